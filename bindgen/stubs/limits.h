@@ -1,0 +1,8 @@
+/* The limits that nccl.h names; see stddef.h for why they are written down here. */
+#ifndef NCCL_SYS_STUB_LIMITS_H
+#define NCCL_SYS_STUB_LIMITS_H
+
+#define INT_MAX __INT_MAX__
+#define INT_MIN (-__INT_MAX__ - 1)
+
+#endif

@@ -1,0 +1,186 @@
+//! What happens when the library is absent, wrong, incomplete, newer than these bindings, and, where one is named
+//! by `MGPU_NCCL_LIBRARY`, real.
+
+use nccl_sys::{
+    HEADER_VERSION, InitConfig, LIBRARY_VARIABLE, Library, NcclError, SearchEnv, Source, UniqueId, Version,
+    ncclResult_t,
+};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs, ptr};
+use tempfile::TempDir;
+
+/// Looks at nothing but the system loader, under a name no machine has.
+fn nowhere() -> SearchEnv {
+    SearchEnv { file_name: "libnccl-of-no-machine.so.2".into(), ..SearchEnv::empty() }
+}
+
+fn only(library: impl Into<PathBuf>) -> SearchEnv {
+    SearchEnv { explicit: Some(library.into()), ..SearchEnv::empty() }
+}
+
+#[test]
+fn an_empty_search_path_lists_every_place_with_its_reason_and_the_cure() {
+    let error = Library::open_in(&nowhere()).unwrap_err();
+    let sources: Vec<Source> = error.attempts.iter().map(|attempt| attempt.source).collect();
+    assert_eq!(
+        sources,
+        [Source::Explicit, Source::SystemLoader, Source::CudaHome, Source::VirtualEnv, Source::Interpreter]
+    );
+    let text = error.to_string();
+    for expected in [
+        "MGPU_NCCL_LIBRARY: not set",
+        "system loader: libnccl-of-no-machine.so.2: ",
+        "CUDA_HOME: not set",
+        "VIRTUAL_ENV: not set",
+        "python on PATH: no interpreter",
+        "pip install nvidia-nccl-cu13",
+    ] {
+        assert!(text.contains(expected), "{expected:?} is missing from:\n{text}");
+    }
+    let summary = error.summary();
+    assert_eq!(summary.lines().count(), 1, "{summary}");
+    assert!(summary.contains("system loader (libnccl-of-no-machine.so.2)"), "{summary}");
+    assert!(summary.contains("pip install"), "{summary}");
+}
+
+#[test]
+fn a_named_library_that_is_not_there_is_the_only_one_tried() {
+    let error = Library::open_in(&only("/nowhere/libnccl.so.2")).unwrap_err();
+    assert_eq!(error.attempts.len(), 1);
+    let text = error.to_string();
+    assert_eq!(text.matches("/nowhere/libnccl.so.2").count(), 1, "{text}");
+    assert!(text.contains("correct MGPU_NCCL_LIBRARY"), "{text}");
+}
+
+#[test]
+fn a_library_that_is_not_nccl_is_refused_with_the_symbol_it_lacks() {
+    let error = Library::open_in(&only("libc.so.6")).unwrap_err();
+    assert!(error.attempts[0].reason.contains("no ncclGetVersion"), "{error}");
+    println!("{error}");
+}
+
+#[test]
+fn a_file_that_is_no_library_is_an_error_value() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("libnccl.so.2");
+    fs::write(&file, "not an ELF file").unwrap();
+    let error = Library::open_in(&only(&file)).unwrap_err();
+    let reason = &error.attempts[0].reason;
+    assert!(reason.len() > "dlopen failed".len() && reason.contains("libnccl.so.2"), "{error}");
+}
+
+/// Compiles a stand-in library to the place where a wheel would put it; `None` (and a line) without a C compiler.
+fn stand_in(source: &str) -> Option<(TempDir, SearchEnv)> {
+    let directory = tempfile::tempdir().unwrap();
+    let lib = directory.path().join("lib/python3.12/site-packages/nvidia/nccl/lib");
+    fs::create_dir_all(&lib).unwrap();
+    let code = directory.path().join("stand_in.c");
+    fs::write(&code, source).unwrap();
+    let compiler = env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let output = lib.join(nowhere().file_name);
+    match Command::new(compiler).args(["-shared", "-fPIC", "-o"]).arg(&output).arg(&code).status() {
+        Ok(status) => assert!(status.success(), "the stand-in library does not compile"),
+        Err(error) => {
+            eprintln!("skipped: no C compiler ({error})");
+            return None;
+        }
+    }
+    let env = SearchEnv { virtual_env: Some(directory.path().into()), ..nowhere() };
+    Some((directory, env))
+}
+
+#[test]
+fn a_symbol_the_library_lacks_is_an_error_that_names_it() {
+    let Some((_directory, env)) = stand_in("int ncclGetVersion(int *v) { *v = 2804; return 0; }") else {
+        return;
+    };
+    let nccl = Library::open_in(&env).unwrap();
+    assert_eq!(nccl.source(), Source::VirtualEnv);
+    assert_eq!(nccl.version(), Ok(Version { major: 2, minor: 8, patch: 4 }));
+
+    let error = nccl.unique_id().unwrap_err();
+    assert_eq!(error.function(), "ncclGetUniqueId");
+    assert_eq!(error.code(), None);
+    assert!(error.to_string().starts_with("ncclGetUniqueId is missing from VIRTUAL_ENV: "), "{error}");
+
+    // SAFETY: the library has no such function, so nothing is called.
+    let error = unsafe { nccl.group_start() }.unwrap_err();
+    assert_eq!(error.function(), "ncclGroupStart");
+    // Without ncclGetErrorString the text is ours.
+    assert_eq!(nccl.error_string(ncclResult_t::ncclRemoteError), "a remote rank failed or left");
+}
+
+#[test]
+fn a_code_from_the_future_keeps_its_number() {
+    let source = r#"
+        int ncclGetVersion(int *v) { *v = 99901; return 0; }
+        int ncclGetUniqueId(void *id) { (void)id; return 4242; }
+        int ncclGroupEnd(void) { return 7; }
+        const char *ncclGetErrorString(int code) { return code == 4242 ? "moon phase" : 0; }
+    "#;
+    let Some((_directory, env)) = stand_in(source) else { return };
+    let nccl = Library::open_in(&env).unwrap();
+    assert!(nccl.version().unwrap() > HEADER_VERSION);
+    assert_eq!(
+        nccl.unique_id(),
+        Err(NcclError::Call { code: 4242, function: "ncclGetUniqueId", message: "moon phase".into() })
+    );
+    // SAFETY: the stand-in's function takes nothing and touches nothing.
+    assert_eq!(unsafe { nccl.group_end() }, Ok(nccl_sys::Progress::InProgress));
+    assert_eq!(nccl.error_string(ncclResult_t(5)), "the call is not allowed here");
+}
+
+/// NCCL reads its variables once a process, so the real library is driven in a child with its own environment.
+#[test]
+fn the_real_library_gives_its_version_and_distinct_ids() {
+    if env::var_os(LIBRARY_VARIABLE).is_none() {
+        eprintln!("skipped: {LIBRARY_VARIABLE} names no library");
+        return;
+    }
+    let child = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "real_library_child", "--ignored", "--nocapture"])
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+    eprintln!("{text}");
+}
+
+#[test]
+#[ignore = "run by the_real_library_gives_its_version_and_distinct_ids"]
+fn real_library_child() {
+    let nccl = Library::open().unwrap();
+    let version = nccl.version().unwrap();
+    println!("NCCL {version} from {}", nccl.origin());
+    assert!(version >= Version { major: 2, minor: 18, patch: 0 }, "{version}");
+
+    let (first, second) = (nccl.unique_id().unwrap(), nccl.unique_id().unwrap());
+    assert_ne!(first, second);
+    assert_eq!(UniqueId::from_bytes(*first.as_bytes()), first);
+
+    assert!(!nccl.error_string(ncclResult_t::ncclInvalidUsage).is_empty());
+    println!("code 4242: {}", nccl.error_string(ncclResult_t(4242)));
+
+    // SAFETY: an empty group has no buffers.
+    unsafe {
+        let _ = nccl.group_start().unwrap();
+        let _ = nccl.group_end().unwrap();
+    }
+    if Path::new("/dev/nvidiactl").exists() {
+        println!("a GPU is present: initialisation without one is not tested");
+        return;
+    }
+    let mut comm = ptr::null_mut();
+    // SAFETY: `comm` is writable and, as the test ends only after an error, outlives the initialisation.
+    let error = unsafe { nccl.comm_init_rank_config(&mut comm, 1, first, 0, InitConfig::non_blocking()) }
+        .unwrap_err();
+    println!("without a GPU: {error}");
+    assert_eq!(error.function(), "ncclCommInitRankConfig");
+    assert_ne!(
+        error.code(),
+        Some(ncclResult_t::ncclInvalidArgument),
+        "the configuration was refused: {error}"
+    );
+}

@@ -1,0 +1,77 @@
+//! A program that contains the runtime instead of being started by it, in both ways there are.
+//!
+//! `embed 4` has no launcher: it uses the launcher's library to start four copies of itself as ranks, and waits
+//! for them. Each copy finds itself launched ([`World::is_launched`]) and is handed its world. Under
+//! `mgpurun -n 4 embed` the first part falls away, and a plain `embed` is a world of one.
+//!
+//! Signals belong to the program: here Ctrl-C and SIGTERM are turned into an orderly end of the ranks.
+
+use std::process::ExitCode;
+
+use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+use mgpu::{DataParallel, Layout, World};
+
+/// The program.
+pub fn main() -> ExitCode {
+    if World::is_launched() {
+        return crate::exit::report("embed", train());
+    }
+    match std::env::args().nth(1).as_deref().map(str::parse) {
+        None => crate::exit::report("embed", train()),
+        Some(Ok(ranks)) => start_ranks(ranks),
+        Some(Err(_)) => {
+            eprintln!("embed: usage: embed [RANKS]");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Starts copies of this program as ranks and waits for them.
+fn start_ranks(ranks: u32) -> ExitCode {
+    let launch = || -> Result<u8, Box<dyn std::error::Error>> {
+        let launch = mgpurun::Launch::new(std::env::current_exe()?).ranks(ranks);
+        let interrupter = launch.interrupter();
+        ctrlc::set_handler(move || interrupter.interrupt())?;
+        Ok(launch.run()?.exit_code)
+    };
+    match launch() {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("embed: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Fits `y = a·x + b` to points of which each rank holds its own share.
+fn train() -> mgpu::Result<()> {
+    let mut world = World::from_env()?;
+    let (rank, size) = (world.rank(), world.size());
+    let points: Vec<(f32, f32)> = (0..100)
+        .filter(|i| i % size == rank)
+        .map(|i| i as f32 / 50.0 - 1.0)
+        .map(|x| (x, 2.0 * x + 0.5))
+        .collect();
+
+    let mut layout = Layout::new();
+    let (a, b) = (layout.push("a", [1]), layout.push("b", [1]));
+    let rule = Rule::Sgd(Sgd { lr: 0.5, ..Sgd::default() });
+    let mut model =
+        DataParallel::new(world.communicator()?, layout, vec![0.0, 0.0], OptimizerConfig::new(rule), 1)?;
+    for _ in 0..100 {
+        model.step(|parameters, gradients| {
+            let residual = |(x, y): &(f32, f32)| parameters[0] * x + parameters[1] - y;
+            let mean = |sum: f32| sum / points.len() as f32;
+            gradients.gradient(b)[0] = mean(points.iter().map(residual).sum());
+            gradients.ready(b)?;
+            gradients.gradient(a)[0] = mean(points.iter().map(|point| residual(point) * point.0).sum());
+            gradients.ready(a)
+        })?;
+    }
+    let checksum = model.verify()?;
+    if rank == 0 {
+        let [a, b] = [model.parameters()[0], model.parameters()[1]];
+        println!("{size} ranks agree on y = {a:.3} x + {b:.3} (weights {checksum:016x})");
+    }
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! The arithmetic of data-parallel training.
+//!
+//! Each operation lives under its own name. Its module states the contract (shapes, formula, source) and tests
+//! every implementation against it; the implementations are siblings beneath, `cpu` first.
+//!
+//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`].
+//! - Beneath them: [`gemm`] for matrix products, [`threads`] for the cores of one rank, [`rng`] for numbers
+//!   that do not depend on who draws them.
+//! - Collectives: [`dtype`] and [`reduce`].
+//!
+//! Kernels own no memory: the caller brings inputs, outputs and scratch, and keeps them from step to step. A
+//! shape that does not fit is a mistake of the program and panics.
+
+pub mod activation;
+pub mod conv;
+pub mod dense;
+pub mod dropout;
+pub mod dtype;
+pub mod gemm;
+pub mod loss;
+pub mod norm;
+pub mod optimizer;
+pub mod pool;
+pub mod reduce;
+pub mod rng;
+mod sum;
+pub mod threads;
+
+#[cfg(test)]
+mod reference;
+
+pub use dtype::{DType, Element};
+pub use reduce::ReduceOp;
+pub use threads::Threads;

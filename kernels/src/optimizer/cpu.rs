@@ -1,0 +1,126 @@
+//! Optimizers on the CPU: one pass over memory, shared among threads.
+
+use super::{Adam, AdamW, Optimizer, RmsProp, Sgd, State};
+use crate::threads::{Rows, Threads};
+
+/// Parameters below which another thread does not pay.
+const GRAIN: usize = 1 << 14;
+
+/// Applies one step to matching slices of parameters, gradients and state. `step` counts from 1.
+///
+/// # Panics
+/// If the slices differ in length, a state that the optimizer needs is missing, or `step` is 0.
+pub fn update(
+    threads: &Threads,
+    optimizer: &Optimizer,
+    step: u64,
+    params: &mut [f32],
+    gradients: &[f32],
+    state: State<'_>,
+) {
+    assert!(step > 0, "steps count from 1");
+    assert_eq!(gradients.len(), params.len(), "gradients and parameters");
+    let width = |used: bool| usize::from(used);
+    let (first, second) = (width(optimizer.states() > 0), width(optimizer.states() > 1));
+    assert_eq!(state.first.len(), first * params.len(), "first state");
+    assert_eq!(state.second.len(), second * params.len(), "second state");
+    let items = params.len();
+    let outputs = (Rows::new(params, 1), Rows::new(state.first, first), Rows::new(state.second, second));
+    threads.divide(items, GRAIN, outputs, |range, (params, first, second)| {
+        let (params, gradients) = (params.values, &gradients[range]);
+        match *optimizer {
+            Optimizer::Adam(o) => adam(o, step, params, gradients, first.values, second.values),
+            Optimizer::AdamW(o) => adam_w(o, step, params, gradients, first.values, second.values),
+            Optimizer::RmsProp(o) => rms_prop(o, params, gradients, first.values, second.values),
+            Optimizer::Sgd(o) => sgd(o, step, params, gradients, first.values),
+        }
+    });
+}
+
+/// Moves an exponential moving average of the parameters: `average = decay · average + (1 − decay) · params`.
+///
+/// # Panics
+/// If the slices differ in length.
+pub fn average(threads: &Threads, decay: f64, params: &[f32], average: &mut [f32]) {
+    assert_eq!(params.len(), average.len());
+    let towards = (1.0 - decay) as f32;
+    threads.divide(params.len(), GRAIN, Rows::new(average, 1), |range, average| {
+        for (average, &param) in average.values.iter_mut().zip(&params[range]) {
+            *average += towards * (param - *average);
+        }
+    });
+}
+
+fn adam(o: Adam, step: u64, params: &mut [f32], gradients: &[f32], first: &mut [f32], second: &mut [f32]) {
+    adam_pass(o, 1.0, step, params, gradients, first, second);
+}
+
+fn adam_w(o: AdamW, step: u64, params: &mut [f32], gradients: &[f32], first: &mut [f32], second: &mut [f32]) {
+    let keep = (1.0 - o.lr * o.weight_decay) as f32;
+    let AdamW { lr, beta1, beta2, eps, .. } = o;
+    let o = Adam { lr, beta1, beta2, eps, weight_decay: 0.0 };
+    adam_pass(o, keep, step, params, gradients, first, second);
+}
+
+/// Adam on parameters that are first multiplied by `keep`.
+fn adam_pass(
+    o: Adam,
+    keep: f32,
+    step: u64,
+    params: &mut [f32],
+    gradients: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+) {
+    let (correction1, correction2) = (1.0 - o.beta1.powf(step as f64), 1.0 - o.beta2.powf(step as f64));
+    let rate = (o.lr / correction1) as f32;
+    let root = correction2.sqrt().recip() as f32;
+    let (towards1, beta2, towards2) = ((1.0 - o.beta1) as f32, o.beta2 as f32, (1.0 - o.beta2) as f32);
+    let (eps, decay) = (o.eps as f32, o.weight_decay as f32);
+    let states = first.iter_mut().zip(second);
+    for ((param, &gradient), (m, v)) in params.iter_mut().zip(gradients).zip(states) {
+        let gradient = gradient + decay * *param;
+        *m += towards1 * (gradient - *m);
+        *v = beta2 * *v + towards2 * gradient * gradient;
+        *param = *param * keep - rate * *m / (v.sqrt() * root + eps);
+    }
+}
+
+fn rms_prop(o: RmsProp, params: &mut [f32], gradients: &[f32], square: &mut [f32], buffer: &mut [f32]) {
+    let (rate, rho, towards) = (o.lr as f32, o.rho as f32, (1.0 - o.rho) as f32);
+    let (eps, momentum, decay) = (o.eps as f32, o.momentum as f32, o.weight_decay as f32);
+    let step = |param: f32, gradient: f32, square: &mut f32| {
+        let gradient = gradient + decay * param;
+        *square = rho * *square + towards * gradient * gradient;
+        gradient / (square.sqrt() + eps)
+    };
+    let each = params.iter_mut().zip(gradients).zip(square);
+    if buffer.is_empty() {
+        for ((param, &gradient), square) in each {
+            *param -= rate * step(*param, gradient, square);
+        }
+    } else {
+        for (((param, &gradient), square), buffer) in each.zip(buffer) {
+            *buffer = momentum * *buffer + step(*param, gradient, square);
+            *param -= rate * *buffer;
+        }
+    }
+}
+
+fn sgd(o: Sgd, step: u64, params: &mut [f32], gradients: &[f32], buffer: &mut [f32]) {
+    let (rate, momentum, decay) = (o.lr as f32, o.momentum as f32, o.weight_decay as f32);
+    let each = params.iter_mut().zip(gradients);
+    if buffer.is_empty() {
+        for (param, &gradient) in each {
+            *param -= rate * (gradient + decay * *param);
+        }
+        return;
+    }
+    let (old, new) = if step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - o.dampening) as f32) };
+    let (ahead, along) = if o.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
+    for ((param, &gradient), buffer) in each.zip(buffer) {
+        let gradient = gradient + decay * *param;
+        *buffer = old * *buffer + new * gradient;
+        *param -= rate * (ahead * gradient + along * *buffer);
+    }
+}

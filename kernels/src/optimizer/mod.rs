@@ -1,0 +1,294 @@
+//! Optimizers: from gradients and their own state to new parameters.
+//!
+//! Contract: an update reads and writes matching slices of parameters, gradients and up to two arenas of state,
+//! element by element, so any cut of a flat arena into ranges gives the same result. `step` counts from 1. The
+//! formulas are those of PyTorch's `torch.optim`, in `f32` with the per-step constants computed in `f64`:
+//! `g` is the gradient, `p` the parameter, and weight decay λ adds `λ·p` to `g` first, except in AdamW.
+//!
+//! | optimizer | first state | second state | update |
+//! |---|---|---|---|
+//! | [`Adam`] | `m += (1−β₁)(g − m)` | `v = β₂v + (1−β₂)g²` | `p −= lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + ε)` |
+//! | [`AdamW`] | same | same | `p *= 1 − lr·λ`, then as Adam without decay |
+//! | [`RmsProp`] | `s = ρs + (1−ρ)g²` | `b = μb + g/(√s + ε)`, if μ ≠ 0 | `p −= lr · b`, or `lr · g/(√s + ε)` |
+//! | [`Sgd`] | `b = μb + (1−δ)g` (`g` in step 1), if μ ≠ 0 | | `p −= lr · b`; Nesterov: `lr · (g + μb)`; μ = 0: `lr · g` |
+//!
+//! Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Tieleman and Hinton 2012 (RMSprop),
+//! Sutskever et al. 2013 (momentum).
+
+pub mod cpu;
+
+/// Hyper-parameters of Adam.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Adam {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+    /// L2 penalty, λ: added to the gradient as `λ·p`.
+    pub weight_decay: f64,
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        Self { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 }
+    }
+}
+
+/// Hyper-parameters of AdamW: Adam with the weight decay taken out of the moments.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Decoupled weight decay, λ: every step shrinks the parameters by `lr·λ`.
+    pub weight_decay: f64,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        Self { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 }
+    }
+}
+
+/// Hyper-parameters of RMSprop, not centred.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RmsProp {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the mean square, ρ (PyTorch's `alpha`).
+    pub rho: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Momentum, μ.
+    pub momentum: f64,
+    /// L2 penalty, λ: added to the gradient as `λ·p`.
+    pub weight_decay: f64,
+}
+
+impl Default for RmsProp {
+    fn default() -> Self {
+        Self { lr: 1e-3, rho: 0.9, eps: 1e-8, momentum: 0.0, weight_decay: 0.0 }
+    }
+}
+
+/// Hyper-parameters of stochastic gradient descent.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sgd {
+    /// Learning rate.
+    pub lr: f64,
+    /// Momentum, μ.
+    pub momentum: f64,
+    /// Dampening of the gradient in the momentum, δ.
+    pub dampening: f64,
+    /// Nesterov's form of momentum.
+    pub nesterov: bool,
+    /// L2 penalty, λ: added to the gradient as `λ·p`.
+    pub weight_decay: f64,
+}
+
+impl Default for Sgd {
+    fn default() -> Self {
+        Self { lr: 1e-2, momentum: 0.0, dampening: 0.0, nesterov: false, weight_decay: 0.0 }
+    }
+}
+
+/// Any of the optimizers, with its hyper-parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Optimizer {
+    /// See [`Adam`].
+    Adam(Adam),
+    /// See [`AdamW`].
+    AdamW(AdamW),
+    /// See [`RmsProp`].
+    RmsProp(RmsProp),
+    /// See [`Sgd`].
+    Sgd(Sgd),
+}
+
+/// Matching slices of an optimizer's state arenas; those it does not use are empty.
+#[derive(Debug, Default)]
+pub struct State<'a> {
+    /// First state: Adam's first moment, RMSprop's mean square, SGD's momentum.
+    pub first: &'a mut [f32],
+    /// Second state: Adam's second moment, RMSprop's momentum.
+    pub second: &'a mut [f32],
+}
+
+impl Optimizer {
+    /// Number of state arenas it needs, each as long as the parameters and zero before the first step.
+    pub fn states(&self) -> usize {
+        match self {
+            Self::Adam(_) | Self::AdamW(_) => 2,
+            Self::RmsProp(o) => 1 + usize::from(o.momentum != 0.0),
+            Self::Sgd(o) => usize::from(o.momentum != 0.0),
+        }
+    }
+
+    /// The name of each state arena in a checkpoint, by PyTorch's names.
+    pub fn state_names(&self) -> &'static [&'static str] {
+        let names: &[&str] = match self {
+            Self::Adam(_) | Self::AdamW(_) => &["exp_avg", "exp_avg_sq"],
+            Self::RmsProp(_) => &["square_avg", "momentum_buffer"],
+            Self::Sgd(_) => &["momentum_buffer"],
+        };
+        &names[..self.states()]
+    }
+
+    /// The optimizer's own name: `adam`, `adamw`, `rmsprop` or `sgd`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Adam(_) => "adam",
+            Self::AdamW(_) => "adamw",
+            Self::RmsProp(_) => "rmsprop",
+            Self::Sgd(_) => "sgd",
+        }
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> f64 {
+        match self {
+            Self::Adam(o) => o.lr,
+            Self::AdamW(o) => o.lr,
+            Self::RmsProp(o) => o.lr,
+            Self::Sgd(o) => o.lr,
+        }
+    }
+
+    /// The same optimizer with another learning rate.
+    pub fn with_lr(mut self, lr: f64) -> Self {
+        match &mut self {
+            Self::Adam(o) => o.lr = lr,
+            Self::AdamW(o) => o.lr = lr,
+            Self::RmsProp(o) => o.lr = lr,
+            Self::Sgd(o) => o.lr = lr,
+        }
+        self
+    }
+
+    /// The weight decay λ.
+    pub fn weight_decay(&self) -> f64 {
+        match self {
+            Self::Adam(o) => o.weight_decay,
+            Self::AdamW(o) => o.weight_decay,
+            Self::RmsProp(o) => o.weight_decay,
+            Self::Sgd(o) => o.weight_decay,
+        }
+    }
+
+    /// The same optimizer with another weight decay: 0 for biases, where only weights decay.
+    pub fn with_weight_decay(mut self, weight_decay: f64) -> Self {
+        match &mut self {
+            Self::Adam(o) => o.weight_decay = weight_decay,
+            Self::AdamW(o) => o.weight_decay = weight_decay,
+            Self::RmsProp(o) => o.weight_decay = weight_decay,
+            Self::Sgd(o) => o.weight_decay = weight_decay,
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::{assert_close, random};
+    use crate::threads::Threads;
+
+    const LEN: usize = 40_000;
+
+    /// Five steps with changing gradients, compared with `reference(t, p, g, first, second)` in `f64`.
+    fn check(optimizer: Optimizer, reference: impl Fn(i32, &mut f64, f64, &mut f64, &mut f64)) {
+        let start = random(LEN, 1);
+        for count in [1, 3] {
+            let threads = Threads::new(count);
+            let mut params = start.clone();
+            let mut states = [vec![0.0f32; LEN], vec![0.0f32; LEN]];
+            let mut exact: Vec<[f64; 3]> = start.iter().map(|&p| [f64::from(p), 0.0, 0.0]).collect();
+            for t in 1..=5 {
+                let gradients = random(LEN, 10 + t);
+                let [first, second] = &mut states;
+                let used = optimizer.states();
+                let state = State {
+                    first: if used > 0 { first } else { &mut [] },
+                    second: if used > 1 { second } else { &mut [] },
+                };
+                cpu::update(&threads, &optimizer, t, &mut params, &gradients, state);
+                for ([p, first, second], &g) in exact.iter_mut().zip(&gradients) {
+                    reference(t as i32, p, f64::from(g), first, second);
+                }
+            }
+            assert_close(&params, &exact.iter().map(|e| e[0]).collect::<Vec<_>>(), 2e-6);
+        }
+    }
+
+    #[test]
+    fn adam_follows_its_formula() {
+        let o = Adam { lr: 0.01, weight_decay: 0.1, ..Adam::default() };
+        check(Optimizer::Adam(o), |t, p, g, m, v| {
+            let g = g + 0.1 * *p;
+            *m = 0.9 * *m + 0.1 * g;
+            *v = 0.999 * *v + 0.001 * g * g;
+            let (m_hat, v_hat) = (*m / (1.0 - 0.9f64.powi(t)), *v / (1.0 - 0.999f64.powi(t)));
+            *p -= 0.01 * m_hat / (v_hat.sqrt() + 1e-8);
+        });
+    }
+
+    #[test]
+    fn adamw_follows_its_formula() {
+        let o = AdamW { lr: 0.01, weight_decay: 0.1, ..AdamW::default() };
+        check(Optimizer::AdamW(o), |t, p, g, m, v| {
+            *p *= 1.0 - 0.01 * 0.1;
+            *m = 0.9 * *m + 0.1 * g;
+            *v = 0.999 * *v + 0.001 * g * g;
+            let (m_hat, v_hat) = (*m / (1.0 - 0.9f64.powi(t)), *v / (1.0 - 0.999f64.powi(t)));
+            *p -= 0.01 * m_hat / (v_hat.sqrt() + 1e-8);
+        });
+    }
+
+    #[test]
+    fn rmsprop_follows_its_formula() {
+        for momentum in [0.0, 0.8] {
+            let o = RmsProp { lr: 0.01, momentum, weight_decay: 0.1, ..RmsProp::default() };
+            check(Optimizer::RmsProp(o), |_, p, g, s, b| {
+                let g = g + 0.1 * *p;
+                *s = 0.9 * *s + 0.1 * g * g;
+                *b = momentum * *b + g / (s.sqrt() + 1e-8);
+                *p -= 0.01 * *b;
+            });
+        }
+    }
+
+    #[test]
+    fn sgd_follows_its_formula() {
+        for (momentum, nesterov, dampening) in [(0.0, false, 0.0), (0.9, false, 0.3), (0.9, true, 0.0)] {
+            let o = Sgd { lr: 0.05, momentum, dampening, nesterov, weight_decay: 0.1 };
+            check(Optimizer::Sgd(o), |t, p, g, b, _| {
+                let g = g + 0.1 * *p;
+                *b = if t == 1 { g } else { momentum * *b + (1.0 - dampening) * g };
+                *p -= 0.05 * if nesterov { g + momentum * *b } else { *b };
+            });
+        }
+    }
+
+    #[test]
+    fn the_average_moves_towards_the_parameters() {
+        let mut average = [1.0, 2.0];
+        cpu::average(&Threads::new(1), 0.75, &[5.0, 2.0], &mut average);
+        assert_eq!(average, [2.0, 2.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "first state")]
+    fn a_missing_state_is_refused() {
+        let optimizer = Optimizer::Adam(Adam::default());
+        cpu::update(&Threads::new(1), &optimizer, 1, &mut [0.0], &[0.0], State::default());
+    }
+}

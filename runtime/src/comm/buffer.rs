@@ -1,0 +1,200 @@
+//! Memory that operations take and give back.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::{DType, Element};
+use crate::shm::SharedMemory;
+
+/// Alignment of every allocation: a cache line and a vector register.
+pub(crate) const ALIGNMENT: usize = 64;
+
+/// A rank's part of memory that all ranks map.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    pub(crate) memory: SharedMemory,
+    /// Number of the allocation in its communicator: the same on every rank.
+    pub(crate) id: u32,
+    /// Where each rank's part begins.
+    pub(crate) parts: Vec<usize>,
+    pub(crate) rank: u32,
+}
+
+impl Arena {
+    /// Address of byte `offset` of the part of `rank`.
+    pub(crate) fn address(&self, rank: u32, offset: usize) -> *mut u8 {
+        self.memory.at(self.parts[rank as usize] + offset)
+    }
+}
+
+#[derive(Debug)]
+enum Allocation {
+    Private { base: NonNull<u8>, layout: Layout },
+    Arena(Arena),
+}
+
+impl Allocation {
+    fn base(&self) -> *mut u8 {
+        match self {
+            Allocation::Private { base, .. } => base.as_ptr(),
+            Allocation::Arena(arena) => arena.address(arena.rank, 0),
+        }
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if let Allocation::Private { base, layout } = self {
+            // SAFETY: allocated with this layout in `zeroed`, and this is its only owner's end.
+            unsafe { dealloc(base.as_ptr(), *layout) };
+        }
+    }
+}
+
+// SAFETY: the memory is reached only through the `Buffer`s that own its disjoint parts.
+unsafe impl Send for Allocation {}
+// SAFETY: as above; the struct itself is never written after its construction.
+unsafe impl Sync for Allocation {}
+
+/// Elements of one type, in private memory or in an arena that all ranks map.
+///
+/// A buffer is the only owner of its elements: no two buffers of a process overlap. It can be split, and its
+/// parts handed to operations one by one.
+///
+/// ```
+/// let mut buffer = mgpu::Buffer::zeroed::<f32>(8);
+/// buffer.as_mut_slice::<f32>()[5] = 1.5;
+/// let (head, tail) = buffer.split_at(4);
+/// assert_eq!((head.len(), tail.as_slice::<f32>()), (4, &[0.0, 1.5, 0.0, 0.0][..]));
+/// ```
+#[derive(Debug)]
+pub struct Buffer {
+    allocation: Arc<Allocation>,
+    dtype: DType,
+    /// First byte within this rank's part of the allocation.
+    offset: usize,
+    len: usize,
+}
+
+impl Buffer {
+    /// Private memory for `len` elements, all zero.
+    ///
+    /// # Panics
+    /// If the size overflows; aborts if memory is short.
+    pub fn zeroed<T: Element>(len: usize) -> Self {
+        Self::zeroed_of(T::DTYPE, len)
+    }
+
+    pub(crate) fn zeroed_of(dtype: DType, len: usize) -> Self {
+        let bytes = len.checked_mul(dtype.size()).expect("the size of a buffer fits an address");
+        let layout =
+            Layout::from_size_align(bytes.max(1), ALIGNMENT).expect("the size of a buffer fits an address");
+        // SAFETY: the layout has a size of at least 1.
+        let base = unsafe { alloc_zeroed(layout) };
+        let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
+        Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
+    }
+
+    /// A private copy of `values`.
+    pub fn from_slice<T: Element>(values: &[T]) -> Self {
+        let mut buffer = Self::zeroed::<T>(values.len());
+        buffer.as_mut_slice().copy_from_slice(values);
+        buffer
+    }
+
+    /// The whole of this rank's part of `arena`, which holds at least `len` elements of `dtype`.
+    pub(crate) fn in_arena(arena: Arena, dtype: DType, len: usize) -> Self {
+        Buffer { allocation: Arc::new(Allocation::Arena(arena)), dtype, offset: 0, len }
+    }
+
+    /// The arena that holds the buffer, and its first byte there; `None` for private memory.
+    pub(crate) fn arena(&self) -> Option<(&Arena, usize)> {
+        match &*self.allocation {
+            Allocation::Arena(arena) => Some((arena, self.offset)),
+            Allocation::Private { .. } => None,
+        }
+    }
+
+    /// Address of the first element.
+    pub(crate) fn address(&self) -> *mut u8 {
+        // SAFETY: `offset` lies within the allocation by construction.
+        unsafe { self.allocation.base().add(self.offset) }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    fn assert_type<T: Element>(&self) {
+        assert!(T::DTYPE == self.dtype, "a buffer of {} read as {}", self.dtype, T::DTYPE);
+    }
+
+    /// The elements.
+    ///
+    /// # Panics
+    /// If `T` is not the element type.
+    pub fn as_slice<T: Element>(&self) -> &[T] {
+        self.assert_type::<T>();
+        // SAFETY: aligned, initialised, `len` long, and owned by this buffer alone. Peers that map the memory too
+        // touch it only while an operation holds the buffer, and an operation that failed never returns it.
+        unsafe { std::slice::from_raw_parts(self.address().cast(), self.len) }
+    }
+
+    /// The elements, to be changed.
+    ///
+    /// # Panics
+    /// If `T` is not the element type.
+    pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
+        self.assert_type::<T>();
+        // SAFETY: as in `as_slice`, and `&mut self` excludes other references.
+        unsafe { std::slice::from_raw_parts_mut(self.address().cast(), self.len) }
+    }
+
+    /// Splits into the first `middle` elements and the rest.
+    ///
+    /// # Panics
+    /// If there are fewer than `middle` elements.
+    pub fn split_at(self, middle: usize) -> (Buffer, Buffer) {
+        assert!(middle <= self.len, "split of {} elements at {middle}", self.len);
+        let offset = self.offset + middle * self.dtype.size();
+        let allocation = Arc::clone(&self.allocation);
+        let tail = Buffer { allocation, dtype: self.dtype, offset, len: self.len - middle };
+        (Buffer { len: middle, ..self }, tail)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "a buffer of f32 read as i32")]
+    fn a_wrong_type_is_refused() {
+        Buffer::zeroed::<f32>(1).as_slice::<i32>();
+    }
+
+    #[test]
+    fn parts_outlive_each_other() {
+        let (head, tail) = Buffer::from_slice(&[1i64, 2, 3]).split_at(2);
+        drop(head);
+        assert_eq!(tail.as_slice::<i64>(), [3]);
+        assert!(Buffer::zeroed::<f64>(0).is_empty());
+    }
+}

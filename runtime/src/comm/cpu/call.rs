@@ -1,0 +1,151 @@
+//! What a rank has called, in three words that travel beside its arrival flag.
+//!
+//! Every rank compares its own call with those of its peers before it touches their memory, so that two ranks
+//! that disagree get an error with both sides instead of a wrong sum.
+
+use std::fmt;
+
+use crate::comm::{Buffer, DType, ReduceOp};
+
+/// The operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Kind {
+    Barrier = 1,
+    Allocate = 2,
+    AllReduce = 3,
+    ReduceScatter = 4,
+    AllGather = 5,
+    Broadcast = 6,
+    Reduce = 7,
+    Message = 8,
+}
+
+impl Kind {
+    const ALL: [(Kind, &'static str); 8] = [
+        (Kind::Barrier, "barrier"),
+        (Kind::Allocate, "allocate"),
+        (Kind::AllReduce, "all_reduce"),
+        (Kind::ReduceScatter, "reduce_scatter"),
+        (Kind::AllGather, "all_gather"),
+        (Kind::Broadcast, "broadcast"),
+        (Kind::Reduce, "reduce"),
+        (Kind::Message, "send"),
+    ];
+}
+
+/// How the payload travels; agreed like everything else, since all ranks must follow the same protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Path {
+    /// Nothing to move.
+    None = 0,
+    /// In the arrival line itself.
+    Inline = 1,
+    /// Through small slots.
+    Eager = 2,
+    /// In place, within an arena.
+    Direct = 3,
+    /// Through staging memory, chunk by chunk.
+    Staged = 4,
+    /// From rank to rank.
+    Ring = 5,
+}
+
+impl Path {
+    const NAMES: [&'static str; 6] = ["none", "inline", "eager", "direct", "staged", "ring"];
+}
+
+/// One operation's arguments, as far as all ranks must agree on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Call {
+    pub(super) kind: Kind,
+    pub(super) path: Path,
+    pub(super) dtype: DType,
+    pub(super) op: Option<ReduceOp>,
+    pub(super) root: u32,
+    /// Elements.
+    pub(super) len: usize,
+    /// Arena and byte offset in it; 0 for private memory.
+    pub(super) place: u64,
+}
+
+impl Call {
+    pub(super) fn new(kind: Kind, buffer: &Buffer, op: Option<ReduceOp>, root: u32) -> Self {
+        let place = buffer.arena().map_or(0, |(arena, offset)| u64::from(arena.id + 1) << 48 | offset as u64);
+        Call { kind, path: Path::None, dtype: buffer.dtype(), op, root, len: buffer.len(), place }
+    }
+
+    /// A call without payload.
+    pub(super) fn plain(kind: Kind, dtype: DType, len: usize) -> Self {
+        Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: 0 }
+    }
+
+    pub(super) fn via(self, path: Path) -> Self {
+        Call { path, ..self }
+    }
+
+    pub(super) fn encode(&self) -> [u64; 3] {
+        let op = self.op.map_or(0, |op| op as u64 + 1);
+        let head = self.kind as u64
+            | (self.path as u64) << 8
+            | (self.dtype as u64) << 16
+            | op << 24
+            | u64::from(self.root) << 32;
+        [head, self.len as u64, self.place]
+    }
+}
+
+/// Describes encoded arguments, which may come from a peer of any kind, for an error message.
+pub(super) fn describe(words: [u64; 3]) -> String {
+    let [head, len, place] = words;
+    let byte = |shift: u32| (head >> shift & 0xff) as usize;
+    let Some((kind, name)) = Kind::ALL.into_iter().find(|(kind, _)| *kind as usize == byte(0)) else {
+        return format!("something unknown ({head:#x})");
+    };
+    if kind == Kind::Barrier {
+        return name.into();
+    }
+    let dtype = DType::ALL.get(byte(16)).map_or("?", |dtype| dtype.name());
+    let mut text = format!("{name}({len} {dtype}");
+    if let Some(op) = byte(24).checked_sub(1).and_then(|op| ReduceOp::ALL.get(op)) {
+        text += &format!(", {op}");
+    }
+    if matches!(kind, Kind::Broadcast | Kind::Reduce) {
+        text += &format!(", root {}", head >> 32);
+    }
+    if let Some(path) = Path::NAMES.get(byte(8)).filter(|_| byte(8) != 0) {
+        text += &format!(", {path}");
+    }
+    if let Some(arena) = (place >> 48).checked_sub(1) {
+        text += &format!(", arena {arena} at byte {}", place & 0xffff_ffff_ffff);
+    }
+    text + ")"
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&describe(self.encode()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptions_tell_calls_apart() {
+        let buffer = Buffer::zeroed::<f32>(1000);
+        let call = Call::new(Kind::AllReduce, &buffer, Some(ReduceOp::Sum), 0).via(Path::Eager);
+        assert_eq!(call.to_string(), "all_reduce(1000 f32, sum, eager)");
+        let call = Call::new(Kind::Broadcast, &buffer, None, 3).via(Path::Staged);
+        assert_eq!(call.to_string(), "broadcast(1000 f32, root 3, staged)");
+        assert_eq!(describe([0xff, 0, 0]), "something unknown (0xff)");
+        let place = 2 << 48 | 4096;
+        let call = Call { place, path: Path::Direct, ..Call::new(Kind::AllGather, &buffer, None, 0) };
+        assert_eq!(call.to_string(), "all_gather(1000 f32, direct, arena 1 at byte 4096)");
+        for (index, (kind, _)) in Kind::ALL.into_iter().enumerate() {
+            assert_eq!(kind as usize, index + 1);
+        }
+    }
+}

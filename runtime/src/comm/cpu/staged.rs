@@ -1,0 +1,158 @@
+//! Collectives on private buffers: chunk by chunk through staging memory.
+//!
+//! Every rank has two staging areas, used in turn, so a chunk needs no synchronisation at its end beyond what the
+//! next arrival gives (see `region` for why two are enough).
+
+use std::ops::Range;
+
+use mgpu_kernels::reduce;
+
+use super::region::STAGE_BYTES;
+use super::{Call, CpuCommunicator};
+use crate::Result;
+use crate::comm::{Buffer, ReduceOp};
+
+/// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises too.
+fn chunks(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len.div_ceil(most).max(1)).map(move |index| index * most..len.min((index + 1) * most))
+}
+
+/// Copies `bytes` bytes between private and staging memory.
+///
+/// # Safety
+/// Both ranges are valid and do not overlap; nobody writes the source or touches the destination meanwhile.
+unsafe fn copy(source: *const u8, destination: *mut u8, bytes: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(source, destination, bytes) };
+}
+
+impl CpuCommunicator {
+    /// The staging area to fill before the next arrival.
+    fn own_stage(&self) -> *mut u8 {
+        self.region.stage(self.rank, self.next_sequence())
+    }
+
+    /// The staging areas of all ranks, after the arrival.
+    fn stages(&self) -> Vec<*mut u8> {
+        (0..self.size).map(|rank| self.region.stage(rank, self.sequence)).collect()
+    }
+
+    pub(super) fn staged_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+        let element = call.dtype.size();
+        for chunk in chunks(call.len, STAGE_BYTES / element) {
+            let (begin, bytes) = (chunk.start * element, chunk.len() * element);
+            let own = buffer.address().wrapping_add(begin);
+            let stage = self.own_stage();
+            // SAFETY: the chunk lies within the buffer and fits a stage, which nobody else touches before the
+            // arrival.
+            unsafe { copy(own, stage, bytes) };
+            self.enter(call)?;
+            let stages = self.stages();
+            self.reduce_together(&stages, &stages, op, chunk.len(), call)?;
+            // SAFETY: as above; all blocks are done, and nobody writes to this stage before its next turn.
+            unsafe { copy(stage, own, bytes) };
+        }
+        Ok(())
+    }
+
+    pub(super) fn staged_reduce(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        root: u32,
+        call: &Call,
+    ) -> Result<()> {
+        let element = call.dtype.size();
+        for chunk in chunks(call.len, STAGE_BYTES / element) {
+            let own = buffer.address().wrapping_add(chunk.start * element);
+            // SAFETY: as in `staged_all_reduce`.
+            unsafe { copy(own, self.own_stage(), chunk.len() * element) };
+            self.enter(call)?;
+            if self.rank == root {
+                let sources: Vec<*const u8> = self.stages().into_iter().map(<*mut u8>::cast_const).collect();
+                // SAFETY: every rank has filled its stage with this chunk and leaves it until its next turn.
+                unsafe { reduce::reduce(call.dtype, op, &sources, &[own], chunk.len()) };
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn staged_reduce_scatter(
+        &mut self,
+        buffer: &Buffer,
+        shard: usize,
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<()> {
+        let (element, ranks) = (call.dtype.size(), self.size as usize);
+        // A stage holds one piece for every rank, each beginning at a cache line.
+        let piece = (STAGE_BYTES / ranks) & !63;
+        for chunk in chunks(shard, piece / element) {
+            let bytes = chunk.len() * element;
+            let stage = self.own_stage();
+            let at = |rank: usize| buffer.address().wrapping_add((rank * shard + chunk.start) * element);
+            for rank in 0..ranks {
+                // SAFETY: as in `staged_all_reduce`; piece `rank` of the stage is within it.
+                unsafe { copy(at(rank), stage.wrapping_add(rank * piece), bytes) };
+            }
+            self.enter(call)?;
+            let own = self.rank as usize;
+            let sources: Vec<*const u8> =
+                self.stages().into_iter().map(|stage| stage.wrapping_add(own * piece).cast_const()).collect();
+            // SAFETY: as in `staged_reduce`.
+            unsafe { reduce::reduce(call.dtype, op, &sources, &[at(own)], chunk.len()) };
+        }
+        Ok(())
+    }
+
+    pub(super) fn staged_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
+        let element = call.dtype.size();
+        for chunk in chunks(shard, STAGE_BYTES / element) {
+            let bytes = chunk.len() * element;
+            let at =
+                |rank: u32| buffer.address().wrapping_add((rank as usize * shard + chunk.start) * element);
+            // SAFETY: as in `staged_all_reduce`.
+            unsafe { copy(at(self.rank), self.own_stage(), bytes) };
+            self.enter(call)?;
+            let stages = self.stages();
+            for peer in self.peers() {
+                // SAFETY: the peer has filled its stage with its chunk and leaves it until its next turn.
+                unsafe { copy(stages[peer as usize], at(peer), bytes) };
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
+        let element = call.dtype.size();
+        for chunk in chunks(call.len, STAGE_BYTES / element) {
+            let bytes = chunk.len() * element;
+            let own = buffer.address().wrapping_add(chunk.start * element);
+            if self.rank == root {
+                // SAFETY: as in `staged_all_reduce`.
+                unsafe { copy(own, self.own_stage(), bytes) };
+            }
+            self.enter(call)?;
+            if self.rank != root {
+                // SAFETY: the root has filled its stage with this chunk and leaves it until its next turn.
+                unsafe { copy(self.region.stage(root, self.sequence), own, bytes) };
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cover_everything_once_and_are_never_none() {
+        for (len, most) in [(0, 4), (1, 4), (4, 4), (5, 4), (12, 4), (13, 4)] {
+            let ranges: Vec<_> = chunks(len, most).collect();
+            assert!(!ranges.is_empty());
+            assert!(ranges.iter().all(|range| range.len() <= most));
+            assert_eq!(ranges.into_iter().flatten().collect::<Vec<_>>(), (0..len).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! The communicator: collectives over the ranks of a world.
+//!
+//! # The contract of every backend
+//! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
+//!   reduction and root. A rank that does not is named in an [`Error::Mismatch`](crate::Error::Mismatch) on every
+//!   rank. [`send`] and [`recv`] concern two ranks only.
+//! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then
+//!   peers may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
+//! - **Result.** Reductions combine in rank order 0…n−1 for every element (see
+//!   [`mgpu_kernels::reduce`]): the same bits on every rank, from run to run, with every algorithm.
+//! - **Failure.** A lost peer, a mismatch or a passed deadline makes the communicator unusable: the call returns
+//!   an error that names the rank, the buffer is gone (a peer may still be writing to it), and every later call
+//!   returns [`Error::Poisoned`](crate::Error::Poisoned). No call waits longer than the world's timeout without
+//!   any peer making progress. Invalid arguments are told before anything is sent and poison nothing.
+//! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass
+//!   the same part of the same allocation, or all pass private buffers.
+//!
+//! [`send`]: Communicator::send
+//! [`recv`]: Communicator::recv
+//! [`allocate`]: Communicator::allocate
+
+mod buffer;
+pub(crate) mod cpu;
+mod solo;
+
+pub use buffer::Buffer;
+pub use mgpu_kernels::{DType, Element, ReduceOp};
+pub(crate) use solo::Solo;
+
+use crate::Result;
+
+/// How an all-reduce is carried out. All give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Algorithm {
+    /// By size and kind of buffer.
+    #[default]
+    Auto,
+    /// One synchronisation, payload copied through small slots; for up to 8 KiB.
+    Eager,
+    /// Every block is read from all ranks and written to all ranks by whichever rank comes first.
+    Direct,
+    /// Blocks travel from rank to rank: the schedule for hosts that share no memory.
+    Ring,
+}
+
+impl Algorithm {
+    /// All algorithms.
+    pub const ALL: [Algorithm; 4] = [Algorithm::Auto, Algorithm::Eager, Algorithm::Direct, Algorithm::Ring];
+
+    /// The name used on command lines: `auto`, `ring`, …
+    pub const fn name(self) -> &'static str {
+        match self {
+            Algorithm::Auto => "auto",
+            Algorithm::Eager => "eager",
+            Algorithm::Direct => "direct",
+            Algorithm::Ring => "ring",
+        }
+    }
+}
+
+impl std::fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Algorithm {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == text).ok_or_else(|| {
+            let known = Algorithm::ALL.map(Algorithm::name).join(", ");
+            format!("unknown algorithm `{text}`; known are {known}")
+        })
+    }
+}
+
+/// An operation under way, which holds its buffer.
+#[must_use = "the buffer comes back from `wait`"]
+#[derive(Debug)]
+pub struct Pending {
+    buffer: Buffer,
+}
+
+impl Pending {
+    /// An operation that has already completed.
+    pub(crate) fn complete(buffer: Buffer) -> Self {
+        Pending { buffer }
+    }
+
+    /// Waits until the operation has completed and returns its buffer.
+    ///
+    /// # Errors
+    /// As the operation's own.
+    pub fn wait(self) -> Result<Buffer> {
+        Ok(self.buffer)
+    }
+}
+
+/// Collectives over the ranks of a world. See the [module](self) for what holds for all of them.
+pub trait Communicator: Send {
+    /// This rank.
+    fn rank(&self) -> u32;
+
+    /// Number of ranks.
+    fn size(&self) -> u32;
+
+    /// `solo`, `cpu` or `nccl`.
+    fn backend(&self) -> &'static str;
+
+    /// Chooses how the following all-reduces are carried out, on all ranks alike.
+    fn set_algorithm(&mut self, algorithm: Algorithm);
+
+    /// Memory for `len` zeroed elements that peers reach in place. Collective.
+    ///
+    /// # Errors
+    /// If memory is short, or as in the [contract](self).
+    fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer>;
+
+    /// Every rank's buffer becomes the reduction of all ranks' buffers.
+    ///
+    /// # Errors
+    /// As in the [contract](self).
+    fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending>;
+
+    /// The buffer consists of n equal shards. Shard r of rank r becomes the reduction of all ranks' shards r; the
+    /// other shards hold unspecified values afterwards.
+    ///
+    /// # Errors
+    /// If the length is no multiple of n, or as in the [contract](self).
+    fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending>;
+
+    /// The buffer consists of n equal shards. Shard r of every rank becomes that of rank r.
+    ///
+    /// # Errors
+    /// If the length is no multiple of n, or as in the [contract](self).
+    fn all_gather(&mut self, buffer: Buffer) -> Result<Pending>;
+
+    /// Every rank's buffer becomes a copy of that of rank `root`.
+    ///
+    /// # Errors
+    /// If there is no rank `root`, or as in the [contract](self).
+    fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending>;
+
+    /// The buffer of rank `root` becomes the reduction of all ranks' buffers; the others stay as they are.
+    ///
+    /// # Errors
+    /// If there is no rank `root`, or as in the [contract](self).
+    fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending>;
+
+    /// Sends a copy of the buffer to rank `to`, which calls [`recv`](Communicator::recv). Messages between two
+    /// ranks arrive in the order they were sent.
+    ///
+    /// # Errors
+    /// If `to` is this rank or none, or as in the [contract](self).
+    fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending>;
+
+    /// Fills the buffer with the next message of rank `from`.
+    ///
+    /// # Errors
+    /// If `from` is this rank or none, the message has another type or length, or as in the [contract](self).
+    fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending>;
+
+    /// Returns once all ranks have called it.
+    ///
+    /// # Errors
+    /// As in the [contract](self).
+    fn barrier(&mut self) -> Result<()>;
+}
+
+/// Conveniences for values that live outside of buffers; each copies in and out.
+impl dyn Communicator + '_ {
+    /// All-reduces a slice in place.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn all_reduce_slice<T: Element>(&mut self, values: &mut [T], op: ReduceOp) -> Result<()> {
+        let reduced = self.all_reduce(Buffer::from_slice(values), op)?.wait()?;
+        values.copy_from_slice(reduced.as_slice());
+        Ok(())
+    }
+
+    /// Replaces a slice by that of rank `root`.
+    ///
+    /// # Errors
+    /// As [`Communicator::broadcast`].
+    pub fn broadcast_slice<T: Element>(&mut self, values: &mut [T], root: u32) -> Result<()> {
+        let copy = self.broadcast(Buffer::from_slice(values), root)?.wait()?;
+        values.copy_from_slice(copy.as_slice());
+        Ok(())
+    }
+
+    /// The values of all ranks, in rank order. All ranks pass equally many.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`].
+    pub fn all_gather_slice<T: Element>(&mut self, values: &[T]) -> Result<Vec<T>> {
+        let mut all = Buffer::zeroed::<T>(values.len() * self.size() as usize);
+        let begin = values.len() * self.rank() as usize;
+        all.as_mut_slice::<T>()[begin..begin + values.len()].copy_from_slice(values);
+        Ok(self.all_gather(all)?.wait()?.as_slice().to_vec())
+    }
+}

@@ -1,0 +1,79 @@
+//! A world of one: every collective is the identity.
+
+use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use crate::{Error, Result};
+
+/// The communicator of a single rank.
+#[derive(Debug)]
+pub(crate) struct Solo;
+
+impl Solo {
+    pub(crate) fn new() -> Self {
+        Solo
+    }
+}
+
+fn only_rank_0(operation: &'static str, rank: u32) -> Result<()> {
+    if rank == 0 {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument { operation, problem: format!("there is no rank {rank} in a world of 1") })
+}
+
+fn no_peer(operation: &'static str, peer: u32) -> Result<Pending> {
+    Err(Error::InvalidArgument { operation, problem: format!("rank 0 has no peer {peer} in a world of 1") })
+}
+
+impl Communicator for Solo {
+    fn rank(&self) -> u32 {
+        0
+    }
+
+    fn size(&self) -> u32 {
+        1
+    }
+
+    fn backend(&self) -> &'static str {
+        "solo"
+    }
+
+    fn set_algorithm(&mut self, _: Algorithm) {}
+
+    fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
+        Ok(Buffer::zeroed_of(dtype, len))
+    }
+
+    fn all_reduce(&mut self, buffer: Buffer, _: ReduceOp) -> Result<Pending> {
+        Ok(Pending::complete(buffer))
+    }
+
+    fn reduce_scatter(&mut self, buffer: Buffer, _: ReduceOp) -> Result<Pending> {
+        Ok(Pending::complete(buffer))
+    }
+
+    fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
+        Ok(Pending::complete(buffer))
+    }
+
+    fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
+        only_rank_0("broadcast", root)?;
+        Ok(Pending::complete(buffer))
+    }
+
+    fn reduce(&mut self, buffer: Buffer, _: ReduceOp, root: u32) -> Result<Pending> {
+        only_rank_0("reduce", root)?;
+        Ok(Pending::complete(buffer))
+    }
+
+    fn send(&mut self, _: Buffer, to: u32) -> Result<Pending> {
+        no_peer("send", to)
+    }
+
+    fn recv(&mut self, _: Buffer, from: u32) -> Result<Pending> {
+        no_peer("recv", from)
+    }
+
+    fn barrier(&mut self) -> Result<()> {
+        Ok(())
+    }
+}

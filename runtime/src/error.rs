@@ -1,0 +1,176 @@
+//! Everything that can go wrong in the runtime, in one enum.
+//!
+//! Every variant says what happened and to which rank, and where a peer is to blame, which one.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Result of a runtime call.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The environment of this process does not describe a rank.
+    #[error("environment variable {name} {problem}")]
+    Environment {
+        /// The variable.
+        name: &'static str,
+        /// What is wrong with it and what it should be.
+        problem: String,
+    },
+    /// The operating system refused something.
+    #[error("cannot {action}: {reason}")]
+    System {
+        /// What was tried.
+        action: String,
+        /// The system's reason.
+        reason: String,
+    },
+    /// The rendezvous refused this rank, or could not be reached.
+    #[error("rank {rank} cannot join the run: {problem}")]
+    Join {
+        /// The rank that wanted to join.
+        rank: u32,
+        /// Why it could not.
+        problem: String,
+    },
+    /// A peer sent bytes that are not a message of the protocol.
+    #[error("{peer} sent a bad message: {problem}")]
+    Protocol {
+        /// Who sent it.
+        peer: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A deadline passed.
+    #[error(
+        "rank {rank} waited {:.1} s for {} in {operation}; a rank that is slow rather than stuck needs a longer MGPU_TIMEOUT (seconds)",
+        after.as_secs_f64(), ranks(waited_for)
+    )]
+    Timeout {
+        /// The rank that waited.
+        rank: u32,
+        /// The ranks that did not come.
+        waited_for: Vec<u32>,
+        /// What it waited in.
+        operation: String,
+        /// How long it waited.
+        after: Duration,
+    },
+    /// A peer is gone while this rank needs it.
+    #[error("rank {rank} lost rank {peer} in {operation}: rank {peer} {how}")]
+    PeerLost {
+        /// The rank that noticed.
+        rank: u32,
+        /// The rank that is gone.
+        peer: u32,
+        /// What needed it.
+        operation: String,
+        /// How it ended, as a predicate: "exited with code 3".
+        how: String,
+    },
+    /// Two ranks called different operations, or the same one with different arguments.
+    #[error("ranks disagree on operation {sequence}: rank {rank} calls {ours}, rank {peer} calls {theirs}")]
+    Mismatch {
+        /// The rank that noticed.
+        rank: u32,
+        /// The first rank that differs from it.
+        peer: u32,
+        /// Position of the operation in the communicator's life, from 1.
+        sequence: u32,
+        /// This rank's call.
+        ours: String,
+        /// The other rank's call.
+        theirs: String,
+    },
+    /// The communicator failed earlier and can no longer be used.
+    #[error("this communicator of rank {rank} is unusable since an earlier error: {cause}")]
+    Poisoned {
+        /// The rank.
+        rank: u32,
+        /// The earlier error.
+        cause: String,
+    },
+    /// The caller's arguments make no sense.
+    #[error("{operation}: {problem}")]
+    InvalidArgument {
+        /// The call.
+        operation: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Ranks hold different models.
+    #[error("rank {rank} and rank {peer} hold different models: {difference}")]
+    LayoutMismatch {
+        /// The rank that noticed.
+        rank: u32,
+        /// The rank it compared with.
+        peer: u32,
+        /// The first difference.
+        difference: String,
+    },
+    /// Ranks that should hold equal weights do not.
+    #[error("rank {peer} holds other weights than rank {rank} in tensor `{tensor}`")]
+    Diverged {
+        /// The rank that noticed.
+        rank: u32,
+        /// The rank that differs.
+        peer: u32,
+        /// The first tensor that differs.
+        tensor: String,
+    },
+    /// A checkpoint cannot be written or read.
+    #[error("checkpoint {}: {problem}", path.display())]
+    Checkpoint {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+impl Error {
+    /// A refusal of the operating system while trying to `action`.
+    pub(crate) fn system(action: impl Into<String>, reason: impl ToString) -> Self {
+        Error::System { action: action.into(), reason: reason.to_string() }
+    }
+
+    /// The rank that this error holds responsible, if it names one.
+    pub fn culprit(&self) -> Option<u32> {
+        match self {
+            Error::PeerLost { peer, .. } | Error::Mismatch { peer, .. } | Error::Diverged { peer, .. } => {
+                Some(*peer)
+            }
+            Error::Timeout { waited_for, .. } => waited_for.first().copied(),
+            _ => None,
+        }
+    }
+}
+
+/// `rank 3` or `ranks 1, 4`.
+fn ranks(list: &[u32]) -> String {
+    let numbers: Vec<String> = list.iter().map(u32::to_string).collect();
+    format!("rank{} {}", if list.len() == 1 { "" } else { "s" }, numbers.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_name_rank_peer_and_remedy() {
+        let error = Error::Timeout {
+            rank: 0,
+            waited_for: vec![1, 3],
+            operation: "all_reduce".into(),
+            after: Duration::from_millis(1500),
+        };
+        assert_eq!(
+            error.to_string(),
+            "rank 0 waited 1.5 s for ranks 1, 3 in all_reduce; a rank that is slow rather than stuck needs a longer MGPU_TIMEOUT (seconds)"
+        );
+        assert_eq!(error.culprit(), Some(1));
+    }
+}

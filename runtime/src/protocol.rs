@@ -1,0 +1,49 @@
+//! The contract between a launcher and its ranks: the names of the environment variables.
+
+/// Rank of this process, from 0.
+pub const RANK: &str = "RANK";
+/// Number of ranks in the run.
+pub const WORLD_SIZE: &str = "WORLD_SIZE";
+/// Rank among those on this machine; also the index of its GPU.
+pub const LOCAL_RANK: &str = "LOCAL_RANK";
+/// Number of ranks on this machine.
+pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
+/// Address of the launcher's socket, `unix:PATH`.
+pub const MGPU_RENDEZVOUS: &str = "MGPU_RENDEZVOUS";
+/// Identifier of the run, and the token that a rank shows to join it.
+pub const MGPU_RUN_ID: &str = "MGPU_RUN_ID";
+/// How often the launcher has restarted the ranks, from 0.
+pub const MGPU_RESTART_COUNT: &str = "MGPU_RESTART_COUNT";
+/// `cpu` or `nccl`.
+pub const MGPU_BACKEND: &str = "MGPU_BACKEND";
+/// `1` when the launcher shows lines that end in a carriage return, because it writes to a terminal.
+pub const MGPU_PROGRESS: &str = "MGPU_PROGRESS";
+/// Longest wait for a peer within one operation, in seconds (default 300).
+pub const MGPU_TIMEOUT: &str = "MGPU_TIMEOUT";
+/// Host of a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
+pub const MASTER_ADDR: &str = "MASTER_ADDR";
+/// Free port for a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
+pub const MASTER_PORT: &str = "MASTER_PORT";
+
+/// A fresh identifier of a run: 128 random bits as 32 hexadecimal digits.
+///
+/// # Errors
+/// If the system has no source of randomness.
+pub fn new_run_id() -> crate::Result<String> {
+    use std::io::Read;
+    let mut bytes = [0u8; 16];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .map_err(|error| crate::Error::system("read random bytes from /dev/urandom", error))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn run_ids_are_128_bits_and_differ() {
+        let ids = [super::new_run_id().unwrap(), super::new_run_id().unwrap()];
+        assert!(ids.iter().all(|id| id.len() == 32 && id.bytes().all(|b| b.is_ascii_hexdigit())));
+        assert_ne!(ids[0], ids[1]);
+    }
+}

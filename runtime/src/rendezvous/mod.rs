@@ -1,0 +1,28 @@
+//! How ranks find each other: a tiny key/value interface with deadlines over a Unix socket.
+//!
+//! The launcher runs the [`Server`]; a rank holds a [`Store`]. Connections are taken from processes of the same
+//! user only (SO_PEERCRED), and only those that show the run's token are let in. What is exchanged is small: the
+//! descriptor of a shared-memory region, an NCCL unique id. The bulk goes through the communicator. Every wait has
+//! a deadline, and its error says who waited for whom, in what and how long.
+//!
+//! ```
+//! # fn main() -> mgpu::Result<()> {
+//! # use std::time::Duration;
+//! let worlds = mgpu::World::threads(2)?;
+//! let [first, second] = &worlds[..] else { unreachable!() };
+//! first.store().unwrap().set("greeting", b"hello", &[], 1)?;
+//! let (value, _descriptors) = second.store().unwrap().get("greeting", 0, Duration::from_secs(1))?;
+//! assert_eq!(value, b"hello");
+//! # Ok(())
+//! # }
+//! ```
+
+mod client;
+mod directory;
+pub mod message;
+mod server;
+mod socket;
+
+pub use crate::progress::Blame;
+pub use client::Store;
+pub use server::{Departure, Server, ServerEvent};

@@ -1,0 +1,167 @@
+//! Shared memory without a name: memfd files, sealed against resizing, passed over the rendezvous socket.
+//!
+//! Nothing appears in `/dev/shm` or any folder, no size limit of a mount applies, and the kernel frees the memory
+//! when the last process that maps it is gone, however it went. The seals are what makes mapping a file from
+//! another process safe: without them the other side could shrink it and turn our next access into SIGBUS.
+
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
+use nix::libc;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::stat::fstat;
+use nix::unistd::ftruncate;
+
+use crate::{Error, Result};
+
+/// Types that may lie in memory which other processes write at any time.
+///
+/// # Safety
+/// The type consists of atomics (and arrays and structs of them) only, and every bit pattern is a valid value.
+pub(crate) unsafe trait Shared {}
+
+/// A shared mapping of a sealed memfd.
+#[derive(Debug)]
+pub(crate) struct SharedMemory {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread; access to its bytes is the business of whoever
+// calls `at`.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above; the struct itself is never written after its construction.
+unsafe impl Sync for SharedMemory {}
+
+const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);
+
+impl SharedMemory {
+    /// Makes a zeroed file of `len` bytes, sealed, and maps it. No memory is taken until [`reserve`](reserve).
+    pub(crate) fn create(name: &str, len: usize) -> Result<(Self, OwnedFd)> {
+        let attempt = || -> nix::Result<OwnedFd> {
+            let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+            ftruncate(&fd, len as i64)?;
+            fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALS))?;
+            Ok(fd)
+        };
+        let fd = attempt()
+            .map_err(|errno| Error::system(format!("create {len} bytes of shared memory ({name})"), errno))?;
+        Ok((Self::map(name, fd.as_fd(), len)?, fd))
+    }
+
+    /// Maps a file received from another process, after checking that it is sealed and `len` bytes long.
+    pub(crate) fn open(name: &str, fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        let bad = |problem: String| Error::Protocol { peer: format!("the owner of {name}"), problem };
+        let seals = fcntl(fd, FcntlArg::F_GET_SEALS)
+            .map_err(|errno| bad(format!("the descriptor is no shared memory: {errno}")))?;
+        if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
+            return Err(bad("the shared memory is not sealed against shrinking".into()));
+        }
+        let found = fstat(fd).map_err(|errno| Error::system(format!("inspect {name}"), errno))?.st_size;
+        if found != len as i64 {
+            return Err(bad(format!("the shared memory has {found} bytes instead of {len}")));
+        }
+        Self::map(name, fd, len)
+    }
+
+    fn map(name: &str, fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        let size =
+            NonZeroUsize::new(len).ok_or_else(|| Error::system(format!("map {name}"), "it is empty"))?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping at an address the kernel chooses overlaps nothing of ours.
+        let base = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, fd, 0) }
+            .map_err(|errno| Error::system(format!("map {len} bytes of {name}"), errno))?;
+        // Huge pages are a wish: where the kernel has none for shared memory, small ones serve.
+        // SAFETY: the range is the mapping just made, and the advice does not change its contents.
+        let _ = unsafe { madvise(base, len, MmapAdvise::MADV_HUGEPAGE) };
+        Ok(SharedMemory { base: base.cast(), len })
+    }
+
+    /// Number of bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Address of byte `offset`.
+    ///
+    /// # Panics
+    /// If `offset` is past the end.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.len, "offset {offset} in {} bytes of shared memory", self.len);
+        // SAFETY: the assertion keeps the address inside the mapping or one past its end.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// A `T` at byte `offset`.
+    ///
+    /// # Panics
+    /// If it does not fit or is misaligned.
+    pub(crate) fn view<T: Shared>(&self, offset: usize) -> &T {
+        let end = offset.checked_add(size_of::<T>());
+        assert!(end.is_some_and(|end| end <= self.len), "a view past the end of shared memory");
+        let address = self.at(offset).cast::<T>();
+        assert!(address.is_aligned(), "a misaligned view of shared memory");
+        // SAFETY: in bounds and aligned by the assertions, mapped as long as `self`, and `Shared` promises that
+        // any bytes are a valid value and that all access is atomic.
+        unsafe { &*address }
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is the one mapped at construction and no reference into it outlives `self`.
+        let _ = unsafe { munmap(self.base.cast(), self.len) };
+    }
+}
+
+/// Takes the memory behind a range now, so that a shortage is an error here and not a SIGBUS at first use.
+///
+/// Each rank reserves its own part: pages come from the memory node of the process that asks for them.
+pub(crate) fn reserve(name: &str, fd: BorrowedFd<'_>, offset: usize, len: usize) -> Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    fallocate(fd, FallocateFlags::empty(), offset as libc::off_t, len as libc::off_t)
+        .map_err(|errno| Error::system(format!("reserve {len} bytes of shared memory for {name}"), errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    // SAFETY: an atomic integer.
+    unsafe impl Shared for AtomicU32 {}
+
+    #[test]
+    fn two_mappings_share_bytes() {
+        let (ours, fd) = SharedMemory::create("test", 8192).unwrap();
+        let theirs = SharedMemory::open("test", fd.as_fd(), 8192).unwrap();
+        ours.view::<AtomicU32>(4096).store(7, Ordering::Relaxed);
+        assert_eq!(theirs.view::<AtomicU32>(4096).load(Ordering::Relaxed), 7);
+    }
+
+    #[test]
+    fn unsealed_wrong_sized_and_foreign_descriptors_are_refused() {
+        let (_ours, fd) = SharedMemory::create("test", 4096).unwrap();
+        let error = SharedMemory::open("arena of rank 3", fd.as_fd(), 8192).unwrap_err();
+        assert!(error.to_string().contains("4096 bytes instead of 8192"), "{error}");
+        let unsealed = memfd_create("x", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+        ftruncate(&unsealed, 4096).unwrap();
+        let error = SharedMemory::open("arena of rank 3", unsealed.as_fd(), 4096).unwrap_err();
+        assert!(error.to_string().contains("not sealed"), "{error}");
+        let file = std::fs::File::open("/proc/self/status").unwrap();
+        assert!(SharedMemory::open("arena", file.as_fd(), 4096).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "past the end")]
+    fn a_view_past_the_end_panics() {
+        let (memory, _fd) = SharedMemory::create("test", 4096).unwrap();
+        memory.view::<AtomicU32>(4094);
+    }
+}

@@ -1,0 +1,174 @@
+//! The environment of a rank, read once.
+
+use std::time::Duration;
+
+use crate::protocol::*;
+use crate::{Error, Result};
+
+/// Where collectives run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// Shared memory of one host.
+    Cpu,
+    /// NVIDIA GPUs through NCCL.
+    Nccl,
+}
+
+/// Longest wait for a peer within one operation, unless `MGPU_TIMEOUT` says otherwise: long enough for a peer
+/// that writes a checkpoint, short enough not to waste a night.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// What the environment says about this rank.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Identity {
+    pub(super) rank: u32,
+    pub(super) world_size: u32,
+    pub(super) local_rank: u32,
+    pub(super) local_world_size: u32,
+    pub(super) rendezvous: Option<String>,
+    pub(super) run_id: String,
+    pub(super) restart_count: u32,
+    pub(super) backend: Backend,
+    pub(super) timeout: Duration,
+}
+
+impl Identity {
+    /// A rank of one.
+    pub(super) fn alone() -> Self {
+        Identity {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            local_world_size: 1,
+            rendezvous: None,
+            run_id: String::new(),
+            restart_count: 0,
+            backend: Backend::Cpu,
+            timeout: DEFAULT_TIMEOUT,
+        }
+    }
+
+    /// Reads the variables through `variable`.
+    pub(super) fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let wrong = |name, problem: String| Error::Environment { name, problem };
+        let number = |name: &'static str| -> Result<Option<u32>> {
+            let Some(text) = variable(name) else { return Ok(None) };
+            let parsed = text.trim().parse().map(Some);
+            parsed.map_err(|_| wrong(name, format!("is `{text}` where a whole number is expected")))
+        };
+        let timeout = match variable(MGPU_TIMEOUT) {
+            None => DEFAULT_TIMEOUT,
+            Some(text) => match text.trim().parse::<f64>().map(Duration::try_from_secs_f64) {
+                Ok(Ok(timeout)) if !timeout.is_zero() => timeout,
+                _ => return Err(wrong(MGPU_TIMEOUT, format!("is `{text}` where seconds are expected"))),
+            },
+        };
+        let backend = match variable(MGPU_BACKEND).as_deref() {
+            None | Some("cpu") => Backend::Cpu,
+            Some("nccl") => Backend::Nccl,
+            Some(other) => return Err(wrong(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl"))),
+        };
+        let Some(world_size) = number(WORLD_SIZE)? else {
+            if let Some(name) = [MGPU_RENDEZVOUS, RANK].into_iter().find(|name| variable(name).is_some()) {
+                return Err(wrong(WORLD_SIZE, format!("is missing while {name} is set")));
+            }
+            return Ok(Identity { backend, timeout, ..Self::alone() });
+        };
+        if world_size == 0 {
+            return Err(wrong(WORLD_SIZE, "is 0; a world has at least one rank".into()));
+        }
+        let rank =
+            number(RANK)?.ok_or_else(|| wrong(RANK, format!("is missing while {WORLD_SIZE} is set")))?;
+        if rank >= world_size {
+            return Err(wrong(RANK, format!("is {rank} in a world of {world_size}; ranks count from 0")));
+        }
+        let rendezvous = variable(MGPU_RENDEZVOUS);
+        if world_size > 1 && rendezvous.is_none() {
+            let problem = format!(
+                "is missing while {WORLD_SIZE} is {world_size}; start the program with `mgpurun -n {world_size}`"
+            );
+            return Err(wrong(MGPU_RENDEZVOUS, problem));
+        }
+        let run_id = variable(MGPU_RUN_ID).unwrap_or_default();
+        if rendezvous.is_some() && run_id.is_empty() {
+            return Err(wrong(MGPU_RUN_ID, format!("is missing while {MGPU_RENDEZVOUS} is set")));
+        }
+        let local_world_size = number(LOCAL_WORLD_SIZE)?.unwrap_or(world_size);
+        let local_rank = number(LOCAL_RANK)?.unwrap_or(rank);
+        if local_rank >= local_world_size {
+            let problem = format!("is {local_rank} where {LOCAL_WORLD_SIZE} is {local_world_size}");
+            return Err(wrong(LOCAL_RANK, problem));
+        }
+        let restart_count = number(MGPU_RESTART_COUNT)?.unwrap_or(0);
+        Ok(Identity {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            rendezvous,
+            run_id,
+            restart_count,
+            backend,
+            timeout,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pairs: &[(&str, &str)]) -> Result<Identity> {
+        Identity::from_variables(|name| {
+            pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn no_environment_is_a_world_of_one() {
+        assert_eq!(read(&[]).unwrap(), Identity::alone());
+    }
+
+    #[test]
+    fn a_launched_rank_is_read_whole() {
+        let identity = read(&[
+            (RANK, "3"),
+            (WORLD_SIZE, "4"),
+            (LOCAL_RANK, "3"),
+            (LOCAL_WORLD_SIZE, "4"),
+            (MGPU_RENDEZVOUS, "unix:/run/x"),
+            (MGPU_RUN_ID, "abc"),
+            (MGPU_RESTART_COUNT, "2"),
+            (MGPU_BACKEND, "cpu"),
+            (MGPU_TIMEOUT, "1.5"),
+        ])
+        .unwrap();
+        assert_eq!((identity.rank, identity.world_size, identity.restart_count), (3, 4, 2));
+        assert_eq!(identity.timeout, Duration::from_millis(1500));
+    }
+
+    #[test]
+    fn each_mistake_names_its_variable() {
+        for (pairs, expected) in [
+            (&[(RANK, "0")][..], "WORLD_SIZE is missing while RANK is set"),
+            (&[(WORLD_SIZE, "2")], "RANK is missing while WORLD_SIZE is set"),
+            (&[(WORLD_SIZE, "two")], "WORLD_SIZE is `two` where a whole number is expected"),
+            (&[(WORLD_SIZE, "0")], "WORLD_SIZE is 0; a world has at least one rank"),
+            (&[(WORLD_SIZE, "2"), (RANK, "2")], "RANK is 2 in a world of 2; ranks count from 0"),
+            (&[(WORLD_SIZE, "2"), (RANK, "1")], "start the program with `mgpurun -n 2`"),
+            (
+                &[(WORLD_SIZE, "1"), (RANK, "0"), (MGPU_RENDEZVOUS, "unix:/x")],
+                "MGPU_RUN_ID is missing while MGPU_RENDEZVOUS is set",
+            ),
+            (
+                &[(WORLD_SIZE, "1"), (RANK, "0"), (LOCAL_RANK, "1")],
+                "LOCAL_RANK is 1 where LOCAL_WORLD_SIZE is 1",
+            ),
+            (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
+            (&[(MGPU_TIMEOUT, "-1")], "MGPU_TIMEOUT is `-1` where seconds are expected"),
+        ] {
+            let error = read(pairs).unwrap_err().to_string();
+            assert!(error.contains(expected), "`{error}` should contain `{expected}`");
+        }
+    }
+}

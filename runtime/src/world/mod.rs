@@ -1,0 +1,151 @@
+//! Who am I, and who are the others?
+//!
+//! A [`World`] is this rank's membership of a run. [`World::from_env`] reads what the launcher put into the
+//! environment and joins; without a launcher it is a world of one, in which everything degenerates to plain
+//! training. [`World::threads`] makes the ranks of a test within one process: they speak to the same kind of
+//! server over the same kind of socket and share the same kind of memory.
+
+mod env;
+mod membership;
+mod threads;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use env::Backend;
+use env::Identity;
+pub(crate) use membership::Membership;
+
+use crate::rendezvous::Store;
+use crate::{Error, Result};
+
+/// This rank's view of the run.
+///
+/// ```
+/// # fn main() -> mgpu::Result<()> {
+/// let world = mgpu::World::from_env()?; // no launcher here: a world of one
+/// assert_eq!((world.rank(), world.size()), (0, 1));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct World {
+    identity: Identity,
+    /// `None` in a world of one without a launcher.
+    membership: Option<Arc<Membership>>,
+    /// Communicators made so far: part of their names at the rendezvous.
+    communicators: u32,
+}
+
+impl World {
+    /// Joins the run that the environment describes, or makes a world of one where it describes none.
+    ///
+    /// # Errors
+    /// If the variables are incomplete or contradict each other, or the launcher refuses this rank. The text
+    /// names the variable.
+    pub fn from_env() -> Result<Self> {
+        let identity = Identity::from_variables(|name| std::env::var(name).ok())?;
+        let membership = match &identity.rendezvous {
+            None => None,
+            Some(address) => {
+                let (store, page) =
+                    Store::join(address, &identity.run_id, identity.rank, identity.world_size)?;
+                Some(Arc::new(Membership::new(identity.rank, store, page)))
+            }
+        };
+        Ok(World { identity, membership, communicators: 0 })
+    }
+
+    /// True when this process was started as a rank by a launcher.
+    pub fn is_launched() -> bool {
+        std::env::var_os(crate::protocol::MGPU_RENDEZVOUS).is_some()
+    }
+
+    /// The worlds of `size` ranks within this process; hand one to each thread.
+    ///
+    /// # Errors
+    /// If the system refuses sockets, shared memory or a thread.
+    ///
+    /// # Panics
+    /// If `size` is 0.
+    pub fn threads(size: u32) -> Result<Vec<World>> {
+        threads::worlds(size)
+    }
+
+    /// Rank of this process, from 0.
+    pub fn rank(&self) -> u32 {
+        self.identity.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.identity.world_size
+    }
+
+    /// Rank among those on this machine.
+    pub fn local_rank(&self) -> u32 {
+        self.identity.local_rank
+    }
+
+    /// Number of ranks on this machine.
+    pub fn local_size(&self) -> u32 {
+        self.identity.local_world_size
+    }
+
+    /// Identifier of the run; empty without a launcher.
+    pub fn run_id(&self) -> &str {
+        &self.identity.run_id
+    }
+
+    /// How often the launcher has restarted the ranks.
+    pub fn restart_count(&self) -> u32 {
+        self.identity.restart_count
+    }
+
+    /// The backend the launcher chose.
+    pub fn backend(&self) -> Backend {
+        self.identity.backend
+    }
+
+    /// Longest wait for a peer within one operation.
+    pub fn timeout(&self) -> Duration {
+        self.identity.timeout
+    }
+
+    /// Sets the longest wait for a peer within one operation, for communicators made afterwards.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.identity.timeout = timeout;
+    }
+
+    /// The key/value store of the run; `None` in a world of one without a launcher.
+    pub fn store(&self) -> Option<&Store> {
+        self.membership.as_ref().map(|membership| membership.store())
+    }
+
+    /// Makes a communicator over all ranks. Collective: all ranks call it equally often.
+    ///
+    /// # Errors
+    /// If a peer does not come in time, or shared memory is short.
+    pub fn communicator(&mut self) -> Result<Box<dyn crate::Communicator>> {
+        self.communicators += 1;
+        match &self.membership {
+            _ if self.backend() == Backend::Nccl => Err(Error::Environment {
+                name: crate::protocol::MGPU_BACKEND,
+                problem: "is nccl, which this version does not have yet; use cpu".into(),
+            }),
+            Some(membership) if self.size() > 1 => {
+                let name = format!("communicator-{}", self.communicators);
+                let comm = crate::comm::cpu::connect(membership, self.size(), &name, self.timeout())?;
+                Ok(Box::new(comm))
+            }
+            _ => Ok(Box::new(crate::comm::Solo::new())),
+        }
+    }
+
+    /// Tells the launcher that training step `step` (from 1) begins.
+    pub fn report_step(&self, step: u64) {
+        if let Some(membership) = &self.membership {
+            membership.page().set_step(self.rank(), step);
+        }
+    }
+}
