@@ -28,7 +28,7 @@ pub struct Library {
 impl Library {
     /// Opens the first NCCL in the order of [`candidates`], with this process's environment.
     ///
-    /// Opening runs the library's initialisers and nothing else: no GPU is touched, no thread is started.
+    /// Opening runs the library's initialisers and no function of NCCL's: no GPU is needed.
     ///
     /// # Errors
     ///
@@ -178,5 +178,16 @@ impl fmt::Display for LoadError {
             writeln!(f, "  {attempt}")?;
         }
         write!(f, "{}", self.advice())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_is_shared_between_threads() {
+        fn shared<T: Send + Sync + Clone>() {}
+        shared::<Library>();
     }
 }

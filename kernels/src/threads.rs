@@ -3,7 +3,8 @@
 //! A kernel divides its items (images, rows, channels, elements) into at most one part a thread, and each part
 //! writes a slice of the output that no other part touches. Which part computes what depends on the number of
 //! items and threads only, never on timing, so a result is bitwise the same from run to run. The slices are cut
-//! by recursive bisection, as `rayon::join` wants it: without locks, allocation or `unsafe`.
+//! before they are handed out: no locks, no `unsafe`. The caller computes the first part itself, so a rank with n
+//! threads keeps n cores busy and wakes n − 1 threads.
 //!
 //! Each rank owns its pool, because ranks may live in one process as threads and must not wait for each other's
 //! kernels. With one thread there is no pool, and everything runs on the caller.
@@ -31,8 +32,9 @@ impl Threads {
     pub fn new(count: usize) -> Self {
         assert!(count > 0, "a rank needs at least one thread");
         let pool = (count > 1).then(|| {
+            // The caller is one of the workers.
             rayon::ThreadPoolBuilder::new()
-                .num_threads(count)
+                .num_threads(count - 1)
                 .thread_name(|index| format!("kernel-{index}"))
                 .build()
                 .expect("cannot start worker threads")
@@ -72,28 +74,24 @@ impl Threads {
     {
         let parts = self.parts(items, grain);
         match &self.pool {
-            Some(pool) if parts > 1 => pool.install(|| bisect(items, parts, 0..parts, outputs, &work)),
+            Some(pool) if parts > 1 => {
+                let border = |part: usize| items * part / parts;
+                let (first, mut rest) = outputs.divide(border(1), 1);
+                pool.in_place_scope(|scope| {
+                    let work = &work;
+                    for part in 1..parts - 1 {
+                        let range = border(part)..border(part + 1);
+                        let (own, others) = rest.divide(range.len(), 1);
+                        rest = others;
+                        scope.spawn(move |_| work(range, own));
+                    }
+                    scope.spawn(move |_| work(border(parts - 1)..items, rest));
+                    work(0..border(1), first);
+                });
+            }
             _ => work(0..items, outputs),
         }
     }
-}
-
-/// Runs the parts `range` of `parts`: the left half here, the right half wherever a thread is idle.
-fn bisect<D, F>(items: usize, parts: usize, range: Range<usize>, outputs: D, work: &F)
-where
-    D: Divide,
-    F: Fn(Range<usize>, D) + Sync,
-{
-    let border = |part: usize| items * part / parts;
-    if range.len() == 1 {
-        return work(border(range.start)..border(range.end), outputs);
-    }
-    let middle = range.start + range.len() / 2;
-    let (left, right) = outputs.divide(border(middle) - border(range.start), middle - range.start);
-    rayon::join(
-        || bisect(items, parts, range.start..middle, left, work),
-        || bisect(items, parts, middle..range.end, right, work),
-    );
 }
 
 /// Outputs that can be cut in two, each half to be written by another thread.

@@ -1,4 +1,45 @@
-//! (being written)
+//! The data-parallel training runtime.
+//!
+//! Every rank is a process (or a thread) with its own copy of the weights, made equal once. In each step a rank
+//! computes gradients on its own part of the batch, the gradients are averaged over all ranks, and each rank
+//! applies its own optimizer. The same program runs alone: without a launcher the world has one rank.
+//!
+//! The way of a gradient is the way through this crate:
+//!
+//! | module | question |
+//! |---|---|
+//! | [`world`] | who am I, and who are the others? |
+//! | [`rendezvous`] | how do we find each other? |
+//! | [`comm`] | how do buffers of all ranks become one? |
+//! | [`replicate`](mod@replicate) | how do all begin with the same weights, and how is that proved? |
+//! | [`step`] | what happens in a training step? It fits one screen and names everything else |
+//! | [`bucket`], [`optimizer`] | which gradients travel together, and what becomes of them? |
+//! | [`sampler`] | which samples are mine? |
+//! | [`checkpoint`] | how does a run go on after an end? |
+//!
+//! ```
+//! # fn main() -> mgpu::Result<()> {
+//! // Two ranks as threads; under `mgpurun` it would be `World::from_env()` in two processes.
+//! let worlds = mgpu::World::threads(2)?;
+//! std::thread::scope(|scope| {
+//!     for mut world in worlds {
+//!         scope.spawn(move || -> mgpu::Result<()> {
+//!             let mut comm = world.communicator()?;
+//!             let mut values = [world.rank() as f32, 1.0];
+//!             comm.all_reduce_slice(&mut values, mgpu::ReduceOp::Sum)?;
+//!             assert_eq!(values, [1.0, 2.0]);
+//!             Ok(())
+//!         });
+//!     }
+//! });
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What it does not do to its host
+//! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
+//! that embeds it. It starts no thread but one for [`World::threads`] and those the CPU kernels are asked to use.
+
 pub mod bucket;
 pub mod checkpoint;
 pub mod comm;

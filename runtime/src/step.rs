@@ -190,6 +190,11 @@ impl DataParallel {
         self.optimizer.steps()
     }
 
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.comm.size()
+    }
+
     /// The communicator, for collectives of the program's own between steps.
     pub fn comm(&mut self) -> &mut dyn Communicator {
         &mut *self.comm

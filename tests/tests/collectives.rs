@@ -1,5 +1,6 @@
 //! Threads as ranks and processes as ranks run the same collectives.
 
+use mgpu_tests::process::{command, run};
 use mgpu_tests::{collectives, threads};
 
 fn in_threads(ranks: u32) {
@@ -8,22 +9,28 @@ fn in_threads(ranks: u32) {
     }
 }
 
-#[test]
-fn one_to_three_threads() {
-    (1..=3).for_each(in_threads);
+fn in_processes(ranks: u32) {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-collectives")]);
+    run(&mut launcher).expect(0, &[]);
 }
 
 #[test]
-fn four_and_five_threads() {
-    (4..=5).for_each(in_threads);
+fn threads_1_to_5() {
+    (1..=5).for_each(in_threads);
 }
 
 #[test]
-fn six_and_seven_threads() {
-    (6..=7).for_each(in_threads);
+fn threads_6_to_9() {
+    (6..=9).for_each(in_threads);
 }
 
 #[test]
-fn eight_and_nine_threads() {
-    (8..=9).for_each(in_threads);
+fn processes_1_to_5() {
+    (1..=5).for_each(in_processes);
+}
+
+#[test]
+fn processes_6_to_9() {
+    (6..=9).for_each(in_processes);
 }

@@ -102,63 +102,113 @@ fn tiles(shape: &Shape, images: usize, budget: usize) -> impl Iterator<Item = Ti
     (0..total).step_by(rows).map(move |start| Tile { rows: start..total.min(start + rows), height, width })
 }
 
-/// The output columns for which kernel column `v` looks inside the image.
-fn inside(shape: &Shape, v: usize) -> Range<usize> {
-    let (pad, out) = (shape.pad(), shape.out_width());
-    pad.saturating_sub(v).min(out)..(shape.width + pad).saturating_sub(v).min(out)
+/// What one place (u, v) of the kernel sees of one channel, for the output rows of one segment.
+///
+/// With same padding, output and input rows are of one length, so that what the place sees of consecutive rows
+/// is one contiguous run of the plane, wrong only in the few columns where it looks past the border. Copying the
+/// run and blanking those is much cheaper than copying row by row.
+struct View {
+    /// The elements of the segment's line of columns whose input row exists.
+    line: Range<usize>,
+    /// Among the columns of an output row, those whose input column exists.
+    inside: Range<usize>,
+    /// Place in the plane of the first element that exists.
+    source: usize,
 }
 
-/// Gathers the columns of one tile from the images of a part.
-fn gather_columns(shape: &Shape, tile: &Tile, x: &[f32], columns: &mut [f32]) {
-    let Shape { channels, height, width, kernel, .. } = *shape;
-    let (pad, out, count) = (shape.pad(), shape.out_width(), tile.columns());
-    for segment in tile.segments() {
-        let image = &x[segment.image * shape.input_len()..][..shape.input_len()];
-        for channel in 0..channels {
-            let plane = &image[channel * height * width..][..height * width];
-            for (u, v) in (0..kernel * kernel).map(|at| (at / kernel, at % kernel)) {
-                let inside = inside(shape, v);
-                let line = ((channel * kernel + u) * kernel + v) * count + segment.column;
-                for (target, i) in columns[line..].chunks_exact_mut(out).zip(segment.rows.clone()) {
-                    let row = (i + u).wrapping_sub(pad);
-                    if row >= height || inside.is_empty() {
-                        target.fill(0.0);
-                        continue;
-                    }
-                    let source = row * width + inside.start + v - pad;
-                    target[..inside.start].fill(0.0);
-                    target[inside.clone()].copy_from_slice(&plane[source..source + inside.len()]);
-                    target[inside.end..].fill(0.0);
-                }
-            }
+impl View {
+    fn new(shape: &Shape, segment: &Segment, u: usize, v: usize) -> View {
+        let (pad, out) = (shape.pad(), shape.out_width());
+        let within = |range: Range<usize>, place: usize, extent: usize| {
+            let start = range.start.max(pad.saturating_sub(place)).min(range.end);
+            start..range.end.min((extent + pad).saturating_sub(place)).max(start)
+        };
+        let rows = within(segment.rows.clone(), u, shape.height);
+        let inside = within(0..out, v, shape.width);
+        if rows.is_empty() || inside.is_empty() {
+            return View { line: 0..0, inside: 0..0, source: 0 };
+        }
+        let first = segment.rows.start;
+        View {
+            line: (rows.start - first) * out..(rows.end - first) * out,
+            source: (rows.start + u - pad) * shape.width + inside.start + v - pad,
+            inside,
+        }
+    }
+
+    /// The run within a line of whole rows of `out` columns.
+    fn run(&self, out: usize) -> Range<usize> {
+        self.inside.start..self.line.len() - (out - self.inside.end)
+    }
+
+    /// Zeroes the elements of a line of whole rows that see nothing.
+    fn blank_borders(&self, line: &mut [f32], out: usize) {
+        for column in (0..self.inside.start).chain(self.inside.end..out) {
+            line.iter_mut().skip(column).step_by(out).for_each(|value| *value = 0.0);
         }
     }
 }
 
-/// Adds the columns of one tile to the places in the images that [`gather_columns`] reads.
-fn scatter_columns(shape: &Shape, tile: &Tile, columns: &[f32], dx: &mut [f32]) {
-    let Shape { channels, height, width, kernel, .. } = *shape;
-    let (pad, out, count) = (shape.pad(), shape.out_width(), tile.columns());
+/// Calls `visit` with the index of the plane in the images of a part, the view, and the line in the columns, for
+/// every segment of a tile, channel and place of the kernel.
+fn for_each_view(shape: &Shape, tile: &Tile, mut visit: impl FnMut(usize, View, Range<usize>)) {
+    let kernel = shape.kernel;
     for segment in tile.segments() {
-        let image = &mut dx[segment.image * shape.input_len()..][..shape.input_len()];
-        for channel in 0..channels {
-            let plane = &mut image[channel * height * width..][..height * width];
-            for (u, v) in (0..kernel * kernel).map(|at| (at / kernel, at % kernel)) {
-                let inside = inside(shape, v);
-                let line = ((channel * kernel + u) * kernel + v) * count + segment.column;
-                for (values, i) in columns[line..].chunks_exact(out).zip(segment.rows.clone()) {
-                    let row = (i + u).wrapping_sub(pad);
-                    if row >= height || inside.is_empty() {
-                        continue;
-                    }
-                    let target = row * width + inside.start + v - pad;
-                    let target = &mut plane[target..target + inside.len()];
-                    for (sum, &value) in target.iter_mut().zip(&values[inside.clone()]) {
-                        *sum += value;
-                    }
-                }
+        for (channel, place) in (0..shape.channels).flat_map(|c| (0..kernel * kernel).map(move |p| (c, p))) {
+            let view = View::new(shape, &segment, place / kernel, place % kernel);
+            let start = (channel * kernel * kernel + place) * tile.columns() + segment.column;
+            let line = start..start + segment.rows.len() * tile.width;
+            visit(segment.image * shape.channels + channel, view, line);
+        }
+    }
+}
+
+/// Gathers the columns of one tile from the images of a part.
+fn gather_columns(shape: &Shape, tile: &Tile, x: &[f32], columns: &mut [f32]) {
+    let (width, out, plane) = (shape.width, shape.out_width(), shape.height * shape.width);
+    for_each_view(shape, tile, |at, view, line| {
+        let (x, line) = (&x[at * plane..][..plane], &mut columns[line]);
+        line[..view.line.start].fill(0.0);
+        line[view.line.end..].fill(0.0);
+        if view.line.is_empty() {
+            return;
+        }
+        let line = &mut line[view.line.clone()];
+        if out == width {
+            let run = &mut line[view.run(out)];
+            run.copy_from_slice(&x[view.source..][..run.len()]);
+            view.blank_borders(line, out);
+        } else {
+            for (row, x) in line.chunks_exact_mut(out).zip(x[view.source..].chunks(width)) {
+                row.copy_from_slice(&x[..out]);
             }
         }
+    });
+}
+
+/// Adds the columns of one tile to the places in the images that [`gather_columns`] reads. Columns that were
+/// gathered from nowhere are zeroed on the way.
+fn scatter_columns(shape: &Shape, tile: &Tile, columns: &mut [f32], dx: &mut [f32]) {
+    let (width, out, plane) = (shape.width, shape.out_width(), shape.height * shape.width);
+    for_each_view(shape, tile, |at, view, line| {
+        if view.line.is_empty() {
+            return;
+        }
+        let dx = &mut dx[at * plane..][..plane][view.source..];
+        let line = &mut columns[line][view.line.clone()];
+        if out == width {
+            view.blank_borders(line, out);
+            add(dx, &line[view.run(out)]);
+        } else {
+            line.chunks_exact(out).zip(dx.chunks_mut(width)).for_each(|(row, dx)| add(dx, row));
+        }
+    });
+}
+
+/// Adds `values` to as many of the first `sums`.
+fn add(sums: &mut [f32], values: &[f32]) {
+    for (sum, &value) in sums[..values.len()].iter_mut().zip(values) {
+        *sum += value;
     }
 }
 

@@ -110,8 +110,8 @@ mod tests {
         let (oh, ow, pad) = (shape.out_height(), shape.out_width(), shape.pad());
         for n in 0..images {
             for (f, i, j) in (0..filters * oh * ow).map(|at| (at / (oh * ow), at / ow % oh, at % ow)) {
-                for (c, u, v) in
-                    (0..shape.filter_len()).map(|at| (at / (kernel * kernel), at / kernel % kernel, at % kernel))
+                for (c, u, v) in (0..shape.filter_len())
+                    .map(|at| (at / (kernel * kernel), at / kernel % kernel, at % kernel))
                 {
                     let (row, col) = ((i + u).wrapping_sub(pad), (j + v).wrapping_sub(pad));
                     if row < height && col < width {
@@ -127,13 +127,15 @@ mod tests {
 
     fn shapes() -> impl Strategy<Value = Shape> {
         let extents = (1usize..4, 5usize..12, 5usize..12, 1usize..7);
-        (extents, 0usize..3, any::<bool>()).prop_map(|((channels, height, width, filters), half, same)| Shape {
-            channels,
-            height,
-            width,
-            filters,
-            kernel: 2 * half + 1,
-            padding: if same { Padding::Same } else { Padding::Valid },
+        (extents, 0usize..3, any::<bool>()).prop_map(|((channels, height, width, filters), half, same)| {
+            Shape {
+                channels,
+                height,
+                width,
+                filters,
+                kernel: 2 * half + 1,
+                padding: if same { Padding::Same } else { Padding::Valid },
+            }
         })
     }
 

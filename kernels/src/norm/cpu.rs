@@ -100,18 +100,27 @@ pub fn sum_gradients(
     });
 }
 
-/// Writes the gradients of `gamma` and `beta`: the sums of [`sum_gradients`] *before* they are added up over
-/// ranks, since gradients of parameters are averaged later.
+/// Writes the gradient of `gamma`, from the sums of [`sum_gradients`] *before* they are added up over ranks: the
+/// gradients of parameters are averaged later.
 ///
 /// # Panics
 /// If the numbers of channels differ.
-pub fn parameter_gradients(sums: &Sums, dgamma: &mut [f32], dbeta: &mut [f32]) {
-    assert_eq!([dgamma.len(), dbeta.len()], [sums.channels(); 2]);
-    for ((dgamma, dbeta), (&dy, &dy_xhat)) in
-        dgamma.iter_mut().zip(dbeta).zip(sums.first().iter().zip(sums.second()))
-    {
-        *dgamma = dy_xhat as f32;
-        *dbeta = dy as f32;
+pub fn scale_gradient(sums: &Sums, dgamma: &mut [f32]) {
+    narrow(sums.second(), dgamma);
+}
+
+/// Writes the gradient of `beta`, like [`scale_gradient`].
+///
+/// # Panics
+/// If the numbers of channels differ.
+pub fn shift_gradient(sums: &Sums, dbeta: &mut [f32]) {
+    narrow(sums.first(), dbeta);
+}
+
+fn narrow(sums: &[f64], target: &mut [f32]) {
+    assert_eq!(sums.len(), target.len());
+    for (target, &sum) in target.iter_mut().zip(sums) {
+        *target = sum as f32;
     }
 }
 

@@ -76,9 +76,8 @@ impl Statistics {
         let channels = sums.channels();
         assert_eq!([self.mean.len(), running_mean.len(), running_var.len()], [channels; 3]);
         let count = sums.count();
-        let towards = |running: f32, now: f64| {
-            (f64::from(running) * (1.0 - MOMENTUM) + now * MOMENTUM) as f32
-        };
+        let towards =
+            |running: f32, now: f64| (f64::from(running) * (1.0 - MOMENTUM) + now * MOMENTUM) as f32;
         for c in 0..channels {
             let mean = sums.first()[c] / count;
             let var = (sums.second()[c] / count - mean * mean).max(0.0);
@@ -142,7 +141,8 @@ mod tests {
             statistics.of_batch(&sums, &mut mean, &mut var);
             let (mut dgamma, mut dbeta) = (vec![f32::NAN; channels], vec![f32::NAN; channels]);
             cpu::sum_gradients(&threads, &statistics, &x, &dy, plane, &mut sums);
-            cpu::parameter_gradients(&sums, &mut dgamma, &mut dbeta);
+            cpu::scale_gradient(&sums, &mut dgamma);
+            cpu::shift_gradient(&sums, &mut dbeta);
             let mut dx = dy.clone();
             cpu::backward_input(&threads, &statistics, &sums, &gamma, &x, plane, &mut dx);
 
@@ -198,8 +198,7 @@ mod tests {
         assert_close(&y, &expected, 1e-6);
         statistics.of_running(&[1.0], &[4.0]);
         cpu::normalise(&threads, &statistics, &[1.0], &[0.0], &x, 2, &mut y);
-        let expected: Vec<f64> =
-            x.iter().map(|&x| (f64::from(x) - 1.0) / (4.0 + EPSILON).sqrt()).collect();
+        let expected: Vec<f64> = x.iter().map(|&x| (f64::from(x) - 1.0) / (4.0 + EPSILON).sqrt()).collect();
         assert_close(&y, &expected, 1e-6);
     }
 }

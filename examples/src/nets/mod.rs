@@ -1,0 +1,40 @@
+//! The networks that the examples train, and the machine that runs them.
+//!
+//! A [`Spec`] is a list of layers, as in PyTorch's `Sequential`: the index of a layer in the list gives its
+//! parameters their names (`0.weight`, `0.bias`, …), so that checkpoints and reference runs can be compared
+//! tensor by tensor. [`Spec::named`] knows seven of them. A [`Net`] is a spec with the memory to run batches of
+//! up to a given size: it allocates everything once and nothing in a training step.
+//!
+//! ```text
+//! spec (catalogue) ── shapes, names, offsets (plan) ── initial values (initial)
+//!                                     └── forward and backward (net), by the kernels of `mgpu_kernels`
+//! ```
+//!
+//! The parameters are not the net's: they live in one flat slice that belongs to the caller, described by
+//! [`Net::layout`]. The same slice is what ranks broadcast, the optimizer updates and a checkpoint stores.
+//! Gradients leave through a [`mgpu::GradientSink`], last layer first, each announced as soon as it is final.
+//!
+//! ```
+//! use mgpu_examples::nets::{Mode, Net, Spec};
+//! let mut net = Net::new(&Spec::named("lenet5")?, 4, 1);
+//! assert_eq!(net.layout().len(), 61_706);
+//! let (parameters, buffers) = (net.initial_parameters(1), net.initial_buffers());
+//! let logits = net.predict(&parameters, &buffers, &[0.0; 2 * 784]);
+//! assert_eq!(logits.len(), 2 * 10);
+//! # Ok::<(), mgpu_examples::nets::UnknownNet>(())
+//! ```
+
+mod catalogue;
+mod initial;
+mod net;
+mod plan;
+mod spec;
+#[cfg(test)]
+mod tests;
+
+pub use catalogue::{UnknownNet, names};
+pub use mgpu_kernels::conv::Padding;
+pub use mgpu_kernels::loss::Report as LossReport;
+pub use mgpu_kernels::pool::Rounding;
+pub use net::{DropoutKey, Mode, Net};
+pub use spec::{Layer, Spec};

@@ -1,0 +1,291 @@
+//! Names and shapes of the seven networks, gradients of a small one with every kind of layer, and what a batch
+//! split over ranks must not change.
+
+use std::sync::{Barrier, Mutex};
+
+use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+use mgpu::{GradientSink, Layout, Result};
+use mgpu_kernels::rng::Stream;
+
+use super::*;
+
+/// Gradients of one rank in a flat arena, and how its sums are made.
+struct Sink<'a> {
+    layout: Layout,
+    gradients: Vec<f32>,
+    announced: Vec<usize>,
+    ranks: Option<&'a Ranks>,
+}
+
+/// Ranks that are threads and sum in turn.
+struct Ranks {
+    barrier: Barrier,
+    sum: Mutex<Vec<f64>>,
+}
+
+impl Ranks {
+    fn sum(&self, values: &mut [f64]) {
+        {
+            let mut sum = self.sum.lock().unwrap();
+            sum.resize(values.len(), 0.0);
+            sum.iter_mut().zip(&*values).for_each(|(sum, value)| *sum += value);
+        }
+        self.barrier.wait();
+        values.copy_from_slice(&self.sum.lock().unwrap());
+        if self.barrier.wait().is_leader() {
+            self.sum.lock().unwrap().clear();
+        }
+        self.barrier.wait();
+    }
+}
+
+impl<'a> Sink<'a> {
+    fn new(net: &Net, ranks: Option<&'a Ranks>) -> Self {
+        let gradients = vec![f32::NAN; net.layout().len()];
+        Sink { layout: net.layout().clone(), gradients, announced: Vec::new(), ranks }
+    }
+}
+
+impl GradientSink for Sink<'_> {
+    fn gradient(&mut self, tensor: usize) -> &mut [f32] {
+        assert!(!self.announced.contains(&tensor), "tensor {tensor} is written after it was announced");
+        &mut self.gradients[self.layout.range(tensor)]
+    }
+
+    fn ready(&mut self, tensor: usize) -> Result<()> {
+        self.announced.push(tensor);
+        Ok(())
+    }
+
+    fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
+        if let Some(ranks) = self.ranks {
+            ranks.sum(values);
+        }
+        Ok(())
+    }
+}
+
+fn random(len: usize, stream: u64) -> Vec<f32> {
+    let stream = Stream::new(42, stream);
+    (0..len as u64).map(|i| stream.uniform(i)).collect()
+}
+
+/// Every kind of layer, small enough for finite differences.
+fn tiny() -> Spec {
+    let conv = |filters, padding| Layer::Conv { filters, kernel: 3, padding };
+    Spec {
+        name: "tiny".into(),
+        input: [2, 11, 9],
+        layers: vec![
+            conv(4, Padding::Same),
+            Layer::Relu,
+            Layer::MaxPool(Rounding::Ceil),
+            Layer::BatchNorm,
+            conv(5, Padding::Valid),
+            Layer::LeakyRelu,
+            Layer::BatchNorm,
+            Layer::Dropout(0.3),
+            Layer::MaxPool(Rounding::Floor),
+            Layer::Flatten,
+            Layer::Dense(12),
+            Layer::Relu,
+            Layer::Dropout(0.5),
+            Layer::Dense(10),
+        ],
+        optimizer: OptimizerConfig::new(Rule::Sgd(Sgd::default())),
+        batch: 8,
+    }
+}
+
+const BATCH: usize = 8;
+const LABELS: [u8; BATCH] = [3, 1, 4, 1, 5, 9, 2, 6];
+
+fn with_dropout(first_sample: u64) -> Mode {
+    Mode::Train { dropout: Some(DropoutKey { seed: 5, step: 7, first_sample }) }
+}
+
+#[test]
+fn layouts_have_the_reference_names_shapes_and_sizes() {
+    let deep = Net::new(&Spec::named("deep").unwrap(), 1, 1);
+    let tensors: Vec<_> =
+        deep.layout().tensors().iter().map(|tensor| (&tensor.name[..], &tensor.shape[..])).collect();
+    let expected: [(&str, &[usize]); 8] = [
+        ("0.weight", &[64, 1, 5, 5]),
+        ("0.bias", &[64]),
+        ("3.weight", &[128, 64, 5, 5]),
+        ("3.bias", &[128]),
+        ("7.weight", &[1024, 6272]),
+        ("7.bias", &[1024]),
+        ("10.weight", &[10, 1024]),
+        ("10.bias", &[10]),
+    ];
+    assert_eq!(tensors, expected);
+
+    // Layers with parameters, their total, and the running statistics.
+    let expected: [(&str, &[usize], usize, usize); 7] = [
+        ("lenet5", &[0, 3, 7, 9, 11], 61_706, 0),
+        ("deep", &[0, 3, 7, 10], 6_640_394, 0),
+        ("keras", &[0, 2, 4, 5, 10, 13], 2_353_738, 512),
+        ("ensemble2400", &[0, 4, 8, 13, 16], 5_053_034, 0),
+        ("ensemble4800", &[0, 4, 8, 13, 16], 9_994_634, 0),
+        ("layers", &[0, 3, 5, 9, 11, 13], 20_217_226, 0),
+        ("conv6", &[0, 2, 5, 7, 10, 12, 16], 1_014_922, 0),
+    ];
+    assert_eq!(names(), expected.map(|net| net.0));
+    for (name, indices, parameters, buffers) in expected {
+        let net = Net::new(&Spec::named(name).unwrap(), 1, 1);
+        let names: Vec<_> = net.layout().tensors().iter().map(|tensor| tensor.name.clone()).collect();
+        let pairs = indices.iter().flat_map(|i| [format!("{i}.weight"), format!("{i}.bias")]);
+        assert_eq!(names, pairs.collect::<Vec<_>>(), "{name}");
+        assert_eq!(net.layout().len(), parameters, "{name}");
+        assert_eq!(net.buffers_layout().len(), buffers, "{name}");
+        assert_eq!((net.image_len(), net.classes()), (784, 10));
+    }
+}
+
+#[test]
+fn an_unknown_network_is_refused_with_the_known_ones() {
+    let error = Spec::named("vgg").unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "there is no network `vgg`; known are lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6"
+    );
+}
+
+#[test]
+fn gradients_match_finite_differences() {
+    let mut net = Net::new(&tiny(), BATCH, 2);
+    let images = random(BATCH * net.image_len(), 1);
+    let params = net.golden_parameters(3);
+    let mut sink = Sink::new(&net, None);
+    let mut buffers = net.initial_buffers();
+    net.forward(&params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap();
+    let report = net.backward(&params, &LABELS, &mut sink).unwrap();
+    assert_eq!(report, net.score(&LABELS));
+    assert_eq!(sink.announced, (0..sink.layout.tensors().len()).rev().collect::<Vec<_>>());
+
+    let gradients = sink.gradients.clone();
+    let mut loss_at = |params: &[f32]| {
+        let mut sink = Sink::new(&net, None);
+        let mut buffers = net.initial_buffers();
+        net.forward(params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap();
+        net.score(&LABELS).loss()
+    };
+    for (index, tensor) in sink.layout.tensors().iter().enumerate() {
+        let gradient = &gradients[tensor.range()];
+        let norm = gradient.iter().map(|g| g * g).sum::<f32>().sqrt();
+        // Along the gradient, where the loss changes most, and along a direction that ignores it.
+        let steepest: Vec<f32> = gradient.iter().map(|g| g / norm).collect();
+        let signs: Vec<f32> = random(tensor.len(), 100 + index as u64);
+        let scale = 1.0 / (tensor.len() as f32).sqrt();
+        let signs: Vec<f32> = signs.iter().map(|&v| if v < 0.5 { scale } else { -scale }).collect();
+        for direction in [steepest, signs] {
+            let slope: f64 = gradient.iter().zip(&direction).map(|(g, d)| f64::from(g * d)).sum();
+            let mut moved = |by: f32| {
+                let mut params = params.clone();
+                params[tensor.range()].iter_mut().zip(&direction).for_each(|(p, d)| *p += by * d);
+                loss_at(&params)
+            };
+            let measured = (moved(1e-3) - moved(-1e-3)) / 2e-3;
+            // What f32 rounding of the loss and the kinks of rectifiers and maxima leave.
+            let tolerance = 0.02 * f64::from(norm) + 5e-4;
+            assert!((measured - slope).abs() < tolerance, "{}: {measured} is not {slope}", tensor.name);
+        }
+    }
+}
+
+/// Gradients, running statistics and report of each rank when the batch is split over `ranks` ranks.
+fn train_split(ranks: usize) -> Vec<(Vec<f32>, Vec<f32>, LossReport)> {
+    let shared = Ranks { barrier: Barrier::new(ranks), sum: Mutex::default() };
+    let share = BATCH / ranks;
+    std::thread::scope(|scope| {
+        let run = |rank: usize| {
+            let shared = &shared;
+            scope.spawn(move || {
+                let mut net = Net::new(&tiny(), share, 1 + rank);
+                let images = random(BATCH * net.image_len(), 1);
+                let images = &images[rank * share * net.image_len()..][..share * net.image_len()];
+                let (params, mut buffers) = (net.golden_parameters(3), net.initial_buffers());
+                let mut sink = Sink::new(&net, Some(shared));
+                let mode = with_dropout((rank * share) as u64);
+                net.forward(&params, &mut buffers, images, mode, &mut sink).unwrap();
+                let report = net.backward(&params, &LABELS[rank * share..][..share], &mut sink).unwrap();
+                (sink.gradients, buffers, report)
+            })
+        };
+        let ranks: Vec<_> = (0..ranks).map(run).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_batch_split_over_ranks_gives_the_same_average_gradient() {
+    let [(whole, buffers, report)] = &train_split(1)[..] else { panic!("one rank") };
+    for ranks in [2, 4] {
+        let split = train_split(ranks);
+        let close = |a: f32, b: f32| (a - b).abs() < 2e-6 * a.abs().max(1.0);
+        for (i, &gradient) in whole.iter().enumerate() {
+            let average = split.iter().map(|rank| rank.0[i]).sum::<f32>() / ranks as f32;
+            assert!(close(gradient, average), "element {i} of {ranks} ranks: {average} is not {gradient}");
+        }
+        let mut total = LossReport::default();
+        for rank in &split {
+            assert!(buffers.iter().zip(&rank.1).all(|(&a, &b)| close(a, b)));
+            total += rank.2;
+        }
+        assert_eq!((total.correct, total.samples), (report.correct, report.samples));
+        assert!((total.loss_sum - report.loss_sum).abs() < 1e-5);
+    }
+}
+
+#[test]
+fn a_step_repeats_bit_for_bit_and_follows_its_dropout_key() {
+    let run = |key: Option<DropoutKey>| {
+        let mut net = Net::new(&tiny(), BATCH, 2);
+        let images = random(BATCH * net.image_len(), 1);
+        let (params, mut buffers) = (net.initial_parameters(1), net.initial_buffers());
+        let mut sink = Sink::new(&net, None);
+        net.forward(&params, &mut buffers, &images, Mode::Train { dropout: key }, &mut sink).unwrap();
+        net.backward(&params, &LABELS, &mut sink).unwrap();
+        sink.gradients
+    };
+    let key = DropoutKey { seed: 1, step: 2, first_sample: 0 };
+    assert_eq!(run(Some(key)), run(Some(key)));
+    assert_ne!(run(Some(key)), run(Some(DropoutKey { step: 3, ..key })));
+    assert_ne!(run(Some(key)), run(Some(DropoutKey { seed: 2, ..key })));
+    assert_ne!(run(Some(key)), run(None));
+}
+
+#[test]
+fn evaluation_does_not_depend_on_the_rest_of_the_batch() {
+    let mut net = Net::new(&tiny(), BATCH, 1);
+    let images = random(BATCH * net.image_len(), 1);
+    let (params, mut buffers) = (net.initial_parameters(1), net.initial_buffers());
+    let mut sink = Sink::new(&net, None);
+    net.forward(&params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap();
+    let together = net.predict(&params, &buffers, &images).to_vec();
+    for (image, expected) in images.chunks(net.image_len()).zip(together.chunks(10)) {
+        let alone = net.predict(&params, &buffers, image);
+        assert!(alone.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5), "{alone:?} {expected:?}");
+    }
+}
+
+#[test]
+fn initial_weights_fill_their_bounds_and_depend_on_the_seed() {
+    let net = Net::new(&Spec::named("lenet5").unwrap(), 1, 1);
+    let params = net.initial_parameters(1);
+    // The second dense layer has a rectifier behind it, the last one none.
+    for (tensor, bound) in [(6, (6.0f32 / 120.0).sqrt()), (8, (1.0f32 / 84.0).sqrt())] {
+        let weights = &params[net.layout().range(tensor)];
+        let largest = weights.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
+        assert!(largest <= bound && largest > 0.95 * bound);
+    }
+    assert!(params[net.layout().range(7)].iter().all(|&bias| bias == 0.0));
+    assert_ne!(params, net.initial_parameters(2));
+}
+
+#[test]
+#[should_panic(expected = "layer 1: a dense layer needs a flattened input")]
+fn a_dense_layer_on_an_image_is_refused() {
+    Net::new(&Spec { layers: vec![Layer::BatchNorm, Layer::Dense(3)], ..tiny() }, 1, 1);
+}

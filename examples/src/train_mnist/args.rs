@@ -1,0 +1,119 @@
+//! The command line of `train_mnist`, as typed and as resolved.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Parser};
+
+use crate::nets::Spec;
+
+/// Trains a network on MNIST, on one rank or under mgpurun on several.
+///
+/// Every rank trains on its own part of each global batch; gradients are averaged over ranks in every step, so all
+/// ranks hold the same weights. With neither --data, --synthetic nor --download it takes the folder in MGPU_DATA,
+/// then digits downloaded earlier, then generated digits.
+#[derive(Debug, Parser)]
+#[command(name = "train_mnist", version)]
+#[command(group(ArgGroup::new("source").args(["data", "synthetic", "download"])))]
+#[command(group(ArgGroup::new("length").args(["epochs", "steps"])))]
+#[command(after_help = "Example: mgpurun -n 2 train_mnist --net lenet5 --epochs 3")]
+pub(super) struct Args {
+    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers or conv6.
+    #[arg(long, value_name = "NAME", default_value = "lenet5", value_parser = parse_net)]
+    pub(super) net: Spec,
+    /// Folder with the four MNIST files, gzipped or not.
+    #[arg(long, value_name = "DIR")]
+    pub(super) data: Option<PathBuf>,
+    /// Train on generated digits, which need no files.
+    #[arg(long)]
+    pub(super) synthetic: bool,
+    /// Download MNIST (11 MB), unless it is there already.
+    #[arg(long)]
+    pub(super) download: bool,
+    /// Passes over the training set [default: 3].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    epochs: Option<u64>,
+    /// Training steps in all, in place of --epochs.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    steps: Option<u64>,
+    /// Images a step on each rank [default: the network's own].
+    #[arg(long, value_name = "N", value_parser = positive)]
+    batch: Option<usize>,
+    /// Learning rate [default: the network's own].
+    #[arg(long, value_name = "X")]
+    pub(super) lr: Option<f64>,
+    /// Seed of weights, shuffling, dropout and generated digits.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(super) seed: u64,
+    /// Arithmetic: f32; tf32 and bf16 need a GPU.
+    #[arg(long, value_name = "P", default_value = "f32", value_parser = parse_precision)]
+    precision: Precision,
+    /// Threads of each rank on the CPU [default: the cores divided by the ranks].
+    #[arg(long, value_name = "N", value_parser = positive)]
+    threads: Option<usize>,
+    /// Write a checkpoint into this folder after every epoch; the last two are kept.
+    #[arg(long, value_name = "DIR")]
+    pub(super) checkpoint_dir: Option<PathBuf>,
+    /// Go on from the newest checkpoint in --checkpoint-dir, or begin if there is none.
+    #[arg(long, requires = "checkpoint_dir")]
+    pub(super) resume: bool,
+    /// Append one JSON object an epoch to this file.
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(super) metrics: Option<PathBuf>,
+    /// Print a summary as one JSON object on the last line of standard output.
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Leave the test set out: for measurements.
+    #[arg(long)]
+    pub(super) skip_test: bool,
+}
+
+/// The one precision of the CPU. A type of its own, so that others are refused where arguments are parsed.
+#[derive(Debug, Clone, Copy)]
+struct Precision;
+
+fn parse_precision(text: &str) -> Result<Precision, String> {
+    match text {
+        "f32" => Ok(Precision),
+        "tf32" | "bf16" => Err(format!("{text} needs a GPU; the CPU backend computes in f32")),
+        _ => Err("known are f32, tf32 and bf16".into()),
+    }
+}
+
+fn parse_net(text: &str) -> Result<Spec, String> {
+    Spec::named(text).map_err(|error| error.to_string())
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "it should be a number from 1".into())
+}
+
+/// How long to train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Length {
+    Epochs(u64),
+    Steps(u64),
+}
+
+impl Args {
+    pub(super) fn length(&self) -> Length {
+        match self.steps {
+            Some(steps) => Length::Steps(steps),
+            None => Length::Epochs(self.epochs.unwrap_or(3)),
+        }
+    }
+
+    pub(super) fn batch(&self) -> usize {
+        self.batch.unwrap_or(self.net.batch)
+    }
+
+    /// Threads of a rank: its share of the cores, unless told otherwise.
+    pub(super) fn threads(&self, local_ranks: u32) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        self.threads.unwrap_or_else(|| (cores() / local_ranks as usize).max(1))
+    }
+
+    pub(super) fn dtype(&self) -> &'static str {
+        let Precision = self.precision;
+        "f32"
+    }
+}

@@ -1,0 +1,132 @@
+//! `mgpurun -n 2 train_mnist`: the networks of [`nets`](crate::nets) on MNIST, data-parallel.
+//!
+//! [`run`] reads from top to bottom: join the world, get the data, replicate the weights, then epochs of steps. A
+//! step is in [`Trainer::train_epoch`](trainer::Trainer); everything around it is what a training program needs
+//! besides: evaluation, checkpoints, a report.
+
+mod args;
+mod report;
+mod source;
+mod trainer;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use args::{Args, Length};
+use clap::Parser;
+use mgpu::{Communicator, ReduceOp, World};
+use report::{EpochReport, Metrics, Progress, Summary};
+use trainer::Trainer;
+
+/// The program.
+pub fn main() -> ExitCode {
+    crate::exit::report("train_mnist", run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+    let mut world = World::from_env()?;
+    let mut comm = world.communicator()?;
+    let (rank, ranks) = (world.rank(), world.size());
+    let data = source::load(args, &world, &mut *comm)?;
+    let threads = args.threads(world.local_size());
+    let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
+    let mut progress = Progress::new(rank);
+
+    let mut trainer = Trainer::new(args, comm, data.train.len(), threads)?;
+    if args.resume {
+        trainer.resume(args)?;
+    }
+    let (epochs, steps) = match args.length() {
+        Length::Epochs(epochs) => (epochs, epochs * trainer.steps_per_epoch()),
+        Length::Steps(steps) => (steps.div_ceil(trainer.steps_per_epoch()), steps),
+    };
+    if rank == 0 {
+        println!(
+            "{} ({} parameters) on {ranks} rank{} of {threads} thread{}, {} images a step; {}",
+            args.net.name,
+            trainer.parameters(),
+            if ranks == 1 { "" } else { "s" },
+            if threads == 1 { "" } else { "s" },
+            args.batch() * ranks as usize,
+            data.origin
+        );
+    }
+
+    let mut last = None;
+    while trainer.steps() < steps {
+        let mut report = trainer.train_epoch(&data.train, steps, |text| {
+            world.report_step(text.step);
+            progress.update(|| text.to_string());
+        })?;
+        report.data = data.origin.to_string();
+        if !args.skip_test {
+            trainer.evaluate(&data.test, &mut report)?;
+        }
+        progress.clear();
+        if rank == 0 {
+            println!("{}", report.line(epochs));
+            if let Some(metrics) = &mut metrics {
+                metrics.append(&report)?;
+            }
+        }
+        if let Some(folder) = &args.checkpoint_dir {
+            trainer.save(args, folder)?;
+        }
+        last = Some(report);
+    }
+    let checksum = trainer.verify()?;
+    let rss_mib = peak_resident_mib(trainer.comm())?;
+    if rank == 0 {
+        println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
+        if args.json {
+            let summary = summary(args, &trainer, last.as_ref(), rss_mib, threads, checksum);
+            println!("{}", serde_json::to_string(&summary)?);
+        }
+    }
+    Ok(())
+}
+
+fn summary(
+    args: &Args,
+    trainer: &Trainer,
+    last: Option<&EpochReport>,
+    rss_mib: f64,
+    threads: usize,
+    checksum: u64,
+) -> Summary {
+    let round = |value: f64| (value * 1e3).round() / 1e3;
+    let totals = trainer.totals();
+    Summary {
+        implementation: "mgpu",
+        net: args.net.name.clone(),
+        ranks: trainer.ranks(),
+        batch: args.batch(),
+        device: "cpu",
+        dtype: args.dtype(),
+        epochs: last.map_or(0, |report| report.epoch),
+        steps: trainer.steps(),
+        images_per_s: round(totals.images_per_s()),
+        ms_per_step: round(totals.ms_per_step()),
+        train_s: round(totals.train_s),
+        test_s: round(totals.test_s),
+        test_acc: last.and_then(|report| report.test_acc),
+        test_loss: last.and_then(|report| report.test_loss),
+        test_acc_average: last.and_then(|report| report.test_acc_average),
+        max_gpu_mib: None,
+        rss_mib: round(rss_mib),
+        threads,
+        seed: args.seed,
+        data: last.map_or_else(String::new, |report| report.data.clone()),
+        weights: format!("{checksum:016x}"),
+    }
+}
+
+/// Peak resident memory of the largest rank, in MiB (VmHWM of `/proc/self/status`).
+fn peak_resident_mib(comm: &mut dyn Communicator) -> Result<f64, Box<dyn Error>> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    let kib: f64 = line.split_whitespace().next().unwrap_or_default().parse().unwrap_or(0.0);
+    let mut most = [kib / 1024.0];
+    comm.all_reduce_slice(&mut most, ReduceOp::Max)?;
+    Ok(most[0])
+}

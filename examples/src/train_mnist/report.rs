@@ -1,0 +1,135 @@
+//! What the user sees: a line that moves, a line an epoch, and a summary.
+
+use std::fs::{File, OpenOptions};
+use std::io::{IsTerminal, Write, stderr};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::nets::LossReport;
+
+/// One epoch, or the part of it that was trained.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct EpochReport {
+    /// From 1.
+    pub(super) epoch: u64,
+    /// Steps made since the beginning of the training.
+    pub(super) step: u64,
+    pub(super) train_loss: f64,
+    pub(super) train_acc: f64,
+    pub(super) train_s: f64,
+    pub(super) images_per_s: f64,
+    pub(super) test_loss: Option<f64>,
+    pub(super) test_acc: Option<f64>,
+    /// Accuracy with the moving average of the weights, where one is kept.
+    pub(super) test_acc_average: Option<f64>,
+    pub(super) test_s: f64,
+    /// What the digits are: files, or generated.
+    pub(super) data: String,
+}
+
+impl EpochReport {
+    pub(super) fn set_test(&mut self, score: LossReport, average: Option<LossReport>, seconds: f64) {
+        self.test_loss = Some(score.loss());
+        self.test_acc = Some(score.accuracy());
+        self.test_acc_average = average.map(|score| score.accuracy());
+        self.test_s = seconds;
+    }
+
+    /// The line for people.
+    pub(super) fn line(&self, epochs: u64) -> String {
+        let mut line = format!(
+            "epoch {}/{epochs}: train {:.2}% loss {:.4} in {:.1} s ({:.0} images/s)",
+            self.epoch,
+            self.train_acc * 100.0,
+            self.train_loss,
+            self.train_s,
+            self.images_per_s
+        );
+        if let (Some(accuracy), Some(loss)) = (self.test_acc, self.test_loss) {
+            line += &format!("; test {:.2}% loss {loss:.4}", accuracy * 100.0);
+            if let Some(average) = self.test_acc_average {
+                line += &format!(" (averaged weights {:.2}%)", average * 100.0);
+            }
+            line += &format!(" in {:.1} s", self.test_s);
+        }
+        line
+    }
+}
+
+/// The last line of standard output with `--json`.
+#[derive(Debug, Serialize)]
+pub(super) struct Summary {
+    #[serde(rename = "impl")]
+    pub(super) implementation: &'static str,
+    pub(super) net: String,
+    pub(super) ranks: u32,
+    /// Images a step on each rank.
+    pub(super) batch: usize,
+    pub(super) device: &'static str,
+    pub(super) dtype: &'static str,
+    pub(super) epochs: u64,
+    pub(super) steps: u64,
+    pub(super) images_per_s: f64,
+    pub(super) ms_per_step: f64,
+    pub(super) train_s: f64,
+    pub(super) test_s: f64,
+    pub(super) test_acc: Option<f64>,
+    pub(super) test_loss: Option<f64>,
+    pub(super) test_acc_average: Option<f64>,
+    pub(super) max_gpu_mib: Option<u64>,
+    /// Peak resident memory of the largest rank.
+    pub(super) rss_mib: f64,
+    pub(super) threads: usize,
+    pub(super) seed: u64,
+    pub(super) data: String,
+    /// XXH3 of the weights, equal on all ranks.
+    pub(super) weights: String,
+}
+
+/// Metrics of each epoch, appended to a file.
+pub(super) struct Metrics(File);
+
+impl Metrics {
+    pub(super) fn open(path: &Path) -> Result<Self, String> {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        file.map(Metrics).map_err(|error| format!("cannot write metrics to {}: {error}", path.display()))
+    }
+
+    pub(super) fn append(&mut self, report: &EpochReport) -> Result<(), String> {
+        let line = serde_json::to_string(report).map_err(|error| error.to_string())?;
+        writeln!(self.0, "{line}").map_err(|error| format!("cannot write metrics: {error}"))
+    }
+}
+
+/// The line that moves: on a terminal, or for a launcher that shows one.
+pub(super) struct Progress {
+    shown: bool,
+    next: Instant,
+}
+
+/// Time between two updates of the line.
+const REFRESH: Duration = Duration::from_millis(200);
+
+impl Progress {
+    pub(super) fn new(rank: u32) -> Self {
+        let launcher = std::env::var_os(mgpu::protocol::MGPU_PROGRESS).is_some_and(|value| value == "1");
+        Progress { shown: rank == 0 && (launcher || stderr().is_terminal()), next: Instant::now() }
+    }
+
+    /// Shows what `text` returns, unless the line was refreshed a moment ago.
+    pub(super) fn update(&mut self, text: impl FnOnce() -> String) {
+        if self.shown && Instant::now() >= self.next {
+            self.next = Instant::now() + REFRESH;
+            eprint!("{}\x1b[K\r", text());
+        }
+    }
+
+    /// Clears the line before another is printed.
+    pub(super) fn clear(&self) {
+        if self.shown {
+            eprint!("\x1b[K");
+        }
+    }
+}

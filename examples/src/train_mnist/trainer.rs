@@ -1,0 +1,292 @@
+//! The training loop.
+
+use std::error::Error;
+use std::fmt;
+use std::path::Path;
+use std::time::Instant;
+
+use mgpu::checkpoint::{self, Arena};
+use mgpu::replicate::replicate;
+use mgpu::{Communicator, DataParallel, ReduceOp, Sampler, sampler};
+use serde::{Deserialize, Serialize};
+
+use super::args::Args;
+use super::report::EpochReport;
+use crate::data::{Dataset, IMAGE_LEN};
+use crate::nets::{DropoutKey, LossReport, Mode, Net};
+
+/// Steps at the beginning that no throughput counts: first touches of memory, caches, clock speeds.
+const WARM_UP: u64 = 3;
+/// Checkpoints kept.
+const KEEP: usize = 2;
+
+/// Times of the whole run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Totals {
+    pub(super) train_s: f64,
+    pub(super) test_s: f64,
+    /// Seconds, steps and images (of all ranks) after the warm-up.
+    measured_s: f64,
+    measured_steps: u64,
+    measured_images: u64,
+}
+
+impl Totals {
+    pub(super) fn images_per_s(&self) -> f64 {
+        self.measured_images as f64 / self.measured_s.max(1e-9)
+    }
+
+    pub(super) fn ms_per_step(&self) -> f64 {
+        self.measured_s * 1e3 / self.measured_steps.max(1) as f64
+    }
+}
+
+/// Where the loop is.
+pub(super) struct Position {
+    epoch: u64,
+    pub(super) step: u64,
+    steps: u64,
+    loss: f64,
+    images_per_s: f64,
+}
+
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Position { epoch, step, steps, loss, images_per_s } = self;
+        write!(f, "epoch {epoch} step {step}/{steps} loss {loss:.4} {images_per_s:.0} images/s")
+    }
+}
+
+/// What a checkpoint remembers beside the weights. A run resumed with other values would not be the same run.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Hyperparameters {
+    net: String,
+    seed: u64,
+    batch: usize,
+    ranks: u32,
+    lr: f64,
+}
+
+/// A model in training on one rank.
+pub(super) struct Trainer {
+    model: DataParallel,
+    net: Net,
+    /// Running statistics of batch normalisation.
+    buffers: Vec<f32>,
+    sampler: Sampler,
+    seed: u64,
+    batch: usize,
+    totals: Totals,
+    images: Vec<f32>,
+    labels: Vec<u8>,
+}
+
+impl Trainer {
+    pub(super) fn new(
+        args: &Args,
+        comm: Box<dyn Communicator>,
+        samples: usize,
+        threads: usize,
+    ) -> Result<Self, Box<dyn Error>> {
+        let batch = args.batch();
+        let sampler = Sampler::new(samples, batch, comm.rank(), comm.size(), args.seed)?;
+        let net = Net::new(&args.net, batch, threads);
+        let mut optimizer = args.net.optimizer;
+        if let Some(lr) = args.lr {
+            optimizer.rule = optimizer.rule.with_lr(lr);
+        }
+        let parameters = net.initial_parameters(args.seed);
+        let model = DataParallel::new(comm, net.layout().clone(), parameters, optimizer, threads)?;
+        Ok(Trainer {
+            buffers: net.initial_buffers(),
+            model,
+            net,
+            sampler,
+            seed: args.seed,
+            batch,
+            totals: Totals::default(),
+            images: vec![0.0; batch * IMAGE_LEN],
+            labels: vec![0; batch],
+        })
+    }
+
+    pub(super) fn comm(&mut self) -> &mut dyn Communicator {
+        self.model.comm()
+    }
+
+    pub(super) fn ranks(&self) -> u32 {
+        self.model.ranks()
+    }
+
+    pub(super) fn steps_per_epoch(&self) -> u64 {
+        self.sampler.steps_per_epoch() as u64
+    }
+
+    pub(super) fn steps(&self) -> u64 {
+        self.model.steps()
+    }
+
+    pub(super) fn parameters(&self) -> usize {
+        self.net.layout().len()
+    }
+
+    pub(super) fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    pub(super) fn verify(&mut self) -> mgpu::Result<u64> {
+        self.model.verify()
+    }
+
+    /// Trains to the end of the epoch, or to step `last` if that comes first.
+    pub(super) fn train_epoch(
+        &mut self,
+        data: &Dataset,
+        last: u64,
+        mut seen: impl FnMut(&Position),
+    ) -> mgpu::Result<EpochReport> {
+        let per_epoch = self.steps_per_epoch();
+        let epoch = self.steps() / per_epoch;
+        let last = last.min((epoch + 1) * per_epoch);
+        let global_batch = self.batch as u64 * u64::from(self.ranks());
+        let first_sample = self.batch as u64 * u64::from(self.model.comm().rank());
+        let mut score = LossReport::default();
+        let start = Instant::now();
+        let (begin, mut measured_from) = (self.steps(), None);
+        while self.steps() < last {
+            let step = self.steps();
+            if step >= begin.max(WARM_UP) && measured_from.is_none() {
+                measured_from = Some((Instant::now(), step));
+            }
+            let samples = self.sampler.batch(epoch, (step % per_epoch) as usize);
+            data.gather(samples, &mut self.images, &mut self.labels);
+
+            let Trainer { model, net, buffers, images, labels, .. } = self;
+            let mode = Mode::Train { dropout: Some(DropoutKey { seed: self.seed, step, first_sample }) };
+            let report = model.step(|parameters, ranks| {
+                net.forward(parameters, buffers, images, mode, ranks)?;
+                net.backward(parameters, labels, ranks)
+            })?;
+
+            score += report;
+            seen(&Position {
+                epoch: epoch + 1,
+                step: step + 1,
+                steps: last,
+                loss: report.loss(),
+                images_per_s: ((step + 1 - begin) * global_batch) as f64 / start.elapsed().as_secs_f64(),
+            });
+        }
+        let train_s = start.elapsed().as_secs_f64();
+        self.totals.train_s += train_s;
+        if let Some((from, step)) = measured_from {
+            let steps = self.steps() - step;
+            self.totals.measured_s += from.elapsed().as_secs_f64();
+            self.totals.measured_steps += steps;
+            self.totals.measured_images += steps * global_batch;
+        }
+        let steps = self.steps() - begin;
+        let score = over_ranks(score, self.model.comm())?;
+        Ok(EpochReport {
+            epoch: epoch + 1,
+            step: self.steps(),
+            train_loss: score.loss(),
+            train_acc: score.accuracy(),
+            train_s,
+            images_per_s: (steps * global_batch) as f64 / train_s,
+            test_loss: None,
+            test_acc: None,
+            test_acc_average: None,
+            test_s: 0.0,
+            data: String::new(),
+        })
+    }
+
+    /// Evaluates on the test set: each image once, on one of the ranks.
+    pub(super) fn evaluate(&mut self, data: &Dataset, report: &mut EpochReport) -> mgpu::Result<()> {
+        let start = Instant::now();
+        let Trainer { model, net, buffers, .. } = self;
+        let (rank, ranks) = (model.comm().rank(), model.ranks());
+        let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks).map(|i| i as u32).collect();
+        let mut evaluate = |parameters: &[f32]| {
+            let mut score = LossReport::default();
+            for samples in shard.chunks(self.batch) {
+                let (images, labels) =
+                    (&mut self.images[..samples.len() * IMAGE_LEN], &mut self.labels[..samples.len()]);
+                data.gather(samples, images, labels);
+                net.predict(parameters, buffers, images);
+                score += net.score(labels);
+            }
+            score
+        };
+        let score = evaluate(model.parameters());
+        let average = model.averaged_parameters().map(&mut evaluate);
+        let score = over_ranks(score, model.comm())?;
+        let average = average.map(|average| over_ranks(average, model.comm())).transpose()?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.totals.test_s += seconds;
+        report.set_test(score, average, seconds);
+        Ok(())
+    }
+
+    fn hyperparameters(&self, args: &Args) -> Hyperparameters {
+        Hyperparameters {
+            net: args.net.name.clone(),
+            seed: self.seed,
+            batch: self.batch,
+            ranks: self.ranks(),
+            lr: args.lr.unwrap_or(args.net.optimizer.rule.lr()),
+        }
+    }
+
+    /// Rank 0 writes a checkpoint; nobody goes on before it is on the disk.
+    pub(super) fn save(&mut self, args: &Args, folder: &Path) -> Result<(), Box<dyn Error>> {
+        let mut written = Ok(());
+        if self.model.comm().rank() == 0 {
+            let state = serde_json::to_value(self.hyperparameters(args))?;
+            let mut arenas = self.model.arenas();
+            let buffers = Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers };
+            arenas.push(buffers);
+            written = checkpoint::save(folder, self.steps(), state, &arenas, KEEP).map(drop);
+        }
+        // The others learn of a failure here; rank 0's own error says what it was.
+        let mut failures = [i64::from(written.is_err())];
+        self.model.comm().all_reduce_slice(&mut failures, ReduceOp::Sum)?;
+        written?;
+        if failures[0] > 0 { Err("rank 0 could not write the checkpoint".into()) } else { Ok(()) }
+    }
+
+    /// Goes on from the newest checkpoint, if there is one.
+    pub(super) fn resume(&mut self, args: &Args) -> Result<(), Box<dyn Error>> {
+        let Some(folder) = &args.checkpoint_dir else { return Ok(()) };
+        let rank = self.model.comm().rank();
+        let Some(path) = checkpoint::latest(folder)? else {
+            if rank == 0 {
+                println!("no checkpoint in {} yet: beginning anew", folder.display());
+            }
+            return Ok(());
+        };
+        let manifest = checkpoint::manifest(&path)?;
+        let saved: Hyperparameters = serde_json::from_value(manifest.state.clone())
+            .map_err(|error| format!("{}: not a checkpoint of train_mnist: {error}", path.display()))?;
+        let now = self.hyperparameters(args);
+        if saved != now {
+            return Err(format!("{} is of another run: {saved:?}, this one is {now:?}", path.display()).into());
+        }
+        self.model.restore(manifest.step, |name, layout| checkpoint::load(&path, &manifest, name, layout))?;
+        let layout = self.net.buffers_layout();
+        self.buffers = checkpoint::load(&path, &manifest, "buffers", layout)?;
+        replicate(self.model.comm(), layout, &mut self.buffers)?;
+        if rank == 0 {
+            println!("resumed from {} after step {}", path.display(), manifest.step);
+        }
+        Ok(())
+    }
+}
+
+/// A report over all ranks' samples. The counts stay exact: they are far below 2^53.
+fn over_ranks(report: LossReport, comm: &mut dyn Communicator) -> mgpu::Result<LossReport> {
+    let mut sums = [report.loss_sum, report.correct as f64, report.samples as f64];
+    comm.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
+    Ok(LossReport { loss_sum: sums[0], correct: sums[1] as u64, samples: sums[2] as u64 })
+}

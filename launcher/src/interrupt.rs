@@ -1,0 +1,70 @@
+//! Where signals come from: the launcher's own, or the program's that embeds it.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+/// Asks the ranks of a running launch to end, as SIGTERM would. Works from any thread and from signal handlers that
+/// run as threads (the `ctrlc` crate); a second call kills.
+#[derive(Debug, Clone)]
+pub struct Interrupter {
+    event: Arc<EventFd>,
+}
+
+impl Interrupter {
+    /// Asks the ranks to end.
+    pub fn interrupt(&self) {
+        // Fails only if the counter is about to overflow, with 2^64 interrupts pending.
+        let _ = self.event.write(1);
+    }
+}
+
+/// All sources of signals of one launch.
+#[derive(Debug)]
+pub(crate) struct Signals {
+    /// The process's own signals, where the launcher owns them.
+    own: Option<SignalFd>,
+    event: Arc<EventFd>,
+}
+
+impl Signals {
+    pub(crate) fn new() -> nix::Result<Self> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Signals { own: None, event: Arc::new(EventFd::from_value_and_flags(0, flags)?) })
+    }
+
+    /// Takes over SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 of the whole process: blocks them in the calling
+    /// thread, so call it before any other thread is started.
+    pub(crate) fn own_process_signals(&mut self) -> nix::Result<()> {
+        let mut set = SigSet::empty();
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
+            set.add(signal);
+        }
+        set.thread_block()?;
+        self.own = Some(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?);
+        Ok(())
+    }
+
+    pub(crate) fn interrupter(&self) -> Interrupter {
+        Interrupter { event: Arc::clone(&self.event) }
+    }
+
+    pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.own.iter().map(AsFd::as_fd).chain([self.event.as_fd()])
+    }
+
+    /// The signals that have come.
+    pub(crate) fn take(&self) -> Vec<Signal> {
+        let mut signals = Vec::new();
+        while let Some(Ok(Some(info))) = self.own.as_ref().map(SignalFd::read_signal) {
+            signals.extend(Signal::try_from(info.ssi_signo as i32));
+        }
+        if let Ok(count) = self.event.read() {
+            signals.extend((0..count.min(2)).map(|_| Signal::SIGTERM));
+        }
+        signals
+    }
+}

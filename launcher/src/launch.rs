@@ -1,0 +1,178 @@
+//! A launch, from the request to the outcome.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use mgpu::rendezvous::Server;
+
+use crate::event_loop::EventLoop;
+use crate::interrupt::{Interrupter, Signals};
+use crate::output::{Output, OutputOptions};
+use crate::plan::{BackendChoice, Machine, Plan, PlanError, Ranks, Request, RunFacts, plan};
+use crate::spawn::{Process, free_port, spawn};
+use crate::supervisor::{Outcome, Supervisor};
+
+/// Why the ranks could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The request cannot be met.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The rendezvous could not be opened.
+    #[error(transparent)]
+    Rendezvous(#[from] mgpu::Error),
+    /// A log file or process could not be made.
+    #[error("{0}")]
+    Start(String),
+    /// The system refused something.
+    #[error("cannot wait for signals: {0}")]
+    Signals(#[from] nix::Error),
+}
+
+/// Copies of a program to be started as ranks.
+///
+/// ```no_run
+/// let launch = mgpurun::Launch::new("/usr/bin/true").ranks(4);
+/// let outcome = launch.run()?;
+/// assert_eq!(outcome.exit_code, 0);
+/// # Ok::<(), mgpurun::LaunchError>(())
+/// ```
+#[derive(Debug)]
+pub struct Launch {
+    request: Request,
+    output: OutputOptions,
+    join_timeout: Duration,
+    grace: Duration,
+    signals: Result<Signals, nix::Error>,
+}
+
+impl Launch {
+    /// Copies of `program`, by default one for each GPU.
+    pub fn new(program: impl Into<PathBuf>) -> Self {
+        Launch {
+            request: Request {
+                program: program.into(),
+                arguments: Vec::new(),
+                ranks: Ranks::Auto,
+                backend: BackendChoice::Auto,
+                isolate_gpus: false,
+            },
+            output: OutputOptions::default(),
+            join_timeout: Duration::from_secs(60),
+            grace: Duration::from_secs(5),
+            signals: Signals::new(),
+        }
+    }
+
+    /// The program's arguments.
+    pub fn arguments(mut self, arguments: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
+        self.request.arguments = arguments.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Starts `count` copies.
+    pub fn ranks(mut self, count: u32) -> Self {
+        self.request.ranks = Ranks::Count(count);
+        self
+    }
+
+    /// Chooses the backend.
+    pub fn backend(mut self, backend: BackendChoice) -> Self {
+        self.request.backend = backend;
+        self
+    }
+
+    /// Chooses what happens to the ranks' output.
+    pub fn output(mut self, options: OutputOptions) -> Self {
+        self.output = options;
+        self
+    }
+
+    /// Longest time between the first and the last rank to join (60 s). Programs that never join are not waited
+    /// for.
+    pub fn join_timeout(mut self, timeout: Duration) -> Self {
+        self.join_timeout = timeout;
+        self
+    }
+
+    /// Time between SIGTERM and SIGKILL (5 s).
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// A handle that asks the ranks to end.
+    ///
+    /// # Panics
+    /// If the system could not make an event descriptor; [`run`](Self::run) reports that as an error.
+    pub fn interrupter(&self) -> Interrupter {
+        self.signals.as_ref().expect("an event descriptor").interrupter()
+    }
+
+    pub(crate) fn with_request(mut self, request: Request) -> Self {
+        self.request = request;
+        self
+    }
+
+    /// Takes the process's signals over: for the launcher's own main, before it has threads.
+    pub(crate) fn own_process_signals(&mut self) -> Result<(), LaunchError> {
+        self.signals.as_mut().map_err(|errno| *errno)?.own_process_signals()?;
+        Ok(())
+    }
+
+    /// What would be started on this machine.
+    ///
+    /// # Errors
+    /// If the request cannot be met.
+    pub fn plan(&self) -> Result<Plan, LaunchError> {
+        Ok(plan(&self.request, &Machine::detect())?)
+    }
+
+    /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: ranks die with it.
+    ///
+    /// # Errors
+    /// If they cannot be started; none is left running then.
+    pub fn run(self) -> Result<Outcome, LaunchError> {
+        let plan = self.plan()?;
+        let ranks = plan.ranks.len() as u32;
+        let mut output = Output::new(ranks, self.output).map_err(LaunchError::Start)?;
+        if let Some(notice) = &plan.notice {
+            output.say(notice);
+        }
+        let run_id = mgpu::protocol::new_run_id()?;
+        let server = Server::bind(ranks, &run_id)?;
+        let facts = RunFacts {
+            rendezvous: server.address().to_owned(),
+            run_id,
+            master_port: free_port(),
+            progress: output.shows_progress(),
+        };
+        let processes = start_all(&plan, &facts)?;
+        let signals = self.signals?;
+        let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
+        let outcome = EventLoop::new(processes, server, &signals, &mut output, supervisor).run();
+        if let Some(message) = &outcome.message {
+            output.say(message);
+        }
+        if let Some(culprit) = outcome.culprit {
+            output.repeat_last_lines(culprit);
+        }
+        Ok(outcome)
+    }
+}
+
+/// Starts all ranks, or none.
+fn start_all(plan: &Plan, facts: &RunFacts) -> Result<Vec<Process>, LaunchError> {
+    let mut processes = Vec::new();
+    for rank in &plan.ranks {
+        match spawn(plan, rank, facts) {
+            Ok(process) => processes.push(process),
+            Err(error) => {
+                processes.iter().for_each(Process::end);
+                return Err(LaunchError::Start(error));
+            }
+        }
+    }
+    Ok(processes)
+}

@@ -1,0 +1,6 @@
+//! See the library.
+#![forbid(unsafe_code)]
+
+fn main() -> std::process::ExitCode {
+    mgpurun::cli::main()
+}

@@ -1,0 +1,270 @@
+//! From arguments and machine to what every rank runs and sees. Pure: nothing is started, looked up or printed.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use mgpu::protocol::{
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_PROGRESS, MGPU_RENDEZVOUS,
+    MGPU_RESTART_COUNT, MGPU_RUN_ID, RANK, WORLD_SIZE,
+};
+
+/// The NCCL backend is not part of this version.
+const NCCL_IS_BUILT: bool = false;
+/// More ranks than any machine has cores or GPUs for are a typing error.
+const MOST_RANKS: u32 = 4096;
+
+/// How many ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ranks {
+    /// One for each GPU, or one.
+    Auto,
+    /// This many.
+    Count(u32),
+}
+
+/// Which backend, as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// NCCL where there are enough GPUs, the CPU where there is none.
+    Auto,
+    /// NVIDIA GPUs.
+    Nccl,
+    /// Shared memory.
+    Cpu,
+}
+
+/// What the user wants.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The program, found already.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub arguments: Vec<OsString>,
+    /// How many copies of it.
+    pub ranks: Ranks,
+    /// On what.
+    pub backend: BackendChoice,
+    /// Show each rank only its own GPU.
+    pub isolate_gpus: bool,
+}
+
+/// What there is.
+#[derive(Debug, Clone, Default)]
+pub struct Machine {
+    /// The visible GPUs, by the names that `CUDA_VISIBLE_DEVICES` takes.
+    pub gpus: Vec<String>,
+}
+
+/// What every rank runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// The program.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub arguments: Vec<OsString>,
+    /// The ranks, in order.
+    pub ranks: Vec<RankPlan>,
+    /// Something the user should know before it starts.
+    pub notice: Option<String>,
+}
+
+/// What sets a rank apart from the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankPlan {
+    /// Number of the rank.
+    pub rank: u32,
+    /// Variables that are known before the start, in the order of the contract.
+    pub environment: Vec<(&'static str, String)>,
+}
+
+/// What is known only when the ranks are about to start.
+#[derive(Debug, Clone)]
+pub struct RunFacts {
+    /// Address of the rendezvous.
+    pub rendezvous: String,
+    /// Identifier of the run.
+    pub run_id: String,
+    /// A free TCP port.
+    pub master_port: String,
+    /// Whether transient lines are shown.
+    pub progress: bool,
+}
+
+/// Why there is no plan.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// No rank at all.
+    #[error("at least one rank is needed, not 0")]
+    NoRanks,
+    /// A number that cannot be meant.
+    #[error("{0} ranks are more than the {MOST_RANKS} that mgpurun starts")]
+    TooManyRanks(u32),
+    /// Some GPUs, but not enough.
+    #[error(
+        "{ranks} ranks and {gpus} GPU{}: choose -n {gpus} for one rank on each GPU, or --backend cpu for {ranks} ranks without GPUs",
+        if *gpus == 1 { "" } else { "s" }
+    )]
+    TooFewGpus {
+        /// Ranks asked for.
+        ranks: u32,
+        /// GPUs there are.
+        gpus: usize,
+    },
+    /// NCCL was asked for.
+    #[error("the nccl backend is not part of this version yet; use --backend cpu")]
+    NoNccl,
+}
+
+impl RunFacts {
+    /// Stands in for what a dry run does not know.
+    pub fn unknown() -> Self {
+        RunFacts {
+            rendezvous: "unix:(made at the start)".into(),
+            run_id: "(made at the start)".into(),
+            master_port: "(free port)".into(),
+            progress: false,
+        }
+    }
+}
+
+impl RankPlan {
+    /// The whole environment that is added for the rank.
+    pub fn complete(&self, facts: &RunFacts) -> Vec<(&'static str, String)> {
+        let mut environment = self.environment.clone();
+        environment.extend([
+            (MGPU_RENDEZVOUS, facts.rendezvous.clone()),
+            (MGPU_RUN_ID, facts.run_id.clone()),
+            (MGPU_RESTART_COUNT, "0".into()),
+            (MASTER_ADDR, "127.0.0.1".into()),
+            (MASTER_PORT, facts.master_port.clone()),
+        ]);
+        if facts.progress {
+            environment.push((MGPU_PROGRESS, "1".into()));
+        }
+        environment
+    }
+}
+
+/// Decides everything that can be decided before the start.
+///
+/// # Errors
+/// If the request cannot be met on this machine; the text says what to ask for instead.
+pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
+    let gpus = machine.gpus.len();
+    let ranks = match request.ranks {
+        Ranks::Auto => gpus.max(1) as u32,
+        Ranks::Count(0) => return Err(PlanError::NoRanks),
+        Ranks::Count(count) if count > MOST_RANKS => return Err(PlanError::TooManyRanks(count)),
+        Ranks::Count(count) => count,
+    };
+    let (backend, notice) = choose_backend(request.backend, ranks, gpus, NCCL_IS_BUILT)?;
+    let rank_plan = |rank: u32| {
+        let mut environment = vec![
+            (RANK, rank.to_string()),
+            (WORLD_SIZE, ranks.to_string()),
+            (LOCAL_RANK, rank.to_string()),
+            (LOCAL_WORLD_SIZE, ranks.to_string()),
+            (MGPU_BACKEND, backend.to_string()),
+        ];
+        if request.isolate_gpus
+            && let Some(gpu) = machine.gpus.get(rank as usize)
+        {
+            environment.push(("CUDA_VISIBLE_DEVICES", gpu.clone()));
+        }
+        RankPlan { rank, environment }
+    };
+    Ok(Plan {
+        program: request.program.clone(),
+        arguments: request.arguments.clone(),
+        ranks: (0..ranks).map(rank_plan).collect(),
+        notice,
+    })
+}
+
+/// The backend's name for the ranks, and a notice where it may not be what the user expects.
+fn choose_backend(
+    choice: BackendChoice,
+    ranks: u32,
+    gpus: usize,
+    nccl_is_built: bool,
+) -> Result<(&'static str, Option<String>), PlanError> {
+    match choice {
+        BackendChoice::Cpu => Ok(("cpu", None)),
+        BackendChoice::Auto if gpus == 0 => Ok(("cpu", None)),
+        BackendChoice::Nccl if !nccl_is_built => Err(PlanError::NoNccl),
+        BackendChoice::Auto if !nccl_is_built => {
+            let notice = format!("{gpus} GPU(s) are not used: this version has the cpu backend only");
+            Ok(("cpu", Some(notice)))
+        }
+        BackendChoice::Auto | BackendChoice::Nccl if gpus >= ranks as usize => Ok(("nccl", None)),
+        BackendChoice::Auto | BackendChoice::Nccl => Err(PlanError::TooFewGpus { ranks, gpus }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn request(ranks: Ranks) -> Request {
+        Request {
+            program: "/bin/true".into(),
+            arguments: vec![],
+            ranks,
+            backend: BackendChoice::Auto,
+            isolate_gpus: false,
+        }
+    }
+
+    fn machine(gpus: usize) -> Machine {
+        Machine { gpus: (0..gpus).map(|gpu| format!("GPU-{gpu}")).collect() }
+    }
+
+    proptest! {
+        #[test]
+        fn every_rank_knows_its_place(count in 1u32..100, gpus in 0usize..10, isolate: bool) {
+            let request = Request { isolate_gpus: isolate, ..request(Ranks::Count(count)) };
+            let plan = plan(&request, &machine(gpus)).unwrap();
+            prop_assert_eq!(plan.ranks.len(), count as usize);
+            for (index, rank) in plan.ranks.iter().enumerate() {
+                let value = |name| rank.environment.iter().find(|(key, _)| *key == name).map(|(_, v)| v.clone());
+                prop_assert_eq!(value(RANK), Some(index.to_string()));
+                prop_assert_eq!(value(LOCAL_RANK), Some(index.to_string()));
+                prop_assert_eq!(value(WORLD_SIZE), Some(count.to_string()));
+                let gpu = (isolate && index < gpus).then(|| format!("GPU-{index}"));
+                prop_assert_eq!(value("CUDA_VISIBLE_DEVICES"), gpu);
+            }
+        }
+
+        #[test]
+        fn the_rule_of_the_backend(ranks in 1u32..20, gpus in 0usize..20) {
+            let chosen = choose_backend(BackendChoice::Auto, ranks, gpus, true);
+            match gpus {
+                0 => prop_assert_eq!(chosen.unwrap().0, "cpu"),
+                _ if gpus >= ranks as usize => prop_assert_eq!(chosen.unwrap().0, "nccl"),
+                _ => {
+                    let error = chosen.unwrap_err().to_string();
+                    let remedy = format!("-n {gpus}");
+                    prop_assert!(error.contains(&remedy) && error.contains("--backend cpu"));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn auto_is_one_rank_a_gpu_or_one() {
+        assert_eq!(plan(&request(Ranks::Auto), &machine(0)).unwrap().ranks.len(), 1);
+        let plan = plan(&request(Ranks::Auto), &machine(8)).unwrap();
+        assert_eq!(plan.ranks.len(), 8);
+        assert!(plan.notice.unwrap().contains("8 GPU(s) are not used"));
+    }
+
+    #[test]
+    fn what_cannot_be_met_is_said() {
+        assert_eq!(plan(&request(Ranks::Count(0)), &machine(0)), Err(PlanError::NoRanks));
+        assert_eq!(plan(&request(Ranks::Count(5000)), &machine(0)), Err(PlanError::TooManyRanks(5000)));
+        let nccl = Request { backend: BackendChoice::Nccl, ..request(Ranks::Auto) };
+        assert_eq!(plan(&nccl, &machine(1)), Err(PlanError::NoNccl));
+    }
+}

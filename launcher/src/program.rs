@@ -1,0 +1,105 @@
+//! Finding the program.
+
+use std::ffi::OsStr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// Why a program cannot be started.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProgramError {
+    /// Nothing of that name.
+    #[error("no program `{name}`: looked in {}; a program of the current folder needs a path, such as ./{name}", looked.join(", "))]
+    NotFound {
+        /// What was asked for.
+        name: String,
+        /// Where it was looked for.
+        looked: Vec<String>,
+    },
+    /// Nothing at that path.
+    #[error("no program at {}", .0.display())]
+    NoFile(PathBuf),
+    /// A folder.
+    #[error("{} is a folder, not a program", .0.display())]
+    Folder(PathBuf),
+    /// No run permission.
+    #[error("{path} may not be run; try: chmod +x {path}", path = .0.display())]
+    NotExecutable(PathBuf),
+}
+
+/// Finds `name`: with a slash it is a path; else it is looked for in `search` (PATH), then in `beside`, the folder of
+/// the launcher itself.
+///
+/// # Errors
+/// If there is none that may be run.
+pub fn find(name: &OsStr, search: &[PathBuf], beside: Option<&Path>) -> Result<PathBuf, ProgramError> {
+    let path = Path::new(name);
+    if name.as_encoded_bytes().contains(&b'/') {
+        return check(path).map(|()| path.to_owned());
+    }
+    let mut refusal = None;
+    for folder in search.iter().map(PathBuf::as_path).chain(beside) {
+        let candidate = folder.join(path);
+        match check(&candidate) {
+            Ok(()) => return Ok(candidate),
+            Err(error @ ProgramError::NotExecutable(_)) => refusal = refusal.or(Some(error)),
+            Err(_) => {}
+        }
+    }
+    let mut looked = vec!["PATH".to_owned()];
+    looked.extend(beside.map(|folder| folder.display().to_string()));
+    let name = path.display().to_string();
+    Err(refusal.unwrap_or(ProgramError::NotFound { name, looked }))
+}
+
+fn check(path: &Path) -> Result<(), ProgramError> {
+    let metadata = path.metadata().map_err(|_| ProgramError::NoFile(path.to_owned()))?;
+    if metadata.is_dir() {
+        return Err(ProgramError::Folder(path.to_owned()));
+    }
+    if metadata.permissions().mode() & 0o111 == 0 {
+        return Err(ProgramError::NotExecutable(path.to_owned()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_order_is_path_then_beside() {
+        let (first, beside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let search = [first.path().to_owned()];
+        let file = |folder: &Path, mode| {
+            let path = folder.join("prog");
+            fs::write(&path, "").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            path
+        };
+        let find = || find(OsStr::new("prog"), &search, Some(beside.path()));
+        let error = find().unwrap_err().to_string();
+        assert!(
+            error.starts_with("no program `prog`: looked in PATH, ") && error.ends_with("./prog"),
+            "{error}"
+        );
+        let second = file(beside.path(), 0o755);
+        assert_eq!(find().unwrap(), second);
+        let unable = file(first.path(), 0o644);
+        assert_eq!(find().unwrap(), second);
+        fs::remove_file(second).unwrap();
+        assert_eq!(find(), Err(ProgramError::NotExecutable(unable)));
+        assert_eq!(find().unwrap_err().to_string().matches("chmod +x").count(), 1);
+        let able = file(first.path(), 0o755);
+        assert_eq!(find().unwrap(), able);
+    }
+
+    #[test]
+    fn a_slash_makes_it_a_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |path: &Path| find(path.as_os_str(), &[], None).unwrap_err();
+        assert!(matches!(at(folder.path()), ProgramError::Folder(_)));
+        assert!(matches!(at(&folder.path().join("none")), ProgramError::NoFile(_)));
+    }
+}

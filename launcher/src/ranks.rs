@@ -1,0 +1,59 @@
+//! Sets of ranks as typed: `0`, `1-`, `0,2-3`.
+
+use std::str::FromStr;
+
+/// A set of ranks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RankSet {
+    /// Inclusive ranges; the end is `u32::MAX` where it was left open.
+    ranges: Vec<(u32, u32)>,
+}
+
+impl RankSet {
+    /// True if `rank` is in the set.
+    pub fn contains(&self, rank: u32) -> bool {
+        self.ranges.iter().any(|(first, last)| (*first..=*last).contains(&rank))
+    }
+}
+
+impl FromStr for RankSet {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is no set of ranks; write 0 or 1-3 or 1- or 0,2-3");
+        let number = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
+        let range = |part: &str| match part.split_once('-') {
+            None => number(part).map(|rank| (rank, rank)),
+            Some((first, "")) => number(first).map(|first| (first, u32::MAX)),
+            Some((first, last)) => Ok((number(first)?, number(last)?)),
+        };
+        let ranges: Vec<_> = text.split(',').map(range).collect::<Result<_, _>>()?;
+        if ranges.iter().any(|(first, last)| first > last) {
+            return Err(wrong());
+        }
+        Ok(RankSet { ranges })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sets_are_what_they_say() {
+        for (text, inside, outside) in [
+            ("0", &[0][..], &[1, 2][..]),
+            ("1-", &[1, 2, 99], &[0]),
+            ("0,2-3", &[0, 2, 3], &[1, 4]),
+            ("1-1", &[1], &[0, 2]),
+        ] {
+            let set: RankSet = text.parse().unwrap();
+            assert!(inside.iter().all(|rank| set.contains(*rank)), "{text}");
+            assert!(!outside.iter().any(|rank| set.contains(*rank)), "{text}");
+        }
+        assert!(!RankSet::default().contains(0));
+        for text in ["", "a", "3-1", "-", "1,,2", "1-2-3"] {
+            assert!(text.parse::<RankSet>().is_err(), "{text}");
+        }
+    }
+}

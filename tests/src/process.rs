@@ -1,0 +1,93 @@
+//! Programs under supervision: started, bounded in time, their output collected.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// No test program takes as long unless it hangs.
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// What a program left behind.
+#[derive(Debug)]
+pub struct Finished {
+    /// Exit code, `None` if a signal ended it.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+}
+
+impl Finished {
+    /// The last line of standard output as JSON.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn json(&self) -> serde_json::Value {
+        let line = self.stdout.lines().last().unwrap_or_default();
+        serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {self:#?}"))
+    }
+
+    /// Asserts the exit code, and that each of `texts` is somewhere in the output.
+    ///
+    /// # Panics
+    /// If not.
+    #[track_caller]
+    pub fn expect(&self, code: i32, texts: &[&str]) -> &Self {
+        assert_eq!(self.code, Some(code), "exit code of {self:#?}");
+        for text in texts {
+            assert!(self.stdout.contains(text) || self.stderr.contains(text), "no `{text}` in {self:#?}");
+        }
+        self
+    }
+}
+
+/// A command without this process's own rank variables and data folders.
+pub fn command(program: impl AsRef<Path>) -> Command {
+    let mut command = Command::new(program.as_ref());
+    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MGPU_RENDEZVOUS", "MGPU_DATA"] {
+        command.env_remove(name);
+    }
+    command.env_remove("XDG_CACHE_HOME").env("HOME", "/nonexistent").stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end.
+///
+/// # Panics
+/// If it cannot be started, or runs past any reasonable time (it is killed then).
+#[track_caller]
+pub fn run(command: &mut Command) -> Finished {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = child.unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    finish(&mut child)
+}
+
+/// Waits for a child whose output is piped.
+///
+/// # Panics
+/// If it runs past any reasonable time (it is killed then).
+#[track_caller]
+pub fn finish(child: &mut Child) -> Finished {
+    let stdout = collect(child.stdout.take().expect("a piped standard output"));
+    let stderr = collect(child.stderr.take().expect("a piped standard error"));
+    let late = "killed by the test: it ran too long";
+    let (Ok(stdout), Ok(stderr)) = (stdout.recv_timeout(LIMIT), stderr.recv_timeout(LIMIT)) else {
+        let _ = child.kill();
+        panic!("{late}");
+    };
+    let status = child.wait().expect("a child can be waited for");
+    Finished { code: status.code(), stdout, stderr }
+}
+
+fn collect(mut stream: impl Read + Send + 'static) -> mpsc::Receiver<String> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = stream.read_to_end(&mut bytes);
+        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    receiver
+}

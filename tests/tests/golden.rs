@@ -1,0 +1,64 @@
+//! Golden runs: five steps of every network against PyTorch in double precision, on 1, 2 and 4 ranks.
+//!
+//! Needs real MNIST (`MGPU_DATA`) and the golden files (`MGPU_GOLDEN`).
+
+use std::path::PathBuf;
+
+use mgpu_tests::process::{command, run};
+
+/// The golden files and the data, or a word on what is skipped.
+fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from);
+    let (Some(golden), Some(data)) = (folder("MGPU_GOLDEN"), folder("MGPU_DATA")) else {
+        println!("skipped: set MGPU_GOLDEN and MGPU_DATA to run the golden checks");
+        return None;
+    };
+    let entries = std::fs::read_dir(&golden).expect("the folder MGPU_GOLDEN can be read");
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| entry.expect("an entry of MGPU_GOLDEN").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
+        .collect();
+    files.sort();
+    assert!(!files.is_empty(), "no golden file in {}", golden.display());
+    Some((files, data))
+}
+
+fn check(ranks: u32) {
+    let Some((files, data)) = at_hand() else { return };
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-golden_check"), "--data"]).arg(data).args(&files);
+    let finished = run(&mut launcher);
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    let verdicts = finished.stdout.lines().filter(|line| line.ends_with("ok")).count();
+    assert_eq!(verdicts, 4 * files.len(), "{finished:#?}");
+}
+
+#[test]
+fn all_networks_on_1_rank() {
+    check(1);
+}
+
+#[test]
+fn all_networks_on_2_ranks() {
+    check(2);
+}
+
+#[test]
+fn all_networks_on_4_ranks() {
+    check(4);
+}
+
+#[test]
+fn a_deviation_past_its_bound_fails() {
+    let Some((files, data)) = at_hand() else { return };
+    let lenet5 = files.iter().find(|path| path.ends_with("lenet5.json")).expect("lenet5.json");
+    let text = std::fs::read_to_string(lenet5).unwrap();
+    let mut golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let loss = golden["loss"][4].as_f64().unwrap();
+    golden["loss"][4] = (loss * 1.0001).into();
+    let folder = tempfile::tempdir().unwrap();
+    let changed = folder.path().join("changed.json");
+    std::fs::write(&changed, golden.to_string()).unwrap();
+    let finished = run(command(env!("CARGO_BIN_EXE_t-golden_check")).arg("--data").arg(data).arg(changed));
+    finished.expect(1, &["PAST THE BOUND", "past the bound: lenet5"]);
+}

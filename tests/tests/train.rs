@@ -1,0 +1,155 @@
+//! `train_mnist`: smoke tests, equality of ranks and runs, resume, bad input. On generated digits, so anywhere.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use mgpu_tests::process::{Finished, command, run};
+
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+
+/// `train_mnist` under the launcher.
+fn launched(ranks: u32) -> Command {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", &ranks.to_string(), "--no-prefix", TRAIN]);
+    launcher
+}
+
+fn plain() -> Command {
+    command(TRAIN)
+}
+
+fn train(mut program: Command, arguments: &[&str]) -> Finished {
+    run(program.args(["--synthetic", "--json"]).args(arguments))
+}
+
+fn weights(finished: &Finished) -> String {
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+}
+
+#[test]
+fn the_smoke_test_of_a_ci_job() {
+    for program in [launched(1), plain()] {
+        let finished = train(program, &["--steps", "20"]);
+        finished.expect(0, &["generated digits"]);
+        let json = finished.json();
+        assert_eq!((&json["impl"], &json["net"], &json["device"]), (&"mgpu".into(), &"lenet5".into(), &"cpu".into()));
+        assert_eq!((&json["steps"], &json["ranks"], &json["dtype"]), (&20.into(), &1.into(), &"f32".into()));
+        for key in ["images_per_s", "ms_per_step", "train_s", "test_s", "test_acc", "test_loss", "rss_mib"] {
+            assert!(json[key].as_f64().is_some_and(|value| value > 0.0), "{key} in {json:#}");
+        }
+        assert!(json["max_gpu_mib"].is_null());
+    }
+}
+
+#[test]
+fn alone_with_and_without_the_launcher_gives_the_same_bits() {
+    let arguments = ["--steps", "12", "--skip-test", "--threads", "1"];
+    assert_eq!(weights(&train(plain(), &arguments)), weights(&train(launched(1), &arguments)));
+}
+
+#[test]
+fn a_seed_and_a_rank_count_give_the_same_bits_every_time() {
+    let arguments = ["--steps", "12", "--skip-test", "--seed", "5"];
+    for ranks in [2, 3] {
+        let first = weights(&train(launched(ranks), &arguments));
+        assert_eq!(first, weights(&train(launched(ranks), &arguments)));
+    }
+    let other = ["--steps", "12", "--skip-test", "--seed", "6"];
+    assert_ne!(weights(&train(launched(2), &arguments)), weights(&train(launched(2), &other)));
+}
+
+#[test]
+fn generated_digits_are_learned() {
+    let finished = train(launched(2), &["--epochs", "1"]);
+    finished.expect(0, &["the same on 2 ranks"]);
+    let accuracy = finished.json()["test_acc"].as_f64().unwrap();
+    assert!(accuracy > 0.9, "test accuracy {accuracy}");
+}
+
+#[test]
+fn a_resumed_run_is_bit_equal() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let all = ["--net", "lenet5", "--batch", "16", "--skip-test"];
+    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "30"]].concat()));
+    let saving = [&all[..], &["--checkpoint-dir", folder, "--resume"]].concat();
+    train(launched(2), &[&saving[..], &["--steps", "18"]].concat()).expect(0, &["no checkpoint in"]);
+    let resumed = train(launched(2), &[&saving[..], &["--steps", "30"]].concat());
+    resumed.expect(0, &["resumed from", "after step 18"]);
+    assert_eq!(weights(&resumed), whole);
+    // Another run's checkpoint is refused by name.
+    let other = train(launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
+    other.expect(1, &["step-00000030 is of another run"]);
+}
+
+#[test]
+fn metrics_are_one_json_object_an_epoch() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("metrics.jsonl");
+    let arguments = ["--steps", "5", "--skip-test", "--metrics", file.to_str().unwrap()];
+    train(launched(2), &arguments).expect(0, &[]);
+    let text = fs::read_to_string(file).unwrap();
+    let line: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    assert_eq!((&line["epoch"], &line["step"]), (&1.into(), &5.into()));
+    assert!(line["data"].as_str().unwrap().contains("generated"));
+    assert_eq!(text.lines().count(), 1);
+}
+
+/// A folder with tiny valid data, to be damaged.
+fn tiny_mnist(folder: &Path) {
+    for (prefix, count) in [("train", 64u32), ("t10k", 16)] {
+        let mut images = [0x803u32, count, 28, 28].map(u32::to_be_bytes).concat();
+        images.resize(16 + count as usize * 784, 7);
+        fs::write(folder.join(format!("{prefix}-images-idx3-ubyte")), images).unwrap();
+        let mut labels = [0x801u32, count].map(u32::to_be_bytes).concat();
+        labels.extend((0..count).map(|i| (i % 10) as u8));
+        fs::write(folder.join(format!("{prefix}-labels-idx1-ubyte")), labels).unwrap();
+    }
+}
+
+fn with_data(folder: &Path) -> Finished {
+    run(launched(2).args(["--data", folder.to_str().unwrap(), "--steps", "1", "--batch", "8", "--json"]))
+}
+
+#[test]
+fn bad_data_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    with_data(path).expect(1, &["train-images-idx3-ubyte"]);
+    with_data(&path.join("none")).expect(1, &["none"]);
+    tiny_mnist(path);
+    with_data(path).expect(0, &[]);
+
+    let labels = path.join("t10k-labels-idx1-ubyte");
+    let good = fs::read(&labels).unwrap();
+    let mut bad = good.clone();
+    bad[8 + 5] = 10;
+    fs::write(&labels, bad).unwrap();
+    with_data(path).expect(1, &["t10k-labels-idx1-ubyte", "label 10"]);
+    fs::write(&labels, good).unwrap();
+
+    let images = path.join("train-images-idx3-ubyte");
+    let good = fs::read(&images).unwrap();
+    fs::write(&images, &good[..good.len() - 100]).unwrap();
+    with_data(path).expect(1, &["train-images-idx3-ubyte", "truncated"]);
+    fs::write(&images, &good[..7]).unwrap();
+    with_data(path).expect(1, &["train-images-idx3-ubyte", "truncated"]);
+}
+
+#[test]
+fn bad_arguments_are_usage_errors() {
+    for (arguments, text) in [
+        (&["--net", "resnet"][..], "lenet5, deep, keras"),
+        (&["--batch", "0"], "a number from 1"),
+        (&["--precision", "bf16"], "bf16 needs a GPU"),
+        (&["--epochs", "1", "--steps", "1"], "cannot be used with"),
+        (&["--data", "x", "--synthetic"], "cannot be used with"),
+        (&["--resume"], "--checkpoint-dir"),
+    ] {
+        run(plain().args(arguments)).expect(2, &[text]);
+    }
+    run(plain().args(["--synthetic", "--steps", "1", "--batch", "70000"])).expect(1, &["60000 samples are fewer"]);
+    run(plain().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"])).expect(1, &["/nonexistent/m"]);
+}
