@@ -196,10 +196,10 @@ macro_rules! pattern {
 }
 pattern! {
     f32: |x: u32| x as f32, |sum: u32, ranks: u32| sum as f32 / ranks as f32;
-    f64: f64::from, |sum: u32, ranks: u32| f64::from(sum) / f64::from(ranks);
+    f64: |x: u32| f64::from(x), |sum: u32, ranks: u32| f64::from(sum) / f64::from(ranks);
     f16: |x: u32| f16::from_f32(x as f32), |sum: u32, ranks: u32| f16::from_f32(sum as f32 / ranks as f32);
     bf16: |x: u32| bf16::from_f32(x as f32), |sum: u32, ranks: u32| bf16::from_f32(sum as f32 / ranks as f32);
     i32: |x: u32| x as i32, |sum: u32, ranks: u32| (sum / ranks) as i32;
-    i64: i64::from, |sum: u32, ranks: u32| i64::from(sum / ranks);
+    i64: |x: u32| i64::from(x), |sum: u32, ranks: u32| i64::from(sum / ranks);
     u8: |x: u32| x as u8, |sum: u32, ranks: u32| (sum / ranks) as u8;
 }

@@ -15,7 +15,7 @@ use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
 use mgpu::{Communicator, DataParallel, ReduceOp, World};
 use serde::Deserialize;
 
-use crate::data::{Dataset, IMAGE_LEN, idx};
+use crate::data::{Dataset, IMAGE_LEN, Split, idx};
 use crate::nets::{Mode, Net, Spec};
 
 /// Repeats golden runs and compares loss, gradients, parameters and logits. Exit code 1 past a bound.
@@ -89,7 +89,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
     let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
     let folder = folder.ok_or("golden runs train on MNIST: name its folder with --data DIR or MGPU_DATA")?;
-    let train = idx::read_split(&folder, idx::Split::Train)?;
+    let train = idx::read_split(&folder, Split::Train)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(cores / world.local_size() as usize).max(1);
     let mut failed = Vec::new();

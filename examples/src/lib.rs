@@ -1,2 +1,23 @@
-//! (being written)
+//! What a user of the runtime copies from.
+//!
+//! Each program is a module here with a `main` of its own, and a binary that calls it:
+//!
+//! | program | shows |
+//! |---|---|
+//! | [`hello_ring`] | world, communicator, send and receive |
+//! | [`embed`] | a program that starts its own ranks, and one that is handed a world |
+//! | [`train_mnist`] | data-parallel training with everything that belongs to it |
+//! | [`golden_check`] | the same networks against recorded reference runs |
+//! | [`allreduce_perf`] | how long an all-reduce takes |
+//!
+//! They share [`nets`], the networks, and [`data`], the digits.
+#![forbid(unsafe_code)]
+
+pub mod allreduce_perf;
+pub mod data;
+pub mod embed;
+mod exit;
+pub mod golden_check;
+pub mod hello_ring;
 pub mod nets;
+pub mod train_mnist;
