@@ -148,7 +148,8 @@ fn check<T: Pattern>(
     let buffer = comm.all_reduce(buffer, op)?.wait()?;
     // The pattern repeats: a few results cover all elements.
     let expected: Vec<T> = (0..PERIOD).map(|index| T::expected(ranks, index, op)).collect();
-    let wrong = buffer.as_slice::<T>().iter().enumerate().find(|(index, value)| **value != expected[index % PERIOD]);
+    let wrong =
+        buffer.as_slice::<T>().iter().enumerate().find(|(index, value)| **value != expected[index % PERIOD]);
     match wrong {
         None => Ok(buffer),
         Some((index, value)) => Err(format!(

@@ -97,7 +97,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         let golden = read(path)?;
         let comm = world.communicator()?;
         let rank = comm.rank();
-        let found = repeat(&golden, &train, comm, threads).map_err(|error| format!("{}: {error}", path.display()))?;
+        let found =
+            repeat(&golden, &train, comm, threads).map_err(|error| format!("{}: {error}", path.display()))?;
         if rank == 0 && !compare(&golden, &found) {
             failed.push(golden.net);
         }
@@ -124,7 +125,9 @@ fn repeat(
         return Err(format!("a batch of {} cannot be split over {ranks} ranks", golden.batch).into());
     }
     if golden.batch * golden.steps > train.len() {
-        return Err(format!("needs {} training images of {}", golden.batch * golden.steps, train.len()).into());
+        return Err(
+            format!("needs {} training images of {}", golden.batch * golden.steps, train.len()).into()
+        );
     }
     let batch = golden.batch / ranks;
     let mut net = Net::new(&Spec::named(&golden.net)?, batch, threads);

@@ -60,6 +60,10 @@ impl Optimizer {
         self.step = steps;
     }
 
+    pub(crate) fn set_learning_rate(&mut self, lr: f64) {
+        self.config.rule = self.config.rule.with_lr(lr);
+    }
+
     pub(crate) fn begin_step(&mut self) {
         self.step += 1;
     }

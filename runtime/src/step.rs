@@ -185,6 +185,11 @@ impl DataParallel {
         &buffer.as_slice()[range.start - begin..range.end - begin]
     }
 
+    /// Sets the learning rate of the following steps, for schedules. The same on every rank.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        self.optimizer.set_learning_rate(lr);
+    }
+
     /// Steps made.
     pub fn steps(&self) -> u64 {
         self.optimizer.steps()

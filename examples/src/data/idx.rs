@@ -130,7 +130,8 @@ impl<'a> Idx<'a> {
         let file = File::open(path).map_err(DataError::io(path))?;
         let mut reader = BufReader::with_capacity(1 << 16, file);
         let gzip = reader.fill_buf().map_err(DataError::io(path))?.starts_with(&GZIP_MAGIC);
-        let bytes: Box<dyn Read> = if gzip { Box::new(MultiGzDecoder::new(reader)) } else { Box::new(reader) };
+        let bytes: Box<dyn Read> =
+            if gzip { Box::new(MultiGzDecoder::new(reader)) } else { Box::new(reader) };
         Ok(Idx { path, bytes, offset: 0 })
     }
 
@@ -157,7 +158,8 @@ impl<'a> Idx<'a> {
         if let Some(magic) = bytes.get(..4)
             && magic != expected
         {
-            let problem = format!("begins with {magic:02x?} where {expected:02x?} is expected: not this kind of file");
+            let problem =
+                format!("begins with {magic:02x?} where {expected:02x?} is expected: not this kind of file");
             return Err(self.wrong(0, problem));
         }
         if bytes.len() < 4 + 4 * DIMENSIONS {
@@ -176,7 +178,9 @@ impl<'a> Idx<'a> {
         let bytes = self.take(count)?;
         if (bytes.len() as u64) < count {
             let whole = begin + count;
-            return Err(self.wrong(self.offset, format!("truncated: by its header the file has {whole} bytes")));
+            return Err(
+                self.wrong(self.offset, format!("truncated: by its header the file has {whole} bytes"))
+            );
         }
         if !self.take(1)?.is_empty() {
             let problem = "more bytes than its header says".to_owned();

@@ -29,7 +29,7 @@ impl Spec {
     /// If there is none; the error lists the known names.
     pub fn named(name: &str) -> Result<Spec, UnknownNet> {
         let (layers, optimizer, batch) = match name {
-            "lenet5" => (lenet5(), adam(1e-3), 32),
+            "lenet5" => (lenet5(), adam(1e-3), 16),
             "deep" => (deep(), adam_with_decay_and_average(), 128),
             "keras" => (keras(), rmsprop(), 128),
             "ensemble2400" => (ensemble(2400), rmsprop(), 128),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Parser};
+use clap::{ArgGroup, Parser, ValueEnum};
 
 use crate::nets::Spec;
 
@@ -38,9 +38,12 @@ pub(super) struct Args {
     /// Images a step on each rank [default: the network's own].
     #[arg(long, value_name = "N", value_parser = positive)]
     batch: Option<usize>,
-    /// Learning rate [default: the network's own].
-    #[arg(long, value_name = "X")]
-    pub(super) lr: Option<f64>,
+    /// Learning rate at the beginning [default: the network's own].
+    #[arg(long, value_name = "X", value_parser = parse_rate)]
+    lr: Option<f64>,
+    /// How the learning rate goes on: linear (to 0 at the end) or constant.
+    #[arg(long, value_enum, value_name = "NAME", default_value_t = Schedule::Linear, hide_possible_values = true)]
+    pub(super) schedule: Schedule,
     /// Seed of weights, shuffling, dropout and generated digits.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
@@ -79,6 +82,20 @@ fn parse_precision(text: &str) -> Result<Precision, String> {
     }
 }
 
+/// How the learning rate changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Schedule {
+    /// It falls to 0, by as much in every step.
+    Linear,
+    /// It stays.
+    Constant,
+}
+
+fn parse_rate(text: &str) -> Result<f64, String> {
+    let rate = text.parse().ok().filter(|rate: &f64| *rate > 0.0 && rate.is_finite());
+    rate.ok_or_else(|| "it should be a number above 0".into())
+}
+
 fn parse_net(text: &str) -> Result<Spec, String> {
     Spec::named(text).map_err(|error| error.to_string())
 }
@@ -104,6 +121,10 @@ impl Args {
 
     pub(super) fn batch(&self) -> usize {
         self.batch.unwrap_or(self.net.batch)
+    }
+
+    pub(super) fn lr(&self) -> f64 {
+        self.lr.unwrap_or(self.net.optimizer.rule.lr())
     }
 
     /// Threads of a rank: its share of the cores, unless told otherwise.

@@ -12,7 +12,7 @@ mod trainer;
 use std::error::Error;
 use std::process::ExitCode;
 
-use args::{Args, Length};
+use args::Args;
 use clap::Parser;
 use mgpu::{Communicator, ReduceOp, World};
 use report::{EpochReport, Metrics, Progress, Summary};
@@ -33,13 +33,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut progress = Progress::new(rank);
 
     let mut trainer = Trainer::new(args, comm, data.train.len(), threads)?;
-    if args.resume {
-        trainer.resume(args)?;
+    if let Some(folder) = args.checkpoint_dir.as_ref().filter(|_| args.resume) {
+        trainer.resume(folder)?;
     }
-    let (epochs, steps) = match args.length() {
-        Length::Epochs(epochs) => (epochs, epochs * trainer.steps_per_epoch()),
-        Length::Steps(steps) => (steps.div_ceil(trainer.steps_per_epoch()), steps),
-    };
     if rank == 0 {
         println!(
             "{} ({} parameters) on {ranks} rank{} of {threads} thread{}, {} images a step; {}",
@@ -53,10 +49,10 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     }
 
     let mut last = None;
-    while trainer.steps() < steps {
-        let mut report = trainer.train_epoch(&data.train, steps, |text| {
-            world.report_step(text.step);
-            progress.update(|| text.to_string());
+    while trainer.steps() < trainer.length() {
+        let mut report = trainer.train_epoch(&data.train, |position| {
+            world.report_step(position.step);
+            progress.update(|| position.to_string());
         })?;
         report.data = data.origin.to_string();
         if !args.skip_test {
@@ -64,13 +60,13 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         progress.clear();
         if rank == 0 {
-            println!("{}", report.line(epochs));
+            println!("{}", report.line(trainer.epochs()));
             if let Some(metrics) = &mut metrics {
                 metrics.append(&report)?;
             }
         }
         if let Some(folder) = &args.checkpoint_dir {
-            trainer.save(args, folder)?;
+            trainer.save(folder)?;
         }
         last = Some(report);
     }

@@ -10,7 +10,11 @@ use super::args::Args;
 use crate::data::{Dataset, IMAGE_LEN, Mnist, Origin, Split, digits, idx};
 
 /// The data that the arguments ask for; without any, MNIST from `MGPU_DATA`, else generated digits.
-pub(super) fn load(args: &Args, _world: &World, comm: &mut dyn Communicator) -> Result<Mnist, Box<dyn Error>> {
+pub(super) fn load(
+    args: &Args,
+    _world: &World,
+    comm: &mut dyn Communicator,
+) -> Result<Mnist, Box<dyn Error>> {
     let named = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
     let data = match named {
         Some(folder) if !args.synthetic => idx::read(&folder)?,
@@ -31,7 +35,8 @@ fn generate(seed: u64, comm: &mut dyn Communicator) -> mgpu::Result<Mnist> {
         let ranks = comm.size() as usize;
         // Equal shares, so that they can be gathered: the last ones may be empty or short.
         let share = count.div_ceil(ranks);
-        let own = |rank: usize| -> Range<usize> { (rank * share).min(count)..((rank + 1) * share).min(count) };
+        let own =
+            |rank: usize| -> Range<usize> { (rank * share).min(count)..((rank + 1) * share).min(count) };
         let rank = comm.rank() as usize;
         let (images, labels) = digits::generate(seed, split, own(rank));
         let mut gather = |values: &[u8], width: usize| -> mgpu::Result<Vec<u8>> {

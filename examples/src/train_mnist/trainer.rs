@@ -10,7 +10,7 @@ use mgpu::replicate::replicate;
 use mgpu::{Communicator, DataParallel, ReduceOp, Sampler, sampler};
 use serde::{Deserialize, Serialize};
 
-use super::args::Args;
+use super::args::{Args, Length, Schedule};
 use super::report::EpochReport;
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
@@ -65,6 +65,9 @@ struct Hyperparameters {
     batch: usize,
     ranks: u32,
     lr: f64,
+    /// Steps over which the learning rate falls to 0; none if it is constant. A run with a constant rate can be
+    /// prolonged.
+    lr_steps: Option<u64>,
 }
 
 /// A model in training on one rank.
@@ -74,8 +77,9 @@ pub(super) struct Trainer {
     /// Running statistics of batch normalisation.
     buffers: Vec<f32>,
     sampler: Sampler,
-    seed: u64,
-    batch: usize,
+    hyperparameters: Hyperparameters,
+    /// Steps of the whole training.
+    length: u64,
     totals: Totals,
     images: Vec<f32>,
     labels: Vec<u8>,
@@ -88,22 +92,30 @@ impl Trainer {
         samples: usize,
         threads: usize,
     ) -> Result<Self, Box<dyn Error>> {
-        let batch = args.batch();
-        let sampler = Sampler::new(samples, batch, comm.rank(), comm.size(), args.seed)?;
+        let (batch, ranks) = (args.batch(), comm.size());
+        let sampler = Sampler::new(samples, batch, comm.rank(), ranks, args.seed)?;
+        let length = match args.length() {
+            Length::Epochs(epochs) => epochs * sampler.steps_per_epoch() as u64,
+            Length::Steps(steps) => steps,
+        };
+        let hyperparameters = Hyperparameters {
+            net: args.net.name.clone(),
+            seed: args.seed,
+            batch,
+            ranks,
+            lr: args.lr(),
+            lr_steps: (args.schedule == Schedule::Linear).then_some(length),
+        };
         let net = Net::new(&args.net, batch, threads);
-        let mut optimizer = args.net.optimizer;
-        if let Some(lr) = args.lr {
-            optimizer.rule = optimizer.rule.with_lr(lr);
-        }
         let parameters = net.initial_parameters(args.seed);
-        let model = DataParallel::new(comm, net.layout().clone(), parameters, optimizer, threads)?;
+        let model = DataParallel::new(comm, net.layout().clone(), parameters, args.net.optimizer, threads)?;
         Ok(Trainer {
             buffers: net.initial_buffers(),
             model,
             net,
             sampler,
-            seed: args.seed,
-            batch,
+            hyperparameters,
+            length,
             totals: Totals::default(),
             images: vec![0.0; batch * IMAGE_LEN],
             labels: vec![0; batch],
@@ -118,8 +130,18 @@ impl Trainer {
         self.model.ranks()
     }
 
-    pub(super) fn steps_per_epoch(&self) -> u64 {
+    fn steps_per_epoch(&self) -> u64 {
         self.sampler.steps_per_epoch() as u64
+    }
+
+    /// Steps of the whole training.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Epochs of the whole training, counting a part as one.
+    pub(super) fn epochs(&self) -> u64 {
+        self.length.div_ceil(self.steps_per_epoch())
     }
 
     pub(super) fn steps(&self) -> u64 {
@@ -138,18 +160,24 @@ impl Trainer {
         self.model.verify()
     }
 
-    /// Trains to the end of the epoch, or to step `last` if that comes first.
+    /// The learning rate of step `step`, from 0.
+    fn learning_rate(&self, step: u64) -> f64 {
+        let Hyperparameters { lr, lr_steps, .. } = self.hyperparameters;
+        lr_steps.map_or(lr, |steps| lr * (1.0 - step as f64 / steps as f64))
+    }
+
+    /// Trains to the end of the epoch, or of the training if that comes first.
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
-        last: u64,
         mut seen: impl FnMut(&Position),
     ) -> mgpu::Result<EpochReport> {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
-        let last = last.min((epoch + 1) * per_epoch);
-        let global_batch = self.batch as u64 * u64::from(self.ranks());
-        let first_sample = self.batch as u64 * u64::from(self.model.comm().rank());
+        let last = self.length.min((epoch + 1) * per_epoch);
+        let Hyperparameters { seed, batch, ranks, .. } = self.hyperparameters;
+        let global_batch = batch as u64 * u64::from(ranks);
+        let first_sample = batch as u64 * u64::from(self.model.comm().rank());
         let mut score = LossReport::default();
         let start = Instant::now();
         let (begin, mut measured_from) = (self.steps(), None);
@@ -161,8 +189,9 @@ impl Trainer {
             let samples = self.sampler.batch(epoch, (step % per_epoch) as usize);
             data.gather(samples, &mut self.images, &mut self.labels);
 
+            self.model.set_learning_rate(self.learning_rate(step));
             let Trainer { model, net, buffers, images, labels, .. } = self;
-            let mode = Mode::Train { dropout: Some(DropoutKey { seed: self.seed, step, first_sample }) };
+            let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
             let report = model.step(|parameters, ranks| {
                 net.forward(parameters, buffers, images, mode, ranks)?;
                 net.backward(parameters, labels, ranks)
@@ -210,7 +239,7 @@ impl Trainer {
         let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks).map(|i| i as u32).collect();
         let mut evaluate = |parameters: &[f32]| {
             let mut score = LossReport::default();
-            for samples in shard.chunks(self.batch) {
+            for samples in shard.chunks(self.labels.len()) {
                 let (images, labels) =
                     (&mut self.images[..samples.len() * IMAGE_LEN], &mut self.labels[..samples.len()]);
                 data.gather(samples, images, labels);
@@ -229,21 +258,11 @@ impl Trainer {
         Ok(())
     }
 
-    fn hyperparameters(&self, args: &Args) -> Hyperparameters {
-        Hyperparameters {
-            net: args.net.name.clone(),
-            seed: self.seed,
-            batch: self.batch,
-            ranks: self.ranks(),
-            lr: args.lr.unwrap_or(args.net.optimizer.rule.lr()),
-        }
-    }
-
     /// Rank 0 writes a checkpoint; nobody goes on before it is on the disk.
-    pub(super) fn save(&mut self, args: &Args, folder: &Path) -> Result<(), Box<dyn Error>> {
+    pub(super) fn save(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
         let mut written = Ok(());
         if self.model.comm().rank() == 0 {
-            let state = serde_json::to_value(self.hyperparameters(args))?;
+            let state = serde_json::to_value(&self.hyperparameters)?;
             let mut arenas = self.model.arenas();
             let buffers = Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers };
             arenas.push(buffers);
@@ -257,8 +276,7 @@ impl Trainer {
     }
 
     /// Goes on from the newest checkpoint, if there is one.
-    pub(super) fn resume(&mut self, args: &Args) -> Result<(), Box<dyn Error>> {
-        let Some(folder) = &args.checkpoint_dir else { return Ok(()) };
+    pub(super) fn resume(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
         let rank = self.model.comm().rank();
         let Some(path) = checkpoint::latest(folder)? else {
             if rank == 0 {
@@ -269,9 +287,11 @@ impl Trainer {
         let manifest = checkpoint::manifest(&path)?;
         let saved: Hyperparameters = serde_json::from_value(manifest.state.clone())
             .map_err(|error| format!("{}: not a checkpoint of train_mnist: {error}", path.display()))?;
-        let now = self.hyperparameters(args);
-        if saved != now {
-            return Err(format!("{} is of another run: {saved:?}, this one is {now:?}", path.display()).into());
+        if saved != self.hyperparameters {
+            let now = &self.hyperparameters;
+            return Err(
+                format!("{} is of another run: {saved:?}, this one is {now:?}", path.display()).into()
+            );
         }
         self.model.restore(manifest.step, |name, layout| checkpoint::load(&path, &manifest, name, layout))?;
         let layout = self.net.buffers_layout();
