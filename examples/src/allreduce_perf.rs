@@ -97,8 +97,8 @@ fn measure<T: Pattern>(
         buffer = check::<T>(comm, args.op, buffer)?;
     }
     let iterations = match bytes {
-        ..=65_536 => 2000,
-        ..=4_194_304 => 200,
+        0..=65_536 => 2000,
+        65_537..=4_194_304 => 200,
         _ => 20,
     };
     let warm_up = iterations / 10 + 2;

@@ -44,7 +44,10 @@ fn allreduce_perf_checks_every_size() {
             finished.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert!(lines.len() >= 3, "{finished:#?}");
         for line in lines {
-            assert_eq!((&line["impl"], &line["ranks"], &line["checked"]), (&"mgpu".into(), &ranks.into(), &true.into()));
+            assert_eq!(
+                (&line["impl"], &line["ranks"], &line["checked"]),
+                (&"mgpu".into(), &ranks.into(), &true.into())
+            );
             assert!(line["us_p50"].as_f64().unwrap() >= line["us_min"].as_f64().unwrap());
         }
     }

@@ -14,7 +14,10 @@ fn all_others_say(finished: &Finished, ranks: u32, culprit: u32, text: &str) {
     for rank in (0..ranks).filter(|rank| *rank != culprit) {
         let prefix = format!("[{rank}] error: ");
         let said = finished.stderr.lines().find(|line| line.starts_with(&prefix));
-        assert!(said.is_some_and(|line| line.contains(text)), "rank {rank} should say `{text}`: {finished:#?}");
+        assert!(
+            said.is_some_and(|line| line.contains(text)),
+            "rank {rank} should say `{text}`: {finished:#?}"
+        );
     }
 }
 

@@ -26,7 +26,10 @@ fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
 fn check(ranks: u32) {
     let Some((files, data)) = at_hand() else { return };
     let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-golden_check"), "--data"]).arg(data).args(&files);
+    launcher
+        .args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-golden_check"), "--data"])
+        .arg(data)
+        .args(&files);
     let finished = run(&mut launcher);
     assert_eq!(finished.code, Some(0), "{finished:#?}");
     let verdicts = finished.stdout.lines().filter(|line| line.ends_with("ok")).count();

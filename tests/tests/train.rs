@@ -34,7 +34,10 @@ fn the_smoke_test_of_a_ci_job() {
         let finished = train(program, &["--steps", "20"]);
         finished.expect(0, &["generated digits"]);
         let json = finished.json();
-        assert_eq!((&json["impl"], &json["net"], &json["device"]), (&"mgpu".into(), &"lenet5".into(), &"cpu".into()));
+        assert_eq!(
+            (&json["impl"], &json["net"], &json["device"]),
+            (&"mgpu".into(), &"lenet5".into(), &"cpu".into())
+        );
         assert_eq!((&json["steps"], &json["ranks"], &json["dtype"]), (&20.into(), &1.into(), &"f32".into()));
         for key in ["images_per_s", "ms_per_step", "train_s", "test_s", "test_acc", "test_loss", "rss_mib"] {
             assert!(json[key].as_f64().is_some_and(|value| value > 0.0), "{key} in {json:#}");
@@ -150,6 +153,8 @@ fn bad_arguments_are_usage_errors() {
     ] {
         run(plain().args(arguments)).expect(2, &[text]);
     }
-    run(plain().args(["--synthetic", "--steps", "1", "--batch", "70000"])).expect(1, &["60000 samples are fewer"]);
-    run(plain().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"])).expect(1, &["/nonexistent/m"]);
+    run(plain().args(["--synthetic", "--steps", "1", "--batch", "70000"]))
+        .expect(1, &["60000 samples are fewer"]);
+    run(plain().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"]))
+        .expect(1, &["/nonexistent/m"]);
 }

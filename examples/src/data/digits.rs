@@ -91,11 +91,11 @@ pub fn draw(seed: u64, split: Split, index: usize, image: &mut [u8; IMAGE_LEN]) 
         canvas.stroke(path);
     }
     // A slip of the pen, somewhere.
-    if dice.pick(3) == 0 {
+    if dice.pick(4) == 0 {
         let from = (dice.between(1.0, 27.0), dice.between(1.0, 27.0));
-        canvas.stroke(&[from, (from.0 + dice.between(-5.0, 5.0), from.1 + dice.between(-5.0, 5.0))]);
+        canvas.stroke(&[from, (from.0 + dice.between(-3.5, 3.5), from.1 + dice.between(-3.5, 3.5))]);
     }
-    let (radius, softness) = (dice.between(0.6, 1.7), dice.between(0.8, 1.4));
+    let (radius, softness) = (dice.between(0.65, 1.65), dice.between(0.8, 1.4));
     let ink = canvas.ink(radius, softness);
     shade(&ink, &mut dice, image);
     label as u8
@@ -116,19 +116,19 @@ struct Hand {
 
 impl Hand {
     fn new(dice: &mut Dice) -> Self {
-        let size = HALF_HEIGHT * dice.between(0.66, 1.08);
-        let (width, height) = (size * dice.between(0.68, 1.28), size * dice.between(0.88, 1.08));
+        let size = HALF_HEIGHT * dice.between(0.74, 1.08);
+        let (width, height) = (size * dice.between(0.70, 1.25), size * dice.between(0.90, 1.06));
         // Letters lean to the right more often than to the left.
-        let slant = dice.between(-0.22, 0.46);
+        let slant = dice.between(-0.20, 0.42);
         // Rotation by the tangent of half the angle: cos = (1 − h²) / (1 + h²), sin = 2h / (1 + h²).
-        let h = dice.between(-0.14, 0.14);
+        let h = dice.between(-0.13, 0.13);
         let (cos, sin) = ((1.0 - h * h) / (1.0 + h * h), 2.0 * h / (1.0 + h * h));
         let middle = SIDE as f32 / 2.0;
         Self {
             right: (width * cos, width * sin),
             down: (-height * (sin + slant * cos), height * (cos - slant * sin)),
-            centre: (middle + dice.between(-3.0, 3.0), middle + dice.between(-3.0, 3.0)),
-            unrest: dice.between(0.03, 0.14),
+            centre: (middle + dice.between(-2.7, 2.7), middle + dice.between(-2.7, 2.7)),
+            unrest: dice.between(0.03, 0.11),
         }
     }
 
@@ -151,8 +151,8 @@ impl Hand {
 
 /// From ink to grey: the pen's darkness and the grain of the paper, both different in every image.
 fn shade(ink: &[f32; IMAGE_LEN], dice: &mut Dice, image: &mut [u8; IMAGE_LEN]) {
-    let darkness = dice.between(130.0, 255.0);
-    let grain = dice.between(0.0, 60.0);
+    let darkness = dice.between(140.0, 255.0);
+    let grain = dice.between(0.0, 48.0);
     let (pixels, _) = image.as_chunks_mut::<8>();
     let (inks, _) = ink.as_chunks::<8>();
     for (pixels, inks) in pixels.iter_mut().zip(inks) {
@@ -188,6 +188,6 @@ impl Dice {
 
     /// A number below `n`, for small `n`.
     fn pick(&mut self, n: usize) -> usize {
-        ((self.bits() >> 32) * n as u64 >> 32) as usize
+        (((self.bits() >> 32) * n as u64) >> 32) as usize
     }
 }

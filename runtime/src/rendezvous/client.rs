@@ -143,7 +143,9 @@ impl Store {
         };
         connection.send(&encode(request), fds).map_err(|error| gone(error.to_string()))?;
         let reply = loop {
-            if let Some(reply) = connection.next::<Reply>().map_err(|problem| self.bad_message(problem))? {
+            if let Some(reply) =
+                connection.next_message::<Reply>().map_err(|problem| self.bad_message(problem))?
+            {
                 break reply;
             }
             let left = (timeout + SERVER_MARGIN).saturating_sub(started.elapsed());

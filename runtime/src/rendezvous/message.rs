@@ -128,7 +128,7 @@ impl Decoder {
     ///
     /// # Errors
     /// A text that says what is wrong with the bytes; the stream cannot be used any further.
-    pub fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
+    pub fn next_message<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
         let Some((header, rest)) = self.bytes.split_first_chunk::<4>() else { return Ok(None) };
         let len = u32::from_le_bytes(*header) as usize;
         if len > MAX_FRAME {
@@ -157,7 +157,7 @@ mod tests {
             let (mut decoder, mut received) = (Decoder::default(), Vec::<Request>::new());
             for part in stream.chunks(chunk) {
                 decoder.push(part);
-                while let Some(message) = decoder.next().unwrap() {
+                while let Some(message) = decoder.next_message().unwrap() {
                     received.push(message);
                 }
             }
@@ -168,7 +168,7 @@ mod tests {
         fn any_bytes_are_survived(bytes in any::<Vec<u8>>()) {
             let mut decoder = Decoder::default();
             decoder.push(&bytes);
-            while let Ok(Some(_)) = decoder.next::<Request>() {}
+            while let Ok(Some(_)) = decoder.next_message::<Request>() {}
         }
     }
 
@@ -176,7 +176,7 @@ mod tests {
     fn an_oversized_frame_is_an_error_before_it_is_read() {
         let mut decoder = Decoder::default();
         decoder.push(&u32::MAX.to_le_bytes());
-        assert!(decoder.next::<Request>().unwrap_err().contains("4294967295 bytes"));
+        assert!(decoder.next_message::<Request>().unwrap_err().contains("4294967295 bytes"));
     }
 
     #[test]

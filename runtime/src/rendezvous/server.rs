@@ -252,7 +252,7 @@ impl Server {
     /// Reads all that a peer has sent and handles its requests. `false`: it is gone.
     fn serve_peer(&mut self, index: usize) -> Result<bool, String> {
         loop {
-            while let Some(request) = self.peers[index].connection.next::<Request>()? {
+            while let Some(request) = self.peers[index].connection.next_message::<Request>()? {
                 self.handle(index, request)?;
             }
             match self.peers[index].connection.receive().map_err(|error| error.to_string())? {

@@ -95,8 +95,8 @@ impl Connection {
     }
 
     /// The next whole message, if there is one.
-    pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
-        self.decoder.next()
+    pub(super) fn next_message<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
+        self.decoder.next_message()
     }
 
     /// The `count` descriptors that came with the message just taken.

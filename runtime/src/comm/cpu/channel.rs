@@ -58,9 +58,9 @@ impl CpuCommunicator {
         let call = Self::message(buffer);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
-            // SAFETY: the range lies within the buffer, and the receiver has released the chunk.
-            self.send_chunk(to, &call, |chunk| unsafe {
-                std::ptr::copy_nonoverlapping(source, chunk, bytes)
+            self.send_chunk(to, &call, |chunk| {
+                // SAFETY: the range lies within the buffer, and the receiver has released the chunk.
+                unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
             })?;
         }
         Ok(())

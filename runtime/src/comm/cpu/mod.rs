@@ -243,11 +243,9 @@ impl CpuCommunicator {
                 problem: format!("the eager algorithm carries {EAGER_BYTES} bytes, not {}", buffer.bytes()),
             }),
             Algorithm::Eager => Ok(Path::Eager),
-            Algorithm::Auto => Ok(match buffer.bytes() {
-                ..=INLINE_BYTES => Path::Inline,
-                ..=EAGER_BYTES => Path::Eager,
-                _ => large,
-            }),
+            Algorithm::Auto if buffer.bytes() <= INLINE_BYTES => Ok(Path::Inline),
+            Algorithm::Auto if buffer.bytes() <= EAGER_BYTES => Ok(Path::Eager),
+            Algorithm::Auto => Ok(large),
         }
     }
 }

@@ -117,19 +117,23 @@ mod tests {
         fn waves_visit_all_ranks_in_order(ranks in 2usize..10, blocks in 0usize..20) {
             let mut links: Vec<VecDeque<(usize, usize)>> = vec![VecDeque::new(); ranks];
             let mut results = vec![vec![false; blocks]; ranks];
-            let schedules: Vec<Vec<Step>> = (0..ranks).map(|r| schedule(r, ranks, blocks).collect()).collect();
+            let mut schedules: Vec<_> = (0..ranks).map(|rank| schedule(rank, ranks, blocks)).collect();
             // One step of all ranks at a time; what is sent in a step is received in the next.
-            for step in 0..schedules[0].len() {
+            loop {
+                let steps: Vec<Step> = schedules.iter_mut().filter_map(Iterator::next).collect();
+                if steps.is_empty() {
+                    break;
+                }
                 let arrived: Vec<usize> = links.iter().map(VecDeque::len).collect();
                 let mut taken = vec![0; ranks];
-                for rank in 0..ranks {
+                for (rank, step) in steps.into_iter().enumerate() {
                     let left = (rank + ranks - 1) % ranks;
                     let mut receive = |links: &mut Vec<VecDeque<(usize, usize)>>| {
                         taken[left] += 1;
                         assert!(taken[left] <= arrived[left], "rank {rank} waits for its left neighbour");
                         links[left].pop_front().unwrap()
                     };
-                    if let Some(block) = schedules[rank][step].reduce {
+                    if let Some(block) = step.reduce {
                         let summed = if rank == 0 { 0 } else {
                             let (received, summed) = receive(&mut links);
                             prop_assert_eq!(received, block);
@@ -139,7 +143,7 @@ mod tests {
                         links[rank].push_back((block, rank + 1));
                         results[rank][block] |= rank + 1 == ranks;
                     }
-                    if let Some(block) = schedules[rank][step].gather {
+                    if let Some(block) = step.gather {
                         prop_assert_eq!(receive(&mut links), (block, ranks));
                         results[rank][block] = true;
                         if rank + 2 < ranks {
