@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// No test program takes as long unless it hangs.
 const LIMIT: Duration = Duration::from_secs(240);
@@ -80,6 +80,30 @@ pub fn finish(child: &mut Child) -> Finished {
     };
     let status = child.wait().expect("a child can be waited for");
     Finished { code: status.code(), stdout, stderr }
+}
+
+/// Waits until `condition` holds.
+///
+/// # Panics
+/// If it does not for longer than any test program should take.
+#[track_caller]
+pub fn until(mut condition: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !condition() {
+        assert!(started.elapsed() < LIMIT, "a condition that never came true");
+        std::thread::yield_now();
+    }
+}
+
+/// The processes that have `mark` in their environment: what a run has left behind. Zombies do not count.
+pub fn survivors(mark: &str) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").expect("/proc can be read").flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let marked = |pid: &u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
+    };
+    pids.filter(marked).collect()
 }
 
 fn collect(mut stream: impl Read + Send + 'static) -> mpsc::Receiver<String> {

@@ -2,9 +2,9 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use mgpu_tests::process::{Finished, command, run};
+use mgpu_tests::process::{Finished, command, finish, run, until};
 
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 
@@ -72,10 +72,10 @@ fn generated_digits_are_learned() {
 }
 
 #[test]
-fn a_resumed_run_is_bit_equal() {
+fn a_prolonged_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
-    let all = ["--net", "lenet5", "--batch", "16", "--skip-test"];
+    let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
     let whole = weights(&train(launched(2), &[&all[..], &["--steps", "30"]].concat()));
     let saving = [&all[..], &["--checkpoint-dir", folder, "--resume"]].concat();
     train(launched(2), &[&saving[..], &["--steps", "18"]].concat()).expect(0, &["no checkpoint in"]);
@@ -85,6 +85,33 @@ fn a_resumed_run_is_bit_equal() {
     // Another run's checkpoint is refused by name.
     let other = train(launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
     other.expect(1, &["step-00000030 is of another run"]);
+}
+
+#[test]
+fn a_killed_and_resumed_run_is_bit_equal() {
+    let folder = tempfile::tempdir().unwrap();
+    let (data, checkpoints) = (folder.path().join("data"), folder.path().join("checkpoints"));
+    fs::create_dir(&data).unwrap();
+    tiny_mnist(&data);
+    let run_on_tiny = |extra: &[&str]| {
+        let mut launcher = launched(2);
+        launcher.args(["--data", data.to_str().unwrap(), "--net", "keras", "--batch", "4", "--epochs", "6"]);
+        launcher.args(["--json"]).args(extra);
+        launcher
+    };
+    let whole = weights(&run(&mut run_on_tiny(&[])));
+    let saving = ["--checkpoint-dir", checkpoints.to_str().unwrap(), "--resume"];
+    let mut first = run_on_tiny(&saving).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let has_checkpoint = || {
+        let entries = fs::read_dir(&checkpoints).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().starts_with("step-"))
+    };
+    until(has_checkpoint);
+    first.kill().unwrap();
+    finish(&mut first);
+    let resumed = run(&mut run_on_tiny(&saving));
+    resumed.expect(0, &["resumed from"]);
+    assert_eq!(weights(&resumed), whole);
 }
 
 #[test]

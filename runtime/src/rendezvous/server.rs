@@ -107,7 +107,7 @@ impl Server {
     /// If the directory, the socket or the progress page cannot be made.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
         let directory = PrivateDirectory::create(run_id)?;
-        let path = directory.path().join("rendezvous");
+        let path = directory.socket();
         let listener = UnixListener::bind(&path)
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|error| Error::system(format!("listen on {}", path.display()), error))?;
