@@ -95,7 +95,7 @@ fn a_killed_and_resumed_run_is_bit_equal() {
     tiny_mnist(&data);
     let run_on_tiny = |extra: &[&str]| {
         let mut launcher = launched(2);
-        launcher.args(["--data", data.to_str().unwrap(), "--net", "keras", "--batch", "4", "--epochs", "6"]);
+        launcher.args(["--data", data.to_str().unwrap(), "--net", "keras", "--batch", "4", "--epochs", "3"]);
         launcher.args(["--json"]).args(extra);
         launcher
     };
