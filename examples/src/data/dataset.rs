@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use super::digits;
+
 /// Rows of an image, and columns.
 pub const SIDE: usize = 28;
 /// Pixels of an image.
@@ -39,7 +41,23 @@ impl Dataset {
         self.labels.is_empty()
     }
 
+    /// The pixels of image `index`, row by row.
+    ///
+    /// # Panics
+    /// If there is no such image.
+    pub fn image(&self, index: usize) -> &[u8] {
+        &self.images[index * IMAGE_LEN..][..IMAGE_LEN]
+    }
+
     /// Copies `samples` into a batch: pixels scaled to [0, 1], and labels.
+    ///
+    /// ```
+    /// use mgpu_examples::data::{Dataset, IMAGE_LEN};
+    /// let data = Dataset { images: [vec![0; IMAGE_LEN], vec![255; IMAGE_LEN]].concat(), labels: vec![3, 7] };
+    /// let (mut images, mut labels) = (vec![0.5; IMAGE_LEN], [0]);
+    /// data.gather(&[1], &mut images, &mut labels);
+    /// assert_eq!((images[0], labels), (1.0, [7]));
+    /// ```
     ///
     /// # Panics
     /// If there is no such sample, or the batch has another size.
@@ -47,8 +65,7 @@ impl Dataset {
         assert_eq!((images.len(), labels.len()), (samples.len() * IMAGE_LEN, samples.len()));
         for ((sample, image), label) in samples.iter().zip(images.chunks_exact_mut(IMAGE_LEN)).zip(labels) {
             let sample = *sample as usize;
-            let pixels = &self.images[sample * IMAGE_LEN..(sample + 1) * IMAGE_LEN];
-            for (value, pixel) in image.iter_mut().zip(pixels) {
+            for (value, pixel) in image.iter_mut().zip(self.image(sample)) {
                 *value = f32::from(*pixel) / 255.0;
             }
             *label = self.labels[sample];
@@ -61,6 +78,8 @@ impl Dataset {
 pub enum Origin {
     /// The four MNIST files in this folder.
     Files(PathBuf),
+    /// The four MNIST files in this folder, which a download filled and whose content has been verified.
+    Downloaded(PathBuf),
     /// Drawn by the generator.
     Generated {
         /// Its seed.
@@ -72,6 +91,7 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Origin::Files(folder) => write!(f, "MNIST from {}", folder.display()),
+            Origin::Downloaded(folder) => write!(f, "MNIST downloaded to {}", folder.display()),
             Origin::Generated { seed } => write!(f, "generated digits, not MNIST (seed {seed})"),
         }
     }
@@ -86,4 +106,42 @@ pub struct Mnist {
     pub test: Dataset,
     /// Where they come from.
     pub origin: Origin,
+}
+
+impl Mnist {
+    /// Draws both sets, on one thread. Ranks that share the work call [`digits::generate`] for a part each.
+    pub fn generate(seed: u64) -> Self {
+        let draw = |split| {
+            let (images, labels) = digits::generate(seed, split, 0..digits::count(split));
+            Dataset { images, labels }
+        };
+        Mnist { train: draw(Split::Train), test: draw(Split::Test), origin: Origin::Generated { seed } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_origin_says_plainly_what_it_is() {
+        assert_eq!(Origin::Generated { seed: 7 }.to_string(), "generated digits, not MNIST (seed 7)");
+        assert_eq!(Origin::Files("here".into()).to_string(), "MNIST from here");
+        assert_eq!(Origin::Downloaded("there".into()).to_string(), "MNIST downloaded to there");
+    }
+
+    #[test]
+    fn a_batch_has_its_samples_in_order() {
+        let images = (0..3 * IMAGE_LEN).map(|index| (index / IMAGE_LEN * 100) as u8).collect();
+        let data = Dataset { images, labels: vec![5, 6, 7] };
+        let (mut images, mut labels) = (vec![9.0; 2 * IMAGE_LEN], [0; 2]);
+        data.gather(&[2, 0], &mut images, &mut labels);
+        assert_eq!((labels, images[0], images[IMAGE_LEN]), ([7, 5], 200.0 / 255.0, 0.0));
+    }
+
+    #[test]
+    #[should_panic(expected = "assertion")]
+    fn a_batch_of_another_size_is_refused() {
+        Dataset { images: vec![0; IMAGE_LEN], labels: vec![1] }.gather(&[0], &mut [0.0; 3], &mut [0]);
+    }
 }

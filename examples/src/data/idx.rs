@@ -12,8 +12,8 @@ use flate2::bufread::MultiGzDecoder;
 
 use super::{DataError, Dataset, IMAGE_LEN, Mnist, Origin, Split};
 
-/// Most images a file may hold; more is a damaged header.
-const MOST_IMAGES: u64 = 10_000_000;
+/// Most images a file may hold: many times MNIST, and few enough that no small gzip file unfolds into all memory.
+const MOST_IMAGES: u64 = 1_000_000;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
 /// The original names of the images and labels of a set, without `.gz`.
@@ -69,8 +69,24 @@ fn find_all(folder: &Path) -> Result<(), DataError> {
 fn missing_in(folder: &Path, missing: Vec<String>) -> DataError {
     match folder.metadata() {
         Err(error) => DataError::io(folder)(error),
-        Ok(_) => DataError::Missing { folder: folder.to_owned(), missing },
+        Ok(_) => DataError::Missing { folder: folder.to_owned(), missing, found: listing(folder) },
     }
+}
+
+/// The names of what is in a folder, in order.
+fn listing(folder: &Path) -> Vec<String> {
+    let entries = folder.read_dir().into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// The content of a file, decompressed if it is gzipped, and whether it is: its first bytes tell, not its name.
+pub(super) fn open_content(path: &Path) -> std::io::Result<(Box<dyn Read>, bool)> {
+    let mut reader = BufReader::with_capacity(1 << 16, File::open(path)?);
+    let gzip = reader.fill_buf()?.starts_with(&GZIP_MAGIC);
+    Ok(if gzip { (Box::new(MultiGzDecoder::new(reader)), true) } else { (Box::new(reader), false) })
 }
 
 /// The file called `name`, in any of the spellings that are about.
@@ -121,22 +137,18 @@ pub fn read_labels(path: &Path) -> Result<Vec<u8>, DataError> {
 struct Idx<'a> {
     path: &'a Path,
     bytes: Box<dyn Read>,
+    gzip: bool,
     offset: u64,
 }
 
 impl<'a> Idx<'a> {
-    /// Opens a file; whether it is gzipped is seen by its first bytes, not its name.
     fn open(path: &'a Path) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(DataError::io(path))?;
-        let mut reader = BufReader::with_capacity(1 << 16, file);
-        let gzip = reader.fill_buf().map_err(DataError::io(path))?.starts_with(&GZIP_MAGIC);
-        let bytes: Box<dyn Read> =
-            if gzip { Box::new(MultiGzDecoder::new(reader)) } else { Box::new(reader) };
-        Ok(Idx { path, bytes, offset: 0 })
+        let (bytes, gzip) = open_content(path).map_err(DataError::io(path))?;
+        Ok(Idx { path, bytes, gzip, offset: 0 })
     }
 
     fn wrong(&self, offset: u64, problem: String) -> DataError {
-        DataError::Format { path: self.path.to_owned(), offset, problem }
+        DataError::Format { path: self.path.to_owned(), offset, gzip: self.gzip, problem }
     }
 
     /// Reads up to `count` bytes.
@@ -147,29 +159,47 @@ impl<'a> Idx<'a> {
         match result {
             Ok(_) => Ok(bytes),
             // The decoder's words for damaged compressed data.
-            Err(error) => Err(self.wrong(self.offset, format!("cannot be read: {error}"))),
+            Err(error) => {
+                Err(self.wrong(self.offset, format!("cannot be read: {error}; fetch the file again")))
+            }
         }
     }
 
     /// The extents.
     fn header<const DIMENSIONS: usize>(&mut self) -> Result<[u64; DIMENSIONS], DataError> {
         let bytes = self.take(4 + 4 * DIMENSIONS as u64)?;
-        let expected = [0, 0, 8, DIMENSIONS as u8];
-        if let Some(magic) = bytes.get(..4)
-            && magic != expected
-        {
-            let problem =
-                format!("begins with {magic:02x?} where {expected:02x?} is expected: not this kind of file");
-            return Err(self.wrong(0, problem));
+        if let Some(&magic) = bytes.first_chunk() {
+            self.check_magic(magic, DIMENSIONS as u8)?;
         }
         if bytes.len() < 4 + 4 * DIMENSIONS {
-            return Err(self.wrong(self.offset, format!("truncated: the header has {}", 4 + 4 * DIMENSIONS)));
+            return Err(
+                self.wrong(self.offset, format!("truncated: the header has {} bytes", 4 + 4 * DIMENSIONS))
+            );
         }
         let extent = |index: usize| {
             let start = 4 + 4 * index;
             u32::from_be_bytes([bytes[start], bytes[start + 1], bytes[start + 2], bytes[start + 3]]).into()
         };
         Ok(std::array::from_fn(extent))
+    }
+
+    /// Images where labels are expected are the likely mistake, so a wrong number of dimensions has its own words.
+    fn check_magic(&self, magic: [u8; 4], dimensions: u8) -> Result<(), DataError> {
+        let [expected, found] = [[0, 0, 8, dimensions], magic];
+        if found == expected {
+            Ok(())
+        } else if found[..3] == expected[..3] {
+            let problem = format!(
+                "{} dimensions where {dimensions} are expected: are images and labels confused?",
+                found[3]
+            );
+            Err(self.wrong(3, problem))
+        } else {
+            let problem = format!(
+                "begins with {found:02x?} where {expected:02x?} is expected: not an IDX file of bytes"
+            );
+            Err(self.wrong(0, problem))
+        }
     }
 
     /// Exactly `count` bytes and then the end.
@@ -191,124 +221,4 @@ impl<'a> Idx<'a> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs;
-    use std::io::Write;
-
-    use flate2::Compression;
-    use flate2::write::GzEncoder;
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn labels(values: &[u8]) -> Vec<u8> {
-        let mut bytes = [0x801, values.len() as u32].map(u32::to_be_bytes).concat();
-        bytes.extend(values);
-        bytes
-    }
-
-    fn images(count: u32) -> Vec<u8> {
-        let mut bytes = [0x803, count, 28, 28].map(u32::to_be_bytes).concat();
-        bytes.extend((0..count as usize * IMAGE_LEN).map(|index| index as u8));
-        bytes
-    }
-
-    fn gzip(bytes: &[u8]) -> Vec<u8> {
-        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-        encoder.write_all(bytes).unwrap();
-        encoder.finish().unwrap()
-    }
-
-    fn parse_labels(bytes: &[u8]) -> Result<Vec<u8>, DataError> {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        fs::write(file.path(), bytes).unwrap();
-        read_labels(file.path())
-    }
-
-    fn parse_images(bytes: &[u8]) -> Result<Vec<u8>, DataError> {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        fs::write(file.path(), bytes).unwrap();
-        read_images(file.path())
-    }
-
-    #[test]
-    fn raw_and_gzipped_files_are_read() {
-        let bytes = labels(&[3, 0, 9]);
-        assert_eq!(parse_labels(&bytes).unwrap(), [3, 0, 9]);
-        assert_eq!(parse_labels(&gzip(&bytes)).unwrap(), [3, 0, 9]);
-        assert_eq!(parse_images(&gzip(&images(2))).unwrap().len(), 2 * IMAGE_LEN);
-    }
-
-    #[test]
-    fn each_mistake_names_its_byte() {
-        let mut wide = images(1);
-        wide[15] = 29;
-        let mut long = labels(&[1]);
-        long.push(0);
-        let mut huge = labels(&[1]);
-        huge[4] = 255;
-        let zipped = gzip(&labels(&[1, 2, 3]));
-        for (result, texts) in [
-            (parse_labels(&[]), ["at byte 0", "truncated"]),
-            (parse_labels(&labels(&[1])[..6]), ["at byte 6", "truncated"]),
-            (parse_labels(&labels(&[1, 2, 3])[..10]), ["at byte 10", "the file has 11 bytes"]),
-            (parse_labels(&images(1)), ["at byte 0", "not this kind of file"]),
-            (parse_labels(&labels(&[1, 2, 10])), ["at byte 10", "label 10 of sample 2"]),
-            (parse_labels(&long), ["at byte 9", "more bytes than its header says"]),
-            (parse_labels(&huge), ["at byte 4", "more than any such file has"]),
-            (parse_labels(&zipped[..zipped.len() - 6]), ["at byte", "cannot be read"]),
-            (parse_images(&wide), ["at byte 8", "images of 28×29 pixels"]),
-            (parse_images(&images(3)[..1000]), ["at byte 1000", "truncated"]),
-        ] {
-            let error = result.unwrap_err().to_string();
-            assert!(texts.iter().all(|text| error.contains(text)), "`{error}` should have {texts:?}");
-        }
-    }
-
-    #[test]
-    fn folders_are_checked_as_a_whole() {
-        let folder = tempfile::tempdir().unwrap();
-        let error = read(folder.path()).unwrap_err().to_string();
-        let all = "missing train-images-idx3-ubyte[.gz], train-labels-idx1-ubyte[.gz], \
-                   t10k-images-idx3-ubyte[.gz], t10k-labels-idx1-ubyte[.gz]";
-        assert!(error.ends_with(all), "{error}");
-        assert!(matches!(read(&folder.path().join("none")), Err(DataError::Io { .. })));
-        let write = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
-        write("train-images.idx3-ubyte", &images(2));
-        write("train-labels-idx1-ubyte.gz", &gzip(&labels(&[1, 2])));
-        write("t10k-images-idx3-ubyte", &images(1));
-        write("t10k-labels-idx1-ubyte", &labels(&[1, 2]));
-        let error = read(folder.path()).unwrap_err().to_string();
-        assert!(error.contains("1 images in t10k-images-idx3-ubyte and 2 labels"), "{error}");
-        write("t10k-labels-idx1-ubyte", &labels(&[5]));
-        let mnist = read(folder.path()).unwrap();
-        assert_eq!((mnist.train.len(), mnist.test.len()), (2, 1));
-    }
-
-    #[test]
-    fn the_original_is_whole() {
-        let Some(folder) = std::env::var_os("MGPU_DATA") else {
-            println!("skipped: set MGPU_DATA to read the original files");
-            return;
-        };
-        let mnist = read(Path::new(&folder)).unwrap();
-        assert_eq!((mnist.train.len(), mnist.test.len()), (60_000, 10_000));
-        assert_eq!(mnist.train.labels[..5], [5, 0, 4, 1, 9]);
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_are_survived(bytes in any::<Vec<u8>>()) {
-            let _ = (parse_labels(&bytes), parse_images(&bytes));
-        }
-
-        #[test]
-        fn damaged_files_are_survived(at in 0usize..900, value: u8, cut in 0usize..900, zip: bool) {
-            let mut bytes = if zip { gzip(&images(1)) } else { images(1) };
-            let len = bytes.len();
-            bytes[at % len] = value;
-            bytes.truncate(cut % (len + 1));
-            let _ = (parse_images(&bytes), parse_labels(&bytes));
-        }
-    }
-}
+mod tests;

@@ -3,22 +3,31 @@
 use std::error::Error;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use mgpu::{Buffer, Communicator, World};
 
 use super::args::Args;
+use crate::data::download::{self, Progress};
 use crate::data::{Dataset, IMAGE_LEN, Mnist, Origin, Split, digits, idx};
 
-/// The data that the arguments ask for; without any, MNIST from `MGPU_DATA`, else generated digits.
-pub(super) fn load(
-    args: &Args,
-    _world: &World,
-    comm: &mut dyn Communicator,
-) -> Result<Mnist, Box<dyn Error>> {
+/// A download on a slow line takes longer than any collective may.
+const DOWNLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// The data that the arguments ask for. Without any: MNIST from the folder `MGPU_DATA`, else as downloaded earlier,
+/// else generated digits.
+pub(super) fn load(args: &Args, world: &World, comm: &mut dyn Communicator) -> Result<Mnist, Box<dyn Error>> {
     let named = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
-    let data = match named {
-        Some(folder) if !args.synthetic => idx::read(&folder)?,
-        _ => generate(args.seed, comm)?,
+    let data = if args.synthetic {
+        generate(args.seed, comm)?
+    } else if args.download {
+        download(world)?
+    } else if let Some(folder) = named {
+        idx::read(&folder)?
+    } else if let Some(data) = download::earlier()? {
+        data
+    } else {
+        generate(args.seed, comm)?
     };
     // Ranks that read different folders would train on different things without noticing.
     let sizes = comm.all_gather_slice(&[data.train.len() as i64, data.test.len() as i64])?;
@@ -28,17 +37,30 @@ pub(super) fn load(
     Ok(data)
 }
 
+/// Rank 0 downloads, then everybody reads the files.
+fn download(world: &World) -> Result<Mnist, Box<dyn Error>> {
+    const KEY: &str = "mnist-downloaded";
+    let Some(store) = world.store() else { return Ok(download::mnist(Progress::Terminal)?) };
+    if world.rank() == 0 {
+        let data = download::mnist(Progress::Terminal);
+        store.set(KEY, &[u8::from(data.is_ok())], &[], world.size() - 1)?;
+        return Ok(data?);
+    }
+    match store.get(KEY, 0, DOWNLOAD_TIMEOUT)?.0[..] {
+        [1] => Ok(download::mnist(Progress::Quiet)?),
+        _ => Err("rank 0 could not download MNIST".into()),
+    }
+}
+
 /// Generated digits. Every rank draws its share, and all get all.
 fn generate(seed: u64, comm: &mut dyn Communicator) -> mgpu::Result<Mnist> {
     let mut split = |split| -> mgpu::Result<Dataset> {
         let count = digits::count(split);
-        let ranks = comm.size() as usize;
+        let (rank, ranks) = (comm.rank() as usize, comm.size() as usize);
         // Equal shares, so that they can be gathered: the last ones may be empty or short.
         let share = count.div_ceil(ranks);
-        let own =
-            |rank: usize| -> Range<usize> { (rank * share).min(count)..((rank + 1) * share).min(count) };
-        let rank = comm.rank() as usize;
-        let (images, labels) = digits::generate(seed, split, own(rank));
+        let own: Range<usize> = (rank * share).min(count)..((rank + 1) * share).min(count);
+        let (images, labels) = digits::generate(seed, split, own);
         let mut gather = |values: &[u8], width: usize| -> mgpu::Result<Vec<u8>> {
             let mut all = Buffer::zeroed::<u8>(share * ranks * width);
             let begin = rank * share * width;
