@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Prints this machine as one JSON object, to stand beside figures that were measured on it.
+set -euo pipefail
+
+field() { lscpu | sed -n "s/^$1: *//p" | head -n 1; }
+
+python3 - "$(field 'Model name')" "$(nproc)" "$(field 'L2 cache')" "$(field 'L3 cache')" \
+    "$(awk '/MemTotal/ {printf "%.0f", $2 / 1048576}' /proc/meminfo)" "$(uname -r)" "$(rustc --version)" \
+    "$(lscpu | grep -o 'avx512_bf16\|avx512f\|avx2' | sort -u | tr '\n' ' ')" <<'PY'
+import json
+import sys
+
+keys = ["processor", "cores", "l2", "l3", "memory_gib", "kernel", "rustc", "instructions"]
+print(json.dumps(dict(zip(keys, sys.argv[1:]))))
+PY
