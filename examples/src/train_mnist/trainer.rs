@@ -260,19 +260,14 @@ impl Trainer {
 
     /// Rank 0 writes a checkpoint; nobody goes on before it is on the disk.
     pub(super) fn save(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
-        let mut written = Ok(());
         if self.model.comm().rank() == 0 {
             let state = serde_json::to_value(&self.hyperparameters)?;
             let mut arenas = self.model.arenas();
             let buffers = Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers };
             arenas.push(buffers);
-            written = checkpoint::save(folder, self.steps(), state, &arenas, KEEP).map(drop);
+            checkpoint::save(folder, self.steps(), state, &arenas, KEEP)?;
         }
-        // The others learn of a failure here; rank 0's own error says what it was.
-        let mut failures = [i64::from(written.is_err())];
-        self.model.comm().all_reduce_slice(&mut failures, ReduceOp::Sum)?;
-        written?;
-        if failures[0] > 0 { Err("rank 0 could not write the checkpoint".into()) } else { Ok(()) }
+        Ok(self.model.comm().barrier()?)
     }
 
     /// Goes on from the newest checkpoint, if there is one.
