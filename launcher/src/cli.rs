@@ -1,6 +1,7 @@
 //! The command line of `mgpurun`.
 
 use std::ffi::OsString;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 
 use crate::exit_code;
-use crate::launch::{Launch, LaunchError};
+use crate::launch::Launch;
 use crate::output::{Color, OutputOptions};
 use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
 use crate::program;
@@ -18,17 +19,17 @@ const AFTER_HELP: &str = "\
 Example:
   mgpurun -n 2 train_mnist --net lenet5
 
-Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the MGPU_*
-variables of the rendezvous; --dry-run shows them.
+Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
+the run starts) and the MGPU_* variables of the rendezvous; --dry-run shows them.
 
 Exit codes:
-  0         all ranks finished
-  1         the launcher itself failed
-  2         wrong usage
-  64        a rank never joined in time
-  65        a rank stopped making progress
-  130, 143  interrupted by SIGINT, SIGTERM
-  other     the first failing rank's own code, or 128 + its signal";
+  0              all ranks finished
+  1              the launcher itself failed
+  2              wrong usage
+  64             a rank never joined in time
+  65             a rank stopped making progress
+  129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
+  other          the first failing rank's own code, or 128 + its signal";
 
 /// Start a program once per GPU, as ranks of one run.
 #[derive(Debug, Parser)]
@@ -38,7 +39,7 @@ struct Args {
     /// Number of ranks, or auto: one for each GPU.
     ///
     /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and is 1 on a machine without any.
-    #[arg(short = 'n', long = "ranks", value_name = "N|auto", default_value = "auto", value_parser = parse_ranks)]
+    #[arg(short = 'n', long = "ranks", value_name = "N|auto", default_value = "auto", value_parser = parse_ranks, allow_negative_numbers = true)]
     ranks: Ranks,
 
     /// Where collectives run: auto, nccl or cpu.
@@ -75,7 +76,8 @@ struct Args {
 
     /// Write each rank's output to DIR/rank-N.log too.
     ///
-    /// Both streams in the order they arrive, without prefix. The folder is made if it is missing.
+    /// Both streams in the order they arrive, without prefix. The folder is made if it is missing. Ranks that are
+    /// logged go on when whoever reads mgpurun's own output leaves, as `head` does; others find it closed.
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
 
@@ -99,12 +101,7 @@ struct Args {
     ///
     /// With a slash it is a path; else it is looked for in PATH, then beside mgpurun itself. Everything after it is
     /// passed to it.
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "PROGRAM [ARGS]"
-    )]
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM [ARGS]")]
     command: Vec<OsString>,
 }
 
@@ -144,7 +141,8 @@ pub fn main() -> ExitCode {
     match run(Args::parse()) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("mgpurun: {error}");
+            // Whoever closed standard error does not want to know.
+            let _ = writeln!(io::stderr(), "mgpurun: {error}");
             ExitCode::from(exit_code::LAUNCHER)
         }
     }
@@ -184,12 +182,17 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
         .join_timeout(args.timeout)
         .grace(args.grace);
     if args.dry_run {
-        print!("{}", describe(&launch.plan()?));
-        return Ok(exit_code::SUCCESS);
+        let mut stdout = io::stdout();
+        let written = stdout.write_all(describe(&launch.plan()?).as_bytes()).and_then(|()| stdout.flush());
+        return match written {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(format!("cannot print the dry run: {error}").into())
+            }
+            _ => Ok(exit_code::SUCCESS),
+        };
     }
     launch.own_process_signals()?;
-    let outcome = launch.run().map_err(|error: LaunchError| error)?;
-    Ok(outcome.exit_code)
+    Ok(launch.run()?.exit_code)
 }
 
 /// The plan as shell commands, a block for each rank.
@@ -251,6 +254,8 @@ mod tests {
             (&["--grace=-1", "true"], "a number of seconds"),
             (&["--grace", "soon", "true"], "a number of seconds"),
             (&["--quiet-ranks", "x", "true"], "no set of ranks"),
+            (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),
+            (&["-x", "true"], "unexpected argument '-x'"),
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),
             (&[], "required arguments were not provided"),
         ] {

@@ -1,21 +1,27 @@
 //! The one place where the launcher waits: exits, output, messages, signals and deadlines come out of one `poll`.
 //!
-//! Nothing here decides anything. Events go to the [`Supervisor`], and its actions are carried out.
+//! Nothing here decides anything. Events go to the [`Supervisor`], and its actions are carried out. Nothing here blocks
+//! either, except in `poll`: not on a rank's pipe, and not on the reader of our own output.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mgpu::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::read;
 
+use crate::group::wait_for_end;
 use crate::interrupt::Signals;
 use crate::output::{Output, Stream};
 use crate::spawn::Process;
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
+
+/// Capacity of a pipe where the kernel does not tell.
+const PIPE_CAPACITY: usize = 64 << 10;
 
 /// What a ready descriptor belongs to.
 #[derive(Debug, Clone, Copy)]
@@ -24,17 +30,12 @@ enum Source {
     Server,
     Exit(u32),
     Pipe(u32, Stream),
-}
-
-/// A rank as the loop sees it.
-struct Rank {
-    process: Process,
-    reaped: bool,
+    Room(Stream),
 }
 
 /// Everything the loop waits for.
 pub(crate) struct EventLoop<'a> {
-    ranks: Vec<Rank>,
+    ranks: Vec<Process>,
     server: Server,
     signals: &'a Signals,
     output: &'a mut Output,
@@ -43,43 +44,32 @@ pub(crate) struct EventLoop<'a> {
 
 impl<'a> EventLoop<'a> {
     pub(crate) fn new(
-        processes: Vec<Process>,
+        ranks: Vec<Process>,
         server: Server,
         signals: &'a Signals,
         output: &'a mut Output,
         supervisor: Supervisor,
     ) -> Self {
-        let ranks = processes.into_iter().map(|process| Rank { process, reaped: false });
-        EventLoop { ranks: ranks.collect(), server, signals, output, supervisor }
+        EventLoop { ranks, server, signals, output, supervisor }
     }
 
-    /// Runs until all ranks have ended and their output has been passed on.
+    /// Runs until all ranks and their groups have ended and their output has been taken in.
     pub(crate) fn run(mut self) -> Outcome {
         loop {
             let ready = self.wait();
             // Output first: what a rank wrote before it ended comes before its end.
             for source in &ready {
-                if let Source::Pipe(rank, stream) = source {
-                    self.read_pipe(*rank, *stream);
-                }
-            }
-            let mut events = Vec::new();
-            for source in &ready {
                 match source {
-                    Source::Signals => events.extend(self.signals.take().into_iter().map(Event::Signalled)),
-                    Source::Server => events.extend(self.serve()),
-                    Source::Exit(rank) => events.extend(self.reap(*rank)),
-                    Source::Pipe(..) => {}
+                    Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
+                    Source::Room(stream) => self.output.resume(*stream),
+                    Source::Signals | Source::Server | Source::Exit(_) => {}
                 }
             }
-            if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
-                events.extend(self.serve());
-            }
-            events.push(Event::Tick);
-            for event in events {
+            for event in self.events(&ready) {
                 for action in self.supervisor.handle(event, Instant::now()) {
                     if let Some(outcome) = self.carry_out(action) {
-                        self.drain();
+                        self.drain_all();
+                        wait_for_end(self.ranks.iter().map(|rank| rank.pid));
                         return outcome;
                     }
                 }
@@ -87,36 +77,45 @@ impl<'a> EventLoop<'a> {
         }
     }
 
+    /// What has happened, the most telling first.
+    fn events(&mut self, ready: &[Source]) -> Vec<Event> {
+        let (mut events, mut exits) = (Vec::new(), Vec::new());
+        for source in ready {
+            match source {
+                Source::Signals => events.extend(self.signals.take().into_iter().map(Event::Signalled)),
+                Source::Server => events.extend(self.serve()),
+                Source::Exit(rank) => exits.extend(self.reap(*rank)),
+                Source::Pipe(..) | Source::Room(_) => {}
+            }
+        }
+        // Of ranks that ended within one turn, one that blames another failed after it.
+        exits.sort_by_key(|exit| matches!(exit, Event::Exited { blame: Some(_), .. }));
+        events.extend(exits);
+        if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
+            events.extend(self.serve());
+        }
+        events.push(Event::Tick);
+        events
+    }
+
     /// Sleeps until something is ready or due.
     fn wait(&self) -> Vec<Source> {
-        let mut sources: Vec<(Source, BorrowedFd<'_>)> = Vec::new();
+        let mut sources = vec![];
         sources.extend(self.signals.fds().map(|fd| (Source::Signals, fd)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
             if !rank.reaped {
-                sources.push((Source::Exit(number), rank.process.pidfd.as_fd()));
+                sources.push((Source::Exit(number), rank.pidfd.as_fd()));
             }
             for stream in [Stream::Stdout, Stream::Stderr] {
-                let pipe = rank.process.pipes[stream as usize].iter();
+                let pipe =
+                    rank.pipes[stream as usize].iter().filter(|_| self.output.has_room(number, stream));
                 sources.extend(pipe.map(|pipe| (Source::Pipe(number, stream), pipe.as_fd())));
             }
         }
-        let mut fds: Vec<PollFd<'_>> =
-            sources.iter().map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN)).collect();
-        // An interrupted poll leaves nothing ready: the next turn of the loop waits again.
-        if poll(&mut fds, self.time_left()).is_err() {
-            return Vec::new();
-        }
-        let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
-        fds.iter().zip(&sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source).collect()
-    }
-
-    fn time_left(&self) -> PollTimeout {
+        sources.extend(self.output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
         let deadline = self.supervisor.next_deadline().into_iter().chain(self.server.next_deadline()).min();
-        let Some(deadline) = deadline else { return PollTimeout::NONE };
-        let left = deadline.saturating_duration_since(Instant::now());
-        // Rounded up: waking a fraction of a millisecond early would only mean another turn.
-        PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
+        poll_sources(&sources, deadline)
     }
 
     fn serve(&mut self) -> Vec<Event> {
@@ -131,25 +130,40 @@ impl<'a> EventLoop<'a> {
         events
     }
 
-    /// Reads what is there. `false` when there is no more for now, or for ever.
-    fn read_pipe(&mut self, number: u32, stream: Stream) -> bool {
-        let pipe = &mut self.ranks[number as usize].process.pipes[stream as usize];
-        let Some(open) = pipe else { return false };
+    /// Reads once; the number of bytes, 0 when there are none for now or for ever.
+    fn read_pipe(&mut self, number: u32, stream: Stream) -> usize {
+        let pipe = &mut self.ranks[number as usize].pipes[stream as usize];
+        let Some(open) = pipe else { return 0 };
         let mut bytes = [0u8; 64 << 10];
         match read(open, &mut bytes) {
             Ok(count) if count > 0 => {
                 self.output.push(number, stream, &bytes[..count]);
-                // Nobody reads us any more: the rank finds its pipe closed, as it would without a launcher.
                 if !self.output.is_wanted(number, stream) {
                     *pipe = None;
                 }
-                true
+                count
             }
-            Err(Errno::EAGAIN | Errno::EINTR) => false,
+            Err(Errno::EAGAIN | Errno::EINTR) => 0,
             Ok(_) | Err(_) => {
                 *pipe = None;
                 self.output.finish(number, stream);
-                false
+                0
+            }
+        }
+    }
+
+    /// Reads all that a rank has written before it ended. That is at most what its pipes hold: a process that left
+    /// its group may go on writing for ever.
+    fn drain(&mut self, number: u32) {
+        for stream in [Stream::Stdout, Stream::Stderr] {
+            let pipe = self.ranks[number as usize].pipes[stream as usize].as_ref();
+            let capacity = pipe.and_then(|pipe| fcntl(pipe, FcntlArg::F_GETPIPE_SZ).ok());
+            let mut left = capacity.map_or(PIPE_CAPACITY, |capacity| capacity as usize);
+            while left > 0 {
+                match self.read_pipe(number, stream) {
+                    0 => break,
+                    count => left = left.saturating_sub(count),
+                }
             }
         }
     }
@@ -157,24 +171,23 @@ impl<'a> EventLoop<'a> {
     /// Takes in a process that has ended.
     fn reap(&mut self, number: u32) -> Option<Event> {
         let rank = &mut self.ranks[number as usize];
-        let pid = rank.process.pid;
+        let pid = rank.pid;
         // Look without reaping: while the zombie is there, the number of its group cannot be anybody else's.
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
-        if let Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) = waitid(Id::Pid(pid), look) {
-            return None;
+        match waitid(Id::Pid(pid), look) {
+            Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
+            Ok(_) => _ = killpg(pid, Signal::SIGKILL),
+            // Somebody else in this process has waited for our child: its group's number is not ours any more.
+            Err(_) => {}
         }
-        let _ = killpg(pid, Signal::SIGKILL);
-        rank.reaped = true;
         let exit = match waitpid(pid, None) {
             Ok(WaitStatus::Exited(_, code)) => Exit::Code(code),
             Ok(WaitStatus::Signaled(_, signal, _)) => Exit::Signal(signal as i32),
-            // Somebody else in this process waited for our child: its code is lost.
+            // Its code is lost as well.
             Ok(_) | Err(_) => Exit::Code(i32::from(crate::exit_code::LAUNCHER)),
         };
-        // All that the rank has written is in its pipes by now.
-        for stream in [Stream::Stdout, Stream::Stderr] {
-            while self.read_pipe(number, stream) {}
-        }
+        rank.reaped = true;
+        self.drain(number);
         Some(Event::Exited { rank: number, exit, blame: self.server.blame(number) })
     }
 
@@ -184,21 +197,65 @@ impl<'a> EventLoop<'a> {
             Action::Send(rank, signal) => {
                 let rank = &self.ranks[rank as usize];
                 if !rank.reaped {
-                    let _ = killpg(rank.process.pid, signal);
+                    let _ = killpg(rank.pid, signal);
                 }
             }
+            Action::Say(text) => self.output.say(&text),
             Action::Finish(outcome) => return Some(outcome),
         }
         None
     }
 
-    /// Passes on what is left in the pipes. A process that left its group and holds a pipe open is not waited for.
-    fn drain(&mut self) {
+    /// Takes in what is left in the pipes. A process that left its group and holds a pipe open is not waited for.
+    fn drain_all(&mut self) {
         for number in 0..self.ranks.len() as u32 {
+            self.drain(number);
             for stream in [Stream::Stdout, Stream::Stderr] {
-                while self.read_pipe(number, stream) {}
                 self.output.finish(number, stream);
             }
         }
     }
+}
+
+/// Waits until the reader of our output has taken everything, `patience` has passed or a signal says to give up.
+pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
+    let deadline = patience.map(|patience| Instant::now() + patience);
+    while output.waiting().next().is_some() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+        let mut sources: Vec<_> = signals.fds().map(|fd| (Source::Signals, fd)).collect();
+        sources.extend(output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
+        for source in poll_sources(&sources, deadline) {
+            match source {
+                Source::Room(stream) => output.resume(stream),
+                _ if signals
+                    .take()
+                    .iter()
+                    .any(|signal| !matches!(signal, Signal::SIGUSR1 | Signal::SIGUSR2)) =>
+                {
+                    return;
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The sources that are ready, after a sleep until one is or `deadline` has passed.
+fn poll_sources(sources: &[(Source, BorrowedFd<'_>)], deadline: Option<Instant>) -> Vec<Source> {
+    let wanted = |source: &Source| match source {
+        Source::Room(_) => PollFlags::POLLOUT,
+        _ => PollFlags::POLLIN,
+    };
+    let mut fds: Vec<PollFd<'_>> =
+        sources.iter().map(|(source, fd)| PollFd::new(*fd, wanted(source))).collect();
+    let time_left = deadline.map_or(PollTimeout::NONE, |deadline| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up: waking a fraction of a millisecond early would only mean another turn.
+        PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
+    });
+    // An interrupted poll leaves nothing ready: the next turn of the loop waits again.
+    if poll(&mut fds, time_left).is_err() {
+        return Vec::new();
+    }
+    let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+    fds.iter().zip(sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source).collect()
 }

@@ -1,16 +1,17 @@
 //! A launch, from the request to the outcome.
 
 use std::ffi::OsString;
+use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use mgpu::rendezvous::Server;
 
-use crate::event_loop::EventLoop;
+use crate::event_loop::{EventLoop, flush};
 use crate::interrupt::{Interrupter, Signals};
-use crate::output::{Output, OutputOptions};
+use crate::output::{LogError, Output, OutputOptions};
 use crate::plan::{BackendChoice, Machine, Plan, PlanError, Ranks, Request, RunFacts, plan};
-use crate::spawn::{Process, free_port, spawn};
+use crate::spawn::{free_port, spawn};
 use crate::supervisor::{Outcome, Supervisor};
 
 /// Why the ranks could not be started.
@@ -22,9 +23,21 @@ pub enum LaunchError {
     /// The rendezvous could not be opened.
     #[error(transparent)]
     Rendezvous(#[from] mgpu::Error),
-    /// A log file or process could not be made.
-    #[error("{0}")]
-    Start(String),
+    /// A log file could not be made.
+    #[error(transparent)]
+    Log(#[from] LogError),
+    /// A rank's process could not be made. Those before it have been ended.
+    #[error("cannot start rank {rank} ({}): {error}{hint}", program.display())]
+    Spawn {
+        /// The rank.
+        rank: u32,
+        /// What it should have run.
+        program: PathBuf,
+        /// What the system said.
+        error: io::Error,
+        /// What to try next; may be empty.
+        hint: &'static str,
+    },
     /// The system refused something.
     #[error("cannot wait for signals: {0}")]
     Signals(#[from] nix::Error),
@@ -131,12 +144,16 @@ impl Launch {
 
     /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: ranks die with it.
     ///
+    /// The ranks' output goes to this process's standard output and error, as [`OutputOptions`] say; so does a line
+    /// about a failure, with the last lines of the rank to blame.
+    ///
     /// # Errors
     /// If they cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
         let plan = self.plan()?;
+        let signals = self.signals?;
         let ranks = plan.ranks.len() as u32;
-        let mut output = Output::new(ranks, self.output).map_err(LaunchError::Start)?;
+        let mut output = Output::new(ranks, self.output)?;
         if let Some(notice) = &plan.notice {
             output.say(notice);
         }
@@ -148,8 +165,8 @@ impl Launch {
             master_port: free_port(),
             progress: output.shows_progress(),
         };
-        let processes = start_all(&plan, &facts)?;
-        let signals = self.signals?;
+        // All or none: those that were started before one that cannot be are ended when they are dropped.
+        let processes = plan.ranks.iter().map(|rank| spawn(&plan, rank, &facts)).collect::<Result<_, _>>()?;
         let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
         let outcome = EventLoop::new(processes, server, &signals, &mut output, supervisor).run();
         if let Some(message) = &outcome.message {
@@ -158,21 +175,8 @@ impl Launch {
         if let Some(culprit) = outcome.culprit {
             output.repeat_last_lines(culprit);
         }
+        // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
+        flush(&mut output, &signals, outcome.interrupted.then_some(self.grace));
         Ok(outcome)
     }
-}
-
-/// Starts all ranks, or none.
-fn start_all(plan: &Plan, facts: &RunFacts) -> Result<Vec<Process>, LaunchError> {
-    let mut processes = Vec::new();
-    for rank in &plan.ranks {
-        match spawn(plan, rank, facts) {
-            Ok(process) => processes.push(process),
-            Err(error) => {
-                processes.iter().for_each(Process::end);
-                return Err(LaunchError::Start(error));
-            }
-        }
-    }
-    Ok(processes)
 }

@@ -11,6 +11,7 @@
 //! | `spawn` | plan → processes, each in a group of its own, tied to this one |
 //! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
+//! | `group` | nothing of a rank's process group is left |
 //! | [`output`] | bytes → whole lines with their rank |
 //! | [`exit_code`] | what the shell gets |
 //!
@@ -20,6 +21,7 @@
 pub mod cli;
 mod event_loop;
 pub mod exit_code;
+mod group;
 mod interrupt;
 mod launch;
 mod machine;
@@ -32,6 +34,6 @@ pub mod supervisor;
 
 pub use interrupt::Interrupter;
 pub use launch::{Launch, LaunchError};
-pub use output::OutputOptions;
+pub use output::{LogError, OutputOptions};
 pub use plan::BackendChoice;
 pub use supervisor::Outcome;

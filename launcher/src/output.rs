@@ -3,18 +3,31 @@
 //! A line is passed on when it is complete, so that lines of different ranks are never cut into each other. What
 //! ends in a carriage return is transient, a progress line: shown on a terminal, where the next one overwrites it,
 //! and dropped elsewhere.
+//!
+//! Nothing here blocks: a reader that is slow slows the ranks down (`sink`). A full disk costs lines, not the run. When
+//! the reader has left, as `head` does, the ranks find their pipes closed as they would without a launcher, unless
+//! their output goes to a log as well: whoever wants a run to outlive its reader asks for one.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
 
 use crate::ranks::RankSet;
 
-/// Longest line; what is longer is passed on in pieces.
-const LONGEST_LINE: usize = 1 << 20;
+mod lines;
+mod sink;
+
+pub use lines::{LineSplitter, Piece};
+use sink::Sink;
+
 /// Lines of each rank that are kept, to be repeated if it is to blame.
 const LAST_LINES: usize = 10;
+/// Bytes kept of each of them.
+const KEPT_OF_A_LINE: usize = 4096;
 /// Clears the rest of a terminal's line.
 const CLEAR: &[u8] = b"\x1b[K";
 
@@ -25,51 +38,6 @@ pub enum Stream {
     Stdout,
     /// Standard error.
     Stderr,
-}
-
-/// A piece of output.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
-    /// A line, without its end.
-    Line(Vec<u8>),
-    /// A line that a carriage return ended.
-    Transient(Vec<u8>),
-}
-
-/// Puts bytes together into lines.
-#[derive(Debug, Default)]
-pub struct LineSplitter {
-    bytes: Vec<u8>,
-    /// A carriage return has come whose successor has not.
-    returned: bool,
-}
-
-impl LineSplitter {
-    /// Takes bytes and returns the pieces they complete.
-    pub fn push(&mut self, bytes: &[u8]) -> Vec<Piece> {
-        let mut pieces = Vec::new();
-        for byte in bytes {
-            // A carriage return before a line feed belongs to the line's end.
-            if std::mem::take(&mut self.returned) && *byte != b'\n' {
-                pieces.push(Piece::Transient(std::mem::take(&mut self.bytes)));
-            }
-            match byte {
-                b'\n' => pieces.push(Piece::Line(std::mem::take(&mut self.bytes))),
-                b'\r' => self.returned = true,
-                _ => self.bytes.push(*byte),
-            }
-            if self.bytes.len() >= LONGEST_LINE {
-                pieces.push(Piece::Line(std::mem::take(&mut self.bytes)));
-            }
-        }
-        pieces
-    }
-
-    /// What is left at the end of the stream.
-    pub fn finish(&mut self) -> Option<Piece> {
-        let rest = std::mem::take(&mut self.bytes);
-        (!rest.is_empty()).then_some(Piece::Line(rest))
-    }
 }
 
 /// When to colour the prefixes.
@@ -103,29 +71,38 @@ impl Default for OutputOptions {
     }
 }
 
-/// A destination that may go away.
-struct Sink {
-    writer: Box<dyn Write>,
-    terminal: bool,
-    color: bool,
-    closed: bool,
+/// Why there is no log.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write the log {}: {error}", path.display())]
+pub struct LogError {
+    /// The file.
+    pub path: PathBuf,
+    /// What the system said.
+    pub error: io::Error,
 }
 
-impl Sink {
-    fn new(writer: Box<dyn Write>, terminal: bool, color: Color) -> Self {
+/// One of this process's own streams.
+struct Destination {
+    sink: Sink,
+    terminal: bool,
+    color: bool,
+}
+
+impl Destination {
+    fn new(stream: impl AsFd + IsTerminal + 'static, color: Color) -> Self {
+        let terminal = stream.is_terminal();
         let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let color = match color {
             Color::Always => true,
             Color::Never => false,
             Color::Auto => terminal && !plain,
         };
-        Sink { writer, terminal, color, closed: false }
+        Destination { sink: Sink::new(stream, terminal), terminal, color }
     }
 
-    fn write(&mut self, bytes: &[u8]) {
-        if !self.closed && self.writer.write_all(bytes).and_then(|()| self.writer.flush()).is_err() {
-            self.closed = true;
-        }
+    /// The end of a line. On a terminal a transient line may be under it.
+    fn line_end(&self) -> &'static [u8] {
+        if self.terminal { b"\x1b[K\n" } else { b"\n" }
     }
 }
 
@@ -140,23 +117,21 @@ struct RankOutput {
 /// Where all output goes.
 pub struct Output {
     options: OutputOptions,
-    sinks: [Sink; 2],
+    destinations: [Destination; 2],
     ranks: Vec<RankOutput>,
     width: usize,
+    /// It was said that standard output is lost.
+    told_loss: bool,
 }
 
 impl Output {
     /// For `ranks` ranks, to this process's standard output and error.
     ///
     /// # Errors
-    /// If a log file cannot be made; names it.
-    pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, String> {
-        let (stdout, stderr) = (io::stdout(), io::stderr());
-        let (out, err) = (stdout.is_terminal(), stderr.is_terminal());
-        let sinks = [
-            Sink::new(Box::new(stdout), out, options.color),
-            Sink::new(Box::new(stderr), err, options.color),
-        ];
+    /// If a log file cannot be made.
+    pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
+        let destinations =
+            [Destination::new(io::stdout(), options.color), Destination::new(io::stderr(), options.color)];
         let mut outputs: Vec<RankOutput> = (0..ranks).map(|_| RankOutput::default()).collect();
         if let Some(folder) = &options.log_dir {
             for (rank, output) in outputs.iter_mut().enumerate() {
@@ -164,17 +139,36 @@ impl Output {
             }
         }
         let width = ranks.saturating_sub(1).to_string().len();
-        Ok(Output { options, sinks, ranks: outputs, width })
+        Ok(Output { options, destinations, ranks: outputs, width, told_loss: false })
     }
 
     /// True if transient lines are shown.
     pub fn shows_progress(&self) -> bool {
-        self.sinks[Stream::Stderr as usize].terminal
+        self.destinations[Stream::Stderr as usize].terminal
     }
 
-    /// False once neither a reader nor a log is left for a rank's stream.
+    /// False while a rank's stream should be left unread, because its reader is slower than the rank.
+    pub fn has_room(&self, rank: u32, stream: Stream) -> bool {
+        self.options.quiet.contains(rank) || !self.destinations[stream as usize].sink.is_behind()
+    }
+
+    /// False once the reader of a rank's stream has left and no log takes its place.
     pub fn is_wanted(&self, rank: u32, stream: Stream) -> bool {
-        !self.sinks[stream as usize].closed || self.ranks[rank as usize].log.is_some()
+        let failure = self.destinations[stream as usize].sink.failure();
+        let seen = !self.options.quiet.contains(rank) && failure == Some(Errno::EPIPE);
+        !seen || self.ranks[rank as usize].log.is_some()
+    }
+
+    /// The streams that wait for room, to be polled for writing.
+    pub fn waiting(&self) -> impl Iterator<Item = (Stream, BorrowedFd<'_>)> {
+        let both = [Stream::Stdout, Stream::Stderr].into_iter().zip(&self.destinations);
+        both.filter(|(_, to)| to.sink.has_rest()).map(|(stream, to)| (stream, to.sink.as_fd()))
+    }
+
+    /// Goes on writing to a stream that has room again.
+    pub fn resume(&mut self, stream: Stream) {
+        self.destinations[stream as usize].sink.write_what_fits();
+        self.tell_loss();
     }
 
     /// Takes what a rank has written.
@@ -191,16 +185,18 @@ impl Output {
 
     fn pass_on(&mut self, rank: u32, stream: Stream, pieces: impl IntoIterator<Item = Piece>) {
         let quiet = self.options.quiet.contains(rank);
-        let sink = &self.sinks[stream as usize];
-        let prefix = self.prefix(rank, sink.color);
+        let destination = &self.destinations[stream as usize];
+        let prefix = self.prefix(rank, destination.color);
         let (mut shown, mut logged) = (Vec::new(), Vec::new());
         let output = &mut self.ranks[rank as usize];
         for piece in pieces {
             match piece {
-                Piece::Line(line) => {
-                    shown.extend_from_slice(&prefix);
-                    shown.extend_from_slice(&line);
-                    shown.extend_from_slice(if sink.terminal { b"\x1b[K\n" } else { b"\n" });
+                Piece::Line(mut line) => {
+                    if !quiet {
+                        shown.extend_from_slice(&prefix);
+                        shown.extend_from_slice(&line);
+                        shown.extend_from_slice(destination.line_end());
+                    }
                     if output.log.is_some() {
                         logged.extend_from_slice(&line);
                         logged.push(b'\n');
@@ -208,9 +204,13 @@ impl Output {
                     if output.last.len() == LAST_LINES {
                         output.last.pop_front();
                     }
+                    if line.len() > KEPT_OF_A_LINE {
+                        line.truncate(KEPT_OF_A_LINE);
+                        line.shrink_to_fit();
+                    }
                     output.last.push_back(line);
                 }
-                Piece::Transient(line) if sink.terminal => {
+                Piece::Transient(line) if destination.terminal && !quiet => {
                     shown.extend_from_slice(&prefix);
                     shown.extend_from_slice(&line);
                     shown.extend_from_slice(CLEAR);
@@ -219,14 +219,26 @@ impl Output {
                 Piece::Transient(_) => {}
             }
         }
-        if let Some(log) = &mut output.log {
-            // A full disk costs the log, not the run.
-            if log.write_all(&logged).is_err() {
-                output.log = None;
-            }
+        // A full disk costs the log, not the run.
+        if let Some(log) = &mut output.log
+            && let Err(error) = log.write_all(&logged)
+        {
+            output.log = None;
+            self.say(&format!("the log of rank {rank} ends here: {error}; the run goes on"));
         }
-        if !quiet && !shown.is_empty() {
-            self.sinks[stream as usize].write(&shown);
+        if !shown.is_empty() {
+            self.destinations[stream as usize].sink.push(&shown);
+            self.tell_loss();
+        }
+    }
+
+    /// Says once that standard output takes no more, unless its reader just left, as `head` does.
+    fn tell_loss(&mut self) {
+        let failure = self.destinations[Stream::Stdout as usize].sink.failure();
+        if let Some(errno) = failure.filter(|errno| *errno != Errno::EPIPE)
+            && !std::mem::replace(&mut self.told_loss, true)
+        {
+            self.say(&format!("standard output is lost from here on: {}; the run goes on", errno.desc()));
         }
     }
 
@@ -245,9 +257,9 @@ impl Output {
 
     /// A line of the launcher's own, to standard error.
     pub fn say(&mut self, text: &str) {
-        let sink = &mut self.sinks[Stream::Stderr as usize];
-        let end = if sink.terminal { "\x1b[K\n" } else { "\n" };
-        sink.write(format!("mgpurun: {text}{end}").as_bytes());
+        let destination = &mut self.destinations[Stream::Stderr as usize];
+        let line = [b"mgpurun: ", text.as_bytes(), destination.line_end()].concat();
+        destination.sink.push(&line);
     }
 
     /// Repeats the last lines of a rank on standard error.
@@ -257,85 +269,26 @@ impl Output {
             return self.say(&format!("rank {rank} had written nothing"));
         }
         self.say(&format!("the last lines of rank {rank}:"));
+        let destination = &mut self.destinations[Stream::Stderr as usize];
         for line in last {
-            let sink = &mut self.sinks[Stream::Stderr as usize];
-            sink.write(&[b"    ", &line[..], b"\n"].concat());
+            let line = [b"    ", &line[..], destination.line_end()].concat();
+            destination.sink.push(&line);
         }
     }
 }
 
-fn create_log(folder: &Path, rank: usize) -> Result<File, String> {
+fn create_log(folder: &Path, rank: usize) -> Result<File, LogError> {
     let path = folder.join(format!("rank-{rank}.log"));
     let create = || {
         fs::create_dir_all(folder)?;
         File::create(&path)
     };
-    create().map_err(|error| format!("cannot write the log {}: {error}", path.display()))
+    create().map_err(|error| LogError { path: path.clone(), error })
 }
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
-
-    /// The pieces of `input` in chunks of `chunk` bytes.
-    fn split(input: &[u8], chunk: usize) -> Vec<Piece> {
-        let mut splitter = LineSplitter::default();
-        let mut pieces: Vec<Piece> = input.chunks(chunk).flat_map(|bytes| splitter.push(bytes)).collect();
-        pieces.extend(splitter.finish());
-        pieces
-    }
-
-    proptest! {
-        #[test]
-        fn lines_are_the_input_whatever_the_chunks(
-            input in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'a'), any::<u8>()], 0..300), chunk in 1usize..50
-        ) {
-            let input: Vec<u8> = input.into_iter().filter(|byte| *byte != b'\r').collect();
-            let mut joined = Vec::new();
-            for piece in split(&input, chunk) {
-                let Piece::Line(line) = piece else { panic!("nothing transient in {input:?}") };
-                prop_assert!(!line.contains(&b'\n'));
-                joined.extend(line);
-                joined.push(b'\n');
-            }
-            let mut expected = input.clone();
-            if expected.last().is_some_and(|byte| *byte != b'\n') {
-                expected.push(b'\n');
-            }
-            prop_assert_eq!(joined, expected);
-        }
-
-        #[test]
-        fn chunks_do_not_matter(
-            input in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'\r'), Just(b'x')], 0..60), chunk in 1usize..9
-        ) {
-            prop_assert_eq!(split(&input, chunk), split(&input, 1000));
-        }
-    }
-
-    #[test]
-    fn carriage_returns() {
-        let line = |text: &str| Piece::Line(text.into());
-        let transient = |text: &str| Piece::Transient(text.into());
-        assert_eq!(split(b"10%\r20%\rdone\n", 4), [transient("10%"), transient("20%"), line("done")]);
-        assert_eq!(split(b"windows\r\nlines\r\n", 3), [line("windows"), line("lines")]);
-        assert_eq!(split(b"cut", 2), [line("cut")]);
-    }
-
-    #[test]
-    fn endless_lines_are_cut() {
-        let pieces = split(&vec![b'x'; 2 * LONGEST_LINE + 5], 4096);
-        let lengths: Vec<usize> = pieces
-            .iter()
-            .map(|piece| match piece {
-                Piece::Line(line) => line.len(),
-                Piece::Transient(_) => 0,
-            })
-            .collect();
-        assert_eq!(lengths, [LONGEST_LINE, LONGEST_LINE, 5]);
-    }
 
     #[test]
     fn logs_are_written_for_quiet_ranks_too() {
@@ -354,6 +307,6 @@ mod tests {
         assert_eq!(log, "one\nerror\ntwo\n");
         let error =
             Output::new(1, OutputOptions { log_dir: Some("/proc/none".into()), ..OutputOptions::default() });
-        assert!(error.err().unwrap().starts_with("cannot write the log /proc/none/rank-0.log: "));
+        assert!(error.err().unwrap().to_string().starts_with("cannot write the log /proc/none/rank-0.log: "));
     }
 }

@@ -1,8 +1,12 @@
 //! Finding the program.
+//!
+//! It is found before anything is started, so that a typing error is one line that says where was looked, instead of
+//! the same line from every rank.
 
 use std::ffi::OsStr;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+use nix::unistd::{AccessFlags, access};
 
 /// Why a program cannot be started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -38,6 +42,8 @@ pub fn find(name: &OsStr, search: &[PathBuf], beside: Option<&Path>) -> Result<P
     }
     let mut refusal = None;
     for folder in search.iter().map(PathBuf::as_path).chain(beside) {
+        // An empty entry of PATH is the current folder.
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
         let candidate = folder.join(path);
         match check(&candidate) {
             Ok(()) => return Ok(candidate),
@@ -56,7 +62,7 @@ fn check(path: &Path) -> Result<(), ProgramError> {
     if metadata.is_dir() {
         return Err(ProgramError::Folder(path.to_owned()));
     }
-    if metadata.permissions().mode() & 0o111 == 0 {
+    if access(path, AccessFlags::X_OK).is_err() {
         return Err(ProgramError::NotExecutable(path.to_owned()));
     }
     Ok(())
@@ -65,6 +71,7 @@ fn check(path: &Path) -> Result<(), ProgramError> {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 

@@ -1,13 +1,22 @@
-//! Starting a rank.
+//! Starting a rank: a process that cannot outlive its launcher, in a group of its own so that its children go too.
+//!
+//! Whatever happens afterwards, an early return or a panic, dropping a [`Process`] that has not been waited for ends
+//! it, so no path through the launcher leaves one behind.
 
+use std::io;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
+use mgpu::protocol::MGPU_PROGRESS;
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::signal::{Signal, killpg};
+use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
+use crate::launch::LaunchError;
 use crate::plan::{Plan, RankPlan, RunFacts};
 
 /// A rank's process.
@@ -19,44 +28,82 @@ pub(crate) struct Process {
     pub(crate) pidfd: OwnedFd,
     /// Its standard output and error, to be read without blocking; `None` once they are closed.
     pub(crate) pipes: [Option<OwnedFd>; 2],
+    /// It has been waited for: its number may belong to somebody else by now.
+    pub(crate) reaped: bool,
 }
 
 /// Starts a rank in a process group of its own, with closed standard input. It dies with the calling thread.
-pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Process, String> {
-    let failed = |error: &dyn std::fmt::Display| {
-        format!("cannot start rank {} ({}): {error}", rank.rank, plan.program.display())
+pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Process, LaunchError> {
+    let failed = |error: io::Error| LaunchError::Spawn {
+        rank: rank.rank,
+        program: plan.program.clone(),
+        hint: hint(&error),
+        error,
     };
     let mut command = Command::new(&plan.program);
     command
         .args(&plan.arguments)
+        // A launcher that is itself a rank of another one has its own idea of where output goes.
+        .env_remove(MGPU_PROGRESS)
         .envs(rank.complete(facts))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
     mgpu::process::tie_to_parent(&mut command);
-    let mut child = command.spawn().map_err(|error| failed(&error))?;
+    let mut child = command.spawn().map_err(failed)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let (Some(stdout), Some(stderr)) = (stdout, stderr) else { unreachable!("both are piped") };
-    let pidfd = mgpu::process::pidfd_open(child.id()).map_err(|error| failed(&error))?;
     let pipes = [OwnedFd::from(stdout), OwnedFd::from(stderr)];
-    for pipe in &pipes {
-        fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(|error| failed(&error))?;
+    let pid = Pid::from_raw(child.id() as i32);
+    let open = || {
+        for pipe in &pipes {
+            fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        }
+        mgpu::process::pidfd_open(child.id())
+    };
+    match open() {
+        Ok(pidfd) => Ok(Process { pid, pidfd, pipes: pipes.map(Some), reaped: false }),
+        Err(error) => {
+            end(pid);
+            Err(failed(error))
+        }
     }
-    Ok(Process { pid: Pid::from_raw(child.id() as i32), pidfd, pipes: pipes.map(Some) })
+}
+
+/// What to try when a program that is there does not start.
+fn hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error().map(Errno::from_raw) {
+        Some(Errno::ENOENT) => "; the interpreter in its first line, or its loader, is missing",
+        Some(Errno::ENOEXEC) => "; a script needs a first line such as #!/bin/sh",
+        Some(Errno::EACCES) => "; look at the permissions of its folder and at the mount option noexec",
+        Some(Errno::EMFILE | Errno::ENFILE) => {
+            "; a rank takes four descriptors of the launcher: raise `ulimit -n` or start fewer ranks"
+        }
+        Some(Errno::EAGAIN) => "; the limit of processes is reached: raise `ulimit -u` or start fewer ranks",
+        _ => "",
+    }
 }
 
 /// A TCP port nobody listens on at the moment, for programs that make a rendezvous of their own (PyTorch).
+///
+/// It is free, not reserved: between here and the program's own bind somebody else may take it.
 pub(crate) fn free_port() -> String {
     let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
     // Without a loopback interface there is nobody to connect either.
     port.map_or_else(|_| "29500".into(), |address| address.port().to_string())
 }
 
-impl Process {
-    /// Kills the process with its group and waits for it.
-    pub(crate) fn end(&self) {
-        let _ = nix::sys::signal::killpg(self.pid, nix::sys::signal::Signal::SIGKILL);
-        let _ = nix::sys::wait::waitpid(self.pid, None);
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !self.reaped {
+            end(self.pid);
+        }
     }
+}
+
+/// Kills a process with its group and waits for it.
+fn end(pid: Pid) {
+    let _ = killpg(pid, Signal::SIGKILL);
+    let _ = waitpid(pid, None);
 }

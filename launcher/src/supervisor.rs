@@ -2,7 +2,8 @@
 //!
 //! Events come in one line from the event loop; each gives a list of actions. The first rank to fail decides the
 //! outcome. Its peers first get a moment in which their collectives return an error that names it, so that they
-//! can say what they were doing; then they are asked to end, and after the grace time they are made to.
+//! can say what they were doing; then they are asked to end, and after the grace time they are made to. A rank that a
+//! faster peer blames, and that ends by itself in that moment, counts as the first.
 
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,8 @@ pub enum Action {
     Announce(u32, Departure),
     /// Send a signal to a rank's process group.
     Send(u32, Signal),
+    /// Tell the user.
+    Say(String),
     /// Everything is over.
     Finish(Outcome),
 }
@@ -83,6 +86,18 @@ pub struct Outcome {
     pub culprit: Option<u32>,
     /// What happened, in one line; `None` if all ranks finished.
     pub message: Option<String>,
+    /// A signal or an [`Interrupter`](crate::Interrupter) asked for the end.
+    pub interrupted: bool,
+}
+
+impl Outcome {
+    fn success() -> Self {
+        Outcome { exit_code: exit_code::SUCCESS, culprit: None, message: None, interrupted: false }
+    }
+
+    fn failure(exit_code: u8, culprit: u32, message: String) -> Self {
+        Outcome { exit_code, culprit: Some(culprit), message: Some(message), interrupted: false }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +111,14 @@ enum Life {
 struct Rank {
     life: Life,
     joined: bool,
+}
+
+/// The end of a rank, and whom it held responsible.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Failure {
+    rank: u32,
+    exit: Exit,
+    blame: Option<Blame>,
 }
 
 /// How far the end of the ranks has come.
@@ -116,7 +139,11 @@ enum Stage {
 pub struct Supervisor {
     ranks: Vec<Rank>,
     stage: Stage,
+    /// Decided by the first cause, complete at the end.
     outcome: Option<Outcome>,
+    /// The failure that decided the outcome, while the rank it is blamed on has not ended.
+    accusation: Option<Failure>,
+    interrupted: bool,
     join_timeout: Duration,
     /// Set by the first rank that joins.
     join_deadline: Option<Instant>,
@@ -131,6 +158,8 @@ impl Supervisor {
             ranks: vec![Rank { life: Life::Running, joined: false }; ranks as usize],
             stage: Stage::Running,
             outcome: None,
+            accusation: None,
+            interrupted: false,
             join_timeout,
             join_deadline: None,
             grace,
@@ -171,40 +200,75 @@ impl Supervisor {
         let departure = if finished { Departure::Finished } else { Departure::Failed(exit.describe()) };
         actions.push(Action::Announce(rank, departure));
         if !finished && self.outcome.is_none() {
-            self.outcome = Some(self.judge(rank, exit, blame, now));
+            self.condemn(Failure { rank, exit, blame }, now);
             self.stage = Stage::Noticed(now + NOTICE);
+        } else if let Stage::Noticed(_) = self.stage {
+            self.reconsider(Failure { rank, exit, blame }, now);
         }
         if self.running().next().is_none() {
-            let done = Outcome { exit_code: exit_code::SUCCESS, culprit: None, message: None };
-            actions.push(Action::Finish(self.outcome.clone().unwrap_or(done)));
+            let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
+            // Somebody may be waiting for the end that another cause had begun.
+            actions.push(Action::Finish(Outcome { interrupted: self.interrupted, ..outcome }));
         }
         actions
     }
 
-    /// The outcome when `rank` is the first to fail.
+    /// Decides the outcome by a failure, for the time being if it was blamed on a rank that is still running.
+    fn condemn(&mut self, failure: Failure, now: Instant) {
+        let Failure { rank, exit, blame } = &failure;
+        self.outcome = Some(self.judge(*rank, *exit, blame.clone(), now));
+        self.accusation = self.accused(&failure).is_some().then_some(failure);
+    }
+
+    /// Takes in the end of a rank soon after the first failure, before anybody was asked to end.
+    ///
+    /// Processes end in another order than they fail: a rank that panics has told its peers so before it has unwound
+    /// and exited, and a peer may be faster. If the accused ends by itself within the notice, it was the cause.
+    fn reconsider(&mut self, ended: Failure, now: Instant) {
+        let is_accused =
+            |accusation: &Failure| accusation.blame.as_ref().map(|blame| blame.culprit) == Some(ended.rank);
+        if !self.accusation.as_ref().is_some_and(is_accused) {
+            return;
+        }
+        let Some(accusation) = self.accusation.take() else { return };
+        if ended.exit == Exit::Code(0) {
+            self.condemn(accusation, now);
+        } else if ended.blame.is_none() || self.accused(&ended).is_some() {
+            self.condemn(ended, now);
+        }
+    }
+
+    /// The running rank that a failure is blamed on.
+    fn accused(&self, failure: &Failure) -> Option<u32> {
+        let blame = failure.blame.as_ref().filter(|blame| !blame.timed_out)?;
+        self.running().find(|rank| *rank == blame.culprit)
+    }
+
+    /// The outcome if `rank` is the first to fail.
     fn judge(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
         let others = if self.running().next().is_some() { "; the other ranks are stopped" } else { "" };
         let after = (now - self.started).as_secs_f64();
         let life = |rank: u32| self.ranks.get(rank as usize).map(|rank| rank.life);
-        match blame {
-            Some(blame) if blame.timed_out => Outcome {
-                exit_code: exit_code::NO_PROGRESS,
-                culprit: Some(blame.culprit),
-                message: Some(format!("rank {} made no progress: {}{others}", blame.culprit, blame.message)),
-            },
-            Some(blame) if life(blame.culprit) == Some(Life::Finished) => Outcome {
-                exit_code: exit.code(),
-                culprit: Some(blame.culprit),
-                message: Some(format!(
+        // A rank that nobody started cannot be to blame, whatever is written in shared memory.
+        match blame.filter(|blame| (blame.culprit as usize) < self.ranks.len()) {
+            Some(blame) if blame.timed_out => Outcome::failure(
+                exit_code::NO_PROGRESS,
+                blame.culprit,
+                format!("rank {} made no progress: {}{others}", blame.culprit, blame.message),
+            ),
+            Some(blame) if life(blame.culprit) == Some(Life::Finished) => Outcome::failure(
+                exit.code(),
+                blame.culprit,
+                format!(
                     "rank {} exited with code 0 while others needed it: {}{others}",
                     blame.culprit, blame.message
-                )),
-            },
-            _ => Outcome {
-                exit_code: exit.code(),
-                culprit: Some(rank),
-                message: Some(format!("rank {rank} {} after {after:.1} s{others}", exit.describe())),
-            },
+                ),
+            ),
+            _ => Outcome::failure(
+                exit.code(),
+                rank,
+                format!("rank {rank} {} after {after:.1} s{others}", exit.describe()),
+            ),
         }
     }
 
@@ -220,7 +284,9 @@ impl Supervisor {
             exit_code: exit_code::signalled(signal as i32),
             culprit: None,
             message: Some(format!("stopped by {signal}")),
+            interrupted: false,
         });
+        self.interrupted = true;
         self.stage = Stage::Asked(now + self.grace);
         self.to_all(signal)
     }
@@ -240,7 +306,12 @@ impl Supervisor {
             Stage::Noticed(_) => {}
             Stage::Asked(_) | Stage::Killed => {
                 self.stage = Stage::Killed;
-                return self.to_all(Signal::SIGKILL);
+                let names = name_ranks(self.running());
+                let seconds = self.grace.as_secs_f64();
+                let mut actions =
+                    vec![Action::Say(format!("{names} did not end within {seconds} s: killed"))];
+                actions.extend(self.to_all(Signal::SIGKILL));
+                return actions;
             }
         }
         self.stage = Stage::Asked(now + self.grace);
@@ -250,14 +321,13 @@ impl Supervisor {
     /// The outcome if some running ranks have not joined; `None` if those that have not have ended.
     fn never_joined(&self) -> Option<Outcome> {
         let missing: Vec<u32> = self.running().filter(|rank| !self.ranks[*rank as usize].joined).collect();
-        let names: Vec<String> = missing.iter().map(u32::to_string).collect();
         let message = format!(
-            "rank {} did not join within {} s, while others had; a slow start needs a longer --timeout",
-            names.join(", "),
+            "{} did not join within {} s, while others had; a slow start needs a longer --timeout",
+            name_ranks(missing.iter().copied()),
             self.join_timeout.as_secs_f64()
         );
         let culprit = *missing.first()?;
-        Some(Outcome { exit_code: exit_code::NEVER_JOINED, culprit: Some(culprit), message: Some(message) })
+        Some(Outcome::failure(exit_code::NEVER_JOINED, culprit, message))
     }
 
     fn running(&self) -> impl Iterator<Item = u32> + '_ {
@@ -267,6 +337,12 @@ impl Supervisor {
     fn to_all(&self, signal: Signal) -> Vec<Action> {
         self.running().map(|rank| Action::Send(rank, signal)).collect()
     }
+}
+
+/// "rank 1" or "ranks 0, 2".
+fn name_ranks(ranks: impl Iterator<Item = u32>) -> String {
+    let names: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
+    format!("rank{} {}", if names.len() == 1 { "" } else { "s" }, names.join(", "))
 }
 
 #[cfg(test)]
@@ -338,7 +414,7 @@ mod tests {
                                 prop_assert_eq!(outcome.exit_code, first.unwrap_or(0));
                             }
                         }
-                        Action::Announce(..) => {}
+                        Action::Announce(..) | Action::Say(_) => {}
                     }
                 }
                 prop_assert!(before.is_none() || before == supervisor.outcome, "the first cause stays");
@@ -361,7 +437,8 @@ mod tests {
         assert_eq!(supervisor.handle(Event::Tick, at), [term(0), term(2)]);
         supervisor.handle(exited(0, 143), at);
         let at = supervisor.next_deadline().unwrap();
-        assert_eq!(supervisor.handle(Event::Tick, at), [Action::Send(2, Signal::SIGKILL)]);
+        let said = Action::Say("rank 2 did not end within 5 s: killed".into());
+        assert_eq!(supervisor.handle(Event::Tick, at), [said, Action::Send(2, Signal::SIGKILL)]);
         let end = Event::Exited { rank: 2, exit: Exit::Signal(9), blame: None };
         let actions = supervisor.handle(end, at);
         let outcome = finish(&actions).unwrap();
@@ -394,6 +471,51 @@ mod tests {
         assert_eq!((outcome.exit_code, outcome.culprit), (exit_code::NO_PROGRESS, Some(1)));
     }
 
+    fn lost(rank: u32, code: i32, culprit: u32) -> Event {
+        let blame = Blame { culprit, timed_out: false, message: format!("rank {rank} lost rank {culprit}") };
+        Event::Exited { rank, exit: Exit::Code(code), blame: Some(blame) }
+    }
+
+    fn end_of(events: &[Event]) -> (u8, Option<u32>) {
+        let (mut supervisor, now) = supervisor(events.len() as u32);
+        let actions: Vec<Action> =
+            events.iter().flat_map(|event| supervisor.handle(event.clone(), now)).collect();
+        let outcome = finish(&actions).unwrap();
+        (outcome.exit_code, outcome.culprit)
+    }
+
+    #[test]
+    fn a_victim_that_exits_before_the_culprit_is_not_the_culprit() {
+        assert_eq!(end_of(&[lost(1, 9, 2), lost(0, 9, 2), exited(2, 101)]), (101, Some(2)));
+        assert_eq!(end_of(&[lost(0, 9, 1), lost(1, 8, 2), exited(2, 7)]), (7, Some(2)));
+        assert_eq!(end_of(&[lost(1, 9, 0), exited(0, 0)]), (9, Some(0)));
+        // Both say it was the other: the first to end stays.
+        assert_eq!(end_of(&[lost(1, 9, 0), lost(0, 8, 1)]), (9, Some(1)));
+        // Not accused: ends later, so it is not the first.
+        assert_eq!(end_of(&[lost(1, 9, 0), exited(2, 4), lost(0, 8, 1)]), (9, Some(1)));
+    }
+
+    #[test]
+    fn an_accused_rank_that_had_to_be_stopped_does_not_decide() {
+        let (mut supervisor, now) = supervisor(2);
+        supervisor.handle(lost(1, 9, 0), now);
+        let at = supervisor.next_deadline().unwrap();
+        supervisor.handle(Event::Tick, at);
+        let killed = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
+        let actions = supervisor.handle(killed, at);
+        assert_eq!(finish(&actions).unwrap().exit_code, 9);
+    }
+
+    #[test]
+    fn nobody_blames_a_rank_that_does_not_exist() {
+        let (mut supervisor, now) = supervisor(2);
+        supervisor.handle(exited(0, 0), now);
+        let blame = Some(Blame { culprit: 7, timed_out: true, message: String::new() });
+        let actions = supervisor.handle(Event::Exited { rank: 1, exit: Exit::Code(6), blame }, now);
+        let outcome = finish(&actions).unwrap();
+        assert_eq!((outcome.exit_code, outcome.culprit), (6, Some(1)));
+    }
+
     #[test]
     fn a_rank_that_never_joins_is_waited_for_once_another_has() {
         let (mut supervisor, now) = supervisor(3);
@@ -416,6 +538,7 @@ mod tests {
         assert_eq!(sent, [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)]);
         supervisor.handle(exited(0, 0), now);
         let actions = supervisor.handle(exited(1, 0), now);
-        assert_eq!(finish(&actions).unwrap().exit_code, 130);
+        let outcome = finish(&actions).unwrap();
+        assert_eq!((outcome.exit_code, outcome.interrupted), (130, true));
     }
 }

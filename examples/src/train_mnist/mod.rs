@@ -1,8 +1,8 @@
 //! `mgpurun -n 2 train_mnist`: the networks of [`nets`](crate::nets) on MNIST, data-parallel.
 //!
-//! [`run`] reads from top to bottom: join the world, get the data, replicate the weights, then epochs of steps. A
-//! step is in [`Trainer::train_epoch`](trainer::Trainer); everything around it is what a training program needs
-//! besides: evaluation, checkpoints, a report.
+//! `run` reads from top to bottom: join the world, get the data, replicate the weights, then epochs of steps. A step is
+//! in `Trainer::train_epoch`; everything around it is what a training program needs besides: evaluation, checkpoints, a
+//! report.
 
 mod args;
 mod report;

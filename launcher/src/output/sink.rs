@@ -1,0 +1,143 @@
+//! Where lines end up: standard output or error, which may be slow, stuck or gone.
+//!
+//! A pager that nobody scrolls, or a full pipe, must not stop the launcher from noticing a dead rank or a Ctrl-C, so
+//! a write may never block. The descriptor is shared with the shell and cannot be made non-blocking without doing
+//! that to the shell as well; instead the kernel is asked before every write, and a write is no longer than what a
+//! pipe that has room takes at once. The rest waits in a queue until the event loop finds room. When the queue is
+//! long, the ranks' pipes are left unread: a rank that writes faster than its reader reads is slowed down, as it
+//! would be without a launcher.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::unistd::write;
+
+/// Bytes in the queue from which ranks have to wait.
+const LONG_QUEUE: usize = 256 << 10;
+/// What a pipe that reports room takes without blocking (`PIPE_BUF`).
+const PIPE_PIECE: usize = 4096;
+/// A terminal reports room from its first free byte on and takes more as it shows it.
+const TERMINAL_PIECE: usize = 512;
+/// A file takes anything.
+const FILE_PIECE: usize = 64 << 10;
+
+/// A destination that may be slow and may go away.
+pub(crate) struct Sink {
+    target: Box<dyn AsFd>,
+    piece: usize,
+    queue: Vec<u8>,
+    /// Bytes of the queue that are written already.
+    written: usize,
+    /// Why nothing is written any more.
+    failure: Option<Errno>,
+}
+
+impl Sink {
+    pub(crate) fn new(target: impl AsFd + 'static, terminal: bool) -> Self {
+        let regular = target.as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
+        let piece = match regular {
+            _ if terminal => TERMINAL_PIECE,
+            Ok(metadata) if metadata.is_file() => FILE_PIECE,
+            _ => PIPE_PIECE,
+        };
+        Sink { target: Box::new(target), piece, queue: Vec::new(), written: 0, failure: None }
+    }
+
+    /// Writes what finds room now, and keeps the rest. After a failure everything is dropped.
+    pub(crate) fn push(&mut self, bytes: &[u8]) {
+        if self.failure.is_none() {
+            self.queue.extend_from_slice(bytes);
+            self.write_what_fits();
+        }
+    }
+
+    /// Goes on writing what is kept.
+    pub(crate) fn write_what_fits(&mut self) {
+        while self.has_rest() && self.has_room() {
+            let end = self.queue.len().min(self.written + self.piece);
+            match write(&self.target, &self.queue[self.written..end]) {
+                Ok(count) => self.written += count,
+                Err(Errno::EINTR) => {}
+                // Somebody else writes to the same pipe, or made it non-blocking.
+                Err(Errno::EAGAIN) => break,
+                Err(errno) => {
+                    self.failure = Some(errno);
+                    self.written = self.queue.len();
+                }
+            }
+        }
+        if !self.has_rest() {
+            self.queue.clear();
+            self.written = 0;
+        } else if self.written > LONG_QUEUE {
+            self.queue.drain(..std::mem::take(&mut self.written));
+        }
+    }
+
+    /// True while something waits for room.
+    pub(crate) fn has_rest(&self) -> bool {
+        self.written < self.queue.len()
+    }
+
+    /// True if ranks should wait before they write more.
+    pub(crate) fn is_behind(&self) -> bool {
+        self.queue.len() - self.written > LONG_QUEUE
+    }
+
+    /// Why nothing is written any more.
+    pub(crate) fn failure(&self) -> Option<Errno> {
+        self.failure
+    }
+
+    fn has_room(&self) -> bool {
+        let mut fds = [PollFd::new(self.as_fd(), PollFlags::POLLOUT)];
+        // A reader that is gone counts as room: the write then says so.
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1))
+    }
+}
+
+impl AsFd for Sink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.target.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn a_stuck_reader_does_not_block() {
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        let mut sink = Sink::new(writer, false);
+        let input: Vec<u8> = (0..400_000u32).map(|index| index as u8).collect();
+        sink.push(&input);
+        assert!(sink.has_rest() && sink.is_behind());
+        let mut output = Vec::new();
+        while sink.has_rest() {
+            let mut chunk = [0; 10_000];
+            let count = reader.read(&mut chunk).unwrap();
+            output.extend_from_slice(&chunk[..count]);
+            sink.write_what_fits();
+        }
+        assert!(!sink.is_behind());
+        drop(sink);
+        reader.read_to_end(&mut output).unwrap();
+        assert!(output == input);
+    }
+
+    #[test]
+    fn a_reader_that_is_gone_costs_its_lines_only() {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut sink = Sink::new(writer, false);
+        sink.push(b"lost");
+        assert_eq!(sink.failure(), Some(Errno::EPIPE));
+        sink.push(b"lost too");
+        assert!(!sink.has_rest());
+    }
+}
