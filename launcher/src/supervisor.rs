@@ -80,7 +80,7 @@ pub enum Action {
 /// How the run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
-    /// Exit code of the launcher; see [`exit_code`](crate::exit_code).
+    /// Exit code of the launcher; see [`crate::exit_code`].
     pub exit_code: u8,
     /// The rank to blame.
     pub culprit: Option<u32>,

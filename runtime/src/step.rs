@@ -1,9 +1,9 @@
 //! One training step, from the forward pass to the update, on one screen: see [`DataParallel::step`].
 //!
-//! The way of a gradient: the model writes it into its bucket ([`bucket`](crate::bucket)); the last one of a
-//! bucket starts the all-reduce ([`comm`](crate::comm)); the averaged bucket goes through the optimizer
-//! ([`optimizer`](crate::optimizer)) into this rank's own copy of the parameters. All copies were made equal once
-//! ([`replicate`](crate::replicate)) and every rank applies the same update to the same bits, so they stay equal
+//! The way of a gradient: the model writes it into its bucket ([`crate::bucket`]); the last one of a
+//! bucket starts the all-reduce ([`crate::comm`]); the averaged bucket goes through the optimizer
+//! ([`crate::optimizer`]) into this rank's own copy of the parameters. All copies were made equal once
+//! ([`crate::replicate`](mod@crate::replicate)) and every rank applies the same update to the same bits, so they stay equal
 //! without ever being sent again.
 
 use crate::bucket::{self, Bucket};
