@@ -144,7 +144,7 @@ impl Output {
 
     /// True if transient lines are shown.
     pub fn shows_progress(&self) -> bool {
-        self.destinations[Stream::Stderr as usize].terminal
+        self.destinations[Stream::Stdout as usize].terminal
     }
 
     /// False while a rank's stream should be left unread, because its reader is slower than the rank.

@@ -58,9 +58,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         if !args.skip_test {
             trainer.evaluate(&data.test, &mut report)?;
         }
-        progress.clear();
         if rank == 0 {
-            println!("{}", report.line(trainer.epochs()));
+            progress.line(&report.line(trainer.epochs()));
             if let Some(metrics) = &mut metrics {
                 metrics.append(&report)?;
             }

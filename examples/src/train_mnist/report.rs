@@ -1,7 +1,7 @@
 //! What the user sees: a line that moves, a line an epoch, and a summary.
 
 use std::fs::{File, OpenOptions};
-use std::io::{IsTerminal, Write, stderr};
+use std::io::{IsTerminal, Write, stdout};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -103,7 +103,8 @@ impl Metrics {
     }
 }
 
-/// The line that moves: on a terminal, or for a launcher that shows one.
+/// The line that moves: on a terminal, or for a launcher that shows one. It goes to standard output like the lines of
+/// the epochs, so that it cannot overtake them.
 pub(super) struct Progress {
     shown: bool,
     next: Instant,
@@ -111,25 +112,27 @@ pub(super) struct Progress {
 
 /// Time between two updates of the line.
 const REFRESH: Duration = Duration::from_millis(200);
+/// Clears what an earlier, longer line has left behind.
+const CLEAR: &str = "\x1b[K";
 
 impl Progress {
     pub(super) fn new(rank: u32) -> Self {
         let launcher = std::env::var_os(mgpu::protocol::MGPU_PROGRESS).is_some_and(|value| value == "1");
-        Progress { shown: rank == 0 && (launcher || stderr().is_terminal()), next: Instant::now() }
+        Progress { shown: rank == 0 && (launcher || stdout().is_terminal()), next: Instant::now() }
     }
 
     /// Shows what `text` returns, unless the line was refreshed a moment ago.
     pub(super) fn update(&mut self, text: impl FnOnce() -> String) {
         if self.shown && Instant::now() >= self.next {
             self.next = Instant::now() + REFRESH;
-            eprint!("{}\x1b[K\r", text());
+            print!("{}{CLEAR}\r", text());
+            // Without a terminal to show it, nothing is lost.
+            let _ = stdout().flush();
         }
     }
 
-    /// Clears the line before another is printed.
-    pub(super) fn clear(&self) {
-        if self.shown {
-            eprint!("\x1b[K");
-        }
+    /// A line that takes the moving one's place.
+    pub(super) fn line(&self, text: &str) {
+        println!("{text}{}", if self.shown { CLEAR } else { "" });
     }
 }
