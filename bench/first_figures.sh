@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 
 bin=target/release
 out=bench/results/cpu-$(date +%F).json
+mkdir -p bench/results
 lines=$(mktemp)
 trap 'rm -f "$lines"' EXIT
 
