@@ -18,11 +18,11 @@ use serde::Serialize;
 #[command(name = "allreduce_perf", version)]
 struct Args {
     /// Smallest size in bytes.
-    #[arg(long, default_value_t = 4, value_name = "BYTES")]
-    min: usize,
+    #[arg(long, default_value_t = 4, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
+    min: u64,
     /// Largest size in bytes.
-    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES")]
-    max: usize,
+    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
+    max: u64,
     /// Each size is this many times the one before.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     factor: u32,
@@ -65,8 +65,9 @@ fn run(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
     comm.set_algorithm(args.algo);
-    let mut bytes = args.min.next_multiple_of(args.dtype.size());
-    let most = if args.algo == Algorithm::Eager { args.max.min(8 << 10) } else { args.max };
+    let mut bytes = (args.min as usize).next_multiple_of(args.dtype.size());
+    let max = args.max as usize;
+    let most = if args.algo == Algorithm::Eager { max.min(8 << 10) } else { max };
     while bytes <= most {
         let line = match args.dtype {
             DType::F32 => measure::<f32>(&mut *comm, args, bytes),

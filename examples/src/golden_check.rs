@@ -29,8 +29,8 @@ struct Args {
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
     /// Threads of each rank [default: the cores divided by the ranks].
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
 }
 
 /// What a golden file holds.
@@ -91,7 +91,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let folder = folder.ok_or("golden runs train on MNIST: name its folder with --data DIR or MGPU_DATA")?;
     let train = idx::read_split(&folder, Split::Train)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = args.threads.unwrap_or(cores / world.local_size() as usize).max(1);
+    let threads = args.threads.map_or((cores / world.local_size() as usize).max(1), usize::from);
     let mut failed = Vec::new();
     for path in &args.files {
         let golden = read(path)?;

@@ -1,47 +1,18 @@
 //! A launch, from the request to the outcome.
 
 use std::ffi::OsString;
-use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use mgpu::rendezvous::Server;
 
+use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, flush};
 use crate::interrupt::{Interrupter, Signals};
-use crate::output::{LogError, Output, OutputOptions};
-use crate::plan::{BackendChoice, Machine, Plan, PlanError, Ranks, Request, RunFacts, plan};
+use crate::output::{Output, OutputOptions};
+use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
 use crate::spawn::{free_port, spawn};
 use crate::supervisor::{Outcome, Supervisor};
-
-/// Why the ranks could not be started.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    /// The request cannot be met.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// The rendezvous could not be opened.
-    #[error(transparent)]
-    Rendezvous(#[from] mgpu::Error),
-    /// A log file could not be made.
-    #[error(transparent)]
-    Log(#[from] LogError),
-    /// A rank's process could not be made. Those before it have been ended.
-    #[error("cannot start rank {rank} ({}): {error}{hint}", program.display())]
-    Spawn {
-        /// The rank.
-        rank: u32,
-        /// What it should have run.
-        program: PathBuf,
-        /// What the system said.
-        error: io::Error,
-        /// What to try next; may be empty.
-        hint: &'static str,
-    },
-    /// The system refused something.
-    #[error("cannot wait for signals: {0}")]
-    Signals(#[from] nix::Error),
-}
 
 /// Copies of a program to be started as ranks.
 ///

@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cli;
+mod error;
 mod event_loop;
 pub mod exit_code;
 mod group;
@@ -32,8 +33,9 @@ pub mod ranks;
 mod spawn;
 pub mod supervisor;
 
+pub use error::LaunchError;
 pub use interrupt::Interrupter;
-pub use launch::{Launch, LaunchError};
+pub use launch::Launch;
 pub use output::{LogError, OutputOptions};
 pub use plan::BackendChoice;
 pub use supervisor::Outcome;

@@ -16,7 +16,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
-use crate::launch::LaunchError;
+use crate::error::LaunchError;
 use crate::plan::{Plan, RankPlan, RunFacts};
 
 /// A rank's process.

@@ -45,6 +45,7 @@ pub mod checkpoint;
 pub mod comm;
 mod error;
 pub mod layout;
+mod membership;
 pub mod optimizer;
 pub mod process;
 pub mod progress;

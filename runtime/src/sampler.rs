@@ -46,7 +46,7 @@ impl Sampler {
             "a batch has at least one sample".to_owned()
         } else if samples > u32::MAX as usize {
             format!("{samples} samples are more than 32-bit numbers count")
-        } else if samples < batch * ranks {
+        } else if samples < batch.saturating_mul(ranks) {
             format!("{samples} samples are fewer than a batch of {batch} on each of {ranks} ranks")
         } else {
             let order = (0..samples as u32).collect();

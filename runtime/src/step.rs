@@ -57,6 +57,21 @@ struct Slot {
 }
 
 impl Slot {
+    /// Opens the bucket for new gradients. Those of a step that broke off are taken back.
+    fn begin_step(&mut self) -> Result<()> {
+        self.open.fill(true);
+        self.gradient = match std::mem::replace(&mut self.gradient, Gradient::Lost) {
+            Gradient::Reducing(pending) => Gradient::Here(pending.wait()?),
+            Gradient::Here(buffer) => Gradient::Here(buffer),
+            Gradient::Lost => {
+                let problem =
+                    "the gradients were lost to an earlier error; no further step can be made".to_owned();
+                return Err(Error::InvalidArgument { operation: "step", problem });
+            }
+        };
+        Ok(())
+    }
+
     fn buffer(&self) -> Option<&Buffer> {
         match &self.gradient {
             Gradient::Here(buffer) => Some(buffer),
@@ -134,7 +149,7 @@ impl DataParallel {
     /// As `compute` and the communicator; names a tensor whose gradient was not handed over.
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
         for slot in &mut self.slots {
-            slot.open.fill(true);
+            slot.begin_step()?;
         }
         let mut sink = Sink {
             comm: &mut *self.comm,
@@ -275,9 +290,11 @@ impl GradientSink for Sink<'_> {
         if slot.open.contains(&true) {
             return Ok(());
         }
-        if let Gradient::Here(gradient) = std::mem::replace(&mut slot.gradient, Gradient::Lost) {
-            slot.gradient = Gradient::Reducing(self.comm.all_reduce(gradient, ReduceOp::Avg)?);
-        }
+        slot.gradient = match std::mem::replace(&mut slot.gradient, Gradient::Lost) {
+            Gradient::Here(gradient) => Gradient::Reducing(self.comm.all_reduce(gradient, ReduceOp::Avg)?),
+            // Announced twice: it is on its way already.
+            other => other,
+        };
         Ok(())
     }
 

@@ -184,4 +184,7 @@ fn bad_arguments_are_usage_errors() {
         .expect(1, &["60000 samples are fewer"]);
     run(plain().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"]))
         .expect(1, &["/nonexistent/m"]);
+    run(plain().args(["--synthetic", "--steps", "1", "--checkpoint-dir", "/proc/none"]))
+        .expect(1, &["/proc/none"]);
+    run(plain().args(["--threads", "5000"])).expect(2, &["5000 is not in 1..=1024"]);
 }

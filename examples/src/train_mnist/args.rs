@@ -51,8 +51,8 @@ pub(super) struct Args {
     #[arg(long, value_name = "P", default_value = "f32", value_parser = parse_precision)]
     precision: Precision,
     /// Threads of each rank on the CPU [default: the cores divided by the ranks].
-    #[arg(long, value_name = "N", value_parser = positive)]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     /// Write a checkpoint into this folder after every epoch; the last two are kept.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
@@ -130,7 +130,7 @@ impl Args {
     /// Threads of a rank: its share of the cores, unless told otherwise.
     pub(super) fn threads(&self, local_ranks: u32) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
-        self.threads.unwrap_or_else(|| (cores() / local_ranks as usize).max(1))
+        self.threads.map_or_else(|| (cores() / local_ranks as usize).max(1), usize::from)
     }
 
     pub(super) fn dtype(&self) -> &'static str {

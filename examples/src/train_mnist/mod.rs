@@ -33,8 +33,12 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut progress = Progress::new(rank);
 
     let mut trainer = Trainer::new(args, comm, data.train.len(), threads)?;
-    if let Some(folder) = args.checkpoint_dir.as_ref().filter(|_| args.resume) {
-        trainer.resume(folder)?;
+    if let Some(folder) = &args.checkpoint_dir {
+        // Better known now than after an epoch.
+        std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        if args.resume {
+            trainer.resume(folder)?;
+        }
     }
     if rank == 0 {
         println!(

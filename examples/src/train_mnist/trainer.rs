@@ -95,7 +95,7 @@ impl Trainer {
         let (batch, ranks) = (args.batch(), comm.size());
         let sampler = Sampler::new(samples, batch, comm.rank(), ranks, args.seed)?;
         let length = match args.length() {
-            Length::Epochs(epochs) => epochs * sampler.steps_per_epoch() as u64,
+            Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
             Length::Steps(steps) => steps,
         };
         let hyperparameters = Hyperparameters {

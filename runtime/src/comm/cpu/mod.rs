@@ -32,8 +32,8 @@ use wait::{Flag, Patience, at_least};
 
 use super::buffer::Arena;
 use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use crate::membership::Membership;
 use crate::shm::{SharedMemory, reserve};
-use crate::world::Membership;
 use crate::{Error, Result};
 
 /// The communicator of one rank.
@@ -273,9 +273,13 @@ impl Communicator for CpuCommunicator {
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
+        let Some(bytes) = len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MOST_BYTES) else {
+            let problem = format!("{len} elements of {dtype} are more than any machine has memory for");
+            return Err(Error::InvalidArgument { operation: "allocate", problem });
+        };
         self.guard(|comm| {
             comm.enter(&Call::plain(Kind::Allocate, dtype, len))?;
-            let arena = comm.allocate_arena(len * dtype.size())?;
+            let arena = comm.allocate_arena(bytes)?;
             // Nobody touches a peer's part before that rank has reserved it.
             comm.enter(&Call::plain(Kind::Allocate, dtype, len))?;
             Ok(Buffer::in_arena(arena, dtype, len))
@@ -369,6 +373,8 @@ impl Communicator for CpuCommunicator {
 /// Parts of an arena are aligned to huge pages once they fill one.
 const HUGE_PAGE: usize = 2 << 20;
 const PAGE: usize = 4096;
+/// Largest part of an arena: what its byte offsets have room for in a call's description.
+const MOST_BYTES: usize = 1 << 46;
 /// Offset between the parts of neighbouring ranks beyond their alignment: equal elements of all ranks must not
 /// fall into the same cache set.
 const STAGGER: usize = 65 * 64;

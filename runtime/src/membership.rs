@@ -13,7 +13,7 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    pub(super) fn new(rank: u32, store: Store, page: ProgressPage) -> Self {
+    pub(crate) fn new(rank: u32, store: Store, page: ProgressPage) -> Self {
         Membership { rank, store, page }
     }
 
