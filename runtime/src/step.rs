@@ -57,19 +57,17 @@ struct Slot {
 }
 
 impl Slot {
-    /// Opens the bucket for new gradients. Those of a step that broke off are taken back.
-    fn begin_step(&mut self) -> Result<()> {
-        self.open.fill(true);
-        self.gradient = match std::mem::replace(&mut self.gradient, Gradient::Lost) {
-            Gradient::Reducing(pending) => Gradient::Here(pending.wait()?),
-            Gradient::Here(buffer) => Gradient::Here(buffer),
+    /// Takes the gradient, waiting for its all-reduce if that is under way.
+    fn take(&mut self) -> Result<Buffer> {
+        match std::mem::replace(&mut self.gradient, Gradient::Lost) {
+            Gradient::Here(buffer) => Ok(buffer),
+            Gradient::Reducing(pending) => pending.wait(),
             Gradient::Lost => {
                 let problem =
-                    "the gradients were lost to an earlier error; no further step can be made".to_owned();
-                return Err(Error::InvalidArgument { operation: "step", problem });
+                    "gradients were lost to an earlier error; no further step can be made".to_owned();
+                Err(Error::InvalidArgument { operation: "step", problem })
             }
-        };
-        Ok(())
+        }
     }
 
     fn buffer(&self) -> Option<&Buffer> {
@@ -149,7 +147,9 @@ impl DataParallel {
     /// As `compute` and the communicator; names a tensor whose gradient was not handed over.
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
         for slot in &mut self.slots {
-            slot.begin_step()?;
+            slot.open.fill(true);
+            // A step that broke off may have left an all-reduce under way.
+            slot.gradient = Gradient::Here(slot.take()?);
         }
         let mut sink = Sink {
             comm: &mut *self.comm,
@@ -158,15 +158,12 @@ impl DataParallel {
             slot_of: &self.slot_of,
         };
         let result = compute(&self.parameters, &mut sink)?;
+        if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
+            return Err(unready(&self.layout, slot));
+        }
         self.optimizer.begin_step();
         for slot in &mut self.slots {
-            let gradient = match std::mem::replace(&mut slot.gradient, Gradient::Lost) {
-                Gradient::Reducing(pending) => pending.wait()?,
-                other => {
-                    slot.gradient = other;
-                    return Err(unready(&self.layout, slot));
-                }
-            };
+            let gradient = slot.take()?;
             self.optimizer.update(&self.layout, &slot.bucket, &mut self.parameters, gradient.as_slice());
             slot.gradient = Gradient::Here(gradient);
         }
