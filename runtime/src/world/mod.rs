@@ -6,16 +6,15 @@
 //! server over the same kind of socket and share the same kind of memory.
 
 mod env;
-
 mod threads;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::membership::Membership;
 pub use env::Backend;
 use env::Identity;
 
+use crate::membership::Membership;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
 
