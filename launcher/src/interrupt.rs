@@ -37,11 +37,16 @@ impl Signals {
     }
 
     /// Takes over SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 of the whole process: blocks them in the calling
-    /// thread, so call it before any other thread is started.
+    /// thread, so call it before any other thread is started. Those that whoever started us has set to be ignored
+    /// stay ignored: `nohup mgpurun` is to survive the end of the terminal.
     pub(crate) fn own_process_signals(&mut self) -> nix::Result<()> {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let ignored = ignored_signals(&status);
         let mut set = SigSet::empty();
         for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-            set.add(signal);
+            if ignored & (1 << (signal as u32 - 1)) == 0 {
+                set.add(signal);
+            }
         }
         set.thread_block()?;
         self.own = Some(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?);
@@ -66,5 +71,23 @@ impl Signals {
             signals.extend((0..count.min(2)).map(|_| Signal::SIGTERM));
         }
         signals
+    }
+}
+
+/// The signals that a process ignores, bit n − 1 for signal n, by its `/proc/PID/status`.
+fn ignored_signals(status: &str) -> u64 {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ignored_signals;
+
+    #[test]
+    fn ignored_signals_are_read() {
+        let status = "Name:\tx\nSigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n";
+        assert_eq!(ignored_signals(status), 1 << 12 | 1);
+        assert_eq!(ignored_signals("nothing"), 0);
     }
 }

@@ -8,8 +8,11 @@ use mgpu_tests::process::{Finished, command, finish, run, survivors, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+/// The launcher, with no signal ignored, whatever the test itself was started under.
 fn mgpurun() -> Command {
-    command(env!("CARGO_BIN_EXE_t-mgpurun"))
+    let mut launcher = command("env");
+    launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun")]);
+    launcher
 }
 
 /// Ranks that run a shell script.
@@ -174,6 +177,20 @@ fn the_first_signal_is_forwarded() {
         finished.expect(code, &["mgpurun: stopped by SIG"]);
         assert_eq!(notes, [format!("{name}\n"), format!("{name}\n")]);
     }
+}
+
+#[test]
+fn an_ignored_signal_stays_ignored() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = ": > ready-$RANK; while :; do sleep 0.05; done";
+    let mut launcher = command("env");
+    launcher.args(["--default-signal", "--ignore-signal=HUP", env!("CARGO_BIN_EXE_t-mgpurun")]);
+    launcher.args(["-n", "1", "sh", "-c", script]).current_dir(folder.path());
+    let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| folder.path().join("ready-0").exists());
+    send(&child, Signal::SIGHUP);
+    send(&child, Signal::SIGTERM);
+    finish(&mut child).expect(143, &["stopped by SIGTERM"]);
 }
 
 #[test]
