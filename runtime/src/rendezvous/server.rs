@@ -190,6 +190,8 @@ impl Server {
                 Ok(true) => index += 1,
                 Ok(false) => self.forget(index),
                 Err(problem) => {
+                    // It may quote what the peer sent: cut, so that the refusal fits a frame.
+                    let problem: String = problem.chars().take(1000).collect();
                     let why = format!("{}: {problem}", self.peers[index].name());
                     let refusal = encode(&Reply::Refused { why: problem });
                     let _ = self.peers[index].connection.send(&refusal, &[]);
