@@ -46,6 +46,7 @@ pub mod comm;
 mod error;
 pub mod layout;
 mod membership;
+mod memory;
 pub mod optimizer;
 pub mod process;
 pub mod progress;

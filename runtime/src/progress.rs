@@ -131,7 +131,7 @@ impl ProgressPage {
     /// A page for `world_size` ranks, and the descriptor to hand to them.
     pub(crate) fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
         let (memory, fd) = SharedMemory::create("mgpu-progress", Self::bytes(world_size))?;
-        reserve("the progress page", fd.as_fd(), 0, memory.len())?;
+        reserve("the progress page", &memory, fd.as_fd(), 0, memory.len())?;
         Ok((ProgressPage { memory, world_size }, fd))
     }
 

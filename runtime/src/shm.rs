@@ -8,6 +8,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
+use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::libc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -36,6 +37,7 @@ unsafe impl Send for SharedMemory {}
 // SAFETY: as above; the struct itself is never written after its construction.
 unsafe impl Sync for SharedMemory {}
 
+const PAGE: usize = 4096;
 const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);
 
 impl SharedMemory {
@@ -110,6 +112,15 @@ impl SharedMemory {
     }
 }
 
+impl SharedMemory {
+    /// Enters pages that exist by now into this process's page table, so that first uses find them there.
+    pub(crate) fn map_pages(&self) {
+        // Only a wish: a page that is not mapped now will be at its first use.
+        // SAFETY: the range is the whole mapping; populating it does not change its contents.
+        let _ = unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_POPULATE_WRITE) };
+    }
+}
+
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: the range is the one mapped at construction and no reference into it outlives `self`.
@@ -117,15 +128,43 @@ impl Drop for SharedMemory {
     }
 }
 
-/// Takes the memory behind a range now, so that a shortage is an error here and not a SIGBUS at first use.
+/// Takes the memory behind a range of `memory` now, so that a shortage is an error here and not a SIGBUS at first
+/// use.
 ///
-/// Each rank reserves its own part: pages come from the memory node of the process that asks for them.
-pub(crate) fn reserve(name: &str, fd: BorrowedFd<'_>, offset: usize, len: usize) -> Result<()> {
+/// Each rank reserves its own part: pages come from the memory node of the process that asks for them. They are
+/// asked for through the mapping, because only there does the kernel know that huge pages are wanted.
+pub(crate) fn reserve(
+    name: &str,
+    memory: &SharedMemory,
+    fd: BorrowedFd<'_>,
+    offset: usize,
+    len: usize,
+) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
-    fallocate(fd, FallocateFlags::empty(), offset as libc::off_t, len as libc::off_t)
-        .map_err(|errno| Error::system(format!("reserve {len} bytes of shared memory for {name}"), errno))
+    assert!(offset + len <= memory.len, "a reservation past the end of shared memory");
+    let pages = offset / PAGE * PAGE..(offset + len).next_multiple_of(PAGE).min(memory.len);
+    let failure =
+        |errno: Errno| Error::system(format!("reserve {len} bytes of shared memory for {name}"), errno);
+    loop {
+        // SAFETY: the range lies within the mapping; populating it does not change its contents.
+        let done =
+            unsafe { libc::madvise(memory.at(pages.start).cast(), pages.len(), libc::MADV_POPULATE_WRITE) };
+        match Errno::result(done) {
+            Ok(_) => return Ok(()),
+            Err(Errno::EINTR | Errno::EAGAIN) => {}
+            // Linux before 5.14 does not know this advice.
+            Err(Errno::EINVAL) => break,
+            Err(errno) => return Err(failure(errno)),
+        }
+    }
+    loop {
+        match fallocate(fd, FallocateFlags::empty(), offset as libc::off_t, len as libc::off_t) {
+            Err(Errno::EINTR) => {}
+            done => return done.map_err(failure),
+        }
+    }
 }
 
 #[cfg(test)]

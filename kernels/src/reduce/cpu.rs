@@ -1,45 +1,42 @@
 //! The reductions on the CPU.
 //!
 //! All functions take raw pointers: sources and destinations are memory that other processes map too, so no Rust
-//! reference to them may exist. Work is done in tiles that stay in the first-level cache: one tile of
-//! accumulators is filled from the first rank, combined with the others in order and stored to every
-//! destination, so each source is read once and each destination written once.
+//! reference to them may exist. Work is done in chunks of a few vector registers: a chunk of accumulators is
+//! filled from the first rank, combined with the others in order and stored to every destination, so each source
+//! is read once and each destination written once.
 //!
-//! The loops are plain Rust, compiled three times: for the baseline, for AVX2 and for AVX-512. Every operation in
-//! them is exactly rounded and none is fused or reordered, so the three give the same bits.
+//! The loops are plain Rust, compiled three times: for the baseline, for AVX2 and for AVX-512; only the
+//! conversions of 16-bit floats use the processor's own instructions. Every operation is exactly rounded and none
+//! is fused or reordered, so the three give the same bits.
 
 use half::{bf16, f16};
 
 use super::ReduceOp;
+use super::half_floats::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use super::level::{AVX2, AVX512, BASELINE, detect};
 use crate::{DType, Element};
 
-/// Elements per tile: accumulators and elements of 8 bytes together fill half of a 32 KiB first-level cache.
-const TILE: usize = 1024;
+/// Elements per chunk: four AVX-512 registers of 4-byte accumulators, a whole number of cache lines of any type.
+const CHUNK: usize = 64;
 
 /// An element type with the arithmetic of its accumulator.
+///
+/// `LEVEL` is the instruction set that the caller is compiled for (see `level`).
 trait Accumulate: Element {
     type Acc: bytemuck::Pod;
-    fn widen(self) -> Self::Acc;
-    fn narrow(acc: Self::Acc) -> Self;
     fn sum(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn product(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn smaller(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn larger(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    fn divide(acc: Self::Acc, ranks: u32) -> Self::Acc;
+    fn divide<const N: usize>(accs: [Self::Acc; N], ranks: u32) -> [Self::Acc; N];
+    fn widen<const LEVEL: u8, const N: usize>(elements: [Self; N]) -> [Self::Acc; N];
+    fn narrow<const LEVEL: u8, const N: usize>(accs: [Self::Acc; N]) -> [Self; N];
 }
 
 macro_rules! accumulate_float {
     ($type:ty, $acc:ty, $widen:expr, $narrow:expr) => {
         impl Accumulate for $type {
             type Acc = $acc;
-            #[inline(always)]
-            fn widen(self) -> $acc {
-                $widen(self)
-            }
-            #[inline(always)]
-            fn narrow(acc: $acc) -> Self {
-                $narrow(acc)
-            }
             #[inline(always)]
             fn sum(a: $acc, b: $acc) -> $acc {
                 a + b
@@ -57,30 +54,37 @@ macro_rules! accumulate_float {
             fn larger(a: $acc, b: $acc) -> $acc {
                 if a >= b || a.is_nan() { a } else { b }
             }
+            // Dividing by a power of two is multiplying by its inverse, bit for bit, and several times faster.
             #[inline(always)]
-            fn divide(acc: $acc, ranks: u32) -> $acc {
-                acc / ranks as $acc
+            fn divide<const N: usize>(accs: [$acc; N], ranks: u32) -> [$acc; N] {
+                let divisor = ranks as $acc;
+                if ranks.is_power_of_two() {
+                    let inverse = 1.0 / divisor;
+                    accs.map(|acc| acc * inverse)
+                } else {
+                    accs.map(|acc| acc / divisor)
+                }
+            }
+            #[inline(always)]
+            fn widen<const LEVEL: u8, const N: usize>(elements: [$type; N]) -> [$acc; N] {
+                $widen(elements)
+            }
+            #[inline(always)]
+            fn narrow<const LEVEL: u8, const N: usize>(accs: [$acc; N]) -> [$type; N] {
+                $narrow(accs)
             }
         }
     };
 }
 accumulate_float!(f32, f32, |x| x, |x| x);
 accumulate_float!(f64, f64, |x| x, |x| x);
-accumulate_float!(f16, f32, f16::to_f32, f16::from_f32);
-accumulate_float!(bf16, f32, bf16::to_f32, bf16::from_f32);
+accumulate_float!(f16, f32, widen_f16::<LEVEL, N>, narrow_f16::<LEVEL, N>);
+accumulate_float!(bf16, f32, |x: [bf16; N]| x.map(widen_bf16), |accs: [f32; N]| accs.map(narrow_bf16));
 
 macro_rules! accumulate_integer {
     ($type:ty, $acc:ty) => {
         impl Accumulate for $type {
             type Acc = $acc;
-            #[inline(always)]
-            fn widen(self) -> $acc {
-                self.into()
-            }
-            #[inline(always)]
-            fn narrow(acc: $acc) -> Self {
-                acc as $type
-            }
             #[inline(always)]
             fn sum(a: $acc, b: $acc) -> $acc {
                 a.wrapping_add(b)
@@ -98,8 +102,16 @@ macro_rules! accumulate_integer {
                 a.max(b)
             }
             #[inline(always)]
-            fn divide(acc: $acc, ranks: u32) -> $acc {
-                acc / <$acc>::from(ranks)
+            fn divide<const N: usize>(accs: [$acc; N], ranks: u32) -> [$acc; N] {
+                accs.map(|acc| acc / <$acc>::from(ranks))
+            }
+            #[inline(always)]
+            fn widen<const LEVEL: u8, const N: usize>(elements: [$type; N]) -> [$acc; N] {
+                elements.map(<$acc>::from)
+            }
+            #[inline(always)]
+            fn narrow<const LEVEL: u8, const N: usize>(accs: [$acc; N]) -> [$type; N] {
+                accs.map(|acc| acc as $type)
             }
         }
     };
@@ -108,139 +120,178 @@ accumulate_integer!(u8, u32);
 accumulate_integer!(i32, i64);
 accumulate_integer!(i64, i64);
 
-/// Combines `source[i]` into `acc[i]` for `len` elements.
-///
-/// # Safety
-/// Both pointers are valid for `len` elements.
+/// Combines the next rank's elements into the accumulators.
 #[inline(always)]
-unsafe fn combine<T: Accumulate>(op: ReduceOp, source: *const T, acc: *mut T::Acc, len: usize) {
+fn combine<T: Accumulate, const N: usize>(op: ReduceOp, acc: &mut [T::Acc; N], next: [T::Acc; N]) {
     #[inline(always)]
-    unsafe fn each<T: Accumulate>(
-        source: *const T,
-        acc: *mut T::Acc,
-        len: usize,
-        combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
-    ) {
-        for i in 0..len {
-            // SAFETY: i < len, and the caller vouches for `len` elements behind both pointers.
-            unsafe { *acc.add(i) = combine(*acc.add(i), (*source.add(i)).widen()) };
+    fn each<A: Copy, const N: usize>(acc: &mut [A; N], next: [A; N], combine: impl Fn(A, A) -> A) {
+        for i in 0..N {
+            acc[i] = combine(acc[i], next[i]);
         }
     }
-    // SAFETY: handed through.
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg => each(acc, next, T::sum),
+        ReduceOp::Min => each(acc, next, T::smaller),
+        ReduceOp::Max => each(acc, next, T::larger),
+        ReduceOp::Prod => each(acc, next, T::product),
+    }
+}
+
+/// Divides if the reduction is an average, and rounds to the element type.
+#[inline(always)]
+fn finished<T: Accumulate, const LEVEL: u8, const N: usize>(
+    op: ReduceOp,
+    ranks: u32,
+    acc: [T::Acc; N],
+) -> [T; N] {
+    T::narrow::<LEVEL, N>(if op == ReduceOp::Avg { T::divide(acc, ranks) } else { acc })
+}
+
+/// Reduces the `N` elements at `begin`.
+///
+/// # Safety
+/// All pointers are valid for `begin + N` elements.
+#[inline(always)]
+unsafe fn reduce_chunk<T: Accumulate, const LEVEL: u8, const N: usize>(
+    op: ReduceOp,
+    sources: &[*const u8],
+    destinations: &[*mut u8],
+    begin: usize,
+) {
+    // SAFETY: the caller's promise. A destination may be a source: it is written after all have been read.
     unsafe {
-        match op {
-            ReduceOp::Sum | ReduceOp::Avg => each(source, acc, len, T::sum),
-            ReduceOp::Min => each(source, acc, len, T::smaller),
-            ReduceOp::Max => each(source, acc, len, T::larger),
-            ReduceOp::Prod => each(source, acc, len, T::product),
+        let load = |source: &*const u8| {
+            T::widen::<LEVEL, N>(source.cast::<T>().add(begin).cast::<[T; N]>().read_unaligned())
+        };
+        let mut acc = load(&sources[0]);
+        for source in &sources[1..] {
+            combine::<T, N>(op, &mut acc, load(source));
+        }
+        let result = finished::<T, LEVEL, N>(op, sources.len() as u32, acc);
+        for destination in destinations {
+            destination.cast::<T>().add(begin).cast::<[T; N]>().write_unaligned(result);
         }
     }
 }
 
-/// Widens the first source into the accumulators.
-///
-/// # Safety
-/// Both pointers are valid for `len` elements.
-#[inline(always)]
-unsafe fn widen_all<T: Accumulate>(source: *const T, acc: *mut T::Acc, len: usize) {
-    for i in 0..len {
-        // SAFETY: i < len, and the caller vouches for `len` elements behind both pointers.
-        unsafe { *acc.add(i) = (*source.add(i)).widen() };
-    }
-}
-
-/// Divides if the reduction is an average, rounds to the element type and stores.
-///
-/// # Safety
-/// Both pointers are valid for `len` elements.
-#[inline(always)]
-unsafe fn narrow_all<T: Accumulate>(op: ReduceOp, ranks: u32, acc: *const T::Acc, out: *mut T, len: usize) {
-    for i in 0..len {
-        // SAFETY: i < len, and the caller vouches for `len` elements behind both pointers.
-        unsafe {
-            let value = *acc.add(i);
-            *out.add(i) = T::narrow(if op == ReduceOp::Avg { T::divide(value, ranks) } else { value });
+/// Calls `$chunk::<N>($begin)` for chunks that cover `0..$len`: full ones, then small ones, then single elements.
+macro_rules! in_chunks {
+    ($len:expr, |$begin:ident, $N:ident| $chunk:expr) => {{
+        let mut $begin = 0;
+        while $len - $begin >= CHUNK {
+            const $N: usize = CHUNK;
+            $chunk;
+            $begin += CHUNK;
         }
-    }
+        while $len - $begin >= 8 {
+            const $N: usize = 8;
+            $chunk;
+            $begin += 8;
+        }
+        while $begin < $len {
+            const $N: usize = 1;
+            $chunk;
+            $begin += 1;
+        }
+    }};
 }
 
-/// The whole reduction, tile by tile.
+/// The whole reduction.
 ///
 /// # Safety
 /// As [`reduce`].
 #[inline(always)]
-unsafe fn reduce_tiles<T: Accumulate>(
+unsafe fn reduce_all<T: Accumulate, const LEVEL: u8>(
     op: ReduceOp,
     sources: &[*const u8],
     destinations: &[*mut u8],
     len: usize,
 ) {
-    let mut acc = [<T::Acc as bytemuck::Zeroable>::zeroed(); TILE];
-    let mut out = [<T as bytemuck::Zeroable>::zeroed(); TILE];
-    let mut begin = 0;
-    while begin < len {
-        let tile = TILE.min(len - begin);
-        // SAFETY: begin + tile <= len, for which the caller vouches; `acc` and `out` hold TILE elements. A
-        // destination may be a source, and is written only after the tile has been read from every source.
-        unsafe {
-            widen_all::<T>(sources[0].cast::<T>().add(begin), acc.as_mut_ptr(), tile);
-            for source in &sources[1..] {
-                combine::<T>(op, source.cast::<T>().add(begin), acc.as_mut_ptr(), tile);
-            }
-            narrow_all::<T>(op, sources.len() as u32, acc.as_ptr(), out.as_mut_ptr(), tile);
-            for destination in destinations {
-                std::ptr::copy_nonoverlapping(out.as_ptr(), destination.cast::<T>().add(begin), tile);
-            }
-        }
-        begin += tile;
-    }
+    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    in_chunks!(len, |begin, N| unsafe { reduce_chunk::<T, LEVEL, N>(op, sources, destinations, begin) });
 }
 
-/// Instruction sets the loops are compiled for.
-#[derive(Clone, Copy)]
-enum Level {
-    Baseline,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
+/// Widens `len` elements into accumulators.
+///
+/// # Safety
+/// Both pointers are valid for `len` elements.
+#[inline(always)]
+unsafe fn start_all<T: Accumulate, const LEVEL: u8>(source: *const T, acc: *mut T::Acc, len: usize) {
+    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    in_chunks!(len, |begin, N| unsafe {
+        let elements = source.add(begin).cast::<[T; N]>().read_unaligned();
+        acc.add(begin).cast::<[T::Acc; N]>().write_unaligned(T::widen::<LEVEL, N>(elements));
+    });
 }
 
-impl Level {
-    /// The best level of this processor; the standard library caches the detection.
-    fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
-                return Level::Avx512;
-            }
-            if is_x86_feature_detected!("avx2") {
-                return Level::Avx2;
-            }
-        }
-        Level::Baseline
-    }
+/// Combines `len` elements into accumulators.
+///
+/// # Safety
+/// Both pointers are valid for `len` elements.
+#[inline(always)]
+unsafe fn accumulate_all<T: Accumulate, const LEVEL: u8>(
+    op: ReduceOp,
+    source: *const T,
+    acc: *mut T::Acc,
+    len: usize,
+) {
+    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    in_chunks!(len, |begin, N| unsafe {
+        let elements = source.add(begin).cast::<[T; N]>().read_unaligned();
+        let place = acc.add(begin).cast::<[T::Acc; N]>();
+        let mut sum = place.read_unaligned();
+        combine::<T, N>(op, &mut sum, T::widen::<LEVEL, N>(elements));
+        place.write_unaligned(sum);
+    });
 }
 
-/// Defines a function that runs `$body` compiled for the detected level.
+/// Rounds `len` accumulators to elements.
+///
+/// # Safety
+/// Both pointers are valid for `len` elements.
+#[inline(always)]
+unsafe fn finish_all<T: Accumulate, const LEVEL: u8>(
+    op: ReduceOp,
+    ranks: u32,
+    acc: *const T::Acc,
+    out: *mut T,
+    len: usize,
+) {
+    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    in_chunks!(len, |begin, N| unsafe {
+        let accs = acc.add(begin).cast::<[T::Acc; N]>().read_unaligned();
+        out.add(begin).cast::<[T; N]>().write_unaligned(finished::<T, LEVEL, N>(op, ranks, accs));
+    });
+}
+
+/// Defines a function that runs `$body`, with `LEVEL` its instruction set, compiled for the detected one.
 macro_rules! dispatched {
     ($name:ident<$T:ident>($($arg:ident: $type:ty),*) $body:block) => {
         unsafe fn $name<$T: Accumulate>($($arg: $type),*) {
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx2")]
-            unsafe fn avx512<$T: Accumulate>($($arg: $type),*) $body
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")]
+            unsafe fn avx512<$T: Accumulate>($($arg: $type),*) {
+                const LEVEL: u8 = AVX512;
+                $body
+            }
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2")]
-            unsafe fn avx2<$T: Accumulate>($($arg: $type),*) $body
-            unsafe fn baseline<$T: Accumulate>($($arg: $type),*) $body
+            #[target_feature(enable = "avx2,f16c")]
+            unsafe fn avx2<$T: Accumulate>($($arg: $type),*) {
+                const LEVEL: u8 = AVX2;
+                $body
+            }
+            unsafe fn baseline<$T: Accumulate>($($arg: $type),*) {
+                const LEVEL: u8 = BASELINE;
+                $body
+            }
             // SAFETY: the level was detected on this processor; the rest is handed through from the caller.
             unsafe {
-                match Level::detect() {
+                match detect() {
                     #[cfg(target_arch = "x86_64")]
-                    Level::Avx512 => avx512::<$T>($($arg),*),
+                    AVX512 => avx512::<$T>($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    Level::Avx2 => avx2::<$T>($($arg),*),
-                    Level::Baseline => baseline::<$T>($($arg),*),
+                    AVX2 => avx2::<$T>($($arg),*),
+                    _ => baseline::<$T>($($arg),*),
                 }
             }
         }
@@ -249,19 +300,19 @@ macro_rules! dispatched {
 
 dispatched!(reduce_for<T>(op: ReduceOp, sources: &[*const u8], destinations: &[*mut u8], len: usize) {
     // SAFETY: handed through from `reduce`.
-    unsafe { reduce_tiles::<T>(op, sources, destinations, len) }
+    unsafe { reduce_all::<T, LEVEL>(op, sources, destinations, len) }
 });
 dispatched!(start_for<T>(source: *const u8, acc: *mut u8, len: usize) {
     // SAFETY: handed through from `start`.
-    unsafe { widen_all::<T>(source.cast(), acc.cast(), len) }
+    unsafe { start_all::<T, LEVEL>(source.cast(), acc.cast(), len) }
 });
 dispatched!(accumulate_for<T>(op: ReduceOp, source: *const u8, acc: *mut u8, len: usize) {
     // SAFETY: handed through from `accumulate`.
-    unsafe { combine::<T>(op, source.cast(), acc.cast(), len) }
+    unsafe { accumulate_all::<T, LEVEL>(op, source.cast(), acc.cast(), len) }
 });
 dispatched!(finish_for<T>(op: ReduceOp, ranks: u32, acc: *const u8, out: *mut u8, len: usize) {
     // SAFETY: handed through from `finish`.
-    unsafe { narrow_all::<T>(op, ranks, acc.cast(), out.cast(), len) }
+    unsafe { finish_all::<T, LEVEL>(op, ranks, acc.cast(), out.cast(), len) }
 });
 
 /// Calls `$function::<T>($args)` with the Rust type of `$dtype`.

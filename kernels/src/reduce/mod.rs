@@ -16,6 +16,8 @@
 //! `min` and `max` return NaN when any rank has NaN there: a diverged rank must not be masked by a healthy one.
 
 mod cpu;
+mod half_floats;
+mod level;
 
 pub use cpu::{accumulate, finish, reduce, start};
 

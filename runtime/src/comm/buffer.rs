@@ -14,8 +14,8 @@ pub(crate) const ALIGNMENT: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Arena {
     pub(crate) memory: SharedMemory,
-    /// Number of the allocation in its communicator: the same on every rank.
-    pub(crate) id: u32,
+    /// Number of the allocation: the same on every rank, another one for every arena of a world, never 0.
+    pub(crate) id: u64,
     /// Where each rank's part begins.
     pub(crate) parts: Vec<usize>,
     pub(crate) rank: u32,

@@ -133,8 +133,8 @@ impl World {
                 problem: "is nccl, which this version does not have yet; use cpu".into(),
             }),
             Some(membership) if self.size() > 1 => {
-                let name = format!("communicator-{}", self.communicators);
-                let comm = crate::comm::cpu::connect(membership, self.size(), &name, self.timeout())?;
+                let number = self.communicators;
+                let comm = crate::comm::cpu::connect(membership, self.size(), number, self.timeout())?;
                 Ok(Box::new(comm))
             }
             _ => Ok(Box::new(crate::comm::Solo::new())),

@@ -1,7 +1,7 @@
-//! What a rank has called, in three words that travel beside its arrival flag.
+//! What a rank has called.
 //!
-//! Every rank compares its own call with those of its peers before it touches their memory, so that two ranks
-//! that disagree get an error with both sides instead of a wrong sum.
+//! A digest of it travels beside the arrival flag. Every rank compares its own with those of its peers before it
+//! touches their memory, so that two ranks that disagree get an error with both sides instead of a wrong sum.
 
 use std::fmt;
 
@@ -56,6 +56,9 @@ impl Path {
     const NAMES: [&'static str; 6] = ["none", "inline", "eager", "direct", "staged", "ring"];
 }
 
+/// Words of an encoded call.
+pub(super) const CALL_WORDS: usize = 4;
+
 /// One operation's arguments, as far as all ranks must agree on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Call {
@@ -66,39 +69,47 @@ pub(super) struct Call {
     pub(super) root: u32,
     /// Elements.
     pub(super) len: usize,
-    /// Arena and byte offset in it; 0 for private memory.
-    pub(super) place: u64,
+    /// Number of the arena, from 1, and byte offset in it; zeros for private memory.
+    pub(super) place: (u64, usize),
 }
 
 impl Call {
     pub(super) fn new(kind: Kind, buffer: &Buffer, op: Option<ReduceOp>, root: u32) -> Self {
-        let place = buffer.arena().map_or(0, |(arena, offset)| u64::from(arena.id + 1) << 48 | offset as u64);
+        let place = buffer.arena().map_or((0, 0), |(arena, offset)| (arena.id, offset));
         Call { kind, path: Path::None, dtype: buffer.dtype(), op, root, len: buffer.len(), place }
     }
 
     /// A call without payload.
     pub(super) fn plain(kind: Kind, dtype: DType, len: usize) -> Self {
-        Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: 0 }
+        Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: (0, 0) }
     }
 
     pub(super) fn via(self, path: Path) -> Self {
         Call { path, ..self }
     }
 
-    pub(super) fn encode(&self) -> [u64; 3] {
+    pub(super) fn encode(&self) -> [u64; CALL_WORDS] {
         let op = self.op.map_or(0, |op| op as u64 + 1);
         let head = self.kind as u64
             | (self.path as u64) << 8
             | (self.dtype as u64) << 16
             | op << 24
             | u64::from(self.root) << 32;
-        [head, self.len as u64, self.place]
+        [head, self.len as u64, self.place.0, self.place.1 as u64]
+    }
+
+    /// One word that tells encoded calls apart.
+    pub(super) fn digest(words: [u64; CALL_WORDS]) -> u64 {
+        words.into_iter().fold(0, |digest: u64, word| {
+            let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            mixed ^ mixed >> 32
+        })
     }
 }
 
 /// Describes encoded arguments, which may come from a peer of any kind, for an error message.
-pub(super) fn describe(words: [u64; 3]) -> String {
-    let [head, len, place] = words;
+pub(super) fn describe(words: [u64; CALL_WORDS]) -> String {
+    let [head, len, arena, offset] = words;
     let byte = |shift: u32| (head >> shift & 0xff) as usize;
     let Some((kind, name)) = Kind::ALL.into_iter().find(|(kind, _)| *kind as usize == byte(0)) else {
         return format!("something unknown ({head:#x})");
@@ -117,8 +128,8 @@ pub(super) fn describe(words: [u64; 3]) -> String {
     if let Some(path) = Path::NAMES.get(byte(8)).filter(|_| byte(8) != 0) {
         text += &format!(", {path}");
     }
-    if let Some(arena) = (place >> 48).checked_sub(1) {
-        text += &format!(", arena {arena} at byte {}", place & 0xffff_ffff_ffff);
+    if arena != 0 {
+        text += &format!(", arena {arena} at byte {offset}");
     }
     text + ")"
 }
@@ -140,10 +151,10 @@ mod tests {
         assert_eq!(call.to_string(), "all_reduce(1000 f32, sum, eager)");
         let call = Call::new(Kind::Broadcast, &buffer, None, 3).via(Path::Staged);
         assert_eq!(call.to_string(), "broadcast(1000 f32, root 3, staged)");
-        assert_eq!(describe([0xff, 0, 0]), "something unknown (0xff)");
-        let place = 2 << 48 | 4096;
-        let call = Call { place, path: Path::Direct, ..Call::new(Kind::AllGather, &buffer, None, 0) };
-        assert_eq!(call.to_string(), "all_gather(1000 f32, direct, arena 1 at byte 4096)");
+        assert_eq!(describe([0xff, 0, 0, 0]), "something unknown (0xff)");
+        let call =
+            Call { place: (2, 4096), path: Path::Direct, ..Call::new(Kind::AllGather, &buffer, None, 0) };
+        assert_eq!(call.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         for (index, (kind, _)) in Kind::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, index + 1);
         }

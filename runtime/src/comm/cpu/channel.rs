@@ -1,47 +1,85 @@
-//! Channels between pairs of ranks: two chunks of shared memory, filled and emptied in turn.
+//! Channels from rank to rank: two chunks of shared memory, filled and emptied in turn.
 //!
-//! Point-to-point messages and the ring travel on them. The sender notes beside each chunk what it belongs to, so
-//! that a receiver that expects something else finds out.
+//! Every rank has one to each peer for messages, and one to the next rank for the ring. The sender notes beside each
+//! chunk what it belongs to, so that a receiver that expects something else finds out.
 
 use std::sync::atomic::Ordering;
 
-use super::{Call, CpuCommunicator, Kind, Path};
+use super::CpuCommunicator;
+use super::call::{Call, Kind, Path};
 use crate::Result;
 use crate::comm::Buffer;
 
+/// One channel of `from`. Its place among the sender's channels is that of the rank it leads to; the sender's own
+/// place, which no message needs, is that of the ring.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Channel {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    place: u32,
+}
+
+impl Channel {
+    /// Carries messages.
+    fn of_messages(from: u32, to: u32) -> Self {
+        Channel { from, to, place: to }
+    }
+
+    /// Carries the blocks of a ring of `size` ranks that leave rank `from`.
+    pub(super) fn of_ring(from: u32, size: u32) -> Self {
+        Channel { from, to: (from + 1) % size, place: from }
+    }
+}
+
 impl CpuCommunicator {
-    /// Sends the next chunk to rank `to`, once there is room for it; `fill` writes it.
-    pub(super) fn send_chunk(&mut self, to: u32, call: &Call, fill: impl FnOnce(*mut u8)) -> Result<()> {
-        let count = self.sent[to as usize];
+    /// Sends the next chunk, once there is room for it; `fill` writes it.
+    pub(super) fn send_chunk(
+        &mut self,
+        channel: Channel,
+        call: &Call,
+        fill: impl FnOnce(*mut u8),
+    ) -> Result<()> {
+        let Channel { from, to, place } = channel;
+        let count = self.sent[place as usize];
         // Two chunks may be under way: this one replaces chunk `count - 2`.
-        let taken = &self.region.taken(self.rank, to).count;
-        self.wait(taken, count.wrapping_sub(1), Some(to), call, || vec![to])?;
-        fill(self.region.chunk(self.rank, to, count));
-        let sent = self.region.sent(self.rank, to);
+        let taken = &self.region.taken(from, place).count;
+        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![to]))?;
+        fill(self.region.chunk(from, place, count));
+        let sent = self.region.sent(from, place);
         for (slot, word) in sent.calls[(count % 2) as usize].iter().zip(call.encode()) {
             slot.store(word, Ordering::Relaxed);
         }
-        self.sent[to as usize] = count.wrapping_add(1);
-        sent.count.publish(self.sent[to as usize]);
+        self.sent[place as usize] = count.wrapping_add(1);
+        sent.count.publish(count.wrapping_add(1), self.patience);
         Ok(())
     }
 
-    /// Waits for the next chunk of rank `from`; it stays valid until [`release_chunk`](Self::release_chunk).
-    pub(super) fn receive_chunk(&mut self, from: u32, call: &Call) -> Result<*mut u8> {
-        let count = self.received[from as usize];
-        let sent = self.region.sent(from, self.rank);
-        self.wait(&sent.count, count.wrapping_add(1), Some(from), call, || vec![from])?;
-        let theirs =
-            [0, 1, 2].map(|index: usize| sent.calls[(count % 2) as usize][index].load(Ordering::Relaxed));
-        self.compare(from, count.wrapping_add(1), call.encode(), theirs)?;
-        Ok(self.region.chunk(from, self.rank, count))
+    /// Chunks received on a channel so far.
+    fn received(&mut self, channel: Channel) -> &mut u32 {
+        let ring = channel.place == channel.from;
+        &mut self.received[if ring { self.rank } else { channel.from } as usize]
+    }
+
+    /// Waits for the next chunk; it stays valid until [`release_chunk`](Self::release_chunk).
+    pub(super) fn receive_chunk(&mut self, channel: Channel, call: &Call) -> Result<*mut u8> {
+        let Channel { from, place, .. } = channel;
+        let count = *self.received(channel);
+        let sent = self.region.sent(from, place);
+        self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![from]))?;
+        let calls = &sent.calls[(count % 2) as usize];
+        let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
+        if theirs != call.encode() {
+            return Err(self.disagreement(from, count.wrapping_add(1), call, theirs));
+        }
+        Ok(self.region.chunk(from, place, count))
     }
 
     /// Gives the chunk received last back to its sender.
-    pub(super) fn release_chunk(&mut self, from: u32) {
-        let count = &mut self.received[from as usize];
+    pub(super) fn release_chunk(&mut self, channel: Channel) {
+        let count = self.received(channel);
         *count = count.wrapping_add(1);
-        self.region.taken(from, self.rank).count.publish(*count);
+        let count = *count;
+        self.region.taken(channel.from, channel.place).count.publish(count, self.patience);
     }
 
     /// Byte ranges of a message's chunks; at least one, so that an empty message is one too.
@@ -55,10 +93,10 @@ impl CpuCommunicator {
     }
 
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32) -> Result<()> {
-        let call = Self::message(buffer);
+        let (call, channel) = (Self::message(buffer), Channel::of_messages(self.rank, to));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
-            self.send_chunk(to, &call, |chunk| {
+            self.send_chunk(channel, &call, |chunk| {
                 // SAFETY: the range lies within the buffer, and the receiver has released the chunk.
                 unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
             })?;
@@ -67,12 +105,12 @@ impl CpuCommunicator {
     }
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32) -> Result<()> {
-        let call = Self::message(buffer);
+        let (call, channel) = (Self::message(buffer), Channel::of_messages(from, self.rank));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
-            let chunk = self.receive_chunk(from, &call)?;
+            let chunk = self.receive_chunk(channel, &call)?;
             // SAFETY: the range lies within the buffer, and the sender leaves the chunk until its release.
             unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
-            self.release_chunk(from);
+            self.release_chunk(channel);
         }
         Ok(())
     }

@@ -1,73 +1,154 @@
-//! Collectives in place, over arenas that every rank maps.
+//! Collectives over memory that every rank maps: in place, in an arena.
 //!
-//! The all-reduce reads each block of all n buffers and writes the result to all n: 2·n·S bytes of memory
-//! traffic, the least there is for n results. Blocks are not assigned to ranks but claimed from a shared counter,
-//! so that a rank that is descheduled holds up one block at most. Who reduces a block does not matter for its
-//! bits: the order of summation is that of the ranks.
+//! The all-reduce reads each block of all n buffers and writes the result to all n: 2·n·S bytes of memory traffic,
+//! the least there is for n results. The other collectives are the same with fewer sources or destinations. Each
+//! rank has its own part of the blocks (see [`lines`](super::lines)) and helps ranks that are late with theirs, so
+//! that a rank that is descheduled holds up one block at most. Who reduces a block does not matter for its bits:
+//! the order of summation is that of the ranks.
 
-use std::sync::atomic::Ordering;
+use std::ops::Range;
 
 use mgpu_kernels::reduce;
+use smallvec::SmallVec;
 
-use super::{Call, CpuCommunicator};
+use super::CpuCommunicator;
+use super::call::Call;
+use super::eager::Sources;
 use crate::Result;
 use crate::comm::{Buffer, ReduceOp};
 
-/// Largest block: n of them fit the second-level cache together.
+/// Largest block: with n = 4 ranks, all buffers' fit the second-level cache together.
 const MAX_BLOCK: usize = 256 << 10;
-/// Smallest block: below, claiming costs more than balance gains.
-const MIN_BLOCK: usize = 4 << 10;
+/// Smallest block: below, a ticket costs more than balance gains.
+const MIN_BLOCK: usize = 16 << 10;
+/// Blocks of a rank's part, unless they would be too large or too small.
+const BLOCKS: usize = 4;
+
+/// The addresses of all ranks' buffers. No allocation up to 16 ranks.
+pub(super) type Addresses = SmallVec<[*mut u8; 16]>;
+
+/// How the elements of an operation are dealt out: rank q's part begins at q·stride and ends at the next one's
+/// begin, or at `len`; it is worked on in blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Parts {
+    len: usize,
+    stride: usize,
+    block: usize,
+}
+
+impl Parts {
+    /// Parts of `stride` elements of `element` bytes.
+    pub(super) fn of_stride(len: usize, stride: usize, element: usize) -> Self {
+        let bytes = (stride * element / BLOCKS).clamp(MIN_BLOCK, MAX_BLOCK);
+        // Blocks begin at cache lines of the buffer: no two ranks write into one.
+        Parts { len, stride, block: bytes.next_multiple_of(64) / element }
+    }
+
+    /// Equal parts, but for the last, that begin at cache lines.
+    pub(super) fn equal(len: usize, ranks: u32, element: usize) -> Self {
+        let stride = (len.div_ceil(ranks as usize) * element).next_multiple_of(64) / element;
+        Self::of_stride(len, stride, element)
+    }
+
+    /// Elements of the part of rank `queue`.
+    pub(super) fn part(&self, queue: u32) -> Range<usize> {
+        let begin = queue as usize * self.stride;
+        begin.min(self.len)..(begin + self.stride).min(self.len)
+    }
+
+    /// Number of blocks of the part of rank `queue`.
+    fn blocks(&self, queue: u32) -> u32 {
+        self.part(queue).len().div_ceil(self.block) as u32
+    }
+
+    /// Elements of block `block` of the part of rank `queue`.
+    fn range(&self, queue: u32, block: u32) -> Range<usize> {
+        let part = self.part(queue);
+        let begin = part.start + block as usize * self.block;
+        begin..(begin + self.block).min(part.end)
+    }
+}
+
+/// Which ranks' memory a block is read from, and which ranks' it is written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Flow {
+    /// From all to all.
+    AllReduce(ReduceOp),
+    /// From all to one rank.
+    Reduce(ReduceOp, u32),
+    /// From all to the rank whose part it is.
+    ReduceScatter(ReduceOp),
+    /// From the rank whose part it is to all others.
+    AllGather,
+    /// From one rank to all others.
+    Broadcast(u32),
+}
 
 impl CpuCommunicator {
     /// Where the buffer of every rank begins.
-    fn addresses(&self, buffer: &Buffer) -> Vec<*mut u8> {
+    fn addresses(&self, buffer: &Buffer) -> Addresses {
         let (arena, offset) = buffer.arena().expect("a direct operation is on an arena");
         (0..self.size).map(|rank| arena.address(rank, offset)).collect()
     }
 
-    /// Reduces `len` elements of all `sources` into all `destinations`, together with the other ranks.
-    pub(super) fn reduce_together(
+    /// Works through this rank's own part.
+    pub(super) fn work_on_own(&self, parts: Parts, flow: Flow, all: &Addresses, call: &Call) {
+        self.work_on(self.rank, parts, flow, all, call);
+    }
+
+    /// Helps ranks that are late, and returns once all blocks are done.
+    pub(super) fn finish_work(
         &mut self,
-        sources: &[*mut u8],
-        destinations: &[*mut u8],
-        op: ReduceOp,
-        len: usize,
+        parts: Parts,
+        flow: Flow,
+        all: &Addresses,
         call: &Call,
     ) -> Result<()> {
-        let element = call.dtype.size();
-        let share = (len * element / (2 * self.size as usize)).clamp(MIN_BLOCK, MAX_BLOCK);
-        // Blocks begin at cache lines: no two ranks write into one.
-        let block = share.next_multiple_of(64) / element;
-        let blocks = len.div_ceil(block) as u32;
-        let busy = &self.region.rank_line(self.rank).busy;
-        busy.store(1, Ordering::Relaxed);
-        loop {
-            let ticket = self.region.claim().next.fetch_add(1, Ordering::Relaxed).wrapping_sub(self.claimed);
-            if ticket >= blocks {
-                break;
+        let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
+        for queue in self.peers() {
+            if !self.patience.glance(self.region.lines(queue).completed(), target(self, queue)) {
+                self.work_on(queue, parts, flow, all, call);
             }
-            let begin = ticket as usize * block;
-            let count = block.min(len - begin);
-            let at = |base: &*mut u8| base.wrapping_add(begin * element);
-            let sources: Vec<*const u8> = sources.iter().map(|base| at(base).cast_const()).collect();
-            let destinations: Vec<*mut u8> = destinations.iter().map(at).collect();
-            // SAFETY: all ranks have arrived with buffers of `len` elements and leave them alone until every
-            // block is done; the ticket makes this rank the only one to touch this block of any of them.
-            unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, count) };
-            self.region.done().count.increment();
         }
-        busy.store(0, Ordering::Relaxed);
-        // Every rank draws exactly one ticket too many, and does so before it arrives at the next operation.
-        self.claimed = self.claimed.wrapping_add(blocks + self.size);
-        self.wait_completed(blocks, call)
+        for queue in self.peers().chain([self.rank]) {
+            let completed = self.region.lines(queue).completed();
+            self.wait(completed, target(self, queue), call, || {
+                let busy = |peer: &u32| self.region.lines(*peer).busy_with() == Some(queue);
+                let holders: Vec<u32> = self.peers().filter(busy).collect();
+                (holders.clone(), holders)
+            })?;
+        }
+        for queue in 0..self.size {
+            self.queued[queue as usize] = target(self, queue);
+        }
+        Ok(())
     }
 
+    /// All of an operation's work, after the arrival.
+    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Call) -> Result<()> {
+        self.work_on_own(parts, flow, all, call);
+        self.finish_work(parts, flow, all, call)
+    }
+
+    /// Works through what is left of the part of rank `queue`.
+    fn work_on(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Call) {
+        let own = self.region.lines(self.rank);
+        let begin = self.queued[queue as usize];
+        self.region.lines(queue).work((own, queue), begin, parts.blocks(queue), |block| {
+            // SAFETY: all ranks have arrived with buffers of `len` elements and leave them alone until every block
+            // is done; the ticket makes this rank the only one to touch this block of any of them.
+            unsafe { work_on_block(call, flow, queue, all, parts.range(queue, block)) };
+        });
+    }
+
+    #[inline(never)]
     pub(super) fn direct_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         self.enter(call)?;
-        let all = self.addresses(buffer);
-        self.reduce_together(&all, &all, op, call.len, call)
+        let parts = Parts::equal(call.len, self.size, call.dtype.size());
+        self.work_together(parts, Flow::AllReduce(op), &self.addresses(buffer), call)
     }
 
+    #[inline(never)]
     pub(super) fn direct_reduce(
         &mut self,
         buffer: &Buffer,
@@ -76,10 +157,11 @@ impl CpuCommunicator {
         call: &Call,
     ) -> Result<()> {
         self.enter(call)?;
-        let all = self.addresses(buffer);
-        self.reduce_together(&all, &[all[root as usize]], op, call.len, call)
+        let parts = Parts::equal(call.len, self.size, call.dtype.size());
+        self.work_together(parts, Flow::Reduce(op, root), &self.addresses(buffer), call)
     }
 
+    #[inline(never)]
     pub(super) fn direct_reduce_scatter(
         &mut self,
         buffer: &Buffer,
@@ -88,38 +170,82 @@ impl CpuCommunicator {
         call: &Call,
     ) -> Result<()> {
         self.enter(call)?;
-        let begin = self.rank as usize * shard * call.dtype.size();
-        let sources: Vec<*const u8> =
-            self.addresses(buffer).into_iter().map(|base| base.wrapping_add(begin).cast_const()).collect();
-        let own = buffer.address().wrapping_add(begin);
-        // SAFETY: all ranks have arrived; shard r of every buffer is read, and that of rank r written, by rank r
-        // alone until all have left.
-        unsafe { reduce::reduce(call.dtype, op, &sources, &[own], shard) };
-        self.leave(call)
+        let parts = Parts::of_stride(call.len, shard, call.dtype.size());
+        self.work_together(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
     }
 
+    #[inline(never)]
     pub(super) fn direct_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
         self.enter(call)?;
-        let all = self.addresses(buffer);
-        let bytes = shard * call.dtype.size();
-        for peer in self.peers() {
-            let begin = peer as usize * bytes;
-            let (source, own) =
-                (all[peer as usize].wrapping_add(begin), buffer.address().wrapping_add(begin));
-            // SAFETY: all ranks have arrived; rank r's own shard is only read until all have left, and the
-            // others of this buffer are written by this rank alone.
-            unsafe { std::ptr::copy_nonoverlapping(source, own, bytes) };
-        }
-        self.leave(call)
+        let parts = Parts::of_stride(call.len, shard, call.dtype.size());
+        self.work_together(parts, Flow::AllGather, &self.addresses(buffer), call)
     }
 
+    #[inline(never)]
     pub(super) fn direct_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
         self.enter(call)?;
-        if self.rank != root {
-            let source = self.addresses(buffer)[root as usize];
-            // SAFETY: all ranks have arrived; the root's buffer is only read until all have left.
-            unsafe { std::ptr::copy_nonoverlapping(source, buffer.address(), buffer.bytes()) };
+        let parts = Parts::equal(call.len, self.size, call.dtype.size());
+        self.work_together(parts, Flow::Broadcast(root), &self.addresses(buffer), call)
+    }
+}
+
+/// Reduces or copies the elements `range` of the part of rank `queue`.
+///
+/// # Safety
+/// `all` are buffers of at least `range.end` elements of the call's type, and nobody else touches these elements.
+unsafe fn work_on_block(call: &Call, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
+    let (element, len) = (call.dtype.size(), range.len());
+    let at = |base: &*mut u8| base.wrapping_add(range.start * element);
+    let blocks: Addresses = all.iter().map(at).collect();
+    let from_all_to = |op: ReduceOp, destinations: &[*mut u8]| {
+        let sources: Sources = blocks.iter().map(|block| block.cast_const()).collect();
+        // SAFETY: the caller's promise.
+        unsafe { reduce::reduce(call.dtype, op, &sources, destinations, len) };
+    };
+    let from_one = |root: u32| {
+        for (rank, destination) in (0..).zip(&blocks) {
+            if rank != root {
+                // SAFETY: the caller's promise; buffers of different ranks do not overlap.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(blocks[root as usize], *destination, len * element);
+                }
+            }
         }
-        self.leave(call)
+    };
+    match flow {
+        Flow::AllReduce(op) => from_all_to(op, &blocks),
+        Flow::Reduce(op, root) => from_all_to(op, &[blocks[root as usize]]),
+        Flow::ReduceScatter(op) => from_all_to(op, &[blocks[queue as usize]]),
+        Flow::AllGather => from_one(queue),
+        Flow::Broadcast(root) => from_one(root),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn blocks_cover_every_element_once(
+            len in 0usize..3_000_000,
+            ranks in 1u32..10,
+            element in prop::sample::select(vec![1usize, 2, 4, 8]),
+        ) {
+            let parts = Parts::equal(len, ranks, element);
+            let mut next = 0;
+            for queue in 0..ranks {
+                for block in 0..parts.blocks(queue) {
+                    let range = parts.range(queue, block);
+                    prop_assert_eq!(range.start, next);
+                    prop_assert!(!range.is_empty() && range.len() * element <= MAX_BLOCK);
+                    prop_assert_eq!(range.start * element % 64, 0);
+                    next = range.end;
+                }
+            }
+            prop_assert_eq!(next, len);
+        }
     }
 }

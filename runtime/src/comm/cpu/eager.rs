@@ -1,54 +1,126 @@
-//! Small all-reduces: one synchronisation.
+//! Small collectives: one synchronisation.
 //!
-//! A rank copies its payload beside its arrival flag, or into its slot, before it publishes its arrival. Once all
-//! have arrived, every rank reduces all payloads by itself: n·S bytes read instead of a second synchronisation.
-
-use std::sync::atomic::Ordering;
+//! A rank copies its contribution beside its arrival flag, or into its slot, before it publishes its arrival. Once
+//! all have arrived, every rank takes what it needs by itself: n·S bytes read instead of a second synchronisation.
 
 use mgpu_kernels::reduce;
+use smallvec::SmallVec;
 
-use super::region::INLINE_BYTES;
-use super::{Call, CpuCommunicator};
+use super::call::{Call, Path};
+use super::{CpuCommunicator, prefetch};
 use crate::Result;
 use crate::comm::{Buffer, ReduceOp};
 
-const WORDS: usize = INLINE_BYTES / 8;
+/// Payload to ask for in advance.
+const FETCHED_BYTES: usize = 256;
+
+/// What is read of every rank. No allocation up to 16 ranks.
+pub(super) type Sources = SmallVec<[*const u8; 16]>;
 
 impl CpuCommunicator {
-    pub(super) fn inline_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
-        let mut words = [0u64; WORDS];
-        let bytes = buffer.bytes();
-        // SAFETY: `bytes` is at most the size of `words` (the path was chosen so), and the buffer is ours.
-        unsafe { std::ptr::copy_nonoverlapping(buffer.address(), words.as_mut_ptr().cast(), bytes) };
-        let line = self.region.arrival(self.rank, self.next_sequence());
-        for (slot, word) in line.payload.iter().zip(words) {
-            slot.store(word, Ordering::Relaxed);
+    /// The slot of `rank` for the payload of operation `sequence`: in its arrival line if it fits there.
+    fn slot(&self, rank: u32, sequence: u32, path: Path) -> *mut u8 {
+        if path == Path::Inline {
+            self.region.lines(rank).arrival(sequence).payload()
+        } else {
+            self.region.eager(rank, sequence)
         }
-        self.enter(call)?;
-        let payloads: Vec<[u64; WORDS]> = (0..self.size)
-            .map(|rank| {
-                let line = self.region.arrival(rank, self.sequence);
-                std::array::from_fn(|index| line.payload[index].load(Ordering::Relaxed))
-            })
-            .collect();
-        let sources: Vec<*const u8> = payloads.iter().map(|words| words.as_ptr().cast()).collect();
-        // SAFETY: every source holds the payload of one rank, of which there are as many elements as in the
-        // buffer (all calls agree); u64 is aligned enough for every element type, and the buffer is ours.
-        unsafe { reduce::reduce(call.dtype, op, &sources, &[buffer.address()], call.len) };
-        Ok(())
+    }
+
+    /// Copies `bytes` bytes from `source` into this rank's slot of the next operation, and enters it.
+    ///
+    /// # Safety
+    /// `source` is valid for `bytes` bytes, which fit a slot of the call's path.
+    unsafe fn enter_with_slot(&mut self, source: *const u8, bytes: usize, call: &Call) -> Result<()> {
+        let slot = self.slot(self.rank, self.next_sequence(), call.path);
+        // SAFETY: the caller's promise; nobody reads this slot before the arrival that `enter` publishes, nor any
+        // more since the operation before the last (see `lines`).
+        unsafe { std::ptr::copy_nonoverlapping(source, slot, bytes) };
+        self.enter(call)
+    }
+
+    /// Asks for the first lines of a peer's slot while the peer is on its way. They come together with its flag then,
+    /// not after it. Only a few: to fetch a line that the peer is about to write costs the peer time.
+    pub(super) fn fetch_slot(&self, peer: u32, call: &Call) {
+        let slot = self.slot(peer, self.sequence, call.path);
+        let bytes = (call.len * call.dtype.size()).min(FETCHED_BYTES);
+        (0..bytes).step_by(64).for_each(|at| prefetch::for_reading(slot.wrapping_add(at)));
+    }
+
+    /// The slots of all ranks, each from byte `begin` on.
+    fn slots(&self, begin: usize, call: &Call) -> Sources {
+        let slot = |rank| self.slot(rank, self.sequence, call.path).wrapping_add(begin).cast_const();
+        (0..self.size).map(slot).collect()
     }
 
     pub(super) fn eager_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
-        let slot = self.region.eager(self.rank, self.next_sequence());
-        // SAFETY: the payload fits a slot (the path was chosen so); nobody reads this slot before the arrival
-        // that `enter` publishes, nor any more since the operation before the last (see `region`).
-        unsafe { std::ptr::copy_nonoverlapping(buffer.address(), slot, buffer.bytes()) };
-        self.enter(call)?;
-        let sources: Vec<*const u8> =
-            (0..self.size).map(|rank| self.region.eager(rank, self.sequence).cast_const()).collect();
+        // SAFETY: the payload fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
         // SAFETY: all ranks have filled their slots with `len` elements and leave them until the operation after
-        // next; slots are aligned to pages, and the buffer is ours.
-        unsafe { reduce::reduce(call.dtype, op, &sources, &[buffer.address()], call.len) };
+        // next; slots are aligned to 8 bytes at least, and the buffer is ours.
+        unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
+        Ok(())
+    }
+
+    pub(super) fn eager_reduce(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        root: u32,
+        call: &Call,
+    ) -> Result<()> {
+        // SAFETY: the payload fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
+        if self.rank == root {
+            // SAFETY: as in `eager_all_reduce`.
+            unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
+        }
+        Ok(())
+    }
+
+    pub(super) fn eager_reduce_scatter(
+        &mut self,
+        buffer: &Buffer,
+        shard: usize,
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<()> {
+        // SAFETY: the payload fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
+        let begin = self.rank as usize * shard * call.dtype.size();
+        let own = buffer.address().wrapping_add(begin);
+        // SAFETY: as in `eager_all_reduce`, for one shard of each slot and of the buffer.
+        unsafe { reduce::reduce(call.dtype, op, &self.slots(begin, call), &[own], shard) };
+        Ok(())
+    }
+
+    pub(super) fn eager_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
+        let bytes = shard * call.dtype.size();
+        let at = |rank: u32| buffer.address().wrapping_add(rank as usize * bytes);
+        // SAFETY: a shard fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(at(self.rank), bytes, call)? };
+        let slots = self.slots(0, call);
+        for peer in self.peers() {
+            // SAFETY: the peer has filled its slot with its shard and leaves it until the operation after next.
+            unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at(peer), bytes) };
+        }
+        Ok(())
+    }
+
+    pub(super) fn eager_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
+        let bytes = if self.rank == root { buffer.bytes() } else { 0 };
+        // SAFETY: the payload fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(buffer.address(), bytes, call)? };
+        if self.rank != root {
+            // SAFETY: the root has filled its slot and leaves it until the operation after next.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    self.slots(0, call)[root as usize],
+                    buffer.address(),
+                    buffer.bytes(),
+                );
+            }
+        }
         Ok(())
     }
 }

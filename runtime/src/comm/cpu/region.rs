@@ -3,64 +3,32 @@
 //! One file holds everything, mapped by every rank:
 //!
 //! ```text
-//! counters          claim, done: one line each
-//! per rank          two arrival lines (used in turn), one line of its own state
+//! per rank          its lines (see `lines`)
 //! per ordered pair  the flags of a channel
 //! per rank, paged   two eager slots, two staging areas, a two-chunk channel to each rank
 //! ```
 //!
-//! A line is 128 bytes, because processors fetch cache lines in pairs. Everything in a line is written by one
-//! rank only (but for the counters), and everything that alternates between two copies relies on the same
-//! argument: a rank that writes copy `s mod 2` for operation `s` has left operation `s − 1`, which it could only
-//! after every peer had arrived there, and so had finished reading what belonged to `s − 2`.
+//! Slots and staging areas alternate from operation to operation; why two are enough is told in `lines`.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU64;
 
+use super::call::CALL_WORDS;
+use super::lines::RankLines;
 use super::wait::Flag;
 use crate::Result;
 use crate::shm::{Shared, SharedMemory, reserve};
 
-/// Payload that fits an arrival line.
-pub(super) const INLINE_BYTES: usize = 48;
 /// Payload of an eager slot.
-pub(super) const EAGER_BYTES: usize = 8 << 10;
+pub(super) const EAGER_BYTES: usize = 16 << 10;
 /// Size of one staging area.
-pub(super) const STAGE_BYTES: usize = 512 << 10;
-
-/// A rank's arrival at an operation: the flag carries the operation's number.
-#[repr(C, align(128))]
-pub(super) struct Arrival {
-    pub(super) flag: Flag,
-    pub(super) call: [AtomicU64; 3],
-    pub(super) payload: [AtomicU64; INLINE_BYTES / 8],
-}
-
-/// A rank's own line.
-#[repr(C, align(128))]
-pub(super) struct RankLine {
-    /// 1 while the rank may hold a block of a shared reduction.
-    pub(super) busy: AtomicU32,
-}
-
-/// The counters of shared reductions, a line each. They only grow (and wrap): every rank knows from the sequence
-/// of operations where each one begins.
-#[repr(C, align(128))]
-pub(super) struct Claim {
-    pub(super) next: AtomicU32,
-}
-
-/// Number of completed blocks.
-#[repr(C, align(128))]
-pub(super) struct Done {
-    pub(super) count: Flag,
-}
+pub(super) const STAGE_BYTES: usize = 256 << 10;
 
 /// The sender's line of a channel: chunks sent so far, and what the two latest belong to.
 #[repr(C, align(128))]
 pub(super) struct ChannelSent {
     pub(super) count: Flag,
-    pub(super) calls: [[AtomicU64; 3]; 2],
+    pub(super) calls: [[AtomicU64; CALL_WORDS]; 2],
 }
 
 /// The receiver's line of a channel: chunks taken so far.
@@ -70,26 +38,18 @@ pub(super) struct ChannelTaken {
 }
 
 // SAFETY: atomics and structs and arrays of atomics only, all of them.
-unsafe impl Shared for Arrival {}
-// SAFETY: as above.
-unsafe impl Shared for RankLine {}
-// SAFETY: as above.
-unsafe impl Shared for Claim {}
-// SAFETY: as above.
-unsafe impl Shared for Done {}
+unsafe impl Shared for RankLines {}
 // SAFETY: as above.
 unsafe impl Shared for ChannelSent {}
 // SAFETY: as above.
 unsafe impl Shared for ChannelTaken {}
 
-const LINE: usize = 128;
 const PAGE: usize = 4096;
 
 /// Where everything lies for a number of ranks.
 #[derive(Debug, Clone, Copy)]
 struct Offsets {
     ranks: usize,
-    rank_lines: usize,
     channel_lines: usize,
     data: usize,
     data_stride: usize,
@@ -99,15 +59,14 @@ struct Offsets {
 
 impl Offsets {
     fn new(ranks: usize) -> Self {
-        let rank_lines = 2 * LINE;
-        let channel_lines = rank_lines + ranks * 3 * LINE;
+        let channel_lines = ranks * size_of::<RankLines>();
         let data =
             (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelTaken)>()).next_multiple_of(PAGE);
         // Channels take about as much as staging whatever the number of ranks.
         let chunk = (STAGE_BYTES / ranks).clamp(16 << 10, 128 << 10).next_multiple_of(PAGE);
         let data_stride = 2 * EAGER_BYTES + 2 * STAGE_BYTES + ranks * 2 * chunk;
         let total = data + ranks * data_stride;
-        Offsets { ranks, rank_lines, channel_lines, data, data_stride, chunk, total }
+        Offsets { ranks, channel_lines, data, data_stride, chunk, total }
     }
 }
 
@@ -122,7 +81,7 @@ impl Region {
     pub(super) fn create(name: &str, ranks: u32) -> Result<(Self, OwnedFd)> {
         let offsets = Offsets::new(ranks as usize);
         let (memory, fd) = SharedMemory::create(name, offsets.total)?;
-        reserve(name, fd.as_fd(), 0, offsets.data)?;
+        reserve(name, &memory, fd.as_fd(), 0, offsets.data)?;
         Ok((Region { memory, offsets }, fd))
     }
 
@@ -133,24 +92,12 @@ impl Region {
 
     /// Takes the memory of `rank`'s own part.
     pub(super) fn reserve(&self, name: &str, fd: BorrowedFd<'_>, rank: u32) -> Result<()> {
-        reserve(name, fd, self.data(rank, 0), self.offsets.data_stride)
+        reserve(name, &self.memory, fd, self.data(rank, 0), self.offsets.data_stride)
     }
 
-    pub(super) fn claim(&self) -> &Claim {
-        self.memory.view(0)
-    }
-
-    pub(super) fn done(&self) -> &Done {
-        self.memory.view(LINE)
-    }
-
-    pub(super) fn arrival(&self, rank: u32, sequence: u32) -> &Arrival {
-        let line = rank as usize * 3 + (sequence % 2) as usize;
-        self.memory.view(self.offsets.rank_lines + line * LINE)
-    }
-
-    pub(super) fn rank_line(&self, rank: u32) -> &RankLine {
-        self.memory.view(self.offsets.rank_lines + (rank as usize * 3 + 2) * LINE)
+    pub(super) fn lines(&self, rank: u32) -> &RankLines {
+        assert!((rank as usize) < self.offsets.ranks);
+        self.memory.view(rank as usize * size_of::<RankLines>())
     }
 
     fn channel(&self, from: u32, to: u32) -> usize {
@@ -163,7 +110,7 @@ impl Region {
     }
 
     pub(super) fn taken(&self, from: u32, to: u32) -> &ChannelTaken {
-        self.memory.view(self.channel(from, to) + LINE)
+        self.memory.view(self.channel(from, to) + size_of::<ChannelSent>())
     }
 
     fn data(&self, rank: u32, offset: usize) -> usize {
@@ -200,34 +147,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_lines() {
-        assert_eq!([size_of::<Arrival>(), size_of::<RankLine>(), size_of::<Claim>()], [LINE; 3]);
-        assert_eq!([size_of::<Done>(), size_of::<ChannelSent>(), size_of::<ChannelTaken>()], [LINE; 3]);
-    }
-
-    #[test]
     fn parts_do_not_overlap() {
         for ranks in [2u32, 3, 9, 64] {
             let (region, _fd) = Region::create("test", ranks).unwrap();
             let base = region.memory.at(0) as usize;
-            let mut parts: Vec<(usize, usize)> = vec![(0, LINE), (LINE, LINE)];
+            let mut parts: Vec<(usize, usize)> = Vec::new();
             for rank in 0..ranks {
                 for turn in 0..2 {
-                    let arrival: *const Arrival = region.arrival(rank, turn);
-                    parts.push((arrival as usize - base, LINE));
                     parts.push((region.eager(rank, turn) as usize - base, EAGER_BYTES));
                     parts.push((region.stage(rank, turn) as usize - base, STAGE_BYTES));
                     for to in 0..ranks {
                         parts.push((region.chunk(rank, to, turn) as usize - base, region.chunk_bytes()));
                     }
                 }
-                let line: *const RankLine = region.rank_line(rank);
-                parts.push((line as usize - base, LINE));
+                let lines: *const RankLines = region.lines(rank);
+                parts.push((lines as usize - base, size_of::<RankLines>()));
                 for to in 0..ranks {
                     let (sent, taken): (*const ChannelSent, *const ChannelTaken) =
                         (region.sent(rank, to), region.taken(rank, to));
-                    parts.push((sent as usize - base, LINE));
-                    parts.push((taken as usize - base, LINE));
+                    parts.push((sent as usize - base, size_of::<ChannelSent>()));
+                    parts.push((taken as usize - base, size_of::<ChannelTaken>()));
                 }
             }
             parts.sort_unstable();

@@ -12,7 +12,9 @@
 
 use mgpu_kernels::reduce;
 
-use super::{Call, CpuCommunicator};
+use super::CpuCommunicator;
+use super::call::Call;
+use super::channel::Channel;
 use crate::Result;
 use crate::comm::{Buffer, ReduceOp};
 
@@ -37,6 +39,7 @@ fn schedule(rank: usize, ranks: usize, blocks: usize) -> impl Iterator<Item = St
 }
 
 impl CpuCommunicator {
+    #[inline(never)]
     pub(super) fn ring_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         self.enter(call)?;
         let element = call.dtype.size();
@@ -59,20 +62,25 @@ impl CpuCommunicator {
         Ok(())
     }
 
+    /// The channels from the left and to the right.
+    fn neighbours(&self) -> (Channel, Channel) {
+        let left = (self.rank + self.size - 1) % self.size;
+        (Channel::of_ring(left, self.size), Channel::of_ring(self.rank, self.size))
+    }
+
     /// Combines this rank's block into what comes from the left and sends it on to the right.
     fn reduce_wave(&mut self, own: *mut u8, len: usize, op: ReduceOp, call: &Call) -> Result<()> {
         let (dtype, ranks, last) = (call.dtype, self.size, self.size - 1);
         let bytes = len * reduce::accumulator_size(dtype);
+        let (left, right) = self.neighbours();
         if self.rank == 0 {
             // SAFETY: `len` elements of our buffer become as many accumulators in a chunk that holds them.
-            return self.send_chunk(1, call, |out| unsafe { reduce::start(dtype, own, out, len) });
+            return self.send_chunk(right, call, |out| unsafe { reduce::start(dtype, own, out, len) });
         }
-        let left = self.rank - 1;
         let acc = self.receive_chunk(left, call)?;
         // SAFETY: the left neighbour has filled the chunk with `len` accumulators and leaves it until its release.
         unsafe { reduce::accumulate(dtype, op, own, acc, len) };
         if self.rank < last {
-            let right = self.rank + 1;
             // SAFETY: both chunks hold `len` accumulators and belong to us for now.
             self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(acc, out, bytes) })?;
         } else {
@@ -80,7 +88,7 @@ impl CpuCommunicator {
             unsafe { reduce::finish(dtype, op, ranks, acc, own, len) };
             let bytes = len * dtype.size();
             // SAFETY: the block lies within our buffer and fits a chunk.
-            self.send_chunk(0, call, |out| unsafe { std::ptr::copy_nonoverlapping(own, out, bytes) })?;
+            self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(own, out, bytes) })?;
         }
         self.release_chunk(left);
         Ok(())
@@ -88,13 +96,12 @@ impl CpuCommunicator {
 
     /// Stores the result that comes from the left and sends it on, unless the right neighbour made it.
     fn gather_wave(&mut self, own: *mut u8, bytes: usize, call: &Call) -> Result<()> {
-        let left = (self.rank + self.size - 1) % self.size;
+        let (left, right) = self.neighbours();
         let result = self.receive_chunk(left, call)?;
         // SAFETY: the chunk holds the block's result until its release; the block lies within our buffer.
         unsafe { std::ptr::copy_nonoverlapping(result, own, bytes) };
         self.release_chunk(left);
         if self.rank + 2 < self.size {
-            let right = self.rank + 1;
             // SAFETY: the block lies within our buffer and fits a chunk.
             self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(own, out, bytes) })?;
         }

@@ -1,14 +1,18 @@
 //! Collectives on private buffers: chunk by chunk through staging memory.
 //!
 //! Every rank has two staging areas, used in turn, so a chunk needs no synchronisation at its end beyond what the
-//! next arrival gives (see `region` for why two are enough).
+//! next arrival gives (see [`lines`](super::lines) for why two are enough). In the all-reduce a rank fills one area
+//! with the next chunk while its peers still work on this one.
 
 use std::ops::Range;
 
 use mgpu_kernels::reduce;
 
+use super::CpuCommunicator;
+use super::call::Call;
+use super::direct::{Addresses, Flow, Parts};
+use super::eager::Sources;
 use super::region::STAGE_BYTES;
-use super::{Call, CpuCommunicator};
 use crate::Result;
 use crate::comm::{Buffer, ReduceOp};
 
@@ -33,28 +37,42 @@ impl CpuCommunicator {
     }
 
     /// The staging areas of all ranks, after the arrival.
-    fn stages(&self) -> Vec<*mut u8> {
+    fn stages(&self) -> Addresses {
         (0..self.size).map(|rank| self.region.stage(rank, self.sequence)).collect()
     }
 
+    #[inline(never)]
     pub(super) fn staged_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         let element = call.dtype.size();
-        for chunk in chunks(call.len, STAGE_BYTES / element) {
-            let (begin, bytes) = (chunk.start * element, chunk.len() * element);
-            let own = buffer.address().wrapping_add(begin);
-            let stage = self.own_stage();
+        let mut chunks = chunks(call.len, STAGE_BYTES / element).peekable();
+        let at = |chunk: &Range<usize>| buffer.address().wrapping_add(chunk.start * element);
+        if let Some(first) = chunks.peek() {
             // SAFETY: the chunk lies within the buffer and fits a stage, which nobody else touches before the
             // arrival.
-            unsafe { copy(own, stage, bytes) };
+            unsafe { copy(at(first), self.own_stage(), first.len() * element) };
+        }
+        while let Some(chunk) = chunks.next() {
             self.enter(call)?;
-            let stages = self.stages();
-            self.reduce_together(&stages, &stages, op, chunk.len(), call)?;
-            // SAFETY: as above; all blocks are done, and nobody writes to this stage before its next turn.
-            unsafe { copy(stage, own, bytes) };
+            let parts = Parts::equal(chunk.len(), self.size, element);
+            let (stages, flow) = (self.stages(), Flow::ReduceScatter(op));
+            self.work_on_own(parts, flow, &stages, call);
+            if let Some(next) = chunks.peek() {
+                // SAFETY: as above; nobody has needed the other stage since all arrived for this chunk.
+                unsafe { copy(at(next), self.own_stage(), next.len() * element) };
+            }
+            self.finish_work(parts, flow, &stages, call)?;
+            for rank in 0..self.size {
+                let part = parts.part(rank);
+                let offset = part.start * element;
+                let stage = stages[rank as usize].wrapping_add(offset);
+                // SAFETY: each rank's part of the result is in its stage, where it stays until its next turn.
+                unsafe { copy(stage, at(&chunk).wrapping_add(offset), part.len() * element) };
+            }
         }
         Ok(())
     }
 
+    #[inline(never)]
     pub(super) fn staged_reduce(
         &mut self,
         buffer: &Buffer,
@@ -69,7 +87,7 @@ impl CpuCommunicator {
             unsafe { copy(own, self.own_stage(), chunk.len() * element) };
             self.enter(call)?;
             if self.rank == root {
-                let sources: Vec<*const u8> = self.stages().into_iter().map(<*mut u8>::cast_const).collect();
+                let sources: Sources = self.stages().into_iter().map(<*mut u8>::cast_const).collect();
                 // SAFETY: every rank has filled its stage with this chunk and leaves it until its next turn.
                 unsafe { reduce::reduce(call.dtype, op, &sources, &[own], chunk.len()) };
             }
@@ -77,6 +95,7 @@ impl CpuCommunicator {
         Ok(())
     }
 
+    #[inline(never)]
     pub(super) fn staged_reduce_scatter(
         &mut self,
         buffer: &Buffer,
@@ -97,7 +116,7 @@ impl CpuCommunicator {
             }
             self.enter(call)?;
             let own = self.rank as usize;
-            let sources: Vec<*const u8> =
+            let sources: Sources =
                 self.stages().into_iter().map(|stage| stage.wrapping_add(own * piece).cast_const()).collect();
             // SAFETY: as in `staged_reduce`.
             unsafe { reduce::reduce(call.dtype, op, &sources, &[at(own)], chunk.len()) };
@@ -105,6 +124,7 @@ impl CpuCommunicator {
         Ok(())
     }
 
+    #[inline(never)]
     pub(super) fn staged_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
         let element = call.dtype.size();
         for chunk in chunks(shard, STAGE_BYTES / element) {
@@ -123,6 +143,7 @@ impl CpuCommunicator {
         Ok(())
     }
 
+    #[inline(never)]
     pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
         let element = call.dtype.size();
         for chunk in chunks(call.len, STAGE_BYTES / element) {

@@ -5,19 +5,34 @@
 //! in the kernel (a futex that works between processes), so that a rank that is early by a second costs nothing.
 //! Sleep is taken in slices: between them the waiter looks whether its peers are alive and its deadline has
 //! passed.
+//!
+//! Whoever advances a flag wakes its sleepers. To be certain to see them it would need a full memory barrier after
+//! every store, about as long as the whole of a small operation. While every rank has a core of its own, sleepers
+//! are rare, and the barrier is left out: the look for sleepers may then be older than the store, and a sleeper
+//! missed. It wakes by itself at the end of its slice, and since slices begin short and double, that costs it at
+//! most about as much again as it has waited already.
 
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::libc;
 
-/// Longest sleep without a look at the peers: bounds how late a death is noticed.
-const SLICE: Duration = Duration::from_millis(20);
+/// Shortest and longest sleep without a look at the flag and the peers. The longest bounds how late a death is
+/// noticed.
+const SLICES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(20));
 
-/// A number that one rank advances and others wait for, with a count of those asleep.
-#[repr(C)]
+/// Words that travel with a flag, in its cache line: a peer that has fetched the flag has them too.
+pub(super) const FLAG_WORDS: usize = 7;
+
+/// A number that only grows (and wraps) and that others wait for, with a count of those asleep.
+///
+/// The count is kept out of the cache line: reading it there right after storing the number would mean waiting for
+/// the line to arrive. Two lines make the alignment, because processors fetch them in pairs.
+#[derive(Default)]
+#[repr(C, align(128))]
 pub(super) struct Flag {
     value: AtomicU32,
+    pub(super) words: [AtomicU64; FLAG_WORDS],
     sleepers: AtomicU32,
 }
 
@@ -27,33 +42,41 @@ impl Flag {
         self.value.load(Ordering::Acquire)
     }
 
-    /// Publishes `value` and everything written before it.
-    pub(super) fn publish(&self, value: u32) {
-        self.value.store(value, Ordering::Release);
+    /// True when the flag has come to `target` or beyond.
+    pub(super) fn reached(&self, target: u32) -> bool {
+        self.load().wrapping_sub(target) as i32 >= 0
+    }
+
+    /// Publishes `value` and everything written before it. Only one rank does so.
+    pub(super) fn publish(&self, value: u32, patience: Patience) {
+        if patience.crowded {
+            // With the sequentially consistent operations of `sleep`: either we see the sleeper, or it sees the
+            // new value.
+            self.value.swap(value, Ordering::SeqCst);
+        } else {
+            self.value.store(value, Ordering::Release);
+        }
         self.wake();
     }
 
     /// Adds one, and publishes everything written before it.
     pub(super) fn increment(&self) {
-        self.value.fetch_add(1, Ordering::AcqRel);
+        self.value.fetch_add(1, Ordering::SeqCst);
         self.wake();
     }
 
     fn wake(&self) {
-        // Pairs with the fence in `sleep`: either we see the sleeper, or it sees the new value.
-        fence(Ordering::SeqCst);
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
             futex(&self.value, libc::FUTEX_WAKE, i32::MAX as u32, None);
         }
     }
 
-    /// Sleeps for at most a slice, unless `reached` holds already.
-    fn sleep(&self, reached: impl Fn(u32) -> bool) {
-        self.sleepers.fetch_add(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        let seen = self.load();
-        if !reached(seen) {
-            futex(&self.value, libc::FUTEX_WAIT, seen, Some(SLICE));
+    /// Sleeps until woken or for `slice`, unless the flag has come to `target` already.
+    fn sleep(&self, target: u32, slice: Duration) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let seen = self.value.load(Ordering::SeqCst);
+        if (seen.wrapping_sub(target) as i32) < 0 {
+            futex(&self.value, libc::FUTEX_WAIT, seen, Some(slice));
         }
         self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
@@ -71,56 +94,79 @@ fn futex(word: &AtomicU32, operation: i32, value: u32, timeout: Option<Duration>
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, value, timeout, 0usize, 0u32) };
 }
 
-/// True when a wrapping counter has come to `target` or beyond.
-pub(super) fn at_least(value: u32, target: u32) -> bool {
-    value.wrapping_sub(target) as i32 >= 0
-}
-
 /// How long to spin and to yield before sleeping.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Patience {
+    /// More ranks than cores.
+    crowded: bool,
     spins: u32,
     yields: u32,
 }
+
+/// Looks at a flag before a peer counts as late: some two microseconds.
+const GLANCE: u32 = 40;
 
 impl Patience {
     /// For `ranks` ranks on the cores this process may use: spinning pays only while everybody has a core.
     pub(super) fn for_ranks(ranks: u32) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         if ranks as usize <= cores {
-            Patience { spins: 4000, yields: 200 }
+            Patience { crowded: false, spins: 4000, yields: 100 }
         } else {
-            Patience { spins: 20, yields: 20 }
+            Patience { crowded: true, spins: 20, yields: 20 }
         }
+    }
+
+    /// Gives `flag` a moment to come to `target`; true if it has.
+    pub(super) fn glance(self, flag: &Flag, target: u32) -> bool {
+        spin(if self.crowded { 1 } else { GLANCE }, flag, target)
+    }
+
+    /// Spins for as long as [`wait`](Self::wait) would, and does `meanwhile` between looks.
+    pub(super) fn spin_while(self, flag: &Flag, target: u32, meanwhile: impl Fn()) {
+        (0..self.spins).any(|_| {
+            meanwhile();
+            std::hint::spin_loop();
+            flag.reached(target)
+        });
     }
 
     /// Waits until `flag` has come to `target`. `look` is asked now and then, with the time waited so far, and
     /// ends the wait with an error.
+    #[inline]
     pub(super) fn wait<E>(
+        self,
+        flag: &Flag,
+        target: u32,
+        look: impl FnMut(Duration) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if spin(self.spins, flag, target) {
+            return Ok(());
+        }
+        self.wait_long(flag, target, look)
+    }
+
+    #[cold]
+    fn wait_long<E>(
         self,
         flag: &Flag,
         target: u32,
         mut look: impl FnMut(Duration) -> Result<(), E>,
     ) -> Result<(), E> {
-        let reached = |value| at_least(value, target);
-        for _ in 0..self.spins {
-            if reached(flag.load()) {
-                return Ok(());
-            }
-            std::hint::spin_loop();
-        }
         for _ in 0..self.yields {
-            if reached(flag.load()) {
+            if flag.reached(target) {
                 return Ok(());
             }
             std::thread::yield_now();
         }
         let started = Instant::now();
-        while !reached(flag.load()) {
-            flag.sleep(reached);
+        let (mut slice, longest) = SLICES;
+        while !flag.reached(target) {
+            flag.sleep(target, slice);
+            slice = longest.min(slice * 2);
             let trouble = look(started.elapsed());
             // A peer may have reached the flag and then ended: what it did before counts.
-            if !reached(flag.load()) {
+            if !flag.reached(target) {
                 trouble?;
             }
         }
@@ -128,40 +174,65 @@ impl Patience {
     }
 }
 
+/// Looks up to `times` times. The pause in between also keeps the line from being torn back and forth while its
+/// owner writes it.
+#[inline]
+fn spin(times: u32, flag: &Flag, target: u32) -> bool {
+    (0..times).any(|_| {
+        flag.reached(target) || {
+            std::hint::spin_loop();
+            false
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const AT_ONCE: Patience = Patience { crowded: true, spins: 0, yields: 0 };
+
     #[test]
     fn wrapping_counters_compare() {
-        assert!(at_least(5, 5) && at_least(6, 5) && !at_least(4, 5));
-        assert!(at_least(3, u32::MAX - 2) && !at_least(u32::MAX - 2, 3));
+        let flag = Flag::default();
+        flag.publish(5, AT_ONCE);
+        assert!(flag.reached(5) && flag.reached(4) && !flag.reached(6));
+        flag.publish(u32::MAX - 2, AT_ONCE);
+        assert!(!flag.reached(3) && flag.reached(u32::MAX - 9));
     }
 
     #[test]
     fn sleepers_are_woken_at_every_step() {
-        let flags = [const { Flag { value: AtomicU32::new(0), sleepers: AtomicU32::new(0) } }; 2];
-        let patience = Patience { spins: 0, yields: 0 };
+        let flags = [Flag::default(), Flag::default()];
+        let turns = if cfg!(miri) { 20 } else { 2000 };
         let never = |_: Duration| Ok::<(), ()>(());
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for turn in 1..=2000 {
-                    patience.wait(&flags[0], turn, never).unwrap();
+                for turn in 1..=turns {
+                    AT_ONCE.wait(&flags[0], turn, never).unwrap();
                     flags[1].increment();
                 }
             });
-            for turn in 1..=2000 {
-                flags[0].publish(turn);
-                patience.wait(&flags[1], turn, never).unwrap();
+            for turn in 1..=turns {
+                flags[0].publish(turn, AT_ONCE);
+                AT_ONCE.wait(&flags[1], turn, never).unwrap();
             }
         });
-        assert_eq!(flags[1].load(), 2000);
+        assert_eq!(flags[1].load(), turns);
+    }
+
+    #[test]
+    fn a_sleeper_that_is_missed_wakes_by_itself() {
+        let flag = Flag::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| AT_ONCE.wait(&flag, 1, |_| Ok::<(), ()>(())).unwrap());
+            // Not even a look at the sleepers.
+            flag.value.store(1, Ordering::Release);
+        });
     }
 
     #[test]
     fn trouble_ends_a_wait() {
-        let flag = Flag { value: AtomicU32::new(0), sleepers: AtomicU32::new(0) };
-        let patience = Patience { spins: 1, yields: 1 };
-        assert_eq!(patience.wait(&flag, 1, |_| Err("gone")), Err("gone"));
+        assert_eq!(AT_ONCE.wait(&Flag::default(), 1, |_| Err("gone")), Err("gone"));
     }
 }

@@ -1,0 +1,78 @@
+//! How ranks come together: arrival, comparison, and waiting for each other without ever hanging.
+
+use super::call::{CALL_WORDS, Call, Path, describe};
+use super::lines::Arrival;
+use super::wait::Flag;
+use super::{CpuCommunicator, prefetch};
+use crate::{Error, Result};
+
+impl CpuCommunicator {
+    /// The number the next operation will have: what to write before [`enter`](Self::enter) belongs to it.
+    pub(super) fn next_sequence(&self) -> u32 {
+        self.sequence.wrapping_add(1)
+    }
+
+    /// Arrives at the next operation and waits until all ranks have, with the same call.
+    pub(super) fn enter(&mut self, call: &Call) -> Result<()> {
+        self.sequence = self.next_sequence();
+        self.membership.page().enter(self.rank, self.sequence, call.len * call.dtype.size());
+        let own = self.region.lines(self.rank);
+        own.arrive(self.sequence, call, self.patience);
+        let digest = own.arrival(self.sequence).digest();
+        for peer in self.peers() {
+            let line = self.region.lines(peer).arrival(self.sequence);
+            if call.path == Path::Eager {
+                self.patience.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
+            }
+            self.wait(&line.flag, self.sequence, call, || {
+                let arrived =
+                    |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
+                (vec![peer], self.peers().filter(|peer| !arrived(peer)).collect())
+            })?;
+            if line.digest() != digest {
+                let theirs = self.region.lines(peer).call(self.sequence);
+                return Err(self.disagreement(peer, self.sequence, call, theirs));
+            }
+        }
+        // Peers have finished with the next line: it can come back to this core while there is time.
+        let next: *const Arrival = own.arrival(self.next_sequence());
+        prefetch::for_writing(next.cast());
+        Ok(())
+    }
+
+    /// The error of having called something else than `peer`.
+    pub(super) fn disagreement(
+        &self,
+        peer: u32,
+        sequence: u32,
+        ours: &Call,
+        theirs: [u64; CALL_WORDS],
+    ) -> Error {
+        let (ours, theirs) = (ours.to_string(), describe(theirs));
+        Error::Mismatch { rank: self.rank, peer, sequence, ours, theirs }
+    }
+
+    /// Waits until `flag` has come to `target`. `absent` tells, when it takes long, which ranks must be there for
+    /// that to happen at all, and which ones it is waiting for.
+    #[inline]
+    pub(super) fn wait(
+        &self,
+        flag: &Flag,
+        target: u32,
+        call: &Call,
+        absent: impl Fn() -> (Vec<u32>, Vec<u32>),
+    ) -> Result<()> {
+        self.patience.wait(flag, target, |waited| {
+            let operation = || format!("operation {} of {}, {call}", self.sequence, self.name);
+            let (needed, mut waited_for) = absent();
+            if let Some(error) = self.membership.lost_peer(&needed, operation) {
+                return Err(error);
+            }
+            if waited < self.timeout {
+                return Ok(());
+            }
+            waited_for.sort_unstable();
+            Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
+        })
+    }
+}

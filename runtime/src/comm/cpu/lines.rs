@@ -1,0 +1,266 @@
+//! The lines of shared memory on which ranks meet, and the order in which they may be touched.
+//!
+//! **Arrival.** A rank publishes operation `s` in arrival line `s mod 2`: a digest of its arguments, a small payload
+//! and then the flag, all in one cache line, so that a peer that sees the flag has everything. Two lines are enough:
+//! a rank that writes the line for `s` has left `s − 1`, which it could only after every peer had arrived there, and
+//! so had finished reading what belonged to `s − 2`. The same argument covers everything that alternates between two
+//! copies.
+//!
+//! **Work.** The blocks of a larger operation are queued with the ranks, each rank's queue being a pair of counters
+//! that only grow (and wrap): tickets drawn, blocks completed. Every rank knows from the sequence of operations where
+//! each one begins. A rank works through its own queue, and then through those of ranks that are late, so that a rank
+//! that is descheduled holds up one block at most. Counters on lines of their own cost nothing as long as nobody
+//! helps; a single counter for all would be fetched from another core for every block.
+//!
+//! **Order.** Publishing a flag or completing a block releases; seeing it acquires. Between the arrival of all and
+//! the completion of all blocks, a ticket makes its holder the only one to touch the block's memory.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use super::call::{CALL_WORDS, Call};
+use super::wait::{FLAG_WORDS, Flag, Patience};
+
+/// Payload that fits an arrival line, beside the digest.
+pub(super) const INLINE_BYTES: usize = (FLAG_WORDS - 1) * 8;
+
+/// A rank's arrival at an operation.
+#[derive(Default)]
+#[repr(C)]
+pub(super) struct Arrival {
+    /// Number of the operation; beside it the digest of the call and the payload.
+    pub(super) flag: Flag,
+}
+
+impl Arrival {
+    pub(super) fn digest(&self) -> u64 {
+        self.flag.words[0].load(Ordering::Relaxed)
+    }
+
+    /// Where the payload lies: [`INLINE_BYTES`] bytes, aligned to 8. Plain memory, like a slot: written before the
+    /// arrival and read after it.
+    pub(super) fn payload(&self) -> *mut u8 {
+        self.flag.words[1..].as_ptr().cast_mut().cast()
+    }
+}
+
+/// Tickets drawn from a rank's queue.
+#[derive(Default)]
+#[repr(C, align(128))]
+struct Drawn {
+    count: AtomicU32,
+}
+
+/// What peers read only when something is wrong.
+#[derive(Default)]
+#[repr(C, align(128))]
+struct Account {
+    /// The queue a block of which this rank holds, plus one; 0 for none.
+    busy: AtomicU32,
+    /// The arguments of the last two operations.
+    calls: [[AtomicU64; CALL_WORDS]; 2],
+}
+
+/// All lines of one rank.
+#[derive(Default)]
+#[repr(C)]
+pub(super) struct RankLines {
+    arrivals: [Arrival; 2],
+    drawn: Drawn,
+    /// Completed blocks of this rank's queue.
+    completed: Flag,
+    account: Account,
+}
+
+impl RankLines {
+    /// The line for operation `sequence`.
+    pub(super) fn arrival(&self, sequence: u32) -> &Arrival {
+        &self.arrivals[(sequence % 2) as usize]
+    }
+
+    /// This rank arrives at operation `sequence`.
+    pub(super) fn arrive(&self, sequence: u32, call: &Call, patience: Patience) {
+        let words = call.encode();
+        let digest = Call::digest(words);
+        for (slot, word) in self.account.calls[(sequence % 2) as usize].iter().zip(words) {
+            slot.store(word, Ordering::Relaxed);
+        }
+        let flag = &self.arrival(sequence).flag;
+        flag.words[0].store(digest, Ordering::Relaxed);
+        flag.publish(sequence, patience);
+    }
+
+    /// What this rank passed to operation `sequence`, for the error message of a peer that passed something else.
+    pub(super) fn call(&self, sequence: u32) -> [u64; CALL_WORDS] {
+        let words = &self.account.calls[(sequence % 2) as usize];
+        std::array::from_fn(|index| words[index].load(Ordering::Relaxed))
+    }
+
+    /// Works through what is left of this rank's queue on behalf of `worker`. The queue's operation began at count
+    /// `begin` and has `blocks` blocks.
+    pub(super) fn work(&self, worker: (&RankLines, u32), begin: u32, blocks: u32, mut each: impl FnMut(u32)) {
+        let (lines, queue) = worker;
+        lines.account.busy.store(queue + 1, Ordering::Relaxed);
+        while let Some(block) = self.draw(begin, blocks) {
+            each(block);
+            self.completed.increment();
+        }
+        lines.account.busy.store(0, Ordering::Relaxed);
+    }
+
+    /// Draws a ticket, unless none is left.
+    fn draw(&self, begin: u32, blocks: u32) -> Option<u32> {
+        let draw = |count: u32| (count.wrapping_sub(begin) < blocks).then_some(count.wrapping_add(1));
+        let drawn = self.drawn.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, draw);
+        drawn.ok().map(|count| count.wrapping_sub(begin))
+    }
+
+    /// Completed blocks of this rank's queue.
+    pub(super) fn completed(&self) -> &Flag {
+        &self.completed
+    }
+
+    /// The queue that this rank holds a block of.
+    pub(super) fn busy_with(&self) -> Option<u32> {
+        self.account.busy.load(Ordering::Relaxed).checked_sub(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! The protocol alone, on memory without any mapping, sockets or processes: what Miri and ThreadSanitizer can
+    //! look at (see the README's long checks). Payloads are plain memory, so that a missing order is a data race.
+
+    use std::cell::UnsafeCell;
+
+    use super::*;
+    use crate::comm::cpu::call::Kind;
+    use crate::comm::{DType, ReduceOp};
+
+    const RANKS: u32 = if cfg!(miri) { 3 } else { 4 };
+    const ROUNDS: u32 = if cfg!(miri) { 6 } else { 2000 };
+    const BLOCKS: usize = 2;
+
+    /// Memory that the protocol alone protects.
+    #[derive(Default)]
+    struct Plain<T>(UnsafeCell<T>);
+
+    // SAFETY: this is what the tests are to show.
+    unsafe impl<T: Send> Sync for Plain<T> {}
+
+    impl<T: Copy> Plain<T> {
+        fn read(&self) -> T {
+            // SAFETY: as above.
+            unsafe { *self.0.get() }
+        }
+
+        fn write(&self, value: T) {
+            // SAFETY: as above.
+            unsafe { *self.0.get() = value };
+        }
+    }
+
+    #[derive(Default)]
+    struct Rank {
+        lines: RankLines,
+        slots: [Plain<u32>; 2],
+        /// One element per block of every queue.
+        buffer: [Plain<u32>; RANKS as usize * BLOCKS],
+    }
+
+    fn call() -> Call {
+        let len = RANKS as usize * BLOCKS;
+        Call { op: Some(ReduceOp::Sum), len, ..Call::plain(Kind::AllReduce, DType::I32, 0) }
+    }
+
+    fn wait(flag: &Flag, target: u32) {
+        Patience::for_ranks(RANKS).wait(flag, target, |_| Ok::<(), ()>(())).unwrap();
+    }
+
+    /// Arrives with a payload and waits for all; returns the sum of all payloads.
+    fn enter(ranks: &[Rank], rank: u32, sequence: u32, payload: u64) -> u64 {
+        let own = &ranks[rank as usize].lines;
+        // SAFETY: what the tests are to show: nobody reads the payload now.
+        unsafe { own.arrival(sequence).payload().cast::<u64>().write(payload) };
+        own.arrive(sequence, &call(), Patience::for_ranks(RANKS));
+        let payload_of = |peer: &Rank| {
+            let line = peer.lines.arrival(sequence);
+            wait(&line.flag, sequence);
+            assert_eq!(line.digest(), Call::digest(call().encode()));
+            // SAFETY: as above: nobody writes the payload now.
+            unsafe { line.payload().cast::<u64>().read() }
+        };
+        ranks.iter().map(payload_of).sum()
+    }
+
+    fn in_threads(body: impl Fn(&[Rank], u32) + Sync) {
+        let ranks: Vec<Rank> = (0..RANKS).map(|_| Rank::default()).collect();
+        std::thread::scope(|scope| {
+            for rank in 0..RANKS {
+                let (body, ranks) = (&body, &ranks[..]);
+                scope.spawn(move || body(ranks, rank));
+            }
+        });
+    }
+
+    #[test]
+    fn lines_are_lines() {
+        assert_eq!([size_of::<Arrival>(), size_of::<Drawn>(), size_of::<Flag>()], [128; 3]);
+        assert_eq!((size_of::<Account>(), size_of::<RankLines>()), (128, 640));
+        assert!(std::mem::offset_of!(Flag, words) + FLAG_WORDS * 8 <= 64);
+    }
+
+    #[test]
+    fn payloads_and_slots_are_those_of_the_operation() {
+        in_threads(|ranks, rank| {
+            for sequence in 1..=ROUNDS {
+                let turn = (sequence % 2) as usize;
+                ranks[rank as usize].slots[turn].write(sequence * 10 + rank);
+                let sum = enter(ranks, rank, sequence, u64::from(sequence + rank));
+                let expected: u64 = (0..RANKS).map(|rank| u64::from(sequence + rank)).sum();
+                assert_eq!(sum, expected);
+                for (peer, number) in ranks.iter().zip(0..) {
+                    assert_eq!(peer.slots[turn].read(), sequence * 10 + number);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn every_block_is_worked_on_once_and_seen_by_all() {
+        in_threads(|ranks, rank| {
+            for round in 0..ROUNDS {
+                let own = &ranks[rank as usize];
+                own.buffer.iter().for_each(|element| element.write(rank + round));
+                enter(ranks, rank, round + 1, 0);
+                let begin = round * BLOCKS as u32;
+                for queue in (rank..RANKS).chain(0..rank) {
+                    let lines = &ranks[queue as usize].lines;
+                    lines.work((&own.lines, queue), begin, BLOCKS as u32, |block| {
+                        let element = queue as usize * BLOCKS + block as usize;
+                        let sum = ranks.iter().map(|peer| peer.buffer[element].read()).sum();
+                        ranks.iter().for_each(|peer| peer.buffer[element].write(sum));
+                    });
+                }
+                for peer in ranks {
+                    wait(peer.lines.completed(), begin + BLOCKS as u32);
+                }
+                let expected: u32 = (0..RANKS).map(|rank| rank + round).sum();
+                assert!(own.buffer.iter().all(|element| element.read() == expected));
+                assert_eq!(own.lines.busy_with(), None);
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_that_never_works_holds_nobody_up() {
+        in_threads(|ranks, rank| {
+            enter(ranks, rank, 1, 0);
+            if rank != 0 {
+                for queue in 0..RANKS {
+                    ranks[queue as usize].lines.work((&ranks[rank as usize].lines, queue), 0, 5, |_| {});
+                }
+                ranks.iter().for_each(|peer| wait(peer.lines.completed(), 5));
+            }
+        });
+    }
+}
