@@ -172,34 +172,65 @@ mod tests {
         Call { op: Some(ReduceOp::Sum), len, ..Call::plain(Kind::AllReduce, DType::I32, 0) }
     }
 
-    fn wait(flag: &Flag, target: u32) {
-        Patience::for_ranks(RANKS).wait(flag, target, |_| Ok::<(), ()>(())).unwrap();
+    /// One rank among all, with a core of its own or without.
+    #[derive(Clone, Copy)]
+    struct Member<'a> {
+        ranks: &'a [Rank],
+        rank: u32,
+        patience: Patience,
     }
 
-    /// Arrives with a payload and waits for all; returns the sum of all payloads.
-    fn enter(ranks: &[Rank], rank: u32, sequence: u32, payload: u64) -> u64 {
-        let own = &ranks[rank as usize].lines;
-        // SAFETY: what the tests are to show: nobody reads the payload now.
-        unsafe { own.arrival(sequence).payload().cast::<u64>().write(payload) };
-        own.arrive(sequence, &call(), Patience::for_ranks(RANKS));
-        let payload_of = |peer: &Rank| {
-            let line = peer.lines.arrival(sequence);
-            wait(&line.flag, sequence);
-            assert_eq!(line.digest(), Call::digest(call().encode()));
-            // SAFETY: as above: nobody writes the payload now.
-            unsafe { line.payload().cast::<u64>().read() }
-        };
-        ranks.iter().map(payload_of).sum()
-    }
+    impl Member<'_> {
+        fn own(&self) -> &Rank {
+            &self.ranks[self.rank as usize]
+        }
 
-    fn in_threads(body: impl Fn(&[Rank], u32) + Sync) {
-        let ranks: Vec<Rank> = (0..RANKS).map(|_| Rank::default()).collect();
-        std::thread::scope(|scope| {
-            for rank in 0..RANKS {
-                let (body, ranks) = (&body, &ranks[..]);
-                scope.spawn(move || body(ranks, rank));
+        fn wait(&self, flag: &Flag, target: u32) {
+            self.patience.wait(flag, target, |_| Ok::<(), ()>(())).unwrap();
+        }
+
+        /// Arrives with a payload and waits for all; returns the sum of all payloads.
+        fn enter(&self, sequence: u32, payload: u64) -> u64 {
+            let own = &self.own().lines;
+            // SAFETY: what the tests are to show: nobody reads the payload now.
+            unsafe { own.arrival(sequence).payload().cast::<u64>().write(payload) };
+            own.arrive(sequence, &call(), self.patience);
+            let payload_of = |peer: &Rank| {
+                let line = peer.lines.arrival(sequence);
+                self.wait(&line.flag, sequence);
+                assert_eq!(line.digest(), Call::digest(call().encode()));
+                // SAFETY: as above: nobody writes the payload now.
+                unsafe { line.payload().cast::<u64>().read() }
+            };
+            self.ranks.iter().map(payload_of).sum()
+        }
+
+        /// Works through all queues, its own first.
+        fn work(&self, begin: u32, blocks: u32, mut each: impl FnMut(u32, u32)) {
+            for queue in (self.rank..RANKS).chain(0..self.rank) {
+                let lines = &self.ranks[queue as usize].lines;
+                lines.work((&self.own().lines, queue), begin, blocks, |block| each(queue, block));
             }
-        });
+        }
+
+        fn wait_for_work(&self, target: u32) {
+            self.ranks.iter().for_each(|peer| self.wait(peer.lines.completed(), target));
+        }
+    }
+
+    /// Runs `body` on every rank, first with a core for each, then crowded: flags are published differently.
+    fn in_threads(body: impl Fn(Member<'_>) + Sync) {
+        for cores in [RANKS as usize, 1] {
+            let ranks: Vec<Rank> = (0..RANKS).map(|_| Rank::default()).collect();
+            let patience = Patience::for_cores(RANKS, cores);
+            std::thread::scope(|scope| {
+                for rank in 0..RANKS {
+                    let member = Member { ranks: &ranks, rank, patience };
+                    let body = &body;
+                    scope.spawn(move || body(member));
+                }
+            });
+        }
     }
 
     #[test]
@@ -211,14 +242,14 @@ mod tests {
 
     #[test]
     fn payloads_and_slots_are_those_of_the_operation() {
-        in_threads(|ranks, rank| {
+        in_threads(|member| {
             for sequence in 1..=ROUNDS {
                 let turn = (sequence % 2) as usize;
-                ranks[rank as usize].slots[turn].write(sequence * 10 + rank);
-                let sum = enter(ranks, rank, sequence, u64::from(sequence + rank));
+                member.own().slots[turn].write(sequence * 10 + member.rank);
+                let sum = member.enter(sequence, u64::from(sequence + member.rank));
                 let expected: u64 = (0..RANKS).map(|rank| u64::from(sequence + rank)).sum();
                 assert_eq!(sum, expected);
-                for (peer, number) in ranks.iter().zip(0..) {
+                for (peer, number) in member.ranks.iter().zip(0..) {
                     assert_eq!(peer.slots[turn].read(), sequence * 10 + number);
                 }
             }
@@ -227,39 +258,31 @@ mod tests {
 
     #[test]
     fn every_block_is_worked_on_once_and_seen_by_all() {
-        in_threads(|ranks, rank| {
+        in_threads(|member| {
             for round in 0..ROUNDS {
-                let own = &ranks[rank as usize];
-                own.buffer.iter().for_each(|element| element.write(rank + round));
-                enter(ranks, rank, round + 1, 0);
+                member.own().buffer.iter().for_each(|element| element.write(member.rank + round));
+                member.enter(round + 1, 0);
                 let begin = round * BLOCKS as u32;
-                for queue in (rank..RANKS).chain(0..rank) {
-                    let lines = &ranks[queue as usize].lines;
-                    lines.work((&own.lines, queue), begin, BLOCKS as u32, |block| {
-                        let element = queue as usize * BLOCKS + block as usize;
-                        let sum = ranks.iter().map(|peer| peer.buffer[element].read()).sum();
-                        ranks.iter().for_each(|peer| peer.buffer[element].write(sum));
-                    });
-                }
-                for peer in ranks {
-                    wait(peer.lines.completed(), begin + BLOCKS as u32);
-                }
+                member.work(begin, BLOCKS as u32, |queue, block| {
+                    let element = queue as usize * BLOCKS + block as usize;
+                    let sum = member.ranks.iter().map(|peer| peer.buffer[element].read()).sum();
+                    member.ranks.iter().for_each(|peer| peer.buffer[element].write(sum));
+                });
+                member.wait_for_work(begin + BLOCKS as u32);
                 let expected: u32 = (0..RANKS).map(|rank| rank + round).sum();
-                assert!(own.buffer.iter().all(|element| element.read() == expected));
-                assert_eq!(own.lines.busy_with(), None);
+                assert!(member.own().buffer.iter().all(|element| element.read() == expected));
+                assert_eq!(member.own().lines.busy_with(), None);
             }
         });
     }
 
     #[test]
     fn a_rank_that_never_works_holds_nobody_up() {
-        in_threads(|ranks, rank| {
-            enter(ranks, rank, 1, 0);
-            if rank != 0 {
-                for queue in 0..RANKS {
-                    ranks[queue as usize].lines.work((&ranks[rank as usize].lines, queue), 0, 5, |_| {});
-                }
-                ranks.iter().for_each(|peer| wait(peer.lines.completed(), 5));
+        in_threads(|member| {
+            member.enter(1, 0);
+            if member.rank != 0 {
+                member.work(0, 5, |_, _| {});
+                member.wait_for_work(5);
             }
         });
     }

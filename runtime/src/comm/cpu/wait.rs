@@ -109,7 +109,11 @@ const GLANCE: u32 = 40;
 impl Patience {
     /// For `ranks` ranks on the cores this process may use: spinning pays only while everybody has a core.
     pub(super) fn for_ranks(ranks: u32) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::for_cores(ranks, std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// For `ranks` ranks on `cores` cores.
+    pub(super) fn for_cores(ranks: u32, cores: usize) -> Self {
         if ranks as usize <= cores {
             Patience { crowded: false, spins: 4000, yields: 100 }
         } else {
