@@ -4,11 +4,22 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use nix::sys::mman::{MmapAdvise, madvise};
+
 use super::{DType, Element};
 use crate::shm::SharedMemory;
 
 /// Alignment of every allocation: a cache line and a vector register.
 pub(crate) const ALIGNMENT: usize = 64;
+
+/// What large allocations are aligned to.
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
+
+/// Asks for huge pages, before the memory is touched. Where there are none, small ones serve.
+fn wish_for_huge_pages(base: NonNull<u8>, bytes: usize) {
+    // SAFETY: the whole pages of a fresh allocation; the advice does not change their contents.
+    let _ = unsafe { madvise(base.cast(), bytes / HUGE_PAGE * HUGE_PAGE, MmapAdvise::MADV_HUGEPAGE) };
+}
 
 /// A rank's part of memory that all ranks map.
 #[derive(Debug)]
@@ -88,11 +99,15 @@ impl Buffer {
 
     pub(crate) fn zeroed_of(dtype: DType, len: usize) -> Self {
         let bytes = len.checked_mul(dtype.size()).expect("the size of a buffer fits an address");
+        let alignment = if bytes >= HUGE_PAGE { HUGE_PAGE } else { ALIGNMENT };
         let layout =
-            Layout::from_size_align(bytes.max(1), ALIGNMENT).expect("the size of a buffer fits an address");
+            Layout::from_size_align(bytes.max(1), alignment).expect("the size of a buffer fits an address");
         // SAFETY: the layout has a size of at least 1.
         let base = unsafe { alloc_zeroed(layout) };
         let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
+        if bytes >= HUGE_PAGE {
+            wish_for_huge_pages(base, layout.size());
+        }
         Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
     }
 

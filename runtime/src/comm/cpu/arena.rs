@@ -4,13 +4,11 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use super::CpuCommunicator;
 use super::call::{Call, Kind};
-use crate::comm::buffer::Arena;
+use crate::comm::buffer::{Arena, HUGE_PAGE};
 use crate::comm::{Buffer, DType};
 use crate::shm::{SharedMemory, reserve};
 use crate::{Error, Result, memory};
 
-/// Parts of an arena are aligned to huge pages once they fill one.
-const HUGE_PAGE: usize = 2 << 20;
 const PAGE: usize = 4096;
 /// Largest part of an arena.
 const MOST_BYTES: usize = 1 << 46;
@@ -18,7 +16,8 @@ const MOST_BYTES: usize = 1 << 46;
 /// fall into the same cache set.
 const STAGGER: usize = 65 * 64;
 
-/// Where the parts of `ranks` ranks of `bytes` bytes each begin, and the size of the whole.
+/// Where the parts of `ranks` ranks of `bytes` bytes each begin, and the size of the whole. Parts are aligned to huge
+/// pages once they fill one.
 fn place_parts(ranks: usize, bytes: usize) -> (Vec<usize>, usize) {
     let part = bytes + ranks * STAGGER;
     let stride = part.next_multiple_of(if part >= HUGE_PAGE { HUGE_PAGE } else { PAGE });

@@ -222,7 +222,7 @@ mod tests {
     fn in_threads(body: impl Fn(Member<'_>) + Sync) {
         for cores in [RANKS as usize, 1] {
             let ranks: Vec<Rank> = (0..RANKS).map(|_| Rank::default()).collect();
-            let patience = Patience::for_cores(RANKS, cores);
+            let patience = Patience::for_ranks(RANKS, cores);
             std::thread::scope(|scope| {
                 for rank in 0..RANKS {
                     let member = Member { ranks: &ranks, rank, patience };

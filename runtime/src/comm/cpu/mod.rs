@@ -7,7 +7,7 @@
 //! | payload | path | synchronisations |
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
-//! | up to 768 bytes, 16 KiB if private | [`eager`]: through small slots, every rank reduces all | 1 |
+//! | up to about a KiB, 16 KiB if private | [`eager`]: through small slots, every rank reduces all | 1 |
 //! | in an arena | [`direct`]: in place, in blocks that late ranks are helped with | 2 |
 //! | elsewhere | [`staged`]: through staging memory, in chunks | 2 a chunk |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
@@ -16,6 +16,7 @@ mod agree;
 mod arena;
 mod call;
 mod channel;
+mod cores;
 mod direct;
 mod eager;
 mod lines;
@@ -31,6 +32,7 @@ use std::time::Duration;
 
 use arena::one_descriptor;
 use call::{Call, Kind, Path};
+use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
 use wait::Patience;
@@ -74,6 +76,7 @@ pub(crate) fn connect(
     let name = format!("communicator-{number}");
     let region = share_region(membership, size, &name, timeout)
         .inspect_err(|error| membership.page().blame(membership.rank(), error))?;
+    let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
     Ok(CpuCommunicator {
         membership: Arc::clone(membership),
         number,
@@ -87,7 +90,7 @@ pub(crate) fn connect(
         received: vec![0; size as usize],
         arenas: 0,
         algorithm: Algorithm::Auto,
-        patience: Patience::for_ranks(size),
+        patience: Patience::for_ranks(size, cores),
         timeout,
         poison: None,
     })
@@ -107,6 +110,7 @@ fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duratio
         (Region::open(name, fd.as_fd(), size)?, fd)
     };
     region.reserve(name, fd.as_fd(), rank)?;
+    region.cores(rank).publish();
     store.barrier(&format!("{name}/connected"), timeout)?;
     Ok(region)
 }
@@ -167,7 +171,23 @@ impl CpuCommunicator {
                 problem: format!("the eager algorithm carries {EAGER_BYTES} bytes, not {}", buffer.bytes()),
             }),
             Algorithm::Eager => Ok(Path::Eager),
-            Algorithm::Auto => Ok(by_size(buffer, buffer.bytes())),
+            Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes())),
+        }
+    }
+
+    /// The path of an operation of which every rank contributes at most `bytes` bytes.
+    fn by_size(&self, buffer: &Buffer, bytes: usize) -> Path {
+        // Slots cost copies, the other paths a synchronisation more: cheap between cores, dear when ranks have to be
+        // scheduled for it. All limits measured, on two ranks and on four on two cores.
+        let eager = match buffer.arena() {
+            Some(_) if self.patience.is_crowded() => 2 << 10,
+            Some(_) => 768,
+            None => EAGER_BYTES,
+        };
+        match bytes {
+            0..=INLINE_BYTES => Path::Inline,
+            _ if bytes <= eager => Path::Eager,
+            _ => large(buffer),
         }
     }
 }
@@ -175,20 +195,6 @@ impl CpuCommunicator {
 /// The path of a payload that is too large for slots.
 fn large(buffer: &Buffer) -> Path {
     if buffer.arena().is_some() { Path::Direct } else { Path::Staged }
-}
-
-/// Largest contribution that goes through slots although it lies in an arena: beyond, copying it costs more than the
-/// second synchronisation of the direct path (measured on two ranks).
-const EAGER_BYTES_OF_ARENA: usize = 768;
-
-/// The path of an operation of which every rank contributes at most `bytes` bytes.
-fn by_size(buffer: &Buffer, bytes: usize) -> Path {
-    let eager = if buffer.arena().is_some() { EAGER_BYTES_OF_ARENA } else { EAGER_BYTES };
-    match bytes {
-        0..=INLINE_BYTES => Path::Inline,
-        _ if bytes <= eager => Path::Eager,
-        _ => large(buffer),
-    }
 }
 
 impl Communicator for CpuCommunicator {
@@ -229,7 +235,7 @@ impl Communicator for CpuCommunicator {
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
         self.guard(|comm| {
             let shard = comm.shard("reduce_scatter", &buffer)?;
-            let path = by_size(&buffer, buffer.bytes());
+            let path = comm.by_size(&buffer, buffer.bytes());
             let call = Call::new(Kind::ReduceScatter, &buffer, Some(op), 0).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, shard, op, &call)?,
@@ -243,7 +249,7 @@ impl Communicator for CpuCommunicator {
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
         self.guard(|comm| {
             let shard = comm.shard("all_gather", &buffer)?;
-            let path = by_size(&buffer, shard * buffer.dtype().size());
+            let path = comm.by_size(&buffer, shard * buffer.dtype().size());
             let call = Call::new(Kind::AllGather, &buffer, None, 0).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, shard, &call)?,
@@ -257,7 +263,7 @@ impl Communicator for CpuCommunicator {
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
         self.guard(|comm| {
             comm.check_rank("broadcast", root)?;
-            let path = by_size(&buffer, buffer.bytes());
+            let path = comm.by_size(&buffer, buffer.bytes());
             let call = Call::new(Kind::Broadcast, &buffer, None, root).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_broadcast(&buffer, root, &call)?,
@@ -271,7 +277,7 @@ impl Communicator for CpuCommunicator {
     fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
         self.guard(|comm| {
             comm.check_rank("reduce", root)?;
-            let path = by_size(&buffer, buffer.bytes());
+            let path = comm.by_size(&buffer, buffer.bytes());
             let call = Call::new(Kind::Reduce, &buffer, Some(op), root).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_reduce(&buffer, op, root, &call)?,

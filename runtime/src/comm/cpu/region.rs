@@ -3,7 +3,7 @@
 //! One file holds everything, mapped by every rank:
 //!
 //! ```text
-//! per rank          its lines (see `lines`)
+//! per rank          its lines (see `lines`), its cores
 //! per ordered pair  the flags of a channel
 //! per rank, paged   two eager slots, two staging areas, a two-chunk channel to each rank
 //! ```
@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 
 use super::call::CALL_WORDS;
+use super::cores::Cores;
 use super::lines::RankLines;
 use super::wait::Flag;
 use crate::Result;
@@ -40,6 +41,8 @@ pub(super) struct ChannelTaken {
 // SAFETY: atomics and structs and arrays of atomics only, all of them.
 unsafe impl Shared for RankLines {}
 // SAFETY: as above.
+unsafe impl Shared for Cores {}
+// SAFETY: as above.
 unsafe impl Shared for ChannelSent {}
 // SAFETY: as above.
 unsafe impl Shared for ChannelTaken {}
@@ -50,6 +53,7 @@ const PAGE: usize = 4096;
 #[derive(Debug, Clone, Copy)]
 struct Offsets {
     ranks: usize,
+    cores: usize,
     channel_lines: usize,
     data: usize,
     data_stride: usize,
@@ -59,14 +63,15 @@ struct Offsets {
 
 impl Offsets {
     fn new(ranks: usize) -> Self {
-        let channel_lines = ranks * size_of::<RankLines>();
+        let cores = ranks * size_of::<RankLines>();
+        let channel_lines = cores + ranks * size_of::<Cores>();
         let data =
             (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelTaken)>()).next_multiple_of(PAGE);
         // Channels take about as much as staging whatever the number of ranks.
         let chunk = (STAGE_BYTES / ranks).clamp(16 << 10, 128 << 10).next_multiple_of(PAGE);
         let data_stride = 2 * EAGER_BYTES + 2 * STAGE_BYTES + ranks * 2 * chunk;
         let total = data + ranks * data_stride;
-        Offsets { ranks, channel_lines, data, data_stride, chunk, total }
+        Offsets { ranks, cores, channel_lines, data, data_stride, chunk, total }
     }
 }
 
@@ -98,6 +103,11 @@ impl Region {
     pub(super) fn lines(&self, rank: u32) -> &RankLines {
         assert!((rank as usize) < self.offsets.ranks);
         self.memory.view(rank as usize * size_of::<RankLines>())
+    }
+
+    pub(super) fn cores(&self, rank: u32) -> &Cores {
+        assert!((rank as usize) < self.offsets.ranks);
+        self.memory.view(self.offsets.cores + rank as usize * size_of::<Cores>())
     }
 
     fn channel(&self, from: u32, to: u32) -> usize {
@@ -162,6 +172,8 @@ mod tests {
                 }
                 let lines: *const RankLines = region.lines(rank);
                 parts.push((lines as usize - base, size_of::<RankLines>()));
+                let cores: *const Cores = region.cores(rank);
+                parts.push((cores as usize - base, size_of::<Cores>()));
                 for to in 0..ranks {
                     let (sent, taken): (*const ChannelSent, *const ChannelTaken) =
                         (region.sent(rank, to), region.taken(rank, to));

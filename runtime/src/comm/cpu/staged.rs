@@ -1,8 +1,8 @@
 //! Collectives on private buffers: chunk by chunk through staging memory.
 //!
 //! Every rank has two staging areas, used in turn, so a chunk needs no synchronisation at its end beyond what the
-//! next arrival gives (see [`lines`](super::lines) for why two are enough). In the all-reduce a rank fills one area
-//! with the next chunk while its peers still work on this one.
+//! next arrival gives (see [`lines`](super::lines) for why two are enough). In the all-reduce rank r
+//! reduces part r of every chunk, and fills its other area with the next chunk while its peers still work on this one.
 
 use std::ops::Range;
 
@@ -10,9 +10,10 @@ use mgpu_kernels::reduce;
 
 use super::CpuCommunicator;
 use super::call::Call;
-use super::direct::{Addresses, Flow, Parts};
+use super::direct::{Addresses, Parts};
 use super::eager::Sources;
 use super::region::STAGE_BYTES;
+use super::wait::Flag;
 use crate::Result;
 use crate::comm::{Buffer, ReduceOp};
 
@@ -30,6 +31,21 @@ unsafe fn copy(source: *const u8, destination: *mut u8, bytes: usize) {
     unsafe { std::ptr::copy_nonoverlapping(source, destination, bytes) };
 }
 
+/// A chunk of an all-reduce: where it lies in this rank's buffer, and who reduces which part of it.
+struct Chunk {
+    address: *mut u8,
+    parts: Parts,
+    element: usize,
+}
+
+impl Chunk {
+    /// First byte and number of bytes of the part of `rank`.
+    fn part(&self, rank: u32) -> (usize, usize) {
+        let range = self.parts.part(rank);
+        (range.start * self.element, range.len() * self.element)
+    }
+}
+
 impl CpuCommunicator {
     /// The staging area to fill before the next arrival.
     fn own_stage(&self) -> *mut u8 {
@@ -44,32 +60,84 @@ impl CpuCommunicator {
     #[inline(never)]
     pub(super) fn staged_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         let element = call.dtype.size();
-        let mut chunks = chunks(call.len, STAGE_BYTES / element).peekable();
-        let at = |chunk: &Range<usize>| buffer.address().wrapping_add(chunk.start * element);
+        let size = self.size;
+        let mut chunks = chunks(call.len, STAGE_BYTES / element)
+            .map(|range| Chunk {
+                address: buffer.address().wrapping_add(range.start * element),
+                parts: Parts::equal(range.len(), size, element),
+                element,
+            })
+            .peekable();
         if let Some(first) = chunks.peek() {
-            // SAFETY: the chunk lies within the buffer and fits a stage, which nobody else touches before the
-            // arrival.
-            unsafe { copy(at(first), self.own_stage(), first.len() * element) };
+            self.fill_stage(first);
         }
         while let Some(chunk) = chunks.next() {
             self.enter(call)?;
-            let parts = Parts::equal(chunk.len(), self.size, element);
-            let (stages, flow) = (self.stages(), Flow::ReduceScatter(op));
-            self.work_on_own(parts, flow, &stages, call);
+            let stages = self.stages();
+            let own = self.region.lines(self.rank);
+            let begin = self.queued[self.rank as usize];
+            own.work((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
             if let Some(next) = chunks.peek() {
-                // SAFETY: as above; nobody has needed the other stage since all arrived for this chunk.
-                unsafe { copy(at(next), self.own_stage(), next.len() * element) };
+                self.fill_stage(next);
             }
-            self.finish_work(parts, flow, &stages, call)?;
-            for rank in 0..self.size {
-                let part = parts.part(rank);
-                let offset = part.start * element;
-                let stage = stages[rank as usize].wrapping_add(offset);
-                // SAFETY: each rank's part of the result is in its stage, where it stays until its next turn.
-                unsafe { copy(stage, at(&chunk).wrapping_add(offset), part.len() * element) };
-            }
+            self.await_parts(call)?;
+            self.fetch_results(&chunk, &stages);
         }
         Ok(())
+    }
+
+    /// Copies what peers will reduce of a chunk into the stage of the next operation.
+    fn fill_stage(&self, chunk: &Chunk) {
+        let stage = self.own_stage();
+        for peer in self.peers() {
+            let (at, bytes) = chunk.part(peer);
+            // SAFETY: the chunk lies within our buffer and fits a stage, which nobody else touches before our arrival
+            // at the next operation: all have left the one before this.
+            unsafe { copy(chunk.address.wrapping_add(at), stage.wrapping_add(at), bytes) };
+        }
+    }
+
+    /// Reduces this rank's part of a chunk: its own elements straight from its buffer, those of its peers from their
+    /// stages. The result goes to its buffer, and to its stage for the peers.
+    fn reduce_part(&self, chunk: &Chunk, stages: &Addresses, op: ReduceOp, call: &Call) {
+        let (at, bytes) = chunk.part(self.rank);
+        let mut sources: Sources = stages.iter().map(|stage| stage.wrapping_add(at).cast_const()).collect();
+        let own = chunk.address.wrapping_add(at);
+        sources[self.rank as usize] = own;
+        let destinations = [own, stages[self.rank as usize].wrapping_add(at)];
+        // SAFETY: all have arrived with their stages filled, and nobody else touches our part of any of them before
+        // it is completed.
+        unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, bytes / chunk.element) };
+    }
+
+    /// The flag that says that `rank` has reduced its part of the present chunk, and its value then.
+    fn reduced(&self, rank: u32) -> (&Flag, u32) {
+        (self.region.lines(rank).completed(), self.queued[rank as usize].wrapping_add(1))
+    }
+
+    /// Waits until every rank has reduced its part of a chunk.
+    fn await_parts(&mut self, call: &Call) -> Result<()> {
+        for peer in self.peers() {
+            let (flag, target) = self.reduced(peer);
+            self.wait(flag, target, call, || {
+                let late = |peer: &u32| {
+                    let (flag, target) = self.reduced(*peer);
+                    !flag.reached(target)
+                };
+                (vec![peer], self.peers().filter(late).collect())
+            })?;
+        }
+        self.queued.iter_mut().for_each(|count| *count = count.wrapping_add(1));
+        Ok(())
+    }
+
+    /// Copies what the peers have reduced of a chunk into our buffer.
+    fn fetch_results(&self, chunk: &Chunk, stages: &Addresses) {
+        for peer in self.peers() {
+            let (at, bytes) = chunk.part(peer);
+            // SAFETY: the peer's part of the result is in its stage, where it stays until its next turn.
+            unsafe { copy(stages[peer as usize].wrapping_add(at), chunk.address.wrapping_add(at), bytes) };
+        }
     }
 
     #[inline(never)]

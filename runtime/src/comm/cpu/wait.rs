@@ -107,18 +107,18 @@ pub(super) struct Patience {
 const GLANCE: u32 = 40;
 
 impl Patience {
-    /// For `ranks` ranks on the cores this process may use: spinning pays only while everybody has a core.
-    pub(super) fn for_ranks(ranks: u32) -> Self {
-        Self::for_cores(ranks, std::thread::available_parallelism().map_or(1, usize::from))
-    }
-
-    /// For `ranks` ranks on `cores` cores.
-    pub(super) fn for_cores(ranks: u32, cores: usize) -> Self {
+    /// For `ranks` ranks on `cores` cores: spinning pays only while everybody has a core.
+    pub(super) fn for_ranks(ranks: u32, cores: usize) -> Self {
         if ranks as usize <= cores {
             Patience { crowded: false, spins: 4000, yields: 100 }
         } else {
             Patience { crowded: true, spins: 20, yields: 20 }
         }
+    }
+
+    /// True when there are more ranks than cores.
+    pub(super) fn is_crowded(self) -> bool {
+        self.crowded
     }
 
     /// Gives `flag` a moment to come to `target`; true if it has.
