@@ -103,6 +103,10 @@ pub(super) struct Patience {
     yields: u32,
 }
 
+/// A core that is offered and comes back later than this was taken by somebody with work of their own: the next offer
+/// might cost a whole time slice, while a sleeper is given a core as soon as it is woken.
+const TAKEN: Duration = Duration::from_micros(50);
+
 /// Looks at a flag before a peer counts as late: some two microseconds.
 const GLANCE: u32 = 40;
 
@@ -110,7 +114,7 @@ impl Patience {
     /// For `ranks` ranks on `cores` cores: spinning pays only while everybody has a core.
     pub(super) fn for_ranks(ranks: u32, cores: usize) -> Self {
         if ranks as usize <= cores {
-            Patience { crowded: false, spins: 4000, yields: 100 }
+            Patience { crowded: false, spins: 300, yields: 400 }
         } else {
             Patience { crowded: true, spins: 20, yields: 20 }
         }
@@ -161,7 +165,11 @@ impl Patience {
             if flag.reached(target) {
                 return Ok(());
             }
+            let offered = Instant::now();
             std::thread::yield_now();
+            if offered.elapsed() > TAKEN {
+                break;
+            }
         }
         let started = Instant::now();
         let (mut slice, longest) = SLICES;
