@@ -1,5 +1,6 @@
 //! The body that every kind of world runs: all collectives, element types, reductions, algorithms and awkward
-//! lengths, each result compared bit for bit with a fold in rank order.
+//! lengths, each result compared bit for bit with a fold in rank order. A [`Case`] is one of them, for tests that
+//! choose at random.
 
 use half::{bf16, f16};
 use mgpu::{Algorithm, Buffer, Communicator, DType, Element, ReduceOp, Result, World};
@@ -8,11 +9,15 @@ use mgpu::{Algorithm, Buffer, Communicator, DType, Element, ReduceOp, Result, Wo
 const LENGTHS: [usize; 6] = [0, 1, 4, 100, 4097, (1 << 20) + 3];
 /// Above this length only some element types and reductions are run: the paths are the same for all.
 const LARGE: usize = 100_000;
+/// What the eager algorithm carries, in bytes.
+const EAGER_BYTES: usize = 16 << 10;
 
 /// An element type with test values and the reduction's definition.
 trait Sample: Element {
     fn sample(seed: u64) -> Self;
     fn fold(values: impl Iterator<Item = Self>, op: ReduceOp, ranks: u32) -> Self;
+    /// Equality of bits: a zero of the other sign is another result.
+    fn is_same(&self, other: &Self) -> bool;
 }
 
 fn mix(seed: u64) -> u64 {
@@ -35,6 +40,9 @@ macro_rules! sample {
                 };
                 let total: $acc = values.map($widen).reduce(combine).unwrap();
                 $narrow(if op == ReduceOp::Avg { total / (ranks as $acc) } else { total })
+            }
+            fn is_same(&self, other: &Self) -> bool {
+                self.to_ne_bytes() == other.to_ne_bytes()
             }
         }
     )*};
@@ -61,106 +69,201 @@ fn reduced<T: Sample>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
         .collect()
 }
 
-fn assert_equal<T: Element>(found: &[T], expected: &[T], what: &dyn Fn() -> String) {
+fn assert_equal<T: Sample>(found: &[T], expected: &[T], what: &dyn Fn() -> String) {
     assert_eq!(found.len(), expected.len(), "{}", what());
-    if let Some(i) = (0..found.len()).find(|&i| found[i] != expected[i]) {
+    if let Some(i) = (0..found.len()).find(|&i| !found[i].is_same(&expected[i])) {
         panic!("{}: element {i} is {:?} instead of {:?}", what(), found[i], expected[i]);
     }
 }
 
 /// Memory the collective runs on.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Place {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// Memory that peers reach in place.
     Arena,
+    /// Memory of this rank alone.
     Private,
+}
+
+/// An operation with all that may vary in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Case {
+    /// Where the buffers lie.
+    pub place: Place,
+    /// Elements of the allocation before the buffer; one more follows it.
+    pub offset: usize,
+    /// Element type.
+    pub dtype: DType,
+    /// Reduction, for collectives that reduce.
+    pub op: ReduceOp,
+    /// Elements; of a shard where there are shards.
+    pub len: usize,
+    /// The operation.
+    pub collective: Collective,
+}
+
+/// Which operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Collective {
+    /// With every algorithm that can carry it.
+    AllReduce,
+    /// A shard to each rank.
+    ReduceScatter,
+    /// A shard from each rank.
+    AllGather,
+    /// From the rank of this number, modulo the number of ranks.
+    Broadcast(u32),
+    /// To the rank of this number, modulo the number of ranks.
+    Reduce(u32),
+    /// Around the ring.
+    Messages,
+    /// Without payload.
+    Barrier,
+}
+
+impl Case {
+    /// Runs the case and compares all results with what they should be. Panics at the first wrong element.
+    ///
+    /// # Errors
+    /// As the collective.
+    pub fn run(&self, comm: &mut dyn Communicator) -> Result<()> {
+        match self.dtype {
+            DType::F32 => self.run_with::<f32>(comm),
+            DType::F64 => self.run_with::<f64>(comm),
+            DType::F16 => self.run_with::<f16>(comm),
+            DType::Bf16 => self.run_with::<bf16>(comm),
+            DType::I32 => self.run_with::<i32>(comm),
+            DType::I64 => self.run_with::<i64>(comm),
+            DType::U8 => self.run_with::<u8>(comm),
+        }
+    }
+
+    fn run_with<T: Sample>(&self, comm: &mut dyn Communicator) -> Result<()> {
+        let (len, op, ranks) = (self.len, self.op, comm.size());
+        let mut bench = Bench { comm, place: self.place, offset: self.offset };
+        match self.collective {
+            Collective::AllReduce => bench.all_reduce::<T>(len, op),
+            Collective::ReduceScatter => bench.reduce_scatter::<T>(len, op),
+            Collective::AllGather => bench.all_gather::<T>(len),
+            Collective::Broadcast(root) => bench.broadcast::<T>(len, root % ranks),
+            Collective::Reduce(root) => bench.reduce::<T>(len, op, root % ranks),
+            Collective::Messages => bench.messages::<T>(len),
+            Collective::Barrier => bench.comm.barrier(),
+        }
+    }
 }
 
 struct Bench<'a> {
     comm: &'a mut dyn Communicator,
     place: Place,
+    offset: usize,
 }
 
 impl Bench<'_> {
+    /// A buffer with these values, somewhere within a larger allocation: offsets are exercised too.
     fn buffer<T: Sample>(&mut self, values: &[T]) -> Result<Buffer> {
-        match self.place {
-            Place::Private => Ok(Buffer::from_slice(values)),
-            Place::Arena => {
-                // An odd part of a larger allocation: offsets are exercised too.
-                let (_, mut buffer) = self.comm.allocate(T::DTYPE, values.len() + 3)?.split_at(3);
-                buffer.as_mut_slice().copy_from_slice(values);
-                Ok(buffer)
-            }
-        }
+        let whole = self.offset + values.len() + 1;
+        let allocation = match self.place {
+            Place::Private => Buffer::zeroed::<T>(whole),
+            Place::Arena => self.comm.allocate(T::DTYPE, whole)?,
+        };
+        let (_, tail) = allocation.split_at(self.offset);
+        let (mut buffer, _) = tail.split_at(values.len());
+        buffer.as_mut_slice().copy_from_slice(values);
+        Ok(buffer)
+    }
+
+    /// What failed, for a message.
+    fn describe<T: Sample>(&self, name: &str, len: usize) -> String {
+        let Bench { place, offset, .. } = self;
+        format!("{name} of {len} {} ({place:?} from element {offset})", T::DTYPE)
     }
 
     fn all_reduce<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
-        let (rank, ranks, place) = (self.comm.rank(), self.comm.size(), self.place);
-        let expected = reduced::<T>(ranks, len, op);
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let (mine, expected) = (input::<T>(rank, len), reduced::<T>(ranks, len, op));
         for algorithm in Algorithm::ALL {
-            if algorithm == Algorithm::Eager && len * T::DTYPE.size() > 8 << 10 {
+            if algorithm == Algorithm::Eager && len * T::DTYPE.size() > EAGER_BYTES {
                 continue;
             }
             self.comm.set_algorithm(algorithm);
-            let buffer = self.buffer(&input::<T>(rank, len))?;
+            let buffer = self.buffer(&mine)?;
             let found = self.comm.all_reduce(buffer, op)?.wait()?;
-            let what = || format!("{algorithm} all_reduce of {len} {} ({op}, {place:?})", T::DTYPE);
+            let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         self.comm.set_algorithm(Algorithm::Auto);
         Ok(())
     }
 
-    /// Everything but the all-reduce; `len` is a shard's length.
-    fn others<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
-        let (rank, ranks, place) = (self.comm.rank(), self.comm.size(), self.place);
-        let what = |name: &str| format!("{name} of {len} {} a rank ({op}, {place:?})", T::DTYPE);
+    fn reduce_scatter<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let whole = len * ranks as usize;
         let shard = rank as usize * len..(rank as usize + 1) * len;
-
         let buffer = self.buffer(&input::<T>(rank, whole))?;
         let found = self.comm.reduce_scatter(buffer, op)?.wait()?;
         let expected = reduced::<T>(ranks, whole, op);
-        assert_equal(&found.as_slice::<T>()[shard.clone()], &expected[shard.clone()], &|| {
-            what("reduce_scatter")
+        assert_equal(&found.as_slice::<T>()[shard.clone()], &expected[shard], &|| {
+            self.describe::<T>(&format!("{op} reduce_scatter"), whole)
         });
+        Ok(())
+    }
 
+    fn all_gather<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let (rank, whole) = (self.comm.rank(), len * self.comm.size() as usize);
+        let shard = rank as usize * len..(rank as usize + 1) * len;
         let expected = input::<T>(0, whole);
         let mut mine = input::<T>(rank + 1, whole);
         mine[shard.clone()].copy_from_slice(&expected[shard]);
         let buffer = self.buffer(&mine)?;
         let found = self.comm.all_gather(buffer)?.wait()?;
-        assert_equal(found.as_slice::<T>(), &expected, &|| what("all_gather"));
+        assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", whole));
+        Ok(())
+    }
 
-        for root in [0, ranks - 1] {
-            let buffer = self.buffer(&input::<T>(rank, whole))?;
-            let found = self.comm.broadcast(buffer, root)?.wait()?;
-            assert_equal(found.as_slice::<T>(), &input::<T>(root, whole), &|| what("broadcast"));
+    fn broadcast<T: Sample>(&mut self, len: usize, root: u32) -> Result<()> {
+        let buffer = self.buffer(&input::<T>(self.comm.rank(), len))?;
+        let found = self.comm.broadcast(buffer, root)?.wait()?;
+        let what = || self.describe::<T>(&format!("broadcast from {root}"), len);
+        assert_equal(found.as_slice::<T>(), &input::<T>(root, len), &what);
+        Ok(())
+    }
 
-            let buffer = self.buffer(&input::<T>(rank, whole))?;
-            let found = self.comm.reduce(buffer, op, root)?.wait()?;
-            let expected = if rank == root { reduced(ranks, whole, op) } else { input::<T>(rank, whole) };
-            assert_equal(found.as_slice::<T>(), &expected, &|| what("reduce"));
+    fn reduce<T: Sample>(&mut self, len: usize, op: ReduceOp, root: u32) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let mine = input::<T>(rank, len);
+        let buffer = self.buffer(&mine)?;
+        let found = self.comm.reduce(buffer, op, root)?.wait()?;
+        let expected = if rank == root { reduced(ranks, len, op) } else { mine };
+        let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len);
+        assert_equal(found.as_slice::<T>(), &expected, &what);
+        Ok(())
+    }
+
+    /// Messages around the ring: even ranks send first, then nobody waits for nobody.
+    fn messages<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let mine = input::<T>(rank, len);
+        let (outgoing, incoming) = (self.buffer(&mine)?, self.buffer(&mine)?);
+        if ranks == 1 {
+            return Ok(());
         }
-
-        // Messages around the ring: even ranks send first, then nobody waits for nobody.
-        if ranks > 1 {
-            let (left, right) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
-            let (outgoing, incoming) =
-                (self.buffer(&input::<T>(rank, len))?, self.buffer(&input::<T>(rank, len))?);
-            let found = if rank % 2 == 0 {
-                let _ = self.comm.send(outgoing, right)?.wait()?;
-                self.comm.recv(incoming, left)?.wait()?
-            } else {
-                let found = self.comm.recv(incoming, left)?.wait()?;
-                let _ = self.comm.send(outgoing, right)?.wait()?;
-                found
-            };
-            assert_equal(found.as_slice::<T>(), &input::<T>(left, len), &|| what("send and recv"));
-        }
+        let (left, right) = neighbours(self.comm);
+        let found = if rank % 2 == 0 {
+            let _ = self.comm.send(outgoing, right)?.wait()?;
+            self.comm.recv(incoming, left)?.wait()?
+        } else {
+            let found = self.comm.recv(incoming, left)?.wait()?;
+            let _ = self.comm.send(outgoing, right)?.wait()?;
+            found
+        };
+        let what = || self.describe::<T>("send and recv", len);
+        assert_equal(found.as_slice::<T>(), &input::<T>(left, len), &what);
         Ok(())
     }
 
     fn element<T: Sample>(&mut self) -> Result<()> {
+        let ranks = self.comm.size();
         for len in LENGTHS {
             let large = len > LARGE;
             if large && !matches!(T::DTYPE, DType::F32 | DType::Bf16) {
@@ -171,11 +274,24 @@ impl Bench<'_> {
                     continue;
                 }
                 self.all_reduce::<T>(len, op)?;
-                self.others::<T>(if large { len / 8 } else { len }, op)?;
+                let shard = if large { len / 8 } else { len };
+                self.reduce_scatter::<T>(shard, op)?;
+                self.all_gather::<T>(shard)?;
+                for root in [0, ranks - 1] {
+                    self.broadcast::<T>(shard * ranks as usize, root)?;
+                    self.reduce::<T>(shard * ranks as usize, op, root)?;
+                }
+                self.messages::<T>(shard)?;
             }
         }
         Ok(())
     }
+}
+
+/// The ranks to the left and to the right.
+fn neighbours(comm: &dyn Communicator) -> (u32, u32) {
+    let (rank, ranks) = (comm.rank(), comm.size());
+    ((rank + ranks - 1) % ranks, (rank + 1) % ranks)
 }
 
 /// Runs every collective in `world`. Panics at the first wrong element.
@@ -185,7 +301,7 @@ impl Bench<'_> {
 pub fn all(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
     for place in [Place::Arena, Place::Private] {
-        let mut bench = Bench { comm: &mut *comm, place };
+        let mut bench = Bench { comm: &mut *comm, place, offset: 3 };
         bench.element::<f32>()?;
         bench.element::<f64>()?;
         bench.element::<f16>()?;
@@ -195,4 +311,109 @@ pub fn all(mut world: World) -> Result<()> {
         bench.element::<u8>()?;
     }
     comm.barrier()
+}
+
+/// Works with two communicators of one world in turn, on memory of either. Panics at the first wrong element.
+///
+/// # Errors
+/// As the collectives.
+pub fn two_communicators(mut world: World) -> Result<()> {
+    let mut comms = [world.communicator()?, world.communicator()?];
+    let (rank, ranks) = (world.rank(), world.size());
+    for (turn, len) in [3, 150, 5000, 300_000].into_iter().enumerate() {
+        let expected = reduced::<i32>(ranks, len, ReduceOp::Sum);
+        let mut buffers = [comms[0].allocate(DType::I32, len)?, comms[1].allocate(DType::I32, len)?];
+        // The first is ahead of the second by some operations, and by other ones in every turn.
+        (0..turn).try_for_each(|_| comms[0].barrier())?;
+        for (user, owner, algorithm) in [
+            (0, 1, Algorithm::Auto),
+            (1, 0, Algorithm::Auto),
+            (1, 1, Algorithm::Direct),
+            (0, 0, Algorithm::Ring),
+            (1, 0, Algorithm::Ring),
+            (0, 1, Algorithm::Direct),
+        ] {
+            let mut buffer = std::mem::replace(&mut buffers[owner], Buffer::zeroed::<u8>(0));
+            buffer.as_mut_slice().copy_from_slice(&input::<i32>(rank, len));
+            comms[user].set_algorithm(algorithm);
+            buffers[owner] = comms[user].all_reduce(buffer, ReduceOp::Sum)?.wait()?;
+            let what =
+                || format!("{algorithm} all_reduce of {len} by communicator {user}, memory of {owner}");
+            assert_equal(buffers[owner].as_slice::<i32>(), &expected, &what);
+        }
+    }
+    let [mut first, mut second] = comms;
+    second.barrier()?;
+    drop(second);
+    first.barrier()
+}
+
+/// Lets messages to both neighbours wait while a ring all-reduce runs between the same ranks. Panics at the first
+/// wrong element.
+///
+/// # Errors
+/// As the collectives.
+pub fn messages_during_a_ring(mut world: World) -> Result<()> {
+    let mut comm = world.communicator()?;
+    let (rank, ranks) = (comm.rank(), comm.size());
+    let (left, right) = neighbours(&*comm);
+    comm.set_algorithm(Algorithm::Ring);
+    for (turn, len) in [0, 1, 1000, 100_000].into_iter().enumerate() {
+        // Both fit a channel, so that nobody waits in `send`; with two ranks they share one.
+        let messages = [input::<f32>(rank, 4000), input::<f32>(rank + 100, 1 + turn)];
+        let _ = comm.send(Buffer::from_slice(&messages[0]), right)?.wait()?;
+        let _ = comm.send(Buffer::from_slice(&messages[1]), left)?.wait()?;
+        let found = comm.all_reduce(Buffer::from_slice(&input::<f32>(rank, len)), ReduceOp::Sum)?.wait()?;
+        let expected = reduced::<f32>(ranks, len, ReduceOp::Sum);
+        assert_equal(found.as_slice::<f32>(), &expected, &|| format!("all_reduce of {len} amid messages"));
+        let found = comm.recv(Buffer::zeroed::<f32>(4000), left)?.wait()?;
+        assert_equal(found.as_slice(), &input::<f32>(left, 4000), &|| {
+            format!("message {turn} from the left")
+        });
+        let found = comm.recv(Buffer::zeroed::<f32>(1 + turn), right)?.wait()?;
+        let expected = input::<f32>(right + 100, 1 + turn);
+        assert_equal(found.as_slice(), &expected, &|| format!("message {turn} from the right"));
+    }
+    comm.barrier()
+}
+
+/// Asks for more memory than any machine has. Panics unless every rank is told so, and unless the communicator goes
+/// on working and the process holds no more memory files than before.
+///
+/// # Errors
+/// As the collectives.
+pub fn shortage(mut world: World) -> Result<()> {
+    let mut comm = world.communicator()?;
+    let before = memory_files();
+    for round in 1..=3 {
+        let error = comm.allocate(DType::F32, 1 << 43).expect_err("no machine has 32 TiB for every rank");
+        let text = error.to_string();
+        assert!(matches!(error, mgpu::Error::InvalidArgument { .. }), "{error:?}");
+        assert!(text.contains(" bytes are needed where ") && text.contains(" are available, "), "{text}");
+        assert!(text.ends_with(&format!("for each of {} ranks", comm.size())), "{text}");
+        let error = comm.allocate(DType::F64, usize::MAX).expect_err("the size fits no address");
+        assert!(error.to_string().contains("more than any machine has"), "{error}");
+        assert_eq!(memory_files(), before);
+        let case = Case {
+            place: Place::Arena,
+            offset: 0,
+            dtype: DType::F32,
+            op: ReduceOp::Sum,
+            len: 10_000 * round,
+            collective: Collective::AllReduce,
+        };
+        case.run(&mut *comm)?;
+        assert_eq!(memory_files(), before, "what was allocated after the shortage is freed");
+    }
+    comm.barrier()
+}
+
+/// Files without a name that this process has open or mapped. Not to be compared while other threads make some.
+fn memory_files() -> usize {
+    let is_open = |entry: &std::fs::DirEntry| {
+        std::fs::read_link(entry.path()).is_ok_and(|target| target.to_string_lossy().contains("memfd:"))
+    };
+    let open = std::fs::read_dir("/proc/self/fd").expect("/proc can be read").flatten();
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc can be read");
+    open.filter(is_open).count() + maps.lines().filter(|line| line.contains("memfd:")).count()
 }
