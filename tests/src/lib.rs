@@ -5,5 +5,6 @@
 #![forbid(unsafe_code)]
 
 pub mod collectives;
+pub mod faults;
 pub mod process;
 pub mod threads;

@@ -1,25 +1,32 @@
-//! A rank that misbehaves: `t-misbehave FAULT RANK`. The others do what is right, print the error they get and
-//! exit with code 9.
+//! A rank that misbehaves in the midst of all-reduces: `t-misbehave FAULT RANK WAY [SEED]`. With a seed, the fault
+//! happens at some moment within an operation; without, before one. The others go on reducing until they get an error,
+//! print it, try once more, print what comes of that, and exit with code 9.
 //!
 //! SIGTERM is ignored by all, so that the well-behaved have the time to report.
 
 use std::process::ExitCode;
-use std::time::Duration;
 
-use mgpu::{Buffer, Communicator, ReduceOp, Result, World};
-use nix::sys::signal::{SigSet, Signal, raise};
+use mgpu::{Buffer, Communicator, DType, ReduceOp, Result, World};
+use mgpu_tests::faults::Way;
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::Pid;
 
-/// Elements of the all-reduces: through an arena, so that several blocks and ranks are involved.
-const LEN: usize = 100_000;
+/// All-reduces before the fault.
+const HEALTHY: usize = 3;
 
 fn main() -> ExitCode {
     let mut stubborn = SigSet::empty();
     stubborn.add(Signal::SIGTERM);
     stubborn.thread_block().expect("SIGTERM can be blocked");
-    let arguments: Vec<String> = std::env::args().collect();
-    let [_, fault, culprit] = &arguments[..] else { panic!("usage: t-misbehave FAULT RANK") };
-    let culprit: u32 = culprit.parse().expect("RANK is a number");
-    match run(fault, culprit) {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (fault, culprit, way, seed) = match &arguments[..] {
+        [fault, culprit, way] => (fault, culprit, way, None),
+        [fault, culprit, way, seed] => (fault, culprit, way, Some(seed.parse().expect("SEED is a number"))),
+        _ => panic!("usage: t-misbehave FAULT RANK WAY [SEED]"),
+    };
+    let culprit = culprit.parse().expect("RANK is a number");
+    let way = Way::named(way).expect("WAY is one of the ways");
+    match run(fault, culprit, way, seed) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -28,39 +35,78 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(fault: &str, culprit: u32) -> Result<()> {
+fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
     if fault == "never-join" && std::env::var("RANK").as_deref() == Ok(&culprit.to_string()) {
         park();
     }
     let mut world = World::from_env()?;
-    world.set_timeout(Duration::from_secs(2));
     let mut comm = world.communicator()?;
-    let buffer = comm.allocate(mgpu::DType::F32, LEN)?;
-    let buffer = comm.all_reduce(buffer, ReduceOp::Sum)?.wait()?;
-    if comm.rank() == culprit {
-        misbehave(fault, &mut *comm, buffer)?;
-    } else {
-        let _ = comm.all_reduce(buffer, ReduceOp::Sum)?.wait()?;
+    let mut buffer = match way.in_arena {
+        true => comm.allocate(DType::F32, way.len)?,
+        false => Buffer::zeroed::<f32>(way.len),
+    };
+    comm.set_algorithm(way.algorithm);
+    for _ in 0..HEALTHY {
+        buffer = comm.all_reduce(buffer, ReduceOp::Sum)?.wait()?;
     }
-    comm.barrier()
+    if comm.rank() == culprit {
+        match seed {
+            None => return misbehave(fault, &mut *comm, buffer, way),
+            Some(seed) => end_soon(fault, seed),
+        }
+    }
+    let error = loop {
+        match comm.all_reduce(buffer, ReduceOp::Sum) {
+            Ok(pending) => buffer = pending.wait()?,
+            Err(error) => break error,
+        }
+    };
+    match comm.barrier() {
+        Ok(()) => eprintln!("then: all is well"),
+        Err(error) => eprintln!("then: {error}"),
+    }
+    Err(error)
 }
 
-fn misbehave(fault: &str, comm: &mut dyn Communicator, buffer: Buffer) -> Result<()> {
-    let (head, tail) = buffer.split_at(LEN / 2);
+/// The fault, and where it leaves the rank alive, the end of its part.
+fn misbehave(fault: &str, comm: &mut dyn Communicator, buffer: Buffer, way: Way) -> Result<()> {
+    let (op, len) = (ReduceOp::Sum, way.len);
     match fault {
-        "exit-3" => std::process::exit(3),
-        "exit-0" => std::process::exit(0),
+        "wrong-count" => drop(comm.all_reduce(buffer.split_at(len / 2).0, op)?.wait()?),
+        "wrong-place" => drop(comm.all_reduce(buffer.split_at(len / 2).1, op)?.wait()?),
+        "wrong-type" => drop(comm.all_reduce(Buffer::zeroed::<i32>(len), op)?.wait()?),
+        "wrong-reduction" => drop(comm.all_reduce(buffer, ReduceOp::Max)?.wait()?),
+        "wrong-algorithm" => {
+            comm.set_algorithm(way.other_algorithm());
+            drop(comm.all_reduce(buffer, op)?.wait()?);
+        }
+        "barrier" => comm.barrier()?,
+        "broadcast" => drop(comm.broadcast(buffer, 0)?.wait()?),
         "panic" => panic!("this rank panics"),
-        "kill" => raise(Signal::SIGKILL).expect("a process can kill itself"),
-        "silent" => park(),
-        "wrong-length" => drop(comm.all_reduce(head, ReduceOp::Sum)?.wait()?),
-        "wrong-place" => drop(comm.all_reduce(tail, ReduceOp::Sum)?.wait()?),
-        "wrong-type" => drop(comm.all_reduce(Buffer::zeroed::<i32>(LEN), ReduceOp::Sum)?.wait()?),
-        "wrong-reduction" => drop(comm.all_reduce(head, ReduceOp::Max)?.wait()?),
-        "wrong-operation" => comm.barrier()?,
-        other => panic!("unknown fault {other}"),
+        _ => end(fault),
     }
     Ok(())
+}
+
+/// Ends this process from another thread, while this one is busy with collectives: the moment may be any.
+fn end_soon(fault: &str, seed: u64) {
+    let fault = fault.to_owned();
+    std::thread::spawn(move || {
+        let turns = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 44;
+        (0..turns).for_each(|_| std::hint::spin_loop());
+        end(&fault);
+    });
+}
+
+fn end(fault: &str) {
+    let signal = |signal| kill(Pid::this(), signal).expect("a process may signal itself");
+    match fault {
+        "exit-0" => std::process::exit(0),
+        "exit-3" => std::process::exit(3),
+        "kill" => signal(Signal::SIGKILL),
+        "stop" => signal(Signal::SIGSTOP),
+        other => panic!("unknown fault {other}"),
+    }
 }
 
 fn park() -> ! {
