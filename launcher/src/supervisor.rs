@@ -231,9 +231,14 @@ impl Supervisor {
             return;
         }
         let Some(accusation) = self.accusation.take() else { return };
+        // One that blames a rank that had failed before is a victim like the first.
+        let is_victim = ended.blame.as_ref().is_some_and(|blame| {
+            !blame.timed_out
+                && self.ranks.get(blame.culprit as usize).map(|rank| rank.life) == Some(Life::Failed)
+        });
         if ended.exit == Exit::Code(0) {
             self.condemn(accusation, now);
-        } else if ended.blame.is_none() || self.accused(&ended).is_some() {
+        } else if !is_victim {
             self.condemn(ended, now);
         }
     }

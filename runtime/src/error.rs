@@ -68,8 +68,10 @@ pub enum Error {
         peer: u32,
         /// What needed it.
         operation: String,
-        /// How it ended, as a predicate: "exited with code 3".
+        /// What became of it, as a predicate: "exited with code 3".
         how: String,
+        /// True when it is not gone but silent: another rank waited for it past its deadline.
+        silent: bool,
     },
     /// Two ranks called different operations, or the same one with different arguments.
     #[error("ranks disagree on operation {sequence}: rank {rank} calls {ours}, rank {peer} calls {theirs}")]
@@ -132,6 +134,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// True when a rank was silent past a deadline, here or on another rank.
+    pub(crate) fn is_timeout(&self) -> bool {
+        matches!(self, Error::Timeout { .. } | Error::PeerLost { silent: true, .. })
+    }
+
     /// A refusal of the operating system while trying to `action`.
     pub(crate) fn system(action: impl Into<String>, reason: impl ToString) -> Self {
         Error::System { action: action.into(), reason: reason.to_string() }

@@ -57,12 +57,29 @@ pub enum RankState {
     Failed,
 }
 
+/// How a rank ended. A later variant says more than an earlier one and replaces it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending<'a> {
+    /// It said goodbye.
+    Left,
+    /// Its process exited with code 0.
+    Finished,
+    /// Otherwise, as a predicate: "exited with code 3".
+    Failed(&'a str),
+}
+
+// The numbers of a slot's state.
+const JOINED: u32 = 1;
+const LEFT: u32 = 2;
+const FINISHED: u32 = 3;
+const FAILED: u32 = 4;
+
 impl RankState {
     fn from_number(number: u32) -> Self {
         match number {
-            1 => RankState::Joined,
-            2 => RankState::Left,
-            3 => RankState::Failed,
+            JOINED => RankState::Joined,
+            LEFT | FINISHED => RankState::Left,
+            FAILED => RankState::Failed,
             _ => RankState::Absent,
         }
     }
@@ -82,7 +99,7 @@ struct Slot {
     /// Culprit's rank plus one, 0 while nobody is blamed; bit 31 marks a timeout.
     blamed: AtomicU32,
     blame: SharedText,
-    departure: SharedText,
+    failure: SharedText,
 }
 
 // SAFETY: atomics and arrays of atomics only.
@@ -174,21 +191,32 @@ impl ProgressPage {
         let slot = self.slot(rank);
         slot.pid.store(pid, Ordering::Relaxed);
         // A rank that the launcher has already seen end does not come back to life.
-        let _ = slot.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = slot.state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Records that `rank` ended; `how` is a predicate such as "exited with code 3". The first ending stays.
-    pub(crate) fn depart(&self, rank: u32, state: RankState, how: &str) {
+    /// Records that `rank` ended. Of two failures the first stays.
+    pub(crate) fn depart(&self, rank: u32, ending: Ending<'_>) {
         let slot = self.slot(rank);
-        slot.departure.set_once(how);
-        let number = if state == RankState::Left { 2 } else { 3 };
-        let _ =
-            slot.state.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |old| (old < 2).then_some(number));
+        let number = match ending {
+            Ending::Left => LEFT,
+            Ending::Finished => FINISHED,
+            Ending::Failed(how) => {
+                slot.failure.set_once(how);
+                FAILED
+            }
+        };
+        slot.state.fetch_max(number, Ordering::AcqRel);
     }
 
-    /// How `rank` ended.
+    /// How `rank` ended, as a predicate; empty if it has not.
     pub(crate) fn departure(&self, rank: u32) -> String {
-        self.slot(rank).departure.get()
+        let slot = self.slot(rank);
+        match slot.state.load(Ordering::Acquire) {
+            LEFT => "left the run".into(),
+            FINISHED => "exited with code 0".into(),
+            FAILED => slot.failure.get(),
+            _ => String::new(),
+        }
     }
 
     pub(crate) fn enter(&self, rank: u32, sequence: u32, bytes: usize) {
@@ -206,7 +234,7 @@ impl ProgressPage {
         let Some(culprit) = error.culprit() else { return };
         let slot = self.slot(rank);
         slot.blame.set_once(&error.to_string());
-        let timed_out = if matches!(error, Error::Timeout { .. }) { TIMED_OUT } else { 0 };
+        let timed_out = if error.is_timeout() { TIMED_OUT } else { 0 };
         let value = (culprit + 1) | timed_out;
         let _ = slot.blamed.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
     }
@@ -231,14 +259,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_ending_and_the_first_blame_stay() {
+    fn the_worst_ending_and_the_first_blame_stay() {
         let (page, fd) = ProgressPage::create(3).unwrap();
         let other = ProgressPage::open(fd.as_fd(), 3).unwrap();
         page.join(2, 41);
         assert_eq!(other.progress(2).state, RankState::Joined);
         assert_eq!(other.progress(2).pid, 41);
-        page.depart(2, RankState::Failed, "exited with code 3");
-        page.depart(2, RankState::Left, "exited with code 0");
+        page.depart(2, Ending::Left);
+        assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Left, "left the run"));
+        page.depart(2, Ending::Failed("exited with code 3"));
+        page.depart(2, Ending::Failed("was killed by SIGKILL"));
+        page.depart(2, Ending::Finished);
         assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Failed, "exited with code 3"));
         page.join(2, 42);
         assert_eq!(other.state(2), RankState::Failed);
@@ -256,7 +287,7 @@ mod tests {
     #[test]
     fn long_texts_are_cut_between_characters() {
         let (page, _fd) = ProgressPage::create(1).unwrap();
-        page.depart(0, RankState::Failed, &"é".repeat(300));
+        page.depart(0, Ending::Failed(&"é".repeat(300)));
         assert_eq!(page.departure(0), "é".repeat(SharedText::CAPACITY / 2));
     }
 }

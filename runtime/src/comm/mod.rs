@@ -35,7 +35,7 @@ pub enum Algorithm {
     /// By size and kind of buffer.
     #[default]
     Auto,
-    /// One synchronisation, payload copied through small slots; for up to 8 KiB.
+    /// One synchronisation, payload copied through small slots; for up to 16 KiB.
     Eager,
     /// Every block is read from all ranks and written to all ranks by whichever rank comes first.
     Direct,
@@ -73,6 +73,17 @@ impl std::str::FromStr for Algorithm {
             format!("unknown algorithm `{text}`; known are {known}")
         })
     }
+}
+
+/// Largest buffer of a rank, in bytes.
+const MOST_BYTES: usize = 1 << 46;
+
+/// Bytes of `len` elements, unless no machine has so many.
+fn bytes_of(dtype: DType, len: usize) -> Result<usize> {
+    len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MOST_BYTES).ok_or_else(|| {
+        let problem = format!("{len} elements of {dtype} are more than any machine has memory for");
+        crate::Error::InvalidArgument { operation: "allocate", problem }
+    })
 }
 
 /// An operation under way, which holds its buffer.

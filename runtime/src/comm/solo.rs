@@ -1,7 +1,7 @@
 //! A world of one: every collective is the identity.
 
 use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
-use crate::{Error, Result};
+use crate::{Error, Result, memory};
 
 /// The communicator of a single rank.
 #[derive(Debug)]
@@ -40,6 +40,10 @@ impl Communicator for Solo {
     fn set_algorithm(&mut self, _: Algorithm) {}
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
+        let bytes = super::bytes_of(dtype, len)?;
+        if let Some(problem) = memory::shortage(bytes) {
+            return Err(Error::InvalidArgument { operation: "allocate", problem });
+        }
         Ok(Buffer::zeroed_of(dtype, len))
     }
 

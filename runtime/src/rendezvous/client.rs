@@ -1,5 +1,6 @@
 //! A rank's side: one request at a time, each answered before its deadline.
 
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
@@ -12,6 +13,22 @@ use crate::{Error, Result};
 
 /// What the server may take beyond a request's own deadline before it counts as gone.
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
+
+/// Longest key and longest name of a barrier, in bytes.
+const MAX_NAME: usize = 256;
+
+fn check_name(operation: &'static str, name: &str) -> Result<()> {
+    if name.len() <= MAX_NAME {
+        return Ok(());
+    }
+    let problem = format!("a name of {} bytes, where {MAX_NAME} are the most", name.len());
+    Err(Error::InvalidArgument { operation, problem })
+}
+
+/// As long as a message can say.
+fn milliseconds(timeout: Duration) -> u64 {
+    timeout.as_millis().try_into().unwrap_or(u64::MAX)
+}
 
 /// The key/value store of a run, and its barriers.
 #[derive(Debug)]
@@ -69,17 +86,13 @@ impl Store {
     /// # Errors
     /// If the value is larger than 12 KiB, the key is set already, or the launcher is gone.
     pub fn set(&self, key: &str, value: &[u8], fds: &[BorrowedFd<'_>], readers: u32) -> Result<()> {
-        if value.len() > MAX_VALUE || fds.len() > MAX_FDS || key.len() > 256 {
-            return Err(Error::InvalidArgument {
-                operation: "set",
-                problem: format!(
-                    "{} bytes and {} descriptors under a key of {} bytes, where {MAX_VALUE}, {MAX_FDS} and 256 \
-                     are the most",
-                    value.len(),
-                    fds.len(),
-                    key.len()
-                ),
-            });
+        check_name("set", key)?;
+        if value.len() > MAX_VALUE || fds.len() > MAX_FDS {
+            let (bytes, count) = (value.len(), fds.len());
+            let problem = format!(
+                "{bytes} bytes and {count} descriptors, where {MAX_VALUE} and {MAX_FDS} are the most"
+            );
+            return Err(Error::InvalidArgument { operation: "set", problem });
         }
         let (key, value, count) = (key.to_owned(), value.to_vec(), fds.len() as u32);
         let request = Request::Set { key, value, fds: count, readers };
@@ -95,7 +108,8 @@ impl Store {
     /// # Errors
     /// If that takes longer than `timeout`, or `from` has ended without setting it, or any rank has failed.
     pub fn get(&self, key: &str, from: u32, timeout: Duration) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
-        let request = Request::Get { key: key.to_owned(), from, timeout_ms: timeout.as_millis() as u64 };
+        check_name("get", key)?;
+        let request = Request::Get { key: key.to_owned(), from, timeout_ms: milliseconds(timeout) };
         let operation = format!("get `{key}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
@@ -112,7 +126,8 @@ impl Store {
     /// # Errors
     /// If that takes longer than `timeout` (names the missing ranks), or a rank has ended.
     pub fn barrier(&self, name: &str, timeout: Duration) -> Result<()> {
-        let request = Request::Barrier { name: name.to_owned(), timeout_ms: timeout.as_millis() as u64 };
+        check_name("barrier", name)?;
+        let request = Request::Barrier { name: name.to_owned(), timeout_ms: milliseconds(timeout) };
         let operation = format!("barrier `{name}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
@@ -148,8 +163,10 @@ impl Store {
             {
                 break reply;
             }
-            let left = (timeout + SERVER_MARGIN).saturating_sub(started.elapsed());
+            let left = timeout.saturating_add(SERVER_MARGIN).saturating_sub(started.elapsed());
             if left.is_zero() {
+                // A late answer would be taken for that to the next request.
+                let _ = connection.stream().shutdown(Shutdown::Both);
                 return Err(Error::Join {
                     rank: self.rank,
                     problem: format!("the launcher did not answer {operation} for {:?}", started.elapsed()),
@@ -168,7 +185,8 @@ impl Store {
                 after: started.elapsed(),
             }),
             Reply::PeerGone { peer, how } if peer < self.world_size => {
-                Err(Error::PeerLost { rank: self.rank, peer, operation: operation.to_owned(), how })
+                let (rank, operation) = (self.rank, operation.to_owned());
+                Err(Error::PeerLost { rank, peer, operation, how, silent: false })
             }
             reply => Ok(reply),
         }

@@ -13,7 +13,7 @@ use nix::unistd::geteuid;
 use super::directory::PrivateDirectory;
 use super::message::{MAX_VALUE, Reply, Request, VERSION, encode};
 use super::socket::{Connection, Received};
-use crate::progress::{Blame, ProgressPage, RankState};
+use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::{Error, Result};
 
 /// Something the launcher wants to know.
@@ -46,6 +46,9 @@ pub enum Departure {
     /// Anything else, as a predicate: "exited with code 3", "was killed by SIGKILL".
     Failed(String),
 }
+
+/// Reads from one peer before it is the others' turn.
+const MOST_READS: usize = 16;
 
 struct Peer {
     id: u64,
@@ -206,12 +209,19 @@ impl Server {
 
     /// Records how a rank's process ended, and tells those who wait for it.
     pub fn rank_gone(&mut self, rank: u32, how: Departure) {
-        let (state, how) = match how {
-            Departure::Finished => (RankState::Left, "exited with code 0".to_owned()),
-            Departure::Failed(how) => (RankState::Failed, how),
-        };
-        self.page.depart(rank, state, &how);
-        let how = self.page.departure(rank);
+        self.page.depart(
+            rank,
+            match &how {
+                Departure::Finished => Ending::Finished,
+                Departure::Failed(how) => Ending::Failed(how),
+            },
+        );
+        self.give_up_on(rank);
+    }
+
+    /// Answers those who wait in vain for a rank that has ended. After a failure that is everybody.
+    fn give_up_on(&mut self, rank: u32) {
+        let (state, how) = (self.page.state(rank), self.page.departure(rank));
         let hopeless = |wait: &Wait| {
             state == RankState::Failed
                 || match wait.what {
@@ -253,7 +263,7 @@ impl Server {
 
     /// Reads all that a peer has sent and handles its requests. `false`: it is gone.
     fn serve_peer(&mut self, index: usize) -> Result<bool, String> {
-        loop {
+        for _ in 0..MOST_READS {
             while let Some(request) = self.peers[index].connection.next_message::<Request>()? {
                 self.handle(index, request)?;
             }
@@ -263,11 +273,15 @@ impl Server {
                 Received::End => return Ok(false),
             }
         }
+        Ok(true)
     }
 
     fn handle(&mut self, index: usize, request: Request) -> Result<(), String> {
         let id = self.peers[index].id;
         let Some(rank) = self.peers[index].rank else { return self.hello(index, request) };
+        if self.waits.iter().any(|wait| wait.peer == id) {
+            return Err("makes a request before its last one was answered".into());
+        }
         match request {
             Request::Hello { .. } => return Err("said hello twice".into()),
             Request::Set { key, value, fds, readers } => {
@@ -288,10 +302,12 @@ impl Server {
                 if from >= self.world_size {
                     return Err(format!("waits for rank {from} in a world of {}", self.world_size));
                 }
-                if self.page.state(from) as u32 >= RankState::Left as u32 && !self.entries.contains_key(&key)
+                let hopeless = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
+                if !self.entries.contains_key(&key)
+                    && let Some(gone) = self.gone_ranks().find(hopeless)
                 {
-                    let how = self.page.departure(from);
-                    self.answer(id, &Reply::PeerGone { peer: from, how }, &[]);
+                    let how = self.page.departure(gone);
+                    self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
                 self.wait(id, WaitFor::Key { key: key.clone(), from }, timeout_ms);
@@ -307,8 +323,9 @@ impl Server {
                 self.open_barrier(&name);
             }
             Request::Leave => {
-                self.page.depart(rank, RankState::Left, "left the run");
+                self.page.depart(rank, Ending::Left);
                 self.answer(id, &Reply::Done, &[]);
+                self.give_up_on(rank);
                 self.events.push(ServerEvent::Left { rank });
             }
         }
@@ -396,19 +413,20 @@ impl Server {
         }
     }
 
+    /// Answers those whose deadline has passed with the ranks that did not come. All are looked at before any is
+    /// taken out: two that wait in the same barrier are both there.
     fn expire(&mut self, now: Instant) {
-        let late: Vec<u64> =
-            self.waits.iter().filter(|wait| wait.deadline <= now).map(|wait| wait.peer).collect();
-        for peer in late {
-            let Some(position) = self.waits.iter().position(|wait| wait.peer == peer) else { continue };
-            let missing = match &self.waits[position].what {
-                WaitFor::Key { from, .. } => vec![*from],
-                WaitFor::Barrier { name, .. } => {
-                    let inside = self.in_barrier(name);
-                    (0..self.world_size).filter(|rank| !inside.contains(rank)).collect()
-                }
-            };
-            self.waits.remove(position);
+        let missing = |wait: &Wait| match &wait.what {
+            WaitFor::Key { from, .. } => vec![*from],
+            WaitFor::Barrier { name, .. } => {
+                let inside = self.in_barrier(name);
+                (0..self.world_size).filter(|rank| !inside.contains(rank)).collect()
+            }
+        };
+        let late = self.waits.iter().filter(|wait| wait.deadline <= now);
+        let answers: Vec<(u64, Vec<u32>)> = late.map(|wait| (wait.peer, missing(wait))).collect();
+        self.waits.retain(|wait| wait.deadline > now);
+        for (peer, missing) in answers {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
         }
     }

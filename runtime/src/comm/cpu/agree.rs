@@ -1,7 +1,9 @@
 //! How ranks come together: arrival, comparison, and waiting for each other without ever hanging.
 
+use std::time::Duration;
+
 use super::call::{CALL_WORDS, Call, Path, describe};
-use super::lines::Arrival;
+use super::lines::{Arrival, Waiting};
 use super::wait::Flag;
 use super::{CpuCommunicator, prefetch};
 use crate::{Error, Result};
@@ -63,16 +65,51 @@ impl CpuCommunicator {
         absent: impl Fn() -> (Vec<u32>, Vec<u32>),
     ) -> Result<()> {
         self.patience.wait(flag, target, |waited| {
-            let operation = || format!("operation {} of {}, {call}", self.sequence, self.name);
-            let (needed, mut waited_for) = absent();
-            if let Some(error) = self.membership.lost_peer(&needed, operation) {
-                return Err(error);
-            }
-            if waited < self.timeout {
-                return Ok(());
-            }
-            waited_for.sort_unstable();
-            Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
+            let (needed, waited_for) = absent();
+            self.look_around(flag, target, call, waited, &needed, waited_for)
         })
+    }
+
+    /// What a rank does between two slices of sleep: it leaves a note whom it waits for, looks whether that is in
+    /// vain, and gives up after the deadline.
+    #[cold]
+    fn look_around(
+        &self,
+        flag: &Flag,
+        target: u32,
+        call: &Call,
+        waited: Duration,
+        needed: &[u32],
+        mut waited_for: Vec<u32>,
+    ) -> Result<()> {
+        let operation = || format!("operation {} of {}, {call}", self.sequence, self.name);
+        let note =
+            needed.first().map(|peer| Waiting { peer: *peer, flag: self.region.line_of(flag), target });
+        self.region.lines(self.rank).set_waiting(note);
+        if let Some(error) = self.membership.lost_peer(needed, operation) {
+            return Err(error);
+        }
+        if waited < self.timeout {
+            return Ok(());
+        }
+        waited_for.sort_unstable();
+        Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
+    }
+
+    /// The rank that `peer` waits for in turn, and so on: the first that does not wait, or whose wait is over, is the
+    /// one that holds up all the others. (A rank may have been stopped in its sleep: its note is still there then.)
+    pub(super) fn last_in_line(&self, peer: u32) -> u32 {
+        let mut last = peer;
+        for _ in 0..self.size {
+            let waits = |waiting: &Waiting| {
+                let flag = self.region.flag_at(waiting.flag);
+                waiting.peer < self.size && flag.is_some_and(|flag| !flag.reached(waiting.target))
+            };
+            match self.region.lines(last).waiting().filter(waits) {
+                Some(waiting) if waiting.peer != self.rank => last = waiting.peer,
+                _ => break,
+            }
+        }
+        last
     }
 }

@@ -5,13 +5,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use super::CpuCommunicator;
 use super::call::{Call, Kind};
 use crate::comm::buffer::{Arena, HUGE_PAGE};
-use crate::comm::{Buffer, DType};
+use crate::comm::{Buffer, DType, bytes_of};
 use crate::shm::{SharedMemory, reserve};
 use crate::{Error, Result, memory};
 
 const PAGE: usize = 4096;
-/// Largest part of an arena.
-const MOST_BYTES: usize = 1 << 46;
 /// Offset between the parts of neighbouring ranks beyond their alignment: equal elements of all ranks must not
 /// fall into the same cache set.
 const STAGGER: usize = 65 * 64;
@@ -39,11 +37,7 @@ fn refusal(problem: String) -> Error {
 impl CpuCommunicator {
     /// Memory for `len` elements of every rank.
     pub(super) fn allocate_arena(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        let Some(bytes) = len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MOST_BYTES) else {
-            return Err(refusal(format!(
-                "{len} elements of {dtype} are more than any machine has memory for"
-            )));
-        };
+        let bytes = bytes_of(dtype, len)?;
         let call = Call::plain(Kind::Allocate, dtype, len);
         self.enter(&call)?;
         self.arenas += 1;

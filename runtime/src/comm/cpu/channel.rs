@@ -43,7 +43,7 @@ impl CpuCommunicator {
         let count = self.sent[place as usize];
         // Two chunks may be under way: this one replaces chunk `count - 2`.
         let taken = &self.region.taken(from, place).count;
-        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![to]))?;
+        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![self.last_in_line(to)]))?;
         fill(self.region.chunk(from, place, count));
         let sent = self.region.sent(from, place);
         for (slot, word) in sent.calls[(count % 2) as usize].iter().zip(call.encode()) {
@@ -65,7 +65,7 @@ impl CpuCommunicator {
         let Channel { from, place, .. } = channel;
         let count = *self.received(channel);
         let sent = self.region.sent(from, place);
-        self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![from]))?;
+        self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![self.last_in_line(from)]))?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
         if theirs != call.encode() {

@@ -56,8 +56,20 @@ struct Drawn {
 struct Account {
     /// The queue a block of which this rank holds, plus one; 0 for none.
     busy: AtomicU32,
+    /// While it has been waiting for long: the rank it waits for, plus one, the place of the flag and its target.
+    waiting: [AtomicU32; 3],
     /// The arguments of the last two operations.
     calls: [[AtomicU64; CALL_WORDS]; 2],
+}
+
+/// A wait that takes long.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Waiting {
+    /// The rank that is to advance the flag.
+    pub(super) peer: u32,
+    /// Number of the flag's line in the region.
+    pub(super) flag: u32,
+    pub(super) target: u32,
 }
 
 /// All lines of one rank.
@@ -117,6 +129,21 @@ impl RankLines {
     /// Completed blocks of this rank's queue.
     pub(super) fn completed(&self) -> &Flag {
         &self.completed
+    }
+
+    /// Tells whom this rank has been waiting for, and on which flag.
+    pub(super) fn set_waiting(&self, waiting: Option<Waiting>) {
+        let words = waiting.map_or([0; 3], |wait| [wait.peer + 1, wait.flag, wait.target]);
+        for (slot, word) in self.account.waiting.iter().zip(words) {
+            slot.store(word, Ordering::Relaxed);
+        }
+    }
+
+    /// Whom this rank has been waiting for.
+    pub(super) fn waiting(&self) -> Option<Waiting> {
+        let [peer, flag, target] =
+            std::array::from_fn(|index| self.account.waiting[index].load(Ordering::Relaxed));
+        Some(Waiting { peer: peer.checked_sub(1)?, flag, target })
     }
 
     /// The queue that this rank holds a block of.

@@ -41,6 +41,8 @@ pub(super) struct ChannelTaken {
 // SAFETY: atomics and structs and arrays of atomics only, all of them.
 unsafe impl Shared for RankLines {}
 // SAFETY: as above.
+unsafe impl Shared for Flag {}
+// SAFETY: as above.
 unsafe impl Shared for Cores {}
 // SAFETY: as above.
 unsafe impl Shared for ChannelSent {}
@@ -108,6 +110,18 @@ impl Region {
     pub(super) fn cores(&self, rank: u32) -> &Cores {
         assert!((rank as usize) < self.offsets.ranks);
         self.memory.view(self.offsets.cores + rank as usize * size_of::<Cores>())
+    }
+
+    /// Number of the line of one of the region's flags, by which peers find it.
+    pub(super) fn line_of(&self, flag: &Flag) -> u32 {
+        let address: *const Flag = flag;
+        ((address as usize - self.memory.at(0) as usize) / size_of::<Flag>()) as u32
+    }
+
+    /// The flag at line `line`, if there can be one.
+    pub(super) fn flag_at(&self, line: u32) -> Option<&Flag> {
+        let offset = line as usize * size_of::<Flag>();
+        (offset + size_of::<Flag>() <= self.offsets.data).then(|| self.memory.view(offset))
     }
 
     fn channel(&self, from: u32, to: u32) -> usize {
