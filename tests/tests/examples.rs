@@ -28,28 +28,138 @@ fn embed_starts_its_own_ranks() {
     run(command(program).arg("many")).expect(2, &["usage"]);
 }
 
+const ALLREDUCE_PERF: &str = env!("CARGO_BIN_EXE_t-allreduce_perf");
+
+/// Runs it on small sizes, expects success, and returns its lines and its standard error.
+fn measured(ranks: u32, max: &str, arguments: &[&str]) -> (Vec<serde_json::Value>, String) {
+    let sizes = ["--check", "--min", "4", "--max", max, "--factor", "16"];
+    let finished = launched(ranks, ALLREDUCE_PERF, &[&sizes, arguments].concat());
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    let lines: Vec<serde_json::Value> =
+        finished.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for line in &lines {
+        assert_eq!(
+            (&line["impl"], &line["ranks"], &line["checked"]),
+            (&"mgpu".into(), &ranks.into(), &true.into())
+        );
+        assert!(line["us_p50"].as_f64().unwrap() >= line["us_min"].as_f64().unwrap());
+    }
+    (lines, finished.stderr)
+}
+
+fn sizes(lines: &[serde_json::Value]) -> Vec<u64> {
+    lines.iter().map(|line| line["bytes"].as_u64().unwrap()).collect()
+}
+
 #[test]
 fn allreduce_perf_checks_every_size() {
-    let program = env!("CARGO_BIN_EXE_t-allreduce_perf");
     for (ranks, arguments) in [
         (1, ["--dtype", "f32", "--op", "sum", "--algo", "auto"]),
         (2, ["--dtype", "bf16", "--op", "avg", "--algo", "direct"]),
         (3, ["--dtype", "u8", "--op", "prod", "--algo", "ring"]),
-        (2, ["--dtype", "f64", "--op", "max", "--algo", "eager"]),
     ] {
-        let sizes = ["--check", "--min", "4", "--max", "65536", "--factor", "16"];
-        let finished = launched(ranks, program, &[&arguments[..], &sizes].concat());
-        assert_eq!(finished.code, Some(0), "{finished:#?}");
-        let lines: Vec<serde_json::Value> =
-            finished.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert!(lines.len() >= 3, "{finished:#?}");
-        for line in lines {
-            assert_eq!(
-                (&line["impl"], &line["ranks"], &line["checked"]),
-                (&"mgpu".into(), &ranks.into(), &true.into())
-            );
-            assert!(line["us_p50"].as_f64().unwrap() >= line["us_min"].as_f64().unwrap());
+        assert_eq!(sizes(&measured(ranks, "65536", &arguments).0), [4, 64, 1024, 16384]);
+    }
+}
+
+#[test]
+fn allreduce_perf_stops_where_an_algorithm_carries_no_more() {
+    let eager = ["--dtype", "f64", "--op", "max", "--algo", "eager"];
+    let (lines, stderr) = measured(2, "65536", &eager);
+    assert_eq!(sizes(&lines), [8, 64, 1024]);
+    assert!(stderr.contains("stopped before 16384 bytes: all_reduce: the eager algorithm"), "{stderr}");
+    let nothing = launched(2, ALLREDUCE_PERF, &[&eager[..], &["--min", "65536", "--max", "65536"]].concat());
+    nothing.expect(1, &["allreduce_perf: all_reduce: the eager algorithm", "not 65536"]);
+}
+
+#[test]
+fn allreduce_perf_checks_every_collective() {
+    let collectives = [
+        ("all_reduce", "sum", false),
+        ("reduce_scatter", "prod", true),
+        ("all_gather", "sum", true),
+        ("broadcast", "sum", false),
+        ("reduce", "max", false),
+    ];
+    for (collective, op, sharded) in collectives {
+        for (ranks, buffers) in [(1, "arena"), (2, "private"), (2, "arena"), (3, "arena"), (3, "private")] {
+            let arguments = ["--collective", collective, "--op", op, "--buffers", buffers];
+            let (lines, _) = measured(ranks, "4096", &arguments);
+            let rounded =
+                if sharded && ranks == 3 { [12, 72, 1032] } else { [4 * u64::from(ranks), 64, 1024] };
+            assert_eq!(sizes(&lines), if sharded { rounded } else { [4, 64, 1024] }, "{lines:#?}");
+            for line in lines {
+                assert_eq!((&line["collective"], &line["buffers"]), (&collective.into(), &buffers.into()));
+                let moves_only = ["all_gather", "broadcast"].contains(&collective);
+                assert_eq!(line["op"], if moves_only { "none" } else { op });
+                assert_eq!(line.get("bound_us"), None);
+            }
         }
     }
-    run(command(program).args(["--dtype", "f8"])).expect(2, &["known are f32, f64, f16"]);
+}
+
+#[test]
+fn allreduce_perf_adds_the_memory_bound_of_an_all_reduce() {
+    let (lines, _) = measured(2, "16384", &["--bound", "--dtype", "f16"]);
+    assert_eq!(sizes(&lines), [4, 64, 1024, 16384]);
+    // The time of the smallest is lost in rounding.
+    for line in &lines[2..] {
+        // 2 n S bytes in that time are the bandwidth, up to rounding.
+        let (micros, gbps) = (line["bound_us"].as_f64().unwrap(), line["scale_gbps"].as_f64().unwrap());
+        let moved = 2.0 * 2.0 * line["bytes"].as_f64().unwrap();
+        assert!((micros * gbps * 1e3 / moved - 1.0).abs() < 0.01, "{line}");
+    }
+    let (lines, _) = measured(2, "4", &["--bound", "--collective", "broadcast"]);
+    assert_eq!((lines[0].get("bound_us"), lines[0].get("scale_gbps")), (None, None));
+}
+
+#[test]
+fn allreduce_perf_stands_beside_its_peers() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("peers.jsonl");
+    let peers = [
+        r#"{"impl":"mpich","ranks":2,"bytes":4,"us_p50":123456.5,"us_min":1}"#,
+        r#"{"impl":"openmpi","ranks":2,"bytes":64,"us_p50":98765.25,"collective":"all_reduce"}"#,
+        r#"{"impl":"gloo","ranks":3,"bytes":64,"us_p50":5}"#,
+        r#"{"impl":"impi","ranks":2,"bytes":64,"us_p50":5,"collective":"reduce"}"#,
+    ];
+    std::fs::write(&path, peers.join("\n")).unwrap();
+    let file = path.to_str().unwrap();
+    let (lines, stderr) = measured(2, "64", &["--vs", file]);
+    assert_eq!(lines.len(), 2, "standard output is lines of JSON alone");
+    let table: Vec<Vec<&str>> = stderr.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert!(stderr.starts_with("all_reduce on 2 ranks: "), "{stderr}");
+    assert_eq!(table[1], ["bytes", "ours", "mpich", "ratio", "openmpi", "ratio"]);
+    assert_eq!((table[2][0], table[2][2], &table[2][4..]), ("4", "123456.50", &["-", "-"][..]));
+    assert_eq!((table[3][0], &table[3][2..5]), ("64", &["-", "-", "98765.25"][..]));
+    assert_eq!(table.len(), 4, "{stderr}");
+    let (_, stderr) = measured(2, "4", &["--vs", file, "--collective", "broadcast"]);
+    assert_eq!(stderr, "no peer has a line of broadcast on 2 ranks\n");
+
+    std::fs::write(&path, peers.join("\n") + "\nmpiexec: a warning\n").unwrap();
+    for (ranks, file, problem) in [
+        (1, file, "peers.jsonl:5: not a measurement"),
+        (2, file, "peers.jsonl:5: not a measurement"),
+        (2, "/nonexistent/peers.jsonl", "/nonexistent/peers.jsonl: No such file"),
+    ] {
+        let refused = launched(ranks, ALLREDUCE_PERF, &["--vs", file, "--max", "4"]);
+        refused.expect(1, &[problem]);
+        assert_eq!(refused.stdout, "", "nothing is measured");
+    }
+}
+
+#[test]
+fn allreduce_perf_refuses_arguments_that_make_no_sense() {
+    for (arguments, problem) in [
+        (&["--dtype", "f8"][..], "known are f32, f64, f16"),
+        (&["--min", "8", "--max", "4"], "--min 8 is larger than --max 4"),
+        (
+            &["--collective", "sort"],
+            "[possible values: all_reduce, reduce_scatter, all_gather, broadcast, reduce]",
+        ),
+        (&["--buffers", "shared"], "[possible values: arena, private]"),
+        (&["--collective", "reduce", "--algo", "ring"], "--algo ring is for all_reduce alone"),
+    ] {
+        run(command(ALLREDUCE_PERF).args(arguments)).expect(2, &[problem]);
+    }
 }

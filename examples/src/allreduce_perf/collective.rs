@@ -1,0 +1,120 @@
+//! The operations that can be measured, and what each leaves behind.
+
+use std::ops::Range;
+
+use clap::ValueEnum;
+use mgpu::{Buffer, Communicator, ReduceOp};
+use serde::{Deserialize, Serialize};
+
+/// The rank that a broadcast begins at and a reduction ends at.
+const ROOT: u32 = 0;
+
+/// An operation of the communicator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub(super) enum Collective {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    Reduce,
+}
+
+impl std::fmt::Display for Collective {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Collective::AllReduce => "all_reduce",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::AllGather => "all_gather",
+            Collective::Broadcast => "broadcast",
+            Collective::Reduce => "reduce",
+        })
+    }
+}
+
+/// What a part of a buffer holds after an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holds {
+    /// The reduction over all ranks.
+    Reduction,
+    /// What this rank had there before.
+    InputOf(u32),
+}
+
+impl Collective {
+    /// Runs the operation to its end.
+    pub(super) fn run(
+        self,
+        comm: &mut dyn Communicator,
+        buffer: Buffer,
+        op: ReduceOp,
+    ) -> mgpu::Result<Buffer> {
+        match self {
+            Collective::AllReduce => comm.all_reduce(buffer, op),
+            Collective::ReduceScatter => comm.reduce_scatter(buffer, op),
+            Collective::AllGather => comm.all_gather(buffer),
+            Collective::Broadcast => comm.broadcast(buffer, ROOT),
+            Collective::Reduce => comm.reduce(buffer, op, ROOT),
+        }?
+        .wait()
+    }
+
+    /// Whether the buffer consists of one shard a rank.
+    pub(super) fn is_sharded(self) -> bool {
+        matches!(self, Collective::ReduceScatter | Collective::AllGather)
+    }
+
+    /// Whether anything is reduced.
+    pub(super) fn is_reduction(self) -> bool {
+        !matches!(self, Collective::AllGather | Collective::Broadcast)
+    }
+
+    /// From bytes a second to bus bandwidth, as derived in nccl-tests' `doc/PERFORMANCE.md`.
+    pub(super) fn bus_factor(self, ranks: u32) -> f64 {
+        let n = f64::from(ranks);
+        match self {
+            Collective::AllReduce => 2.0 * (n - 1.0) / n,
+            Collective::ReduceScatter | Collective::AllGather => (n - 1.0) / n,
+            Collective::Broadcast | Collective::Reduce => 1.0,
+        }
+    }
+
+    /// What the `len` elements of `rank` hold afterwards. Parts that are not listed hold anything.
+    pub(super) fn outcome(self, rank: u32, ranks: u32, len: usize) -> Vec<(Range<usize>, Holds)> {
+        let shard = |rank: u32| {
+            let shard = len / ranks as usize;
+            rank as usize * shard..(rank as usize + 1) * shard
+        };
+        match self {
+            Collective::AllReduce => vec![(0..len, Holds::Reduction)],
+            Collective::ReduceScatter => vec![(shard(rank), Holds::Reduction)],
+            Collective::AllGather => (0..ranks).map(|rank| (shard(rank), Holds::InputOf(rank))).collect(),
+            Collective::Broadcast => vec![(0..len, Holds::InputOf(ROOT))],
+            Collective::Reduce if rank == ROOT => vec![(0..len, Holds::Reduction)],
+            Collective::Reduce => vec![(0..len, Holds::InputOf(rank))],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_the_same_everywhere() {
+        for collective in Collective::value_variants() {
+            let name = collective.to_string();
+            assert_eq!(Collective::from_str(&name, false), Ok(*collective));
+            assert_eq!(serde_json::to_value(collective).unwrap(), name);
+        }
+    }
+
+    #[test]
+    fn shards_tile_the_buffer() {
+        let gathered = Collective::AllGather.outcome(1, 3, 12);
+        let expected = [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Holds::InputOf(rank)));
+        assert_eq!(gathered, expected);
+        assert_eq!(Collective::ReduceScatter.outcome(2, 3, 12), [(8..12, Holds::Reduction)]);
+    }
+}

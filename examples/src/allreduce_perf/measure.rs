@@ -1,0 +1,111 @@
+//! How long an operation takes.
+//!
+//! Ranks leave a barrier, take the time, run the operation and take the time again; nothing else happens in
+//! between. All ranks' times are compared afterwards, and the slowest rank's is the operation's.
+
+use std::time::{Duration, Instant};
+
+use mgpu::{Buffer, Communicator, Result};
+
+/// How often to run an operation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    /// Runs that do not count.
+    pub(super) warm_up: usize,
+    pub(super) runs: usize,
+    /// After this long, runs that are left are left out.
+    pub(super) limit: Duration,
+}
+
+impl Plan {
+    /// The usual plan for `bytes` bytes.
+    pub(super) fn for_size(bytes: usize) -> Self {
+        let runs = match bytes {
+            0..=65_536 => 2000,
+            65_537..=4_194_304 => 200,
+            _ => 20,
+        };
+        Plan { warm_up: runs / 10 + 2, runs, limit: Duration::from_secs(3) }
+    }
+}
+
+/// What remains of many runs, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Times {
+    pub(super) p50: f64,
+    pub(super) min: f64,
+}
+
+/// Runs `operation` on `buffer` as often as planned. Collective.
+pub(super) fn sample(
+    comm: &mut dyn Communicator,
+    mut buffer: Buffer,
+    plan: Plan,
+    mut operation: impl FnMut(&mut dyn Communicator, Buffer) -> Result<Buffer>,
+) -> Result<(Buffer, Times)> {
+    let most = plan.warm_up + plan.runs;
+    // The ranks' clocks are compared 20 times at most, so that comparing stays cheap.
+    let between_looks = plan.runs.div_ceil(20);
+    let mut micros = Vec::with_capacity(most);
+    let begin = Instant::now();
+    while micros.len() < most {
+        comm.barrier()?;
+        let start = Instant::now();
+        buffer = operation(comm, buffer)?;
+        micros.push(start.elapsed().as_secs_f64() * 1e6);
+        // A rank must not stop alone: all see the same clock, that of the slowest.
+        if micros.len() % between_looks == 0
+            && slowest(comm, &[begin.elapsed().as_secs_f64()])?[0] > plan.limit.as_secs_f64()
+        {
+            break;
+        }
+    }
+    Ok((buffer, summarise(slowest(comm, &micros)?, plan.warm_up)))
+}
+
+/// For every value the largest of all ranks. By a gather: how a reduction is carried out may be what is measured.
+fn slowest(comm: &mut dyn Communicator, values: &[f64]) -> Result<Vec<f64>> {
+    let all = comm.all_gather_slice(values)?;
+    let of_ranks = |index| all[index..].iter().step_by(values.len()).copied().fold(0.0, f64::max);
+    Ok((0..values.len()).map(of_ranks).collect())
+}
+
+/// Leaves the warm-up out, or half of the runs where time was up before.
+fn summarise(mut micros: Vec<f64>, warm_up: usize) -> Times {
+    micros.drain(..warm_up.min(micros.len() / 2));
+    micros.sort_by(f64::total_cmp);
+    Times { p50: micros[micros.len() / 2], min: micros[0] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warm_up_does_not_count() {
+        assert_eq!(summarise(vec![1.0, 9.0, 8.0, 7.0], 1), Times { p50: 8.0, min: 7.0 });
+        assert_eq!(summarise(vec![1.0, 9.0, 8.0, 7.0], 100), Times { p50: 8.0, min: 7.0 });
+        assert_eq!(summarise(vec![5.0], 100), Times { p50: 5.0, min: 5.0 });
+    }
+
+    #[test]
+    fn a_slow_operation_is_cut_short_on_all_ranks_alike() {
+        let plan = Plan { warm_up: 2, runs: 100, limit: Duration::ZERO };
+        let worlds = mgpu::World::threads(3).unwrap();
+        std::thread::scope(|scope| {
+            for mut world in worlds {
+                scope.spawn(move || {
+                    let mut comm = world.communicator().unwrap();
+                    let mut runs = 0;
+                    let buffer = Buffer::zeroed::<f32>(1);
+                    let count = |_: &mut dyn Communicator, buffer| {
+                        runs += 1;
+                        Ok(buffer)
+                    };
+                    sample(&mut *comm, buffer, plan, count).unwrap();
+                    assert_eq!(runs, 5, "up to the first look");
+                });
+            }
+        });
+    }
+}

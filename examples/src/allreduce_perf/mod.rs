@@ -1,0 +1,178 @@
+//! `mgpurun -n 2 allreduce_perf --check`: how long a collective takes, by size.
+//!
+//! One JSON object a line, with the keys of the usual MPI and gloo measurements, so that lines of several programs
+//! can be put side by side; `--vs FILE` does that at once. An operation's time is that of its slowest rank. Bus
+//! bandwidth is the figure of NVIDIA's nccl-tests: `bytes / time` times the share of the bytes that has to cross a
+//! link, which does not depend on the number of ranks for an algorithm that is limited by its links.
+//!
+//! | file | question |
+//! |---|---|
+//! | `args` | what was asked for? |
+//! | `collective` | which operation, and what does each rank hold after it? |
+//! | `pattern` | is every element right? |
+//! | `measure` | how long does it take? |
+//! | `bound` | how fast could memory do it at best? |
+//! | `table` | how long do others take? |
+
+mod args;
+mod bound;
+mod collective;
+mod measure;
+mod pattern;
+mod table;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use args::{Args, Buffers};
+use bound::Scale;
+use collective::Collective;
+use half::{bf16, f16};
+use measure::{Plan, sample};
+use mgpu::{Buffer, Communicator, DType, Error, World};
+use pattern::Value;
+use serde::Serialize;
+use table::Peers;
+
+/// One line of output.
+#[derive(Debug, Serialize)]
+struct Line {
+    #[serde(rename = "impl")]
+    implementation: &'static str,
+    ranks: u32,
+    bytes: usize,
+    us_p50: f64,
+    us_min: f64,
+    busbw_gbps: f64,
+    algo: &'static str,
+    dtype: &'static str,
+    /// `none` for collectives that only move.
+    op: &'static str,
+    checked: bool,
+    collective: Collective,
+    buffers: Buffers,
+    /// How long memory alone needs for the traffic of an all-reduce.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bound_us: Option<f64>,
+    /// The memory bandwidth behind it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    scale_gbps: Option<f64>,
+}
+
+/// Why a measurement ended.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Runtime(#[from] Error),
+    #[error(
+        "rank {rank}: {collective} of {len} elements left {found} in element {index} where {expected} is right"
+    )]
+    WrongResult {
+        rank: u32,
+        collective: Collective,
+        len: usize,
+        index: usize,
+        found: String,
+        expected: String,
+    },
+    #[error("{}: {problem}", path.display())]
+    PeerFile { path: PathBuf, problem: String },
+    #[error("{}:{line}: {problem}", path.display())]
+    PeerLine { path: PathBuf, line: usize, problem: String },
+    #[error("cannot write to standard output: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+/// The program.
+pub fn main() -> ExitCode {
+    crate::exit::report("allreduce_perf", run(&Args::parse_consistent()))
+}
+
+fn run(args: &Args) -> Result<(), Failure> {
+    // Before the world is joined: a file that cannot be read should cost nobody a measurement.
+    let peers = args.vs.as_deref().map(Peers::read).transpose()?;
+    let mut world = World::from_env()?;
+    let mut comm = world.communicator()?;
+    comm.set_algorithm(args.algo);
+    let unit = args.dtype.size() * if args.collective.is_sharded() { comm.size() as usize } else { 1 };
+    let mut lines = Vec::new();
+    for bytes in args.sizes(unit) {
+        match measure_size(&mut *comm, args, bytes) {
+            Ok(line) => lines.push(line),
+            // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
+            Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
+                if comm.rank() == 0 {
+                    eprintln!("allreduce_perf: stopped before {bytes} bytes: {refusal}");
+                }
+                break;
+            }
+            Err(failure) => return Err(failure),
+        }
+        if comm.rank() == 0 {
+            let mut out = std::io::stdout().lock();
+            serde_json::to_writer(&mut out, &lines[lines.len() - 1]).map_err(std::io::Error::from)?;
+            writeln!(out)?;
+        }
+    }
+    if let Some(peers) = peers.filter(|_| comm.rank() == 0) {
+        eprint!("{}", peers.table(args.collective, comm.size(), &lines));
+    }
+    Ok(())
+}
+
+fn measure_size(comm: &mut dyn Communicator, args: &Args, bytes: usize) -> Result<Line, Failure> {
+    match args.dtype {
+        DType::F32 => measure_elements::<f32>(comm, args, bytes),
+        DType::F64 => measure_elements::<f64>(comm, args, bytes),
+        DType::F16 => measure_elements::<f16>(comm, args, bytes),
+        DType::Bf16 => measure_elements::<bf16>(comm, args, bytes),
+        DType::I32 => measure_elements::<i32>(comm, args, bytes),
+        DType::I64 => measure_elements::<i64>(comm, args, bytes),
+        DType::U8 => measure_elements::<u8>(comm, args, bytes),
+    }
+}
+
+/// Checks, times and bounds one size. Its buffer is allocated once and freed at the end.
+fn measure_elements<T: Value + Scale>(
+    comm: &mut dyn Communicator,
+    args: &Args,
+    bytes: usize,
+) -> Result<Line, Failure> {
+    let (collective, op) = (args.collective, args.op);
+    let len = bytes / T::DTYPE.size();
+    let mut buffer = match args.buffers {
+        Buffers::Arena => comm.allocate(T::DTYPE, len)?,
+        Buffers::Private => Buffer::zeroed::<T>(len),
+    };
+    if args.check {
+        buffer = pattern::check::<T>(comm, collective, op, buffer)?;
+    }
+    // Zeros stay zeros whatever is reduced and however often. They are written, not left as the system gave them:
+    // untouched private memory is one shared page of zeros.
+    buffer.as_mut_slice::<T>().fill(T::from_number(0));
+    let (buffer, times) =
+        sample(comm, buffer, Plan::for_size(bytes), |comm, buffer| collective.run(comm, buffer, op))?;
+    let bound = if args.bound && collective == Collective::AllReduce {
+        Some(bound::measure::<T>(comm, buffer)?)
+    } else {
+        None
+    };
+    let round = |value: f64, unit: f64| (value * unit).round() / unit;
+    Ok(Line {
+        implementation: "mgpu",
+        ranks: comm.size(),
+        bytes,
+        us_p50: round(times.p50, 100.0),
+        us_min: round(times.min, 100.0),
+        busbw_gbps: round(bytes as f64 / times.p50 / 1e3 * collective.bus_factor(comm.size()), 1000.0),
+        algo: args.algo.name(),
+        dtype: T::DTYPE.name(),
+        op: if collective.is_reduction() { op.name() } else { "none" },
+        checked: args.check,
+        collective,
+        buffers: args.buffers,
+        bound_us: bound.map(|bound| round(bound.micros, 10_000.0)),
+        scale_gbps: bound.map(|bound| round(bound.gbps, 1000.0)),
+    })
+}
