@@ -81,3 +81,17 @@ impl Communicator for Solo {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error() {
+        for len in [1 << 43, usize::MAX] {
+            let error = Solo::new().allocate(DType::F64, len).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { operation: "allocate", .. }), "{error}");
+        }
+        assert_eq!(Solo::new().allocate(DType::F64, 3).unwrap().len(), 3);
+    }
+}
