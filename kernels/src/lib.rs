@@ -3,7 +3,7 @@
 //! Each operation lives under its own name. Its module states the contract (shapes, formula, source) and tests
 //! every implementation against it; the implementations are siblings beneath, `cpu` first.
 //!
-//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`].
+//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
 //! - Beneath them: [`gemm`] for matrix products, [`threads`] for the cores of one rank, [`rng`] for numbers
 //!   that do not depend on who draws them.
 //! - Collectives: [`dtype`] and [`reduce`].
@@ -17,12 +17,14 @@ pub mod dense;
 pub mod dropout;
 pub mod dtype;
 pub mod gemm;
+mod level;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;
 pub mod pool;
 pub mod reduce;
 pub mod rng;
+pub mod scale;
 mod sum;
 pub mod threads;
 

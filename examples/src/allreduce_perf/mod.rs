@@ -26,7 +26,6 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use args::{Args, Buffers};
-use bound::Scale;
 use collective::Collective;
 use half::{bf16, f16};
 use measure::{Plan, sample};
@@ -134,7 +133,7 @@ fn measure_size(comm: &mut dyn Communicator, args: &Args, bytes: usize) -> Resul
 }
 
 /// Checks, times and bounds one size. Its buffer is allocated once and freed at the end.
-fn measure_elements<T: Value + Scale>(
+fn measure_elements<T: Value>(
     comm: &mut dyn Communicator,
     args: &Args,
     bytes: usize,
@@ -153,8 +152,9 @@ fn measure_elements<T: Value + Scale>(
     buffer.as_mut_slice::<T>().fill(T::from_number(0));
     let (buffer, times) =
         sample(comm, buffer, Plan::for_size(bytes), |comm, buffer| collective.run(comm, buffer, op))?;
+    drop(buffer);
     let bound = if args.bound && collective == Collective::AllReduce {
-        Some(bound::measure::<T>(comm, buffer)?)
+        Some(bound::measure(comm, bytes)?)
     } else {
         None
     };

@@ -13,7 +13,7 @@ use std::arch::x86_64::{
 };
 
 #[cfg(target_arch = "x86_64")]
-use super::level::BASELINE;
+use crate::level::BASELINE;
 
 /// Widens to f32, exactly. A caller with a `LEVEL` above the baseline is compiled for F16C.
 #[inline(always)]

@@ -17,7 +17,6 @@
 
 mod cpu;
 mod half_floats;
-mod level;
 
 pub use cpu::{accumulate, finish, reduce, start};
 

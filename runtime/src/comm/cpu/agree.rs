@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::call::{CALL_WORDS, Call, Path, describe};
 use super::lines::{Arrival, Waiting};
 use super::wait::Flag;
-use super::{CpuCommunicator, prefetch};
+use super::{CpuCommunicator, cores, prefetch};
 use crate::{Error, Result};
 
 impl CpuCommunicator {
@@ -64,10 +64,22 @@ impl CpuCommunicator {
         call: &Call,
         absent: impl Fn() -> (Vec<u32>, Vec<u32>),
     ) -> Result<()> {
-        self.patience.wait(flag, target, |waited| {
-            let (needed, waited_for) = absent();
-            self.look_around(flag, target, call, waited, &needed, waited_for)
-        })
+        self.patience.wait(
+            flag,
+            target,
+            || self.spread_over_cores(),
+            |waited| {
+                let (needed, waited_for) = absent();
+                self.look_around(flag, target, call, waited, &needed, waited_for)
+            },
+        )
+    }
+
+    #[cold]
+    fn spread_over_cores(&self) {
+        if !self.patience.is_crowded() {
+            cores::spread(self.rank, |rank| self.region.cores(rank), self.size);
+        }
     }
 
     /// What a rank does between two slices of sleep: it leaves a note whom it waits for, looks whether that is in

@@ -213,7 +213,7 @@ mod tests {
         }
 
         fn wait(&self, flag: &Flag, target: u32) {
-            self.patience.wait(flag, target, |_| Ok::<(), ()>(())).unwrap();
+            self.patience.wait(flag, target, || {}, |_| Ok::<(), ()>(())).unwrap();
         }
 
         /// Arrives with a payload and waits for all; returns the sum of all payloads.

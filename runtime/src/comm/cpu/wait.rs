@@ -139,18 +139,20 @@ impl Patience {
         });
     }
 
-    /// Waits until `flag` has come to `target`. `look` is asked now and then, with the time waited so far, and
-    /// ends the wait with an error.
+    /// Waits until `flag` has come to `target`. `late` is called when that is not a matter of spinning any more. `look`
+    /// is asked now and then after that, with the time waited so far, and ends the wait with an error.
     #[inline]
     pub(super) fn wait<E>(
         self,
         flag: &Flag,
         target: u32,
+        late: impl FnOnce(),
         look: impl FnMut(Duration) -> Result<(), E>,
     ) -> Result<(), E> {
         if spin(self.spins, flag, target) {
             return Ok(());
         }
+        late();
         self.wait_long(flag, target, look)
     }
 
@@ -221,13 +223,13 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for turn in 1..=turns {
-                    AT_ONCE.wait(&flags[0], turn, never).unwrap();
+                    AT_ONCE.wait(&flags[0], turn, || {}, never).unwrap();
                     flags[1].increment();
                 }
             });
             for turn in 1..=turns {
                 flags[0].publish(turn, AT_ONCE);
-                AT_ONCE.wait(&flags[1], turn, never).unwrap();
+                AT_ONCE.wait(&flags[1], turn, || {}, never).unwrap();
             }
         });
         assert_eq!(flags[1].load(), turns);
@@ -237,7 +239,7 @@ mod tests {
     fn a_sleeper_that_is_missed_wakes_by_itself() {
         let flag = Flag::default();
         std::thread::scope(|scope| {
-            scope.spawn(|| AT_ONCE.wait(&flag, 1, |_| Ok::<(), ()>(())).unwrap());
+            scope.spawn(|| AT_ONCE.wait(&flag, 1, || {}, |_| Ok::<(), ()>(())).unwrap());
             // Not even a look at the sleepers.
             flag.value.store(1, Ordering::Release);
         });
@@ -245,6 +247,6 @@ mod tests {
 
     #[test]
     fn trouble_ends_a_wait() {
-        assert_eq!(AT_ONCE.wait(&Flag::default(), 1, |_| Err("gone")), Err("gone"));
+        assert_eq!(AT_ONCE.wait(&Flag::default(), 1, || {}, |_| Err("gone")), Err("gone"));
     }
 }

@@ -1,17 +1,17 @@
-//! The instruction sets that the loops of this module are compiled for.
+//! The instruction sets that vectorised loops are compiled for.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// What every processor of the architecture has.
-pub(super) const BASELINE: u8 = 1;
+pub(crate) const BASELINE: u8 = 1;
 /// AVX2 and F16C.
-pub(super) const AVX2: u8 = 2;
+pub(crate) const AVX2: u8 = 2;
 /// AVX-512 F, BW, VL and DQ.
-pub(super) const AVX512: u8 = 3;
+pub(crate) const AVX512: u8 = 3;
 
 /// The best level of this processor, or the lower one that `MGPU_SIMD` (`portable`, `avx2`) asks for: for tests
 /// and comparisons.
-pub(super) fn detect() -> u8 {
+pub(crate) fn detect() -> u8 {
     static DETECTED: AtomicU8 = AtomicU8::new(0);
     match DETECTED.load(Ordering::Relaxed) {
         0 => {
