@@ -53,6 +53,9 @@ pub(super) struct Args {
     /// Threads of each rank on the CPU [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    /// Mebibytes of gradients in one all-reduce [default: 1].
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    bucket: Option<u16>,
     /// Write a checkpoint into this folder after every epoch; the last two are kept.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
@@ -125,6 +128,11 @@ impl Args {
 
     pub(super) fn lr(&self) -> f64 {
         self.lr.unwrap_or(self.net.optimizer.rule.lr())
+    }
+
+    /// Bytes of gradients in one all-reduce.
+    pub(super) fn bucket_bytes(&self) -> usize {
+        self.bucket.map_or(mgpu::step::BUCKET, |mebibytes| usize::from(mebibytes) << 20)
     }
 
     /// Threads of a rank: its share of the cores, unless told otherwise.

@@ -108,7 +108,9 @@ impl Trainer {
         };
         let net = Net::new(&args.net, batch, threads);
         let parameters = net.initial_parameters(args.seed);
-        let model = DataParallel::new(comm, net.layout().clone(), parameters, args.net.optimizer, threads)?;
+        let (layout, bucket) = (net.layout().clone(), args.bucket_bytes());
+        let model =
+            DataParallel::with_bucket_size(comm, layout, parameters, args.net.optimizer, threads, bucket)?;
         Ok(Trainer {
             buffers: net.initial_buffers(),
             model,
