@@ -17,7 +17,7 @@ use crate::{Error, Layout, Result};
 const FIRST_BUCKET: usize = 256 << 10;
 /// Bytes of the other buckets, unless the caller chooses: on a CPU small enough that gradients are still in the cache
 /// when they are reduced. (Of 1, 2, 4 and 25 MiB, steps of the larger networks with two ranks were up to 8% shorter
-/// with 1 MiB than with 25, and never longer.)
+/// with 1 MiB than with 25, and otherwise as long.)
 pub const BUCKET: usize = 1 << 20;
 
 /// Where a model writes its gradients during a backward pass.
