@@ -116,7 +116,7 @@ impl Patience {
         if ranks as usize <= cores {
             Patience { crowded: false, spins: 300, yields: 400 }
         } else {
-            Patience { crowded: true, spins: 20, yields: 20 }
+            Patience { crowded: true, spins: 1, yields: 100 }
         }
     }
 
