@@ -133,9 +133,11 @@ impl Patience {
     /// Spins for as long as [`wait`](Self::wait) would, and does `meanwhile` between looks.
     pub(super) fn spin_while(self, flag: &Flag, target: u32, meanwhile: impl Fn()) {
         (0..self.spins).any(|_| {
-            meanwhile();
-            std::hint::spin_loop();
-            flag.reached(target)
+            flag.reached(target) || {
+                meanwhile();
+                std::hint::spin_loop();
+                false
+            }
         });
     }
 
