@@ -46,20 +46,20 @@ fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
         false => Buffer::zeroed::<f32>(way.len),
     };
     comm.set_algorithm(way.algorithm);
-    for _ in 0..HEALTHY {
-        buffer = comm.all_reduce(buffer, ReduceOp::Sum)?.wait()?;
-    }
-    if comm.rank() == culprit {
-        match seed {
-            None => return misbehave(fault, &mut *comm, buffer, way),
-            Some(seed) => end_soon(fault, seed),
-        }
-    }
+    let mut made = 0;
+    // A slow rank may learn of the fault before it has made as many all-reduces as the culprit had.
     let error = loop {
+        if made == HEALTHY && comm.rank() == culprit {
+            match seed {
+                None => return misbehave(fault, &mut *comm, buffer, way),
+                Some(seed) => end_soon(fault, seed),
+            }
+        }
         match comm.all_reduce(buffer, ReduceOp::Sum) {
             Ok(pending) => buffer = pending.wait()?,
             Err(error) => break error,
         }
+        made += 1;
     };
     match comm.barrier() {
         Ok(()) => eprintln!("then: all is well"),
