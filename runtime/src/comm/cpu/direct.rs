@@ -71,7 +71,7 @@ impl Parts {
 
 /// Which ranks' memory a block is read from, and which ranks' it is written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Flow {
+enum Flow {
     /// From all to all.
     AllReduce(ReduceOp),
     /// From all to one rank.
@@ -91,19 +91,10 @@ impl CpuCommunicator {
         (0..self.size).map(|rank| arena.address(rank, offset)).collect()
     }
 
-    /// Works through this rank's own part.
-    pub(super) fn work_on_own(&self, parts: Parts, flow: Flow, all: &Addresses, call: &Call) {
+    /// All of an operation's work, after the arrival: this rank's own part, then help for those that are late. Returns
+    /// once all blocks are done.
+    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Call) -> Result<()> {
         self.work_on(self.rank, parts, flow, all, call);
-    }
-
-    /// Helps ranks that are late, and returns once all blocks are done.
-    pub(super) fn finish_work(
-        &mut self,
-        parts: Parts,
-        flow: Flow,
-        all: &Addresses,
-        call: &Call,
-    ) -> Result<()> {
         let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
         for queue in self.peers() {
             if !self.patience.glance(self.region.lines(queue).completed(), target(self, queue)) {
@@ -122,12 +113,6 @@ impl CpuCommunicator {
             self.queued[queue as usize] = target(self, queue);
         }
         Ok(())
-    }
-
-    /// All of an operation's work, after the arrival.
-    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Call) -> Result<()> {
-        self.work_on_own(parts, flow, all, call);
-        self.finish_work(parts, flow, all, call)
     }
 
     /// Works through what is left of the part of rank `queue`.

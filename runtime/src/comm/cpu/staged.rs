@@ -1,8 +1,8 @@
 //! Collectives on private buffers: chunk by chunk through staging memory.
 //!
 //! Every rank has two staging areas, used in turn, so a chunk needs no synchronisation at its end beyond what the
-//! next arrival gives (see [`lines`](super::lines) for why two are enough). In the all-reduce rank r
-//! reduces part r of every chunk, and fills its other area with the next chunk while its peers still work on this one.
+//! next arrival gives (see [`lines`](super::lines) for why two are enough). In the all-reduce rank r reduces part r of
+//! every chunk, and fills its other area with the next chunk while its peers still work on this one.
 
 use std::ops::Range;
 
