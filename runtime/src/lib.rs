@@ -38,12 +38,13 @@
 //!
 //! # What it does not do to its host
 //! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
-//! that embeds it. It starts no thread but one for [`World::threads`] and those the CPU kernels are asked to use.
+//! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`] and those the CPU kernels are asked to use.
 
 pub mod bucket;
 pub mod checkpoint;
 pub mod comm;
 mod error;
+pub mod inject;
 pub mod layout;
 mod membership;
 mod memory;

@@ -1,7 +1,8 @@
 //! What a rank holds as long as it belongs to the run.
 
 use crate::Error;
-use crate::progress::{Blame, Ending, ProgressPage, RankState};
+use crate::inject::{Injection, Moment};
+use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
 
 /// Connection and progress page of one rank. The last owner to let go says goodbye.
@@ -10,11 +11,13 @@ pub(crate) struct Membership {
     rank: u32,
     store: Store,
     page: ProgressPage,
+    /// Faults this rank is to commit.
+    injections: Vec<Injection>,
 }
 
 impl Membership {
-    pub(crate) fn new(rank: u32, store: Store, page: ProgressPage) -> Self {
-        Membership { rank, store, page }
+    pub(crate) fn new(rank: u32, store: Store, page: ProgressPage, injections: Vec<Injection>) -> Self {
+        Membership { rank, store, page, injections }
     }
 
     pub(crate) fn rank(&self) -> u32 {
@@ -27,6 +30,25 @@ impl Membership {
 
     pub(crate) fn page(&self) -> &ProgressPage {
         &self.page
+    }
+
+    /// Notes that a step begins.
+    pub(crate) fn begin_step(&self, step: u64) {
+        self.page.begin_step(self.rank, step);
+        self.come_to(Moment::Step(step));
+    }
+
+    /// Notes that another part of the work begins.
+    pub(crate) fn begin_phase(&self, phase: Phase) {
+        self.page.set_phase(self.rank, phase);
+        if phase == Phase::Checkpoint {
+            self.come_to(Moment::Checkpoint);
+        }
+    }
+
+    /// Commits the faults of this moment.
+    pub(crate) fn come_to(&self, moment: Moment) {
+        commit(&self.injections, moment);
     }
 
     /// The error of waiting for `awaited` in vain, if it is in vain: some rank has failed, or one of `awaited` has
@@ -61,10 +83,20 @@ impl Membership {
     }
 }
 
+/// Commits those of `injections` that are due at `moment`.
+pub(crate) fn commit(injections: &[Injection], moment: Moment) {
+    for injection in injections.iter().filter(|injection| injection.moment == moment) {
+        injection.fault.commit();
+    }
+}
+
 impl Drop for Membership {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.page.depart(self.rank, Ending::Failed("panicked"));
+        } else {
+            self.begin_phase(Phase::Finalise);
+            self.come_to(Moment::Finalise);
         }
         self.store.leave();
     }

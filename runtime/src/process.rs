@@ -31,6 +31,13 @@ pub fn tie_to_parent(command: &mut Command) {
     unsafe { command.pre_exec(in_child) };
 }
 
+/// Gives the child of `command` a session of its own: no signal to this process's group or terminal reaches it.
+pub(crate) fn detach(command: &mut Command) {
+    let in_child = || nix::unistd::setsid().map(drop).map_err(io::Error::from);
+    // SAFETY: between fork and exec the closure makes one system call, async-signal-safe, and does not allocate.
+    unsafe { command.pre_exec(in_child) };
+}
+
 /// A descriptor that becomes readable when process `pid` ends.
 ///
 /// # Errors

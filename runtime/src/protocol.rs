@@ -18,6 +18,8 @@ pub const MGPU_RESTART_COUNT: &str = "MGPU_RESTART_COUNT";
 pub const MGPU_BACKEND: &str = "MGPU_BACKEND";
 /// `1` when the launcher shows lines that end in a carriage return, because it writes to a terminal.
 pub const MGPU_PROGRESS: &str = "MGPU_PROGRESS";
+/// Faults to commit, as `mgpurun --inject` takes them, separated by semicolons.
+pub const MGPU_INJECT: &str = "MGPU_INJECT";
 /// Longest wait for a peer within one operation, in seconds (default 300).
 pub const MGPU_TIMEOUT: &str = "MGPU_TIMEOUT";
 /// Host of a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.

@@ -56,6 +56,23 @@ impl SharedMemory {
 
     /// Maps a file received from another process, after checking that it is sealed and `len` bytes long.
     pub(crate) fn open(name: &str, fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        let found = Self::sealed_len(name, fd)?;
+        if found != len {
+            let problem = format!("the shared memory has {found} bytes instead of {len}");
+            return Err(Error::Protocol { peer: format!("the owner of {name}"), problem });
+        }
+        Self::map(name, fd, len)
+    }
+
+    /// Maps a sealed file of another process, whatever its length, without the right to write: a write through
+    /// [`view`](Self::view) would be the end of this process.
+    pub(crate) fn open_for_reading(name: &str, fd: BorrowedFd<'_>) -> Result<Self> {
+        let len = Self::sealed_len(name, fd)?;
+        Self::map_with(name, fd, len, ProtFlags::PROT_READ)
+    }
+
+    /// Length of a file that nobody can shrink any more.
+    fn sealed_len(name: &str, fd: BorrowedFd<'_>) -> Result<usize> {
         let bad = |problem: String| Error::Protocol { peer: format!("the owner of {name}"), problem };
         let seals = fcntl(fd, FcntlArg::F_GET_SEALS)
             .map_err(|errno| bad(format!("the descriptor is no shared memory: {errno}")))?;
@@ -63,16 +80,16 @@ impl SharedMemory {
             return Err(bad("the shared memory is not sealed against shrinking".into()));
         }
         let found = fstat(fd).map_err(|errno| Error::system(format!("inspect {name}"), errno))?.st_size;
-        if found != len as i64 {
-            return Err(bad(format!("the shared memory has {found} bytes instead of {len}")));
-        }
-        Self::map(name, fd, len)
+        Ok(found as usize)
     }
 
     fn map(name: &str, fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        Self::map_with(name, fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
+    }
+
+    fn map_with(name: &str, fd: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> Result<Self> {
         let size =
             NonZeroUsize::new(len).ok_or_else(|| Error::system(format!("map {name}"), "it is empty"))?;
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address the kernel chooses overlaps nothing of ours.
         let base = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, fd, 0) }
             .map_err(|errno| Error::system(format!("map {len} bytes of {name}"), errno))?;

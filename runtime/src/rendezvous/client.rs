@@ -6,13 +6,16 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::message::{MAX_FDS, MAX_VALUE, Reply, Request, VERSION, encode};
+use super::message::{MAX_FDS, MAX_VALUE, Manifest, Reply, Request, VERSION, encode};
 use super::socket::{Connection, Received};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
 
 /// What the server may take beyond a request's own deadline before it counts as gone.
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
+
+/// How long a rank waits for the others to join. The launcher, which knows who is missing, ends the run long before.
+const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
 /// Longest key and longest name of a barrier, in bytes.
 const MAX_NAME: usize = 256;
@@ -39,45 +42,48 @@ pub struct Store {
 }
 
 impl Store {
-    /// Connects to the launcher at `address` and joins the run.
-    pub(crate) fn join(
-        address: &str,
-        run_id: &str,
-        rank: u32,
-        world_size: u32,
-    ) -> Result<(Self, ProgressPage)> {
+    /// Connects to the launcher at `address`.
+    pub(crate) fn connect(address: &str, rank: u32) -> Result<UnixStream> {
         let refused = |problem: String| Error::Join { rank, problem };
         let path = address.strip_prefix("unix:").ok_or_else(|| {
             refused(format!("`{address}` is no address of a rendezvous; it should be unix:PATH"))
         })?;
-        let stream = UnixStream::connect(path).map_err(|error| {
+        UnixStream::connect(path).map_err(|error| {
             refused(format!(
                 "no launcher answers at {path}: {error} (has this process already joined, or its run ended?)"
             ))
-        })?;
-        Self::join_through(stream, run_id, rank, world_size)
+        })
     }
 
-    /// Joins over a connected stream.
-    pub(crate) fn join_through(
+    /// Says hello over a connected stream; [`admission`](Self::admission) has the answer.
+    pub(crate) fn apply(
         stream: UnixStream,
         run_id: &str,
         rank: u32,
         world_size: u32,
-    ) -> Result<(Self, ProgressPage)> {
+        manifest: Manifest,
+    ) -> Result<Self> {
         let store = Store { rank, world_size, connection: Mutex::new(Connection::new(stream)) };
         let pid = std::process::id();
-        let hello = Request::Hello { version: VERSION, run_id: run_id.to_owned(), rank, world_size, pid };
-        let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        match store.call(&mut connection, &hello, &[], "the rendezvous", Duration::ZERO)? {
-            Reply::Welcome => {}
-            Reply::Refused { why } => return Err(Error::Join { rank, problem: why }),
-            other => return Err(store.unexpected(&other)),
-        }
-        let fds = connection.take_fds(1).map_err(|problem| store.bad_message(problem))?;
-        let page = ProgressPage::open(fds[0].as_fd(), world_size)?;
+        let run_id = run_id.to_owned();
+        let hello = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
+        let connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = connection.send(&encode(&hello), &[]);
+        sent.map_err(|error| Error::Join { rank, problem: format!("the launcher is gone ({error})") })?;
         drop(connection);
-        Ok((store, page))
+        Ok(store)
+    }
+
+    /// Waits until all ranks have said hello and go together.
+    pub(crate) fn admission(&self) -> Result<ProgressPage> {
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.answer(&mut connection, "join", JOIN_PATIENCE)? {
+            Reply::Welcome => {}
+            Reply::Refused { why } => return Err(Error::Join { rank: self.rank, problem: why }),
+            other => return Err(self.unexpected(&other)),
+        }
+        let fds = connection.take_fds(1).map_err(|problem| self.bad_message(problem))?;
+        ProgressPage::open(fds[0].as_fd(), self.world_size)
     }
 
     /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key is
@@ -151,12 +157,18 @@ impl Store {
         operation: &str,
         timeout: Duration,
     ) -> Result<Reply> {
+        connection.send(&encode(request), fds).map_err(|error| self.gone(&error.to_string()))?;
+        self.answer(connection, operation, timeout)
+    }
+
+    fn gone(&self, reason: &str) -> Error {
+        Error::Join { rank: self.rank, problem: format!("the launcher is gone ({reason})") }
+    }
+
+    /// Waits for the reply to the last request.
+    fn answer(&self, connection: &mut Connection, operation: &str, timeout: Duration) -> Result<Reply> {
         let started = Instant::now();
-        let gone = |reason: String| {
-            let problem = format!("the launcher is gone ({reason})");
-            Error::Join { rank: self.rank, problem }
-        };
-        connection.send(&encode(request), fds).map_err(|error| gone(error.to_string()))?;
+        let gone = |reason: String| self.gone(&reason);
         let reply = loop {
             if let Some(reply) =
                 connection.next_message::<Reply>().map_err(|problem| self.bad_message(problem))?

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Version of the messages; both sides must have the same.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Largest frame in bytes, without its length.
 pub const MAX_FRAME: usize = 64 << 10;
 /// Largest value in bytes that can be set under a key.
@@ -33,6 +33,9 @@ pub enum Request {
         world_size: u32,
         /// Its process.
         pid: u32,
+        /// What it works with.
+        #[serde(default)]
+        manifest: Manifest,
     },
     /// Publishes a value, and descriptors with it, to be read `readers` times.
     Set {
@@ -65,11 +68,22 @@ pub enum Request {
     Leave,
 }
 
+/// What a rank works with, as far as ranks have to be compared. `None` is what it does not use.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// UUID of its GPU.
+    pub gpu: Option<String>,
+    /// Version of the NVIDIA driver.
+    pub driver: Option<String>,
+    /// Version of NCCL.
+    pub nccl: Option<String>,
+}
+
 /// The server's answer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// Answer to [`Request::Hello`]; the progress page travels with it.
+    /// Answer to [`Request::Hello`] once all ranks have said it; the progress page travels with it.
     Welcome,
     /// Answer to [`Request::Set`], [`Request::Barrier`] and [`Request::Leave`].
     Done,

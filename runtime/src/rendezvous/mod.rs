@@ -20,9 +20,11 @@
 mod client;
 mod directory;
 pub mod message;
+mod preflight;
 mod server;
 mod socket;
 
 pub use crate::progress::Blame;
 pub use client::Store;
+pub use preflight::PreflightFault;
 pub use server::{Departure, Server, ServerEvent};

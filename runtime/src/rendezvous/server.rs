@@ -12,6 +12,7 @@ use nix::unistd::geteuid;
 
 use super::directory::PrivateDirectory;
 use super::message::{MAX_VALUE, Reply, Request, VERSION, encode};
+use super::preflight::{Applicant, PreflightFault, Program, compare};
 use super::socket::{Connection, Received};
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::{Error, Result};
@@ -30,6 +31,15 @@ pub enum ServerEvent {
     Left {
         /// The rank.
         rank: u32,
+    },
+    /// A rank does not go together with the others, and was refused: the run cannot be.
+    Unfit {
+        /// The rank.
+        rank: u32,
+        /// In what respect.
+        fault: PreflightFault,
+        /// What was found, naming both sides.
+        why: String,
     },
     /// A connection was refused or broken off.
     Refused {
@@ -55,6 +65,8 @@ struct Peer {
     connection: Connection,
     /// Known after its hello.
     rank: Option<u32>,
+    /// Its hello has been answered.
+    admitted: bool,
 }
 
 impl Peer {
@@ -100,6 +112,8 @@ pub struct Server {
     peers: Vec<Peer>,
     entries: HashMap<String, Entry>,
     waits: Vec<Wait>,
+    /// The ranks that have said hello; they are let in together.
+    applicants: Vec<Applicant>,
     events: Vec<ServerEvent>,
 }
 
@@ -149,6 +163,7 @@ impl Server {
             peers: Vec::new(),
             entries: HashMap::new(),
             waits: Vec::new(),
+            applicants: Vec::new(),
             events: Vec::new(),
         })
     }
@@ -156,6 +171,11 @@ impl Server {
     /// The value of `MGPU_RENDEZVOUS`.
     pub fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Notes what the ranks run and how often they have been restarted, for those who look at the run from outside.
+    pub fn describe(&self, program: &str, restarts: u32) {
+        self.page.describe(program, restarts);
     }
 
     /// What every rank is doing.
@@ -217,6 +237,26 @@ impl Server {
             },
         );
         self.give_up_on(rank);
+        self.turn_away(rank);
+    }
+
+    /// True once all ranks have joined.
+    fn is_complete(&self) -> bool {
+        self.applicants.len() == self.world_size as usize
+    }
+
+    /// Answers those who wait to be let in: without rank `gone` that will never be.
+    fn turn_away(&mut self, gone: u32) {
+        let how = self.page.departure(gone);
+        for peer in &mut self.peers {
+            let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
+            peer.admitted = true;
+            let (operation, how) = ("join".to_owned(), how.clone());
+            let reply = encode(&Reply::PeerGone { peer: gone, how: how.clone() });
+            // Not yet let in, the rank cannot note it itself.
+            self.page.blame(rank, &Error::PeerLost { rank, peer: gone, operation, how, silent: false });
+            let _ = peer.connection.send(&reply, &[]);
+        }
     }
 
     /// Answers those who wait in vain for a rank that has ended. After a failure that is everybody.
@@ -251,7 +291,7 @@ impl Server {
         if owner.uid() != geteuid().as_raw() {
             return Err(refuse(format!("process {} belongs to user {}", owner.pid(), owner.uid())));
         }
-        self.peers.push(Peer { id: self.next_id, connection: Connection::new(stream), rank: None });
+        self.peers.push(Peer { id: self.next_id, connection: Connection::new(stream), rank: None, admitted: false });
         self.next_id += 1;
         Ok(())
     }
@@ -279,7 +319,7 @@ impl Server {
     fn handle(&mut self, index: usize, request: Request) -> Result<(), String> {
         let id = self.peers[index].id;
         let Some(rank) = self.peers[index].rank else { return self.hello(index, request) };
-        if self.waits.iter().any(|wait| wait.peer == id) {
+        if !self.peers[index].admitted || self.waits.iter().any(|wait| wait.peer == id) {
             return Err("makes a request before its last one was answered".into());
         }
         match request {
@@ -314,7 +354,8 @@ impl Server {
                 self.wake_readers(&key);
             }
             Request::Barrier { name, timeout_ms } => {
-                if let Some(gone) = self.gone_ranks().next() {
+                let gone = self.gone_ranks().next();
+        if let Some(gone) = gone {
                     let how = self.page.departure(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
@@ -334,37 +375,68 @@ impl Server {
 
     /// The first message of a connection: does it belong here?
     fn hello(&mut self, index: usize, request: Request) -> Result<(), String> {
-        let Request::Hello { version, run_id, rank, world_size, pid } = request else {
+        let Request::Hello { version, run_id, rank, world_size, pid, manifest } = request else {
             return Err("did not say hello first".into());
         };
-        if version != VERSION {
-            return Err(format!(
-                "rank {rank} speaks version {version} of the protocol, the launcher version {VERSION}: \
-                 build both from the same release"
-            ));
-        }
         if run_id != self.run_id {
             return Err("shows the token of another run".into());
         }
-        if world_size != self.world_size || rank >= world_size {
-            return Err(format!(
-                "claims to be rank {rank} of {world_size} in a world of {}",
-                self.world_size
-            ));
+        let applicant = Applicant { rank, manifest, program: Program::of(pid) };
+        if let Err((fault, why)) = self.examine(version, world_size, &applicant) {
+            let connection = &self.peers[index].connection;
+            let _ = connection.send(&encode(&Reply::Refused { why: why.clone() }), &[]);
+            let _ = connection.stream().shutdown(std::net::Shutdown::Both);
+            self.events.push(ServerEvent::Unfit { rank, fault, why });
+            return Ok(());
         }
         if self.page.state(rank) != RankState::Absent {
             return Err(format!("rank {rank} has already joined: is World::from_env called twice?"));
         }
         self.page.join(rank, pid);
         self.peers[index].rank = Some(rank);
-        let page = self.page_fd.as_fd();
-        let welcome = encode(&Reply::Welcome);
-        self.peers[index].connection.send(&welcome, &[page]).map_err(|error| error.to_string())?;
+        self.applicants.push(applicant);
         self.events.push(ServerEvent::Joined { rank, pid });
-        if (0..self.world_size).all(|rank| self.page.state(rank) != RankState::Absent) {
-            self.door = None;
+        let gone = self.gone_ranks().next();
+        if let Some(gone) = gone {
+            self.turn_away(gone);
+        } else if self.is_complete() {
+            self.welcome();
         }
         Ok(())
+    }
+
+    /// Does this rank go together with the run and with the ranks that are here already?
+    fn examine(
+        &self,
+        version: u32,
+        world_size: u32,
+        new: &Applicant,
+    ) -> Result<(), (PreflightFault, String)> {
+        let rank = new.rank;
+        if version != VERSION {
+            let why = format!(
+                "rank {rank} speaks version {version} of the protocol, the launcher version {VERSION}: \
+                 build both from the same release"
+            );
+            return Err((PreflightFault::Protocol, why));
+        }
+        if world_size != self.world_size || rank >= world_size {
+            let why = format!("claims to be rank {rank} of {world_size} in a world of {}", self.world_size);
+            return Err((PreflightFault::WorldSize, why));
+        }
+        self.applicants.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
+    }
+
+    /// Lets all ranks in.
+    fn welcome(&mut self) {
+        let (welcome, page) = (encode(&Reply::Welcome), self.page_fd.as_fd());
+        for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
+            peer.admitted = true;
+            if peer.connection.send(&welcome, &[page]).is_err() {
+                let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
+            }
+        }
+        self.door = None;
     }
 
     fn gone_ranks(&self) -> impl Iterator<Item = u32> + '_ {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::inject::{self, Injection};
 use crate::protocol::*;
 use crate::{Error, Result};
 
@@ -30,6 +31,8 @@ pub(super) struct Identity {
     pub(super) restart_count: u32,
     pub(super) backend: Backend,
     pub(super) timeout: Duration,
+    /// Faults this rank is to commit in this life of it.
+    pub(super) injections: Vec<Injection>,
 }
 
 impl Identity {
@@ -45,6 +48,7 @@ impl Identity {
             restart_count: 0,
             backend: Backend::Cpu,
             timeout: DEFAULT_TIMEOUT,
+            injections: Vec::new(),
         }
     }
 
@@ -100,6 +104,9 @@ impl Identity {
             return Err(wrong(LOCAL_RANK, problem));
         }
         let restart_count = number(MGPU_RESTART_COUNT)?.unwrap_or(0);
+        let mut injections = inject::split(&variable(MGPU_INJECT).unwrap_or_default())
+            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
+        injections.retain(|injection| injection.rank == rank && injection.restart == restart_count);
         Ok(Identity {
             rank,
             world_size,
@@ -110,6 +117,7 @@ impl Identity {
             restart_count,
             backend,
             timeout,
+            injections,
         })
     }
 }

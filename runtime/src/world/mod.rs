@@ -14,8 +14,11 @@ use std::time::Duration;
 pub use env::Backend;
 use env::Identity;
 
-use crate::membership::Membership;
+use crate::inject::Moment;
+use crate::membership::{self, Membership};
+use crate::progress::Phase;
 use crate::rendezvous::Store;
+use crate::rendezvous::message::Manifest;
 use crate::{Error, Result};
 
 /// This rank's view of the run.
@@ -37,19 +40,25 @@ pub struct World {
 }
 
 impl World {
-    /// Joins the run that the environment describes, or makes a world of one where it describes none.
+    /// Joins the run that the environment describes, or makes a world of one where it describes none. Returns when all
+    /// ranks have joined, so none begins its work beside others that it does not go together with.
     ///
     /// # Errors
-    /// If the variables are incomplete or contradict each other, or the launcher refuses this rank. The text
-    /// names the variable.
+    /// If the variables are incomplete or contradict each other (the text names the variable), if the launcher refuses
+    /// this rank, or if another one ends before it has joined.
     pub fn from_env() -> Result<Self> {
         let identity = Identity::from_variables(|name| std::env::var(name).ok())?;
         let membership = match &identity.rendezvous {
             None => None,
             Some(address) => {
-                let (store, page) =
-                    Store::join(address, &identity.run_id, identity.rank, identity.world_size)?;
-                Some(Arc::new(Membership::new(identity.rank, store, page)))
+                let (rank, injections) = (identity.rank, identity.injections.clone());
+                membership::commit(&injections, Moment::Start);
+                let stream = Store::connect(address, rank)?;
+                membership::commit(&injections, Moment::Join);
+                let manifest = Manifest::default();
+                let store = Store::apply(stream, &identity.run_id, rank, identity.world_size, manifest)?;
+                let page = store.admission()?;
+                Some(Arc::new(Membership::new(rank, store, page, injections)))
             }
         };
         Ok(World { identity, membership, communicators: 0 })
@@ -144,7 +153,14 @@ impl World {
     /// Tells the launcher that training step `step` (from 1) begins.
     pub fn report_step(&self, step: u64) {
         if let Some(membership) = &self.membership {
-            membership.page().set_step(self.rank(), step);
+            membership.begin_step(step);
+        }
+    }
+
+    /// Tells the launcher that another part of the work begins, which may take its time without a step.
+    pub fn report_phase(&self, phase: Phase) {
+        if let Some(membership) = &self.membership {
+            membership.begin_phase(phase);
         }
     }
 }

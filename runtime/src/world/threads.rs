@@ -7,6 +7,7 @@ use std::time::Instant;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{Identity, Membership, World};
+use crate::rendezvous::message::Manifest;
 use crate::rendezvous::{Server, Store};
 use crate::{Error, Result};
 
@@ -19,8 +20,10 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
         .name("mgpu-rendezvous".into())
         .spawn(move || serve(server))
         .map_err(|error| Error::system("start the rendezvous thread", error))?;
-    let worlds = streams.into_iter().zip(0..).map(|(stream, rank)| {
-        let (store, page) = Store::join_through(stream, &run_id, rank, size)?;
+    let apply = |(stream, rank)| Store::apply(stream, &run_id, rank, size, Manifest::default());
+    let stores: Vec<Store> = streams.into_iter().zip(0..).map(apply).collect::<Result<_>>()?;
+    let worlds = stores.into_iter().zip(0..).map(|(store, rank)| {
+        let page = store.admission()?;
         let identity = Identity {
             rank,
             world_size: size,
@@ -29,7 +32,7 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
             run_id: run_id.clone(),
             ..Identity::alone()
         };
-        let membership = Some(Arc::new(Membership::new(rank, store, page)));
+        let membership = Some(Arc::new(Membership::new(rank, store, page, Vec::new())));
         Ok(World { identity, membership, communicators: 0 })
     });
     worlds.collect()

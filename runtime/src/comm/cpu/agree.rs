@@ -6,6 +6,7 @@ use super::call::{CALL_WORDS, Call, Path, describe};
 use super::lines::{Arrival, Waiting};
 use super::wait::Flag;
 use super::{CpuCommunicator, cores, prefetch};
+use crate::inject::Moment;
 use crate::{Error, Result};
 
 impl CpuCommunicator {
@@ -17,7 +18,10 @@ impl CpuCommunicator {
     /// Arrives at the next operation and waits until all ranks have, with the same call.
     pub(super) fn enter(&mut self, call: &Call) -> Result<()> {
         self.sequence = self.next_sequence();
-        self.membership.page().enter(self.rank, self.sequence, call.len * call.dtype.size());
+        self.note(call, self.sequence);
+        if self.sequence == 1 {
+            self.membership.come_to(Moment::Collective);
+        }
         let own = self.region.lines(self.rank);
         own.arrive(self.sequence, call, self.patience);
         let digest = own.arrival(self.sequence).digest();
@@ -40,6 +44,11 @@ impl CpuCommunicator {
         let next: *const Arrival = own.arrival(self.next_sequence());
         prefetch::for_writing(next.cast());
         Ok(())
+    }
+
+    /// Notes for everybody to see what this rank is in.
+    pub(super) fn note(&self, call: &Call, sequence: u32) {
+        self.membership.page().enter(self.rank, call.kind, sequence, call.len * call.dtype.size());
     }
 
     /// The error of having called something else than `peer`.
@@ -98,6 +107,9 @@ impl CpuCommunicator {
         let note =
             needed.first().map(|peer| Waiting { peer: *peer, flag: self.region.line_of(flag), target });
         self.region.lines(self.rank).set_waiting(note);
+        if let Some(peer) = waited_for.first() {
+            self.membership.page().wait(self.rank, *peer);
+        }
         if let Some(error) = self.membership.lost_peer(needed, operation) {
             return Err(error);
         }

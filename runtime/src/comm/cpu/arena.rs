@@ -3,9 +3,10 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use super::CpuCommunicator;
-use super::call::{Call, Kind};
+use super::call::Call;
 use crate::comm::buffer::{Arena, HUGE_PAGE};
 use crate::comm::{Buffer, DType, bytes_of};
+use crate::progress::Operation;
 use crate::shm::{SharedMemory, reserve};
 use crate::{Error, Result, memory};
 
@@ -38,7 +39,7 @@ impl CpuCommunicator {
     /// Memory for `len` elements of every rank.
     pub(super) fn allocate_arena(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let bytes = bytes_of(dtype, len)?;
-        let call = Call::plain(Kind::Allocate, dtype, len);
+        let call = Call::plain(Operation::Allocate, dtype, len);
         self.enter(&call)?;
         self.arenas += 1;
         let name = format!("{}/arena-{}", self.name, self.arenas);

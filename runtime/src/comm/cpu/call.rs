@@ -6,33 +6,7 @@
 use std::fmt;
 
 use crate::comm::{Buffer, DType, ReduceOp};
-
-/// The operation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(super) enum Kind {
-    Barrier = 1,
-    Allocate = 2,
-    AllReduce = 3,
-    ReduceScatter = 4,
-    AllGather = 5,
-    Broadcast = 6,
-    Reduce = 7,
-    Message = 8,
-}
-
-impl Kind {
-    const ALL: [(Kind, &'static str); 8] = [
-        (Kind::Barrier, "barrier"),
-        (Kind::Allocate, "allocate"),
-        (Kind::AllReduce, "all_reduce"),
-        (Kind::ReduceScatter, "reduce_scatter"),
-        (Kind::AllGather, "all_gather"),
-        (Kind::Broadcast, "broadcast"),
-        (Kind::Reduce, "reduce"),
-        (Kind::Message, "send"),
-    ];
-}
+use crate::progress::Operation;
 
 /// How the payload travels; agreed like everything else, since all ranks must follow the same protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +36,7 @@ pub(super) const CALL_WORDS: usize = 4;
 /// One operation's arguments, as far as all ranks must agree on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Call {
-    pub(super) kind: Kind,
+    pub(super) kind: Operation,
     pub(super) path: Path,
     pub(super) dtype: DType,
     pub(super) op: Option<ReduceOp>,
@@ -74,13 +48,13 @@ pub(super) struct Call {
 }
 
 impl Call {
-    pub(super) fn new(kind: Kind, buffer: &Buffer, op: Option<ReduceOp>, root: u32) -> Self {
+    pub(super) fn new(kind: Operation, buffer: &Buffer, op: Option<ReduceOp>, root: u32) -> Self {
         let place = buffer.arena().map_or((0, 0), |(arena, offset)| (arena.id, offset));
         Call { kind, path: Path::None, dtype: buffer.dtype(), op, root, len: buffer.len(), place }
     }
 
     /// A call without payload.
-    pub(super) fn plain(kind: Kind, dtype: DType, len: usize) -> Self {
+    pub(super) fn plain(kind: Operation, dtype: DType, len: usize) -> Self {
         Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: (0, 0) }
     }
 
@@ -111,10 +85,11 @@ impl Call {
 pub(super) fn describe(words: [u64; CALL_WORDS]) -> String {
     let [head, len, arena, offset] = words;
     let byte = |shift: u32| (head >> shift & 0xff) as usize;
-    let Some((kind, name)) = Kind::ALL.into_iter().find(|(kind, _)| *kind as usize == byte(0)) else {
+    let Some(kind) = Operation::from_number(byte(0) as u8) else {
         return format!("something unknown ({head:#x})");
     };
-    if kind == Kind::Barrier {
+    let name = kind.name();
+    if kind == Operation::Barrier {
         return name.into();
     }
     let dtype = DType::ALL.get(byte(16)).map_or("?", |dtype| dtype.name());
@@ -122,7 +97,7 @@ pub(super) fn describe(words: [u64; CALL_WORDS]) -> String {
     if let Some(op) = byte(24).checked_sub(1).and_then(|op| ReduceOp::ALL.get(op)) {
         text += &format!(", {op}");
     }
-    if matches!(kind, Kind::Broadcast | Kind::Reduce) {
+    if matches!(kind, Operation::Broadcast | Operation::Reduce) {
         text += &format!(", root {}", head >> 32);
     }
     if let Some(path) = Path::NAMES.get(byte(8)).filter(|_| byte(8) != 0) {
@@ -147,15 +122,15 @@ mod tests {
     #[test]
     fn descriptions_tell_calls_apart() {
         let buffer = Buffer::zeroed::<f32>(1000);
-        let call = Call::new(Kind::AllReduce, &buffer, Some(ReduceOp::Sum), 0).via(Path::Eager);
+        let call = Call::new(Operation::AllReduce, &buffer, Some(ReduceOp::Sum), 0).via(Path::Eager);
         assert_eq!(call.to_string(), "all_reduce(1000 f32, sum, eager)");
-        let call = Call::new(Kind::Broadcast, &buffer, None, 3).via(Path::Staged);
+        let call = Call::new(Operation::Broadcast, &buffer, None, 3).via(Path::Staged);
         assert_eq!(call.to_string(), "broadcast(1000 f32, root 3, staged)");
         assert_eq!(describe([0xff, 0, 0, 0]), "something unknown (0xff)");
         let call =
-            Call { place: (2, 4096), path: Path::Direct, ..Call::new(Kind::AllGather, &buffer, None, 0) };
+            Call { place: (2, 4096), path: Path::Direct, ..Call::new(Operation::AllGather, &buffer, None, 0) };
         assert_eq!(call.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
-        for (index, (kind, _)) in Kind::ALL.into_iter().enumerate() {
+        for (index, kind) in Operation::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, index + 1);
         }
     }

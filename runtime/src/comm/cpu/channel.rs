@@ -6,9 +6,10 @@
 use std::sync::atomic::Ordering;
 
 use super::CpuCommunicator;
-use super::call::{Call, Kind, Path};
+use super::call::{Call, Path};
 use crate::Result;
 use crate::comm::Buffer;
+use crate::progress::Operation;
 
 /// One channel of `from`. Its place among the sender's channels is that of the rank it leads to; the sender's own
 /// place, which no message needs, is that of the ring.
@@ -89,11 +90,12 @@ impl CpuCommunicator {
     }
 
     fn message(buffer: &Buffer) -> Call {
-        Call::plain(Kind::Message, buffer.dtype(), buffer.len()).via(Path::None)
+        Call::plain(Operation::Send, buffer.dtype(), buffer.len()).via(Path::None)
     }
 
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32) -> Result<()> {
         let (call, channel) = (Self::message(buffer), Channel::of_messages(self.rank, to));
+        self.note(&call, self.sent[to as usize].wrapping_add(1));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
             self.send_chunk(channel, &call, |chunk| {
@@ -106,6 +108,8 @@ impl CpuCommunicator {
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32) -> Result<()> {
         let (call, channel) = (Self::message(buffer), Channel::of_messages(from, self.rank));
+        let sequence = self.received(channel).wrapping_add(1);
+        self.note(&call, sequence);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let chunk = self.receive_chunk(channel, &call)?;
             // SAFETY: the range lies within the buffer, and the sender leaves the chunk until its release.

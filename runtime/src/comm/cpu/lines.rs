@@ -160,7 +160,7 @@ mod tests {
     use std::cell::UnsafeCell;
 
     use super::*;
-    use crate::comm::cpu::call::Kind;
+    use crate::progress::Operation;
     use crate::comm::{DType, ReduceOp};
 
     const RANKS: u32 = if cfg!(miri) { 3 } else { 4 };
@@ -196,7 +196,7 @@ mod tests {
 
     fn call() -> Call {
         let len = RANKS as usize * BLOCKS;
-        Call { op: Some(ReduceOp::Sum), len, ..Call::plain(Kind::AllReduce, DType::I32, 0) }
+        Call { op: Some(ReduceOp::Sum), len, ..Call::plain(Operation::AllReduce, DType::I32, 0) }
     }
 
     /// One rank among all, with a core of its own or without.

@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arena::one_descriptor;
-use call::{Call, Kind, Path};
+use call::{Call, Path};
 use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
@@ -39,6 +39,7 @@ use wait::Patience;
 
 use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
 use crate::membership::Membership;
+use crate::progress::Operation;
 use crate::{Error, Result};
 
 /// The communicator of one rank.
@@ -74,14 +75,16 @@ pub(crate) fn connect(
     timeout: Duration,
 ) -> Result<CpuCommunicator> {
     let name = format!("communicator-{number}");
-    let region = share_region(membership, size, &name, timeout)
-        .inspect_err(|error| membership.page().blame(membership.rank(), error))?;
+    let (rank, page) = (membership.rank(), membership.page());
+    page.enter(rank, Operation::Connect, number, 0);
+    let region = share_region(membership, size, &name, timeout).inspect_err(|error| page.blame(rank, error))?;
+    page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
     Ok(CpuCommunicator {
         membership: Arc::clone(membership),
         number,
         name,
-        rank: membership.rank(),
+        rank,
         size,
         region,
         sequence: 0,
@@ -121,7 +124,8 @@ impl CpuCommunicator {
         if let Some(cause) = &self.poison {
             return Err(Error::Poisoned { rank: self.rank, cause: cause.clone() });
         }
-        operation(self).inspect_err(|error| {
+        let result = operation(self).inspect(|_| self.membership.page().leave(self.rank));
+        result.inspect_err(|error| {
             if !matches!(error, Error::InvalidArgument { .. }) {
                 self.poison = Some(error.to_string());
                 self.membership.page().blame(self.rank, error);
@@ -221,7 +225,7 @@ impl Communicator for CpuCommunicator {
     fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
         self.guard(|comm| {
             let path = comm.choose_path(&buffer)?;
-            let call = Call::new(Kind::AllReduce, &buffer, Some(op), 0).via(path);
+            let call = Call::new(Operation::AllReduce, &buffer, Some(op), 0).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_all_reduce(&buffer, op, &call)?,
                 Path::Direct => comm.direct_all_reduce(&buffer, op, &call)?,
@@ -236,7 +240,7 @@ impl Communicator for CpuCommunicator {
         self.guard(|comm| {
             let shard = comm.shard("reduce_scatter", &buffer)?;
             let path = comm.by_size(&buffer, buffer.bytes());
-            let call = Call::new(Kind::ReduceScatter, &buffer, Some(op), 0).via(path);
+            let call = Call::new(Operation::ReduceScatter, &buffer, Some(op), 0).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, shard, op, &call)?,
                 Path::Direct => comm.direct_reduce_scatter(&buffer, shard, op, &call)?,
@@ -250,7 +254,7 @@ impl Communicator for CpuCommunicator {
         self.guard(|comm| {
             let shard = comm.shard("all_gather", &buffer)?;
             let path = comm.by_size(&buffer, shard * buffer.dtype().size());
-            let call = Call::new(Kind::AllGather, &buffer, None, 0).via(path);
+            let call = Call::new(Operation::AllGather, &buffer, None, 0).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, shard, &call)?,
                 Path::Direct => comm.direct_all_gather(&buffer, shard, &call)?,
@@ -264,7 +268,7 @@ impl Communicator for CpuCommunicator {
         self.guard(|comm| {
             comm.check_rank("broadcast", root)?;
             let path = comm.by_size(&buffer, buffer.bytes());
-            let call = Call::new(Kind::Broadcast, &buffer, None, root).via(path);
+            let call = Call::new(Operation::Broadcast, &buffer, None, root).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_broadcast(&buffer, root, &call)?,
                 Path::Direct => comm.direct_broadcast(&buffer, root, &call)?,
@@ -278,7 +282,7 @@ impl Communicator for CpuCommunicator {
         self.guard(|comm| {
             comm.check_rank("reduce", root)?;
             let path = comm.by_size(&buffer, buffer.bytes());
-            let call = Call::new(Kind::Reduce, &buffer, Some(op), root).via(path);
+            let call = Call::new(Operation::Reduce, &buffer, Some(op), root).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_reduce(&buffer, op, root, &call)?,
                 Path::Direct => comm.direct_reduce(&buffer, op, root, &call)?,
@@ -305,6 +309,6 @@ impl Communicator for CpuCommunicator {
     }
 
     fn barrier(&mut self) -> Result<()> {
-        self.guard(|comm| comm.enter(&Call::plain(Kind::Barrier, DType::U8, 0)))
+        self.guard(|comm| comm.enter(&Call::plain(Operation::Barrier, DType::U8, 0)))
     }
 }

@@ -1,0 +1,389 @@
+//! The progress page: what every rank of a run is doing, in memory that all of them and the launcher map.
+//!
+//! The server of the rendezvous makes the page and hands it to each rank that joins. A rank writes its own slot;
+//! the server writes how a rank ended. A rank that waits for a peer looks here whether the peer is still there:
+//! no message, no thread and no signal is needed to learn of a death, and what a rank did last can be read after
+//! it has been killed or stopped. An outsider of the same user can look at a run, too ([`ProgressPage::inspect`]):
+//! the page has no name, but its launcher's descriptors are in `/proc`.
+
+mod text;
+mod view;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use text::SharedText;
+pub(crate) use view::Ending;
+pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now};
+
+use crate::shm::{Shared, SharedMemory, reserve};
+use crate::{Error, Result};
+
+/// Name of the page's memory, as `/proc/PID/fd` shows it.
+pub const PAGE_NAME: &str = "mgpu-progress";
+
+// The numbers of a slot's state.
+const JOINED: u32 = 1;
+const LEFT: u32 = 2;
+const FINISHED: u32 = 3;
+const FAILED: u32 = 4;
+
+fn state_of(number: u32) -> RankState {
+    match number {
+        JOINED => RankState::Joined,
+        LEFT | FINISHED => RankState::Left,
+        FAILED => RankState::Failed,
+        _ => RankState::Absent,
+    }
+}
+
+/// What the page is of. Its bytes change with the layout of the page, so that no other version misreads it.
+#[repr(C, align(128))]
+struct Header {
+    magic: AtomicU64,
+    launcher: AtomicU32,
+    restarts: AtomicU32,
+    world_size: AtomicU32,
+    /// In milliseconds of [`now`].
+    started: AtomicU64,
+    program: SharedText,
+}
+
+/// Tells a page of this layout from other memory.
+const MAGIC: u64 = 0x6d67_7075_0000_0002;
+
+/// One rank's slot: a multiple of the cache line, so that no rank's writes disturb another's.
+#[repr(C, align(128))]
+struct Slot {
+    /// Last collective entered: its number in its communicator, from 1.
+    sequence: AtomicU64,
+    /// Payload of that collective in bytes.
+    bytes: AtomicU64,
+    /// Its [`Operation`], with [`RUNNING`] while the rank is in it; 0 before the first.
+    operation: AtomicU32,
+    /// The rank it waits for, plus one; 0 while it does not.
+    waits_for: AtomicU32,
+    /// When something changed last, in milliseconds of [`now`].
+    changed: AtomicU64,
+    /// Training step, from 1.
+    step: AtomicU64,
+    steps_begun: AtomicU64,
+    phase: AtomicU32,
+    state: AtomicU32,
+    pid: AtomicU32,
+    /// Culprit's rank plus one, 0 while nobody is blamed; bit 31 marks a timeout.
+    blamed: AtomicU32,
+    blame: SharedText,
+    failure: SharedText,
+}
+
+// SAFETY: atomics and arrays and structs of atomics only.
+unsafe impl Shared for Header {}
+// SAFETY: as above.
+unsafe impl Shared for Slot {}
+
+/// Bit of a slot's operation.
+const RUNNING: u32 = 1 << 31;
+const TIMED_OUT: u32 = 1 << 31;
+
+/// The slots of all ranks.
+#[derive(Debug)]
+pub struct ProgressPage {
+    memory: SharedMemory,
+    world_size: u32,
+}
+
+/// Which run a page is of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunInfo {
+    /// The launcher's process.
+    pub launcher: u32,
+    /// Number of ranks.
+    pub world_size: u32,
+    /// How often the ranks have been restarted.
+    pub restarts: u32,
+    /// When the ranks were started, as [`now`].
+    pub started: Duration,
+    /// What they run.
+    pub program: String,
+}
+
+impl ProgressPage {
+    fn bytes(world_size: u32) -> usize {
+        (size_of::<Header>() + world_size as usize * size_of::<Slot>()).next_multiple_of(4096)
+    }
+
+    /// A page for `world_size` ranks, and the descriptor to hand to them.
+    pub(crate) fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
+        let (memory, fd) = SharedMemory::create(PAGE_NAME, Self::bytes(world_size))?;
+        reserve("the progress page", &memory, fd.as_fd(), 0, memory.len())?;
+        let header = memory.view::<Header>(0);
+        header.launcher.store(std::process::id(), Ordering::Relaxed);
+        header.world_size.store(world_size, Ordering::Relaxed);
+        header.started.store(milliseconds(now()), Ordering::Relaxed);
+        header.magic.store(MAGIC, Ordering::Release);
+        Ok((ProgressPage { memory, world_size }, fd))
+    }
+
+    /// Maps a page received from the server.
+    pub(crate) fn open(fd: BorrowedFd<'_>, world_size: u32) -> Result<Self> {
+        let memory = SharedMemory::open("the progress page", fd, Self::bytes(world_size))?;
+        Ok(ProgressPage { memory, world_size })
+    }
+
+    /// Maps the page of a run that this process does not belong to, for reading.
+    ///
+    /// # Errors
+    /// If the descriptor is not of a page, or of one of another version.
+    pub fn inspect(fd: BorrowedFd<'_>) -> Result<Self> {
+        let memory = SharedMemory::open_for_reading("a progress page", fd)?;
+        let other = || Error::system("read a progress page", "it is of another version of mgpurun");
+        if memory.len() < size_of::<Header>() {
+            return Err(other());
+        }
+        let header = memory.view::<Header>(0);
+        let world_size = header.world_size.load(Ordering::Relaxed);
+        if header.magic.load(Ordering::Acquire) != MAGIC || memory.len() != Self::bytes(world_size) {
+            return Err(other());
+        }
+        Ok(ProgressPage { memory, world_size })
+    }
+
+    fn header(&self) -> &Header {
+        self.memory.view(0)
+    }
+
+    fn slot(&self, rank: u32) -> &Slot {
+        assert!(rank < self.world_size, "rank {rank} in a world of {}", self.world_size);
+        self.memory.view(size_of::<Header>() + rank as usize * size_of::<Slot>())
+    }
+
+    /// Notes what the ranks run, and how often they have been restarted.
+    pub(crate) fn describe(&self, program: &str, restarts: u32) {
+        self.header().restarts.store(restarts, Ordering::Relaxed);
+        self.header().program.set_once(program);
+    }
+
+    /// Which run this is.
+    pub fn run(&self) -> RunInfo {
+        let header = self.header();
+        RunInfo {
+            launcher: header.launcher.load(Ordering::Relaxed),
+            world_size: self.world_size,
+            restarts: header.restarts.load(Ordering::Relaxed),
+            started: Duration::from_millis(header.started.load(Ordering::Relaxed)),
+            program: header.program.get(),
+        }
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
+    /// What `rank` was last seen doing.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn progress(&self, rank: u32) -> Progress {
+        let slot = self.slot(rank);
+        let operation = slot.operation.load(Ordering::Relaxed);
+        let last = Operation::from_number(operation as u8).map(|which| LastOperation {
+            operation: which,
+            sequence: slot.sequence.load(Ordering::Relaxed),
+            bytes: slot.bytes.load(Ordering::Relaxed),
+            running: operation & RUNNING != 0,
+            waits_for: slot.waits_for.load(Ordering::Relaxed).checked_sub(1),
+        });
+        Progress {
+            state: self.state(rank),
+            pid: slot.pid.load(Ordering::Relaxed),
+            phase: Phase::from_number(slot.phase.load(Ordering::Relaxed)),
+            step: slot.step.load(Ordering::Relaxed),
+            steps_begun: slot.steps_begun.load(Ordering::Relaxed),
+            operation: last,
+            changed: Duration::from_millis(slot.changed.load(Ordering::Relaxed)),
+        }
+    }
+
+    pub(crate) fn state(&self, rank: u32) -> RankState {
+        state_of(self.slot(rank).state.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn join(&self, rank: u32, pid: u32) {
+        let slot = self.slot(rank);
+        slot.pid.store(pid, Ordering::Relaxed);
+        slot.touch();
+        // A rank that the launcher has already seen end does not come back to life.
+        let _ = slot.state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// Records that `rank` ended. Of two failures the first stays.
+    pub(crate) fn depart(&self, rank: u32, ending: Ending<'_>) {
+        let slot = self.slot(rank);
+        let number = match ending {
+            Ending::Left => LEFT,
+            Ending::Finished => FINISHED,
+            Ending::Failed(how) => {
+                slot.failure.set_once(how);
+                FAILED
+            }
+        };
+        slot.state.fetch_max(number, Ordering::AcqRel);
+    }
+
+    /// How `rank` ended, as a predicate; empty if it has not.
+    pub(crate) fn departure(&self, rank: u32) -> String {
+        let slot = self.slot(rank);
+        match slot.state.load(Ordering::Acquire) {
+            LEFT => "left the run".into(),
+            FINISHED => "exited with code 0".into(),
+            FAILED => slot.failure.get(),
+            _ => String::new(),
+        }
+    }
+
+    /// Notes that `rank` enters an operation.
+    pub(crate) fn enter(&self, rank: u32, operation: Operation, sequence: u32, bytes: usize) {
+        let slot = self.slot(rank);
+        slot.sequence.store(u64::from(sequence), Ordering::Relaxed);
+        slot.bytes.store(bytes as u64, Ordering::Relaxed);
+        slot.operation.store(operation as u32 | RUNNING, Ordering::Relaxed);
+        slot.touch();
+    }
+
+    /// Notes that `rank` has waited for `peer` for more than a moment.
+    pub(crate) fn wait(&self, rank: u32, peer: u32) {
+        self.slot(rank).waits_for.store(peer + 1, Ordering::Relaxed);
+    }
+
+    /// Notes that `rank` has left the operation.
+    pub(crate) fn leave(&self, rank: u32) {
+        let slot = self.slot(rank);
+        slot.operation.store(slot.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
+        // A short operation was entered a moment ago: the clock need not be read again.
+        if slot.waits_for.load(Ordering::Relaxed) != 0 {
+            slot.waits_for.store(0, Ordering::Relaxed);
+            slot.touch();
+        }
+    }
+
+    pub(crate) fn begin_step(&self, rank: u32, step: u64) {
+        let slot = self.slot(rank);
+        slot.step.store(step, Ordering::Relaxed);
+        slot.steps_begun.fetch_add(1, Ordering::Relaxed);
+        self.set_phase(rank, Phase::Step);
+    }
+
+    pub(crate) fn set_phase(&self, rank: u32, phase: Phase) {
+        let slot = self.slot(rank);
+        slot.phase.store(phase as u32, Ordering::Relaxed);
+        slot.touch();
+    }
+
+    /// Records `error` as the reason why `rank` is about to fail, if it names a culprit. The first one stays.
+    pub(crate) fn blame(&self, rank: u32, error: &Error) {
+        let Some(culprit) = error.culprit() else { return };
+        let slot = self.slot(rank);
+        slot.blame.set_once(&error.to_string());
+        let timed_out = if error.is_timeout() { TIMED_OUT } else { 0 };
+        let value = (culprit + 1) | timed_out;
+        let _ = slot.blamed.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// Whom `rank` held responsible before it failed.
+    pub fn blame_of(&self, rank: u32) -> Option<Blame> {
+        let slot = self.slot(rank);
+        let blamed = slot.blamed.load(Ordering::Acquire);
+        let culprit = (blamed & !TIMED_OUT).checked_sub(1)?;
+        (culprit < self.world_size).then(|| Blame {
+            culprit,
+            timed_out: blamed & TIMED_OUT != 0,
+            message: slot.blame.get(),
+        })
+    }
+}
+
+impl Slot {
+    fn touch(&self) {
+        self.changed.store(milliseconds(now()), Ordering::Relaxed);
+    }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    time.as_millis() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_worst_ending_and_the_first_blame_stay() {
+        let (page, fd) = ProgressPage::create(3).unwrap();
+        let other = ProgressPage::open(fd.as_fd(), 3).unwrap();
+        page.join(2, 41);
+        assert_eq!(other.progress(2).state, RankState::Joined);
+        assert_eq!(other.progress(2).pid, 41);
+        page.depart(2, Ending::Left);
+        assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Left, "left the run"));
+        page.depart(2, Ending::Failed("exited with code 3"));
+        page.depart(2, Ending::Failed("was killed by SIGKILL"));
+        page.depart(2, Ending::Finished);
+        assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Failed, "exited with code 3"));
+        page.join(2, 42);
+        assert_eq!(other.state(2), RankState::Failed);
+
+        assert_eq!(page.blame_of(0), None);
+        for waited_for in [vec![1], vec![2]] {
+            let after = Duration::from_secs(2);
+            other.blame(0, &Error::Timeout { rank: 0, waited_for, operation: "barrier".into(), after });
+        }
+        let blame = page.blame_of(0).unwrap();
+        assert_eq!((blame.culprit, blame.timed_out), (1, true));
+        assert!(blame.message.contains("waited 2.0 s for rank 1 in barrier"), "{}", blame.message);
+    }
+
+    #[test]
+    fn a_stranger_reads_what_a_rank_does() {
+        let (page, fd) = ProgressPage::create(2).unwrap();
+        page.describe("train", 3);
+        page.join(1, 42);
+        page.begin_step(1, 100);
+        page.enter(1, Operation::AllReduce, 7, 4096);
+        page.wait(1, 0);
+        let stranger = ProgressPage::inspect(fd.as_fd()).unwrap();
+        let run = stranger.run();
+        assert_eq!((run.launcher, run.world_size, run.restarts), (std::process::id(), 2, 3));
+        assert_eq!(run.program, "train");
+        let progress = stranger.progress(1);
+        assert_eq!((progress.pid, progress.phase, progress.step), (42, Phase::Step, 100));
+        let all_reduce = Operation::AllReduce;
+        let expected =
+            LastOperation { operation: all_reduce, sequence: 7, bytes: 4096, running: true, waits_for: Some(0) };
+        assert_eq!(progress.operation, Some(expected));
+        assert!(progress.changed <= now() && progress.changed > Duration::ZERO);
+        page.leave(1);
+        let left = LastOperation { running: false, waits_for: None, ..expected };
+        assert_eq!(stranger.progress(1).operation, Some(left));
+        assert_eq!(stranger.progress(0).operation, None);
+    }
+
+    #[test]
+    fn other_memory_is_no_page() {
+        let (_memory, fd) = SharedMemory::create("x", 4096).unwrap();
+        assert!(ProgressPage::inspect(fd.as_fd()).unwrap_err().to_string().contains("another version"));
+        let file = std::fs::File::open("/proc/self/status").unwrap();
+        assert!(ProgressPage::inspect(file.as_fd()).is_err());
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        let (page, _fd) = ProgressPage::create(1).unwrap();
+        page.depart(0, Ending::Failed(&"é".repeat(300)));
+        assert_eq!(page.departure(0), "é".repeat(SharedText::CAPACITY / 2));
+    }
+}

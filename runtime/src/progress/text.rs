@@ -1,0 +1,36 @@
+//! A text in shared memory.
+
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+
+/// A text that is written once; readers see it whole because the length is stored last.
+#[repr(C)]
+pub(super) struct SharedText {
+    len: AtomicU32,
+    bytes: [AtomicU8; SharedText::CAPACITY],
+}
+
+impl SharedText {
+    pub(super) const CAPACITY: usize = 380;
+
+    /// Stores `text`, cut at the capacity, unless there is one already: the first cause stays.
+    pub(super) fn set_once(&self, text: &str) {
+        if self.len.load(Ordering::Acquire) != 0 {
+            return;
+        }
+        let mut end = text.len().min(Self::CAPACITY);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        for (slot, byte) in self.bytes.iter().zip(&text.as_bytes()[..end]) {
+            slot.store(*byte, Ordering::Relaxed);
+        }
+        self.len.store(end as u32, Ordering::Release);
+    }
+
+    /// The text, empty if none was set. Bytes of a misbehaving writer that are no UTF-8 come out as U+FFFD.
+    pub(super) fn get(&self) -> String {
+        let len = (self.len.load(Ordering::Acquire) as usize).min(Self::CAPACITY);
+        let bytes: Vec<u8> = self.bytes[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}

@@ -1,0 +1,195 @@
+//! Do these ranks belong together? One look at all of them before any does its own work.
+//!
+//! A run whose ranks were built from different sources, or share a GPU by mistake, fails sooner or later in a way that
+//! says nothing about the cause. Here it fails at once, with one line that names both sides.
+
+use std::fmt;
+use std::fs::{File, Metadata};
+use std::hash::Hasher;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::message::Manifest;
+
+/// What is wrong between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PreflightFault {
+    /// A rank speaks another version of the protocol than the launcher.
+    Protocol,
+    /// Ranks run different programs.
+    Program,
+    /// A rank believes in another world size.
+    WorldSize,
+    /// Two ranks use one GPU.
+    Gpu,
+    /// Ranks use different versions of the driver or of NCCL.
+    Versions,
+}
+
+/// A rank that wants to join.
+#[derive(Debug, Clone)]
+pub(super) struct Applicant {
+    pub(super) rank: u32,
+    pub(super) manifest: Manifest,
+    pub(super) program: Option<Program>,
+}
+
+/// The file a process runs. Ranks of one machine nearly always run the same file, and then its contents need not be
+/// read.
+#[derive(Debug, Clone)]
+pub(super) struct Program {
+    /// Stays the program's while the process lives, even if the file is replaced.
+    link: String,
+    path: String,
+    file: (u64, u64),
+    size: u64,
+}
+
+impl Program {
+    /// The program of process `pid`; `None` where `/proc` does not tell.
+    pub(super) fn of(pid: u32) -> Option<Self> {
+        let link = format!("/proc/{pid}/exe");
+        let metadata: Metadata = std::fs::metadata(&link).ok()?;
+        let path = std::fs::read_link(&link).map_or_else(|_| link.clone(), |path| path.display().to_string());
+        Some(Program { link, path, file: (metadata.dev(), metadata.ino()), size: metadata.size() })
+    }
+
+    fn hash(&self) -> io::Result<u64> {
+        let (mut file, mut hash) = (File::open(&self.link)?, Xxh3::new());
+        let mut bytes = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut bytes) {
+                Ok(0) => return Ok(hash.finish()),
+                Ok(count) => hash.write(&bytes[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// True unless the programs are known to differ.
+    fn is_same(&self, other: &Program) -> bool {
+        self.file == other.file
+            || self.size == other.size
+                && match (self.hash(), other.hash()) {
+                    (Ok(own), Ok(other)) => own == other,
+                    // A process that has just ended has no program any more; its end will be noticed.
+                    _ => true,
+                }
+    }
+}
+
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.path)
+    }
+}
+
+/// Does `new` go together with `old`, one that has been let in?
+pub(super) fn compare(old: &Applicant, new: &Applicant) -> Result<(), (PreflightFault, String)> {
+    let (first, second) = (old.rank, new.rank);
+    if let (Some(ours), Some(theirs)) = (&old.program, &new.program)
+        && !ours.is_same(theirs)
+    {
+        let why = if ours.path == theirs.path {
+            format!(
+                "rank {first} and rank {second} run different versions of {ours}: it was replaced while the run started"
+            )
+        } else {
+            format!("rank {first} runs {ours} and rank {second} runs {theirs}: all ranks run one program")
+        };
+        return Err((PreflightFault::Program, why));
+    }
+    if let (Some(ours), Some(theirs)) = (&old.manifest.gpu, &new.manifest.gpu)
+        && ours == theirs
+    {
+        let why = format!(
+            "rank {first} and rank {second} both use {ours}: give each rank a GPU of its own (device LOCAL_RANK, or --isolate-gpus)"
+        );
+        return Err((PreflightFault::Gpu, why));
+    }
+    let versions = [
+        ("NVIDIA driver", &old.manifest.driver, &new.manifest.driver),
+        ("NCCL", &old.manifest.nccl, &new.manifest.nccl),
+    ];
+    for (what, ours, theirs) in versions {
+        if ours != theirs {
+            let name = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".into());
+            let why = format!(
+                "rank {first} uses {what} {} and rank {second} {}: look for a second installation in LD_LIBRARY_PATH",
+                name(ours),
+                name(theirs)
+            );
+            return Err((PreflightFault::Versions, why));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    fn applicant(rank: u32, gpu: &str, driver: &str, nccl: &str) -> Applicant {
+        let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        let manifest = Manifest { gpu: some(gpu), driver: some(driver), nccl: some(nccl) };
+        Applicant { rank, manifest, program: None }
+    }
+
+    #[test]
+    fn what_does_not_go_together_names_both_ranks() {
+        let first = applicant(0, "GPU-aa", "570.1", "2.27.3");
+        let fault = |new: Applicant| compare(&first, &new).unwrap_err();
+        assert_eq!(compare(&first, &applicant(3, "GPU-bb", "570.1", "2.27.3")), Ok(()));
+        let (kind, why) = fault(applicant(3, "GPU-aa", "570.1", "2.27.3"));
+        assert_eq!(kind, PreflightFault::Gpu);
+        assert!(why.starts_with("rank 0 and rank 3 both use GPU-aa"), "{why}");
+        let (kind, why) = fault(applicant(1, "GPU-bb", "570.2", "2.27.3"));
+        assert_eq!(kind, PreflightFault::Versions);
+        assert!(why.starts_with("rank 0 uses NVIDIA driver 570.1 and rank 1 570.2"), "{why}");
+        let (kind, why) = fault(applicant(1, "", "570.1", ""));
+        assert_eq!(kind, PreflightFault::Versions);
+        assert!(why.starts_with("rank 0 uses NCCL 2.27.3 and rank 1 none"), "{why}");
+        // On the CPU there is nothing to compare.
+        assert_eq!(compare(&applicant(0, "", "", ""), &applicant(1, "", "", "")), Ok(()));
+    }
+
+    struct Sleeper(Child);
+
+    impl Drop for Sleeper {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    #[test]
+    fn programs_are_the_same_by_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let sleep = ["/bin/sleep", "/usr/bin/sleep"].into_iter().find(|path| File::open(path).is_ok()).unwrap();
+        let start = |name: &str, more: &[u8]| {
+            let path = folder.path().join(name);
+            let bytes = [std::fs::read(sleep).unwrap(), more.to_vec()].concat();
+            std::fs::write(&path, bytes).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            let child = Sleeper(Command::new(&path).arg("1000").spawn().unwrap());
+            let program = Program::of(child.0.id()).unwrap();
+            (child, Applicant { program: Some(program), ..applicant(0, "", "", "") })
+        };
+        let (first, one) = start("one", b"");
+        let (_second, copy) = start("copy", b"");
+        let (_third, other) = start("other", b"x");
+        assert_eq!(compare(&one, &one), Ok(()));
+        assert_eq!(compare(&one, &copy), Ok(()));
+        let (kind, why) = compare(&one, &other).unwrap_err();
+        assert_eq!(kind, PreflightFault::Program);
+        assert!(why.contains("/one and rank 0 runs ") && why.contains("/other"), "{why}");
+        drop(first);
+        assert_eq!(compare(&one, &copy), Ok(()));
+    }
+}
