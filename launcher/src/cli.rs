@@ -1,23 +1,29 @@
 //! The command line of `mgpurun`.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use mgpu::inject::Injection;
 
-use crate::exit_code;
+use crate::guardian::{self, Role};
 use crate::launch::Launch;
 use crate::output::{Color, OutputOptions};
 use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
-use crate::program;
 use crate::ranks::RankSet;
+use crate::restart::RestartPolicy;
+use crate::status::runs;
+use crate::{exit_code, program};
 
 const AFTER_HELP: &str = "\
 Example:
   mgpurun -n 2 train_mnist --net lenet5
+
+`mgpurun ps` shows the runs of this user and what their ranks are doing; so does SIGQUIT (Ctrl-\\) to a
+running mgpurun, for its own. (A program of that name is started by `mgpurun -- ps`.)
 
 Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
 the run starts) and the MGPU_* variables of the rendezvous; --dry-run shows them.
@@ -28,6 +34,11 @@ Exit codes:
   2              wrong usage
   64             a rank never joined in time
   65             a rank stopped making progress
+  66             a rank speaks another version of the protocol than mgpurun
+  67             ranks run different programs
+  68             a rank believes in another world size
+  69             two ranks use one GPU
+  70             ranks use different versions of the NVIDIA driver or of NCCL
   129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
   other          the first failing rank's own code, or 128 + its signal";
 
@@ -55,6 +66,35 @@ struct Args {
     /// joins (`mgpurun -n 8 hostname`) is not waited for. Exit code 64 when it passes.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
     timeout: Duration,
+
+    /// Seconds that a rank may be silent; unlimited if absent.
+    ///
+    /// Silent is a rank that has joined and neither begins a step nor a collective nor another part of its work, and
+    /// does not wait for another rank either. It is named, the state of all ranks is shown, and the run ends with exit
+    /// code 65. (A rank in a collective that waits for a silent one gives up after MGPU_TIMEOUT seconds, 300 by default,
+    /// with the same exit code.)
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    progress_timeout: Option<Duration>,
+
+    /// Restart all ranks up to N times when one fails.
+    ///
+    /// Only if a training step was made since the last start: a broken start is not repeated. The ranks get
+    /// MGPU_RESTART_COUNT; train_mnist goes on from its last checkpoint. There is a pause before each restart, from 0.5
+    /// to 30 s.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    max_restarts: u32,
+
+    /// Restart also if no step was made; for programs that report none.
+    #[arg(long, requires = "max_restarts")]
+    restart_always: bool,
+
+    /// Let a rank go wrong, to see what the job makes of it.
+    ///
+    /// rank=R, step=N or phase=PHASE, and fault=FAULT, separated by commas; may be repeated. PHASE is start (before the
+    /// rank joins), join, collective (its first), checkpoint or finalise. FAULT is abort, exit:N, exit0, sigkill,
+    /// sigstop, hang, segv, oom, panic or leak-child. restart=K makes it happen after the K-th restart.
+    #[arg(long, value_name = "FAULT")]
+    inject: Vec<Injection>,
 
     /// Seconds between SIGTERM and SIGKILL.
     ///
@@ -138,17 +178,36 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
-    match run(Args::parse()) {
-        Ok(code) => ExitCode::from(code),
-        Err(error) => {
-            // Whoever closed standard error does not want to know.
-            let _ = writeln!(io::stderr(), "mgpurun: {error}");
-            ExitCode::from(exit_code::LAUNCHER)
+    let first = std::env::args_os().nth(1);
+    let done = match first.as_deref().and_then(OsStr::to_str) {
+        Some("ps") => Ps::parse_from(std::env::args_os().skip(1)).run(),
+        _ => run(Args::parse()),
+    };
+    done.unwrap_or_else(|error| {
+        // Whoever closed standard error does not want to know.
+        let _ = writeln!(io::stderr(), "mgpurun: {error}");
+        ExitCode::from(exit_code::LAUNCHER)
+    })
+}
+
+/// Show the runs of this user, and what each of their ranks is doing.
+///
+/// For every rank: its process, whether that runs, sleeps or was stopped, the step and the collective it was last seen
+/// in and since when, which rank it waits for, and what its threads are doing in the kernel.
+#[derive(Debug, Parser)]
+#[command(name = "mgpurun ps")]
+struct Ps {}
+
+impl Ps {
+    fn run(self) -> Result<ExitCode, Box<dyn std::error::Error>> {
+        match runs::print() {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+            _ => Ok(ExitCode::SUCCESS),
         }
     }
 }
 
-fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
+fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     let (name, arguments) = args.command.split_first().ok_or("no program")?;
     let search: Vec<PathBuf> =
         std::env::var_os("PATH").map(|path| std::env::split_paths(&path).collect()).unwrap_or_default();
@@ -164,6 +223,7 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
             BackendArg::Cpu => BackendChoice::Cpu,
         },
         isolate_gpus: args.isolate_gpus,
+        injections: args.inject,
     };
     let color = match args.color {
         ColorArg::Auto => Color::Auto,
@@ -180,7 +240,10 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
         .with_request(request)
         .output(output)
         .join_timeout(args.timeout)
-        .grace(args.grace);
+        .progress_timeout(args.progress_timeout)
+        .restart(RestartPolicy { most: args.max_restarts, always: args.restart_always })
+        .grace(args.grace)
+        .adopt_orphans();
     if args.dry_run {
         let mut stdout = io::stdout();
         let written = stdout.write_all(describe(&launch.plan()?).as_bytes()).and_then(|()| stdout.flush());
@@ -188,16 +251,22 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
                 Err(format!("cannot print the dry run: {error}").into())
             }
-            _ => Ok(exit_code::SUCCESS),
+            _ => Ok(ExitCode::SUCCESS),
         };
     }
-    launch.own_process_signals()?;
-    Ok(launch.run()?.exit_code)
+    match guardian::split()? {
+        Role::Done(code) => Ok(code),
+        Role::Launcher(guardian) => {
+            launch.set_guardian(guardian)?;
+            launch.own_process_signals()?;
+            Ok(ExitCode::from(launch.run()?.exit_code))
+        }
+    }
 }
 
 /// The plan as shell commands, a block for each rank.
 fn describe(plan: &Plan) -> String {
-    let mut text = plan.notice.as_ref().map(|notice| format!("# {notice}\n")).unwrap_or_default();
+    let mut text: String = plan.notices.iter().map(|notice| format!("# {notice}\n")).collect();
     for rank in &plan.ranks {
         text += &format!("# rank {}\n", rank.rank);
         for (name, value) in rank.complete(&RunFacts::unknown()) {
@@ -273,6 +342,7 @@ mod tests {
             ranks: Ranks::Count(1),
             backend: BackendChoice::Cpu,
             isolate_gpus: false,
+            injections: vec![],
         };
         let plan = crate::plan::plan(&request, &crate::plan::Machine::default()).unwrap();
         insta::assert_snapshot!(describe(&plan));

@@ -6,6 +6,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use mgpu::progress::{self, RankState};
 use mgpu::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -18,7 +19,10 @@ use crate::group::wait_for_end;
 use crate::interrupt::Signals;
 use crate::output::{Output, Stream};
 use crate::spawn::Process;
+use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
+use crate::watch::{self, Verdict, Watched};
+use crate::{exit_code, orphans};
 
 /// Capacity of a pipe where the kernel does not tell.
 const PIPE_CAPACITY: usize = 64 << 10;
@@ -27,6 +31,7 @@ const PIPE_CAPACITY: usize = 64 << 10;
 #[derive(Debug, Clone, Copy)]
 enum Source {
     Signals,
+    Guardian,
     Server,
     Exit(u32),
     Pipe(u32, Stream),
@@ -40,6 +45,21 @@ pub(crate) struct EventLoop<'a> {
     signals: &'a Signals,
     output: &'a mut Output,
     supervisor: Supervisor,
+    /// Longest silence of a rank.
+    progress_timeout: Option<Duration>,
+    /// When a rank might have been silent for so long.
+    next_look: Option<Instant>,
+    /// This process is the parent of whatever the ranks leave behind.
+    adopts: bool,
+    /// The guardian has ended.
+    orphaned: bool,
+}
+
+/// How the ranks ended.
+pub(crate) struct End {
+    pub(crate) outcome: Outcome,
+    /// Some rank has made a training step.
+    pub(crate) made_a_step: bool,
 }
 
 impl<'a> EventLoop<'a> {
@@ -50,11 +70,36 @@ impl<'a> EventLoop<'a> {
         output: &'a mut Output,
         supervisor: Supervisor,
     ) -> Self {
-        EventLoop { ranks, server, signals, output, supervisor }
+        let (progress_timeout, next_look) = (None, None);
+        let (adopts, orphaned) = (false, false);
+        EventLoop {
+            ranks,
+            server,
+            signals,
+            output,
+            supervisor,
+            progress_timeout,
+            next_look,
+            adopts,
+            orphaned,
+        }
+    }
+
+    /// A rank that is silent for so long ends the run.
+    pub(crate) fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.progress_timeout = timeout;
+        self.next_look = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self
+    }
+
+    /// This process has no other children than the ranks and what they leave behind.
+    pub(crate) fn adopts(mut self, adopts: bool) -> Self {
+        self.adopts = adopts;
+        self
     }
 
     /// Runs until all ranks and their groups have ended and their output has been taken in.
-    pub(crate) fn run(mut self) -> Outcome {
+    pub(crate) fn run(mut self) -> End {
         loop {
             let ready = self.wait();
             // Output first: what a rank wrote before it ended comes before its end.
@@ -62,19 +107,32 @@ impl<'a> EventLoop<'a> {
                 match source {
                     Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
                     Source::Room(stream) => self.output.resume(*stream),
-                    Source::Signals | Source::Server | Source::Exit(_) => {}
+                    Source::Signals | Source::Guardian | Source::Server | Source::Exit(_) => {}
                 }
             }
             for event in self.events(&ready) {
                 for action in self.supervisor.handle(event, Instant::now()) {
                     if let Some(outcome) = self.carry_out(action) {
-                        self.drain_all();
-                        wait_for_end(self.ranks.iter().map(|rank| rank.pid));
-                        return outcome;
+                        return self.end(outcome);
                     }
                 }
             }
         }
+    }
+
+    /// Nothing of the ranks is left when this returns.
+    fn end(&mut self, outcome: Outcome) -> End {
+        self.drain_all();
+        if self.adopts {
+            if !orphans::end_all() {
+                self.output.say("a process that a rank has left behind does not end, though it was killed");
+            }
+        } else {
+            wait_for_end(self.ranks.iter().map(|rank| rank.pid));
+        }
+        let page = self.server.page();
+        let made_a_step = (0..page.world_size()).any(|rank| page.progress(rank).steps_begun > 1);
+        End { outcome, made_a_step }
     }
 
     /// What has happened, the most telling first.
@@ -82,7 +140,11 @@ impl<'a> EventLoop<'a> {
         let (mut events, mut exits) = (Vec::new(), Vec::new());
         for source in ready {
             match source {
-                Source::Signals => events.extend(self.signals.take().into_iter().map(Event::Signalled)),
+                Source::Signals => events.extend(self.take_signals()),
+                Source::Guardian => {
+                    self.orphaned = true;
+                    events.push(Event::Orphaned);
+                }
                 Source::Server => events.extend(self.serve()),
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
                 Source::Pipe(..) | Source::Room(_) => {}
@@ -94,14 +156,66 @@ impl<'a> EventLoop<'a> {
         if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
             events.extend(self.serve());
         }
+        events.extend(self.look_for_silence());
         events.push(Event::Tick);
         events
+    }
+
+    fn take_signals(&mut self) -> Vec<Event> {
+        let (children, signals): (Vec<Signal>, Vec<Signal>) =
+            self.signals.take().into_iter().partition(|signal| *signal == Signal::SIGCHLD);
+        if !children.is_empty() && self.adopts {
+            // Ranks are waited for when their pidfds say so.
+            orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
+        }
+        signals.into_iter().map(Event::Signalled).collect()
+    }
+
+    /// The rank that has been silent for too long, if one could have been by now.
+    fn look_for_silence(&mut self) -> Option<Event> {
+        let timeout =
+            self.progress_timeout.filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
+        let (page, now) = (self.server.page(), progress::now());
+        let member = |rank: u32| {
+            let progress = page.progress(rank);
+            let runs = progress.state == RankState::Joined && !self.ranks[rank as usize].reaped;
+            runs.then_some(Watched { rank, progress })
+        };
+        let members: Vec<Watched> = (0..page.world_size()).filter_map(member).collect();
+        let stopped = |rank: u32| is_stopped(self.ranks[rank as usize].pid.as_raw() as u32);
+        match watch::look(&members, timeout, now, stopped) {
+            Verdict::Healthy(next) => {
+                let wait = next.map_or(timeout, |next| next.saturating_sub(now));
+                self.next_look = Instant::now().checked_add(wait);
+                None
+            }
+            Verdict::Silent(rank, idle) => {
+                self.next_look = None;
+                Some(Event::Silent { rank, idle, doing: self.row(rank).doing() })
+            }
+        }
+    }
+
+    /// What a rank is doing.
+    fn row(&self, rank: u32) -> Row {
+        let process = &self.ranks[rank as usize];
+        Row::of(self.server.page(), rank, Some(process.pid.as_raw() as u32), process.ended.clone())
+    }
+
+    /// Shows what every rank is doing.
+    fn report(&mut self) {
+        let rows: Vec<Row> = (0..self.ranks.len() as u32).map(|rank| self.row(rank)).collect();
+        for line in table(&rows, progress::now()).lines() {
+            self.output.say(line);
+        }
     }
 
     /// Sleeps until something is ready or due.
     fn wait(&self) -> Vec<Source> {
         let mut sources = vec![];
         sources.extend(self.signals.fds().map(|fd| (Source::Signals, fd)));
+        let guardian = self.signals.guardian().filter(|_| !self.orphaned);
+        sources.extend(guardian.map(|fd| (Source::Guardian, fd)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
             if !rank.reaped {
@@ -114,8 +228,8 @@ impl<'a> EventLoop<'a> {
             }
         }
         sources.extend(self.output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
-        let deadline = self.supervisor.next_deadline().into_iter().chain(self.server.next_deadline()).min();
-        poll_sources(&sources, deadline)
+        let deadlines = [self.supervisor.next_deadline(), self.server.next_deadline(), self.next_look];
+        poll_sources(&sources, deadlines.into_iter().flatten().min())
     }
 
     fn serve(&mut self) -> Vec<Event> {
@@ -124,6 +238,9 @@ impl<'a> EventLoop<'a> {
             match event {
                 ServerEvent::Joined { rank, .. } => events.push(Event::Joined(rank)),
                 ServerEvent::Left { .. } => {}
+                ServerEvent::Unfit { rank, fault, why } => {
+                    events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
+                }
                 ServerEvent::Refused { why } => self.output.say(&format!("refused a connection: {why}")),
             }
         }
@@ -184,9 +301,10 @@ impl<'a> EventLoop<'a> {
             Ok(WaitStatus::Exited(_, code)) => Exit::Code(code),
             Ok(WaitStatus::Signaled(_, signal, _)) => Exit::Signal(signal as i32),
             // Its code is lost as well.
-            Ok(_) | Err(_) => Exit::Code(i32::from(crate::exit_code::LAUNCHER)),
+            Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
         };
         rank.reaped = true;
+        rank.ended = Some(exit.describe());
         self.drain(number);
         Some(Event::Exited { rank: number, exit, blame: self.server.blame(number) })
     }
@@ -201,6 +319,7 @@ impl<'a> EventLoop<'a> {
                 }
             }
             Action::Say(text) => self.output.say(&text),
+            Action::Report => self.report(),
             Action::Finish(outcome) => return Some(outcome),
         }
         None
@@ -217,6 +336,26 @@ impl<'a> EventLoop<'a> {
     }
 }
 
+/// Lets `pause` pass. `false` if somebody wants the run to end meanwhile.
+pub(crate) fn wait_out(pause: Duration, signals: &Signals) -> bool {
+    let deadline = Instant::now() + pause;
+    while Instant::now() < deadline {
+        let mut sources: Vec<_> = signals.fds().map(|fd| (Source::Signals, fd)).collect();
+        sources.extend(signals.guardian().map(|fd| (Source::Guardian, fd)));
+        for source in poll_sources(&sources, Some(deadline)) {
+            match source {
+                Source::Signals if !signals.take().into_iter().any(ends_the_run) => {}
+                _ => return false,
+            }
+        }
+    }
+    true
+}
+
+fn ends_the_run(signal: Signal) -> bool {
+    matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP)
+}
+
 /// Waits until the reader of our output has taken everything, `patience` has passed or a signal says to give up.
 pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
     let deadline = patience.map(|patience| Instant::now() + patience);
@@ -226,13 +365,7 @@ pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Dur
         for source in poll_sources(&sources, deadline) {
             match source {
                 Source::Room(stream) => output.resume(stream),
-                _ if signals
-                    .take()
-                    .iter()
-                    .any(|signal| !matches!(signal, Signal::SIGUSR1 | Signal::SIGUSR2)) =>
-                {
-                    return;
-                }
+                _ if signals.take().into_iter().any(ends_the_run) => return,
                 _ => {}
             }
         }

@@ -2,6 +2,8 @@
 //!
 //! A rank's own code is passed on as it is; a rank ended by a signal counts as 128 + its number, as in a shell.
 
+use mgpu::rendezvous::PreflightFault;
+
 /// All ranks finished.
 pub const SUCCESS: u8 = 0;
 /// The launcher itself failed: no such program, no rendezvous, no process.
@@ -12,6 +14,28 @@ pub const USAGE: u8 = 2;
 pub const NEVER_JOINED: u8 = 64;
 /// A rank stopped making progress.
 pub const NO_PROGRESS: u8 = 65;
+
+/// Preflight: a rank speaks another version of the protocol than the launcher.
+pub const PREFLIGHT_PROTOCOL: u8 = 66;
+/// Preflight: ranks run different programs.
+pub const PREFLIGHT_PROGRAM: u8 = 67;
+/// Preflight: a rank believes in another world size.
+pub const PREFLIGHT_WORLD_SIZE: u8 = 68;
+/// Preflight: two ranks use one GPU.
+pub const PREFLIGHT_GPU: u8 = 69;
+/// Preflight: ranks use different versions of the NVIDIA driver or of NCCL.
+pub const PREFLIGHT_VERSIONS: u8 = 70;
+
+/// The code of a preflight that fails.
+pub const fn preflight(fault: PreflightFault) -> u8 {
+    match fault {
+        PreflightFault::Protocol => PREFLIGHT_PROTOCOL,
+        PreflightFault::Program => PREFLIGHT_PROGRAM,
+        PreflightFault::WorldSize => PREFLIGHT_WORLD_SIZE,
+        PreflightFault::Gpu => PREFLIGHT_GPU,
+        PreflightFault::Versions => PREFLIGHT_VERSIONS,
+    }
+}
 
 /// The code of a process that signal number `signal` ended: 130 for SIGINT, 143 for SIGTERM, 137 for SIGKILL.
 pub const fn signalled(signal: i32) -> u8 {

@@ -46,17 +46,27 @@ fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
     let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let is_left = |pid: &u32| {
         let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-        parse_stat(&stat).is_some_and(|(state, group)| !matches!(state, 'Z' | 'X') && groups.contains(&group))
+        parse_stat(&stat).is_some_and(|stat| !matches!(stat.state, 'Z' | 'X') && groups.contains(&stat.group))
     };
     numbers.filter(is_left).filter_map(|pid| mgpu::process::pidfd_open(pid).ok()).collect()
 }
 
-/// State and process group in a `/proc/PID/stat`: `PID (NAME) STATE PPID PGRP …`, where NAME may hold anything.
-fn parse_stat(stat: &[u8]) -> Option<(char, i32)> {
+/// What a `/proc/PID/stat` tells of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stat {
+    /// One letter, as `ps` shows it.
+    pub(crate) state: char,
+    pub(crate) parent: i32,
+    pub(crate) group: i32,
+}
+
+/// Reads `PID (NAME) STATE PPID PGRP …`, where NAME may hold anything.
+pub(crate) fn parse_stat(stat: &[u8]) -> Option<Stat> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
     let fields = str::from_utf8(&stat[name_end + 1..]).ok()?;
     let mut fields = fields.split_ascii_whitespace();
-    Some((fields.next()?.chars().next()?, fields.nth(1)?.parse().ok()?))
+    let state = fields.next()?.chars().next()?;
+    Some(Stat { state, parent: fields.next()?.parse().ok()?, group: fields.next()?.parse().ok()? })
 }
 
 #[cfg(test)]
@@ -71,8 +81,9 @@ mod tests {
 
     #[test]
     fn names_may_hold_anything() {
-        assert_eq!(parse_stat(b"7 (sh) S 1 42 42 0"), Some(('S', 42)));
-        assert_eq!(parse_stat(b"7 (a) Z 9 9 (b \xff) R 1 42 42 0"), Some(('R', 42)));
+        let stat = |state, parent, group| Some(Stat { state, parent, group });
+        assert_eq!(parse_stat(b"7 (sh) S 1 42 42 0"), stat('S', 1, 42));
+        assert_eq!(parse_stat(b"7 (a) Z 9 9 (b \xff) R 1 42 42 0"), stat('R', 1, 42));
         assert_eq!(parse_stat(b""), None);
         assert_eq!(parse_stat(b"7 (sh"), None);
     }

@@ -1,6 +1,6 @@
 //! Where signals come from: the launcher's own, or the program's that embeds it.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -27,30 +27,34 @@ impl Interrupter {
 pub(crate) struct Signals {
     /// The process's own signals, where the launcher owns them.
     own: Option<SignalFd>,
+    /// Readable when the guardian has ended, where there is one.
+    guardian: Option<OwnedFd>,
     event: Arc<EventFd>,
 }
 
 impl Signals {
     pub(crate) fn new() -> nix::Result<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(Signals { own: None, event: Arc::new(EventFd::from_value_and_flags(0, flags)?) })
+        Ok(Signals { own: None, guardian: None, event: Arc::new(EventFd::from_value_and_flags(0, flags)?) })
     }
 
-    /// Takes over SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 of the whole process: blocks them in the calling
-    /// thread, so call it before any other thread is started. Those that whoever started us has set to be ignored
-    /// stay ignored: `nohup mgpurun` is to survive the end of the terminal.
+    /// Takes over [`taken_signals`] and SIGCHLD of the whole process: blocks them in the calling thread, so call it
+    /// before any other thread is started.
     pub(crate) fn own_process_signals(&mut self) -> nix::Result<()> {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let ignored = ignored_signals(&status);
-        let mut set = SigSet::empty();
-        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-            if ignored & (1 << (signal as u32 - 1)) == 0 {
-                set.add(signal);
-            }
-        }
+        let mut set = taken_signals();
+        set.add(Signal::SIGCHLD);
         set.thread_block()?;
         self.own = Some(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?);
         Ok(())
+    }
+
+    /// Ends the run when the process behind `guardian` ends.
+    pub(crate) fn set_guardian(&mut self, guardian: OwnedFd) {
+        self.guardian = Some(guardian);
+    }
+
+    pub(crate) fn guardian(&self) -> Option<BorrowedFd<'_>> {
+        self.guardian.as_ref().map(AsFd::as_fd)
     }
 
     pub(crate) fn interrupter(&self) -> Interrupter {
@@ -72,6 +76,17 @@ impl Signals {
         }
         signals
     }
+}
+
+/// The signals that mean something to a launcher: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT asks what the ranks
+/// are doing, SIGUSR1 and SIGUSR2 are for the ranks. Those that whoever started us has set to be ignored stay ignored:
+/// `nohup mgpurun` is to survive the end of the terminal.
+pub(crate) fn taken_signals() -> SigSet {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = ignored_signals(&status);
+    let all =
+        [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
+    all.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0).collect()
 }
 
 /// The signals that a process ignores, bit n − 1 for signal n, by its `/proc/PID/status`.

@@ -1,16 +1,20 @@
 //! A launch, from the request to the outcome.
 
 use std::ffi::OsString;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use mgpu::inject::Injection;
 use mgpu::rendezvous::Server;
 
 use crate::error::LaunchError;
-use crate::event_loop::{EventLoop, flush};
+use crate::event_loop::{End, EventLoop, flush, wait_out};
 use crate::interrupt::{Interrupter, Signals};
+use crate::orphans;
 use crate::output::{Output, OutputOptions};
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
+use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{free_port, spawn};
 use crate::supervisor::{Outcome, Supervisor};
 
@@ -27,7 +31,10 @@ pub struct Launch {
     request: Request,
     output: OutputOptions,
     join_timeout: Duration,
+    progress_timeout: Option<Duration>,
     grace: Duration,
+    restart: RestartPolicy,
+    adopts_orphans: bool,
     signals: Result<Signals, nix::Error>,
 }
 
@@ -41,10 +48,14 @@ impl Launch {
                 ranks: Ranks::Auto,
                 backend: BackendChoice::Auto,
                 isolate_gpus: false,
+                injections: Vec::new(),
             },
             output: OutputOptions::default(),
             join_timeout: Duration::from_secs(60),
+            progress_timeout: None,
             grace: Duration::from_secs(5),
+            restart: RestartPolicy::default(),
+            adopts_orphans: false,
             signals: Signals::new(),
         }
     }
@@ -86,6 +97,33 @@ impl Launch {
         self
     }
 
+    /// Longest silence of a rank that has joined: time without a step, a collective or a
+    /// [phase](mgpu::World::report_phase) in which it does not wait for another rank. By default any.
+    pub fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.progress_timeout = timeout;
+        self
+    }
+
+    /// Whether ranks that failed are restarted (they are not).
+    pub fn restart(mut self, policy: RestartPolicy) -> Self {
+        self.restart = policy;
+        self
+    }
+
+    /// Faults that ranks commit, to see what the job makes of them.
+    pub fn inject(mut self, injections: Vec<Injection>) -> Self {
+        self.request.injections = injections;
+        self
+    }
+
+    /// Ends whatever the ranks leave behind, wherever it has gone: this process becomes the parent of orphans among its
+    /// descendants (a *subreaper*) and kills all its children at the end of a run. Only for a process that has no
+    /// children of its own. Without it, what has left its rank's process group survives.
+    pub fn adopt_orphans(mut self) -> Self {
+        self.adopts_orphans = true;
+        self
+    }
+
     /// A handle that asks the ranks to end.
     ///
     /// # Panics
@@ -102,6 +140,12 @@ impl Launch {
     /// Takes the process's signals over: for the launcher's own main, before it has threads.
     pub(crate) fn own_process_signals(&mut self) -> Result<(), LaunchError> {
         self.signals.as_mut().map_err(|errno| *errno)?.own_process_signals()?;
+        Ok(())
+    }
+
+    /// Ends the run when the process behind `guardian` ends.
+    pub(crate) fn set_guardian(&mut self, guardian: OwnedFd) -> Result<(), LaunchError> {
+        self.signals.as_mut().map_err(|errno| *errno)?.set_guardian(guardian);
         Ok(())
     }
 
@@ -122,32 +166,89 @@ impl Launch {
     /// If they cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
         let plan = self.plan()?;
-        let signals = self.signals?;
-        let ranks = plan.ranks.len() as u32;
-        let mut output = Output::new(ranks, self.output)?;
-        if let Some(notice) = &plan.notice {
+        let Launch { output, signals, restart, grace, .. } = self;
+        let signals = signals?;
+        if self.adopts_orphans {
+            orphans::adopt()?;
+        }
+        let mut output = Output::new(plan.ranks.len() as u32, output)?;
+        for notice in &plan.notices {
             output.say(notice);
         }
-        let run_id = mgpu::protocol::new_run_id()?;
-        let server = Server::bind(ranks, &run_id)?;
+        let run = Run {
+            plan: &plan,
+            signals: &signals,
+            run_id: mgpu::protocol::new_run_id()?,
+            master_port: free_port(),
+            join_timeout: self.join_timeout,
+            progress_timeout: self.progress_timeout,
+            grace,
+            adopts_orphans: self.adopts_orphans,
+            max_restarts: restart.most,
+        };
+        let mut restarts = 0;
+        let outcome = loop {
+            let End { outcome, made_a_step } = run.attempt(restarts, &mut output)?;
+            if let Some(message) = &outcome.message {
+                output.say(message);
+            }
+            if let Some(culprit) = outcome.culprit {
+                output.repeat_last_lines(culprit);
+            }
+            match restart.decide(&outcome, made_a_step, restarts) {
+                Decision::Restart(pause) => {
+                    restarts += 1;
+                    let most = restart.most;
+                    output.say(&format!("restart {restarts} of {most} in {} s", pause.as_secs_f64()));
+                    if !wait_out(pause, &signals) {
+                        break Outcome { interrupted: true, ..outcome };
+                    }
+                }
+                Decision::Stop(why) => {
+                    why.into_iter().for_each(|why| output.say(why));
+                    break outcome;
+                }
+            }
+        };
+        // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
+        flush(&mut output, &signals, outcome.interrupted.then_some(grace));
+        Ok(outcome)
+    }
+}
+
+/// What stays the same when the ranks are started again.
+struct Run<'a> {
+    plan: &'a Plan,
+    signals: &'a Signals,
+    run_id: String,
+    master_port: String,
+    join_timeout: Duration,
+    progress_timeout: Option<Duration>,
+    grace: Duration,
+    adopts_orphans: bool,
+    max_restarts: u32,
+}
+
+impl Run<'_> {
+    /// Starts all ranks and sees them to their end. Nothing of them is left then: what they held, the memory of a GPU
+    /// among it, is free for the next attempt, since the kernel closes a process's devices before it reports the end.
+    fn attempt(&self, restarts: u32, output: &mut Output) -> Result<End, LaunchError> {
+        let plan = self.plan;
+        let ranks = plan.ranks.len() as u32;
+        let server = Server::bind(ranks, &self.run_id)?;
+        server.describe(&plan.command_line(), restarts);
         let facts = RunFacts {
             rendezvous: server.address().to_owned(),
-            run_id,
-            master_port: free_port(),
+            run_id: self.run_id.clone(),
+            master_port: self.master_port.clone(),
             progress: output.shows_progress(),
+            restart_count: restarts,
+            max_restarts: self.max_restarts,
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
-        let processes = plan.ranks.iter().map(|rank| spawn(&plan, rank, &facts)).collect::<Result<_, _>>()?;
+        let processes = plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
         let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
-        let outcome = EventLoop::new(processes, server, &signals, &mut output, supervisor).run();
-        if let Some(message) = &outcome.message {
-            output.say(message);
-        }
-        if let Some(culprit) = outcome.culprit {
-            output.repeat_last_lines(culprit);
-        }
-        // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
-        flush(&mut output, &signals, outcome.interrupted.then_some(self.grace));
-        Ok(outcome)
+        let event_loop = EventLoop::new(processes, server, self.signals, output, supervisor);
+        Ok(event_loop.progress_timeout(self.progress_timeout).adopts(self.adopts_orphans).run())
     }
 }

@@ -11,7 +11,10 @@
 //! | `spawn` | plan → processes, each in a group of its own, tied to this one |
 //! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
-//! | `group` | nothing of a rank's process group is left |
+//! | `watch` | who is silent? (pure) |
+//! | `status` | what is every rank doing? |
+//! | `group`, `orphans`, `guardian` | nothing of a rank is left, whoever is killed |
+//! | `restart` | outcome → once more? (pure) |
 //! | [`output`] | bytes → whole lines with their rank |
 //! | [`exit_code`] | what the shell gets |
 //!
@@ -23,19 +26,25 @@ mod error;
 mod event_loop;
 pub mod exit_code;
 mod group;
+mod guardian;
 mod interrupt;
 mod launch;
 mod machine;
+mod orphans;
 pub mod output;
 pub mod plan;
 pub mod program;
 pub mod ranks;
+mod restart;
 mod spawn;
+mod status;
 pub mod supervisor;
+mod watch;
 
 pub use error::LaunchError;
 pub use interrupt::Interrupter;
 pub use launch::Launch;
 pub use output::{LogError, OutputOptions};
 pub use plan::BackendChoice;
+pub use restart::RestartPolicy;
 pub use supervisor::Outcome;

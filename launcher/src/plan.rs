@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use mgpu::inject::{self, Injection};
 use mgpu::protocol::{
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_PROGRESS, MGPU_RENDEZVOUS,
-    MGPU_RESTART_COUNT, MGPU_RUN_ID, RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_PROGRESS,
+    MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, RANK, WORLD_SIZE,
 };
 
 /// The NCCL backend is not part of this version.
@@ -46,6 +47,8 @@ pub struct Request {
     pub backend: BackendChoice,
     /// Show each rank only its own GPU.
     pub isolate_gpus: bool,
+    /// Faults that ranks commit.
+    pub injections: Vec<Injection>,
 }
 
 /// What there is.
@@ -64,8 +67,8 @@ pub struct Plan {
     pub arguments: Vec<OsString>,
     /// The ranks, in order.
     pub ranks: Vec<RankPlan>,
-    /// Something the user should know before it starts.
-    pub notice: Option<String>,
+    /// What the user should know before it starts.
+    pub notices: Vec<String>,
 }
 
 /// What sets a rank apart from the others.
@@ -88,6 +91,10 @@ pub struct RunFacts {
     pub master_port: String,
     /// Whether transient lines are shown.
     pub progress: bool,
+    /// How often the ranks have been restarted.
+    pub restart_count: u32,
+    /// How often they may be.
+    pub max_restarts: u32,
 }
 
 /// Why there is no plan.
@@ -110,6 +117,9 @@ pub enum PlanError {
         /// GPUs there are.
         gpus: usize,
     },
+    /// A fault for a rank that there is not.
+    #[error("--inject {0}: there is no rank {rank} among {1} (ranks count from 0)", rank = .0.rank)]
+    NoRankToInject(Injection, u32),
     /// NCCL was asked for.
     #[error("the nccl backend is not part of this version yet; use --backend cpu")]
     NoNccl,
@@ -123,7 +133,18 @@ impl RunFacts {
             run_id: "(made at the start)".into(),
             master_port: "(free port)".into(),
             progress: false,
+            restart_count: 0,
+            max_restarts: 0,
         }
+    }
+}
+
+impl Plan {
+    /// Program and arguments, for people.
+    pub fn command_line(&self) -> String {
+        let name = self.program.file_name().unwrap_or(self.program.as_os_str());
+        let words = std::iter::once(name).chain(self.arguments.iter().map(OsString::as_os_str));
+        words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
     }
 }
 
@@ -134,7 +155,7 @@ impl RankPlan {
         environment.extend([
             (MGPU_RENDEZVOUS, facts.rendezvous.clone()),
             (MGPU_RUN_ID, facts.run_id.clone()),
-            (MGPU_RESTART_COUNT, "0".into()),
+            (MGPU_RESTART_COUNT, facts.restart_count.to_string()),
             (MASTER_ADDR, "127.0.0.1".into()),
             (MASTER_PORT, facts.master_port.clone()),
         ]);
@@ -158,6 +179,12 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
         Ranks::Count(count) => count,
     };
     let (backend, notice) = choose_backend(request.backend, ranks, gpus, NCCL_IS_BUILT)?;
+    if let Some(wrong) = request.injections.iter().find(|injection| injection.rank >= ranks) {
+        return Err(PlanError::NoRankToInject(*wrong, ranks));
+    }
+    let mut notices: Vec<String> = notice.into_iter().collect();
+    notices
+        .extend(request.injections.iter().map(|injection| format!("a fault will be injected: {injection}")));
     let rank_plan = |rank: u32| {
         let mut environment = vec![
             (RANK, rank.to_string()),
@@ -171,13 +198,16 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
         {
             environment.push(("CUDA_VISIBLE_DEVICES", gpu.clone()));
         }
+        if !request.injections.is_empty() {
+            environment.push((MGPU_INJECT, inject::join(&request.injections)));
+        }
         RankPlan { rank, environment }
     };
     Ok(Plan {
         program: request.program.clone(),
         arguments: request.arguments.clone(),
         ranks: (0..ranks).map(rank_plan).collect(),
-        notice,
+        notices,
     })
 }
 
@@ -214,6 +244,7 @@ mod tests {
             ranks,
             backend: BackendChoice::Auto,
             isolate_gpus: false,
+            injections: vec![],
         }
     }
 
@@ -257,7 +288,7 @@ mod tests {
         assert_eq!(plan(&request(Ranks::Auto), &machine(0)).unwrap().ranks.len(), 1);
         let plan = plan(&request(Ranks::Auto), &machine(8)).unwrap();
         assert_eq!(plan.ranks.len(), 8);
-        assert!(plan.notice.unwrap().contains("8 GPU(s) are not used"));
+        assert!(plan.notices[0].contains("8 GPU(s) are not used"));
     }
 
     #[test]
@@ -266,5 +297,12 @@ mod tests {
         assert_eq!(plan(&request(Ranks::Count(5000)), &machine(0)), Err(PlanError::TooManyRanks(5000)));
         let nccl = Request { backend: BackendChoice::Nccl, ..request(Ranks::Auto) };
         assert_eq!(plan(&nccl, &machine(1)), Err(PlanError::NoNccl));
+        let wrong = "rank=2,step=1,fault=hang".parse().unwrap();
+        let inject = Request { injections: vec![wrong], ..request(Ranks::Count(2)) };
+        let error = plan(&inject, &machine(0)).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "--inject rank=2,step=1,fault=hang: there is no rank 2 among 2 (ranks count from 0)"
+        );
     }
 }

@@ -30,6 +30,8 @@ pub(crate) struct Process {
     pub(crate) pipes: [Option<OwnedFd>; 2],
     /// It has been waited for: its number may belong to somebody else by now.
     pub(crate) reaped: bool,
+    /// How it ended, as a predicate.
+    pub(crate) ended: Option<String>,
 }
 
 /// Starts a rank in a process group of its own, with closed standard input. It dies with the calling thread.
@@ -63,7 +65,7 @@ pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Pr
         mgpu::process::pidfd_open(child.id())
     };
     match open() {
-        Ok(pidfd) => Ok(Process { pid, pidfd, pipes: pipes.map(Some), reaped: false }),
+        Ok(pidfd) => Ok(Process { pid, pidfd, pipes: pipes.map(Some), reaped: false, ended: None }),
         Err(error) => {
             end(pid);
             Err(failed(error))

@@ -124,7 +124,9 @@ impl FromStr for Injection {
                 }
                 "fault" => fault = Some(value.parse()?),
                 "restart" => restart = number()?,
-                other => return Err(format!("unknown `{other}`; known are rank, step, phase, fault, restart")),
+                other => {
+                    return Err(format!("unknown `{other}`; known are rank, step, phase, fault, restart"));
+                }
             }
         }
         let missing = |what: &str| format!("no {what}; write for example rank=1,step=100,fault=sigkill");
@@ -226,7 +228,10 @@ fn leak_child() {
     command.args(["-c", "trap '' HUP INT TERM; sleep 100000 & exit 0"]);
     crate::process::detach(&mut command);
     let status = command.status();
-    assert!(status.as_ref().is_ok_and(|status| status.success()), "a fault was injected: no child ({status:?})");
+    assert!(
+        status.as_ref().is_ok_and(|status| status.success()),
+        "a fault was injected: no child ({status:?})"
+    );
 }
 
 /// Several injections as one text, for the environment.

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use nix::libc;
 use nix::sys::signal::{SigSet, Signal};
-use nix::unistd::{getpid, getppid};
+use nix::unistd::{Pid, getpid, getppid};
 
 /// Makes the child of `command` die with this process, and start with no signal blocked.
 ///
@@ -29,6 +29,31 @@ pub fn tie_to_parent(command: &mut Command) {
     // SAFETY: between fork and exec the closure makes three system calls, all async-signal-safe, and does not
     // allocate: the error values it can return are plain numbers.
     unsafe { command.pre_exec(in_child) };
+}
+
+/// Which of the two processes this one is after a [`fork`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fork {
+    /// The one that called, and its child.
+    Parent(Pid),
+    /// The new one.
+    Child,
+}
+
+/// Makes a second process that goes on from here.
+///
+/// # Errors
+/// If this process has more than one thread (a fork takes only one along, and the others may hold locks), or the
+/// limit of processes is reached.
+pub fn fork() -> io::Result<Fork> {
+    if std::fs::read_dir("/proc/self/task")?.count() != 1 {
+        return Err(io::Error::other("a process with threads cannot be forked"));
+    }
+    // SAFETY: this is the only thread, so the child has all there is: no lock is held by a thread that is not there.
+    match unsafe { nix::unistd::fork() }? {
+        nix::unistd::ForkResult::Parent { child } => Ok(Fork::Parent(child)),
+        nix::unistd::ForkResult::Child => Ok(Fork::Child),
+    }
 }
 
 /// Gives the child of `command` a session of its own: no signal to this process's group or terminal reaches it.

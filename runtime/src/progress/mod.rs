@@ -234,7 +234,7 @@ impl ProgressPage {
     }
 
     /// How `rank` ended, as a predicate; empty if it has not.
-    pub(crate) fn departure(&self, rank: u32) -> String {
+    pub fn departure(&self, rank: u32) -> String {
         let slot = self.slot(rank);
         match slot.state.load(Ordering::Acquire) {
             LEFT => "left the run".into(),
@@ -362,8 +362,13 @@ mod tests {
         let progress = stranger.progress(1);
         assert_eq!((progress.pid, progress.phase, progress.step), (42, Phase::Step, 100));
         let all_reduce = Operation::AllReduce;
-        let expected =
-            LastOperation { operation: all_reduce, sequence: 7, bytes: 4096, running: true, waits_for: Some(0) };
+        let expected = LastOperation {
+            operation: all_reduce,
+            sequence: 7,
+            bytes: 4096,
+            running: true,
+            waits_for: Some(0),
+        };
         assert_eq!(progress.operation, Some(expected));
         assert!(progress.changed <= now() && progress.changed > Duration::ZERO);
         page.leave(1);

@@ -49,6 +49,12 @@ impl PrivateDirectory {
     }
 }
 
+/// Removes what killed launchers of this user have left.
+pub fn remove_abandoned_everywhere() {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    runtime.into_iter().chain([std::env::temp_dir()]).for_each(|base| remove_abandoned(&base));
+}
+
 /// Removes what killed launchers have left in `base`: our own folders in whose socket nobody listens.
 fn remove_abandoned(base: &Path) {
     for entry in std::fs::read_dir(base).into_iter().flatten().flatten() {

@@ -26,5 +26,6 @@ mod socket;
 
 pub use crate::progress::Blame;
 pub use client::Store;
+pub use directory::remove_abandoned_everywhere as remove_abandoned;
 pub use preflight::PreflightFault;
 pub use server::{Departure, Server, ServerEvent};

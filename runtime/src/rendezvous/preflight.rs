@@ -171,7 +171,8 @@ mod tests {
     #[test]
     fn programs_are_the_same_by_content() {
         let folder = tempfile::tempdir().unwrap();
-        let sleep = ["/bin/sleep", "/usr/bin/sleep"].into_iter().find(|path| File::open(path).is_ok()).unwrap();
+        let sleep =
+            ["/bin/sleep", "/usr/bin/sleep"].into_iter().find(|path| File::open(path).is_ok()).unwrap();
         let start = |name: &str, more: &[u8]| {
             let path = folder.path().join(name);
             let bytes = [std::fs::read(sleep).unwrap(), more.to_vec()].concat();

@@ -291,7 +291,12 @@ impl Server {
         if owner.uid() != geteuid().as_raw() {
             return Err(refuse(format!("process {} belongs to user {}", owner.pid(), owner.uid())));
         }
-        self.peers.push(Peer { id: self.next_id, connection: Connection::new(stream), rank: None, admitted: false });
+        self.peers.push(Peer {
+            id: self.next_id,
+            connection: Connection::new(stream),
+            rank: None,
+            admitted: false,
+        });
         self.next_id += 1;
         Ok(())
     }
@@ -355,7 +360,7 @@ impl Server {
             }
             Request::Barrier { name, timeout_ms } => {
                 let gone = self.gone_ranks().next();
-        if let Some(gone) = gone {
+                if let Some(gone) = gone {
                     let how = self.page.departure(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());

@@ -127,8 +127,11 @@ mod tests {
         let call = Call::new(Operation::Broadcast, &buffer, None, 3).via(Path::Staged);
         assert_eq!(call.to_string(), "broadcast(1000 f32, root 3, staged)");
         assert_eq!(describe([0xff, 0, 0, 0]), "something unknown (0xff)");
-        let call =
-            Call { place: (2, 4096), path: Path::Direct, ..Call::new(Operation::AllGather, &buffer, None, 0) };
+        let call = Call {
+            place: (2, 4096),
+            path: Path::Direct,
+            ..Call::new(Operation::AllGather, &buffer, None, 0)
+        };
         assert_eq!(call.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         for (index, kind) in Operation::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, index + 1);

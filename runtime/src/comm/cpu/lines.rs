@@ -160,8 +160,8 @@ mod tests {
     use std::cell::UnsafeCell;
 
     use super::*;
-    use crate::progress::Operation;
     use crate::comm::{DType, ReduceOp};
+    use crate::progress::Operation;
 
     const RANKS: u32 = if cfg!(miri) { 3 } else { 4 };
     const ROUNDS: u32 = if cfg!(miri) { 6 } else { 2000 };

@@ -77,7 +77,8 @@ pub(crate) fn connect(
     let name = format!("communicator-{number}");
     let (rank, page) = (membership.rank(), membership.page());
     page.enter(rank, Operation::Connect, number, 0);
-    let region = share_region(membership, size, &name, timeout).inspect_err(|error| page.blame(rank, error))?;
+    let region =
+        share_region(membership, size, &name, timeout).inspect_err(|error| page.blame(rank, error))?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
     Ok(CpuCommunicator {

@@ -49,6 +49,26 @@ impl Exit {
 pub enum Event {
     /// A rank joined the rendezvous.
     Joined(u32),
+    /// A rank does not go together with the others.
+    Unfit {
+        /// The rank.
+        rank: u32,
+        /// Exit code for this kind of fault.
+        exit_code: u8,
+        /// What was found.
+        why: String,
+    },
+    /// A rank has made no progress for longer than it may.
+    Silent {
+        /// The rank.
+        rank: u32,
+        /// For how long.
+        idle: Duration,
+        /// What it was last seen doing.
+        doing: String,
+    },
+    /// The process that stands between the user and the launcher was killed: there is nobody left to launch for.
+    Orphaned,
     /// A rank's process ended.
     Exited {
         /// The rank.
@@ -73,6 +93,8 @@ pub enum Action {
     Send(u32, Signal),
     /// Tell the user.
     Say(String),
+    /// Show the user what every rank is doing.
+    Report,
     /// Everything is over.
     Finish(Outcome),
 }
@@ -181,6 +203,12 @@ impl Supervisor {
         match event {
             Event::Joined(rank) => self.joined(rank, now),
             Event::Exited { rank, exit, blame } => self.exited(rank, exit, blame, now),
+            Event::Unfit { rank, exit_code, why } => {
+                let how = format!("was refused: {why}");
+                self.stop(Outcome::failure(exit_code, rank, why), how, now)
+            }
+            Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
+            Event::Orphaned => self.orphaned(),
             Event::Signalled(signal) => self.signalled(signal, now),
             Event::Tick => self.tick(now),
         }
@@ -193,6 +221,44 @@ impl Supervisor {
         Vec::new()
     }
 
+    fn silent(&mut self, rank: u32, idle: Duration, doing: &str, now: Instant) -> Vec<Action> {
+        let how = format!("made no progress for {:.1} s", idle.as_secs_f64());
+        let message = format!(
+            "rank {rank} {how}: it was last seen {doing}; a rank that is slow rather than stuck needs a longer \
+             --progress-timeout"
+        );
+        self.stop(Outcome::failure(exit_code::NO_PROGRESS, rank, message), how, now)
+    }
+
+    /// Ends a run that cannot go on although no rank has ended. The others get a moment in which they learn `how` the
+    /// culprit failed.
+    fn stop(&mut self, outcome: Outcome, how: String, now: Instant) -> Vec<Action> {
+        if self.outcome.is_some() || self.stage != Stage::Running {
+            return Vec::new();
+        }
+        let mut actions = Vec::new();
+        if matches!(outcome.exit_code, exit_code::NO_PROGRESS | exit_code::NEVER_JOINED) {
+            actions.push(Action::Report);
+        }
+        let known = outcome.culprit.filter(|rank| (*rank as usize) < self.ranks.len());
+        actions.extend(known.map(|rank| Action::Announce(rank, Departure::Failed(how))));
+        self.outcome = Some(outcome);
+        self.stage = Stage::Noticed(now + NOTICE);
+        actions
+    }
+
+    fn orphaned(&mut self) -> Vec<Action> {
+        self.outcome.get_or_insert_with(|| Outcome {
+            exit_code: exit_code::signalled(Signal::SIGKILL as i32),
+            culprit: None,
+            message: Some("mgpurun was killed: so are its ranks".into()),
+            interrupted: true,
+        });
+        self.interrupted = true;
+        self.stage = Stage::Killed;
+        self.to_all(Signal::SIGKILL)
+    }
+
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         let finished = exit == Exit::Code(0);
@@ -200,6 +266,10 @@ impl Supervisor {
         let departure = if finished { Departure::Finished } else { Departure::Failed(exit.describe()) };
         actions.push(Action::Announce(rank, departure));
         if !finished && self.outcome.is_none() {
+            // The others are still there to be looked at.
+            if blame.as_ref().is_some_and(|blame| blame.timed_out) {
+                actions.push(Action::Report);
+            }
             self.condemn(Failure { rank, exit, blame }, now);
             self.stage = Stage::Noticed(now + NOTICE);
         } else if let Stage::Noticed(_) = self.stage {
@@ -278,8 +348,10 @@ impl Supervisor {
     }
 
     fn signalled(&mut self, signal: Signal, now: Instant) -> Vec<Action> {
-        if matches!(signal, Signal::SIGUSR1 | Signal::SIGUSR2) {
-            return self.to_all(signal);
+        match signal {
+            Signal::SIGUSR1 | Signal::SIGUSR2 => return self.to_all(signal),
+            Signal::SIGQUIT => return vec![Action::Report],
+            _ => {}
         }
         if let Stage::Asked(_) | Stage::Killed = self.stage {
             self.stage = Stage::Killed;
@@ -302,11 +374,10 @@ impl Supervisor {
         }
         match self.stage {
             Stage::Running => {
-                self.outcome = self.never_joined();
                 self.join_deadline = None;
-                if self.outcome.is_none() {
-                    return Vec::new();
-                }
+                let Some(outcome) = self.never_joined() else { return Vec::new() };
+                let how = format!("did not join within {} s", self.join_timeout.as_secs_f64());
+                return self.stop(outcome, how, now);
             }
             Stage::Noticed(_) => {}
             Stage::Asked(_) | Stage::Killed => {
@@ -351,199 +422,4 @@ fn name_ranks(ranks: impl Iterator<Item = u32>) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const JOIN: Duration = Duration::from_secs(60);
-    const GRACE: Duration = Duration::from_secs(5);
-
-    fn supervisor(ranks: u32) -> (Supervisor, Instant) {
-        let now = Instant::now();
-        (Supervisor::new(ranks, JOIN, GRACE, now), now)
-    }
-
-    fn exited(rank: u32, code: i32) -> Event {
-        Event::Exited { rank, exit: Exit::Code(code), blame: None }
-    }
-
-    fn finish(actions: &[Action]) -> Option<&Outcome> {
-        actions.iter().find_map(|action| match action {
-            Action::Finish(outcome) => Some(outcome),
-            _ => None,
-        })
-    }
-
-    fn any_event(ranks: u32) -> impl Strategy<Value = (u8, u32, i32)> {
-        (0u8..6, 0..ranks, prop_oneof![Just(0), 1i32..255])
-    }
-
-    proptest! {
-        /// Whatever happens in whatever order: one end, decided by the first failure, and no signal to the dead.
-        #[test]
-        fn one_end_and_no_signal_to_the_dead(
-            events in prop::collection::vec(any_event(4), 0..60), steps in prop::collection::vec(0u64..3000, 60)
-        ) {
-            let (mut supervisor, mut now) = supervisor(4);
-            let (mut alive, mut first, mut ends) = ([true; 4], None, 0);
-            let mut clean_up: Vec<(u8, u32, i32)> = (0..4).map(|rank| (0, rank, 0)).collect();
-            let mut events = events;
-            events.append(&mut clean_up);
-            for ((kind, rank, code), step) in events.into_iter().zip(steps.into_iter().chain([1; 4])) {
-                now += Duration::from_millis(step);
-                let event = match kind {
-                    0 if alive[rank as usize] => {
-                        alive[rank as usize] = false;
-                        if code != 0 && first.is_none() {
-                            first = Some(code as u8);
-                        }
-                        exited(rank, code)
-                    }
-                    1 => Event::Joined(rank),
-                    2 => Event::Signalled(Signal::SIGUSR1),
-                    3 if code == 0 => {
-                        first = first.or(Some(143));
-                        Event::Signalled(Signal::SIGTERM)
-                    }
-                    _ => Event::Tick,
-                };
-                let before = supervisor.outcome.clone();
-                for action in supervisor.handle(event, now) {
-                    match action {
-                        Action::Send(rank, _) => prop_assert!(alive[rank as usize]),
-                        Action::Finish(outcome) => {
-                            ends += 1;
-                            prop_assert!(alive.iter().all(|alive| !alive));
-                            if outcome.exit_code != exit_code::NEVER_JOINED {
-                                prop_assert_eq!(outcome.exit_code, first.unwrap_or(0));
-                            }
-                        }
-                        Action::Announce(..) | Action::Say(_) => {}
-                    }
-                }
-                prop_assert!(before.is_none() || before == supervisor.outcome, "the first cause stays");
-                if ends > 0 {
-                    break;
-                }
-            }
-            prop_assert_eq!(ends, i32::from(alive.iter().all(|alive| !alive)));
-        }
-    }
-
-    #[test]
-    fn a_failure_stops_the_others_in_three_steps() {
-        let (mut supervisor, now) = supervisor(3);
-        let actions = supervisor.handle(exited(1, 3), now);
-        assert_eq!(actions, [Action::Announce(1, Departure::Failed("exited with code 3".into()))]);
-        let at = supervisor.next_deadline().unwrap();
-        assert_eq!(at, now + NOTICE);
-        let term = |rank| Action::Send(rank, Signal::SIGTERM);
-        assert_eq!(supervisor.handle(Event::Tick, at), [term(0), term(2)]);
-        supervisor.handle(exited(0, 143), at);
-        let at = supervisor.next_deadline().unwrap();
-        let said = Action::Say("rank 2 did not end within 5 s: killed".into());
-        assert_eq!(supervisor.handle(Event::Tick, at), [said, Action::Send(2, Signal::SIGKILL)]);
-        let end = Event::Exited { rank: 2, exit: Exit::Signal(9), blame: None };
-        let actions = supervisor.handle(end, at);
-        let outcome = finish(&actions).unwrap();
-        assert_eq!((outcome.exit_code, outcome.culprit), (3, Some(1)));
-        let message = outcome.message.as_deref().unwrap();
-        assert_eq!(message, "rank 1 exited with code 3 after 0.0 s; the other ranks are stopped");
-    }
-
-    #[test]
-    fn a_rank_that_left_early_is_the_culprit() {
-        let (mut supervisor, now) = supervisor(2);
-        supervisor.handle(exited(0, 0), now);
-        let blame = Some(Blame { culprit: 0, timed_out: false, message: "rank 1 lost rank 0".into() });
-        let actions = supervisor.handle(Event::Exited { rank: 1, exit: Exit::Code(7), blame }, now);
-        let outcome = finish(&actions).unwrap();
-        assert_eq!((outcome.exit_code, outcome.culprit), (7, Some(0)));
-        assert!(
-            outcome.message.as_deref().unwrap().contains("rank 0 exited with code 0 while others needed it")
-        );
-    }
-
-    #[test]
-    fn a_silent_rank_is_the_culprit() {
-        let (mut supervisor, now) = supervisor(2);
-        let blame = Some(Blame { culprit: 1, timed_out: true, message: "rank 0 waited".into() });
-        supervisor.handle(Event::Exited { rank: 0, exit: Exit::Code(1), blame }, now);
-        let killed = Event::Exited { rank: 1, exit: Exit::Signal(9), blame: None };
-        let actions = supervisor.handle(killed, now);
-        let outcome = finish(&actions).unwrap();
-        assert_eq!((outcome.exit_code, outcome.culprit), (exit_code::NO_PROGRESS, Some(1)));
-    }
-
-    fn lost(rank: u32, code: i32, culprit: u32) -> Event {
-        let blame = Blame { culprit, timed_out: false, message: format!("rank {rank} lost rank {culprit}") };
-        Event::Exited { rank, exit: Exit::Code(code), blame: Some(blame) }
-    }
-
-    fn end_of(events: &[Event]) -> (u8, Option<u32>) {
-        let (mut supervisor, now) = supervisor(events.len() as u32);
-        let actions: Vec<Action> =
-            events.iter().flat_map(|event| supervisor.handle(event.clone(), now)).collect();
-        let outcome = finish(&actions).unwrap();
-        (outcome.exit_code, outcome.culprit)
-    }
-
-    #[test]
-    fn a_victim_that_exits_before_the_culprit_is_not_the_culprit() {
-        assert_eq!(end_of(&[lost(1, 9, 2), lost(0, 9, 2), exited(2, 101)]), (101, Some(2)));
-        assert_eq!(end_of(&[lost(0, 9, 1), lost(1, 8, 2), exited(2, 7)]), (7, Some(2)));
-        assert_eq!(end_of(&[lost(1, 9, 0), exited(0, 0)]), (9, Some(0)));
-        // Both say it was the other: the first to end stays.
-        assert_eq!(end_of(&[lost(1, 9, 0), lost(0, 8, 1)]), (9, Some(1)));
-        // Not accused: ends later, so it is not the first.
-        assert_eq!(end_of(&[lost(1, 9, 0), exited(2, 4), lost(0, 8, 1)]), (9, Some(1)));
-    }
-
-    #[test]
-    fn an_accused_rank_that_had_to_be_stopped_does_not_decide() {
-        let (mut supervisor, now) = supervisor(2);
-        supervisor.handle(lost(1, 9, 0), now);
-        let at = supervisor.next_deadline().unwrap();
-        supervisor.handle(Event::Tick, at);
-        let killed = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
-        let actions = supervisor.handle(killed, at);
-        assert_eq!(finish(&actions).unwrap().exit_code, 9);
-    }
-
-    #[test]
-    fn nobody_blames_a_rank_that_does_not_exist() {
-        let (mut supervisor, now) = supervisor(2);
-        supervisor.handle(exited(0, 0), now);
-        let blame = Some(Blame { culprit: 7, timed_out: true, message: String::new() });
-        let actions = supervisor.handle(Event::Exited { rank: 1, exit: Exit::Code(6), blame }, now);
-        let outcome = finish(&actions).unwrap();
-        assert_eq!((outcome.exit_code, outcome.culprit), (6, Some(1)));
-    }
-
-    #[test]
-    fn a_rank_that_never_joins_is_waited_for_once_another_has() {
-        let (mut supervisor, now) = supervisor(3);
-        assert_eq!(supervisor.next_deadline(), None);
-        supervisor.handle(Event::Joined(0), now);
-        supervisor.handle(Event::Joined(2), now + JOIN / 2);
-        let at = supervisor.next_deadline().unwrap();
-        assert_eq!(at, now + JOIN);
-        assert_eq!(supervisor.handle(Event::Tick, at).len(), 3);
-        assert_eq!(supervisor.outcome.as_ref().unwrap().exit_code, exit_code::NEVER_JOINED);
-        assert!(supervisor.outcome.unwrap().message.unwrap().starts_with("rank 1 did not join within 60 s"));
-    }
-
-    #[test]
-    fn the_second_signal_kills() {
-        let (mut supervisor, now) = supervisor(2);
-        let sent = supervisor.handle(Event::Signalled(Signal::SIGINT), now);
-        assert_eq!(sent, [Action::Send(0, Signal::SIGINT), Action::Send(1, Signal::SIGINT)]);
-        let sent = supervisor.handle(Event::Signalled(Signal::SIGINT), now);
-        assert_eq!(sent, [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)]);
-        supervisor.handle(exited(0, 0), now);
-        let actions = supervisor.handle(exited(1, 0), now);
-        let outcome = finish(&actions).unwrap();
-        assert_eq!((outcome.exit_code, outcome.interrupted), (130, true));
-    }
-}
+mod tests;

@@ -1,0 +1,89 @@
+//! Two processes that look after each other, so that SIGKILL of either leaves nothing behind.
+//!
+//! `mgpurun` splits in two before it does anything. The process the user knows becomes the *guardian*: it passes signals
+//! on, waits, and exits with the launcher's code. Its child is the launcher proper. If the launcher is killed, its ranks
+//! die with it (they asked the kernel for that), and what they had started falls to the guardian, which ends it. If the
+//! guardian is killed, the launcher notices at once and ends everything itself. Only SIGKILL to both at the same moment
+//! leaves something: children of ranks that had left their process group.
+//!
+//! The launcher gets a process group of its own, so that a signal from the terminal or to the whole group comes once,
+//! through the guardian, which alone decides what it means.
+
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::process::ExitCode;
+
+use mgpu::process::{Fork, fork, pidfd_open};
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{Pid, getpid, getppid, setpgid};
+
+use crate::exit_code;
+use crate::interrupt::taken_signals;
+use crate::orphans;
+
+/// What this process is after the split.
+pub(crate) enum Role {
+    /// The launcher; the descriptor becomes readable when its guardian ends.
+    Launcher(OwnedFd),
+    /// The guardian, when everything is over.
+    Done(ExitCode),
+}
+
+/// Splits this process, which must not have started a thread. In the guardian it returns when the launcher has ended.
+pub(crate) fn split() -> io::Result<Role> {
+    let guardian = getpid();
+    let mut signals = taken_signals();
+    signals.add(Signal::SIGCHLD);
+    // Before there is a child whose end might be missed.
+    signals.thread_block()?;
+    match fork()? {
+        Fork::Child => {
+            let pidfd = pidfd_open(guardian.as_raw() as u32)?;
+            // A guardian that ended before that is not noticed by its number: it may be somebody else's by now.
+            if getppid() != guardian {
+                return Err(io::Error::other("it was killed while it started"));
+            }
+            setpgid(Pid::from_raw(0), Pid::from_raw(0))?;
+            // A process outside of the terminal's group that writes to it is stopped, if the terminal is set so, unless
+            // it blocks the signal.
+            let mut background = SigSet::empty();
+            background.add(Signal::SIGTTOU);
+            background.thread_block()?;
+            Ok(Role::Launcher(pidfd))
+        }
+        Fork::Parent(launcher) => {
+            let _ = orphans::adopt();
+            stand_guard(launcher, &signals).map(Role::Done)
+        }
+    }
+}
+
+/// Passes signals on until the launcher ends, and ends what it has left.
+fn stand_guard(launcher: Pid, signals: &SigSet) -> io::Result<ExitCode> {
+    let source = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC)?;
+    let end = loop {
+        match source.read_signal()?.map(|info| Signal::try_from(info.ssi_signo as i32)) {
+            Some(Ok(Signal::SIGCHLD)) => match waitpid(launcher, Some(WaitPidFlag::WNOHANG)) {
+                Ok(end @ (WaitStatus::Exited(..) | WaitStatus::Signaled(..))) => break end,
+                _ => orphans::reap(|child| child == launcher),
+            },
+            // It is our child and has not been waited for: the number is still its own.
+            Some(Ok(signal)) => _ = kill(launcher, signal),
+            _ => {}
+        }
+    };
+    // A launcher that ended by itself has left nothing.
+    orphans::end_all();
+    Ok(match end {
+        WaitStatus::Exited(_, code) => ExitCode::from(code as u8),
+        WaitStatus::Signaled(_, signal, _) => {
+            mgpu::rendezvous::remove_abandoned();
+            let line = format!("mgpurun: the launcher was killed by {signal}: so are its ranks\n");
+            let _ = io::stderr().write_all(line.as_bytes());
+            ExitCode::from(exit_code::signalled(signal as i32))
+        }
+        _ => unreachable!("the loop ends with one of these"),
+    })
+}

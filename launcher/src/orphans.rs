@@ -1,0 +1,104 @@
+//! What ranks leave behind, wherever it has gone.
+//!
+//! A process group holds a rank's ordinary children. A child that starts a session of its own leaves the group, and
+//! when its parents have ended nothing seems to tie it to the run any more. But a process that loses its parent becomes
+//! the child of its nearest ancestor that is a *subreaper*, and that is `mgpurun`: so at the end of a run whatever is
+//! left of it is among our own children, or becomes one as soon as its parent is killed. Killing children until there
+//! are none needs no list that somebody might slip out of, and cannot hit a stranger: the number of a child is not
+//! given to anybody else before its parent has waited for it.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::unistd::{Pid, getpid};
+
+use crate::group::parse_stat;
+
+/// Longest wait for killed processes. One that hangs in the kernel, on a dead file server for instance, is left to it.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Makes this process the parent of whatever its descendants leave behind.
+pub(crate) fn adopt() -> nix::Result<()> {
+    nix::sys::prctl::set_child_subreaper(true)
+}
+
+/// Waits for those children that have ended and that `is_ours` does not claim.
+pub(crate) fn reap(is_ours: impl Fn(Pid) -> bool) {
+    for child in children().into_iter().filter(|child| !is_ours(*child)) {
+        let _ = waitpid(child, Some(WaitPidFlag::WNOHANG));
+    }
+}
+
+/// Kills this process's children, and theirs, until there are none. `false` if some would not go.
+pub(crate) fn end_all() -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let left = children();
+        if left.is_empty() {
+            return true;
+        }
+        let time_left = deadline.saturating_duration_since(Instant::now());
+        if time_left.is_zero() {
+            return false;
+        }
+        for child in &left {
+            let _ = kill(*child, Signal::SIGKILL);
+        }
+        let open = |child: &Pid| mgpu::process::pidfd_open(child.as_raw() as u32).ok();
+        let ends: Vec<_> = left.iter().filter_map(open).collect();
+        let mut fds: Vec<PollFd<'_>> =
+            ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
+        let time_left = PollTimeout::try_from(time_left.as_millis() + 1).unwrap_or(PollTimeout::MAX);
+        let _ = poll(&mut fds, time_left);
+        reap(|_| false);
+    }
+}
+
+/// The children of this process, ended ones included.
+fn children() -> Vec<Pid> {
+    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let lists: Result<Vec<String>, _> =
+        tasks.map(|task| fs::read_to_string(task.path().join("children"))).collect();
+    match lists {
+        Ok(lists) => {
+            let numbers = lists.iter().flat_map(|list| list.split_ascii_whitespace());
+            numbers.filter_map(|number| number.parse().ok()).map(Pid::from_raw).collect()
+        }
+        // The kernel was built without these lists.
+        Err(_) => children_by_parent(getpid()),
+    }
+}
+
+/// The same, from every process's own entry.
+fn children_by_parent(parent: Pid) -> Vec<Pid> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let is_child = |pid: &i32| {
+        let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+        parse_stat(&stat).is_some_and(|stat| stat.parent == parent.as_raw())
+    };
+    numbers.filter(is_child).map(Pid::from_raw).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn both_ways_find_a_child() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = Pid::from_raw(child.id() as i32);
+        assert!(children().contains(&pid));
+        assert!(children_by_parent(getpid()).contains(&pid));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!children().contains(&pid));
+        assert!(!children_by_parent(getpid()).contains(&pid));
+    }
+}

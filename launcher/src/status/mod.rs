@@ -1,0 +1,148 @@
+//! What every rank is doing, in one table: for a run that has come to a stop, for SIGQUIT, and for `mgpurun ps`.
+//!
+//! What a rank did last stands on its progress page, dead or alive. What its process does now the kernel tells, as far
+//! as it lets one see: the state of each thread, the kernel function it sleeps in and the system call it made.
+
+pub(crate) mod runs;
+mod threads;
+
+use std::time::Duration;
+
+use mgpu::progress::{Phase, Progress, ProgressPage, RankState};
+use threads::Threads;
+pub(crate) use threads::is_stopped;
+
+/// One rank's row.
+#[derive(Debug)]
+pub(crate) struct Row {
+    rank: u32,
+    progress: Progress,
+    /// Its process, where the launcher knows it although the rank has not joined.
+    pid: u32,
+    /// How it ended.
+    ended: Option<String>,
+    threads: Threads,
+}
+
+impl Row {
+    /// Looks at a rank: at its page, and at process `pid` if it has not `ended`.
+    pub(crate) fn of(page: &ProgressPage, rank: u32, pid: Option<u32>, ended: Option<String>) -> Self {
+        let progress = page.progress(rank);
+        let pid = pid.unwrap_or(progress.pid);
+        let threads = if ended.is_none() && pid != 0 { Threads::of(pid) } else { Threads::default() };
+        Row { rank, progress, pid, ended, threads }
+    }
+
+    /// What it was last seen doing, as a phrase.
+    pub(crate) fn doing(&self) -> String {
+        let Progress { state, phase, step, operation, .. } = &self.progress;
+        let place = match phase {
+            Phase::Step => format!("in step {step}"),
+            Phase::Start => "before the first step".into(),
+            phase if *step > 0 => format!("in {} after step {step}", phase.name()),
+            phase => format!("in {}", phase.name()),
+        };
+        match operation {
+            _ if *state == RankState::Absent => "before it joined".into(),
+            None => place,
+            Some(last) => {
+                let size = if last.bytes == 0 { String::new() } else { format!(", {}", bytes(last.bytes)) };
+                let when = if last.running { "in" } else { "after" };
+                format!("{place}, {when} {} #{}{size}", last.operation.name(), last.sequence)
+            }
+        }
+    }
+
+    fn state(&self) -> String {
+        match (&self.ended, self.progress.state) {
+            (Some(ended), _) => ended.clone(),
+            (None, RankState::Absent) => format!("{}, not joined", self.threads.state()),
+            (None, RankState::Left) => format!("{}, left the run", self.threads.state()),
+            (None, _) => self.threads.state().to_owned(),
+        }
+    }
+
+    fn waits_for(&self) -> String {
+        let peer = self.progress.operation.filter(|last| last.running).and_then(|last| last.waits_for);
+        peer.map_or_else(|| "-".into(), |peer| format!("rank {peer}"))
+    }
+
+    fn cells(&self, now: Duration) -> [String; 6] {
+        let since = match self.progress.state {
+            RankState::Absent => "-".into(),
+            _ => format!("{:.1} s", now.saturating_sub(self.progress.changed).as_secs_f64()),
+        };
+        let pid = if self.pid == 0 { "-".into() } else { self.pid.to_string() };
+        [self.rank.to_string(), pid, self.state(), self.doing(), since, self.waits_for()]
+    }
+}
+
+const TITLES: [&str; 6] = ["rank", "pid", "state", "last seen", "since", "waits for"];
+
+/// The table, a line for each rank and under it one for each kind of thread it has.
+pub(crate) fn table(rows: &[Row], now: Duration) -> String {
+    let cells: Vec<[String; 6]> = rows.iter().map(|row| row.cells(now)).collect();
+    let widths: [usize; 6] = std::array::from_fn(|column| {
+        cells.iter().map(|row| row[column].len()).chain([TITLES[column].len()]).max().unwrap_or(0)
+    });
+    let line = |cells: &[String; 6]| {
+        let padded = cells.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let line = padded.collect::<Vec<_>>().join("  ");
+        format!("{}\n", line.trim_end())
+    };
+    let mut text = line(&TITLES.map(str::to_owned));
+    for (row, cells) in rows.iter().zip(&cells) {
+        text += &line(cells);
+        for thread in row.threads.lines() {
+            text += &format!("      {thread}\n");
+        }
+    }
+    text
+}
+
+/// "4.2 MB".
+fn bytes(count: u64) -> String {
+    match count {
+        0..1_000 => format!("{count} B"),
+        1_000..1_000_000 => format!("{:.1} kB", count as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", count as f64 / 1e6),
+        _ => format!("{:.1} GB", count as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mgpu::progress::{LastOperation, Operation};
+
+    use super::*;
+
+    fn row(rank: u32, state: RankState, operation: Option<LastOperation>, ended: Option<&str>) -> Row {
+        let joined = state != RankState::Absent;
+        let progress = Progress {
+            state,
+            pid: 100 + rank,
+            phase: if joined { Phase::Step } else { Phase::Start },
+            step: if joined { 100 } else { 0 },
+            steps_begun: 0,
+            operation,
+            changed: Duration::from_secs(5),
+        };
+        let ended = ended.map(str::to_owned);
+        Row { rank, progress, pid: 100 + rank, ended, threads: Threads::default() }
+    }
+
+    #[test]
+    fn the_table_says_who_waits_for_whom() {
+        let last = |running, waits_for| {
+            let operation = Operation::AllReduce;
+            Some(LastOperation { operation, sequence: 2041, bytes: 4_200_000, running, waits_for })
+        };
+        let rows = [
+            row(0, RankState::Joined, last(true, Some(1)), None),
+            row(1, RankState::Joined, last(false, None), None),
+            row(2, RankState::Absent, None, None),
+            row(3, RankState::Failed, last(false, None), Some("was killed by SIGKILL")),
+        ];
+        insta::assert_snapshot!(table(&rows, Duration::from_millis(8_300)));
+    }
+}

@@ -1,0 +1,99 @@
+//! Finding the runs of this user: `mgpurun ps`.
+//!
+//! A run leaves no name anywhere that could go stale. But its launcher holds the progress page open, and `/proc` shows a
+//! user the descriptors of their own processes, so the page can be opened through there and read without the launcher's
+//! help: also when it is stopped.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use mgpu::progress::{PAGE_NAME, ProgressPage, RankState, RunInfo, now};
+
+use super::{Row, table};
+
+/// Prints every run of this user with the table of its ranks, the oldest first.
+pub(crate) fn print() -> io::Result<()> {
+    let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
+    pages.sort_by_key(|(run, _)| run.started);
+    let mut stdout = io::stdout().lock();
+    if pages.is_empty() {
+        writeln!(stdout, "no run of this user")?;
+    }
+    for (run, page) in pages {
+        let rows: Vec<Row> =
+            (0..run.world_size).map(|rank| Row::of(&page, rank, None, ended(&page, rank))).collect();
+        writeln!(stdout, "{}\n{}", title(&run), table(&rows, now()))?;
+    }
+    stdout.flush()
+}
+
+fn ended(page: &ProgressPage, rank: u32) -> Option<String> {
+    let failed = page.progress(rank).state == RankState::Failed;
+    failed.then(|| page.departure(rank))
+}
+
+/// The pages that this user's processes hold open.
+fn pages() -> impl Iterator<Item = ProgressPage> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let is_process = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
+    };
+    processes.map(|entry| entry.path()).filter(is_process).filter_map(|process| {
+        let name = format!("/memfd:{PAGE_NAME}");
+        // Other users' descriptors cannot be listed.
+        let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+        let is_page = |path: &PathBuf| {
+            let target = fs::read_link(path).unwrap_or_default();
+            target.to_str().is_some_and(|target| target.trim_end_matches(" (deleted)") == name)
+        };
+        let path = descriptors.map(|entry| entry.path()).find(is_page)?;
+        let page = ProgressPage::inspect(File::open(path).ok()?.as_fd()).ok()?;
+        // A rank that is about to map the page holds it open for a moment, too.
+        let launcher: u32 = process.file_name()?.to_str()?.parse().ok()?;
+        (page.run().launcher == launcher).then_some(page)
+    })
+}
+
+fn title(run: &RunInfo) -> String {
+    let RunInfo { launcher, world_size, restarts, program, .. } = run;
+    let times = match restarts {
+        0 => String::new(),
+        1 => ", restarted once".into(),
+        times => format!(", restarted {times} times"),
+    };
+    let age = duration(now().saturating_sub(run.started));
+    let ranks = if *world_size == 1 { "rank" } else { "ranks" };
+    format!("launcher {launcher}: {program} on {world_size} {ranks} for {age}{times}")
+}
+
+/// "1 h 02 min", "3 min 20 s", "7 s".
+fn duration(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ 0..60 => format!("{seconds} s"),
+        seconds @ 60..3600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
+        seconds => format!("{} h {:02} min", seconds / 3600, seconds / 60 % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn titles_count() {
+        let run = RunInfo {
+            launcher: 7,
+            world_size: 2,
+            restarts: 0,
+            started: now(),
+            program: "train_mnist --net deep".into(),
+        };
+        assert_eq!(title(&run), "launcher 7: train_mnist --net deep on 2 ranks for 0 s");
+        assert!(title(&RunInfo { restarts: 2, ..run }).ends_with(", restarted 2 times"));
+        let said = [59, 61, 3_725].map(|seconds| duration(Duration::from_secs(seconds)));
+        assert_eq!(said, ["59 s", "1 min 01 s", "1 h 02 min"]);
+    }
+}

@@ -1,0 +1,130 @@
+//! Who is silent? Pure: what the ranks last did, and when, in; the culprit out.
+//!
+//! A rank that waits for others is not to blame for its silence; one that does nothing else is. A collective that hangs
+//! makes all ranks silent within moments, and only the one that all wait for is not waiting itself. If each waits for
+//! another, they have called different things: the one with the fewest operations behind it holds up the rest. A rank
+//! that was stopped (SIGSTOP) in the midst of waiting looks as if it still did; the kernel knows better.
+
+use std::time::Duration;
+
+use mgpu::progress::{Operation, Progress};
+
+/// What the watch found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// Nobody is silent; look again at this time, if at all.
+    Healthy(Option<Duration>),
+    /// This rank holds up the run, for this long.
+    Silent(u32, Duration),
+}
+
+/// A rank's part in it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Watched {
+    pub(crate) rank: u32,
+    pub(crate) progress: Progress,
+}
+
+impl Watched {
+    fn waits(&self) -> bool {
+        self.progress.operation.is_some_and(|last| {
+            last.running && (last.waits_for.is_some() || last.operation == Operation::Connect)
+        })
+    }
+
+    fn idle(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.progress.changed)
+    }
+
+    fn sequence(&self) -> u64 {
+        self.progress.operation.map_or(0, |last| last.sequence)
+    }
+}
+
+/// Looks at the members of the run at time `now` (that of [`mgpu::progress::now`]). `is_stopped` asks the kernel.
+pub(crate) fn look(
+    ranks: &[Watched],
+    timeout: Duration,
+    now: Duration,
+    is_stopped: impl Fn(u32) -> bool,
+) -> Verdict {
+    let (overdue, healthy): (Vec<&Watched>, Vec<&Watched>) =
+        ranks.iter().partition(|rank| rank.idle(now) >= timeout);
+    let silent = |rank: &Watched| Verdict::Silent(rank.rank, rank.idle(now));
+    let not_waiting = overdue.iter().filter(|rank| !rank.waits() || is_stopped(rank.rank));
+    if let Some(culprit) = not_waiting.min_by_key(|rank| rank.progress.changed) {
+        return silent(culprit);
+    }
+    if healthy.is_empty()
+        && let Some(culprit) = overdue.iter().min_by_key(|rank| rank.sequence())
+    {
+        return silent(culprit);
+    }
+    Verdict::Healthy(healthy.iter().map(|rank| rank.progress.changed + timeout).min())
+}
+
+#[cfg(test)]
+mod tests {
+    use mgpu::progress::{LastOperation, Phase, RankState};
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+
+    fn rank(rank: u32, changed: u64, operation: Option<(u64, Option<u32>)>) -> Watched {
+        let last = |(sequence, waits_for)| LastOperation {
+            operation: Operation::AllReduce,
+            sequence,
+            bytes: 4,
+            running: true,
+            waits_for,
+        };
+        let progress = Progress {
+            state: RankState::Joined,
+            pid: 1,
+            phase: Phase::Step,
+            step: 1,
+            steps_begun: 1,
+            operation: operation.map(last),
+            changed: Duration::from_secs(changed),
+        };
+        Watched { rank, progress }
+    }
+
+    fn look_at(ranks: &[Watched], now: u64, stopped: Option<u32>) -> Verdict {
+        look(ranks, TIMEOUT, Duration::from_secs(now), |rank| Some(rank) == stopped)
+    }
+
+    #[test]
+    fn the_next_look_is_when_the_first_would_be_overdue() {
+        let ranks = [rank(0, 7, None), rank(1, 5, None)];
+        assert_eq!(look_at(&ranks, 8, None), Verdict::Healthy(Some(Duration::from_secs(15))));
+        assert_eq!(look_at(&[], 8, None), Verdict::Healthy(None));
+    }
+
+    #[test]
+    fn who_waits_is_not_to_blame() {
+        let waiting = rank(0, 1, Some((7, Some(1))));
+        assert_eq!(
+            look_at(&[waiting, rank(1, 9, None)], 12, None),
+            Verdict::Healthy(Some(Duration::from_secs(19)))
+        );
+        let silent = Verdict::Silent(1, Duration::from_secs(11));
+        assert_eq!(look_at(&[waiting, rank(1, 1, None)], 12, None), silent);
+        // Of two that do nothing, the one that has for longer.
+        let ranks = [rank(0, 2, None), rank(1, 1, None)];
+        assert_eq!(look_at(&ranks, 12, None), silent);
+    }
+
+    #[test]
+    fn a_rank_stopped_while_it_waits_is_to_blame() {
+        let ranks = [rank(0, 1, Some((7, Some(1)))), rank(1, 1, Some((7, Some(0))))];
+        assert_eq!(look_at(&ranks, 12, Some(1)), Verdict::Silent(1, Duration::from_secs(11)));
+    }
+
+    #[test]
+    fn in_a_circle_the_one_with_the_fewest_operations_is() {
+        let ranks = [rank(0, 1, Some((8, Some(1)))), rank(1, 1, Some((7, Some(0))))];
+        assert_eq!(look_at(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
+    }
+}
