@@ -182,6 +182,11 @@ impl<'a> EventLoop<'a> {
             runs.then_some(Watched { rank, progress })
         };
         let members: Vec<Watched> = (0..page.world_size()).filter_map(member).collect();
+        if (0..page.world_size()).any(|rank| page.progress(rank).state == RankState::Absent) {
+            // Those who have joined wait for those who have not: that is the business of the other deadline.
+            self.next_look = Instant::now().checked_add(timeout);
+            return None;
+        }
         let stopped = |rank: u32| is_stopped(self.ranks[rank as usize].pid.as_raw() as u32);
         match watch::look(&members, timeout, now, stopped) {
             Verdict::Healthy(next) => {

@@ -80,13 +80,14 @@ impl Signals {
 
 /// The signals that mean something to a launcher: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT asks what the ranks
 /// are doing, SIGUSR1 and SIGUSR2 are for the ranks. Those that whoever started us has set to be ignored stay ignored:
-/// `nohup mgpurun` is to survive the end of the terminal.
+/// `nohup mgpurun` is to survive the end of the terminal. But SIGQUIT, which shells let background jobs ignore, does no
+/// harm.
 pub(crate) fn taken_signals() -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = ignored_signals(&status);
-    let all =
-        [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-    all.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0).collect()
+    let others = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
+    let heeded = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
+    heeded.chain([Signal::SIGQUIT]).collect()
 }
 
 /// The signals that a process ignores, bit n − 1 for signal n, by its `/proc/PID/status`.

@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use args::Args;
 use clap::Parser;
+use mgpu::progress::Phase;
 use mgpu::{Communicator, ReduceOp, World};
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
@@ -36,7 +37,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     if let Some(folder) = &args.checkpoint_dir {
         // Better known now than after an epoch.
         std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-        if args.resume {
+        // A launcher that restarts the ranks wants them to go on.
+        if args.resume || world.restart_count() > 0 {
             trainer.resume(folder)?;
         }
     }
@@ -60,6 +62,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         })?;
         report.data = data.origin.to_string();
         if !args.skip_test {
+            world.report_phase(Phase::Evaluation);
             trainer.evaluate(&data.test, &mut report)?;
         }
         if rank == 0 {
@@ -69,6 +72,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             }
         }
         if let Some(folder) = &args.checkpoint_dir {
+            world.report_phase(Phase::Checkpoint);
             trainer.save(folder)?;
         }
         last = Some(report);

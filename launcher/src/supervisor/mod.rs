@@ -365,7 +365,7 @@ impl Supervisor {
         });
         self.interrupted = true;
         self.stage = Stage::Asked(now + self.grace);
-        self.to_all(signal)
+        [self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
     }
 
     fn tick(&mut self, now: Instant) -> Vec<Action> {
@@ -391,7 +391,19 @@ impl Supervisor {
             }
         }
         self.stage = Stage::Asked(now + self.grace);
-        self.to_all(Signal::SIGTERM)
+        self.running().flat_map(|rank| self.ask_to_end(rank)).collect()
+    }
+
+    /// A rank that has shown that it does nothing any more need not be asked. The others are, and woken for it if they
+    /// were stopped.
+    fn ask_to_end(&self, rank: u32) -> Vec<Action> {
+        let is_stuck = self.outcome.as_ref().is_some_and(|outcome| {
+            outcome.culprit == Some(rank)
+                && matches!(outcome.exit_code, exit_code::NO_PROGRESS | exit_code::NEVER_JOINED)
+        });
+        let signals: &[Signal] =
+            if is_stuck { &[Signal::SIGKILL] } else { &[Signal::SIGTERM, Signal::SIGCONT] };
+        signals.iter().map(|signal| Action::Send(rank, *signal)).collect()
     }
 
     /// The outcome if some running ranks have not joined; `None` if those that have not have ended.

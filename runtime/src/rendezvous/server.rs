@@ -114,6 +114,8 @@ pub struct Server {
     waits: Vec<Wait>,
     /// The ranks that have said hello; they are let in together.
     applicants: Vec<Applicant>,
+    /// The first rank whose process ended.
+    first_gone: Option<u32>,
     events: Vec<ServerEvent>,
 }
 
@@ -164,6 +166,7 @@ impl Server {
             entries: HashMap::new(),
             waits: Vec::new(),
             applicants: Vec::new(),
+            first_gone: None,
             events: Vec::new(),
         })
     }
@@ -237,7 +240,8 @@ impl Server {
             },
         );
         self.give_up_on(rank);
-        self.turn_away(rank);
+        let first = *self.first_gone.get_or_insert(rank);
+        self.turn_away(first);
     }
 
     /// True once all ranks have joined.
@@ -401,8 +405,7 @@ impl Server {
         self.peers[index].rank = Some(rank);
         self.applicants.push(applicant);
         self.events.push(ServerEvent::Joined { rank, pid });
-        let gone = self.gone_ranks().next();
-        if let Some(gone) = gone {
+        if let Some(gone) = self.first_gone {
             self.turn_away(gone);
         } else if self.is_complete() {
             self.welcome();

@@ -1,0 +1,34 @@
+//! A well-behaved job with every phase that a fault can strike in: `t-job [STEPS]`. It joins, makes a communicator, and
+//! then steps, each with an all-reduce; after the third one it pretends to write a checkpoint.
+
+use std::process::ExitCode;
+
+use mgpu::progress::Phase;
+use mgpu::{ReduceOp, Result, World};
+
+fn main() -> ExitCode {
+    let steps = std::env::args().nth(1).map_or(5, |steps| steps.parse().expect("STEPS is a number"));
+    match run(steps) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(9)
+        }
+    }
+}
+
+fn run(steps: u64) -> Result<()> {
+    let mut world = World::from_env()?;
+    let mut comm = world.communicator()?;
+    println!("life {}", world.restart_count());
+    let mut values = vec![1.0f32; 10_000];
+    for step in 1..=steps {
+        world.report_step(step);
+        comm.all_reduce_slice(&mut values, ReduceOp::Avg)?;
+        if step == 3 {
+            world.report_phase(Phase::Checkpoint);
+            comm.barrier()?;
+        }
+    }
+    comm.barrier()
+}

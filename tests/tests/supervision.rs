@@ -1,0 +1,284 @@
+//! Whatever goes wrong, whenever, the culprit is named, the exit code tells, and nothing survives. The matrix: every
+//! fault in every phase of a job, on 2 and 5 ranks. (How fast, `bench/chaos.sh` measures.)
+
+use std::collections::VecDeque;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+
+use mgpu_tests::process::{Finished, command, finish, run, survivors, until};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+const PHASES: [&str; 6] =
+    ["phase=start", "phase=join", "phase=collective", "step=3", "phase=checkpoint", "phase=finalise"];
+
+/// Faults that end a rank, and the exit code they give.
+const DEADLY: [(&str, i32); 6] =
+    [("abort", 134), ("exit:3", 3), ("sigkill", 137), ("segv", 139), ("oom", 134), ("panic", 101)];
+
+/// Exit code of ranks that lose another.
+const VICTIM: i32 = 9;
+
+/// A launcher in an environment of its own, whose processes can be told from all others.
+fn launcher(folder: &Path) -> Command {
+    let mut launcher = command("env");
+    launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun"), "--backend", "cpu"]);
+    launcher.env("TMPDIR", folder).env_remove("XDG_RUNTIME_DIR").env("MGPU_TEST_MARK", folder);
+    launcher.env("RUST_BACKTRACE", "0");
+    launcher
+}
+
+fn left_of(folder: &Path) -> Vec<u32> {
+    survivors(&format!("MGPU_TEST_MARK={}", folder.display()))
+}
+
+/// A cell of the matrix.
+#[derive(Debug, Clone, Copy)]
+struct Cell {
+    ranks: u32,
+    culprit: u32,
+    fault: &'static str,
+    phase: &'static str,
+}
+
+impl Cell {
+    fn run(self) {
+        let folder = tempfile::tempdir().unwrap();
+        let inject = format!("rank={},{},fault={}", self.culprit, self.phase, self.fault);
+        let mut job = launcher(folder.path());
+        job.args(["-n", &self.ranks.to_string(), "--inject", &inject]);
+        if matches!(self.fault, "hang" | "sigstop") {
+            job.args(["--timeout", "1", "--progress-timeout", "1"]);
+        }
+        let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
+        assert_eq!(left_of(folder.path()), [] as [u32; 0], "{self:?}: {finished:#?}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "{self:?}: {finished:#?}");
+        let (code, said) = self.expected();
+        assert_eq!(finished.code, Some(code), "{self:?}: {finished:#?}");
+        let is_said = finished.stderr.lines().any(|line| line.starts_with(&said));
+        assert!(said.is_empty() || is_said, "no `{said}`: {self:?}: {finished:#?}");
+        if code != 0 && self.phase != "phase=finalise" {
+            self.others_name_it(&finished);
+        }
+    }
+
+    /// Exit code, and how the launcher's verdict begins.
+    fn expected(self) -> (i32, String) {
+        let verdict = |code, what: &str| (code, format!("mgpurun: rank {} {what}", self.culprit));
+        let deadly = DEADLY.iter().find(|(fault, _)| *fault == self.fault);
+        match (self.fault, self.phase) {
+            _ if deadly.is_some() => verdict(deadly.unwrap().1, ""),
+            // Nobody needs it any more.
+            ("exit0", "phase=finalise") | ("leak-child", _) => (0, String::new()),
+            ("exit0", _) => verdict(VICTIM, "exited with code 0 while others needed it"),
+            (_, "phase=start" | "phase=join") => verdict(64, "did not join within 1 s"),
+            _ => verdict(65, "made no progress for 1."),
+        }
+    }
+
+    /// Every other rank fails with an error that names the culprit.
+    fn others_name_it(self, finished: &Finished) {
+        for rank in (0..self.ranks).filter(|rank| *rank != self.culprit) {
+            let said = format!("[{rank}] error: rank {rank} lost rank {} in ", self.culprit);
+            assert!(finished.stderr.contains(&said), "no `{said}`: {self:?}: {finished:#?}");
+        }
+    }
+}
+
+/// Runs the cells of these faults, a few at a time.
+fn run_all(faults: &[&'static str]) {
+    let cells = faults.iter().flat_map(|fault| PHASES.map(|phase| (*fault, phase)));
+    let sized = cells.flat_map(|cell| [2, 5].map(|ranks| (ranks, cell)));
+    let cells: VecDeque<Cell> = sized
+        .enumerate()
+        .map(|(index, (ranks, (fault, phase)))| Cell { ranks, culprit: index as u32 % ranks, fault, phase })
+        .collect();
+    let queue = Mutex::new(cells);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let next = queue.lock().unwrap().pop_front();
+                    let Some(cell) = next else { break };
+                    cell.run();
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_dies_in_any_phase() {
+    run_all(&DEADLY.map(|(fault, _)| fault));
+}
+
+#[test]
+fn a_rank_that_exits_early_in_any_phase() {
+    run_all(&["exit0"]);
+}
+
+#[test]
+fn a_rank_that_is_silent_in_any_phase() {
+    run_all(&["hang", "sigstop"]);
+}
+
+#[test]
+fn a_rank_that_leaves_a_child_in_any_phase() {
+    run_all(&["leak-child"]);
+}
+
+#[test]
+fn what_a_dead_rank_left_behind_goes_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    job.args(["-n", "2", "--inject", "rank=1,step=2,fault=leak-child"]);
+    job.args(["--inject", "rank=1,step=3,fault=sigkill", env!("CARGO_BIN_EXE_t-job")]);
+    run(&mut job).expect(137, &["rank 1 was killed by SIGKILL"]);
+    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+}
+
+/// A script that leaves a child in another session, says that it is ready, and stays.
+const STUBBORN: &str = "trap '' TERM INT HUP; setsid sh -c 'trap \"\" TERM INT HUP; : > child-'$RANK'; \
+                        while :; do sleep 1; done' & : > ready-$RANK; while :; do sleep 1; done";
+
+/// Starts a job of such scripts, and returns it with the processes of guardian and launcher.
+fn start_stubborn(folder: &Path) -> (Child, Pid) {
+    let mut job = launcher(folder);
+    job.args(["-n", "2", "sh", "-c", STUBBORN]).current_dir(folder);
+    let child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| {
+        (0..2)
+            .all(|rank| ["ready", "child"].iter().all(|name| folder.join(format!("{name}-{rank}")).exists()))
+    });
+    let id = child.id();
+    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+    let launcher = children.trim().parse().expect("a guardian has one child");
+    (child, Pid::from_raw(launcher))
+}
+
+#[test]
+fn nothing_survives_a_killed_guardian() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut child, _) = start_stubborn(folder.path());
+    assert!(left_of(folder.path()).len() >= 6);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    until(|| left_of(folder.path()).is_empty());
+}
+
+#[test]
+fn nothing_survives_a_killed_launcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut child, launcher) = start_stubborn(folder.path());
+    kill(launcher, Signal::SIGKILL).unwrap();
+    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL: so are its ranks"]);
+    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    let folders = fs::read_dir(folder.path()).unwrap().flatten().filter(|entry| entry.path().is_dir());
+    assert_eq!(folders.count(), 0);
+}
+
+#[test]
+fn a_run_can_be_looked_at_from_inside_and_outside() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    job.args(["-n", "2", "--inject", "rank=1,step=3,fault=sigstop", env!("CARGO_BIN_EXE_t-job")]);
+    let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let look = || run(launcher(folder.path()).arg("ps")).stdout;
+    // The launcher's `ps` is asked for by its first argument.
+    let ps = || run(command(env!("CARGO_BIN_EXE_t-mgpurun")).arg("ps")).stdout;
+    let mut seen = String::new();
+    until(|| {
+        seen = ps();
+        let own = |line: &str| line.contains("stopped") && line.contains("in step 3, after all_reduce #2");
+        seen.lines().any(own) && seen.lines().any(|line| line.ends_with("rank 1"))
+    });
+    assert!(seen.contains(": t-job on 2 ranks for "), "{seen}");
+    assert!(!look().contains("launcher "), "only as the first argument");
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGQUIT).unwrap();
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    let finished = finish(&mut child);
+    finished.expect(143, &["mgpurun: rank  pid", "stopped by SIGTERM"]);
+    assert!(finished.stderr.contains("in step 3, in all_reduce #3, 40.0 kB"), "{finished:#?}");
+}
+
+#[test]
+fn a_deadline_of_the_ranks_own_shows_the_table_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    job.env("MGPU_TIMEOUT", "1").args(["-n", "3", "--inject", "rank=2,step=3,fault=hang"]);
+    let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
+    finished
+        .expect(65, &["mgpurun: rank 2 made no progress: ", "mgpurun: rank  pid", "waited 1.0 s for rank 2"]);
+    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+}
+
+#[test]
+fn ranks_that_do_not_go_together_are_told_apart() {
+    let hello = env!("CARGO_BIN_EXE_t-hello");
+    for (lists, code, said) in [
+        (["2,2", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
+        (["2,2", "2,2", "-,-", "-,-", "-,-"], 0, ""),
+        (["2,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 speaks version 1 of the protocol"),
+        (["2,2", "2,3", "-,-", "-,-", "-,-"], 68, "claims to be rank 1 of 3 in a world of 2"),
+        (["2,2", "2,2", "GPU-a,GPU-a", "-,-", "-,-"], 69, "both use GPU-a: give each rank a GPU of its own"),
+        (["2,2", "2,2", "GPU-a,GPU-b", "570,550", "-,-"], 70, "uses NVIDIA driver 5"),
+        (["2,2", "2,2", "GPU-a,GPU-b", "-,-", "2.27,2.26"], 70, "uses NCCL 2.2"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let finished = run(launcher(folder.path()).args(["-n", "2", hello]).args(lists));
+        finished.expect(code, &[said]);
+        assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    }
+}
+
+#[test]
+fn ranks_run_one_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = env!("CARGO_BIN_EXE_t-job");
+    let other = folder.path().join("other");
+    fs::write(&other, [fs::read(job).unwrap(), b"x".to_vec()].concat()).unwrap();
+    fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).unwrap();
+    let script = format!("[ $RANK = 1 ] && exec {}; exec {job}", other.display());
+    let finished = run(launcher(folder.path()).args(["-n", "3", "sh", "-c", &script]));
+    finished.expect(67, &["all ranks run one program", "/other"]);
+}
+
+#[test]
+fn a_failed_rank_is_restarted_with_all_others() {
+    let restart = |options: &[&str], faults: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut job = launcher(folder.path());
+        job.args(["-n", "2"]).args(options);
+        faults.iter().for_each(|fault| _ = job.args(["--inject", fault]));
+        let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
+        assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+        finished
+    };
+    let fault = "rank=1,step=3,fault=sigkill";
+    let again = "rank=0,step=4,fault=exit:5,restart=1";
+    let finished = restart(&["--max-restarts", "2"], &[fault, again]);
+    finished.expect(0, &["mgpurun: rank 1 was killed by SIGKILL", "restart 1 of 2 in 0.5 s"]);
+    finished.expect(0, &["mgpurun: rank 0 exited with code 5", "restart 2 of 2 in 1 s", "[1] life 2"]);
+    restart(&["--max-restarts", "1"], &[fault, again]).expect(5, &["no restart is left"]);
+    // A broken start is not repeated.
+    let early = "rank=1,phase=collective,fault=exit:6";
+    restart(&["--max-restarts", "3"], &[early])
+        .expect(6, &["not restarted, since no training step was made"]);
+    restart(&["--max-restarts", "3", "--restart-always"], &[early]).expect(0, &["[0] life 1"]);
+}
+
+#[test]
+fn many_launches_at_once() {
+    std::thread::scope(|scope| {
+        for _ in 0..50 {
+            scope.spawn(|| {
+                let folder = tempfile::tempdir().unwrap();
+                run(launcher(folder.path()).args(["-n", "2", env!("CARGO_BIN_EXE_t-job")])).expect(0, &[]);
+                assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+            });
+        }
+    });
+}
