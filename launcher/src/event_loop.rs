@@ -14,6 +14,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::read;
 
+use crate::events::{self, EventLog};
 use crate::group::wait_for_end;
 use crate::interrupt::Signals;
 use crate::output::{Output, Stream};
@@ -31,6 +32,7 @@ enum Source {
     Exit(u32),
     Pipe(u32, Stream),
     Room(Stream),
+    Log,
 }
 
 /// Everything the loop waits for.
@@ -39,7 +41,10 @@ pub(crate) struct EventLoop<'a> {
     server: Server,
     signals: &'a Signals,
     output: &'a mut Output,
+    events: &'a mut EventLog,
     supervisor: Supervisor,
+    /// Ranks that the launcher has asked to end.
+    asked: Vec<bool>,
 }
 
 impl<'a> EventLoop<'a> {
@@ -48,9 +53,11 @@ impl<'a> EventLoop<'a> {
         server: Server,
         signals: &'a Signals,
         output: &'a mut Output,
+        events: &'a mut EventLog,
         supervisor: Supervisor,
     ) -> Self {
-        EventLoop { ranks, server, signals, output, supervisor }
+        let asked = vec![false; ranks.len()];
+        EventLoop { ranks, server, signals, output, events, supervisor, asked }
     }
 
     /// Runs until all ranks and their groups have ended and their output has been taken in.
@@ -62,8 +69,12 @@ impl<'a> EventLoop<'a> {
                 match source {
                     Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
                     Source::Room(stream) => self.output.resume(*stream),
-                    Source::Signals | Source::Server | Source::Exit(_) => {}
+                    Source::Signals | Source::Server | Source::Exit(_) | Source::Log => {}
                 }
+            }
+            self.output.tick(Instant::now());
+            if let Some(notice) = self.events.failure() {
+                self.output.say(&notice);
             }
             for event in self.events(&ready) {
                 for action in self.supervisor.handle(event, Instant::now()) {
@@ -85,7 +96,7 @@ impl<'a> EventLoop<'a> {
                 Source::Signals => events.extend(self.signals.take().into_iter().map(Event::Signalled)),
                 Source::Server => events.extend(self.serve()),
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
-                Source::Pipe(..) | Source::Room(_) => {}
+                Source::Pipe(..) | Source::Room(_) | Source::Log => {}
             }
         }
         // Of ranks that ended within one turn, one that blames another failed after it.
@@ -113,16 +124,20 @@ impl<'a> EventLoop<'a> {
                 sources.extend(pipe.map(|pipe| (Source::Pipe(number, stream), pipe.as_fd())));
             }
         }
-        sources.extend(self.output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
-        let deadline = self.supervisor.next_deadline().into_iter().chain(self.server.next_deadline()).min();
-        poll_sources(&sources, deadline)
+        sources.extend(output_sources(self.output));
+        let deadlines =
+            [self.supervisor.next_deadline(), self.server.next_deadline(), self.output.next_deadline()];
+        poll_sources(&sources, deadlines.into_iter().flatten().min())
     }
 
     fn serve(&mut self) -> Vec<Event> {
         let mut events = Vec::new();
         for event in self.server.service() {
             match event {
-                ServerEvent::Joined { rank, .. } => events.push(Event::Joined(rank)),
+                ServerEvent::Joined { rank, pid } => {
+                    self.events.record(events::Event::Join { rank, pid });
+                    events.push(Event::Joined(rank));
+                }
                 ServerEvent::Left { .. } => {}
                 ServerEvent::Refused { why } => self.output.say(&format!("refused a connection: {why}")),
             }
@@ -187,6 +202,7 @@ impl<'a> EventLoop<'a> {
             Ok(_) | Err(_) => Exit::Code(i32::from(crate::exit_code::LAUNCHER)),
         };
         rank.reaped = true;
+        self.events.record(events::Event::exit(number, exit, self.asked[number as usize]));
         self.drain(number);
         Some(Event::Exited { rank: number, exit, blame: self.server.blame(number) })
     }
@@ -194,14 +210,21 @@ impl<'a> EventLoop<'a> {
     fn carry_out(&mut self, action: Action) -> Option<Outcome> {
         match action {
             Action::Announce(rank, departure) => self.server.rank_gone(rank, departure),
-            Action::Send(rank, signal) => {
-                let rank = &self.ranks[rank as usize];
+            Action::Send(number, signal) => {
+                let rank = &self.ranks[number as usize];
                 if !rank.reaped {
                     let _ = killpg(rank.pid, signal);
+                    self.asked[number as usize] |= asks_to_end(signal);
                 }
             }
             Action::Say(text) => self.output.say(&text),
-            Action::Finish(outcome) => return Some(outcome),
+            Action::Finish(outcome) => {
+                if let Some(rank) = outcome.culprit {
+                    let cause = outcome.message.clone().unwrap_or_default();
+                    self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
+                }
+                return Some(outcome);
+            }
         }
         None
     }
@@ -217,26 +240,38 @@ impl<'a> EventLoop<'a> {
     }
 }
 
-/// Waits until the reader of our output has taken everything, `patience` has passed or a signal says to give up.
+/// Waits until the readers of our output and the logs have taken everything, `patience` has passed or a signal says
+/// to give up.
 pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
     let deadline = patience.map(|patience| Instant::now() + patience);
-    while output.waiting().next().is_some() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+    let mut given_up = false;
+    output.close();
+    while output.is_pending() && !given_up && deadline.is_none_or(|deadline| Instant::now() < deadline) {
         let mut sources: Vec<_> = signals.fds().map(|fd| (Source::Signals, fd)).collect();
-        sources.extend(output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
-        for source in poll_sources(&sources, deadline) {
+        sources.extend(output_sources(output));
+        for source in poll_sources(&sources, deadline.into_iter().chain(output.next_deadline()).min()) {
             match source {
                 Source::Room(stream) => output.resume(stream),
-                _ if signals
-                    .take()
-                    .iter()
-                    .any(|signal| !matches!(signal, Signal::SIGUSR1 | Signal::SIGUSR2)) =>
-                {
-                    return;
-                }
+                Source::Signals => given_up |= signals.take().into_iter().any(asks_to_end),
                 _ => {}
             }
         }
+        output.tick(Instant::now());
     }
+    // What was found out in the last turn, such as a full disk, is still to be said.
+    output.tick(Instant::now());
+    output.abandon_logs();
+}
+
+/// What the output waits for.
+fn output_sources(output: &Output) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
+    let rooms = output.waiting().map(|(stream, fd)| (Source::Room(stream), fd));
+    rooms.chain(output.log_bell().map(|fd| (Source::Log, fd)))
+}
+
+/// True but for the signals that are merely passed on.
+fn asks_to_end(signal: Signal) -> bool {
+    !matches!(signal, Signal::SIGUSR1 | Signal::SIGUSR2)
 }
 
 /// The sources that are ready, after a sleep until one is or `deadline` has passed.

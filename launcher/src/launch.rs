@@ -8,6 +8,7 @@ use mgpu::rendezvous::Server;
 
 use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, flush};
+use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
@@ -124,6 +125,10 @@ impl Launch {
         let plan = self.plan()?;
         let signals = self.signals?;
         let ranks = plan.ranks.len() as u32;
+        let mut events = match &self.output.events {
+            Some(path) => EventLog::open(path)?,
+            None => EventLog::disabled(),
+        };
         let mut output = Output::new(ranks, self.output)?;
         if let Some(notice) = &plan.notice {
             output.say(notice);
@@ -138,8 +143,20 @@ impl Launch {
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
         let processes = plan.ranks.iter().map(|rank| spawn(&plan, rank, &facts)).collect::<Result<_, _>>()?;
+        events.record(Event::Start {
+            ranks,
+            program: plan.program.to_string_lossy().into_owned(),
+            arguments: plan.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+            run_id: facts.run_id,
+            restart: 0,
+        });
         let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
-        let outcome = EventLoop::new(processes, server, &signals, &mut output, supervisor).run();
+        let outcome = EventLoop::new(processes, server, &signals, &mut output, &mut events, supervisor).run();
+        events.record(Event::End {
+            exit_code: outcome.exit_code,
+            message: outcome.message.clone(),
+            culprit: outcome.culprit,
+        });
         if let Some(message) = &outcome.message {
             output.say(message);
         }
@@ -148,6 +165,10 @@ impl Launch {
         }
         // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
         flush(&mut output, &signals, outcome.interrupted.then_some(self.grace));
+        events.flush();
+        if let Some(notice) = events.failure() {
+            output.say(&notice);
+        }
         Ok(outcome)
     }
 }

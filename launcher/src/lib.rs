@@ -13,6 +13,8 @@
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
 //! | `group` | nothing of a rank's process group is left |
 //! | [`output`] | bytes → whole lines with their rank |
+//! | [`events`] | what happens → JSON |
+//! | `writer` | files that are written without waiting for them |
 //! | [`exit_code`] | what the shell gets |
 //!
 //! The library neither installs signal handlers nor ends the process; both are done by `cli` for `mgpurun` alone.
@@ -21,6 +23,7 @@
 pub mod cli;
 mod error;
 mod event_loop;
+pub mod events;
 pub mod exit_code;
 mod group;
 mod interrupt;
@@ -32,6 +35,7 @@ pub mod program;
 pub mod ranks;
 mod spawn;
 pub mod supervisor;
+mod writer;
 
 pub use error::LaunchError;
 pub use interrupt::Interrupter;
