@@ -114,18 +114,38 @@ struct Args {
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = ColorArg::Auto, hide_possible_values = true)]
     color: ColorArg,
 
-    /// Write each rank's output to DIR/rank-N.log too.
+    /// Write each rank's output to DIR/rank-N.log instead of showing it.
     ///
-    /// Both streams in the order they arrive, without prefix. The folder is made if it is missing. Ranks that are
-    /// logged go on when whoever reads mgpurun's own output leaves, as `head` does; others find it closed.
+    /// Both streams in the order they arrive, without prefix. The folder is made if it is missing; logs of an earlier
+    /// run in it are overwritten. The last lines of a rank that fails are shown all the same.
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
 
-    /// Do not show these ranks' output: 1- or 0,2-3.
+    /// Show what is logged too.
     ///
-    /// It is still logged, and the last lines of a rank that fails are shown all the same.
+    /// Ranks that are logged go on when whoever reads mgpurun's own output leaves, as `head` does; others find it
+    /// closed.
+    #[arg(long, requires = "log_dir")]
+    tee: bool,
+
+    /// Show only these ranks' output: 0 or 1- or 0,2-3.
+    ///
+    /// The others' is still logged, and the last lines of a rank that fails are shown all the same.
     #[arg(long, value_name = "RANKS")]
-    quiet_ranks: Option<RankSet>,
+    rank_filter: Option<RankSet>,
+
+    /// Put the time in front of each line, in logs too.
+    ///
+    /// The time in UTC at which mgpurun read the line's end, as in 2026-11-21T08:15:30.123Z.
+    #[arg(long)]
+    timestamps: bool,
+
+    /// Append what happens to FILE, one JSON object a line.
+    ///
+    /// The key `event` says what: start, join, step, fault, exit, end. Each has `time` (UTC) and `elapsed_s`, seconds
+    /// since mgpurun's start.
+    #[arg(long, value_name = "FILE")]
+    events: Option<PathBuf>,
 
     /// Let each rank see its own GPU only.
     ///
@@ -233,8 +253,12 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     let output = OutputOptions {
         prefix: !args.no_prefix,
         color,
+        timestamps: args.timestamps,
         log_dir: args.log_dir,
-        quiet: args.quiet_ranks.unwrap_or_default(),
+        tee: args.tee,
+        filter: args.rank_filter,
+        events: args.events,
+        ..OutputOptions::default()
     };
     let mut launch = Launch::new(program)
         .with_request(request)
@@ -322,7 +346,8 @@ mod tests {
             (&["-n", "-1", "true"], "it should be a number from 1, or auto"),
             (&["--grace=-1", "true"], "a number of seconds"),
             (&["--grace", "soon", "true"], "a number of seconds"),
-            (&["--quiet-ranks", "x", "true"], "no set of ranks"),
+            (&["--rank-filter", "x", "true"], "no set of ranks"),
+            (&["--tee", "true"], "required arguments were not provided:\n  --log-dir <DIR>"),
             (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),
             (&["-x", "true"], "unexpected argument '-x'"),
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),

@@ -10,6 +10,7 @@ use mgpu::rendezvous::Server;
 
 use crate::error::LaunchError;
 use crate::event_loop::{End, EventLoop, flush, wait_out};
+use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::orphans;
 use crate::output::{Output, OutputOptions};
@@ -171,6 +172,10 @@ impl Launch {
         if self.adopts_orphans {
             orphans::adopt()?;
         }
+        let mut events = match &output.events {
+            Some(path) => EventLog::open(path)?,
+            None => EventLog::disabled(),
+        };
         let mut output = Output::new(plan.ranks.len() as u32, output)?;
         for notice in &plan.notices {
             output.say(notice);
@@ -188,7 +193,7 @@ impl Launch {
         };
         let mut restarts = 0;
         let outcome = loop {
-            let End { outcome, made_a_step } = run.attempt(restarts, &mut output)?;
+            let End { outcome, made_a_step } = run.attempt(restarts, &mut output, &mut events)?;
             if let Some(message) = &outcome.message {
                 output.say(message);
             }
@@ -210,8 +215,17 @@ impl Launch {
                 }
             }
         };
+        events.record(Event::End {
+            exit_code: outcome.exit_code,
+            message: outcome.message.clone(),
+            culprit: outcome.culprit,
+        });
         // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
         flush(&mut output, &signals, outcome.interrupted.then_some(grace));
+        events.flush();
+        if let Some(notice) = events.failure() {
+            output.say(&notice);
+        }
         Ok(outcome)
     }
 }
@@ -232,7 +246,7 @@ struct Run<'a> {
 impl Run<'_> {
     /// Starts all ranks and sees them to their end. Nothing of them is left then: what they held, the memory of a GPU
     /// among it, is free for the next attempt, since the kernel closes a process's devices before it reports the end.
-    fn attempt(&self, restarts: u32, output: &mut Output) -> Result<End, LaunchError> {
+    fn attempt(&self, restarts: u32, output: &mut Output, events: &mut EventLog) -> Result<End, LaunchError> {
         let plan = self.plan;
         let ranks = plan.ranks.len() as u32;
         let server = Server::bind(ranks, &self.run_id)?;
@@ -247,8 +261,15 @@ impl Run<'_> {
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
         let processes = plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
+        events.record(Event::Start {
+            ranks,
+            program: plan.program.to_string_lossy().into_owned(),
+            arguments: plan.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+            run_id: self.run_id.clone(),
+            restart: restarts,
+        });
         let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
-        let event_loop = EventLoop::new(processes, server, self.signals, output, supervisor);
+        let event_loop = EventLoop::new(processes, server, self.signals, output, events, supervisor);
         Ok(event_loop.progress_timeout(self.progress_timeout).adopts(self.adopts_orphans).run())
     }
 }

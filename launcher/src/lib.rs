@@ -16,6 +16,8 @@
 //! | `group`, `orphans`, `guardian` | nothing of a rank is left, whoever is killed |
 //! | `restart` | outcome → once more? (pure) |
 //! | [`output`] | bytes → whole lines with their rank |
+//! | [`events`] | what happens → JSON |
+//! | `writer` | files that are written without waiting for them |
 //! | [`exit_code`] | what the shell gets |
 //!
 //! The library neither installs signal handlers nor ends the process; both are done by `cli` for `mgpurun` alone.
@@ -24,6 +26,7 @@
 pub mod cli;
 mod error;
 mod event_loop;
+pub mod events;
 pub mod exit_code;
 mod group;
 mod guardian;
@@ -40,6 +43,7 @@ mod spawn;
 mod status;
 pub mod supervisor;
 mod watch;
+mod writer;
 
 pub use error::LaunchError;
 pub use interrupt::Interrupter;

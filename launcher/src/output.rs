@@ -4,33 +4,37 @@
 //! ends in a carriage return is transient, a progress line: shown on a terminal, where the next one overwrites it,
 //! and dropped elsewhere.
 //!
-//! Nothing here blocks: a reader that is slow slows the ranks down (`sink`). A full disk costs lines, not the run. When
-//! the reader has left, as `head` does, the ranks find their pipes closed as they would without a launcher, unless
-//! their output goes to a log as well: whoever wants a run to outlive its reader asks for one.
+//! Nothing here blocks: a reader that is slow slows the ranks down (`sink`), and so does a slow disk (`logs`). One that
+//! takes nothing at all for the time of the `patience` costs lines, which are counted and told of, and so does a full
+//! disk: lines, not the run. When the reader has left, as `head` does, the ranks find their pipes closed as they would
+//! without a launcher, unless their output goes to a log as well: whoever wants a run to outlive its reader asks for
+//! one.
+//!
+//! What is held in memory for a rank: of each stream one line that is not complete, at most 1 MiB, and its last lines.
 
 use std::collections::VecDeque;
-use std::fs::{self, File};
-use std::io::{self, IsTerminal, Write};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime};
 
 use nix::errno::Errno;
 
-use crate::ranks::RankSet;
-
+mod destination;
 mod lines;
+mod logs;
+mod options;
+mod patience;
 mod sink;
 
+use destination::{CLEAR, Destination};
 pub use lines::{LineSplitter, Piece};
-use sink::Sink;
+use logs::Logs;
+pub use options::{Color, LogError, OutputOptions};
 
 /// Lines of each rank that are kept, to be repeated if it is to blame.
 const LAST_LINES: usize = 10;
 /// Bytes kept of each of them.
 const KEPT_OF_A_LINE: usize = 4096;
-/// Clears the rest of a terminal's line.
-const CLEAR: &[u8] = b"\x1b[K";
-
 /// Which of a rank's two streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
@@ -40,69 +44,15 @@ pub enum Stream {
     Stderr,
 }
 
-/// When to colour the prefixes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Color {
-    /// On a terminal, unless `NO_COLOR` is set.
-    #[default]
-    Auto,
-    /// Always.
-    Always,
-    /// Never.
-    Never,
-}
+/// Both, in the order in which they are kept.
+const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
-/// How output is passed on.
-#[derive(Debug, Clone)]
-pub struct OutputOptions {
-    /// Put `[rank] ` in front of each line.
-    pub prefix: bool,
-    /// Colour the prefix.
-    pub color: Color,
-    /// Write each rank's output to a file in this folder too.
-    pub log_dir: Option<PathBuf>,
-    /// Ranks that are not shown.
-    pub quiet: RankSet,
-}
-
-impl Default for OutputOptions {
-    fn default() -> Self {
-        OutputOptions { prefix: true, color: Color::Auto, log_dir: None, quiet: RankSet::default() }
-    }
-}
-
-/// Why there is no log.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot write the log {}: {error}", path.display())]
-pub struct LogError {
-    /// The file.
-    pub path: PathBuf,
-    /// What the system said.
-    pub error: io::Error,
-}
-
-/// One of this process's own streams.
-struct Destination {
-    sink: Sink,
-    terminal: bool,
-    color: bool,
-}
-
-impl Destination {
-    fn new(stream: impl AsFd + IsTerminal + 'static, color: Color) -> Self {
-        let terminal = stream.is_terminal();
-        let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        let color = match color {
-            Color::Always => true,
-            Color::Never => false,
-            Color::Auto => terminal && !plain,
-        };
-        Destination { sink: Sink::new(stream, terminal), terminal, color }
-    }
-
-    /// The end of a line. On a terminal a transient line may be under it.
-    fn line_end(&self) -> &'static [u8] {
-        if self.terminal { b"\x1b[K\n" } else { b"\n" }
+impl Stream {
+    fn name(self) -> &'static str {
+        match self {
+            Stream::Stdout => "standard output",
+            Stream::Stderr => "standard error",
+        }
     }
 }
 
@@ -111,7 +61,6 @@ impl Destination {
 struct RankOutput {
     splitters: [LineSplitter; 2],
     last: VecDeque<Vec<u8>>,
-    log: Option<File>,
 }
 
 /// Where all output goes.
@@ -119,6 +68,7 @@ pub struct Output {
     options: OutputOptions,
     destinations: [Destination; 2],
     ranks: Vec<RankOutput>,
+    logs: Option<Logs>,
     width: usize,
     /// It was said that standard output is lost.
     told_loss: bool,
@@ -130,16 +80,19 @@ impl Output {
     /// # Errors
     /// If a log file cannot be made.
     pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
-        let destinations =
-            [Destination::new(io::stdout(), options.color), Destination::new(io::stderr(), options.color)];
-        let mut outputs: Vec<RankOutput> = (0..ranks).map(|_| RankOutput::default()).collect();
-        if let Some(folder) = &options.log_dir {
-            for (rank, output) in outputs.iter_mut().enumerate() {
-                output.log = Some(create_log(folder, rank)?);
-            }
-        }
+        let destinations = [
+            Destination::new(io::stdout(), options.color, options.patience),
+            Destination::new(io::stderr(), options.color, options.patience),
+        ];
+        Output::to(destinations, ranks, options)
+    }
+
+    fn to(destinations: [Destination; 2], ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
+        let create = |folder| Logs::create(folder, ranks, options.patience);
+        let logs = options.log_dir.as_deref().map(create).transpose()?;
         let width = ranks.saturating_sub(1).to_string().len();
-        Ok(Output { options, destinations, ranks: outputs, width, told_loss: false })
+        let ranks = (0..ranks).map(|_| RankOutput::default()).collect();
+        Ok(Output { options, destinations, ranks, logs, width, told_loss: false })
     }
 
     /// True if transient lines are shown.
@@ -147,28 +100,54 @@ impl Output {
         self.destinations[Stream::Stdout as usize].terminal
     }
 
-    /// False while a rank's stream should be left unread, because its reader is slower than the rank.
+    /// False while a rank's stream should be left unread, because its reader or its disk is slower than the rank.
     pub fn has_room(&self, rank: u32, stream: Stream) -> bool {
-        self.options.quiet.contains(rank) || !self.destinations[stream as usize].sink.is_behind()
+        let shown = !self.options.shows(rank) || !self.destinations[stream as usize].sink.is_behind();
+        shown && self.logs.as_ref().is_none_or(|logs| logs.has_room() || !logs.is_open(rank))
     }
 
     /// False once the reader of a rank's stream has left and no log takes its place.
     pub fn is_wanted(&self, rank: u32, stream: Stream) -> bool {
         let failure = self.destinations[stream as usize].sink.failure();
-        let seen = !self.options.quiet.contains(rank) && failure == Some(Errno::EPIPE);
-        !seen || self.ranks[rank as usize].log.is_some()
+        let seen = !self.options.shows(rank) || failure != Some(Errno::EPIPE);
+        seen || self.logs.as_ref().is_some_and(|logs| logs.is_open(rank))
     }
 
     /// The streams that wait for room, to be polled for writing.
     pub fn waiting(&self) -> impl Iterator<Item = (Stream, BorrowedFd<'_>)> {
-        let both = [Stream::Stdout, Stream::Stderr].into_iter().zip(&self.destinations);
+        let both = STREAMS.into_iter().zip(&self.destinations);
         both.filter(|(_, to)| to.sink.has_rest()).map(|(stream, to)| (stream, to.sink.as_fd()))
+    }
+
+    /// To be polled for reading: the logs want a [`tick`](Self::tick).
+    pub fn log_bell(&self) -> Option<BorrowedFd<'_>> {
+        self.logs.as_ref().map(Logs::fd)
+    }
+
+    /// When [`tick`](Self::tick) is due at the latest, so that no rank waits too long.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let streams = self.destinations.iter().filter_map(|to| to.sink.deadline());
+        streams.chain(self.logs.as_ref().and_then(Logs::next_deadline)).min()
     }
 
     /// Goes on writing to a stream that has room again.
     pub fn resume(&mut self, stream: Stream) {
         self.destinations[stream as usize].sink.write_what_fits();
         self.tell_loss();
+        if !self.destinations[stream as usize].sink.is_stuck() {
+            self.tell_missed();
+        }
+    }
+
+    /// Gives up readers and disks that were waited for long enough, and says what became of the logs. To be called
+    /// in every turn of the event loop.
+    pub fn tick(&mut self, now: Instant) {
+        for to in &mut self.destinations {
+            to.sink.expire(now);
+        }
+        for notice in self.logs.as_mut().map(|logs| logs.tick(now)).unwrap_or_default() {
+            self.say(&notice);
+        }
     }
 
     /// Takes what a rank has written.
@@ -184,50 +163,39 @@ impl Output {
     }
 
     fn pass_on(&mut self, rank: u32, stream: Stream, pieces: impl IntoIterator<Item = Piece>) {
-        let quiet = self.options.quiet.contains(rank);
+        let shows = self.options.shows(rank);
+        let logs = self.logs.as_ref().is_some_and(|logs| logs.is_open(rank));
         let destination = &self.destinations[stream as usize];
-        let prefix = self.prefix(rank, destination.color);
-        let (mut shown, mut logged) = (Vec::new(), Vec::new());
+        let (stamp, prefix) = (self.stamp(), self.prefix(rank, destination.color));
+        let (mut shown, mut logged, mut lines) = (Vec::new(), Vec::new(), 0);
         let output = &mut self.ranks[rank as usize];
         for piece in pieces {
             match piece {
-                Piece::Line(mut line) => {
-                    if !quiet {
-                        shown.extend_from_slice(&prefix);
-                        shown.extend_from_slice(&line);
-                        shown.extend_from_slice(destination.line_end());
+                Piece::Line(line) => {
+                    lines += 1;
+                    if shows {
+                        extend(&mut shown, &[&stamp, &prefix, &line, destination.line_end()]);
                     }
-                    if output.log.is_some() {
-                        logged.extend_from_slice(&line);
-                        logged.push(b'\n');
+                    if logs {
+                        extend(&mut logged, &[&stamp, &line, b"\n"]);
                     }
                     if output.last.len() == LAST_LINES {
                         output.last.pop_front();
                     }
-                    if line.len() > KEPT_OF_A_LINE {
-                        line.truncate(KEPT_OF_A_LINE);
-                        line.shrink_to_fit();
-                    }
-                    output.last.push_back(line);
+                    let kept = &line[..line.len().min(KEPT_OF_A_LINE)];
+                    output.last.push_back([&stamp, &b"    "[..], kept].concat());
                 }
-                Piece::Transient(line) if destination.terminal && !quiet => {
-                    shown.extend_from_slice(&prefix);
-                    shown.extend_from_slice(&line);
-                    shown.extend_from_slice(CLEAR);
-                    shown.push(b'\r');
+                Piece::Transient(line) if destination.terminal && shows => {
+                    extend(&mut shown, &[&stamp, &prefix, &line, CLEAR, b"\r"]);
                 }
                 Piece::Transient(_) => {}
             }
         }
-        // A full disk costs the log, not the run.
-        if let Some(log) = &mut output.log
-            && let Err(error) = log.write_all(&logged)
-        {
-            output.log = None;
-            self.say(&format!("the log of rank {rank} ends here: {error}; the run goes on"));
+        if let Some(logs) = &mut self.logs {
+            logs.push(rank, &logged, lines);
         }
         if !shown.is_empty() {
-            self.destinations[stream as usize].sink.push(&shown);
+            self.destinations[stream as usize].push(&shown, lines);
             self.tell_loss();
         }
     }
@@ -239,6 +207,30 @@ impl Output {
             && !std::mem::replace(&mut self.told_loss, true)
         {
             self.say(&format!("standard output is lost from here on: {}; the run goes on", errno.desc()));
+        }
+    }
+
+    /// Says how many lines were dropped since this was said last.
+    fn tell_missed(&mut self) {
+        let seconds = self.options.patience.as_secs_f64();
+        for stream in STREAMS {
+            let to = &mut self.destinations[stream as usize];
+            let missed = std::mem::take(&mut to.missed);
+            // Nobody misses what nobody is left to read.
+            if missed > 0 && to.sink.failure() != Some(Errno::EPIPE) {
+                let name = stream.name();
+                self.write_own(&format!(
+                    "{missed} lines of {name} are not shown: nobody took any for {seconds} s"
+                ));
+            }
+        }
+    }
+
+    /// The time, to be put in front of lines if that is asked for.
+    fn stamp(&self) -> Vec<u8> {
+        match self.options.timestamps {
+            true => format!("{} ", humantime::format_rfc3339_millis(SystemTime::now())).into_bytes(),
+            false => Vec::new(),
         }
     }
 
@@ -257,9 +249,16 @@ impl Output {
 
     /// A line of the launcher's own, to standard error.
     pub fn say(&mut self, text: &str) {
+        // Where lines are missing before it, that comes first.
+        self.tell_missed();
+        self.write_own(text);
+    }
+
+    fn write_own(&mut self, text: &str) {
+        let stamp = self.stamp();
         let destination = &mut self.destinations[Stream::Stderr as usize];
-        let line = [b"mgpurun: ", text.as_bytes(), destination.line_end()].concat();
-        destination.sink.push(&line);
+        let line = [&stamp[..], b"mgpurun: ", text.as_bytes(), destination.line_end()].concat();
+        destination.sink.push_important(&line);
     }
 
     /// Repeats the last lines of a rank on standard error.
@@ -271,42 +270,36 @@ impl Output {
         self.say(&format!("the last lines of rank {rank}:"));
         let destination = &mut self.destinations[Stream::Stderr as usize];
         for line in last {
-            let line = [b"    ", &line[..], destination.line_end()].concat();
-            destination.sink.push(&line);
+            let line = [&line[..], destination.line_end()].concat();
+            destination.sink.push_important(&line);
+        }
+    }
+
+    /// No rank writes any more. [`tick`](Self::tick) is due until nothing [is pending](Self::is_pending).
+    pub fn close(&mut self) {
+        if let Some(logs) = &mut self.logs {
+            logs.close();
+        }
+    }
+
+    /// True while something waits for a reader or a disk.
+    pub fn is_pending(&self) -> bool {
+        self.waiting().next().is_some() || self.logs.as_ref().is_some_and(Logs::is_pending)
+    }
+
+    /// Gives up what the logs have not taken yet, and says so.
+    pub fn abandon_logs(&mut self) {
+        for notice in self.logs.as_mut().map(Logs::abandon).unwrap_or_default() {
+            self.say(&notice);
         }
     }
 }
 
-fn create_log(folder: &Path, rank: usize) -> Result<File, LogError> {
-    let path = folder.join(format!("rank-{rank}.log"));
-    let create = || {
-        fs::create_dir_all(folder)?;
-        File::create(&path)
-    };
-    create().map_err(|error| LogError { path: path.clone(), error })
+fn extend(bytes: &mut Vec<u8>, parts: &[&[u8]]) {
+    for part in parts {
+        bytes.extend_from_slice(part);
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn logs_are_written_for_quiet_ranks_too() {
-        let folder = tempfile::tempdir().unwrap();
-        let options = OutputOptions {
-            log_dir: Some(folder.path().join("logs")),
-            quiet: "0-".parse().unwrap(),
-            ..OutputOptions::default()
-        };
-        let mut output = Output::new(2, options).unwrap();
-        output.push(1, Stream::Stdout, b"one\ntw");
-        output.push(1, Stream::Stderr, b"error\n");
-        output.push(1, Stream::Stdout, b"o");
-        output.finish(1, Stream::Stdout);
-        let log = fs::read_to_string(folder.path().join("logs/rank-1.log")).unwrap();
-        assert_eq!(log, "one\nerror\ntwo\n");
-        let error =
-            Output::new(1, OutputOptions { log_dir: Some("/proc/none".into()), ..OutputOptions::default() });
-        assert!(error.err().unwrap().to_string().starts_with("cannot write the log /proc/none/rank-0.log: "));
-    }
-}
+mod tests;

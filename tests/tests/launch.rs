@@ -53,7 +53,7 @@ fn lines_carry_their_rank() {
     }
     let finished = run(&mut shell(11, &[], "echo x"));
     assert!(finished.stdout.contains("[ 0] x\n") && finished.stdout.contains("[10] x\n"), "{finished:#?}");
-    let finished = run(&mut shell(2, &["--no-prefix", "--quiet-ranks", "1-"], "echo $RANK"));
+    let finished = run(&mut shell(2, &["--no-prefix", "--rank-filter", "0"], "echo $RANK"));
     assert_eq!(finished.stdout, "0\n");
     let finished = run(&mut shell(1, &["--color", "always"], "printf cut"));
     assert_eq!(finished.stdout, "\x1b[31m[0]\x1b[0m cut\n");
@@ -142,7 +142,7 @@ fn a_dry_run_starts_nothing() {
 fn logs_hold_both_streams() {
     let folder = tempfile::tempdir().unwrap();
     let logs = folder.path().join("logs");
-    let options = ["--log-dir", logs.to_str().unwrap(), "--quiet-ranks", "0-"];
+    let options = ["--log-dir", logs.to_str().unwrap()];
     let finished = run(&mut shell(2, &options, "echo out $RANK; echo err $RANK >&2"));
     assert_eq!((finished.code, finished.stdout.as_str(), finished.stderr.as_str()), (Some(0), "", ""));
     for rank in 0..2 {

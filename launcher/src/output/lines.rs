@@ -32,14 +32,16 @@ impl LineSplitter {
             if std::mem::take(&mut self.returned) && *first != b'\n' {
                 pieces.push(Piece::Transient(std::mem::take(&mut self.bytes)));
             }
-            let room = bytes.len().min(LONGEST_LINE - self.bytes.len());
             let is_end = |byte: &u8| matches!(byte, b'\n' | b'\r');
+            // Only what comes after the longest line tells whether it was one.
+            if self.bytes.len() == LONGEST_LINE && !is_end(first) {
+                pieces.push(Piece::Line(std::mem::take(&mut self.bytes)));
+            }
+            let room = bytes.len().min(LONGEST_LINE - self.bytes.len());
             let (text, rest) = bytes.split_at(bytes[..room].iter().position(is_end).unwrap_or(room));
             self.bytes.extend_from_slice(text);
             bytes = rest;
-            if self.bytes.len() == LONGEST_LINE {
-                pieces.push(Piece::Line(std::mem::take(&mut self.bytes)));
-            } else if let Some((end, rest)) = rest.split_first() {
+            if let Some((end, rest)) = rest.split_first().filter(|(end, _)| is_end(end)) {
                 bytes = rest;
                 match end {
                     b'\n' => pieces.push(Piece::Line(std::mem::take(&mut self.bytes))),
@@ -124,5 +126,8 @@ mod tests {
             })
             .collect();
         assert_eq!(lengths, [LONGEST_LINE, LONGEST_LINE, 5]);
+        let mut longest = vec![b'x'; LONGEST_LINE];
+        longest.extend(b"\r\nnext\n");
+        assert_eq!(split(&longest, 4096).len(), 2);
     }
 }

@@ -5,17 +5,23 @@
 //! that to the shell as well; instead the kernel is asked before every write, and a write is no longer than what a
 //! pipe that has room takes at once. The rest waits in a queue until the event loop finds room. When the queue is
 //! long, the ranks' pipes are left unread: a rank that writes faster than its reader reads is slowed down, as it
-//! would be without a launcher.
+//! would be without a launcher. A reader that has stopped for good is given up after a while (`patience`): what comes
+//! then is not put into the queue any more, until the reader goes on.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::write;
 
+use super::patience::Patience;
+
 /// Bytes in the queue from which ranks have to wait.
 const LONG_QUEUE: usize = 256 << 10;
+/// Bytes that the launcher's own lines may add to a queue that is stuck.
+const RESERVE: usize = 64 << 10;
 /// What a pipe that reports room takes without blocking (`PIPE_BUF`).
 const PIPE_PIECE: usize = 4096;
 /// A terminal reports room from its first free byte on and takes more as it shows it.
@@ -30,23 +36,45 @@ pub(crate) struct Sink {
     queue: Vec<u8>,
     /// Bytes of the queue that are written already.
     written: usize,
+    patience: Patience,
+    /// Bytes of important lines that came since the reader was given up.
+    reserved: usize,
     /// Why nothing is written any more.
     failure: Option<Errno>,
 }
 
 impl Sink {
-    pub(crate) fn new(target: impl AsFd + 'static, terminal: bool) -> Self {
+    pub(crate) fn new(target: impl AsFd + 'static, terminal: bool, patience: Duration) -> Self {
         let regular = target.as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
         let piece = match regular {
             _ if terminal => TERMINAL_PIECE,
             Ok(metadata) if metadata.is_file() => FILE_PIECE,
             _ => PIPE_PIECE,
         };
-        Sink { target: Box::new(target), piece, queue: Vec::new(), written: 0, failure: None }
+        let patience = Patience::new(patience);
+        let target = Box::new(target);
+        Sink { target, piece, queue: Vec::new(), written: 0, patience, reserved: 0, failure: None }
     }
 
-    /// Writes what finds room now, and keeps the rest. After a failure everything is dropped.
-    pub(crate) fn push(&mut self, bytes: &[u8]) {
+    /// Writes what finds room now, and keeps the rest. False if it is dropped: while the reader is stuck.
+    /// After a failure everything is dropped, and nobody need count it.
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> bool {
+        let stuck = self.patience.is_stuck();
+        if !stuck {
+            self.keep(bytes);
+        }
+        !stuck
+    }
+
+    /// As [`push`](Self::push), for the few lines that are worth some more room.
+    pub(crate) fn push_important(&mut self, bytes: &[u8]) {
+        self.reserved = if self.patience.is_stuck() { self.reserved + bytes.len() } else { 0 };
+        if self.reserved <= RESERVE {
+            self.keep(bytes);
+        }
+    }
+
+    fn keep(&mut self, bytes: &[u8]) {
         if self.failure.is_none() {
             self.queue.extend_from_slice(bytes);
             self.write_what_fits();
@@ -55,6 +83,7 @@ impl Sink {
 
     /// Goes on writing what is kept.
     pub(crate) fn write_what_fits(&mut self) {
+        let before = self.rest();
         while self.has_rest() && self.has_room() {
             let end = self.queue.len().min(self.written + self.piece);
             match write(&self.target, &self.queue[self.written..end]) {
@@ -68,12 +97,35 @@ impl Sink {
                 }
             }
         }
+        let taken = self.rest() < before;
         if !self.has_rest() {
             self.queue.clear();
             self.written = 0;
+            // One long line should not cost its memory for the rest of the run.
+            self.queue.shrink_to(LONG_QUEUE);
         } else if self.written > LONG_QUEUE {
             self.queue.drain(..std::mem::take(&mut self.written));
         }
+        self.patience.observe(taken, self.rest() > LONG_QUEUE, Instant::now());
+    }
+
+    /// When [`expire`](Self::expire) is due.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.patience.deadline()
+    }
+
+    /// Gives the reader up if it has taken nothing for too long.
+    pub(crate) fn expire(&mut self, now: Instant) {
+        self.patience.expire(now);
+    }
+
+    /// True while what is pushed is dropped.
+    pub(crate) fn is_stuck(&self) -> bool {
+        self.patience.is_stuck()
+    }
+
+    fn rest(&self) -> usize {
+        self.queue.len() - self.written
     }
 
     /// True while something waits for room.
@@ -83,7 +135,7 @@ impl Sink {
 
     /// True if ranks should wait before they write more.
     pub(crate) fn is_behind(&self) -> bool {
-        self.queue.len() - self.written > LONG_QUEUE
+        self.patience.is_waiting()
     }
 
     /// Why nothing is written any more.
@@ -110,10 +162,12 @@ mod tests {
 
     use super::*;
 
+    const LIMIT: Duration = Duration::from_secs(30);
+
     #[test]
     fn a_stuck_reader_does_not_block() {
         let (mut reader, writer) = std::io::pipe().unwrap();
-        let mut sink = Sink::new(writer, false);
+        let mut sink = Sink::new(writer, false, LIMIT);
         let input: Vec<u8> = (0..400_000u32).map(|index| index as u8).collect();
         sink.push(&input);
         assert!(sink.has_rest() && sink.is_behind());
@@ -134,10 +188,36 @@ mod tests {
     fn a_reader_that_is_gone_costs_its_lines_only() {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
-        let mut sink = Sink::new(writer, false);
+        let mut sink = Sink::new(writer, false, LIMIT);
         sink.push(b"lost");
         assert_eq!(sink.failure(), Some(Errno::EPIPE));
         sink.push(b"lost too");
         assert!(!sink.has_rest());
+    }
+
+    #[test]
+    fn a_reader_that_stopped_costs_what_comes_then() {
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        let mut sink = Sink::new(writer, false, LIMIT);
+        assert!(sink.push(&[b'a'; 400_000]));
+        let deadline = sink.deadline().unwrap();
+        sink.expire(deadline);
+        assert!(sink.is_stuck() && !sink.is_behind() && sink.deadline().is_none());
+        assert!(!sink.push(b"dropped"));
+        sink.push_important(b"kept");
+        for _ in 0..100 {
+            sink.push_important(&[b'x'; 4096]);
+        }
+        assert!(sink.rest() < 400_000 + RESERVE + 4096);
+        let mut output = vec![0; 400_004];
+        reader.read_exact(&mut output[..65_536]).unwrap();
+        sink.write_what_fits();
+        assert!(!sink.is_stuck() && sink.push(b"shown"));
+        let mut end = 65_536;
+        while end < output.len() {
+            end += reader.read(&mut output[end..]).unwrap();
+            sink.write_what_fits();
+        }
+        assert!(output.ends_with(b"akept"));
     }
 }

@@ -33,7 +33,7 @@ impl CpuCommunicator {
             self.wait(&line.flag, self.sequence, call, || {
                 let arrived =
                     |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
-                (vec![peer], self.peers().filter(|peer| !arrived(peer)).collect())
+                (vec![peer], self.not_waiting(self.peers().filter(|peer| !arrived(peer)).collect()))
             })?;
             if line.digest() != digest {
                 let theirs = self.region.lines(peer).call(self.sequence);
@@ -118,6 +118,13 @@ impl CpuCommunicator {
         }
         waited_for.sort_unstable();
         Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
+    }
+
+    /// Those of `absent` that hold up the others: a rank that is late because it waits for another one itself does not.
+    fn not_waiting(&self, absent: Vec<u32>) -> Vec<u32> {
+        let holding_up: Vec<u32> =
+            absent.iter().copied().filter(|peer| self.last_in_line(*peer) == *peer).collect();
+        if holding_up.is_empty() { absent } else { holding_up }
     }
 
     /// The rank that `peer` waits for in turn, and so on: the first that does not wait, or whose wait is over, is the

@@ -3,18 +3,20 @@
 //! Nothing here decides anything. Events go to the [`Supervisor`], and its actions are carried out. Nothing here blocks
 //! either, except in `poll`: not on a rank's pipe, and not on the reader of our own output.
 
-use std::os::fd::{AsFd, BorrowedFd};
+mod wait;
+
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use mgpu::progress::{self, RankState};
 use mgpu::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::read;
 
+use crate::events::{self, EventLog};
 use crate::group::wait_for_end;
 use crate::interrupt::Signals;
 use crate::output::{Output, Stream};
@@ -23,20 +25,14 @@ use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
 use crate::watch::{self, Verdict, Watched};
 use crate::{exit_code, orphans};
+use wait::{Source, ends_the_run, output_sources, poll_sources, signal_sources};
+pub(crate) use wait::{flush, wait_out};
 
 /// Capacity of a pipe where the kernel does not tell.
 const PIPE_CAPACITY: usize = 64 << 10;
 
-/// What a ready descriptor belongs to.
-#[derive(Debug, Clone, Copy)]
-enum Source {
-    Signals,
-    Guardian,
-    Server,
-    Exit(u32),
-    Pipe(u32, Stream),
-    Room(Stream),
-}
+/// Time between two looks at the ranks' steps, if somebody records them.
+const STEPS_APART: Duration = Duration::from_secs(1);
 
 /// Everything the loop waits for.
 pub(crate) struct EventLoop<'a> {
@@ -44,15 +40,21 @@ pub(crate) struct EventLoop<'a> {
     server: Server,
     signals: &'a Signals,
     output: &'a mut Output,
+    events: &'a mut EventLog,
     supervisor: Supervisor,
     /// Longest silence of a rank.
     progress_timeout: Option<Duration>,
     /// When a rank might have been silent for so long.
     next_look: Option<Instant>,
+    /// The last step of each rank that was recorded, and when to look for new ones.
+    steps: Vec<u64>,
+    next_steps: Option<Instant>,
     /// This process is the parent of whatever the ranks leave behind.
     adopts: bool,
     /// The guardian has ended.
     orphaned: bool,
+    /// Ranks that the launcher has asked to end.
+    asked: Vec<bool>,
 }
 
 /// How the ranks ended.
@@ -68,20 +70,27 @@ impl<'a> EventLoop<'a> {
         server: Server,
         signals: &'a Signals,
         output: &'a mut Output,
+        events: &'a mut EventLog,
         supervisor: Supervisor,
     ) -> Self {
         let (progress_timeout, next_look) = (None, None);
         let (adopts, orphaned) = (false, false);
+        let (steps, asked) = (vec![0; ranks.len()], vec![false; ranks.len()]);
+        let next_steps = events.is_enabled().then(Instant::now);
         EventLoop {
             ranks,
             server,
             signals,
             output,
+            events,
             supervisor,
             progress_timeout,
             next_look,
+            steps,
+            next_steps,
             adopts,
             orphaned,
+            asked,
         }
     }
 
@@ -107,8 +116,12 @@ impl<'a> EventLoop<'a> {
                 match source {
                     Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
                     Source::Room(stream) => self.output.resume(*stream),
-                    Source::Signals | Source::Guardian | Source::Server | Source::Exit(_) => {}
+                    Source::Signals | Source::Guardian | Source::Server | Source::Exit(_) | Source::Log => {}
                 }
+            }
+            self.output.tick(Instant::now());
+            if let Some(notice) = self.events.failure() {
+                self.output.say(&notice);
             }
             for event in self.events(&ready) {
                 for action in self.supervisor.handle(event, Instant::now()) {
@@ -123,6 +136,7 @@ impl<'a> EventLoop<'a> {
     /// Nothing of the ranks is left when this returns.
     fn end(&mut self, outcome: Outcome) -> End {
         self.drain_all();
+        self.record_steps();
         if self.adopts {
             if !orphans::end_all() {
                 self.output.say("a process that a rank has left behind does not end, though it was killed");
@@ -147,7 +161,7 @@ impl<'a> EventLoop<'a> {
                 }
                 Source::Server => events.extend(self.serve()),
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
-                Source::Pipe(..) | Source::Room(_) => {}
+                Source::Pipe(..) | Source::Room(_) | Source::Log => {}
             }
         }
         // Of ranks that ended within one turn, one that blames another failed after it.
@@ -155,6 +169,10 @@ impl<'a> EventLoop<'a> {
         events.extend(exits);
         if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
             events.extend(self.serve());
+        }
+        if self.next_steps.is_some_and(|at| at <= Instant::now()) {
+            self.record_steps();
+            self.next_steps = Some(Instant::now() + STEPS_APART);
         }
         events.extend(self.look_for_silence());
         events.push(Event::Tick);
@@ -201,6 +219,17 @@ impl<'a> EventLoop<'a> {
         }
     }
 
+    /// Writes down the steps that ranks have come to since the last time.
+    fn record_steps(&mut self) {
+        for (rank, last) in (0..).zip(&mut self.steps) {
+            let step = self.server.page().progress(rank).step;
+            if step != *last {
+                *last = step;
+                self.events.record(events::Event::Step { rank, step });
+            }
+        }
+    }
+
     /// What a rank is doing.
     fn row(&self, rank: u32) -> Row {
         let process = &self.ranks[rank as usize];
@@ -218,9 +247,9 @@ impl<'a> EventLoop<'a> {
     /// Sleeps until something is ready or due.
     fn wait(&self) -> Vec<Source> {
         let mut sources = vec![];
-        sources.extend(self.signals.fds().map(|fd| (Source::Signals, fd)));
-        let guardian = self.signals.guardian().filter(|_| !self.orphaned);
-        sources.extend(guardian.map(|fd| (Source::Guardian, fd)));
+        // The guardian's end stays readable: once is enough.
+        let is_news = |source: &Source| !(self.orphaned && matches!(source, Source::Guardian));
+        sources.extend(signal_sources(self.signals).filter(|(source, _)| is_news(source)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
             if !rank.reaped {
@@ -232,8 +261,14 @@ impl<'a> EventLoop<'a> {
                 sources.extend(pipe.map(|pipe| (Source::Pipe(number, stream), pipe.as_fd())));
             }
         }
-        sources.extend(self.output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
-        let deadlines = [self.supervisor.next_deadline(), self.server.next_deadline(), self.next_look];
+        sources.extend(output_sources(self.output));
+        let deadlines = [
+            self.supervisor.next_deadline(),
+            self.server.next_deadline(),
+            self.output.next_deadline(),
+            self.next_look,
+            self.next_steps,
+        ];
         poll_sources(&sources, deadlines.into_iter().flatten().min())
     }
 
@@ -241,7 +276,10 @@ impl<'a> EventLoop<'a> {
         let mut events = Vec::new();
         for event in self.server.service() {
             match event {
-                ServerEvent::Joined { rank, .. } => events.push(Event::Joined(rank)),
+                ServerEvent::Joined { rank, pid } => {
+                    self.events.record(events::Event::Join { rank, pid });
+                    events.push(Event::Joined(rank));
+                }
                 ServerEvent::Left { .. } => {}
                 ServerEvent::Unfit { rank, fault, why } => {
                     events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
@@ -310,6 +348,7 @@ impl<'a> EventLoop<'a> {
         };
         rank.reaped = true;
         rank.ended = Some(exit.describe());
+        self.events.record(events::Event::exit(number, exit, self.asked[number as usize]));
         self.drain(number);
         Some(Event::Exited { rank: number, exit, blame: self.server.blame(number) })
     }
@@ -317,15 +356,22 @@ impl<'a> EventLoop<'a> {
     fn carry_out(&mut self, action: Action) -> Option<Outcome> {
         match action {
             Action::Announce(rank, departure) => self.server.rank_gone(rank, departure),
-            Action::Send(rank, signal) => {
-                let rank = &self.ranks[rank as usize];
+            Action::Send(number, signal) => {
+                let rank = &self.ranks[number as usize];
                 if !rank.reaped {
                     let _ = killpg(rank.pid, signal);
+                    self.asked[number as usize] |= ends_the_run(signal);
                 }
             }
             Action::Say(text) => self.output.say(&text),
             Action::Report => self.report(),
-            Action::Finish(outcome) => return Some(outcome),
+            Action::Finish(outcome) => {
+                if let Some(rank) = outcome.culprit {
+                    let cause = outcome.message.clone().unwrap_or_default();
+                    self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
+                }
+                return Some(outcome);
+            }
         }
         None
     }
@@ -339,61 +385,4 @@ impl<'a> EventLoop<'a> {
             }
         }
     }
-}
-
-/// Lets `pause` pass. `false` if somebody wants the run to end meanwhile.
-pub(crate) fn wait_out(pause: Duration, signals: &Signals) -> bool {
-    let deadline = Instant::now() + pause;
-    while Instant::now() < deadline {
-        let mut sources: Vec<_> = signals.fds().map(|fd| (Source::Signals, fd)).collect();
-        sources.extend(signals.guardian().map(|fd| (Source::Guardian, fd)));
-        for source in poll_sources(&sources, Some(deadline)) {
-            match source {
-                Source::Signals if !signals.take().into_iter().any(ends_the_run) => {}
-                _ => return false,
-            }
-        }
-    }
-    true
-}
-
-fn ends_the_run(signal: Signal) -> bool {
-    matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP)
-}
-
-/// Waits until the reader of our output has taken everything, `patience` has passed or a signal says to give up.
-pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
-    let deadline = patience.map(|patience| Instant::now() + patience);
-    while output.waiting().next().is_some() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
-        let mut sources: Vec<_> = signals.fds().map(|fd| (Source::Signals, fd)).collect();
-        sources.extend(output.waiting().map(|(stream, fd)| (Source::Room(stream), fd)));
-        for source in poll_sources(&sources, deadline) {
-            match source {
-                Source::Room(stream) => output.resume(stream),
-                _ if signals.take().into_iter().any(ends_the_run) => return,
-                _ => {}
-            }
-        }
-    }
-}
-
-/// The sources that are ready, after a sleep until one is or `deadline` has passed.
-fn poll_sources(sources: &[(Source, BorrowedFd<'_>)], deadline: Option<Instant>) -> Vec<Source> {
-    let wanted = |source: &Source| match source {
-        Source::Room(_) => PollFlags::POLLOUT,
-        _ => PollFlags::POLLIN,
-    };
-    let mut fds: Vec<PollFd<'_>> =
-        sources.iter().map(|(source, fd)| PollFd::new(*fd, wanted(source))).collect();
-    let time_left = deadline.map_or(PollTimeout::NONE, |deadline| {
-        let left = deadline.saturating_duration_since(Instant::now());
-        // Rounded up: waking a fraction of a millisecond early would only mean another turn.
-        PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
-    });
-    // An interrupted poll leaves nothing ready: the next turn of the loop waits again.
-    if poll(&mut fds, time_left).is_err() {
-        return Vec::new();
-    }
-    let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
-    fds.iter().zip(sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source).collect()
 }

@@ -1,0 +1,99 @@
+//! Waiting for several things at once, within the loop and after it.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+
+use crate::interrupt::Signals;
+use crate::output::{Output, Stream};
+
+/// What a ready descriptor belongs to.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Source {
+    Signals,
+    Guardian,
+    Server,
+    Exit(u32),
+    Pipe(u32, Stream),
+    Room(Stream),
+    Log,
+}
+
+/// Lets `pause` pass. `false` if somebody wants the run to end meanwhile.
+pub(crate) fn wait_out(pause: Duration, signals: &Signals) -> bool {
+    let deadline = Instant::now() + pause;
+    while Instant::now() < deadline {
+        let sources: Vec<_> = signal_sources(signals).collect();
+        for source in poll_sources(&sources, Some(deadline)) {
+            match source {
+                Source::Signals if !signals.take().into_iter().any(ends_the_run) => {}
+                _ => return false,
+            }
+        }
+    }
+    true
+}
+
+/// True for what a process is asked or made to end by.
+pub(super) fn ends_the_run(signal: Signal) -> bool {
+    matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP | Signal::SIGKILL)
+}
+
+/// Waits until the readers of our output and the logs have taken everything, `patience` has passed or a signal says
+/// to give up.
+pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
+    let deadline = patience.map(|patience| Instant::now() + patience);
+    let mut given_up = false;
+    output.close();
+    while output.is_pending() && !given_up && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+        let mut sources: Vec<_> = signal_sources(signals).collect();
+        sources.extend(output_sources(output));
+        for source in poll_sources(&sources, deadline.into_iter().chain(output.next_deadline()).min()) {
+            match source {
+                Source::Room(stream) => output.resume(stream),
+                Source::Signals => given_up |= signals.take().into_iter().any(ends_the_run),
+                Source::Guardian => given_up = true,
+                _ => {}
+            }
+        }
+        output.tick(Instant::now());
+    }
+    // What was found out in the last turn, such as a full disk, is still to be said.
+    output.tick(Instant::now());
+    output.abandon_logs();
+}
+
+/// What a user can make happen.
+pub(super) fn signal_sources(signals: &Signals) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
+    let guardian = signals.guardian().map(|fd| (Source::Guardian, fd));
+    signals.fds().map(|fd| (Source::Signals, fd)).chain(guardian)
+}
+
+/// What the output waits for.
+pub(super) fn output_sources(output: &Output) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
+    let rooms = output.waiting().map(|(stream, fd)| (Source::Room(stream), fd));
+    rooms.chain(output.log_bell().map(|fd| (Source::Log, fd)))
+}
+
+/// The sources that are ready, after a sleep until one is or `deadline` has passed.
+pub(super) fn poll_sources(sources: &[(Source, BorrowedFd<'_>)], deadline: Option<Instant>) -> Vec<Source> {
+    let wanted = |source: &Source| match source {
+        Source::Room(_) => PollFlags::POLLOUT,
+        _ => PollFlags::POLLIN,
+    };
+    let mut fds: Vec<PollFd<'_>> =
+        sources.iter().map(|(source, fd)| PollFd::new(*fd, wanted(source))).collect();
+    let time_left = deadline.map_or(PollTimeout::NONE, |deadline| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up: waking a fraction of a millisecond early would only mean another turn.
+        PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
+    });
+    // An interrupted poll leaves nothing ready: the next turn of the loop waits again.
+    if poll(&mut fds, time_left).is_err() {
+        return Vec::new();
+    }
+    let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+    fds.iter().zip(sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source).collect()
+}

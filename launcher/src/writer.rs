@@ -1,0 +1,320 @@
+//! Files that are written without waiting for them.
+//!
+//! No system call tells beforehand whether a write to a file will return: a file server that is gone keeps it for
+//! ever, and a disk that is busy for seconds. The loop that notices dead ranks cannot afford either, so a thread does
+//! the writing. Between the two is a queue, and what is known of it: how many bytes it holds, how many have left it.
+//! What to do when it is long is the business of whoever fills it (`output::logs`, `events`).
+//!
+//! A file that cannot be written any more, on a full disk for instance, is given up: what comes for it is dropped, and
+//! the reason can be asked for once. A *bell*, a descriptor that can be polled, rings when something has happened that
+//! somebody may wait for.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+/// Bytes in the queue from which it is long.
+pub(crate) const LONG_QUEUE: usize = 1 << 20;
+/// Longest write: how finely progress is seen.
+const PIECE: usize = 64 << 10;
+
+/// Lines for one file.
+struct Batch {
+    file: usize,
+    bytes: Vec<u8>,
+    lines: u64,
+}
+
+/// What filler and writer share.
+struct State {
+    queue: VecDeque<Batch>,
+    /// Bytes that are not written yet, those in the writer's hands included.
+    waiting: usize,
+    /// Bytes that have left the queue since the start.
+    taken: u64,
+    /// Lines of each file that are not written yet.
+    lines: Vec<u64>,
+    /// Files that are given up, and why, until somebody has asked.
+    failures: Vec<(usize, io::Error)>,
+    failed: Vec<bool>,
+    /// Somebody waits for the queue's end.
+    ring_when_empty: bool,
+    rung: bool,
+    /// Nobody fills the queue any more.
+    closed: bool,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// Something has come into the queue, or left it.
+    changed: Condvar,
+    bell: EventFd,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it holds the lock, and no half-made change could be seen if something did.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring(&self, state: &mut State) {
+        if !std::mem::replace(&mut state.rung, true) {
+            // Fails only if the counter is about to overflow.
+            let _ = self.bell.write(1);
+        }
+    }
+}
+
+/// A thread that writes files, and its queue.
+///
+/// Dropping it waits for nothing: what is in the queue is still written if the process lives on.
+pub(crate) struct Writer {
+    shared: Arc<Shared>,
+}
+
+impl Writer {
+    /// A thread named `name` for these files.
+    pub(crate) fn start(name: &str, files: Vec<File>) -> io::Result<Self> {
+        let state = State {
+            queue: VecDeque::new(),
+            waiting: 0,
+            taken: 0,
+            lines: vec![0; files.len()],
+            failures: Vec::new(),
+            failed: vec![false; files.len()],
+            ring_when_empty: false,
+            rung: false,
+            closed: false,
+        };
+        let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), bell });
+        let own = Arc::clone(&shared);
+        thread::Builder::new().name(name.into()).spawn(move || write_all(&own, files))?;
+        Ok(Writer { shared })
+    }
+
+    /// Puts whole lines into the queue; false if the file has been given up.
+    pub(crate) fn push(&self, file: usize, bytes: &[u8], lines: u64) -> bool {
+        let mut state = self.shared.lock();
+        if state.failed[file] {
+            return false;
+        }
+        if bytes.is_empty() {
+            return true;
+        }
+        state.waiting += bytes.len();
+        state.lines[file] += lines;
+        match state.queue.back_mut() {
+            Some(batch) if batch.file == file && batch.bytes.len() + bytes.len() <= PIECE => {
+                batch.bytes.extend_from_slice(bytes);
+                batch.lines += lines;
+            }
+            _ => state.queue.push_back(Batch { file, bytes: bytes.to_vec(), lines }),
+        }
+        self.shared.changed.notify_all();
+        true
+    }
+
+    /// Bytes that are not written yet.
+    pub(crate) fn waiting(&self) -> usize {
+        self.shared.lock().waiting
+    }
+
+    /// Bytes that have left the queue since the start: two equal answers mean that nothing moved in between.
+    pub(crate) fn taken(&self) -> u64 {
+        self.shared.lock().taken
+    }
+
+    /// The files that were given up since the last call.
+    pub(crate) fn failures(&self) -> Vec<(usize, io::Error)> {
+        std::mem::take(&mut self.shared.lock().failures)
+    }
+
+    /// Readable when a long queue has become short, when a file was given up and, once somebody
+    /// [asked](Self::ring_when_empty), when nothing is left to be written.
+    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
+        self.shared.bell.as_fd()
+    }
+
+    /// Takes note that the bell has rung.
+    pub(crate) fn silence(&self) {
+        if std::mem::take(&mut self.shared.lock().rung) {
+            // There is something to read, and if not there is nothing to silence.
+            let _ = self.shared.bell.read();
+        }
+    }
+
+    /// Lets the bell ring when nothing is left to be written.
+    pub(crate) fn ring_when_empty(&self) {
+        let mut state = self.shared.lock();
+        state.ring_when_empty = true;
+        if state.waiting == 0 {
+            self.shared.ring(&mut state);
+        }
+    }
+
+    /// Gives all files up. The number of lines of each that may not have been written.
+    pub(crate) fn abandon(&self) -> Vec<u64> {
+        let mut state = self.shared.lock();
+        state.queue.clear();
+        state.waiting = 0;
+        state.failed.fill(true);
+        state.lines.iter_mut().map(std::mem::take).collect()
+    }
+
+    /// Waits until everything is written, or nothing has moved for `patience`.
+    pub(crate) fn flush(&self, patience: Duration) {
+        let mut state = self.shared.lock();
+        let (mut taken, mut since) = (state.taken, Instant::now());
+        while state.waiting > 0 {
+            if state.taken != taken {
+                (taken, since) = (state.taken, Instant::now());
+            }
+            let left = patience.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return;
+            }
+            let woken = self.shared.changed.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.shared.lock().closed = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+/// The thread.
+fn write_all(shared: &Shared, mut files: Vec<File>) {
+    loop {
+        let mut state = shared.lock();
+        let batch = loop {
+            match state.queue.pop_front() {
+                Some(batch) => break batch,
+                None if state.closed => return,
+                None => state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        drop(state);
+        for piece in batch.bytes.chunks(PIECE) {
+            let given_up = shared.lock().failed[batch.file];
+            let written = if given_up { Ok(()) } else { files[batch.file].write_all(piece) };
+            let mut state = shared.lock();
+            let was_long = state.waiting > LONG_QUEUE;
+            // Less than what was counted only if everything was given up meanwhile.
+            state.waiting = state.waiting.saturating_sub(piece.len());
+            state.taken += piece.len() as u64;
+            if let Err(error) = written
+                && !std::mem::replace(&mut state.failed[batch.file], true)
+            {
+                state.failures.push((batch.file, error));
+                shared.ring(&mut state);
+            }
+            if was_long && state.waiting <= LONG_QUEUE || state.ring_when_empty && state.waiting == 0 {
+                shared.ring(&mut state);
+            }
+        }
+        let mut state = shared.lock();
+        state.lines[batch.file] = state.lines[batch.file].saturating_sub(batch.lines);
+        drop(state);
+        shared.changed.notify_all();
+    }
+}
+
+/// How a file is begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// What was in it is gone.
+    Empty,
+    /// Behind what is in it.
+    Append,
+}
+
+/// Opens a file for lines at its end, wherever that is by then: somebody may shorten it while it is written.
+pub(crate) fn open(path: &Path, start: Start) -> io::Result<File> {
+    let file = OpenOptions::new().append(true).create(true).open(path)?;
+    if start == Start::Empty && file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::OwnedFd;
+
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+    use super::*;
+
+    fn wait_for_bell(writer: &Writer) {
+        poll(&mut [PollFd::new(writer.bell(), PollFlags::POLLIN)], PollTimeout::NONE).unwrap();
+        writer.silence();
+    }
+
+    #[test]
+    fn everything_is_written_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = [folder.path().join("a"), folder.path().join("b")];
+        std::fs::write(&paths[0], "old").unwrap();
+        std::fs::write(&paths[1], "old\n").unwrap();
+        let files = vec![open(&paths[0], Start::Empty).unwrap(), open(&paths[1], Start::Append).unwrap()];
+        let writer = Writer::start("test", files).unwrap();
+        for index in 0..10_000 {
+            assert!(writer.push(index % 2, format!("{index}\n").as_bytes(), 1));
+        }
+        writer.ring_when_empty();
+        wait_for_bell(&writer);
+        assert_eq!(writer.waiting(), 0);
+        let lines = |which: usize| -> String {
+            (0..10_000).filter(|index| index % 2 == which).map(|index| format!("{index}\n")).collect()
+        };
+        assert_eq!(std::fs::read_to_string(&paths[0]).unwrap(), lines(0));
+        assert_eq!(std::fs::read_to_string(&paths[1]).unwrap(), format!("old\n{}", lines(1)));
+    }
+
+    #[test]
+    fn a_full_disk_ends_its_file_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("good");
+        let files =
+            vec![open(Path::new("/dev/full"), Start::Empty).unwrap(), open(&path, Start::Empty).unwrap()];
+        let writer = Writer::start("test", files).unwrap();
+        assert!(writer.push(0, b"lost\n", 1));
+        wait_for_bell(&writer);
+        let failures = writer.failures();
+        assert_eq!(failures.len(), 1);
+        assert_eq!((failures[0].0, failures[0].1.kind()), (0, io::ErrorKind::StorageFull));
+        assert!(!writer.push(0, b"lost too\n", 1) && writer.push(1, b"kept\n", 1));
+        writer.flush(Duration::MAX);
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "kept\n");
+    }
+
+    #[test]
+    fn a_stuck_file_is_not_waited_for() {
+        let (mut reader, pipe) = io::pipe().unwrap();
+        let writer = Writer::start("test", vec![File::from(OwnedFd::from(pipe))]).unwrap();
+        let line = vec![b'x'; LONG_QUEUE];
+        assert!(writer.push(0, &line, 1) && writer.push(0, b"\nlast\n", 2));
+        writer.flush(Duration::from_millis(1));
+        assert!(writer.waiting() > 0);
+        assert_eq!(writer.abandon(), [3]);
+        assert_eq!(writer.waiting(), 0);
+        drop(writer);
+        // If the writer is held up in a piece, it still finishes that.
+        let mut bytes = Vec::new();
+        reader.read_to_end(&mut bytes).unwrap();
+        assert!(bytes.len() < line.len() && line.starts_with(&bytes));
+    }
+}

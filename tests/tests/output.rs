@@ -1,0 +1,243 @@
+//! What the launcher promises of the ranks' output: whole lines, nothing lost in silence, nobody blocked for good.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use mgpu_tests::process::{command, finish, run, until};
+use nix::pty::openpty;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+/// A launcher whose ranks run a shell script.
+fn shell(ranks: u32, options: &[&str], script: &str) -> Command {
+    let mut launcher = command("env");
+    launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun"), "-n", &ranks.to_string()]);
+    launcher.args(options).args(["sh", "-c", script]);
+    launcher
+}
+
+/// What a launcher writes to a standard output that takes everything, to the byte.
+fn stdout_of(launcher: &mut Command) -> Vec<u8> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("stdout");
+    let mut child = launcher.stdout(File::create(&path).unwrap()).spawn().unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    fs::read(path).unwrap()
+}
+
+#[test]
+fn bytes_come_through_unchanged() {
+    let script = r"printf '\377\376\000\033x\n\200'; printf 'no end'";
+    assert_eq!(stdout_of(&mut shell(1, &[], script)), b"[0] \xff\xfe\0\x1bx\n[0] \x80no end\n");
+}
+
+#[test]
+fn long_lines_are_not_cut_into_each_other() {
+    let script = r"for i in 1 2 3; do head -c 1000000 /dev/zero | tr '\0' $RANK; echo; done";
+    let bytes = stdout_of(&mut shell(4, &["--no-prefix"], script));
+    let mut counts = [0; 4];
+    for line in bytes.strip_suffix(b"\n").unwrap().split(|byte| *byte == b'\n') {
+        assert!(line.len() == 1_000_000 && line.iter().all(|byte| *byte == line[0]));
+        counts[usize::from(line[0] - b'0')] += 1;
+    }
+    assert_eq!(counts, [3; 4]);
+}
+
+#[test]
+fn lines_in_bits_are_put_together_and_progress_is_dropped() {
+    let script = r"for bit in a b c; do printf $bit; done; printf '\n10%%\r20%%\r\r30%%\rdone\r\nlast\r'";
+    let finished = run(&mut shell(2, &["--no-prefix"], script));
+    let mut lines: Vec<&str> = finished.stdout.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["abc", "abc", "done", "done"]);
+}
+
+#[test]
+fn the_order_within_a_rank_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let logs = folder.path().to_str().unwrap();
+    let bytes = stdout_of(&mut shell(3, &["--log-dir", logs, "--tee"], "seq 100000"));
+    let text = String::from_utf8(bytes).unwrap();
+    let numbers: String = (1..=100_000).map(|number| format!("{number}\n")).collect();
+    for rank in 0..3 {
+        let prefix = format!("[{rank}] ");
+        let own = text.lines().filter_map(|line| line.strip_prefix(&prefix));
+        assert!(own.eq(numbers.lines()), "rank {rank}");
+        assert!(fs::read_to_string(folder.path().join(format!("rank-{rank}.log"))).unwrap() == numbers);
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_reader_that_never_reads() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "seq -f %0100.0f 50000; : > done-$RANK";
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-impatient"));
+    launcher.args(["2", script]).current_dir(folder.path());
+    let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Ten megabytes are more than all pipes and queues hold.
+    until(|| (0..2).all(|rank| folder.path().join(format!("done-{rank}")).exists()));
+    let finished = finish(&mut child);
+    assert_eq!(finished.code, Some(0));
+    let told = |line: &str| {
+        let line = line.strip_prefix("mgpurun: ")?;
+        let count =
+            line.strip_suffix(" lines of standard output are not shown: nobody took any for 0.05 s")?;
+        count.parse::<usize>().ok()
+    };
+    let missed: usize = finished.stderr.lines().filter_map(told).sum();
+    assert!(missed > 50_000, "{}", finished.stderr);
+    assert_eq!(finished.stdout.lines().count() + missed, 100_000);
+    assert!(finished.stdout.lines().all(|line| line.len() == 104));
+}
+
+#[test]
+fn a_full_disk_costs_the_log_only() {
+    let folder = tempfile::tempdir().unwrap();
+    symlink("/dev/full", folder.path().join("rank-0.log")).unwrap();
+    let options = ["--log-dir", folder.path().to_str().unwrap()];
+    let finished = run(&mut shell(2, &options, "seq 100000"));
+    finished.expect(0, &["mgpurun: the log of rank 0 ends here: No space left on device"]);
+    assert_eq!(finished.stderr.lines().count(), 1);
+    assert_eq!(fs::read_to_string(folder.path().join("rank-1.log")).unwrap().lines().count(), 100_000);
+    let finished = run(&mut shell(2, &["--events", "/dev/full"], "true"));
+    finished.expect(0, &["mgpurun: the events in /dev/full end here: No space left on device"]);
+}
+
+#[test]
+fn a_tee_goes_both_ways() {
+    let folder = tempfile::tempdir().unwrap();
+    let logs = folder.path().to_str().unwrap();
+    let log = |rank: u32| fs::read_to_string(folder.path().join(format!("rank-{rank}.log"))).unwrap();
+    let options = ["--log-dir", logs, "--tee", "--rank-filter", "1"];
+    let finished = run(&mut shell(2, &options, "echo I am $RANK"));
+    assert_eq!((finished.stdout.as_str(), log(0).as_str()), ("[1] I am 1\n", "I am 0\n"));
+    let finished = run(&mut shell(2, &["--log-dir", logs], "echo $RANK; exit 3"));
+    finished.expect(3, &["mgpurun: the last lines of rank "]);
+    assert_eq!((finished.stdout.as_str(), log(1).as_str()), ("", "1\n"));
+    run(&mut shell(1, &["--tee"], "true")).expect(2, &["required arguments", "--log-dir <DIR>"]);
+}
+
+#[test]
+fn timestamps_are_in_front_of_every_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let logs = folder.path().to_str().unwrap();
+    let options = ["--timestamps", "--log-dir", logs, "--tee"];
+    let finished = run(&mut shell(1, &options, "echo out; exit 3"));
+    let log = fs::read_to_string(folder.path().join("rank-0.log")).unwrap();
+    let bare = run(&mut shell(1, &["--timestamps", "--no-prefix"], "echo bare"));
+    let text = [finished.stdout, log, bare.stdout, finished.stderr].concat();
+    let stamped = |line: &str| {
+        let (time, text) = line.split_once(' ').unwrap();
+        assert!(time.len() == 24 && humantime::parse_rfc3339(time).is_ok(), "{line}");
+        text.to_owned()
+    };
+    let mut lines: Vec<String> = text.lines().map(stamped).collect();
+    assert!(lines.remove(3).starts_with("mgpurun: rank 0 exited with code 3 after "));
+    assert_eq!(lines, ["[0] out", "out", "bare", "mgpurun: the last lines of rank 0:", "    out"]);
+}
+
+#[test]
+fn colours_are_for_terminals() {
+    let terminal = openpty(None, None).unwrap();
+    let mut launcher = shell(1, &[], r"printf '10%%\rdone\n'");
+    let mut child = launcher.env_remove("NO_COLOR").stdout(terminal.slave).spawn().unwrap();
+    drop(launcher);
+    let mut shown = Vec::new();
+    // The end of a terminal is an error: nobody is left on its other side.
+    let _ = File::from(terminal.master).read_to_end(&mut shown);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let prefix = "\x1b[31m[0]\x1b[0m ";
+    let expected = format!("{prefix}10%\x1b[K\r{prefix}done\x1b[K\r\n");
+    assert_eq!(String::from_utf8(shown).unwrap(), expected);
+    assert_eq!(stdout_of(&mut shell(1, &[], "echo done")), b"[0] done\n");
+}
+
+/// The events in a file, without their times.
+fn events(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    let event = |line: &str| {
+        let mut event: Value = serde_json::from_str(line).unwrap();
+        let object = event.as_object_mut().unwrap();
+        let time = object.remove("time").unwrap();
+        assert!(humantime::parse_rfc3339(time.as_str().unwrap()).is_ok(), "{time}");
+        assert!(object.remove("elapsed_s").unwrap().as_f64().unwrap() >= 0.0);
+        event
+    };
+    text.lines().map(event).collect()
+}
+
+/// The events of one kind.
+fn of<'a>(events: &'a [Value], kind: &str) -> Vec<&'a Value> {
+    events.iter().filter(|event| event["event"] == kind).collect()
+}
+
+#[test]
+fn events_of_a_good_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", "2", "--events", path.to_str().unwrap(), "t-hello_ring"]);
+    run(&mut launcher).expect(0, &[]);
+    let events = events(&path);
+    assert_eq!(events[0]["event"], "start");
+    assert!(events[0]["program"].as_str().unwrap().ends_with("/t-hello_ring"), "{events:?}");
+    assert_eq!((&events[0]["ranks"], &events[0]["restart"]), (&2.into(), &0.into()));
+    assert!(events[0]["run_id"].as_str().is_some_and(|id| !id.is_empty()));
+    let mut joined: Vec<_> = of(&events, "join").iter().map(|event| event["rank"].as_u64()).collect();
+    joined.sort_unstable();
+    assert_eq!(joined, [Some(0), Some(1)]);
+    assert!(of(&events, "join").iter().all(|event| event["pid"].as_u64().is_some_and(|pid| pid > 0)));
+    let exits = of(&events, "exit");
+    assert!(exits.len() == 2 && exits.iter().all(|exit| exit["code"] == 0 && exit["by_launcher"] == false));
+    assert!(of(&events, "fault").is_empty());
+    let end = serde_json::json!({"event": "end", "exit_code": 0, "message": null, "culprit": null});
+    assert_eq!(events.last(), Some(&end));
+    // Another run's come behind.
+    run(&mut launcher).expect(0, &[]);
+    assert_eq!(self::events(&path)[..events.len()], events);
+}
+
+#[test]
+fn events_of_a_failing_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let script = "[ $RANK = 1 ] && exit 3; while :; do sleep 0.05; done";
+    run(&mut shell(2, &["--events", path.to_str().unwrap()], script)).expect(3, &[]);
+    let events = events(&path);
+    assert_eq!(events[0]["arguments"], serde_json::json!(["-c", script]));
+    let faults = of(&events, "fault");
+    assert!(faults.len() == 1 && faults[0]["rank"] == 1 && faults[0]["exit_code"] == 3, "{events:?}");
+    assert!(faults[0]["cause"].as_str().unwrap().starts_with("rank 1 exited with code 3 after "));
+    let exits = of(&events, "exit");
+    assert_eq!(exits[0], &serde_json::json!({"event": "exit", "rank": 1, "code": 3, "by_launcher": false}));
+    assert_eq!(exits[1], &serde_json::json!({"event": "exit", "rank": 0, "signal": 15, "by_launcher": true}));
+    let end = events.last().unwrap();
+    assert!(end["event"] == "end" && end["exit_code"] == 3 && end["culprit"] == 1, "{end}");
+    assert_eq!(end["message"], faults[0]["cause"]);
+}
+
+#[test]
+fn events_of_an_interrupted_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let script = "trap 'exit 0' INT; : > ready-$RANK; while :; do sleep 0.05; done";
+    let mut launcher = shell(2, &["--grace", "30", "--events", path.to_str().unwrap()], script);
+    launcher.current_dir(folder.path());
+    let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| (0..2).all(|rank| folder.path().join(format!("ready-{rank}")).exists()));
+    // What happened is there to be read while the run goes on.
+    until(|| !events(&path).is_empty());
+    assert_eq!(events(&path)[0]["event"], "start");
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+    finish(&mut child).expect(130, &[]);
+    let events = events(&path);
+    let exits = of(&events, "exit");
+    assert!(exits.len() == 2 && exits.iter().all(|exit| exit["by_launcher"] == true), "{events:?}");
+    assert!(of(&events, "fault").is_empty());
+    let end = events.last().unwrap();
+    assert!(end["exit_code"] == 130 && end["message"].as_str().is_some_and(|text| text.contains("SIGINT")));
+}
