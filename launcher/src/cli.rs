@@ -11,6 +11,7 @@ use clap::{Parser, ValueEnum};
 use crate::exit_code;
 use crate::launch::Launch;
 use crate::output::{Color, OutputOptions};
+use crate::placement::Bind;
 use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
 use crate::program;
 use crate::ranks::RankSet;
@@ -20,7 +21,8 @@ Example:
   mgpurun -n 2 train_mnist --net lenet5
 
 Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
-the run starts) and the MGPU_* variables of the rendezvous; --dry-run shows them.
+the run starts) and the MGPU_* variables of the rendezvous, and its share of the cores as
+MGPU_THREADS and OMP_NUM_THREADS unless you have set these; --dry-run shows them.
 
 Exit codes:
   0              all ranks finished
@@ -93,6 +95,18 @@ struct Args {
     #[arg(long)]
     isolate_gpus: bool,
 
+    /// Bind ranks to cores: auto, none, core or numa.
+    ///
+    /// `core` gives each rank a share of the cores, `numa` all of a NUMA node; ranks with a GPU are put near it. `auto`
+    /// is `numa` on machines of several nodes where GPUs or ranks fit them, else `none`: within a node the kernel does
+    /// better. More ranks than cores are never bound. All within the cores that mgpurun itself may use.
+    #[arg(long, value_enum, value_name = "TO", default_value_t = BindArg::Auto, hide_possible_values = true)]
+    bind: BindArg,
+
+    /// Say at the start which cores and GPU each rank has.
+    #[arg(long)]
+    report_bindings: bool,
+
     /// Print what each rank would run, and start nothing.
     #[arg(long)]
     dry_run: bool,
@@ -110,6 +124,14 @@ enum BackendArg {
     Auto,
     Nccl,
     Cpu,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum BindArg {
+    Auto,
+    None,
+    Core,
+    Numa,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -164,6 +186,12 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
             BackendArg::Cpu => BackendChoice::Cpu,
         },
         isolate_gpus: args.isolate_gpus,
+        bind: match args.bind {
+            BindArg::Auto => Bind::Auto,
+            BindArg::None => Bind::None,
+            BindArg::Core => Bind::Core,
+            BindArg::Numa => Bind::Numa,
+        },
     };
     let color = match args.color {
         ColorArg::Auto => Color::Auto,
@@ -178,6 +206,7 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
     };
     let mut launch = Launch::new(program)
         .with_request(request)
+        .report_bindings(args.report_bindings)
         .output(output)
         .join_timeout(args.timeout)
         .grace(args.grace);
@@ -199,7 +228,7 @@ fn run(args: Args) -> Result<u8, Box<dyn std::error::Error>> {
 fn describe(plan: &Plan) -> String {
     let mut text = plan.notice.as_ref().map(|notice| format!("# {notice}\n")).unwrap_or_default();
     for rank in &plan.ranks {
-        text += &format!("# rank {}\n", rank.rank);
+        text += &format!("# {}\n", rank.location);
         for (name, value) in rank.complete(&RunFacts::unknown()) {
             text += &format!("{name}={} \\\n", quote(&value));
         }
@@ -256,6 +285,7 @@ mod tests {
             (&["--quiet-ranks", "x", "true"], "no set of ranks"),
             (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),
             (&["-x", "true"], "unexpected argument '-x'"),
+            (&["--bind", "socket", "true"], "possible values: auto, none, core, numa"),
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),
             (&[], "required arguments were not provided"),
         ] {
@@ -273,6 +303,7 @@ mod tests {
             ranks: Ranks::Count(1),
             backend: BackendChoice::Cpu,
             isolate_gpus: false,
+            bind: Bind::Auto,
         };
         let plan = crate::plan::plan(&request, &crate::plan::Machine::default()).unwrap();
         insta::assert_snapshot!(describe(&plan));

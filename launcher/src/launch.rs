@@ -10,8 +10,9 @@ use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, flush};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
+use crate::placement::Bind;
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
-use crate::spawn::{free_port, spawn};
+use crate::spawn::{Process, free_port, spawn};
 use crate::supervisor::{Outcome, Supervisor};
 
 /// Copies of a program to be started as ranks.
@@ -26,6 +27,7 @@ use crate::supervisor::{Outcome, Supervisor};
 pub struct Launch {
     request: Request,
     output: OutputOptions,
+    report_bindings: bool,
     join_timeout: Duration,
     grace: Duration,
     signals: Result<Signals, nix::Error>,
@@ -41,7 +43,9 @@ impl Launch {
                 ranks: Ranks::Auto,
                 backend: BackendChoice::Auto,
                 isolate_gpus: false,
+                bind: Bind::Auto,
             },
+            report_bindings: false,
             output: OutputOptions::default(),
             join_timeout: Duration::from_secs(60),
             grace: Duration::from_secs(5),
@@ -64,6 +68,18 @@ impl Launch {
     /// Chooses the backend.
     pub fn backend(mut self, backend: BackendChoice) -> Self {
         self.request.backend = backend;
+        self
+    }
+
+    /// Chooses which cores each rank may use.
+    pub fn bind(mut self, bind: Bind) -> Self {
+        self.request.bind = bind;
+        self
+    }
+
+    /// Says at the start where each rank is.
+    pub fn report_bindings(mut self, report: bool) -> Self {
+        self.report_bindings = report;
         self
     }
 
@@ -128,6 +144,9 @@ impl Launch {
         if let Some(notice) = &plan.notice {
             output.say(notice);
         }
+        if self.report_bindings {
+            plan.ranks.iter().for_each(|rank| output.say(&rank.location));
+        }
         let run_id = mgpu::protocol::new_run_id()?;
         let server = Server::bind(ranks, &run_id)?;
         let facts = RunFacts {
@@ -137,7 +156,9 @@ impl Launch {
             progress: output.shows_progress(),
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
-        let processes = plan.ranks.iter().map(|rank| spawn(&plan, rank, &facts)).collect::<Result<_, _>>()?;
+        let processes: Vec<Process> =
+            plan.ranks.iter().map(|rank| spawn(&plan, rank, &facts)).collect::<Result<_, _>>()?;
+        processes.iter().filter_map(|process| process.notice.as_ref()).for_each(|notice| output.say(notice));
         let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
         let outcome = EventLoop::new(processes, server, &signals, &mut output, supervisor).run();
         if let Some(message) = &outcome.message {

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`cli`] | arguments → request |
 //! | [`program`] | name → path |
+//! | [`placement`] | ranks + topology → the cores of each rank (pure, but for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
 //! | `spawn` | plan → processes, each in a group of its own, tied to this one |
 //! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
@@ -27,6 +28,7 @@ mod interrupt;
 mod launch;
 mod machine;
 pub mod output;
+pub mod placement;
 pub mod plan;
 pub mod program;
 pub mod ranks;
@@ -37,5 +39,6 @@ pub use error::LaunchError;
 pub use interrupt::Interrupter;
 pub use launch::Launch;
 pub use output::{LogError, OutputOptions};
+pub use placement::Bind;
 pub use plan::BackendChoice;
 pub use supervisor::Outcome;
