@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 
+use crate::doctor;
 use crate::exit_code;
 use crate::launch::Launch;
 use crate::output::{Color, OutputOptions};
@@ -23,6 +24,9 @@ Example:
 Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
 the run starts) and the MGPU_* variables of the rendezvous, and its share of the cores as
 MGPU_THREADS and OMP_NUM_THREADS unless you have set these; --dry-run shows them.
+
+Commands of mgpurun itself (after -- the word is a program's name):
+  mgpurun doctor   what this machine has of cores, memory, GPUs, drivers and libraries
 
 Exit codes:
   0              all ranks finished
@@ -160,7 +164,13 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
-    match run(Args::parse()) {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    // Commands of the launcher's own; a program of such a name can be started after `--`.
+    let result = match arguments.get(1).and_then(|word| word.to_str()) {
+        Some("doctor") => doctor::main(&arguments[1..]),
+        _ => run(Args::parse_from(arguments)),
+    };
+    match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             // Whoever closed standard error does not want to know.

@@ -14,12 +14,14 @@
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
 //! | `group` | nothing of a rank's process group is left |
 //! | [`output`] | bytes → whole lines with their rank |
+//! | `doctor` | what the machine has; a command of its own |
 //! | [`exit_code`] | what the shell gets |
 //!
 //! The library neither installs signal handlers nor ends the process; both are done by `cli` for `mgpurun` alone.
 #![forbid(unsafe_code)]
 
 pub mod cli;
+mod doctor;
 mod error;
 mod event_loop;
 pub mod exit_code;

@@ -11,7 +11,7 @@ use mgpu::protocol::{
 use crate::placement::{self, Bind, CoreSet, Gpu, Topology, place};
 
 /// The NCCL backend is not part of this version.
-const NCCL_IS_BUILT: bool = false;
+pub(crate) const NCCL_IS_BUILT: bool = false;
 /// More ranks than any machine has cores or GPUs for are a typing error.
 const MOST_RANKS: u32 = 4096;
 

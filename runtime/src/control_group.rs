@@ -20,7 +20,7 @@ pub(crate) fn cpu_quota() -> Option<usize> {
     folders("cpu").iter().filter_map(|folder| quota_of(folder)).min()
 }
 
-/// The same for a process whose `/proc/PID/cgroup` has the text `membership`.
+/// The folders for `controller` in `membership`, the text of a `/proc/PID/cgroup`, each followed by its parents.
 pub fn folders_of(membership: &str, controller: &str) -> Vec<PathBuf> {
     membership
         .lines()

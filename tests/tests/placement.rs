@@ -127,3 +127,14 @@ fn bound_ranks_train_as_unbound_ones_do() {
     };
     assert_eq!(weights("core"), weights("none"));
 }
+
+#[test]
+fn the_doctor_finds_this_machine_healthy() {
+    let doctor = |arguments: &[&str]| run(command(env!("CARGO_BIN_EXE_t-mgpurun")).args(arguments));
+    doctor(&["doctor"])
+        .expect(0, &["Machine\n", "  ok       cores", "libnccl.so.2", "Backends: cpu can be used"]);
+    doctor(&["doctor", "--help"]).expect(0, &["Usage: mgpurun doctor", "mgpurun -- doctor"]);
+    doctor(&["doctor", "now"]).expect(2, &["unexpected argument 'now'"]);
+    // A program of the name is within reach.
+    doctor(&["--", "doctor"]).expect(1, &["no program `doctor`"]);
+}
