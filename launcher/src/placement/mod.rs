@@ -11,11 +11,12 @@
 //! | `core` | a share of the cores that no other rank has |
 //! | `auto` | `numa` where ranks have GPUs whose node is known, or fill several nodes of the same size evenly; `core` where each rank's share is several whole nodes; else `none` |
 //!
-//! **Why `auto` does not bind on one node.** On 2 cores, 2 ranks, beside a compiler at the lowest priority: a bound rank
-//! cannot leave the core on which something else wants to run, and the other rank waits for it. Training steps took 3.2
-//! ms instead of 2.4, and 5.7 instead of 4.1 beside a second job like it; the time of an all-reduce was the same within
-//! the noise (0.33 and 0.31 µs for 4 bytes, 158 µs for 4 MiB). Ranks that start on the same core part by themselves
-//! (see the runtime's `comm/cpu/cores.rs`).
+//! **Why `auto` does not bind on one node.** A bound rank cannot leave the core on which something else wants to run, and
+//! its peers wait for it. Measured with 2 ranks on 2 cores while others were compiling there: a training step took 3.2 to
+//! 3.4 ms bound and 2.4 to 2.5 ms unbound; with two such jobs at once 5.7 and 4.1 ms; with several compilers (a load of 5)
+//! 3.5 ms either way. The time of an all-reduce was the same within the noise (0.36 and 0.35 µs for 4 bytes, 162 µs for
+//! 4 MiB). So binding won nothing and lost up to a third. Ranks that start on the same core part by themselves (see the
+//! runtime's `comm/cpu/cores.rs`). Several nodes could not be measured; there the memory decides.
 //!
 //! **Shares.** With `core` the ranks divide *all* cores, in the order of the nodes: two jobs at once then both use the
 //! whole machine, where a job that took the first few cores would sit on those of the other. Shares differ by one
