@@ -90,8 +90,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
     let folder = folder.ok_or("golden runs train on MNIST: name its folder with --data DIR or MGPU_DATA")?;
     let train = idx::read_split(&folder, Split::Train)?;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = args.threads.map_or((cores / world.local_size() as usize).max(1), usize::from);
+    let threads = args.threads.map_or_else(|| world.thread_share(), usize::from);
     let mut failed = Vec::new();
     for path in &args.files {
         let golden = read(path)?;

@@ -1,6 +1,6 @@
 //! The command line of `mgpurun`.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,9 +9,11 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use mgpu::inject::Injection;
 
+use crate::doctor;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
 use crate::output::{Color, OutputOptions};
+use crate::placement::Bind;
 use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
 use crate::ranks::RankSet;
 use crate::restart::RestartPolicy;
@@ -22,11 +24,16 @@ const AFTER_HELP: &str = "\
 Example:
   mgpurun -n 2 train_mnist --net lenet5
 
-`mgpurun ps` shows the runs of this user and what their ranks are doing; so does SIGQUIT (Ctrl-\\) to a
-running mgpurun, for its own. (A program of that name is started by `mgpurun -- ps`.)
-
 Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
-the run starts) and the MGPU_* variables of the rendezvous; --dry-run shows them.
+the run starts) and the MGPU_* variables of the rendezvous, and its share of the cores as
+MGPU_THREADS and OMP_NUM_THREADS unless you have set these; --dry-run shows them.
+
+Commands of mgpurun itself (after -- the word is a program's name):
+  mgpurun doctor   what this machine has of cores, memory, GPUs, drivers and libraries
+  mgpurun ps       what the ranks of this user's runs are doing
+
+SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run goes on. SIGUSR1 and
+SIGUSR2 are passed on to the ranks. A second SIGINT or SIGTERM kills.
 
 Exit codes:
   0              all ranks finished
@@ -153,6 +160,18 @@ struct Args {
     #[arg(long)]
     isolate_gpus: bool,
 
+    /// Bind ranks to cores: auto, none, core or numa.
+    ///
+    /// `core` gives each rank a share of the cores, `numa` all of a NUMA node; ranks with a GPU are put near it. `auto`
+    /// is `numa` on machines of several nodes where GPUs or ranks fit them, else `none`: within a node the kernel does
+    /// better. More ranks than cores are never bound. All within the cores that mgpurun itself may use.
+    #[arg(long, value_enum, value_name = "TO", default_value_t = BindArg::Auto, hide_possible_values = true)]
+    bind: BindArg,
+
+    /// Say at the start which cores and GPU each rank has.
+    #[arg(long)]
+    report_bindings: bool,
+
     /// Print what each rank would run, and start nothing.
     #[arg(long)]
     dry_run: bool,
@@ -170,6 +189,14 @@ enum BackendArg {
     Auto,
     Nccl,
     Cpu,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum BindArg {
+    Auto,
+    None,
+    Core,
+    Numa,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -198,33 +225,18 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
-    let first = std::env::args_os().nth(1);
-    let done = match first.as_deref().and_then(OsStr::to_str) {
-        Some("ps") => Ps::parse_from(std::env::args_os().skip(1)).run(),
-        _ => run(Args::parse()),
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    // Commands of the launcher's own; a program of such a name can be started after `--`.
+    let done = match arguments.get(1).and_then(|word| word.to_str()) {
+        Some("doctor") => doctor::main(&arguments[1..]),
+        Some("ps") => runs::main(&arguments[1..]),
+        _ => run(Args::parse_from(arguments)),
     };
     done.unwrap_or_else(|error| {
         // Whoever closed standard error does not want to know.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
         ExitCode::from(exit_code::LAUNCHER)
     })
-}
-
-/// Show the runs of this user, and what each of their ranks is doing.
-///
-/// For every rank: its process, whether that runs, sleeps or was stopped, the step and the collective it was last seen
-/// in and since when, which rank it waits for, and what its threads are doing in the kernel.
-#[derive(Debug, Parser)]
-#[command(name = "mgpurun ps")]
-struct Ps {}
-
-impl Ps {
-    fn run(self) -> Result<ExitCode, Box<dyn std::error::Error>> {
-        match runs::print() {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-            _ => Ok(ExitCode::SUCCESS),
-        }
-    }
 }
 
 fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
@@ -244,6 +256,12 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         },
         isolate_gpus: args.isolate_gpus,
         injections: args.inject,
+        bind: match args.bind {
+            BindArg::Auto => Bind::Auto,
+            BindArg::None => Bind::None,
+            BindArg::Core => Bind::Core,
+            BindArg::Numa => Bind::Numa,
+        },
     };
     let color = match args.color {
         ColorArg::Auto => Color::Auto,
@@ -262,6 +280,7 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     };
     let mut launch = Launch::new(program)
         .with_request(request)
+        .report_bindings(args.report_bindings)
         .output(output)
         .join_timeout(args.timeout)
         .progress_timeout(args.progress_timeout)
@@ -292,7 +311,7 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
 fn describe(plan: &Plan) -> String {
     let mut text: String = plan.notices.iter().map(|notice| format!("# {notice}\n")).collect();
     for rank in &plan.ranks {
-        text += &format!("# rank {}\n", rank.rank);
+        text += &format!("# {}\n", rank.location);
         for (name, value) in rank.complete(&RunFacts::unknown()) {
             text += &format!("{name}={} \\\n", quote(&value));
         }
@@ -350,6 +369,7 @@ mod tests {
             (&["--tee", "true"], "required arguments were not provided:\n  --log-dir <DIR>"),
             (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),
             (&["-x", "true"], "unexpected argument '-x'"),
+            (&["--bind", "socket", "true"], "possible values: auto, none, core, numa"),
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),
             (&[], "required arguments were not provided"),
         ] {
@@ -368,6 +388,7 @@ mod tests {
             backend: BackendChoice::Cpu,
             isolate_gpus: false,
             injections: vec![],
+            bind: Bind::Auto,
         };
         let plan = crate::plan::plan(&request, &crate::plan::Machine::default()).unwrap();
         insta::assert_snapshot!(describe(&plan));

@@ -14,9 +14,10 @@ use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::orphans;
 use crate::output::{Output, OutputOptions};
+use crate::placement::Bind;
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
 use crate::restart::{Decision, RestartPolicy};
-use crate::spawn::{free_port, spawn};
+use crate::spawn::{Process, free_port, spawn};
 use crate::supervisor::{Outcome, Supervisor};
 
 /// Copies of a program to be started as ranks.
@@ -31,6 +32,7 @@ use crate::supervisor::{Outcome, Supervisor};
 pub struct Launch {
     request: Request,
     output: OutputOptions,
+    report_bindings: bool,
     join_timeout: Duration,
     progress_timeout: Option<Duration>,
     grace: Duration,
@@ -50,7 +52,9 @@ impl Launch {
                 backend: BackendChoice::Auto,
                 isolate_gpus: false,
                 injections: Vec::new(),
+                bind: Bind::Auto,
             },
+            report_bindings: false,
             output: OutputOptions::default(),
             join_timeout: Duration::from_secs(60),
             progress_timeout: None,
@@ -76,6 +80,18 @@ impl Launch {
     /// Chooses the backend.
     pub fn backend(mut self, backend: BackendChoice) -> Self {
         self.request.backend = backend;
+        self
+    }
+
+    /// Chooses which cores each rank may use.
+    pub fn bind(mut self, bind: Bind) -> Self {
+        self.request.bind = bind;
+        self
+    }
+
+    /// Says at the start where each rank is.
+    pub fn report_bindings(mut self, report: bool) -> Self {
+        self.report_bindings = report;
         self
     }
 
@@ -180,6 +196,9 @@ impl Launch {
         for notice in &plan.notices {
             output.say(notice);
         }
+        if self.report_bindings {
+            plan.ranks.iter().for_each(|rank| output.say(&rank.location));
+        }
         let run = Run {
             plan: &plan,
             signals: &signals,
@@ -260,7 +279,9 @@ impl Run<'_> {
             max_restarts: self.max_restarts,
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
-        let processes = plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
+        let processes: Vec<Process> =
+            plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
+        processes.iter().filter_map(|process| process.notice.as_ref()).for_each(|notice| output.say(notice));
         events.record(Event::Start {
             ranks,
             program: plan.program.to_string_lossy().into_owned(),

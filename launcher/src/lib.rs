@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`cli`] | arguments → request |
 //! | [`program`] | name → path |
+//! | [`placement`] | ranks + topology → the cores of each rank (pure, but for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
 //! | `spawn` | plan → processes, each in a group of its own, tied to this one |
 //! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
@@ -18,12 +19,14 @@
 //! | [`output`] | bytes → whole lines with their rank |
 //! | [`events`] | what happens → JSON |
 //! | `writer` | files that are written without waiting for them |
+//! | `doctor` | what the machine has; a command of its own |
 //! | [`exit_code`] | what the shell gets |
 //!
 //! The library neither installs signal handlers nor ends the process; both are done by `cli` for `mgpurun` alone.
 #![forbid(unsafe_code)]
 
 pub mod cli;
+mod doctor;
 mod error;
 mod event_loop;
 pub mod events;
@@ -35,6 +38,7 @@ mod launch;
 mod machine;
 mod orphans;
 pub mod output;
+pub mod placement;
 pub mod plan;
 pub mod program;
 pub mod ranks;
@@ -49,6 +53,7 @@ pub use error::LaunchError;
 pub use interrupt::Interrupter;
 pub use launch::Launch;
 pub use output::{LogError, OutputOptions};
+pub use placement::Bind;
 pub use plan::BackendChoice;
 pub use restart::RestartPolicy;
 pub use supervisor::Outcome;

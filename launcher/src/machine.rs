@@ -1,43 +1,51 @@
 //! What this machine has, read from the kernel: no NVIDIA library is opened for it.
 
-use std::fs;
+use std::path::Path;
 
+use mgpu::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
+
+use crate::placement::{Topology, list_gpus, visible_gpus};
 use crate::plan::Machine;
-
-/// Where the NVIDIA driver lists its GPUs.
-const GPUS: &str = "/proc/driver/nvidia/gpus";
 
 impl Machine {
     /// The machine as it is, narrowed by `CUDA_VISIBLE_DEVICES` as the CUDA runtime would.
     pub fn detect() -> Self {
-        let present = fs::read_dir(GPUS).map_or(0, Iterator::count);
-        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-        Machine { gpus: visible_gpus(present, visible.as_deref()) }
+        Self::new(Topology::detect(), |name| std::env::var(name).ok())
     }
-}
 
-/// Names of the GPUs a program may use. The list ends at the first entry that names none.
-fn visible_gpus(present: usize, visible: Option<&str>) -> Vec<String> {
-    let Some(visible) = visible else { return (0..present).map(|gpu| gpu.to_string()).collect() };
-    let names = visible.split(',').map(str::trim);
-    let known = |name: &&str| match name.parse::<i64>() {
-        Ok(index) => (0..present as i64).contains(&index),
-        Err(_) => !name.is_empty() && present > 0,
-    };
-    names.take_while(known).map(str::to_owned).collect()
+    fn new(mut topology: Topology, variable: impl Fn(&str) -> Option<String>) -> Self {
+        let gpus = visible_gpus(&list_gpus(Path::new("/")), variable("CUDA_VISIBLE_DEVICES").as_deref());
+        let set = |name: &&str| variable(name).is_some_and(|value| !value.is_empty());
+        let mut thread_variables: Vec<&'static str> =
+            [MGPU_THREADS, OMP_NUM_THREADS].into_iter().filter(set).collect();
+        if set(&MGPU_RENDEZVOUS) {
+            // This launcher is a rank of another one, which has set them: they say what there is to divide.
+            thread_variables.clear();
+            let share = variable(MGPU_THREADS).and_then(|text| text.trim().parse().ok());
+            topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
+        }
+        Machine { gpus, topology, thread_variables }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::visible_gpus;
+    use super::*;
 
     #[test]
-    fn visibility_narrows() {
-        assert_eq!(visible_gpus(2, None), ["0", "1"]);
-        assert_eq!(visible_gpus(4, Some("3,1")), ["3", "1"]);
-        assert_eq!(visible_gpus(4, Some("2,-1,0")), ["2"]);
-        assert_eq!(visible_gpus(1, Some("GPU-ab12")), ["GPU-ab12"]);
-        assert!(visible_gpus(4, Some("")).is_empty());
-        assert!(visible_gpus(0, Some("0")).is_empty());
+    fn what_the_user_has_set_stays_and_what_a_launcher_has_set_is_divided() {
+        let machine = |pairs: &[(&str, &str)]| {
+            let topology = Topology { nodes: Vec::new(), usable: 8 };
+            Machine::new(topology, |name| {
+                pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+            })
+        };
+        assert!(machine(&[(MGPU_THREADS, "")]).thread_variables.is_empty());
+        let user = machine(&[(MGPU_THREADS, "4"), (OMP_NUM_THREADS, "1")]);
+        assert_eq!((user.thread_variables.len(), user.topology.usable), (2, 8));
+        let nested = machine(&[(MGPU_THREADS, "4"), (OMP_NUM_THREADS, "4"), (MGPU_RENDEZVOUS, "unix:/x")]);
+        assert_eq!((nested.thread_variables.len(), nested.topology.usable), (0, 4));
+        let odd = machine(&[(MGPU_THREADS, "no"), (MGPU_RENDEZVOUS, "unix:/x")]);
+        assert_eq!(odd.topology.usable, 8);
     }
 }

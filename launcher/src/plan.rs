@@ -6,11 +6,13 @@ use std::path::PathBuf;
 use mgpu::inject::{self, Injection};
 use mgpu::protocol::{
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_PROGRESS,
-    MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, RANK, WORLD_SIZE,
+    MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_THREADS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
 };
 
+use crate::placement::{self, Bind, CoreSet, Gpu, Topology, place};
+
 /// The NCCL backend is not part of this version.
-const NCCL_IS_BUILT: bool = false;
+pub(crate) const NCCL_IS_BUILT: bool = false;
 /// More ranks than any machine has cores or GPUs for are a typing error.
 const MOST_RANKS: u32 = 4096;
 
@@ -49,13 +51,19 @@ pub struct Request {
     pub isolate_gpus: bool,
     /// Faults that ranks commit.
     pub injections: Vec<Injection>,
+    /// Which cores each rank may use.
+    pub bind: Bind,
 }
 
 /// What there is.
 #[derive(Debug, Clone, Default)]
 pub struct Machine {
-    /// The visible GPUs, by the names that `CUDA_VISIBLE_DEVICES` takes.
-    pub gpus: Vec<String>,
+    /// The visible GPUs.
+    pub gpus: Vec<Gpu>,
+    /// The cores that may be used.
+    pub topology: Topology,
+    /// Those of the variables that tell a number of threads which the user has set: they stay as they are.
+    pub thread_variables: Vec<&'static str>,
 }
 
 /// What every rank runs.
@@ -78,6 +86,10 @@ pub struct RankPlan {
     pub rank: u32,
     /// Variables that are known before the start, in the order of the contract.
     pub environment: Vec<(&'static str, String)>,
+    /// The cores it is bound to, if it is.
+    pub cores: Option<CoreSet>,
+    /// One line about cores, threads and GPU.
+    pub location: String,
 }
 
 /// What is known only when the ranks are about to start.
@@ -182,10 +194,15 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
     if let Some(wrong) = request.injections.iter().find(|injection| injection.rank >= ranks) {
         return Err(PlanError::NoRankToInject(*wrong, ranks));
     }
-    let mut notices: Vec<String> = notice.into_iter().collect();
-    notices
-        .extend(request.injections.iter().map(|injection| format!("a fault will be injected: {injection}")));
-    let rank_plan = |rank: u32| {
+    // The rank picks device LOCAL_RANK. Where there are fewer GPUs than ranks, nobody knows who uses which.
+    let uses_gpus = request.backend != BackendChoice::Cpu && gpus >= ranks as usize;
+    let gpu = |rank: u32| machine.gpus.get(rank as usize).filter(|_| uses_gpus);
+    let near: Vec<_> = (0..ranks).map(|rank| gpu(rank).and_then(|gpu| gpu.node)).collect();
+    let places = place(&machine.topology, request.bind, &near);
+    let unmet = placement::unmet(&machine.topology, request.bind, &places);
+    let faults = request.injections.iter().map(|injection| format!("a fault will be injected: {injection}"));
+    let notices = notice.into_iter().chain(unmet).chain(faults).collect();
+    let rank_plan = |(rank, place): (u32, placement::Placement)| {
         let mut environment = vec![
             (RANK, rank.to_string()),
             (WORLD_SIZE, ranks.to_string()),
@@ -196,17 +213,23 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
         if request.isolate_gpus
             && let Some(gpu) = machine.gpus.get(rank as usize)
         {
-            environment.push(("CUDA_VISIBLE_DEVICES", gpu.clone()));
+            environment.push(("CUDA_VISIBLE_DEVICES", gpu.name.clone()));
         }
         if !request.injections.is_empty() {
             environment.push((MGPU_INJECT, inject::join(&request.injections)));
         }
-        RankPlan { rank, environment }
+        for name in [MGPU_THREADS, OMP_NUM_THREADS] {
+            if !machine.thread_variables.contains(&name) {
+                environment.push((name, place.threads.to_string()));
+            }
+        }
+        let location = placement::describe(&machine.topology, rank, &place, gpu(rank));
+        RankPlan { rank, environment, cores: place.cores, location }
     };
     Ok(Plan {
         program: request.program.clone(),
         arguments: request.arguments.clone(),
-        ranks: (0..ranks).map(rank_plan).collect(),
+        ranks: (0..ranks).zip(places).map(rank_plan).collect(),
         notices,
     })
 }
@@ -245,11 +268,28 @@ mod tests {
             backend: BackendChoice::Auto,
             isolate_gpus: false,
             injections: vec![],
+            bind: Bind::Auto,
         }
     }
 
     fn machine(gpus: usize) -> Machine {
-        Machine { gpus: (0..gpus).map(|gpu| format!("GPU-{gpu}")).collect() }
+        let gpu = |gpu: usize| Gpu { name: format!("GPU-{gpu}"), bus: None, node: Some(0) };
+        Machine { gpus: (0..gpus).map(gpu).collect(), ..Machine::default() }
+    }
+
+    /// Two nodes of two cores, and two GPUs, the first on the second node.
+    fn two_nodes() -> Machine {
+        let node = |number: u32, cores: [usize; 2]| crate::placement::Node {
+            number,
+            cores: cores.iter().map(|core| CoreSet::from_iter([*core])).collect(),
+        };
+        let topology = Topology { nodes: vec![node(0, [0, 1]), node(1, [2, 3])], usable: 4 };
+        let gpu = |index: u32| Gpu {
+            name: index.to_string(),
+            bus: Some(format!("0000:0{index}:00.0")),
+            node: Some(1 - index),
+        };
+        Machine { gpus: vec![gpu(0), gpu(1)], topology, ..Machine::default() }
     }
 
     proptest! {
@@ -289,6 +329,37 @@ mod tests {
         let plan = plan(&request(Ranks::Auto), &machine(8)).unwrap();
         assert_eq!(plan.ranks.len(), 8);
         assert!(plan.notices[0].contains("8 GPU(s) are not used"));
+    }
+
+    #[test]
+    fn ranks_are_near_their_gpu() {
+        let ranks = |request: &Request| plan(request, &two_nodes()).unwrap().ranks;
+        let near = ranks(&request(Ranks::Auto));
+        assert_eq!(near[0].location, "rank 0: cores 2-3 (NUMA node 1), 2 threads, GPU 0 at 0000:00:00.0");
+        assert_eq!(near[1].location, "rank 1: cores 0-1 (NUMA node 0), 2 threads, GPU 1 at 0000:01:00.0");
+        // Ranks that use no GPU, or nobody knows which, are in the order of the nodes.
+        let cpu = ranks(&Request { backend: BackendChoice::Cpu, ..request(Ranks::Count(2)) });
+        assert_eq!(cpu[0].location, "rank 0: cores 0-1 (NUMA node 0), 2 threads");
+        assert_eq!(ranks(&request(Ranks::Count(4)))[3].location, "rank 3: cores 2-3 (NUMA node 1), 1 thread");
+        let free = ranks(&Request { bind: Bind::None, ..request(Ranks::Count(2)) });
+        assert_eq!(free[1].location, "rank 1: not bound (cores 0-3), 2 threads, GPU 1 at 0000:01:00.0");
+        assert_eq!(free[1].cores, None);
+        let many = Request { bind: Bind::Core, backend: BackendChoice::Cpu, ..request(Ranks::Count(5)) };
+        let notice = plan(&many, &two_nodes()).unwrap().notices.remove(0);
+        assert!(notice.starts_with("ranks are not bound: 5 ranks are more than the 4 cores"), "{notice}");
+    }
+
+    #[test]
+    fn threads_that_the_user_has_set_stay() {
+        let values = |machine: &Machine| {
+            let rank = plan(&request(Ranks::Count(1)), machine).unwrap().ranks.remove(0);
+            let value = |name| rank.environment.iter().find(|(key, _)| *key == name).map(|(_, v)| v.clone());
+            (value(MGPU_THREADS), value(OMP_NUM_THREADS))
+        };
+        let machine = Machine { gpus: Vec::new(), ..two_nodes() };
+        assert_eq!(values(&machine), (Some("4".into()), Some("4".into())));
+        let set = Machine { thread_variables: vec![OMP_NUM_THREADS], ..machine };
+        assert_eq!(values(&set), (Some("4".into()), None));
     }
 
     #[test]

@@ -17,6 +17,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
 use crate::error::LaunchError;
+use crate::placement::CoreSet;
 use crate::plan::{Plan, RankPlan, RunFacts};
 
 /// A rank's process.
@@ -32,10 +33,32 @@ pub(crate) struct Process {
     pub(crate) reaped: bool,
     /// How it ended, as a predicate.
     pub(crate) ended: Option<String>,
+    /// Something the user should know about how it was started.
+    pub(crate) notice: Option<String>,
 }
 
 /// Starts a rank in a process group of its own, with closed standard input. It dies with the calling thread.
+///
+/// It starts on its cores, or, should the kernel refuse them (they may have been taken away since the plan was made, or
+/// a sandbox forbids the call), on all of them, with a notice: a run that is slower is better than none.
 pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Process, LaunchError> {
+    let Some(cores) = &rank.cores else { return start(plan, rank, facts, None) };
+    start(plan, rank, facts, Some(cores)).or_else(|refusal| {
+        // If it does not start without them either, they were not the reason.
+        let mut process = start(plan, rank, facts, None)?;
+        if let LaunchError::Spawn { error, .. } = refusal {
+            process.notice = Some(format!("rank {} is not bound to cores {cores}: {error}", rank.rank));
+        }
+        Ok(process)
+    })
+}
+
+fn start(
+    plan: &Plan,
+    rank: &RankPlan,
+    facts: &RunFacts,
+    cores: Option<&CoreSet>,
+) -> Result<Process, LaunchError> {
     let failed = |error: io::Error| LaunchError::Spawn {
         rank: rank.rank,
         program: plan.program.clone(),
@@ -53,6 +76,9 @@ pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Pr
         .stderr(Stdio::piped())
         .process_group(0);
     mgpu::process::tie_to_parent(&mut command);
+    if let Some(cores) = cores {
+        mgpu::process::bind_to_cores(&mut command, cores.to_cpu_set());
+    }
     let mut child = command.spawn().map_err(failed)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let (Some(stdout), Some(stderr)) = (stdout, stderr) else { unreachable!("both are piped") };
@@ -65,7 +91,9 @@ pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Pr
         mgpu::process::pidfd_open(child.id())
     };
     match open() {
-        Ok(pidfd) => Ok(Process { pid, pidfd, pipes: pipes.map(Some), reaped: false, ended: None }),
+        Ok(pidfd) => {
+            Ok(Process { pid, pidfd, pipes: pipes.map(Some), reaped: false, ended: None, notice: None })
+        }
         Err(error) => {
             end(pid);
             Err(failed(error))

@@ -43,6 +43,7 @@
 pub mod bucket;
 pub mod checkpoint;
 pub mod comm;
+pub mod control_group;
 mod error;
 pub mod inject;
 pub mod layout;

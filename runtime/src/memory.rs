@@ -4,11 +4,13 @@
 //! first and fails with an error instead.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use crate::control_group;
 
 /// What is wrong with taking `bytes` bytes now, if anything. Where the system does not tell, nothing is.
 pub(crate) fn shortage(bytes: usize) -> Option<String> {
-    let groups = group_folders(&fs::read_to_string("/proc/self/cgroup").ok()?);
+    let groups = control_group::folders("memory");
     let limits = groups.iter().filter_map(|folder| left_in_group(folder)).chain(left_on_machine());
     let left = limits.min()?;
     (bytes as u64 > left).then(|| format!("{bytes} bytes are needed where {left} are available"))
@@ -24,27 +26,6 @@ fn left_on_machine() -> Option<u64> {
 /// The rest of the line that begins with `name`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
-}
-
-/// The folders of the memory control groups that `/proc/self/cgroup` names, with all their parents: each has a limit.
-fn group_folders(membership: &str) -> Vec<PathBuf> {
-    membership
-        .lines()
-        .filter_map(|line| {
-            let mut parts = line.splitn(3, ':').skip(1);
-            let root = match parts.next()? {
-                "" => "/sys/fs/cgroup",
-                controllers if controllers.split(',').any(|name| name == "memory") => "/sys/fs/cgroup/memory",
-                _ => return None,
-            };
-            let path = parts.next()?.trim_start_matches('/');
-            let folder = Path::new(root).join(path);
-            Some(
-                folder.ancestors().take_while(|folder| folder.starts_with(root)).map(PathBuf::from).collect(),
-            )
-        })
-        .flat_map(|folders: Vec<PathBuf>| folders)
-        .collect()
 }
 
 /// Bytes that the group may still take; `None` without a limit. Pages of files that nobody uses count as free.
@@ -67,24 +48,6 @@ mod tests {
         let problem = shortage(1 << 60).expect("no machine has an exbibyte");
         assert!(problem.starts_with("1152921504606846976 bytes are needed where "), "{problem}");
         assert_eq!(shortage(4096), None);
-    }
-
-    #[test]
-    fn groups_and_their_parents() {
-        let text = "5:cpu,memory:/job/7\n4:pids:/x\n0::/user/me\n";
-        let folders = group_folders(text);
-        let names: Vec<&str> = folders.iter().filter_map(|folder| folder.to_str()).collect();
-        assert_eq!(
-            names,
-            [
-                "/sys/fs/cgroup/memory/job/7",
-                "/sys/fs/cgroup/memory/job",
-                "/sys/fs/cgroup/memory",
-                "/sys/fs/cgroup/user/me",
-                "/sys/fs/cgroup/user",
-                "/sys/fs/cgroup"
-            ]
-        );
     }
 
     #[test]

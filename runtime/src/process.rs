@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use nix::libc;
+use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Pid, getpid, getppid};
 
@@ -63,6 +64,19 @@ pub(crate) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(in_child) };
 }
 
+/// Makes the child of `command` run on `cores` only, and with it all its threads and children.
+///
+/// Starting the child fails with the kernel's error if it refuses, as it does when none of the cores is there any more.
+pub fn bind_to_cores(command: &mut Command, cores: CpuSet) {
+    let in_child = move || {
+        sched_setaffinity(Pid::from_raw(0), &cores)?;
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe, and does not
+    // allocate: the set lies in the closure, and the error value is a plain number.
+    unsafe { command.pre_exec(in_child) };
+}
+
 /// A descriptor that becomes readable when process `pid` ends.
 ///
 /// # Errors
@@ -75,4 +89,32 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sched::sched_getaffinity;
+
+    use super::*;
+
+    #[test]
+    fn a_child_runs_where_it_is_bound() {
+        let own = sched_getaffinity(Pid::from_raw(0)).unwrap();
+        let core = (0..CpuSet::count()).find(|core| own.is_set(*core).unwrap()).unwrap();
+        let mut one = CpuSet::new();
+        one.set(core).unwrap();
+        let mut command = Command::new("grep");
+        command.args(["Cpus_allowed_list:", "/proc/self/status"]);
+        bind_to_cores(&mut command, one);
+        let output = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        assert_eq!(output.split_whitespace().last(), Some(core.to_string().as_str()));
+        assert_eq!(sched_getaffinity(Pid::from_raw(0)).unwrap(), own);
+    }
+
+    #[test]
+    fn a_refusal_is_the_error_of_the_start() {
+        let mut command = Command::new("true");
+        bind_to_cores(&mut command, CpuSet::new());
+        assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(libc::EINVAL));
+    }
 }

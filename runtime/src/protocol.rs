@@ -22,6 +22,10 @@ pub const MGPU_PROGRESS: &str = "MGPU_PROGRESS";
 pub const MGPU_INJECT: &str = "MGPU_INJECT";
 /// Longest wait for a peer within one operation, in seconds (default 300).
 pub const MGPU_TIMEOUT: &str = "MGPU_TIMEOUT";
+/// Threads a rank should use: its share of the cores. Set by the launcher unless the user has set it.
+pub const MGPU_THREADS: &str = "MGPU_THREADS";
+/// The same for OpenMP programs; set for such programs unless the user has set it, not used by the runtime.
+pub const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 /// Host of a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Free port for a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.

@@ -134,7 +134,7 @@ fn a_dry_run_starts_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("touched");
     let finished = run(mgpurun().args(["-n", "2", "--dry-run", "touch", file.to_str().unwrap()]));
-    finished.expect(0, &["# rank 0\nRANK=0", "# rank 1\nRANK=1", "WORLD_SIZE=2", "bin/touch "]);
+    finished.expect(0, &["# rank 0: ", "\nRANK=0 ", "# rank 1: ", "\nRANK=1 ", "WORLD_SIZE=2", "bin/touch "]);
     assert!(!file.exists());
 }
 

@@ -136,9 +136,8 @@ impl Args {
     }
 
     /// Threads of a rank: its share of the cores, unless told otherwise.
-    pub(super) fn threads(&self, local_ranks: u32) -> usize {
-        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
-        self.threads.map_or_else(|| (cores() / local_ranks as usize).max(1), usize::from)
+    pub(super) fn threads(&self, share: usize) -> usize {
+        self.threads.map_or(share, usize::from)
     }
 
     pub(super) fn dtype(&self) -> &'static str {

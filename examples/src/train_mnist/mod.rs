@@ -29,7 +29,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut comm = world.communicator()?;
     let (rank, ranks) = (world.rank(), world.size());
     let data = source::load(args, &world, &mut *comm)?;
-    let threads = args.threads(world.local_size());
+    let threads = args.threads(world.thread_share());
     let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
     let mut progress = Progress::new(rank);
 

@@ -4,18 +4,42 @@
 //! user the descriptors of their own processes, so the page can be opened through there and read without the launcher's
 //! help: also when it is stopped.
 
+use std::error::Error;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::Parser;
 use mgpu::progress::{PAGE_NAME, ProgressPage, RankState, RunInfo, now};
 
 use super::{Row, table};
 
-/// Prints every run of this user with the table of its ranks, the oldest first.
-pub(crate) fn print() -> io::Result<()> {
+/// Show the runs of this user, and what each of their ranks is doing.
+///
+/// For every rank: its process, whether that runs, sleeps or was stopped, the step and the collective it was last seen
+/// in and since when, which rank it waits for, and what its threads are doing in the kernel. To start a program of the
+/// name ps: mgpurun -- ps
+#[derive(Debug, Parser)]
+#[command(name = "mgpurun ps", bin_name = "mgpurun ps", max_term_width = 100)]
+struct Args {}
+
+/// The command, with the arguments from `ps` on.
+pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
+    let Args {} = Args::parse_from(arguments);
+    match print() {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(format!("cannot print the runs: {error}").into())
+        }
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Prints every run with the table of its ranks, the oldest first.
+fn print() -> io::Result<()> {
     let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
     pages.sort_by_key(|(run, _)| run.started);
     let mut stdout = io::stdout().lock();

@@ -1,5 +1,6 @@
 //! The environment of a rank, read once.
 
+use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use crate::inject::{self, Injection};
@@ -33,6 +34,7 @@ pub(super) struct Identity {
     pub(super) timeout: Duration,
     /// Faults this rank is to commit in this life of it.
     pub(super) injections: Vec<Injection>,
+    pub(super) threads: Option<NonZeroUsize>,
 }
 
 impl Identity {
@@ -49,6 +51,7 @@ impl Identity {
             backend: Backend::Cpu,
             timeout: DEFAULT_TIMEOUT,
             injections: Vec::new(),
+            threads: None,
         }
     }
 
@@ -67,6 +70,12 @@ impl Identity {
                 _ => return Err(wrong(MGPU_TIMEOUT, format!("is `{text}` where seconds are expected"))),
             },
         };
+        let threads = match variable(MGPU_THREADS) {
+            None => None,
+            Some(text) => Some(text.trim().parse::<NonZeroUsize>().map_err(|_| {
+                wrong(MGPU_THREADS, format!("is `{text}` where a number of threads from 1 is expected"))
+            })?),
+        };
         let backend = match variable(MGPU_BACKEND).as_deref() {
             None | Some("cpu") => Backend::Cpu,
             Some("nccl") => Backend::Nccl,
@@ -76,7 +85,7 @@ impl Identity {
             if let Some(name) = [MGPU_RENDEZVOUS, RANK].into_iter().find(|name| variable(name).is_some()) {
                 return Err(wrong(WORLD_SIZE, format!("is missing while {name} is set")));
             }
-            return Ok(Identity { backend, timeout, ..Self::alone() });
+            return Ok(Identity { backend, timeout, threads, ..Self::alone() });
         };
         if world_size == 0 {
             return Err(wrong(WORLD_SIZE, "is 0; a world has at least one rank".into()));
@@ -118,6 +127,7 @@ impl Identity {
             backend,
             timeout,
             injections,
+            threads,
         })
     }
 }
@@ -149,10 +159,12 @@ mod tests {
             (MGPU_RESTART_COUNT, "2"),
             (MGPU_BACKEND, "cpu"),
             (MGPU_TIMEOUT, "1.5"),
+            (MGPU_THREADS, "6"),
         ])
         .unwrap();
         assert_eq!((identity.rank, identity.world_size, identity.restart_count), (3, 4, 2));
         assert_eq!(identity.timeout, Duration::from_millis(1500));
+        assert_eq!(identity.threads.map(NonZeroUsize::get), Some(6));
     }
 
     #[test]
@@ -173,6 +185,8 @@ mod tests {
                 "LOCAL_RANK is 1 where LOCAL_WORLD_SIZE is 1",
             ),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
+            (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
+            (&[(MGPU_THREADS, "all")], "MGPU_THREADS is `all` where a number of threads from 1 is expected"),
             (&[(MGPU_TIMEOUT, "-1")], "MGPU_TIMEOUT is `-1` where seconds are expected"),
         ] {
             let error = read(pairs).unwrap_err().to_string();

@@ -115,6 +115,16 @@ impl World {
         self.identity.backend
     }
 
+    /// Threads this rank should use for its own arithmetic: its share of the cores, at least 1.
+    ///
+    /// `MGPU_THREADS` where it is set: by the launcher, which knows the cores that it has bound the rank to, or by the
+    /// user. Else the cores this process may use, divided by the ranks on this machine.
+    pub fn thread_share(&self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        let share = || (cores() / self.local_size() as usize).max(1);
+        self.identity.threads.map_or_else(share, usize::from)
+    }
+
     /// Longest wait for a peer within one operation.
     pub fn timeout(&self) -> Duration {
         self.identity.timeout

@@ -1,7 +1,9 @@
 //! Whether every rank has a core of its own, and seeing to it that it does.
 //!
 //! Whether there are enough decides how to wait and which path small payloads take, so all ranks must come to the same
-//! answer: each publishes the cores it may use, and all count their union.
+//! answer: each publishes the cores it may use, and all count their union. A control group may allow less time than
+//! there are cores; its quota is for all ranks together, so it limits the union. It is read from the group itself: what
+//! the standard library offers as a process's parallelism is 1 for a rank that is bound to one core, quota or not.
 //!
 //! Ranks that start together and wait for each other may come to lie on the same core while another is idle, and the
 //! scheduler, which sees two tasks that forever give way to each other, may leave them there. A rank that finds itself
@@ -13,6 +15,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use nix::sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 use nix::unistd::Pid;
 
+use crate::control_group::cpu_quota;
+
 /// Words of a set of cores: as many as the system call knows.
 const WORDS: usize = 16;
 
@@ -23,7 +27,7 @@ const THIS_THREAD: Pid = Pid::from_raw(0);
 #[repr(C, align(128))]
 pub(super) struct Cores {
     set: [AtomicU64; WORDS],
-    /// How many of them the process may keep busy at a time, if a control group allows fewer than the set holds.
+    /// How many cores all processes of the control group may keep busy together; the largest number without a limit.
     quota: AtomicU32,
     /// The core it was last seen on, plus one; 0 before.
     last: AtomicU32,
@@ -33,14 +37,11 @@ impl Cores {
     /// Publishes what this thread may use.
     pub(super) fn publish(&self) {
         let set = sched_getaffinity(THIS_THREAD).unwrap_or_else(|_| CpuSet::new());
-        let mut count = 0;
         for core in (0..WORDS * 64).filter(|core| set.is_set(*core).unwrap_or(false)) {
             self.set[core / 64].fetch_or(1 << (core % 64), Ordering::Relaxed);
-            count += 1;
         }
-        let usable = std::thread::available_parallelism().map_or(1, usize::from);
-        let quota = if usable < count { usable as u32 } else { u32::MAX };
-        self.quota.store(quota, Ordering::Relaxed);
+        let quota = cpu_quota().and_then(|quota| u32::try_from(quota).ok());
+        self.quota.store(quota.unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
     /// How many cores the ranks have between them.
@@ -101,6 +102,23 @@ mod tests {
         let own = Cores::default();
         own.publish();
         assert_eq!(Cores::count([own].iter()), std::thread::available_parallelism().unwrap().get());
+    }
+
+    #[test]
+    fn ranks_bound_to_a_core_each_have_a_core_each() {
+        let allowed = sched_getaffinity(THIS_THREAD).unwrap();
+        let cores = (0..WORDS * 64).filter(|core| allowed.is_set(*core).unwrap_or(false));
+        let bound = |core: usize| {
+            let rank = Cores::default();
+            let mut only = CpuSet::new();
+            only.set(core).unwrap();
+            sched_setaffinity(THIS_THREAD, &only).unwrap();
+            rank.publish();
+            rank
+        };
+        let ranks: Vec<Cores> = cores.map(bound).collect();
+        sched_setaffinity(THIS_THREAD, &allowed).unwrap();
+        assert_eq!(Cores::count(ranks.iter()), std::thread::available_parallelism().unwrap().get());
     }
 
     #[test]

@@ -1,0 +1,207 @@
+//! Where NVIDIA's libraries are. They are looked for as files, in the places where the system's loader, a CUDA toolkit
+//! and Python's packages put them; none is opened.
+//!
+//! The places for NCCL are those of nccl-sys, which is what opens it in a run, in its order. The other libraries are
+//! looked for in the same order and in `/usr/local/cuda*` besides.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use nccl_sys::{SitePackages, Source, candidates, site_packages};
+
+use super::report::{Item, Mark, Section};
+use super::system::Host;
+
+/// Folders that loaders look into without being told, and where container runtimes put the driver's libraries.
+const SYSTEM: [&str; 9] = [
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib64",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+    "/usr/local/nvidia/lib64",
+    "/run/opengl-driver/lib",
+    "/usr/lib/wsl/lib",
+];
+
+/// A library.
+struct Library {
+    /// Its name, and those of other versions that serve as well.
+    names: &'static [&'static str],
+    /// Its folders in a Python environment.
+    wheels: &'static [&'static str],
+    purpose: &'static str,
+    install: &'static str,
+}
+
+const LIBRARIES: [Library; 6] = [
+    Library {
+        names: &["libcuda.so.1"],
+        wheels: &[],
+        purpose: "the driver's interface",
+        install: "it comes with the driver; in a container, with the NVIDIA container toolkit (--gpus all)",
+    },
+    Library {
+        names: &["libnvidia-ml.so.1"],
+        wheels: &[],
+        purpose: "the driver's figures",
+        install: "it comes with the driver",
+    },
+    Library {
+        names: &[nccl_sys::LIBRARY_NAME],
+        wheels: &["nvidia/nccl/lib"],
+        purpose: "collectives on GPUs",
+        install: "apt install libnccl2, or pip install nvidia-nccl-cu12, or name the file in MGPU_NCCL_LIBRARY",
+    },
+    Library {
+        names: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+        wheels: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
+        purpose: "compiles kernels",
+        install: "the CUDA toolkit has it, or pip install nvidia-cuda-nvrtc-cu12",
+    },
+    Library {
+        names: &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
+        wheels: &["nvidia/cu13/lib", "nvidia/cublas/lib"],
+        purpose: "matrix products",
+        install: "the CUDA toolkit has it, or pip install nvidia-cublas-cu12",
+    },
+    Library {
+        names: &["libcudnn.so.9", "libcudnn.so"],
+        wheels: &["nvidia/cudnn/lib"],
+        purpose: "convolutions",
+        install: "apt install libcudnn9-cuda-12, or pip install nvidia-cudnn-cu12",
+    },
+];
+
+/// The section.
+pub(super) fn section(host: &Host) -> Section {
+    let sites = site_packages(&host.search);
+    let toolkits = toolkits(host);
+    let mut items: Vec<Item> =
+        LIBRARIES.iter().map(|library| look(host, &sites, &toolkits, library)).collect();
+    items.push(Item::new(Mark::Note, "looked in", places(host, &sites, &toolkits)));
+    Section { title: "Libraries for GPUs", items }
+}
+
+fn look(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf], library: &Library) -> Item {
+    let name = library.names[0];
+    let nccl = name == nccl_sys::LIBRARY_NAME;
+    if nccl {
+        for place in candidates(&host.search, sites) {
+            let Ok(file) = place.file else { continue };
+            let found = match place.source {
+                Source::SystemLoader => loaded(host, name),
+                Source::Explicit if !host.path(&file).is_file() => {
+                    let text = format!("MGPU_NCCL_LIBRARY is {}, where no file is", file.display());
+                    return Item::new(Mark::Missing, name, text);
+                }
+                _ => Some(file).filter(|file| host.path(file).is_file()),
+            };
+            if let Some(file) = found {
+                return Item::new(Mark::Ok, name, file.display().to_string());
+            }
+        }
+    }
+    let home = host.search.cuda_home.iter().map(|home| home.join("lib64"));
+    let wheels =
+        sites.iter().flat_map(|site| library.wheels.iter().map(|folder| site.directory.join(folder)));
+    let folders: Vec<PathBuf> = home.chain(toolkits.iter().cloned()).chain(wheels).collect();
+    for name in library.names {
+        let in_folders =
+            || folders.iter().map(|folder| folder.join(name)).find(|file| host.path(file).is_file());
+        let Some(file) = loaded(host, name).or_else(in_folders) else { continue };
+        if nccl {
+            let file = file.display();
+            let text = format!("{file} is not where it is looked for in a run: set MGPU_NCCL_LIBRARY={file}");
+            return Item::new(Mark::Note, *name, text);
+        }
+        return Item::new(Mark::Ok, *name, file.display().to_string());
+    }
+    Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, library.install))
+}
+
+/// The file that the system's loader would take for `name`.
+fn loaded(host: &Host, name: &str) -> Option<PathBuf> {
+    let in_folder = |folder: &Path| Some(folder.join(name)).filter(|file| host.path(file).is_file());
+    let told = host.library_path.iter().flatten().find_map(|folder| in_folder(folder));
+    let cached = || {
+        let mut known = host.loader_cache.iter().flatten();
+        known.find(|file| file.file_name().is_some_and(|other| other == name)).cloned()
+    };
+    told.or_else(cached).or_else(|| SYSTEM.iter().find_map(|folder| in_folder(Path::new(folder))))
+}
+
+/// `lib64` of the toolkits in `/usr/local`: `cuda` itself, which is a link to the one in use, then the newest.
+fn toolkits(host: &Host) -> Vec<PathBuf> {
+    let entries = fs::read_dir(host.path(Path::new("/usr/local"))).into_iter().flatten().flatten();
+    let version = |name: &str| -> Option<Vec<u32>> {
+        match name.strip_prefix("cuda")? {
+            "" => Some(vec![u32::MAX]),
+            rest => rest.strip_prefix('-')?.split('.').map(|part| part.parse().ok()).collect(),
+        }
+    };
+    let named = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut found: Vec<(Vec<u32>, String)> = named.filter_map(|name| Some((version(&name)?, name))).collect();
+    found.sort_unstable_by(|a, b| b.cmp(a));
+    found.into_iter().map(|(_, name)| Path::new("/usr/local").join(name).join("lib64")).collect()
+}
+
+/// The places in words, in their order.
+fn places(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf]) -> String {
+    let list = |folders: &[PathBuf]| -> String {
+        folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ")
+    };
+    let explicit = match &host.search.explicit {
+        Some(file) => format!("MGPU_NCCL_LIBRARY ({})", file.display()),
+        None => "MGPU_NCCL_LIBRARY (not set)".into(),
+    };
+    let told = match &host.library_path {
+        Some(folders) => format!("LD_LIBRARY_PATH ({})", list(folders)),
+        None => "LD_LIBRARY_PATH (not set)".into(),
+    };
+    let cache = match &host.loader_cache {
+        Some(files) => format!("the loader's cache ({} files)", files.len()),
+        None => "the loader's cache (no ldconfig)".into(),
+    };
+    let home = match &host.search.cuda_home {
+        Some(home) => format!("CUDA_HOME ({}/lib64)", home.display()),
+        None => "CUDA_HOME (not set)".into(),
+    };
+    let toolkits = if toolkits.is_empty() { "/usr/local/cuda* (none)".into() } else { list(toolkits) };
+    let sites: Vec<PathBuf> = sites.iter().map(|site| site.directory.join("nvidia")).collect();
+    let wheels = match sites.as_slice() {
+        [] => "Python's packages (no Python found)".to_owned(),
+        sites => format!("Python's packages ({})", list(sites)),
+    };
+    [explicit, told, cache, SYSTEM.join(", "), home, toolkits, wheels].join("; ")
+}
+
+/// What `ldconfig -p` prints, where there is one.
+pub(super) fn loader_cache() -> Option<Vec<PathBuf>> {
+    let programs = ["/sbin/ldconfig", "/usr/sbin/ldconfig"];
+    let program = programs.into_iter().find(|program| Path::new(program).is_file())?;
+    let output = Command::new(program).arg("-p").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
+    Some(cached_files(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// Lines such as `libz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1`. Those of other machines are left out.
+fn cached_files(listing: &str) -> Vec<PathBuf> {
+    let ours = listing.lines().filter(|line| line.contains("x86-64"));
+    ours.filter_map(|line| Some(PathBuf::from(line.split_once(" => ")?.1.trim()))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loader_tells_its_files() {
+        let listing = "2 libs found in cache `/etc/ld.so.cache'\n\
+            \tlibz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1\n\
+            \tlibz.so.1 (libc6) => /lib/i386-linux-gnu/libz.so.1\n\
+            Cache generated by: ldconfig\n";
+        assert_eq!(cached_files(listing), [Path::new("/lib/x86_64-linux-gnu/libz.so.1")]);
+    }
+}

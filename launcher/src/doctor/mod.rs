@@ -1,0 +1,85 @@
+//! `mgpurun doctor`: what this machine has of what ranks may need, and what to install for the rest.
+//!
+//! It looks for files and asks the kernel. It opens no library: one that crashes while it is opened is among the things
+//! that somebody who asks a doctor may have. What it is told about the machine is in [`Host`], with the root of the file
+//! system, so that tests can make up machines.
+//!
+//! | module | part |
+//! |---|---|
+//! | `system` | kernel, cores, memory, limits, and what the CPU backend needs of the kernel |
+//! | `nvidia` | driver, GPUs, device files |
+//! | `libraries` | where the NVIDIA libraries are |
+//! | `report` | findings → text |
+//!
+//! The exit code is 0 if the CPU backend can be used, which works everywhere unless something is broken; a machine
+//! without GPUs is not ill.
+
+mod libraries;
+mod nvidia;
+mod report;
+mod system;
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::exit_code;
+use crate::plan::NCCL_IS_BUILT;
+use report::{Item, Mark, Report, Section};
+pub(crate) use system::Host;
+
+/// Show what this machine has of what ranks may need: cores, memory, GPUs, drivers, libraries.
+///
+/// Nothing is started or changed. The exit code is 0 if the cpu backend can be used, else 1. To start a program of the
+/// name doctor: mgpurun -- doctor
+#[derive(Debug, Parser)]
+#[command(name = "mgpurun doctor", bin_name = "mgpurun doctor", max_term_width = 100)]
+struct Args {}
+
+/// The command, with the arguments from `doctor` on.
+pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
+    let Args {} = Args::parse_from(arguments);
+    let (report, healthy) = examine(&Host::detect());
+    let mut stdout = io::stdout();
+    match stdout.write_all(report.to_string().as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(format!("cannot print the report: {error}").into())
+        }
+        _ if healthy => Ok(ExitCode::SUCCESS),
+        _ => Ok(ExitCode::from(exit_code::LAUNCHER)),
+    }
+}
+
+/// The report, and whether the CPU backend can be used.
+fn examine(host: &Host) -> (Report, bool) {
+    let needs = system::needs(host);
+    let (nvidia, gpus) = nvidia::section(host);
+    let libraries = libraries::section(host);
+    let lacking = |sections: &[&Section], needed: &[&str]| -> Vec<String> {
+        let items = sections.iter().flat_map(|section| &section.items);
+        let missing = items.filter(|item| item.mark == Mark::Missing && needed.contains(&item.name.as_str()));
+        missing.map(|item| item.name.clone()).collect()
+    };
+    let broken: Vec<&Item> = needs.items.iter().filter(|item| item.mark == Mark::Missing).collect();
+    let healthy = broken.is_empty();
+    let cpu = match broken.first() {
+        None => "cpu can be used".to_owned(),
+        Some(first) => format!("cpu cannot be used ({} is missing)", first.name),
+    };
+    let lacks = lacking(&[&nvidia, &libraries], &["driver", "GPUs", "libcuda.so.1", "libnccl.so.2"]);
+    let nccl = match (NCCL_IS_BUILT, lacks.as_slice()) {
+        (true, []) => format!("nccl can be used on {gpus} GPU{}", if gpus == 1 { "" } else { "s" }),
+        (true, lacks) => format!("nccl cannot be used (missing: {})", lacks.join(", ")),
+        (false, []) => "nccl is not part of this version, though the machine has what it needs".to_owned(),
+        (false, lacks) => {
+            format!("nccl is not part of this version (and here is missing: {})", lacks.join(", "))
+        }
+    };
+    let verdict = format!("Backends: {cpu}; {nccl}");
+    (Report { sections: vec![system::section(host), needs, nvidia, libraries], verdict }, healthy)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,79 @@
+//! The NVIDIA driver and its GPUs, from the files that the driver's kernel module makes.
+
+use std::path::{Path, PathBuf};
+
+use nix::unistd::{AccessFlags, access};
+
+use super::report::{Item, Mark, Section};
+use super::system::Host;
+use crate::placement::{Listed, list_gpus};
+
+/// The section, and the number of GPUs.
+pub(super) fn section(host: &Host) -> (Section, usize) {
+    let gpus = list_gpus(&host.root);
+    let mut items = vec![driver(host)];
+    if gpus.is_empty() {
+        let text = "none that the driver knows; in a container, start it with them (docker run --gpus all)";
+        items.push(Item::new(Mark::Missing, "GPUs", text));
+    } else {
+        items.extend(gpus.iter().enumerate().map(|(index, gpu)| describe(index, gpu)));
+        items.push(device_files(host));
+    }
+    (Section { title: "NVIDIA driver and GPUs", items }, gpus.len())
+}
+
+fn driver(host: &Host) -> Item {
+    let Some(text) = host.read("/proc/driver/nvidia/version") else {
+        let text = "no /proc/driver/nvidia/version: without a GPU there is none; with one, install the package of your \
+                    distribution (nvidia-driver) or the one from nvidia.com";
+        return Item::new(Mark::Missing, "driver", text);
+    };
+    // `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`, with more words in the open one.
+    let line = text.lines().next().unwrap_or_default();
+    let number =
+        |word: &&str| word.split('.').count() > 1 && word.split('.').all(|part| part.parse::<u32>().is_ok());
+    let version = line.split_whitespace().find(number);
+    let kind = if line.contains("Open Kernel Module") { " (open kernel module)" } else { "" };
+    Item::new(Mark::Ok, "driver", version.map_or(line.to_owned(), |version| format!("{version}{kind}")))
+}
+
+fn describe(index: usize, gpu: &Listed) -> Item {
+    let model = gpu.model.as_deref().unwrap_or("unknown model");
+    let node = gpu.node.map_or("NUMA node unknown".to_owned(), |node| format!("NUMA node {node}"));
+    let uuid = gpu.uuid.as_deref().unwrap_or("no UUID");
+    Item::new(Mark::Ok, format!("GPU {index}"), format!("{model}, at {}, {node}, {uuid}", gpu.bus))
+}
+
+/// Programs open these; a container or udev may have forgotten one.
+fn device_files(host: &Host) -> Item {
+    let folder = host.path(Path::new("/dev"));
+    let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
+    let gpu = |name: &String| {
+        let number = name.strip_prefix("nvidia").unwrap_or_default();
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(gpu).collect();
+    names.sort_unstable();
+    if names.is_empty() {
+        let text = "no /dev/nvidia0: run nvidia-modprobe, or start the container with its GPUs (--gpus all)";
+        return Item::new(Mark::Missing, "device files", text);
+    }
+    names.extend(["nvidiactl".to_owned(), "nvidia-uvm".to_owned()]);
+    let path = |name: &String| -> PathBuf { folder.join(name) };
+    let shown = |names: Vec<&String>| -> String {
+        names.iter().map(|name| format!("/dev/{name}")).collect::<Vec<_>>().join(" ")
+    };
+    let absent: Vec<&String> = names.iter().filter(|name| !path(name).exists()).collect();
+    if !absent.is_empty() {
+        let text = format!("no {}: run nvidia-modprobe -u -c 0", shown(absent));
+        return Item::new(Mark::Missing, "device files", text);
+    }
+    let usable = |name: &String| access(&path(name), AccessFlags::R_OK | AccessFlags::W_OK).is_ok();
+    let closed: Vec<&String> = names.iter().filter(|name| !usable(name)).collect();
+    if !closed.is_empty() {
+        let text = format!("may not be opened: {}; ask to be put into their group (ls -l)", shown(closed));
+        return Item::new(Mark::Missing, "device files", text);
+    }
+    Item::new(Mark::Ok, "device files", shown(names.iter().collect()))
+}

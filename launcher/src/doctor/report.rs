@@ -1,0 +1,113 @@
+//! Findings as text: a mark, a name and what there is to say, in columns.
+
+use std::fmt;
+
+/// Columns of a line, unless a single word is longer.
+const WIDTH: usize = 96;
+/// Spaces in front of an item, and the width of its mark.
+const MARGIN: usize = 2;
+const MARK: usize = 9;
+
+/// How it stands with something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// As it should be.
+    Ok,
+    /// Worth knowing; works all the same.
+    Note,
+    /// Not there.
+    Missing,
+}
+
+impl Mark {
+    fn word(self) -> &'static str {
+        match self {
+            Mark::Ok => "ok",
+            Mark::Note => "note",
+            Mark::Missing => "missing",
+        }
+    }
+}
+
+/// One finding.
+#[derive(Debug, Clone)]
+pub(super) struct Item {
+    pub(super) mark: Mark,
+    pub(super) name: String,
+    pub(super) text: String,
+}
+
+impl Item {
+    pub(super) fn new(mark: Mark, name: impl Into<String>, text: impl Into<String>) -> Self {
+        Item { mark, name: name.into(), text: text.into() }
+    }
+}
+
+/// Findings of one kind.
+#[derive(Debug)]
+pub(super) struct Section {
+    pub(super) title: &'static str,
+    pub(super) items: Vec<Item>,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub(super) struct Report {
+    pub(super) sections: Vec<Section>,
+    pub(super) verdict: String,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let items = self.sections.iter().flat_map(|section| &section.items);
+        let names = items.map(|item| item.name.chars().count()).max().unwrap_or(0) + 2;
+        for section in &self.sections {
+            writeln!(f, "{}", section.title)?;
+            for item in &section.items {
+                let start = MARGIN + MARK + names;
+                let text = fold(&item.text, start);
+                writeln!(f, "{:MARGIN$}{:MARK$}{:names$}{text}", "", item.mark.word(), item.name)?;
+            }
+            writeln!(f)?;
+        }
+        writeln!(f, "{}", fold(&self.verdict, 0))
+    }
+}
+
+/// Text that begins in column `start`, broken between words where a line gets too long.
+fn fold(text: &str, start: usize) -> String {
+    let (mut folded, mut column) = (String::new(), start);
+    // What a file says may hold anything; a report holds characters that can be seen.
+    let words = text.split_whitespace();
+    for word in words.map(|word| word.chars().filter(|c| !c.is_control()).collect::<String>()) {
+        let length = word.chars().count();
+        if folded.is_empty() {
+            column += length;
+        } else if column + 1 + length > WIDTH {
+            folded += "\n";
+            folded += &" ".repeat(start);
+            column = start + length;
+        } else {
+            folded += " ";
+            column += 1 + length;
+        }
+        folded += &word;
+    }
+    folded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lines_are_folded_under_their_column() {
+        let words = "word ".repeat(40);
+        let folded = fold(&words, 20);
+        assert!(folded.lines().skip(1).all(|line| line.starts_with(&" ".repeat(20)) && line.len() <= WIDTH));
+        assert_eq!(folded.split_whitespace().count(), 40);
+        let long = "x".repeat(200);
+        assert_eq!(fold(&format!("a {long} b"), 2), format!("a\n  {long}\n  b"));
+        assert_eq!(fold("\u{1b}[31m", 0), "[31m");
+    }
+}

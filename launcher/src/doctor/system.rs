@@ -1,0 +1,250 @@
+//! Kernel, cores, memory and limits.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use nccl_sys::SearchEnv;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::statvfs::statvfs;
+
+use super::libraries;
+use super::report::{Item, Mark, Section};
+use crate::placement::Topology;
+
+/// What is known of the machine besides its files.
+#[derive(Debug)]
+pub(crate) struct Host {
+    /// Where its file system begins.
+    pub(super) root: PathBuf,
+    /// Its cores.
+    pub(super) topology: Topology,
+    /// Bytes of `/dev/shm`, in all and free.
+    pub(super) shm: Option<(u64, u64)>,
+    /// Soft limits of open files and of locked memory.
+    pub(super) open_files: Option<u64>,
+    pub(super) locked_memory: Option<u64>,
+    /// What the CPU backend needs, by name, with the kernel's answer and what to do about a refusal.
+    pub(super) probes: Vec<Probe>,
+    /// The environment that decides where libraries are looked for.
+    pub(super) search: SearchEnv,
+    /// `LD_LIBRARY_PATH`, if it is set.
+    pub(super) library_path: Option<Vec<PathBuf>>,
+    /// The files that the loader knows, if it tells.
+    pub(super) loader_cache: Option<Vec<PathBuf>>,
+}
+
+/// Something that was tried.
+#[derive(Debug)]
+pub(super) struct Probe {
+    pub(super) name: &'static str,
+    pub(super) purpose: &'static str,
+    pub(super) outcome: Result<(), String>,
+    pub(super) remedy: &'static str,
+}
+
+impl Host {
+    /// This machine.
+    pub(super) fn detect() -> Self {
+        let shm = statvfs("/dev/shm").ok();
+        let limit = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
+        let library_path = std::env::var_os("LD_LIBRARY_PATH").filter(|value| !value.is_empty());
+        Host {
+            root: "/".into(),
+            topology: Topology::detect(),
+            shm: shm.map(|shm| {
+                let block = shm.fragment_size();
+                (shm.blocks() * block, shm.blocks_available() * block)
+            }),
+            open_files: limit(Resource::RLIMIT_NOFILE),
+            locked_memory: limit(Resource::RLIMIT_MEMLOCK),
+            probes: probes(),
+            search: SearchEnv::from_process(),
+            library_path: library_path.map(|value| std::env::split_paths(&value).collect()),
+            loader_cache: libraries::loader_cache(),
+        }
+    }
+
+    /// The text of a file below the root.
+    pub(super) fn read(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.path(Path::new(path))).ok()
+    }
+
+    /// Where an absolute path of the machine is. One that was found below the root stays as it is.
+    pub(super) fn path(&self, path: &Path) -> PathBuf {
+        if path.starts_with(&self.root) {
+            return path.to_owned();
+        }
+        self.root.join(path.strip_prefix("/").unwrap_or(path))
+    }
+}
+
+/// Tries what a run does at its start.
+fn probes() -> Vec<Probe> {
+    let sealed = || {
+        let memory = memfd_create(c"mgpurun-doctor", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+        fcntl(memory.as_fd(), FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).map(drop)
+    };
+    let rendezvous =
+        mgpu::protocol::new_run_id().and_then(|run_id| mgpu::rendezvous::Server::bind(1, &run_id));
+    vec![
+        Probe {
+            name: "shared memory",
+            purpose: "sealed anonymous memory (memfd), for the collectives",
+            outcome: sealed().map_err(|error: nix::Error| error.to_string()),
+            remedy: "Linux 3.17 or newer is needed, and a sandbox that allows memfd_create",
+        },
+        Probe {
+            name: "rendezvous",
+            purpose: "a private folder with a socket, in XDG_RUNTIME_DIR or the folder of temporary files",
+            outcome: rendezvous.map(drop).map_err(|error| error.to_string()),
+            remedy: "set TMPDIR to a folder that may be written to",
+        },
+        Probe {
+            name: "pidfd",
+            purpose: "descriptors of processes, to notice their end",
+            outcome: mgpu::process::pidfd_open(std::process::id())
+                .map(drop)
+                .map_err(|error| error.to_string()),
+            remedy: "Linux 5.3 or newer is needed, and a sandbox that allows pidfd_open",
+        },
+    ]
+}
+
+/// What the CPU backend needs.
+pub(super) fn needs(host: &Host) -> Section {
+    let item = |probe: &Probe| match &probe.outcome {
+        Ok(()) => Item::new(Mark::Ok, probe.name, probe.purpose),
+        Err(error) => {
+            Item::new(Mark::Missing, probe.name, format!("{}: {error}; {}", probe.purpose, probe.remedy))
+        }
+    };
+    Section { title: "Needed by every run", items: host.probes.iter().map(item).collect() }
+}
+
+/// The machine.
+pub(super) fn section(host: &Host) -> Section {
+    let kernel = host.read("/proc/sys/kernel/osrelease").unwrap_or_else(|| "of an unknown version".into());
+    let mut items = vec![Item::new(Mark::Ok, "kernel", format!("Linux {}", kernel.trim()))];
+    items.extend(processor(host));
+    items.extend(cores(&host.topology));
+    items.push(memory(host));
+    items.extend(group_limit(host));
+    items.push(match host.shm {
+        None => Item::new(Mark::Note, "/dev/shm", "not there; NCCL and PyTorch's data loaders use it, mgpurun does not"),
+        Some((all, free)) if all < 256 << 20 => {
+            let text = format!(
+                "{}, {} free: little for NCCL and PyTorch's data loaders (mgpurun does not use it); in a container raise it \
+                 with --shm-size",
+                size(all),
+                size(free)
+            );
+            Item::new(Mark::Note, "/dev/shm", text)
+        }
+        Some((all, free)) => Item::new(Mark::Ok, "/dev/shm", format!("{}, {} free", size(all), size(free))),
+    });
+    items.extend(host.open_files.map(|files| {
+        // Four of the launcher's for each rank, and its own.
+        let (mark, hint) =
+            if files < 128 { (Mark::Note, "; raise it with ulimit -n") } else { (Mark::Ok, "") };
+        let ranks = files.saturating_sub(32) / 4;
+        Item::new(mark, "open files", format!("{}, enough for {} ranks{hint}", limit(files), limit(ranks)))
+    }));
+    items.extend(host.locked_memory.map(|bytes| {
+        let text = if bytes == u64::MAX { "no limit".to_owned() } else { size(bytes) };
+        Item::new(Mark::Ok, "locked memory", format!("{text}; matters to network adapters only"))
+    }));
+    Section { title: "Machine", items }
+}
+
+fn limit(number: u64) -> String {
+    if number >= u64::MAX / 8 { "any number of".into() } else { number.to_string() }
+}
+
+fn processor(host: &Host) -> Option<Item> {
+    let text = host.read("/proc/cpuinfo")?;
+    let field = |name| {
+        let line = text.lines().find(|line| line.starts_with(name))?;
+        line.split_once(':').map(|(_, value)| value.trim())
+    };
+    let flags = field("flags").unwrap_or_default();
+    let has = |flag| flags.split_whitespace().any(|word| word == flag);
+    let (mark, vectors) = match () {
+        () if has("avx512f") => (Mark::Ok, "AVX-512"),
+        () if has("avx2") && has("fma") => (Mark::Ok, "AVX2"),
+        () => (Mark::Note, "neither AVX2 nor AVX-512: arithmetic is slow"),
+    };
+    Some(Item::new(mark, "processor", format!("{}, {vectors}", field("model name").unwrap_or("unknown"))))
+}
+
+fn cores(topology: &Topology) -> Vec<Item> {
+    let (all, physical) = (topology.all(), topology.physical());
+    let mut text = format!("{} may be used: {all}", all.len());
+    if physical != all.len() {
+        text += &format!(" ({physical} physical, with hyper-threads)");
+    }
+    let mut items = vec![match all.len() {
+        0 => Item::new(Mark::Note, "cores", format!("{}; which, the system does not tell", topology.usable)),
+        _ => Item::new(Mark::Ok, "cores", text),
+    }];
+    if topology.usable < all.len() {
+        let text = format!(
+            "a control group allows as much time as {} of them have; more threads than that get in each other's way",
+            topology.usable
+        );
+        items.push(Item::new(Mark::Note, "quota", text));
+    }
+    let node = |node: &crate::placement::Node| format!("node {} with cores {}", node.number, node.all());
+    let nodes: Vec<String> = topology.nodes.iter().map(node).collect();
+    let text = match nodes.len() {
+        0 => "unknown".to_owned(),
+        1 => nodes.concat(),
+        count => format!("{count} nodes: {}", nodes.join("; ")),
+    };
+    items.push(Item::new(Mark::Ok, "NUMA", text));
+    items
+}
+
+fn memory(host: &Host) -> Item {
+    let text = host.read("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| -> Option<u64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+    };
+    match (field("MemTotal:"), field("MemAvailable:")) {
+        (Some(total), Some(free)) => {
+            Item::new(Mark::Ok, "memory", format!("{}, {} available", size(total), size(free)))
+        }
+        _ => Item::new(Mark::Note, "memory", "the system does not tell"),
+    }
+}
+
+/// The smallest limit of the control groups this process is in.
+fn group_limit(host: &Host) -> Option<Item> {
+    let folders =
+        host.read("/proc/self/cgroup").map(|text| mgpu::control_group::folders_of(&text, "memory"))?;
+    let number = |path: PathBuf| host.read(path.to_str()?)?.trim().parse::<u64>().ok();
+    let limit = |folder: &PathBuf| {
+        number(folder.join("memory.max")).or_else(|| number(folder.join("memory.limit_in_bytes")))
+    };
+    // The first version of control groups writes "no limit" as the largest number of whole pages.
+    let limit = folders.iter().filter_map(limit).filter(|bytes| *bytes < 1 << 60).min()?;
+    Some(Item::new(
+        Mark::Note,
+        "memory limit",
+        format!("{} for the control group of this process", size(limit)),
+    ))
+}
+
+/// Bytes for people.
+pub(super) fn size(bytes: u64) -> String {
+    let scaled = |unit: u64, name: &str| format!("{:.1} {name}", bytes as f64 / unit as f64);
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..1_048_576 => scaled(1 << 10, "KiB"),
+        1_048_576..1_073_741_824 => scaled(1 << 20, "MiB"),
+        _ => scaled(1 << 30, "GiB"),
+    }
+}

@@ -1,0 +1,158 @@
+use std::fs;
+use std::path::Path;
+
+use nccl_sys::SearchEnv;
+
+use super::system::Probe;
+use super::*;
+use crate::placement::{CoreSet, Topology};
+
+fn write(root: &Path, path: &str, text: &str) {
+    let path = root.join(path);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+/// A machine of two cores with nothing on it but the root's files.
+fn host(root: &Path) -> Host {
+    let probe =
+        Probe { name: "pidfd", purpose: "to notice an end", outcome: Ok(()), remedy: "a newer kernel" };
+    Host {
+        root: root.to_owned(),
+        topology: Topology::read(root, &CoreSet::parse("0-3").unwrap(), 2),
+        shm: Some((64 << 20, 64 << 20)),
+        open_files: Some(1024),
+        locked_memory: Some(u64::MAX),
+        probes: vec![probe],
+        search: SearchEnv { path: vec![root.join("usr/bin")], ..SearchEnv::empty() },
+        library_path: None,
+        loader_cache: None,
+    }
+}
+
+fn machine_with_gpus(root: &Path) {
+    write(root, "proc/sys/kernel/osrelease", "6.8.0-test\n");
+    write(root, "proc/cpuinfo", "model name\t: Some Processor\nflags\t\t: fpu avx2 fma avx512f\n");
+    write(root, "proc/meminfo", "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n");
+    write(root, "proc/self/cgroup", "0::/job\n");
+    write(root, "sys/fs/cgroup/job/memory.max", "4294967296\n");
+    write(root, "sys/devices/system/node/node0/cpulist", "0-1\n");
+    write(root, "sys/devices/system/node/node1/cpulist", "2-3\n");
+    let version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12\n";
+    write(root, "proc/driver/nvidia/version", version);
+    let information = "Model: \t\t NVIDIA H100 80GB HBM3\nGPU UUID: \t GPU-1234\n";
+    write(root, "proc/driver/nvidia/gpus/0000:3b:00.0/information", information);
+    write(root, "sys/bus/pci/devices/0000:3b:00.0/numa_node", "1\n");
+    for name in ["nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-modeset"] {
+        write(root, &format!("dev/{name}"), "");
+    }
+    write(root, "usr/lib/x86_64-linux-gnu/libcuda.so.1", "");
+    write(root, "usr/local/cuda-12.4/lib64/libnvrtc.so.12", "");
+    write(root, "usr/local/cuda-12.10/lib64/libnvrtc.so.12", "");
+}
+
+/// The report with the root of the machine left out.
+fn shown(host: &Host) -> (String, bool) {
+    let (report, healthy) = examine(host);
+    (report.to_string().replace(host.root.to_str().unwrap(), ""), healthy)
+}
+
+#[test]
+fn a_machine_with_a_gpu() {
+    let root = tempfile::tempdir().unwrap();
+    machine_with_gpus(root.path());
+    insta::assert_snapshot!(shown(&host(root.path())).0);
+}
+
+#[test]
+fn a_machine_with_nothing_is_not_ill() {
+    let root = tempfile::tempdir().unwrap();
+    let (text, healthy) = shown(&host(root.path()));
+    assert!(healthy, "{text}");
+    for part in ["  missing  driver", "  missing  GPUs", "  missing  libnccl.so.2", "nvidia-nccl-cu12"] {
+        assert!(text.contains(part), "no `{part}` in {text}");
+    }
+    assert!(text.contains("\n\nBackends: cpu can be used; nccl"), "{text}");
+}
+
+#[test]
+fn what_every_run_needs_decides() {
+    let root = tempfile::tempdir().unwrap();
+    let mut host = host(root.path());
+    host.probes[0].outcome = Err("ENOSYS".into());
+    let (text, healthy) = shown(&host);
+    assert!(!healthy);
+    assert!(text.contains("missing  pidfd") && text.contains("ENOSYS; a newer kernel"), "{text}");
+    assert!(text.contains("Backends: cpu cannot be used (pidfd is missing)"), "{text}");
+}
+
+#[test]
+fn nccl_is_looked_for_where_a_run_looks() {
+    let root = tempfile::tempdir().unwrap();
+    let line = |host: &Host| {
+        let section = libraries::section(host);
+        let item = section.items.into_iter().find(|item| item.name == "libnccl.so.2").unwrap();
+        (item.mark, item.text.replace(root.path().to_str().unwrap(), ""))
+    };
+    let mut host = host(root.path());
+    assert_eq!(line(&host).0, Mark::Missing);
+    write(root.path(), "usr/local/cuda/lib64/libnccl.so.2", "");
+    let (mark, text) = line(&host);
+    assert!(
+        mark == Mark::Note && text.ends_with("set MGPU_NCCL_LIBRARY=/usr/local/cuda/lib64/libnccl.so.2"),
+        "{text}"
+    );
+    write(root.path(), "usr/bin/python3", "");
+    let wheel = "usr/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2";
+    write(root.path(), wheel, "");
+    // Python's folders are found through the real file system, so they carry the root.
+    assert_eq!(line(&host), (Mark::Ok, format!("/{wheel}")));
+    host.search.explicit = Some("/opt/libnccl.so".into());
+    assert_eq!(line(&host), (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, where no file is".into()));
+    write(root.path(), "opt/libnccl.so", "");
+    assert_eq!(line(&host), (Mark::Ok, "/opt/libnccl.so".into()));
+}
+
+#[test]
+fn device_files_that_are_absent_are_named() {
+    let root = tempfile::tempdir().unwrap();
+    machine_with_gpus(root.path());
+    fs::remove_file(root.path().join("dev/nvidia-uvm")).unwrap();
+    let (section, gpus) = nvidia::section(&host(root.path()));
+    assert_eq!(gpus, 1);
+    let item = section.items.last().unwrap();
+    assert!(item.mark == Mark::Missing && item.text.starts_with("no /dev/nvidia-uvm: "), "{item:?}");
+}
+
+#[test]
+fn files_of_any_content_do_no_harm() {
+    let root = tempfile::tempdir().unwrap();
+    machine_with_gpus(root.path());
+    for path in [
+        "proc/cpuinfo",
+        "proc/meminfo",
+        "proc/self/cgroup",
+        "proc/driver/nvidia/version",
+        "sys/fs/cgroup/job/memory.max",
+    ] {
+        for text in [
+            "",
+            "\u{1b}[2J",
+            ":\n::\n0::",
+            "MemTotal: 99999999999999999999 kB",
+            "NVRM version: .",
+            "MemAvailable:",
+        ] {
+            write(root.path(), path, text);
+            let (text, healthy) = shown(&host(root.path()));
+            assert!(healthy && !text.contains('\u{1b}'), "{text}");
+        }
+    }
+}
+
+#[test]
+fn this_machine_gets_a_report() {
+    let (report, healthy) = examine(&Host::detect());
+    assert!(healthy, "{report}");
+    assert!(report.to_string().lines().all(|line| !line.ends_with(' ')));
+}

@@ -1,0 +1,136 @@
+//! The GPUs as the driver lists them, and the NUMA node that each hangs on. No NVIDIA library is opened for it.
+//!
+//! The driver makes a folder for each GPU, named by its PCI address. CUDA counts GPUs from 0; which is which is the
+//! order of the addresses where all GPUs are of one kind or `CUDA_DEVICE_ORDER=PCI_BUS_ID` is set. On a machine of mixed
+//! GPUs CUDA puts the fastest first and a rank may be taken for its neighbour: that costs some speed, nothing else.
+
+use std::fs;
+use std::path::Path;
+
+/// A GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Gpu {
+    /// The name that `CUDA_VISIBLE_DEVICES` takes.
+    pub name: String,
+    /// PCI address, such as `0000:3b:00.0`.
+    pub bus: Option<String>,
+    /// NUMA node, where the machine tells.
+    pub node: Option<u32>,
+}
+
+/// What the driver says about a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Listed {
+    /// PCI address.
+    pub(crate) bus: String,
+    /// Its identifier, `GPU-` and hexadecimal digits.
+    pub(crate) uuid: Option<String>,
+    /// What it is sold as.
+    pub(crate) model: Option<String>,
+    /// NUMA node, where the machine tells.
+    pub(crate) node: Option<u32>,
+}
+
+/// All GPUs of the machine whose file system begins at `root`, in the order of their addresses.
+pub(crate) fn list(root: &Path) -> Vec<Listed> {
+    let folder = root.join("proc/driver/nvidia/gpus");
+    let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+    let mut buses: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    buses.sort_unstable();
+    let listed = |bus: String| {
+        let information = fs::read_to_string(folder.join(&bus).join("information")).unwrap_or_default();
+        let field = |name: &str| {
+            let value = information.lines().find_map(|line| line.strip_prefix(name))?;
+            Some(value.trim_start_matches(':').trim().to_owned()).filter(|value| !value.is_empty())
+        };
+        let device = root.join("sys/bus/pci/devices").join(bus.to_ascii_lowercase());
+        // -1 where the firmware does not say.
+        let node =
+            fs::read_to_string(device.join("numa_node")).ok().and_then(|text| text.trim().parse().ok());
+        Listed { uuid: field("GPU UUID"), model: field("Model"), node, bus }
+    };
+    buses.into_iter().map(listed).collect()
+}
+
+/// The GPUs that a program may use, in CUDA's order. As for the CUDA runtime, the list in `CUDA_VISIBLE_DEVICES` ends at
+/// the first entry that names none.
+pub(crate) fn visible(present: &[Listed], visible: Option<&str>) -> Vec<Gpu> {
+    let gpu = |name: &str, listed: Option<&Listed>| Gpu {
+        name: name.to_owned(),
+        bus: listed.map(|listed| listed.bus.clone()),
+        node: listed.and_then(|listed| listed.node),
+    };
+    let Some(visible) = visible else {
+        let all = present.iter().enumerate();
+        return all.map(|(index, listed)| gpu(&index.to_string(), Some(listed))).collect();
+    };
+    let known = |name: &str| match name.parse::<i64>() {
+        Ok(index) => {
+            let listed = usize::try_from(index).ok().and_then(|index| present.get(index));
+            listed.map(|listed| gpu(name, Some(listed)))
+        }
+        Err(_) if name.is_empty() || present.is_empty() => None,
+        Err(_) => {
+            // An abbreviation is enough for CUDA, so it is here. A part of a GPU (`MIG-…`) has a name of its own.
+            let is = |listed: &&Listed| listed.uuid.as_ref().is_some_and(|uuid| uuid.starts_with(name));
+            Some(gpu(name, present.iter().find(is)))
+        }
+    };
+    visible.split(',').map(str::trim).map_while(known).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn present(count: usize) -> Vec<Listed> {
+        let listed = |index: usize| Listed {
+            bus: format!("0000:{index:02x}:00.0"),
+            uuid: Some(format!("GPU-{index}abc")),
+            model: None,
+            node: Some(index as u32 / 2),
+        };
+        (0..count).map(listed).collect()
+    }
+
+    #[test]
+    fn visibility_narrows() {
+        let names = |count, list| -> Vec<String> {
+            visible(&present(count), list).into_iter().map(|gpu| gpu.name).collect()
+        };
+        assert_eq!(names(2, None), ["0", "1"]);
+        assert_eq!(names(4, Some("3,1")), ["3", "1"]);
+        assert_eq!(names(4, Some("2,-1,0")), ["2"]);
+        assert_eq!(names(1, Some("GPU-ab12")), ["GPU-ab12"]);
+        assert!(names(4, Some("")).is_empty());
+        assert!(names(0, Some("0")).is_empty());
+        assert!(names(0, Some("GPU-0")).is_empty());
+    }
+
+    #[test]
+    fn a_name_leads_to_the_place() {
+        let gpus = visible(&present(4), Some("3, GPU-1,MIG-77"));
+        let places: Vec<_> = gpus.iter().map(|gpu| (gpu.bus.as_deref(), gpu.node)).collect();
+        assert_eq!(places, [(Some("0000:03:00.0"), Some(1)), (Some("0000:01:00.0"), Some(0)), (None, None)]);
+    }
+
+    #[test]
+    fn the_driver_lists_them() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        assert_eq!(list(root.path()), []);
+        let information = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 16\nGPU UUID: \t GPU-ab12\n";
+        write("proc/driver/nvidia/gpus/0000:AF:00.0/information", information);
+        write("proc/driver/nvidia/gpus/0000:3b:00.0/information", "GPU UUID\u{0}:\n?");
+        write("sys/bus/pci/devices/0000:af:00.0/numa_node", "1\n");
+        write("sys/bus/pci/devices/0000:3b:00.0/numa_node", "-1\n");
+        let gpus = list(root.path());
+        assert_eq!((gpus[0].bus.as_str(), gpus[0].node, &gpus[0].model), ("0000:3b:00.0", None, &None));
+        assert_eq!((gpus[1].uuid.as_deref(), gpus[1].node), (Some("GPU-ab12"), Some(1)));
+        assert_eq!(gpus[1].model.as_deref(), Some("NVIDIA H100 80GB HBM3"));
+    }
+}
