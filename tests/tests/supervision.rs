@@ -282,3 +282,20 @@ fn many_launches_at_once() {
         }
     });
 }
+
+#[test]
+fn a_taken_port_and_no_network_at_all_do_not_matter() {
+    // Whoever holds it, it is taken.
+    let _holder = std::net::TcpListener::bind(("127.0.0.1", 29500));
+    let folder = tempfile::tempdir().unwrap();
+    run(launcher(folder.path()).args(["-n", "2", env!("CARGO_BIN_EXE_t-job")])).expect(0, &[]);
+    // A network namespace of its own, in which not even the loopback interface is up.
+    let namespace = ["--user", "--map-root-user", "--net"];
+    if !run(command("unshare").args(namespace).arg("true")).code.is_some_and(|code| code == 0) {
+        return eprintln!("skipped: this machine makes no network namespaces for its users");
+    }
+    let mut isolated = command("unshare");
+    isolated.args(namespace).arg(env!("CARGO_BIN_EXE_t-mgpurun"));
+    isolated.args(["-n", "2", env!("CARGO_BIN_EXE_t-job")]);
+    run(&mut isolated).expect(0, &["[1] life 0"]);
+}

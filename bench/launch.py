@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""How long does it take to start `true` on n ranks and see it end, beside other launchers?
+
+    launch.py [--ranks 8] [--rounds 30] [--out FILE.json]
+
+The contenders take turns; medians count. Peers are looked for in target/peers or the folder named by MGPU_PEERS, as in
+allreduce.sh. A contender that takes more than a second has a tenth of the rounds.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def contenders(ranks):
+    """Name to command line, of those that are there."""
+    peers = os.environ.get("MGPU_PEERS", os.path.join(ROOT, "target/peers"))
+    program = shutil.which("true")
+    number = str(ranks)
+    found = {"mgpurun": [os.path.join(ROOT, "target/release/mgpurun"), "-n", number, program]}
+    commands = {
+        "mpich": ["v-mpich/bin/mpiexec", "-n", number, program],
+        "intel-mpi": ["v-impi-devel/bin/mpiexec", "-n", number, program],
+        "openmpi": ["v-openmpi/bin/mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", number, program],
+        "torchrun": ["v/bin/torchrun", "--nproc-per-node", number, "--no-python", program],
+    }
+    for name, command in commands.items():
+        path = os.path.join(peers, command[0])
+        if os.access(path, os.X_OK):
+            found[name] = [path] + command[1:]
+    return found
+
+
+def once(command):
+    started = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
+    return (time.perf_counter() - started) * 1e3
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    found = contenders(args.ranks)
+    times = {name: [] for name in found}
+    slow = {name for name, command in found.items() if once(command) > 1000}
+    for turn in range(args.rounds):
+        for name, command in found.items():
+            if name not in slow or turn % 10 == 0:
+                times[name].append(once(command))
+    ours = sorted(times["mgpurun"])[len(times["mgpurun"]) // 2]
+    result = {
+        "ranks": args.ranks,
+        "program": "true",
+        "ms": {
+            name: {
+                "median": round(sorted(took)[len(took) // 2], 2),
+                "min": round(min(took), 2),
+                "max": round(max(took), 2),
+                "rounds": len(took),
+                "ratio": round(sorted(took)[len(took) // 2] / ours, 2),
+            }
+            for name, took in times.items()
+        },
+    }
+    print(json.dumps(result, indent=1))
+    if args.out:
+        machine = subprocess.run([os.path.join(ROOT, "bench/describe_machine.sh")], capture_output=True, text=True)
+        try:
+            result["machine"] = json.loads(machine.stdout)
+        except json.JSONDecodeError:
+            result["machine"] = machine.stdout.strip()
+        with open(args.out, "w") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()
