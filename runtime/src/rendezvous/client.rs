@@ -1,12 +1,17 @@
 //! A rank's side: one request at a time, each answered before its deadline.
 
+use std::io::{self, ErrorKind};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::message::{MAX_FDS, MAX_VALUE, Reply, Request, VERSION, encode};
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, setsockopt, socket, sockopt};
+use nix::sys::time::TimeVal;
+
+use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Reply, Request, VERSION, encode};
 use super::socket::{Connection, Received};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
@@ -14,8 +19,8 @@ use crate::{Error, Result};
 /// What the server may take beyond a request's own deadline before it counts as gone.
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
 
-/// Longest key and longest name of a barrier, in bytes.
-const MAX_NAME: usize = 256;
+/// Longest wait for anything: an instant further away may not exist.
+const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 
 fn check_name(operation: &'static str, name: &str) -> Result<()> {
     if name.len() <= MAX_NAME {
@@ -28,6 +33,21 @@ fn check_name(operation: &'static str, name: &str) -> Result<()> {
 /// As long as a message can say.
 fn milliseconds(timeout: Duration) -> u64 {
     timeout.as_millis().try_into().unwrap_or(u64::MAX)
+}
+
+/// Connects to the socket at `path`. A launcher that is stopped takes no connection in, and once its queue is full the
+/// kernel lets others wait for it: not for ever.
+fn connect(path: &str) -> io::Result<UnixStream> {
+    let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    setsockopt(&stream, sockopt::SendTimeout, &TimeVal::new(SERVER_MARGIN.as_secs() as i64, 0))?;
+    loop {
+        match nix::sys::socket::connect(stream.as_raw_fd(), &UnixAddr::new(path)?) {
+            Ok(()) => return Ok(stream.into()),
+            Err(Errno::EINTR) => {}
+            Err(Errno::EAGAIN) => return Err(io::Error::other("its queue of connections is full")),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// The key/value store of a run, and its barriers.
@@ -50,7 +70,7 @@ impl Store {
         let path = address.strip_prefix("unix:").ok_or_else(|| {
             refused(format!("`{address}` is no address of a rendezvous; it should be unix:PATH"))
         })?;
-        let stream = UnixStream::connect(path).map_err(|error| {
+        let stream = connect(path).map_err(|error| {
             refused(format!(
                 "no launcher answers at {path}: {error} (has this process already joined, or its run ended?)"
             ))
@@ -58,20 +78,29 @@ impl Store {
         Self::join_through(stream, run_id, rank, world_size)
     }
 
-    /// Joins over a connected stream.
-    pub(crate) fn join_through(
+    /// Joins over a connected stream: for ranks of this process, and for tests of this side against any other.
+    #[doc(hidden)]
+    pub fn join_through(
         stream: UnixStream,
         run_id: &str,
         rank: u32,
         world_size: u32,
     ) -> Result<(Self, ProgressPage)> {
-        let store = Store { rank, world_size, connection: Mutex::new(Connection::new(stream)) };
+        let refused = |problem: String| Error::Join { rank, problem };
+        if run_id.len() > MAX_NAME {
+            return Err(refused(format!(
+                "the run's identifier has {} bytes, and {MAX_NAME} at most",
+                run_id.len()
+            )));
+        }
+        let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
+        let store = Store { rank, world_size, connection: Mutex::new(connection) };
         let pid = std::process::id();
         let hello = Request::Hello { version: VERSION, run_id: run_id.to_owned(), rank, world_size, pid };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match store.call(&mut connection, &hello, &[], "the rendezvous", Duration::ZERO)? {
             Reply::Welcome => {}
-            Reply::Refused { why } => return Err(Error::Join { rank, problem: why }),
+            Reply::Refused { why } => return Err(refused(why)),
             other => return Err(store.unexpected(&other)),
         }
         let fds = connection.take_fds(1).map_err(|problem| store.bad_message(problem))?;
@@ -84,7 +113,8 @@ impl Store {
     /// set once in a run, or again after all its readers have read it.
     ///
     /// # Errors
-    /// If the value is larger than 12 KiB, the key is set already, or the launcher is gone.
+    /// If the value is larger than 12 KiB, the key is set already, this rank has set more than 1,024 keys, 256
+    /// descriptors or 4 MiB that were not read yet, or the launcher is gone.
     pub fn set(&self, key: &str, value: &[u8], fds: &[BorrowedFd<'_>], readers: u32) -> Result<()> {
         check_name("set", key)?;
         if value.len() > MAX_VALUE || fds.len() > MAX_FDS {
@@ -99,6 +129,7 @@ impl Store {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, fds, "set", Duration::ZERO)? {
             Reply::Done => Ok(()),
+            Reply::Denied { why } => Err(Error::InvalidArgument { operation: "set", problem: why }),
             other => Err(self.unexpected(&other)),
         }
     }
@@ -117,6 +148,7 @@ impl Store {
                 let fds = connection.take_fds(fds).map_err(|problem| self.bad_message(problem))?;
                 Ok((value, fds))
             }
+            Reply::Denied { why } => Err(Error::InvalidArgument { operation: "get", problem: why }),
             other => Err(self.unexpected(&other)),
         }
     }
@@ -152,38 +184,49 @@ impl Store {
         timeout: Duration,
     ) -> Result<Reply> {
         let started = Instant::now();
+        let deadline = started + timeout.min(LONGEST_WAIT) + SERVER_MARGIN;
         let gone = |reason: String| {
             let problem = format!("the launcher is gone ({reason})");
             Error::Join { rank: self.rank, problem }
         };
-        connection.send(&encode(request), fds).map_err(|error| gone(error.to_string()))?;
+        let silent = |connection: &Connection| {
+            // A late answer would be taken for that to the next request.
+            let _ = connection.stream().shutdown(Shutdown::Both);
+            let problem = format!("the launcher did not answer {operation} for {:?}", started.elapsed());
+            Error::Join { rank: self.rank, problem }
+        };
+        connection.settle().map_err(|problem| self.bad_message(problem))?;
+        let sent = connection.send_before(&encode(request), fds, deadline);
+        if sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
+            return Err(silent(connection));
+        }
         let reply = loop {
-            if let Some(reply) =
-                connection.next_message::<Reply>().map_err(|problem| self.bad_message(problem))?
-            {
-                break reply;
+            let reply = connection.next_message().map_err(|problem| self.bad_message(problem))?;
+            match (reply, &sent) {
+                (Some(reply), Ok(())) => break reply,
+                // A launcher that refuses a connection without having read from it says why before it closes it.
+                (Some(reply @ Reply::Refused { .. }), Err(_)) => break reply,
+                (Some(_), Err(error)) => return Err(gone(error.to_string())),
+                (None, _) => {}
             }
-            let left = timeout.saturating_add(SERVER_MARGIN).saturating_sub(started.elapsed());
-            if left.is_zero() {
-                // A late answer would be taken for that to the next request.
-                let _ = connection.stream().shutdown(Shutdown::Both);
-                return Err(Error::Join {
-                    rank: self.rank,
-                    problem: format!("the launcher did not answer {operation} for {:?}", started.elapsed()),
-                });
-            }
-            connection.stream().set_read_timeout(Some(left)).map_err(|error| gone(error.to_string()))?;
-            if let Received::End = connection.receive().map_err(|error| gone(error.to_string()))? {
-                return Err(gone("its end of the connection is closed".into()));
+            match connection.receive_before(deadline).map_err(|error| gone(error.to_string()))? {
+                Received::Bytes => {}
+                Received::Nothing => return Err(silent(connection)),
+                Received::End => {
+                    sent.map_err(|error| gone(error.to_string()))?;
+                    return Err(gone("its end of the connection is closed".into()));
+                }
             }
         };
         match reply {
-            Reply::TimedOut { missing } => Err(Error::Timeout {
-                rank: self.rank,
-                waited_for: missing,
-                operation: operation.to_owned(),
-                after: started.elapsed(),
-            }),
+            Reply::TimedOut { missing } if missing.iter().all(|rank| *rank < self.world_size) => {
+                Err(Error::Timeout {
+                    rank: self.rank,
+                    waited_for: missing,
+                    operation: operation.to_owned(),
+                    after: started.elapsed(),
+                })
+            }
             Reply::PeerGone { peer, how } if peer < self.world_size => {
                 let (rank, operation) = (self.rank, operation.to_owned());
                 Err(Error::PeerLost { rank, peer, operation, how, silent: false })

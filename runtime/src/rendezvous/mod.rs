@@ -19,10 +19,16 @@
 
 mod client;
 mod directory;
+mod door;
+mod entries;
 pub mod message;
+mod peer;
+mod rights;
 mod server;
 mod socket;
+mod waits;
 
 pub use crate::progress::Blame;
 pub use client::Store;
+pub use directory::remove_abandoned;
 pub use server::{Departure, Server, ServerEvent};
