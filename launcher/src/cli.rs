@@ -19,8 +19,9 @@ const AFTER_HELP: &str = "\
 Example:
   mgpurun -n 2 train_mnist --net lenet5
 
-Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
-the run starts) and the MGPU_* variables of the rendezvous; --dry-run shows them.
+Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (reserved
+for the run), what else torchrun sets, and the MGPU_* variables of the rendezvous; --dry-run shows
+them.
 
 Exit codes:
   0              all ranks finished

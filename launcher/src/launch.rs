@@ -11,7 +11,8 @@ use crate::event_loop::{EventLoop, flush};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
-use crate::spawn::{free_port, spawn};
+use crate::port::ReservedPort;
+use crate::spawn::spawn;
 use crate::supervisor::{Outcome, Supervisor};
 
 /// Copies of a program to be started as ranks.
@@ -130,10 +131,14 @@ impl Launch {
         }
         let run_id = mgpu::protocol::new_run_id()?;
         let server = Server::bind(ranks, &run_id)?;
+        // Held until the ranks have ended.
+        let port = ReservedPort::reserve();
         let facts = RunFacts {
             rendezvous: server.address().to_owned(),
             run_id,
-            master_port: free_port(),
+            master_port: port.number().to_string(),
+            restart_count: 0,
+            max_restarts: 0,
             progress: output.shows_progress(),
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.

@@ -8,6 +8,7 @@
 //! | [`cli`] | arguments → request |
 //! | [`program`] | name → path |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
+//! | `port` | a TCP port that nobody else gets, for PyTorch |
 //! | `spawn` | plan → processes, each in a group of its own, tied to this one |
 //! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
@@ -28,6 +29,7 @@ mod launch;
 mod machine;
 pub mod output;
 pub mod plan;
+mod port;
 pub mod program;
 pub mod ranks;
 mod spawn;
