@@ -11,7 +11,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, setsockopt, socket, sockopt};
 use nix::sys::time::TimeVal;
 
-use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Reply, Request, VERSION, encode};
+use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
@@ -21,14 +21,6 @@ const SERVER_MARGIN: Duration = Duration::from_secs(5);
 
 /// Longest wait for anything: an instant further away may not exist.
 const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
-
-fn check_name(operation: &'static str, name: &str) -> Result<()> {
-    if name.len() <= MAX_NAME {
-        return Ok(());
-    }
-    let problem = format!("a name of {} bytes, where {MAX_NAME} are the most", name.len());
-    Err(Error::InvalidArgument { operation, problem })
-}
 
 /// As long as a message can say.
 fn milliseconds(timeout: Duration) -> u64 {
@@ -101,9 +93,9 @@ impl Store {
         match store.call(&mut connection, &hello, &[], "the rendezvous", Duration::ZERO)? {
             Reply::Welcome => {}
             Reply::Refused { why } => return Err(refused(why)),
-            other => return Err(store.unexpected(&other)),
+            other => return Err(store.unexpected(&connection, &other)),
         }
-        let fds = connection.take_fds(1).map_err(|problem| store.bad_message(problem))?;
+        let fds = connection.take_fds(1).map_err(|problem| store.bad_message(&connection, problem))?;
         let page = ProgressPage::open(fds[0].as_fd(), world_size)?;
         drop(connection);
         Ok((store, page))
@@ -116,7 +108,7 @@ impl Store {
     /// If the value is larger than 12 KiB, the key is set already, this rank has set more than 1,024 keys, 256
     /// descriptors or 4 MiB that were not read yet, or the launcher is gone.
     pub fn set(&self, key: &str, value: &[u8], fds: &[BorrowedFd<'_>], readers: u32) -> Result<()> {
-        check_name("set", key)?;
+        check_name(key).map_err(|problem| Error::InvalidArgument { operation: "set", problem })?;
         if value.len() > MAX_VALUE || fds.len() > MAX_FDS {
             let (bytes, count) = (value.len(), fds.len());
             let problem = format!(
@@ -130,7 +122,7 @@ impl Store {
         match self.call(&mut connection, &request, fds, "set", Duration::ZERO)? {
             Reply::Done => Ok(()),
             Reply::Denied { why } => Err(Error::InvalidArgument { operation: "set", problem: why }),
-            other => Err(self.unexpected(&other)),
+            other => Err(self.unexpected(&connection, &other)),
         }
     }
 
@@ -139,17 +131,18 @@ impl Store {
     /// # Errors
     /// If that takes longer than `timeout`, or `from` has ended without setting it, or any rank has failed.
     pub fn get(&self, key: &str, from: u32, timeout: Duration) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
-        check_name("get", key)?;
+        check_name(key).map_err(|problem| Error::InvalidArgument { operation: "get", problem })?;
         let request = Request::Get { key: key.to_owned(), from, timeout_ms: milliseconds(timeout) };
         let operation = format!("get `{key}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
             Reply::Value { value, fds } => {
-                let fds = connection.take_fds(fds).map_err(|problem| self.bad_message(problem))?;
+                let fds =
+                    connection.take_fds(fds).map_err(|problem| self.bad_message(&connection, problem))?;
                 Ok((value, fds))
             }
             Reply::Denied { why } => Err(Error::InvalidArgument { operation: "get", problem: why }),
-            other => Err(self.unexpected(&other)),
+            other => Err(self.unexpected(&connection, &other)),
         }
     }
 
@@ -158,13 +151,13 @@ impl Store {
     /// # Errors
     /// If that takes longer than `timeout` (names the missing ranks), or a rank has ended.
     pub fn barrier(&self, name: &str, timeout: Duration) -> Result<()> {
-        check_name("barrier", name)?;
+        check_name(name).map_err(|problem| Error::InvalidArgument { operation: "barrier", problem })?;
         let request = Request::Barrier { name: name.to_owned(), timeout_ms: milliseconds(timeout) };
         let operation = format!("barrier `{name}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
             Reply::Done => Ok(()),
-            other => Err(self.unexpected(&other)),
+            other => Err(self.unexpected(&connection, &other)),
         }
     }
 
@@ -195,13 +188,13 @@ impl Store {
             let problem = format!("the launcher did not answer {operation} for {:?}", started.elapsed());
             Error::Join { rank: self.rank, problem }
         };
-        connection.settle().map_err(|problem| self.bad_message(problem))?;
+        connection.settle().map_err(|problem| self.bad_message(connection, problem))?;
         let sent = connection.send_before(&encode(request), fds, deadline);
         if sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
             return Err(silent(connection));
         }
         let reply = loop {
-            let reply = connection.next_message().map_err(|problem| self.bad_message(problem))?;
+            let reply = connection.next_message().map_err(|problem| self.bad_message(connection, problem))?;
             match (reply, &sent) {
                 (Some(reply), Ok(())) => break reply,
                 // A launcher that refuses a connection without having read from it says why before it closes it.
@@ -235,16 +228,77 @@ impl Store {
         }
     }
 
-    fn bad_message(&self, problem: String) -> Error {
+    /// The error of a launcher that does not keep to the protocol. What else it sends cannot be trusted to belong to any
+    /// request: the connection is not used any more.
+    fn bad_message(&self, connection: &Connection, problem: String) -> Error {
+        let _ = connection.stream().shutdown(Shutdown::Both);
         Error::Protocol { peer: "the launcher".into(), problem }
     }
 
-    fn unexpected(&self, reply: &Reply) -> Error {
+    fn unexpected(&self, connection: &Connection, reply: &Reply) -> Error {
         match reply {
             Reply::Refused { why } => {
                 Error::Protocol { peer: format!("rank {}", self.rank), problem: why.clone() }
             }
-            other => self.bad_message(format!("unexpected {other:?}")),
+            other => self.bad_message(connection, format!("unexpected {other:?}")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A store whose launcher has sent `replies` already, and nothing else.
+    fn store(replies: &[Reply]) -> (Store, UnixStream) {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        for reply in replies {
+            theirs.write_all(&encode(reply)).unwrap();
+        }
+        let connection = Mutex::new(Connection::new(ours).unwrap());
+        (Store { rank: 0, world_size: 2, connection }, theirs)
+    }
+
+    #[test]
+    fn a_denied_request_is_the_callers_mistake_and_the_next_one_is_served() {
+        let denied = Reply::Denied { why: "key `a` is already set".into() };
+        let (store, _launcher) = store(&[denied, Reply::Done]);
+        let error = store.set("a", b"", &[], 1).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { operation: "set", .. }), "{error:?}");
+        assert!(error.to_string().contains("key `a` is already set"), "{error}");
+        store.set("b", b"", &[], 1).unwrap();
+    }
+
+    #[test]
+    fn a_launcher_that_breaks_the_protocol_is_not_believed_again() {
+        for wrong in [
+            Reply::Value { value: vec![], fds: 3 },
+            Reply::TimedOut { missing: vec![2] },
+            Reply::PeerGone { peer: u32::MAX, how: "left".into() },
+            Reply::Done,
+        ] {
+            let (store, _launcher) = store(&[wrong, Reply::Done]);
+            let error = store.get("a", 1, Duration::ZERO).unwrap_err();
+            assert!(matches!(error, Error::Protocol { .. }), "{error}");
+            let error = store.barrier("b", Duration::ZERO).unwrap_err();
+            assert!(matches!(error, Error::Join { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_heard_although_nothing_can_be_sent() {
+        let (store, launcher) = store(&[Reply::Refused { why: "no room".into() }]);
+        drop(launcher);
+        let error = store.barrier("b", Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("no room"), "{error}");
+    }
+
+    #[test]
+    fn what_does_not_fit_a_message_is_an_error() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let error = Store::join_through(ours, &"x".repeat(1 << 17), 0, 1).unwrap_err();
+        assert!(error.to_string().contains("131072 bytes"), "{error}");
     }
 }

@@ -119,6 +119,17 @@ pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
     frame
 }
 
+/// Names are bounded like everything that the server keeps.
+///
+/// # Errors
+/// If `name` is longer than [`MAX_NAME`].
+pub fn check_name(name: &str) -> Result<(), String> {
+    match name.len() {
+        ..=MAX_NAME => Ok(()),
+        len => Err(format!("a name of {len} bytes where {MAX_NAME} is the most")),
+    }
+}
+
 /// Puts received bytes together into messages.
 #[derive(Debug, Default)]
 pub struct Decoder {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::door::{Door, Knock, refuse};
 use super::entries::Entries;
-use super::message::{MAX_NAME, MAX_VALUE, Reply, Request, VERSION, encode};
+use super::message::{MAX_VALUE, Reply, Request, VERSION, check_name, encode};
 use super::peer::{HELLO_PATIENCE, Peer};
 use super::socket::Received;
 use super::waits::{WaitFor, Waits};
@@ -387,14 +387,6 @@ impl Server {
         {
             let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
         }
-    }
-}
-
-/// Names are bounded like everything that is kept.
-fn check_name(name: &str) -> Result<(), String> {
-    match name.len() {
-        ..=MAX_NAME => Ok(()),
-        len => Err(format!("a name of {len} bytes where {MAX_NAME} is the most")),
     }
 }
 

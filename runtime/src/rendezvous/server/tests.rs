@@ -8,7 +8,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::super::entries::MOST_KEYS;
-use super::super::message::Decoder;
+use super::super::message::{Decoder, MAX_NAME};
 use super::*;
 
 const RUN: &str = "a-test";
