@@ -24,9 +24,9 @@ const AFTER_HELP: &str = "\
 Example:
   mgpurun -n 2 train_mnist --net lenet5
 
-Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (free when
-the run starts) and the MGPU_* variables of the rendezvous, and its share of the cores as
-MGPU_THREADS and OMP_NUM_THREADS unless you have set these; --dry-run shows them.
+Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (reserved
+for the run), what else torchrun sets, the MGPU_* variables of the rendezvous, and its share of the
+cores as MGPU_THREADS and OMP_NUM_THREADS unless you have set these; --dry-run shows them.
 
 Commands of mgpurun itself (after -- the word is a program's name):
   mgpurun doctor   what this machine has of cores, memory, GPUs, drivers and libraries

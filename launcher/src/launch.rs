@@ -16,8 +16,9 @@ use crate::orphans;
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
+use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
-use crate::spawn::{Process, free_port, spawn};
+use crate::spawn::{Process, spawn};
 use crate::supervisor::{Outcome, Supervisor};
 
 /// Copies of a program to be started as ranks.
@@ -199,11 +200,13 @@ impl Launch {
         if self.report_bindings {
             plan.ranks.iter().for_each(|rank| output.say(&rank.location));
         }
+        // Held until the ranks have ended.
+        let port = ReservedPort::reserve();
         let run = Run {
             plan: &plan,
             signals: &signals,
             run_id: mgpu::protocol::new_run_id()?,
-            master_port: free_port(),
+            master_port: port.number().to_string(),
             join_timeout: self.join_timeout,
             progress_timeout: self.progress_timeout,
             grace,

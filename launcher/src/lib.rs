@@ -9,6 +9,7 @@
 //! | [`program`] | name → path |
 //! | [`placement`] | ranks + topology → the cores of each rank (pure, but for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
+//! | `port` | a TCP port that nobody else gets, for PyTorch |
 //! | `spawn` | plan → processes, each in a group of its own, tied to this one |
 //! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
@@ -40,6 +41,7 @@ mod orphans;
 pub mod output;
 pub mod placement;
 pub mod plan;
+mod port;
 pub mod program;
 pub mod ranks;
 mod restart;

@@ -99,14 +99,14 @@ pub struct RunFacts {
     pub rendezvous: String,
     /// Identifier of the run.
     pub run_id: String,
-    /// A free TCP port.
+    /// A TCP port that is reserved for the ranks.
     pub master_port: String,
-    /// Whether transient lines are shown.
-    pub progress: bool,
     /// How often the ranks have been restarted.
     pub restart_count: u32,
     /// How often they may be.
     pub max_restarts: u32,
+    /// Whether transient lines are shown.
+    pub progress: bool,
 }
 
 /// Why there is no plan.
@@ -144,9 +144,9 @@ impl RunFacts {
             rendezvous: "unix:(made at the start)".into(),
             run_id: "(made at the start)".into(),
             master_port: "(free port)".into(),
-            progress: false,
             restart_count: 0,
             max_restarts: 0,
+            progress: false,
         }
     }
 }
@@ -162,19 +162,39 @@ impl Plan {
 
 impl RankPlan {
     /// The whole environment that is added for the rank.
+    ///
+    /// It ends with what torchrun sets for the ranks of one machine, where they are one group with one role. Scripts read
+    /// it, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` looks for the run's identifier.
+    /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store that torchrun has and this
+    /// launcher has not. Without it rank 0 makes the store, at `MASTER_PORT`.
     pub fn complete(&self, facts: &RunFacts) -> Vec<(&'static str, String)> {
         let mut environment = self.environment.clone();
+        let world_size = self.value(WORLD_SIZE);
         environment.extend([
             (MGPU_RENDEZVOUS, facts.rendezvous.clone()),
             (MGPU_RUN_ID, facts.run_id.clone()),
             (MGPU_RESTART_COUNT, facts.restart_count.to_string()),
             (MASTER_ADDR, "127.0.0.1".into()),
             (MASTER_PORT, facts.master_port.clone()),
+            ("GROUP_RANK", "0".into()),
+            ("GROUP_WORLD_SIZE", "1".into()),
+            ("ROLE_RANK", self.rank.to_string()),
+            ("ROLE_WORLD_SIZE", world_size),
+            ("ROLE_NAME", "default".into()),
+            ("TORCHELASTIC_RESTART_COUNT", facts.restart_count.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", facts.max_restarts.to_string()),
+            ("TORCHELASTIC_RUN_ID", facts.run_id.clone()),
         ]);
         if facts.progress {
             environment.push((MGPU_PROGRESS, "1".into()));
         }
         environment
+    }
+
+    /// The value of a variable that is known before the start, empty if it is not set.
+    fn value(&self, name: &str) -> String {
+        let variable = self.environment.iter().find(|(key, _)| *key == name);
+        variable.map(|(_, value)| value.clone()).unwrap_or_default()
     }
 }
 
@@ -321,6 +341,34 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_script_for_torchrun_finds_its_variables() {
+        let plan = plan(&request(Ranks::Count(3)), &machine(0)).unwrap();
+        let facts =
+            RunFacts { restart_count: 1, max_restarts: 4, run_id: "run".into(), ..RunFacts::unknown() };
+        let environment = plan.ranks[2].complete(&facts);
+        for (name, value) in [
+            (RANK, "2"),
+            (MGPU_RESTART_COUNT, "1"),
+            ("GROUP_RANK", "0"),
+            ("GROUP_WORLD_SIZE", "1"),
+            ("ROLE_RANK", "2"),
+            ("ROLE_WORLD_SIZE", "3"),
+            ("ROLE_NAME", "default"),
+            ("TORCHELASTIC_RESTART_COUNT", "1"),
+            ("TORCHELASTIC_MAX_RESTARTS", "4"),
+            ("TORCHELASTIC_RUN_ID", "run"),
+        ] {
+            let found: Vec<&str> =
+                environment.iter().filter(|(key, _)| *key == name).map(|(_, value)| value.as_str()).collect();
+            assert_eq!(found, [value], "{name}");
+        }
+        let mut names: Vec<&str> = environment.iter().map(|(name, _)| *name).collect();
+        names.sort_unstable();
+        assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
+        assert!(!names.contains(&"TORCHELASTIC_USE_AGENT_STORE"));
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! it, so no path through the launcher leaves one behind.
 
 use std::io;
-use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -113,15 +112,6 @@ fn hint(error: &io::Error) -> &'static str {
         Some(Errno::EAGAIN) => "; the limit of processes is reached: raise `ulimit -u` or start fewer ranks",
         _ => "",
     }
-}
-
-/// A TCP port nobody listens on at the moment, for programs that make a rendezvous of their own (PyTorch).
-///
-/// It is free, not reserved: between here and the program's own bind somebody else may take it.
-pub(crate) fn free_port() -> String {
-    let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
-    // Without a loopback interface there is nobody to connect either.
-    port.map_or_else(|_| "29500".into(), |address| address.port().to_string())
 }
 
 impl Drop for Process {

@@ -1,12 +1,17 @@
 //! A rank's side: one request at a time, each answered before its deadline.
 
+use std::io::{self, ErrorKind};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::message::{MAX_FDS, MAX_VALUE, Manifest, Reply, Request, VERSION, encode};
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, setsockopt, socket, sockopt};
+use nix::sys::time::TimeVal;
+
+use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
@@ -17,20 +22,27 @@ const SERVER_MARGIN: Duration = Duration::from_secs(5);
 /// How long a rank waits for the others to join. The launcher, which knows who is missing, ends the run long before.
 const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
-/// Longest key and longest name of a barrier, in bytes.
-const MAX_NAME: usize = 256;
-
-fn check_name(operation: &'static str, name: &str) -> Result<()> {
-    if name.len() <= MAX_NAME {
-        return Ok(());
-    }
-    let problem = format!("a name of {} bytes, where {MAX_NAME} are the most", name.len());
-    Err(Error::InvalidArgument { operation, problem })
-}
+/// Longest wait for anything: an instant further away may not exist.
+const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 
 /// As long as a message can say.
 fn milliseconds(timeout: Duration) -> u64 {
     timeout.as_millis().try_into().unwrap_or(u64::MAX)
+}
+
+/// Connects to the socket at `path`. A launcher that is stopped takes no connection in, and once its queue is full the
+/// kernel lets others wait for it: not for ever.
+fn connect(path: &str) -> io::Result<UnixStream> {
+    let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    setsockopt(&stream, sockopt::SendTimeout, &TimeVal::new(SERVER_MARGIN.as_secs() as i64, 0))?;
+    loop {
+        match nix::sys::socket::connect(stream.as_raw_fd(), &UnixAddr::new(path)?) {
+            Ok(()) => return Ok(stream.into()),
+            Err(Errno::EINTR) => {}
+            Err(Errno::EAGAIN) => return Err(io::Error::other("its queue of connections is full")),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// The key/value store of a run, and its barriers.
@@ -41,6 +53,37 @@ pub struct Store {
     connection: Mutex<Connection>,
 }
 
+/// A request that was sent, and how long its reply is waited for.
+struct Exchange {
+    operation: String,
+    started: Instant,
+    deadline: Instant,
+    sent: io::Result<()>,
+}
+
+/// A rank that has said hello.
+pub(crate) struct Application {
+    store: Store,
+    hello: Exchange,
+}
+
+impl Application {
+    /// Waits until all ranks have said hello and go together.
+    pub(crate) fn admission(self) -> Result<(Store, ProgressPage)> {
+        let Application { store, hello } = self;
+        let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        match store.finish(&mut connection, hello)? {
+            Reply::Welcome => {}
+            Reply::Refused { why } => return Err(Error::Join { rank: store.rank, problem: why }),
+            other => return Err(store.unexpected(&connection, &other)),
+        }
+        let fds = connection.take_fds(1).map_err(|problem| store.bad_message(&connection, problem))?;
+        let page = ProgressPage::open(fds[0].as_fd(), store.world_size)?;
+        drop(connection);
+        Ok((store, page))
+    }
+}
+
 impl Store {
     /// Connects to the launcher at `address`.
     pub(crate) fn connect(address: &str, rank: u32) -> Result<UnixStream> {
@@ -48,51 +91,57 @@ impl Store {
         let path = address.strip_prefix("unix:").ok_or_else(|| {
             refused(format!("`{address}` is no address of a rendezvous; it should be unix:PATH"))
         })?;
-        UnixStream::connect(path).map_err(|error| {
+        connect(path).map_err(|error| {
             refused(format!(
                 "no launcher answers at {path}: {error} (has this process already joined, or its run ended?)"
             ))
         })
     }
 
-    /// Says hello over a connected stream; [`admission`](Self::admission) has the answer.
+    /// Says hello over a connected stream.
     pub(crate) fn apply(
         stream: UnixStream,
         run_id: &str,
         rank: u32,
         world_size: u32,
         manifest: Manifest,
-    ) -> Result<Self> {
-        let store = Store { rank, world_size, connection: Mutex::new(Connection::new(stream)) };
-        let pid = std::process::id();
-        let run_id = run_id.to_owned();
-        let hello = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
-        let connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = connection.send(&encode(&hello), &[]);
-        sent.map_err(|error| Error::Join { rank, problem: format!("the launcher is gone ({error})") })?;
+    ) -> Result<Application> {
+        let refused = |problem: String| Error::Join { rank, problem };
+        if run_id.len() > MAX_NAME {
+            return Err(refused(format!(
+                "the run's identifier has {} bytes, and {MAX_NAME} at most",
+                run_id.len()
+            )));
+        }
+        let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
+        let store = Store { rank, world_size, connection: Mutex::new(connection) };
+        let (pid, run_id) = (std::process::id(), run_id.to_owned());
+        let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
+        let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let hello = store.begin(&mut connection, &request, &[], "join", JOIN_PATIENCE)?;
         drop(connection);
-        Ok(store)
+        Ok(Application { store, hello })
     }
 
-    /// Waits until all ranks have said hello and go together.
-    pub(crate) fn admission(&self) -> Result<ProgressPage> {
-        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.answer(&mut connection, "join", JOIN_PATIENCE)? {
-            Reply::Welcome => {}
-            Reply::Refused { why } => return Err(Error::Join { rank: self.rank, problem: why }),
-            other => return Err(self.unexpected(&other)),
-        }
-        let fds = connection.take_fds(1).map_err(|problem| self.bad_message(problem))?;
-        ProgressPage::open(fds[0].as_fd(), self.world_size)
+    /// Joins over a connected stream: for tests of this side against any other.
+    #[doc(hidden)]
+    pub fn join_through(
+        stream: UnixStream,
+        run_id: &str,
+        rank: u32,
+        world_size: u32,
+    ) -> Result<(Self, ProgressPage)> {
+        Self::apply(stream, run_id, rank, world_size, Manifest::default())?.admission()
     }
 
     /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key is
     /// set once in a run, or again after all its readers have read it.
     ///
     /// # Errors
-    /// If the value is larger than 12 KiB, the key is set already, or the launcher is gone.
+    /// If the value is larger than 12 KiB, the key is set already, this rank has set more than 1,024 keys, 256
+    /// descriptors or 4 MiB that were not read yet, or the launcher is gone.
     pub fn set(&self, key: &str, value: &[u8], fds: &[BorrowedFd<'_>], readers: u32) -> Result<()> {
-        check_name("set", key)?;
+        check_name(key).map_err(|problem| Error::InvalidArgument { operation: "set", problem })?;
         if value.len() > MAX_VALUE || fds.len() > MAX_FDS {
             let (bytes, count) = (value.len(), fds.len());
             let problem = format!(
@@ -105,7 +154,8 @@ impl Store {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, fds, "set", Duration::ZERO)? {
             Reply::Done => Ok(()),
-            other => Err(self.unexpected(&other)),
+            Reply::Denied { why } => Err(Error::InvalidArgument { operation: "set", problem: why }),
+            other => Err(self.unexpected(&connection, &other)),
         }
     }
 
@@ -114,16 +164,18 @@ impl Store {
     /// # Errors
     /// If that takes longer than `timeout`, or `from` has ended without setting it, or any rank has failed.
     pub fn get(&self, key: &str, from: u32, timeout: Duration) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
-        check_name("get", key)?;
+        check_name(key).map_err(|problem| Error::InvalidArgument { operation: "get", problem })?;
         let request = Request::Get { key: key.to_owned(), from, timeout_ms: milliseconds(timeout) };
         let operation = format!("get `{key}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
             Reply::Value { value, fds } => {
-                let fds = connection.take_fds(fds).map_err(|problem| self.bad_message(problem))?;
+                let fds =
+                    connection.take_fds(fds).map_err(|problem| self.bad_message(&connection, problem))?;
                 Ok((value, fds))
             }
-            other => Err(self.unexpected(&other)),
+            Reply::Denied { why } => Err(Error::InvalidArgument { operation: "get", problem: why }),
+            other => Err(self.unexpected(&connection, &other)),
         }
     }
 
@@ -132,13 +184,13 @@ impl Store {
     /// # Errors
     /// If that takes longer than `timeout` (names the missing ranks), or a rank has ended.
     pub fn barrier(&self, name: &str, timeout: Duration) -> Result<()> {
-        check_name("barrier", name)?;
+        check_name(name).map_err(|problem| Error::InvalidArgument { operation: "barrier", problem })?;
         let request = Request::Barrier { name: name.to_owned(), timeout_ms: milliseconds(timeout) };
         let operation = format!("barrier `{name}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
             Reply::Done => Ok(()),
-            other => Err(self.unexpected(&other)),
+            other => Err(self.unexpected(&connection, &other)),
         }
     }
 
@@ -157,63 +209,153 @@ impl Store {
         operation: &str,
         timeout: Duration,
     ) -> Result<Reply> {
-        connection.send(&encode(request), fds).map_err(|error| self.gone(&error.to_string()))?;
-        self.answer(connection, operation, timeout)
+        let exchange = self.begin(connection, request, fds, operation, timeout)?;
+        self.finish(connection, exchange)
     }
 
-    fn gone(&self, reason: &str) -> Error {
-        Error::Join { rank: self.rank, problem: format!("the launcher is gone ({reason})") }
-    }
-
-    /// Waits for the reply to the last request.
-    fn answer(&self, connection: &mut Connection, operation: &str, timeout: Duration) -> Result<Reply> {
+    /// Sends a request.
+    fn begin(
+        &self,
+        connection: &mut Connection,
+        request: &Request,
+        fds: &[BorrowedFd<'_>],
+        operation: &str,
+        timeout: Duration,
+    ) -> Result<Exchange> {
         let started = Instant::now();
-        let gone = |reason: String| self.gone(&reason);
+        let deadline = started + timeout.min(LONGEST_WAIT) + SERVER_MARGIN;
+        connection.settle().map_err(|problem| self.bad_message(connection, problem))?;
+        // It has to be read at once, whenever it will be answered.
+        let sent = connection.send_before(&encode(request), fds, started + SERVER_MARGIN);
+        let exchange = Exchange { operation: operation.to_owned(), started, deadline, sent };
+        if exchange.sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
+            return Err(self.silent(connection, &exchange));
+        }
+        Ok(exchange)
+    }
+
+    /// The error of a launcher that does not answer.
+    fn silent(&self, connection: &Connection, exchange: &Exchange) -> Error {
+        // A late answer would be taken for that to the next request.
+        let _ = connection.stream().shutdown(Shutdown::Both);
+        let (operation, waited) = (&exchange.operation, exchange.started.elapsed());
+        let problem = format!("the launcher did not answer {operation} for {waited:?}");
+        Error::Join { rank: self.rank, problem }
+    }
+
+    /// Waits for the reply to a request.
+    fn finish(&self, connection: &mut Connection, exchange: Exchange) -> Result<Reply> {
+        let Exchange { sent, deadline, .. } = &exchange;
+        let gone = |reason: String| {
+            let problem = format!("the launcher is gone ({reason})");
+            Error::Join { rank: self.rank, problem }
+        };
         let reply = loop {
-            if let Some(reply) =
-                connection.next_message::<Reply>().map_err(|problem| self.bad_message(problem))?
-            {
-                break reply;
+            let reply = connection.next_message().map_err(|problem| self.bad_message(connection, problem))?;
+            match (reply, sent) {
+                (Some(reply), Ok(())) => break reply,
+                // A launcher that refuses a connection without having read from it says why before it closes it.
+                (Some(reply @ Reply::Refused { .. }), Err(_)) => break reply,
+                (Some(_), Err(error)) => return Err(gone(error.to_string())),
+                (None, _) => {}
             }
-            let left = timeout.saturating_add(SERVER_MARGIN).saturating_sub(started.elapsed());
-            if left.is_zero() {
-                // A late answer would be taken for that to the next request.
-                let _ = connection.stream().shutdown(Shutdown::Both);
-                return Err(Error::Join {
-                    rank: self.rank,
-                    problem: format!("the launcher did not answer {operation} for {:?}", started.elapsed()),
-                });
-            }
-            connection.stream().set_read_timeout(Some(left)).map_err(|error| gone(error.to_string()))?;
-            if let Received::End = connection.receive().map_err(|error| gone(error.to_string()))? {
-                return Err(gone("its end of the connection is closed".into()));
+            match connection.receive_before(*deadline).map_err(|error| gone(error.to_string()))? {
+                Received::Bytes => {}
+                Received::Nothing => return Err(self.silent(connection, &exchange)),
+                Received::End => {
+                    sent.as_ref().map_err(|error| gone(error.to_string()))?;
+                    return Err(gone("its end of the connection is closed".into()));
+                }
             }
         };
         match reply {
-            Reply::TimedOut { missing } => Err(Error::Timeout {
-                rank: self.rank,
-                waited_for: missing,
-                operation: operation.to_owned(),
-                after: started.elapsed(),
-            }),
+            Reply::TimedOut { missing } if missing.iter().all(|rank| *rank < self.world_size) => {
+                Err(Error::Timeout {
+                    rank: self.rank,
+                    waited_for: missing,
+                    operation: exchange.operation,
+                    after: exchange.started.elapsed(),
+                })
+            }
             Reply::PeerGone { peer, how } if peer < self.world_size => {
-                let (rank, operation) = (self.rank, operation.to_owned());
+                let (rank, operation) = (self.rank, exchange.operation);
                 Err(Error::PeerLost { rank, peer, operation, how, silent: false })
             }
             reply => Ok(reply),
         }
     }
 
-    fn bad_message(&self, problem: String) -> Error {
+    /// The error of a launcher that does not keep to the protocol. What else it sends cannot be trusted to belong to any
+    /// request: the connection is not used any more.
+    fn bad_message(&self, connection: &Connection, problem: String) -> Error {
+        let _ = connection.stream().shutdown(Shutdown::Both);
         Error::Protocol { peer: "the launcher".into(), problem }
     }
 
-    fn unexpected(&self, reply: &Reply) -> Error {
+    fn unexpected(&self, connection: &Connection, reply: &Reply) -> Error {
         match reply {
             Reply::Refused { why } => {
                 Error::Protocol { peer: format!("rank {}", self.rank), problem: why.clone() }
             }
-            other => self.bad_message(format!("unexpected {other:?}")),
+            other => self.bad_message(connection, format!("unexpected {other:?}")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A store whose launcher has sent `replies` already, and nothing else.
+    fn store(replies: &[Reply]) -> (Store, UnixStream) {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        for reply in replies {
+            theirs.write_all(&encode(reply)).unwrap();
+        }
+        let connection = Mutex::new(Connection::new(ours).unwrap());
+        (Store { rank: 0, world_size: 2, connection }, theirs)
+    }
+
+    #[test]
+    fn a_denied_request_is_the_callers_mistake_and_the_next_one_is_served() {
+        let denied = Reply::Denied { why: "key `a` is already set".into() };
+        let (store, _launcher) = store(&[denied, Reply::Done]);
+        let error = store.set("a", b"", &[], 1).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { operation: "set", .. }), "{error:?}");
+        assert!(error.to_string().contains("key `a` is already set"), "{error}");
+        store.set("b", b"", &[], 1).unwrap();
+    }
+
+    #[test]
+    fn a_launcher_that_breaks_the_protocol_is_not_believed_again() {
+        for wrong in [
+            Reply::Value { value: vec![], fds: 3 },
+            Reply::TimedOut { missing: vec![2] },
+            Reply::PeerGone { peer: u32::MAX, how: "left".into() },
+            Reply::Done,
+        ] {
+            let (store, _launcher) = store(&[wrong, Reply::Done]);
+            let error = store.get("a", 1, Duration::ZERO).unwrap_err();
+            assert!(matches!(error, Error::Protocol { .. }), "{error}");
+            let error = store.barrier("b", Duration::ZERO).unwrap_err();
+            assert!(matches!(error, Error::Join { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_heard_although_nothing_can_be_sent() {
+        let (store, launcher) = store(&[Reply::Refused { why: "no room".into() }]);
+        drop(launcher);
+        let error = store.barrier("b", Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("no room"), "{error}");
+    }
+
+    #[test]
+    fn what_does_not_fit_a_message_is_an_error() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let error = Store::join_through(ours, &"x".repeat(1 << 17), 0, 1).unwrap_err();
+        assert!(error.to_string().contains("131072 bytes"), "{error}");
     }
 }

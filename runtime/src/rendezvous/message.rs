@@ -16,6 +16,8 @@ pub const MAX_FRAME: usize = 64 << 10;
 pub const MAX_VALUE: usize = 12 << 10;
 /// Most descriptors in one message.
 pub const MAX_FDS: usize = 4;
+/// Longest key, name of a barrier and identifier of a run, in bytes.
+pub const MAX_NAME: usize = 256;
 
 /// What a rank asks of the server. Each request has exactly one [`Reply`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -106,6 +108,11 @@ pub enum Reply {
         /// How it ended, as a predicate.
         how: String,
     },
+    /// The request cannot be met. Nothing has changed, and the connection goes on.
+    Denied {
+        /// Why.
+        why: String,
+    },
     /// The request makes no sense; the connection ends.
     Refused {
         /// Why.
@@ -126,6 +133,17 @@ pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
     frame
 }
 
+/// Names are bounded like everything that the server keeps.
+///
+/// # Errors
+/// If `name` is longer than [`MAX_NAME`].
+pub fn check_name(name: &str) -> Result<(), String> {
+    match name.len() {
+        ..=MAX_NAME => Ok(()),
+        len => Err(format!("a name of {len} bytes where {MAX_NAME} is the most")),
+    }
+}
+
 /// Puts received bytes together into messages.
 #[derive(Debug, Default)]
 pub struct Decoder {
@@ -133,6 +151,11 @@ pub struct Decoder {
 }
 
 impl Decoder {
+    /// True when no part of a message is waiting for its rest.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
     /// Adds received bytes.
     pub fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);

@@ -19,13 +19,18 @@
 
 mod client;
 mod directory;
+mod door;
+mod entries;
 pub mod message;
+mod peer;
 mod preflight;
+mod rights;
 mod server;
 mod socket;
+mod waits;
 
 pub use crate::progress::Blame;
 pub use client::Store;
-pub use directory::remove_abandoned_everywhere as remove_abandoned;
+pub use directory::remove_abandoned;
 pub use preflight::PreflightFault;
 pub use server::{Departure, Server, ServerEvent};

@@ -1,19 +1,17 @@
 //! The launcher's side: a state machine over non-blocking sockets that the launcher's event loop drives.
 
-use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::getsockopt;
-use nix::sys::socket::sockopt::PeerCredentials;
-use nix::unistd::geteuid;
-
-use super::directory::PrivateDirectory;
-use super::message::{MAX_VALUE, Reply, Request, VERSION, encode};
+use super::door::{Door, Knock, refuse};
+use super::entries::Entries;
+use super::message::{MAX_VALUE, Reply, Request, VERSION, check_name, encode};
+use super::peer::{HELLO_PATIENCE, Peer};
 use super::preflight::{Applicant, PreflightFault, Program, compare};
-use super::socket::{Connection, Received};
+use super::socket::Received;
+use super::waits::{WaitFor, Waits};
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::{Error, Result};
 
@@ -59,38 +57,8 @@ pub enum Departure {
 
 /// Reads from one peer before it is the others' turn.
 const MOST_READS: usize = 16;
-
-struct Peer {
-    id: u64,
-    connection: Connection,
-    /// Known after its hello.
-    rank: Option<u32>,
-    /// Its hello has been answered.
-    admitted: bool,
-}
-
-impl Peer {
-    fn name(&self) -> String {
-        self.rank.map_or_else(|| "a process that has not said hello".into(), |rank| format!("rank {rank}"))
-    }
-}
-
-struct Entry {
-    value: Vec<u8>,
-    fds: Vec<OwnedFd>,
-    readers: u32,
-}
-
-enum WaitFor {
-    Key { key: String, from: u32 },
-    Barrier { name: String, rank: u32 },
-}
-
-struct Wait {
-    peer: u64,
-    what: WaitFor,
-    deadline: Instant,
-}
+/// Connections without a hello, beyond one for each rank.
+const SPARE_STRANGERS: usize = 16;
 
 /// The rendezvous of one run.
 ///
@@ -102,7 +70,7 @@ struct Wait {
 /// [`next_deadline`]: Server::next_deadline
 pub struct Server {
     /// Where ranks connect; gone as soon as all have joined, so that nothing is left should this process be killed.
-    door: Option<(UnixListener, PrivateDirectory)>,
+    door: Option<Door>,
     address: String,
     run_id: String,
     world_size: u32,
@@ -110,8 +78,8 @@ pub struct Server {
     page_fd: OwnedFd,
     next_id: u64,
     peers: Vec<Peer>,
-    entries: HashMap<String, Entry>,
-    waits: Vec<Wait>,
+    entries: Entries<OwnedFd>,
+    waits: Waits,
     /// The ranks that have said hello; they are let in together.
     applicants: Vec<Applicant>,
     /// The first rank whose process ended.
@@ -125,34 +93,26 @@ impl Server {
     /// # Errors
     /// If the directory, the socket or the progress page cannot be made.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
-        let directory = PrivateDirectory::create(run_id)?;
-        let path = directory.socket();
-        let listener = UnixListener::bind(&path)
-            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-            .map_err(|error| Error::system(format!("listen on {}", path.display()), error))?;
-        let address = format!("unix:{}", path.display());
-        Self::new(world_size, run_id, address, Some((listener, directory)))
+        let door = Door::open(run_id)?;
+        Self::new(world_size, run_id, door.address(), Some(door))
     }
 
-    /// A rendezvous without a socket: its ranks live in this process and hold the other ends of the streams.
-    pub(crate) fn in_process(world_size: u32, run_id: &str) -> Result<(Self, Vec<UnixStream>)> {
+    /// A rendezvous without a socket: its ranks live in this process and hold the other ends of the streams. Public for
+    /// tests of the server against peers of any kind.
+    #[doc(hidden)]
+    pub fn in_process(world_size: u32, run_id: &str) -> Result<(Self, Vec<UnixStream>)> {
         let mut server = Self::new(world_size, run_id, "in this process".into(), None)?;
         let mut ends = Vec::new();
         for _ in 0..world_size {
             let (ours, theirs) =
                 UnixStream::pair().map_err(|error| Error::system("make a pair of sockets", error))?;
-            server.admit(ours)?;
+            server.admit(ours, None).map_err(|(_, problem)| Error::system("take in a socket", problem))?;
             ends.push(theirs);
         }
         Ok((server, ends))
     }
 
-    fn new(
-        world_size: u32,
-        run_id: &str,
-        address: String,
-        door: Option<(UnixListener, PrivateDirectory)>,
-    ) -> Result<Self> {
+    fn new(world_size: u32, run_id: &str, address: String, door: Option<Door>) -> Result<Self> {
         let (page, page_fd) = ProgressPage::create(world_size)?;
         Ok(Server {
             door,
@@ -163,8 +123,8 @@ impl Server {
             page_fd,
             next_id: 0,
             peers: Vec::new(),
-            entries: HashMap::new(),
-            waits: Vec::new(),
+            entries: Entries::default(),
+            waits: Waits::default(),
             applicants: Vec::new(),
             first_gone: None,
             events: Vec::new(),
@@ -193,8 +153,8 @@ impl Server {
 
     /// Descriptors to poll for reading.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        let door = self.door.iter().map(|(listener, _)| listener.as_fd());
-        door.chain(self.peers.iter().map(|peer| peer.connection.as_fd())).collect()
+        let door = self.door.as_ref().and_then(Door::fd);
+        door.into_iter().chain(self.peers.iter().map(|peer| peer.connection.as_fd())).collect()
     }
 
     /// True while some rank's connection is open.
@@ -204,26 +164,20 @@ impl Server {
 
     /// When [`service`](Self::service) has to be called at the latest.
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.waits.iter().map(|wait| wait.deadline).min()
+        let hellos = self.peers.iter().filter_map(Peer::hello_deadline);
+        let door = self.door.as_ref().and_then(Door::opens_at);
+        hellos.chain(door).chain(self.waits.next_deadline()).min()
     }
 
     /// Accepts, reads and answers whatever is there, and gives up on waits whose deadline has passed.
     pub fn service(&mut self) -> Vec<ServerEvent> {
-        self.accept();
+        self.accept(Instant::now());
         let mut index = 0;
         while index < self.peers.len() {
             match self.serve_peer(index) {
                 Ok(true) => index += 1,
                 Ok(false) => self.forget(index),
-                Err(problem) => {
-                    // It may quote what the peer sent: cut, so that the refusal fits a frame.
-                    let problem: String = problem.chars().take(1000).collect();
-                    let why = format!("{}: {problem}", self.peers[index].name());
-                    let refusal = encode(&Reply::Refused { why: problem });
-                    let _ = self.peers[index].connection.send(&refusal, &[]);
-                    self.events.push(ServerEvent::Refused { why });
-                    self.forget(index);
-                }
+                Err(problem) => self.expel(index, &problem),
             }
         }
         self.expire(Instant::now());
@@ -266,48 +220,55 @@ impl Server {
     /// Answers those who wait in vain for a rank that has ended. After a failure that is everybody.
     fn give_up_on(&mut self, rank: u32) {
         let (state, how) = (self.page.state(rank), self.page.departure(rank));
-        let hopeless = |wait: &Wait| {
-            state == RankState::Failed
-                || match wait.what {
-                    WaitFor::Key { from, .. } => from == rank,
-                    WaitFor::Barrier { .. } => true,
-                }
-        };
-        for wait in self.waits.extract_if(.., |wait| hopeless(wait)).collect::<Vec<_>>() {
-            self.answer(wait.peer, &Reply::PeerGone { peer: rank, how: how.clone() }, &[]);
+        for peer in self.waits.take_hopeless(rank, state == RankState::Failed) {
+            self.answer(peer, &Reply::PeerGone { peer: rank, how: how.clone() }, &[]);
         }
     }
 
-    fn accept(&mut self) {
-        while let Some((listener, _)) = &self.door {
-            let Ok((stream, _)) = listener.accept() else { return };
-            if let Err(error) = self.admit(stream) {
-                self.events.push(ServerEvent::Refused { why: error.to_string() });
-            }
+    fn accept(&mut self, now: Instant) {
+        while let Some(door) = &mut self.door {
+            let why = match door.answer(now) {
+                Knock::Stream(stream) => match self.admit(stream, Some(now + HELLO_PATIENCE)) {
+                    Ok(()) => continue,
+                    Err((stream, why)) => {
+                        refuse(stream, why.clone());
+                        format!("a connection that {why}")
+                    }
+                },
+                Knock::Trouble(why) => format!("a connection that {why}"),
+                Knock::Nobody => return,
+            };
+            self.events.push(ServerEvent::Refused { why });
         }
     }
 
-    /// Takes a new connection in, if it is from a process of the same user.
-    fn admit(&mut self, stream: UnixStream) -> Result<()> {
-        let refuse = |problem: String| Error::Protocol { peer: "a connection".into(), problem };
-        stream.set_nonblocking(true).map_err(|error| refuse(error.to_string()))?;
-        let owner = getsockopt(&stream, PeerCredentials).map_err(|errno| refuse(errno.to_string()))?;
-        if owner.uid() != geteuid().as_raw() {
-            return Err(refuse(format!("process {} belongs to user {}", owner.pid(), owner.uid())));
+    /// Takes a new connection in, unless there are too many already that have not said hello. Otherwise gives it back
+    /// with the reason, as a predicate.
+    fn admit(&mut self, stream: UnixStream, hello_by: Option<Instant>) -> Result<(), (UnixStream, String)> {
+        let strangers = self.peers.iter().filter(|peer| peer.rank.is_none()).count();
+        let peer = Peer::admit(stream, self.next_id, hello_by)?;
+        if strangers >= self.world_size as usize + SPARE_STRANGERS {
+            let why = format!("comes from {} like {strangers} others before it", peer.name());
+            return Err((peer.connection.into_stream(), why));
         }
-        self.peers.push(Peer {
-            id: self.next_id,
-            connection: Connection::new(stream),
-            rank: None,
-            admitted: false,
-        });
+        self.peers.push(peer);
         self.next_id += 1;
         Ok(())
     }
 
+    /// Tells a peer why it has to go, and forgets it.
+    fn expel(&mut self, index: usize, problem: &str) {
+        // It may quote what the peer sent: cut, so that the refusal fits a frame.
+        let problem: String = problem.chars().take(1000).collect();
+        let why = format!("{}: {problem}", self.peers[index].name());
+        let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
+        self.events.push(ServerEvent::Refused { why });
+        self.forget(index);
+    }
+
     fn forget(&mut self, index: usize) {
         let peer = self.peers.swap_remove(index);
-        self.waits.retain(|wait| wait.peer != peer.id);
+        self.waits.forget(peer.id);
     }
 
     /// Reads all that a peer has sent and handles its requests. `false`: it is gone.
@@ -316,6 +277,7 @@ impl Server {
             while let Some(request) = self.peers[index].connection.next_message::<Request>()? {
                 self.handle(index, request)?;
             }
+            self.peers[index].connection.settle()?;
             match self.peers[index].connection.receive().map_err(|error| error.to_string())? {
                 Received::Bytes => {}
                 Received::Nothing => return Ok(true),
@@ -328,7 +290,7 @@ impl Server {
     fn handle(&mut self, index: usize, request: Request) -> Result<(), String> {
         let id = self.peers[index].id;
         let Some(rank) = self.peers[index].rank else { return self.hello(index, request) };
-        if !self.peers[index].admitted || self.waits.iter().any(|wait| wait.peer == id) {
+        if !self.peers[index].admitted || self.waits.has(id) {
             return Err("makes a request before its last one was answered".into());
         }
         match request {
@@ -338,21 +300,22 @@ impl Server {
                 if value.len() > MAX_VALUE {
                     return Err(format!("a value of {} bytes where {MAX_VALUE} is the most", value.len()));
                 }
-                if self.entries.contains_key(&key) {
-                    return Err(format!("key `{key}` is already set"));
+                check_name(&key)?;
+                match self.entries.set(rank, key.clone(), value, fds, readers) {
+                    Ok(()) => self.answer(id, &Reply::Done, &[]),
+                    Err(why) => self.answer(id, &Reply::Denied { why }, &[]),
                 }
-                self.answer(id, &Reply::Done, &[]);
-                if readers > 0 {
-                    self.entries.insert(key.clone(), Entry { value, fds, readers });
-                    self.wake_readers(&key);
-                }
+                self.wake_readers(&key);
             }
             Request::Get { key, from, timeout_ms } => {
+                check_name(&key)?;
                 if from >= self.world_size {
-                    return Err(format!("waits for rank {from} in a world of {}", self.world_size));
+                    let why = format!("rank {rank} waits for rank {from} in a world of {}", self.world_size);
+                    self.answer(id, &Reply::Denied { why }, &[]);
+                    return Ok(());
                 }
                 let hopeless = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
-                if !self.entries.contains_key(&key)
+                if !self.entries.contains(&key)
                     && let Some(gone) = self.gone_ranks().find(hopeless)
                 {
                     let how = self.page.departure(gone);
@@ -363,6 +326,7 @@ impl Server {
                 self.wake_readers(&key);
             }
             Request::Barrier { name, timeout_ms } => {
+                check_name(&name)?;
                 let gone = self.gone_ranks().next();
                 if let Some(gone) = gone {
                     let how = self.page.departure(gone);
@@ -454,60 +418,38 @@ impl Server {
 
     fn wait(&mut self, peer: u64, what: WaitFor, timeout_ms: u64) {
         let timeout = Duration::from_millis(timeout_ms.min(1 << 40));
-        self.waits.push(Wait { peer, what, deadline: Instant::now() + timeout });
+        self.waits.add(peer, what, Instant::now() + timeout);
     }
 
     /// Hands the value of `key` to those who wait for it, until its readers are used up.
-    fn wake_readers(&mut self, wanted: &str) {
-        let Some(mut entry) = self.entries.remove(wanted) else { return };
-        let is_reader = |wait: &Wait| matches!(&wait.what, WaitFor::Key { key, .. } if key == wanted);
-        while entry.readers > 0 {
-            let Some(position) = self.waits.iter().position(is_reader) else { break };
-            let wait = self.waits.remove(position);
-            let fds: Vec<BorrowedFd<'_>> = entry.fds.iter().map(AsFd::as_fd).collect();
-            let value = entry.value.clone();
-            self.answer(wait.peer, &Reply::Value { value, fds: fds.len() as u32 }, &fds);
-            entry.readers -= 1;
+    fn wake_readers(&mut self, key: &str) {
+        while self.entries.contains(key)
+            && let Some(reader) = self.waits.take_reader(key)
+            && let Some((value, fds)) = self.entries.read(key)
+        {
+            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+            self.answer(reader, &Reply::Value { value, fds: fds.len() as u32 }, &fds);
         }
-        if entry.readers > 0 {
-            self.entries.insert(wanted.to_owned(), entry);
-        }
-    }
-
-    fn in_barrier(&self, wanted: &str) -> Vec<u32> {
-        let rank_of = |wait: &Wait| match &wait.what {
-            WaitFor::Barrier { name, rank } if name == wanted => Some(*rank),
-            _ => None,
-        };
-        self.waits.iter().filter_map(rank_of).collect()
     }
 
     /// Lets everybody out of a barrier that all have reached.
-    fn open_barrier(&mut self, wanted: &str) {
-        if self.in_barrier(wanted).len() < self.world_size as usize {
-            return;
-        }
-        let inside = |wait: &mut Wait| matches!(&wait.what, WaitFor::Barrier { name, .. } if name == wanted);
-        for wait in self.waits.extract_if(.., inside).collect::<Vec<_>>() {
-            self.answer(wait.peer, &Reply::Done, &[]);
+    fn open_barrier(&mut self, name: &str) {
+        if self.waits.in_barrier(name).len() == self.world_size as usize {
+            for peer in self.waits.take_barrier(name) {
+                self.answer(peer, &Reply::Done, &[]);
+            }
         }
     }
 
-    /// Answers those whose deadline has passed with the ranks that did not come. All are looked at before any is
-    /// taken out: two that wait in the same barrier are both there.
+    /// Answers those whose deadline has passed with the ranks that did not come, and gives up on connections that have
+    /// not said hello.
     fn expire(&mut self, now: Instant) {
-        let missing = |wait: &Wait| match &wait.what {
-            WaitFor::Key { from, .. } => vec![*from],
-            WaitFor::Barrier { name, .. } => {
-                let inside = self.in_barrier(name);
-                (0..self.world_size).filter(|rank| !inside.contains(rank)).collect()
-            }
-        };
-        let late = self.waits.iter().filter(|wait| wait.deadline <= now);
-        let answers: Vec<(u64, Vec<u32>)> = late.map(|wait| (wait.peer, missing(wait))).collect();
-        self.waits.retain(|wait| wait.deadline > now);
-        for (peer, missing) in answers {
+        for (peer, missing) in self.waits.take_late(now, self.world_size) {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
+        }
+        let is_late = |peer: &Peer| peer.hello_deadline().is_some_and(|deadline| deadline <= now);
+        while let Some(index) = self.peers.iter().position(is_late) {
+            self.expel(index, &format!("was silent for {HELLO_PATIENCE:?} after it had connected"));
         }
     }
 
@@ -520,3 +462,6 @@ impl Server {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

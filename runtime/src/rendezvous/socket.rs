@@ -1,15 +1,21 @@
 //! One end of a connection: bytes and descriptors in, frames and descriptors out.
+//!
+//! The socket never blocks. The server takes what is there and goes on with the next peer; a rank waits in `poll`, where
+//! its deadline holds whatever happens meanwhile: a signal only makes it look at the clock again.
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Instant;
 
 use nix::errno::Errno;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde::de::DeserializeOwned;
 
 use super::message::{Decoder, MAX_FDS};
+use super::rights;
 
 /// Most descriptors held for messages that have not arrived whole.
 const MAX_PENDING_FDS: usize = 4 * MAX_FDS;
@@ -23,27 +29,59 @@ pub(super) struct Connection {
 }
 
 /// What one read brought.
+#[derive(Debug, PartialEq)]
 pub(super) enum Received {
     /// Some bytes.
     Bytes,
-    /// Nothing for now (non-blocking socket, or the read timeout passed).
+    /// Nothing for now.
     Nothing,
     /// The other side is gone.
     End,
 }
 
 impl Connection {
-    pub(super) fn new(stream: UnixStream) -> Self {
-        Connection { stream, decoder: Decoder::default(), fds: VecDeque::new() }
+    /// Takes over a stream, which does not block from now on. Gives it back where that is refused.
+    pub(super) fn new(stream: UnixStream) -> Result<Self, (UnixStream, io::Error)> {
+        if let Err(error) = stream.set_nonblocking(true) {
+            return Err((stream, error));
+        }
+        Ok(Connection { stream, decoder: Decoder::default(), fds: VecDeque::new() })
     }
 
     pub(super) fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
-    /// Sends a whole frame with its descriptors. On a non-blocking socket a full buffer is an error: each side
-    /// has at most one small frame under way, so only a peer that does not read fills it.
+    pub(super) fn into_stream(self) -> UnixStream {
+        self.stream
+    }
+
+    /// Sends a whole frame with its descriptors. A full buffer is an error: each side has at most one small frame
+    /// under way, so only a peer that does not read fills it.
     pub(super) fn send(&self, frame: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.send_when(frame, fds, || Err(io::ErrorKind::WouldBlock.into()))
+    }
+
+    /// Sends a whole frame with its descriptors, and waits until `deadline` for a peer that is slow to read.
+    pub(super) fn send_before(
+        &self,
+        frame: &[u8],
+        fds: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> io::Result<()> {
+        self.send_when(frame, fds, || match self.is_ready(PollFlags::POLLOUT, deadline)? {
+            true => Ok(()),
+            false => Err(io::ErrorKind::TimedOut.into()),
+        })
+    }
+
+    /// Sends a whole frame; calls `full` whenever there is no room.
+    fn send_when(
+        &self,
+        frame: &[u8],
+        fds: &[BorrowedFd<'_>],
+        full: impl Fn() -> io::Result<()>,
+    ) -> io::Result<()> {
         let raw: Vec<i32> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
         let rights = [ControlMessage::ScmRights(&raw)];
         let mut sent = 0;
@@ -54,6 +92,7 @@ impl Connection {
             match sendmsg::<()>(self.stream.as_raw_fd(), &bytes, control, MsgFlags::MSG_NOSIGNAL, None) {
                 Ok(count) => sent += count,
                 Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => full()?,
                 Err(errno) => return Err(errno.into()),
             }
         }
@@ -63,35 +102,56 @@ impl Connection {
     /// Reads once.
     pub(super) fn receive(&mut self) -> io::Result<Received> {
         let mut bytes = [0u8; 16 << 10];
-        let mut control = nix::cmsg_space!([i32; MAX_FDS]);
-        let count = loop {
-            let mut buffers = [IoSliceMut::new(&mut bytes)];
-            let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-            match recvmsg::<()>(self.stream.as_raw_fd(), &mut buffers, Some(&mut control), flags) {
-                Ok(message) => {
-                    for item in message.cmsgs()? {
-                        if let ControlMessageOwned::ScmRights(received) = item {
-                            // SAFETY: the kernel has just installed these descriptors for us alone.
-                            let owned = received.iter().map(|fd| unsafe { OwnedFd::from_raw_fd(*fd) });
-                            self.fds.extend(owned);
-                        }
-                    }
-                    break message.bytes;
-                }
-                Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => return Ok(Received::Nothing),
-                Err(Errno::ECONNRESET) => return Ok(Received::End),
-                Err(errno) => return Err(errno.into()),
-            }
+        let arrival = match rights::receive(self.stream.as_fd(), &mut bytes) {
+            Ok(arrival) => arrival,
+            Err(Errno::EAGAIN | Errno::EINTR) => return Ok(Received::Nothing),
+            Err(Errno::ECONNRESET) => return Ok(Received::End),
+            Err(errno) => return Err(errno.into()),
         };
-        if count == 0 {
+        if arrival.truncated {
+            // Those that arrived are closed with `arrival`.
+            return Err(io::Error::other(match arrival.fds.len() {
+                MAX_FDS.. => format!("sent more than {MAX_FDS} descriptors at once"),
+                _ => "sent descriptors that could not be taken in: too many files are open here".into(),
+            }));
+        }
+        if arrival.bytes == 0 {
             return Ok(Received::End);
         }
+        self.fds.extend(arrival.fds);
         if self.fds.len() > MAX_PENDING_FDS {
-            return Err(io::Error::other("more descriptors than any message has"));
+            return Err(io::Error::other("sent more descriptors than any message has"));
         }
-        self.decoder.push(&bytes[..count]);
+        self.decoder.push(&bytes[..arrival.bytes]);
         Ok(Received::Bytes)
+    }
+
+    /// Reads once, and waits until `deadline` for something to read.
+    pub(super) fn receive_before(&mut self, deadline: Instant) -> io::Result<Received> {
+        while self.is_ready(PollFlags::POLLIN, deadline)? {
+            match self.receive()? {
+                Received::Nothing => {}
+                received => return Ok(received),
+            }
+        }
+        Ok(Received::Nothing)
+    }
+
+    /// Waits until the socket is ready for `what`. `false`: the deadline passed.
+    fn is_ready(&self, what: PollFlags, deadline: Instant) -> io::Result<bool> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            // Rounded up: waking before the deadline would only mean another turn.
+            let timeout = PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(self.stream.as_fd(), what)], timeout) {
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return Ok(true),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
     }
 
     /// The next whole message, if there is one.
@@ -102,15 +162,116 @@ impl Connection {
     /// The `count` descriptors that came with the message just taken.
     pub(super) fn take_fds(&mut self, count: u32) -> Result<Vec<OwnedFd>, String> {
         let count = count as usize;
-        if count > self.fds.len() {
+        if count > self.fds.len().min(MAX_FDS) {
             return Err(format!("announced {count} descriptors and sent {}", self.fds.len()));
         }
         Ok(self.fds.drain(..count).collect())
+    }
+
+    /// Checks that no descriptor is left over once all messages have been taken: it would be mistaken for one of a
+    /// later message, and enough of them would use up this process's.
+    pub(super) fn settle(&mut self) -> Result<(), String> {
+        if self.fds.is_empty() || !self.decoder.is_empty() {
+            return Ok(());
+        }
+        let surplus = self.fds.drain(..).count();
+        Err(format!("sent {surplus} descriptors that no message announced"))
     }
 }
 
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::thread::JoinHandleExt;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use nix::libc;
+    use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+    use nix::unistd::pipe;
+
+    use super::*;
+    use crate::rendezvous::message::{Reply, encode};
+
+    fn pair() -> (Connection, Connection) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Connection::new(one).unwrap(), Connection::new(other).unwrap())
+    }
+
+    /// Sends a frame with `count` descriptors of a pipe's end for writing; returns the end for reading, which is at its
+    /// end once nobody holds any of them.
+    fn send_pipe(sender: &Connection, count: usize) -> OwnedFd {
+        let (reader, writer) = pipe().unwrap();
+        sender.send(&encode(&Reply::Done), &vec![writer.as_fd(); count]).unwrap();
+        reader
+    }
+
+    #[track_caller]
+    fn assert_all_closed(reader: &OwnedFd) {
+        let mut end = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut end, PollTimeout::ZERO), Ok(1), "somebody still holds the pipe open");
+    }
+
+    #[test]
+    fn descriptors_that_do_not_fit_are_closed_and_refused() {
+        let (mut receiver, sender) = pair();
+        let reader = send_pipe(&sender, MAX_FDS + 3);
+        let error = receiver.receive().unwrap_err().to_string();
+        assert!(error.contains("more than 4 descriptors at once"), "{error}");
+        assert_all_closed(&reader);
+    }
+
+    #[test]
+    fn descriptors_that_no_message_announces_are_closed_and_refused() {
+        let (mut receiver, sender) = pair();
+        let reader = send_pipe(&sender, 2);
+        assert_eq!(receiver.receive().unwrap(), Received::Bytes);
+        assert_eq!(receiver.settle(), Ok(()), "its message may announce them");
+        assert_eq!(receiver.next_message(), Ok(Some(Reply::Done)));
+        assert_eq!(receiver.take_fds(1).unwrap().len(), 1);
+        assert_eq!(receiver.settle(), Err("sent 1 descriptors that no message announced".into()));
+        assert_all_closed(&reader);
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_is_given_up() {
+        let (_deaf, sender) = pair();
+        let frame = vec![0; 64 << 20];
+        let deadline = Instant::now() + Duration::from_millis(20);
+        assert_eq!(sender.send_before(&frame, &[], deadline).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(sender.send(&frame, &[]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+
+    extern "C" fn ignore(_: i32) {}
+
+    /// With reads that a signal starts anew, or that start anew with the whole time, the wait would last as long as
+    /// there are signals.
+    #[test]
+    fn signals_do_not_extend_a_wait() {
+        let action = SigAction::new(SigHandler::Handler(ignore), SaFlags::empty(), SigSet::empty());
+        // SAFETY: the handler does nothing, and nobody else in this program uses the signal.
+        unsafe { sigaction(Signal::SIGUSR2, &action) }.unwrap();
+        let (mut receiver, _silent) = pair();
+        let (sender, done) = mpsc::channel();
+        let waiter = std::thread::spawn(move || {
+            let received = receiver.receive_before(Instant::now() + Duration::from_millis(50));
+            sender.send(received.unwrap()).unwrap();
+        });
+        for _ in 0..20_000 {
+            match done.recv_timeout(Duration::from_millis(1)) {
+                Ok(received) => {
+                    assert_eq!(received, Received::Nothing);
+                    return waiter.join().unwrap();
+                }
+                // SAFETY: the thread has not been joined, so its handle is valid.
+                Err(_) => _ = unsafe { libc::pthread_kill(waiter.as_pthread_t(), libc::SIGUSR2) },
+            }
+        }
+        panic!("20,000 signals later it still waits");
     }
 }

@@ -56,8 +56,8 @@ impl World {
                 let stream = Store::connect(address, rank)?;
                 membership::commit(&injections, Moment::Join);
                 let manifest = Manifest::default();
-                let store = Store::apply(stream, &identity.run_id, rank, identity.world_size, manifest)?;
-                let page = store.admission()?;
+                let hello = Store::apply(stream, &identity.run_id, rank, identity.world_size, manifest)?;
+                let (store, page) = hello.admission()?;
                 Some(Arc::new(Membership::new(rank, store, page, injections)))
             }
         };

@@ -21,9 +21,9 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
         .spawn(move || serve(server))
         .map_err(|error| Error::system("start the rendezvous thread", error))?;
     let apply = |(stream, rank)| Store::apply(stream, &run_id, rank, size, Manifest::default());
-    let stores: Vec<Store> = streams.into_iter().zip(0..).map(apply).collect::<Result<_>>()?;
-    let worlds = stores.into_iter().zip(0..).map(|(store, rank)| {
-        let page = store.admission()?;
+    let applications: Vec<_> = streams.into_iter().zip(0..).map(apply).collect::<Result<_>>()?;
+    let worlds = applications.into_iter().zip(0..).map(|(application, rank)| {
+        let (store, page) = application.admission()?;
         let identity = Identity {
             rank,
             world_size: size,

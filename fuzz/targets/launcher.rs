@@ -1,0 +1,35 @@
+//! What the launcher reads: sets of ranks as typed, and the output of ranks.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use mgpurun::output::{LineSplitter, Piece};
+use mgpurun::ranks::RankSet;
+
+/// The pieces of `bytes` that arrive in chunks of `chunk`.
+fn split(bytes: &[u8], chunk: usize) -> Vec<Piece> {
+    let mut splitter = LineSplitter::default();
+    let mut pieces: Vec<Piece> = bytes.chunks(chunk).flat_map(|bytes| splitter.push(bytes)).collect();
+    pieces.extend(splitter.finish());
+    pieces
+}
+
+fuzz_target!(|input: (u8, u32, &[u8])| {
+    let (chunk, rank, bytes) = input;
+    if let Ok(text) = std::str::from_utf8(bytes)
+        && let Ok(set) = text.parse::<RankSet>()
+    {
+        let listed = text.split(',').any(|part| part.trim().parse() == Ok(rank));
+        assert!(!listed || set.contains(rank), "{rank} is in `{text}`");
+    }
+    let pieces = split(bytes, 1 + usize::from(chunk));
+    assert_eq!(pieces, split(bytes, usize::MAX), "chunks matter");
+    let is_text = |byte: &u8| !matches!(byte, b'\n' | b'\r');
+    let kept: Vec<u8> = pieces
+        .into_iter()
+        .flat_map(|piece| match piece {
+            Piece::Line(text) | Piece::Transient(text) => text,
+        })
+        .collect();
+    let expected: Vec<u8> = bytes.iter().copied().filter(is_text).collect();
+    assert_eq!(kept.iter().copied().filter(is_text).collect::<Vec<u8>>(), expected, "text was lost");
+});

@@ -1,0 +1,232 @@
+//! The values that ranks have set and that others have not read yet: pure.
+//!
+//! A value stays until as many ranks have read it as its owner said. Nothing makes them come, so what one rank may
+//! leave lying about is bounded: a rank that is out of its mind gets an error and the launcher stays what it is.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Most values of one rank that wait for readers.
+pub(super) const MOST_KEYS: usize = 1024;
+/// Most descriptors among them.
+pub(super) const MOST_FDS: usize = 256;
+/// Most bytes of them, with their keys.
+pub(super) const MOST_BYTES: usize = 4 << 20;
+/// Most bytes of all ranks' values.
+pub(super) const MOST_BYTES_IN_ALL: usize = 64 << 20;
+
+/// What a rank, or all of them, have lying about.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Load {
+    keys: usize,
+    fds: usize,
+    bytes: usize,
+}
+
+impl Load {
+    fn add(&mut self, other: Load) {
+        self.keys += other.keys;
+        self.fds += other.fds;
+        self.bytes += other.bytes;
+    }
+
+    fn remove(&mut self, other: Load) {
+        self.keys -= other.keys;
+        self.fds -= other.fds;
+        self.bytes -= other.bytes;
+    }
+}
+
+struct Entry<F> {
+    owner: u32,
+    value: Vec<u8>,
+    fds: Arc<[F]>,
+    readers: u32,
+}
+
+impl<F> Entry<F> {
+    fn load(&self, key: &str) -> Load {
+        Load { keys: 1, fds: self.fds.len(), bytes: key.len() + self.value.len() }
+    }
+}
+
+/// Values by their keys, with descriptors of type `F`.
+pub(super) struct Entries<F> {
+    by_key: HashMap<String, Entry<F>>,
+    by_owner: HashMap<u32, Load>,
+    all: Load,
+}
+
+impl<F> Default for Entries<F> {
+    fn default() -> Self {
+        Entries { by_key: HashMap::new(), by_owner: HashMap::new(), all: Load::default() }
+    }
+}
+
+impl<F> Entries<F> {
+    /// True if somebody may read `key`.
+    pub(super) fn contains(&self, key: &str) -> bool {
+        self.by_key.contains_key(key)
+    }
+
+    /// Keeps a value of rank `owner` until `readers` ranks have read it.
+    ///
+    /// # Errors
+    /// If the key is set already, or the rank has too much lying about. Nothing changes then.
+    pub(super) fn set(
+        &mut self,
+        owner: u32,
+        key: String,
+        value: Vec<u8>,
+        fds: Vec<F>,
+        readers: u32,
+    ) -> Result<(), String> {
+        if let Some(entry) = self.by_key.get(&key) {
+            return Err(format!(
+                "key `{key}` is already set by rank {}, and {} more ranks are to read it",
+                entry.owner, entry.readers
+            ));
+        }
+        if readers == 0 {
+            return Ok(());
+        }
+        let entry = Entry { owner, value, fds: fds.into(), readers };
+        let load = entry.load(&key);
+        let (mut own, mut all) = (self.by_owner.get(&owner).copied().unwrap_or_default(), self.all);
+        own.add(load);
+        all.add(load);
+        let bounds = [
+            (own.keys, MOST_KEYS, "keys"),
+            (own.fds, MOST_FDS, "descriptors"),
+            (own.bytes, MOST_BYTES, "bytes"),
+        ];
+        if let Some((count, most, what)) = bounds.into_iter().find(|(count, most, _)| count > most) {
+            return Err(format!(
+                "with key `{key}` rank {owner} would have set {count} {what} that nobody has read yet, where {most} \
+                 are the most"
+            ));
+        }
+        if all.bytes > MOST_BYTES_IN_ALL {
+            return Err(format!(
+                "with key `{key}` of rank {owner} all ranks would have set {} bytes that nobody has read yet, where \
+                 {MOST_BYTES_IN_ALL} are the most",
+                all.bytes
+            ));
+        }
+        self.by_owner.insert(owner, own);
+        self.all = all;
+        self.by_key.insert(key, entry);
+        Ok(())
+    }
+
+    /// Reads a value for one of its readers; the last one takes it away.
+    pub(super) fn read(&mut self, key: &str) -> Option<(Vec<u8>, Arc<[F]>)> {
+        let entry = self.by_key.get_mut(key)?;
+        entry.readers -= 1;
+        if entry.readers > 0 {
+            return Some((entry.value.clone(), entry.fds.clone()));
+        }
+        let entry = self.by_key.remove(key)?;
+        let load = entry.load(key);
+        self.all.remove(load);
+        if let Some(own) = self.by_owner.get_mut(&entry.owner) {
+            own.remove(load);
+            if *own == Load::default() {
+                self.by_owner.remove(&entry.owner);
+            }
+        }
+        Some((entry.value, entry.fds))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Set { owner: u32, key: u8, bytes: usize, fds: usize, readers: u32 },
+        Read { key: u8 },
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let set = (0..3u32, 0..6u8, 0..3usize, 0..5usize, 0..4u32)
+            .prop_map(|(owner, key, bytes, fds, readers)| Step::Set { owner, key, bytes, fds, readers });
+        let read = (0..6u8).prop_map(|key| Step::Read { key });
+        prop::collection::vec(prop_oneof![set, read], 0..60)
+    }
+
+    proptest! {
+        #[test]
+        fn a_value_is_read_as_often_as_was_said(steps in steps()) {
+            let mut entries = Entries::default();
+            // Key → value and readings left.
+            let mut model: HashMap<String, (Vec<u8>, usize, u32)> = HashMap::new();
+            for (number, step) in steps.into_iter().enumerate() {
+                match step {
+                    Step::Set { owner, key, bytes, fds, readers } => {
+                        let (key, value) = (key.to_string(), vec![number as u8; bytes]);
+                        let set = entries.set(owner, key.clone(), value.clone(), vec![(); fds], readers);
+                        prop_assert_eq!(set.is_err(), model.contains_key(&key));
+                        if set.is_ok() && readers > 0 {
+                            model.insert(key, (value, fds, readers));
+                        }
+                    }
+                    Step::Read { key } => {
+                        let key = key.to_string();
+                        let read = entries.read(&key).map(|(value, fds)| (value, fds.len()));
+                        let expected = model.get_mut(&key).map(|(value, fds, readers)| {
+                            *readers -= 1;
+                            (value.clone(), *fds)
+                        });
+                        prop_assert_eq!(read, expected);
+                        model.retain(|_, (_, _, readers)| *readers > 0);
+                    }
+                }
+                prop_assert!(model.keys().all(|key| entries.contains(key)));
+                let bytes = model.iter().map(|(key, (value, _, _))| key.len() + value.len()).sum();
+                let fds = model.values().map(|(_, fds, _)| fds).sum();
+                prop_assert_eq!(entries.all, Load { keys: model.len(), fds, bytes });
+                prop_assert_eq!(entries.by_owner.values().map(|own| own.keys).sum::<usize>(), model.len());
+            }
+        }
+    }
+
+    /// Sets keys of rank 3 until one is refused; returns how many were taken and why the last was not.
+    fn fill(entries: &mut Entries<()>, owner: u32, bytes: usize, fds: usize) -> (usize, String) {
+        for number in 0.. {
+            let key = format!("{owner}/{number:05}");
+            if let Err(why) = entries.set(owner, key, vec![0; bytes], vec![(); fds], 1) {
+                return (number, why);
+            }
+        }
+        unreachable!("the numbers do not end");
+    }
+
+    #[test]
+    fn a_rank_cannot_leave_any_amount_lying_about() {
+        for (bytes, fds, most, what) in [
+            (0, 0, MOST_KEYS, "1025 keys"),
+            (0, 4, MOST_FDS / 4, "260 descriptors"),
+            (12 << 10, 0, 341, "bytes"),
+        ] {
+            let mut entries = Entries::default();
+            let (taken, why) = fill(&mut entries, 3, bytes, fds);
+            assert_eq!(taken, most);
+            assert!(why.contains("rank 3") && why.contains(what), "{why}");
+            // It is the others' turn all the same, and its own again once somebody has read.
+            assert!(entries.set(4, "other".into(), vec![], vec![], 1).is_ok());
+            assert!(entries.read("3/00000").is_some());
+            assert!(entries.set(3, "again".into(), vec![0; bytes], vec![(); fds], 1).is_ok());
+        }
+    }
+
+    #[test]
+    fn all_ranks_together_are_bounded() {
+        let mut entries = Entries::default();
+        let refusals: Vec<String> = (0..17).map(|owner| fill(&mut entries, owner, 12 << 10, 0).1).collect();
+        assert!(refusals[16].contains("of rank 16 all ranks would have set"), "{}", refusals[16]);
+    }
+}

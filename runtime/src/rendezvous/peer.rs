@@ -1,0 +1,64 @@
+//! A connection and who is at its other end.
+
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::unistd::geteuid;
+
+use super::socket::Connection;
+
+/// How long a connection may be silent before it has said hello.
+pub(super) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Somebody who has connected.
+pub(super) struct Peer {
+    pub(super) id: u64,
+    pub(super) connection: Connection,
+    /// Known after its hello.
+    pub(super) rank: Option<u32>,
+    /// Its hello has been answered.
+    pub(super) admitted: bool,
+    /// Its process when it connected.
+    pid: i32,
+    /// When its hello has to be here; `None` for connections that this process has made itself.
+    pub(super) hello_by: Option<Instant>,
+}
+
+impl Peer {
+    /// Takes a connection from a process of the same user. Gives any other back with the reason, as a predicate.
+    pub(super) fn admit(
+        stream: UnixStream,
+        id: u64,
+        hello_by: Option<Instant>,
+    ) -> Result<Self, (UnixStream, String)> {
+        let owner = match getsockopt(&stream, PeerCredentials) {
+            Ok(owner) => owner,
+            Err(errno) => return Err((stream, format!("does not show whose it is: {errno}"))),
+        };
+        if owner.uid() != geteuid().as_raw() {
+            let why = format!("comes from process {} of user {}", owner.pid(), owner.uid());
+            return Err((stream, why));
+        }
+        match Connection::new(stream) {
+            Ok(connection) => {
+                Ok(Peer { id, connection, rank: None, admitted: false, pid: owner.pid(), hello_by })
+            }
+            Err((stream, error)) => Err((stream, format!("cannot be used: {error}"))),
+        }
+    }
+
+    /// Who it is, as far as that is known.
+    pub(super) fn name(&self) -> String {
+        match self.rank {
+            Some(rank) => format!("rank {rank}"),
+            None => format!("process {}, which has not said hello", self.pid),
+        }
+    }
+
+    /// When a peer that has not said hello is given up.
+    pub(super) fn hello_deadline(&self) -> Option<Instant> {
+        self.hello_by.filter(|_| self.rank.is_none())
+    }
+}

@@ -1,0 +1,222 @@
+//! The server against peers that misbehave. None of these waits for time to pass.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::process::Command;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+use super::super::entries::MOST_KEYS;
+use super::super::message::{Decoder, MAX_NAME, Manifest};
+use super::*;
+
+const RUN: &str = "a-test";
+
+fn hello(rank: u32, world_size: u32) -> Request {
+    Request::Hello {
+        version: VERSION,
+        run_id: RUN.into(),
+        rank,
+        world_size,
+        pid: 1,
+        manifest: Manifest::default(),
+    }
+}
+
+fn set(key: &str) -> Request {
+    Request::Set { key: key.into(), value: vec![1], fds: 0, readers: 1 }
+}
+
+/// The replies to `requests`, sent one at a time.
+fn ask(server: &mut Server, stream: &UnixStream, requests: &[Request]) -> Vec<Reply> {
+    let reply = |request| {
+        (&*stream).write_all(&encode(request)).unwrap();
+        server.service();
+        read_reply(stream)
+    };
+    requests.iter().map(reply).collect()
+}
+
+/// The next reply; the server has sent it already.
+fn read_reply(mut stream: &UnixStream) -> Reply {
+    let (mut decoder, mut bytes) = (Decoder::default(), [0]);
+    stream.set_nonblocking(true).unwrap();
+    loop {
+        if let Some(reply) = decoder.next_message().unwrap() {
+            return reply;
+        }
+        assert_eq!(stream.read(&mut bytes).unwrap(), 1, "the server closed the connection");
+        decoder.push(&bytes);
+    }
+}
+
+fn refusals(events: Vec<ServerEvent>) -> Vec<String> {
+    let why = |event| match event {
+        ServerEvent::Refused { why } => Some(why),
+        _ => None,
+    };
+    events.into_iter().filter_map(why).collect()
+}
+
+fn refused(reply: Reply) -> String {
+    let Reply::Refused { why } = reply else { panic!("{reply:?} is no refusal") };
+    why
+}
+
+/// A server with a socket, and how to connect to it.
+fn listening(world_size: u32) -> (Server, impl Fn() -> UnixStream) {
+    let server = Server::bind(world_size, &crate::protocol::new_run_id().unwrap()).unwrap();
+    let path = server.address().strip_prefix("unix:").unwrap().to_owned();
+    (server, move || UnixStream::connect(&path).unwrap())
+}
+
+#[test]
+fn a_key_that_is_set_already_fails_that_request_only() {
+    let (mut server, streams) = Server::in_process(1, RUN).unwrap();
+    let requests = [hello(0, 1), set("a"), set("a"), set("b")];
+    let replies = ask(&mut server, &streams[0], &requests);
+    let Reply::Denied { why } = &replies[2] else { panic!("{replies:?}") };
+    assert!(why.contains("key `a` is already set by rank 0"), "{why}");
+    assert_eq!((&replies[1], &replies[3]), (&Reply::Done, &Reply::Done));
+    let elsewhere = [Request::Get { key: "c".into(), from: 1, timeout_ms: 0 }];
+    let Reply::Denied { why } = &ask(&mut server, &streams[0], &elsewhere)[0] else { panic!("no denial") };
+    assert!(why.contains("rank 0 waits for rank 1 in a world of 1"), "{why}");
+}
+
+#[test]
+fn keys_that_nobody_reads_are_bounded() {
+    let (mut server, streams) = Server::in_process(1, RUN).unwrap();
+    let keys = (0..=MOST_KEYS).map(|key| set(&key.to_string()));
+    let requests: Vec<Request> = [hello(0, 1)].into_iter().chain(keys).collect();
+    let replies = ask(&mut server, &streams[0], &requests);
+    assert!(replies[1..=MOST_KEYS].iter().all(|reply| *reply == Reply::Done));
+    let Reply::Denied { why } = &replies[MOST_KEYS + 1] else { panic!("{:?}", replies.last()) };
+    assert!(why.contains("rank 0 would have set 1025 keys"), "{why}");
+}
+
+#[test]
+fn long_names_are_refused() {
+    let name = "n".repeat(MAX_NAME + 1);
+    for request in [
+        set(&name),
+        Request::Get { key: name.clone(), from: 0, timeout_ms: 1 },
+        Request::Barrier { name: name.clone(), timeout_ms: 1 },
+    ] {
+        let (mut server, streams) = Server::in_process(1, RUN).unwrap();
+        let reply = ask(&mut server, &streams[0], &[hello(0, 1), request]).remove(1);
+        assert!(refused(reply).contains("a name of 257 bytes"));
+    }
+}
+
+#[test]
+fn descriptors_that_no_request_announces_are_refused() {
+    let (mut server, streams) = Server::in_process(1, RUN).unwrap();
+    ask(&mut server, &streams[0], &[hello(0, 1)]);
+    let sender = super::super::socket::Connection::new(streams[0].try_clone().unwrap()).unwrap();
+    sender.send(&encode(&set("a")), &[streams[0].as_fd(); 3]).unwrap();
+    let why = refusals(server.service());
+    assert_eq!(why, ["rank 0: sent 3 descriptors that no message announced"]);
+    sender.stream().shutdown(Shutdown::Both).unwrap();
+}
+
+#[test]
+fn connections_that_do_not_say_hello_are_bounded() {
+    let (mut server, connect) = listening(2);
+    let silent: Vec<UnixStream> = (0..2 + SPARE_STRANGERS).map(|_| connect()).collect();
+    assert_eq!(server.service(), []);
+    let late = connect();
+    let told = refusals(server.service());
+    assert_eq!(told.len(), 1);
+    let own = format!("process {}, which has not said hello like 18 others", std::process::id());
+    assert!(told[0].contains(&own), "{}", told[0]);
+    assert!(refused(read_reply(&late)).contains(&own));
+    drop(silent);
+    server.service();
+    let _welcome = connect();
+    assert_eq!(server.service(), []);
+}
+
+#[test]
+fn silence_after_connecting_has_an_end() {
+    let (mut server, connect) = listening(2);
+    let (first, silent) = (connect(), connect());
+    server.service();
+    assert!(server.next_deadline().is_some());
+    let (now, run_id) = (Instant::now(), server.run_id.clone());
+    let hello = |rank| Request::Hello {
+        version: VERSION,
+        run_id: run_id.clone(),
+        rank,
+        world_size: 2,
+        pid: std::process::id(),
+        manifest: Manifest::default(),
+    };
+    (&first).write_all(&encode(&hello(0))).unwrap();
+    server.service();
+    for peer in &mut server.peers {
+        peer.hello_by = Some(now);
+    }
+    let told = refusals(server.service());
+    assert_eq!(told.len(), 1);
+    assert!(told[0].ends_with("was silent for 10s after it had connected"), "{}", told[0]);
+    assert!(refused(read_reply(&silent)).contains("silent for 10s"));
+    assert_eq!(server.peers.len(), 1);
+    // Who has said hello may wait for the others for as long as it takes.
+    let second = connect();
+    assert_eq!(ask(&mut server, &second, &[hello(1)]), [Reply::Welcome]);
+    assert_eq!(read_reply(&first), Reply::Welcome);
+    assert_eq!((server.peers.len(), server.next_deadline()), (2, None));
+}
+
+/// True if somebody who polls the server would wake up at once.
+fn is_readable(server: &Server) -> bool {
+    let mut fds: Vec<PollFd<'_>> =
+        server.fds().into_iter().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+    poll(&mut fds, PollTimeout::ZERO).unwrap() > 0
+}
+
+/// Limits on descriptors belong to the process: this test starts itself as a process of its own.
+#[test]
+fn without_descriptors_the_door_is_quiet() {
+    const ALONE: &str = "MGPU_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        alone.args(["--exact", "rendezvous::server::tests::without_descriptors_the_door_is_quiet"]);
+        let output = alone.env(ALONE, "1").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    let (mut server, connect) = listening(2);
+    let streams = [connect(), connect(), connect()];
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    let limit = |most| setrlimit(Resource::RLIMIT_NOFILE, most, hard).unwrap();
+
+    // No descriptor is free but the reserved one: everybody is told, the launcher once.
+    let free = std::fs::File::open("/dev/null").unwrap();
+    let first_free = std::os::fd::AsRawFd::as_raw_fd(&free) as u64;
+    drop(free);
+    limit(first_free);
+    let told = refusals(server.service());
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("os error 24") && told[0].contains("ulimit -n"), "{}", told[0]);
+    for stream in &streams {
+        assert!(refused(read_reply(stream)).contains("ulimit -n"));
+    }
+    assert!(!is_readable(&server));
+
+    // Not even that one: the door is shut for a while, and there is a time to look again.
+    limit(hard);
+    let late = connect();
+    limit(3);
+    assert!(is_readable(&server));
+    assert_eq!(server.service(), []);
+    assert!(!is_readable(&server) && server.next_deadline().is_some());
+
+    // As soon as there are some again, whoever waits gets in.
+    limit(hard);
+    server.door.as_mut().unwrap().open_now();
+    assert_eq!(server.service(), []);
+    assert_eq!((server.peers.len(), server.fds().len()), (1, 2));
+    drop(late);
+}

@@ -1,0 +1,155 @@
+//! Who waits for what, and until when: pure.
+//!
+//! A rank waits for one thing at a time, so there are never more waits than ranks, and looking through all of them is
+//! fast enough.
+
+use std::time::Instant;
+
+/// What a rank waits for.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum WaitFor {
+    /// A value that rank `from` will set.
+    Key { key: String, from: u32 },
+    /// The others, as rank `rank`.
+    Barrier { name: String, rank: u32 },
+}
+
+#[derive(Debug)]
+struct Wait {
+    peer: u64,
+    what: WaitFor,
+    deadline: Instant,
+}
+
+/// The waits of all peers, in the order in which they began.
+#[derive(Debug, Default)]
+pub(super) struct Waits(Vec<Wait>);
+
+impl Waits {
+    pub(super) fn add(&mut self, peer: u64, what: WaitFor, deadline: Instant) {
+        self.0.push(Wait { peer, what, deadline });
+    }
+
+    pub(super) fn has(&self, peer: u64) -> bool {
+        self.0.iter().any(|wait| wait.peer == peer)
+    }
+
+    pub(super) fn forget(&mut self, peer: u64) {
+        self.0.retain(|wait| wait.peer != peer);
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.0.iter().map(|wait| wait.deadline).min()
+    }
+
+    /// Takes out the one that has waited longest for `key`.
+    pub(super) fn take_reader(&mut self, wanted: &str) -> Option<u64> {
+        let is_reader = |wait: &Wait| matches!(&wait.what, WaitFor::Key { key, .. } if key == wanted);
+        let position = self.0.iter().position(is_reader)?;
+        Some(self.0.remove(position).peer)
+    }
+
+    /// The ranks in the barrier `wanted`.
+    pub(super) fn in_barrier(&self, wanted: &str) -> Vec<u32> {
+        let rank_of = |wait: &Wait| match &wait.what {
+            WaitFor::Barrier { name, rank } if name == wanted => Some(*rank),
+            _ => None,
+        };
+        self.0.iter().filter_map(rank_of).collect()
+    }
+
+    /// Takes out everybody in the barrier `wanted`.
+    pub(super) fn take_barrier(&mut self, wanted: &str) -> Vec<u64> {
+        self.take(|wait| matches!(&wait.what, WaitFor::Barrier { name, .. } if name == wanted))
+    }
+
+    /// Takes out those who wait in vain now that `gone` has ended: for its values, in any barrier, or, after a failure,
+    /// for anything.
+    pub(super) fn take_hopeless(&mut self, gone: u32, failed: bool) -> Vec<u64> {
+        self.take(|wait| {
+            failed
+                || match wait.what {
+                    WaitFor::Key { from, .. } => from == gone,
+                    WaitFor::Barrier { .. } => true,
+                }
+        })
+    }
+
+    /// Takes out those whose deadline has passed, with the ranks that did not come. All are looked at before any is
+    /// taken out: two that wait in the same barrier are both there.
+    pub(super) fn take_late(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
+        let missing = |wait: &Wait| match &wait.what {
+            WaitFor::Key { from, .. } => vec![*from],
+            WaitFor::Barrier { name, .. } => {
+                let inside = self.in_barrier(name);
+                (0..world_size).filter(|rank| !inside.contains(rank)).collect()
+            }
+        };
+        let late = self.0.iter().filter(|wait| wait.deadline <= now);
+        let late = late.map(|wait| (wait.peer, missing(wait))).collect();
+        self.0.retain(|wait| wait.deadline > now);
+        late
+    }
+
+    fn take(&mut self, is_wanted: impl Fn(&Wait) -> bool) -> Vec<u64> {
+        self.0.extract_if(.., |wait| is_wanted(wait)).map(|wait| wait.peer).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A wait of a rank for a key (of some rank) or in a barrier, and its deadline in seconds.
+    fn wait() -> impl Strategy<Value = (bool, u8, u32, u64)> {
+        (any::<bool>(), 0..3u8, 0..5u32, 0..4u64)
+    }
+
+    proptest! {
+        #[test]
+        fn everybody_is_taken_out_once(waits in prop::collection::vec(wait(), 0..5), gone in 0..5u32, now in 0..4u64) {
+            let start = Instant::now();
+            let mut pending = Waits::default();
+            for (rank, (is_key, name, from, seconds)) in waits.iter().enumerate() {
+                let what = match is_key {
+                    true => WaitFor::Key { key: name.to_string(), from: *from },
+                    false => WaitFor::Barrier { name: name.to_string(), rank: rank as u32 },
+                };
+                pending.add(rank as u64, what, start + Duration::from_secs(*seconds));
+            }
+            let next = waits.iter().map(|wait| start + Duration::from_secs(wait.3)).min();
+            prop_assert_eq!(pending.next_deadline(), next);
+
+            let mut seen: Vec<u64> = Vec::new();
+            for (peer, missing) in pending.take_late(start + Duration::from_secs(now), 5) {
+                let (is_key, name, from, seconds) = &waits[peer as usize];
+                prop_assert!(*seconds <= now);
+                let inside = |rank: &u32| waits.get(*rank as usize).is_some_and(|wait| !wait.0 && wait.1 == *name);
+                let expected = match is_key {
+                    true => vec![*from],
+                    false => (0..5).filter(|rank| !inside(rank)).collect(),
+                };
+                prop_assert_eq!(missing, expected);
+                seen.push(peer);
+            }
+            if let Some(peer) = pending.take_reader("0") {
+                prop_assert!(waits[peer as usize].0 && waits[peer as usize].1 == 0);
+                seen.push(peer);
+            }
+            prop_assert_eq!(pending.in_barrier("1").len(), pending.take_barrier("1").len());
+            prop_assert!(pending.in_barrier("1").is_empty());
+            for peer in pending.take_hopeless(gone, false) {
+                prop_assert!(!waits[peer as usize].0 || waits[peer as usize].2 == gone);
+                prop_assert!(!seen.contains(&peer) && !pending.has(peer));
+                seen.push(peer);
+            }
+            let left = pending.take_hopeless(gone, true);
+            prop_assert!(left.iter().all(|peer| waits[*peer as usize].0 && !seen.contains(peer)));
+            prop_assert!(pending.next_deadline().is_none());
+        }
+    }
+}
