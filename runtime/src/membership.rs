@@ -54,7 +54,7 @@ impl Membership {
     /// The error of waiting for `awaited` in vain, if it is in vain: some rank has failed, or one of `awaited` has
     /// left. It names the rank where the trouble began.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
-        let failed = (0..self.page.world_size()).find(|peer| self.page.state(*peer) == RankState::Failed);
+        let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;
         let (peer, accusation) = self.origin(peer);

@@ -115,6 +115,29 @@ fn a_killed_and_resumed_run_is_bit_equal() {
 }
 
 #[test]
+fn a_restarted_run_goes_on_from_its_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let restarted = |faults: &[&str]| {
+        let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        launcher.args(["-n", "2", "--no-prefix", "--max-restarts", "1"]);
+        faults.iter().for_each(|fault| _ = launcher.args(["--inject", fault]));
+        launcher.args([TRAIN, "--synthetic", "--json", "--batch", "2048", "--epochs", "3", "--skip-test"]);
+        launcher
+    };
+    let undisturbed = run(&mut restarted(&[]));
+    let (whole, steps) = (weights(&undisturbed), undisturbed.json()["steps"].as_u64().unwrap());
+    // After the second checkpoint.
+    let fault = format!("rank=1,step={},fault=sigkill", steps * 2 / 3 + 1);
+    let finished = run(restarted(&[&fault]).args(["--checkpoint-dir", folder]));
+    finished.expect(0, &["rank 1 was killed by SIGKILL", "restart 1 of 1", "resumed from"]);
+    assert_eq!(weights(&finished), whole);
+    // What is there is not overwritten by mistake.
+    let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
+    again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
+}
+
+#[test]
 fn metrics_are_one_json_object_an_epoch() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("metrics.jsonl");

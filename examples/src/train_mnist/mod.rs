@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use args::Args;
 use clap::Parser;
 use mgpu::progress::Phase;
-use mgpu::{Communicator, ReduceOp, World};
+use mgpu::{Communicator, ReduceOp, World, checkpoint};
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
 
@@ -40,6 +40,13 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         // A launcher that restarts the ranks wants them to go on.
         if args.resume || world.restart_count() > 0 {
             trainer.resume(folder)?;
+        } else if let Some(found) = checkpoint::latest(folder)? {
+            // Old ones are deleted by their step: this run's could go before those of another.
+            return Err(format!(
+                "{} is of an earlier run: go on with --resume, or choose another --checkpoint-dir",
+                found.display()
+            )
+            .into());
         }
     }
     if rank == 0 {

@@ -347,8 +347,9 @@ impl<'a> EventLoop<'a> {
             Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
         };
         rank.reaped = true;
-        rank.ended = Some(exit.describe());
-        self.events.record(events::Event::exit(number, exit, self.asked[number as usize]));
+        let asked = self.asked[number as usize];
+        rank.ended = Some(if asked { exit.describe_asked() } else { exit.describe() });
+        self.events.record(events::Event::exit(number, exit, asked));
         self.drain(number);
         Some(Event::Exited { rank: number, exit, blame: self.server.blame(number) })
     }

@@ -32,6 +32,14 @@ impl Exit {
         }
     }
 
+    /// As [`describe`](Self::describe), for a rank that was sent signals by its launcher: its end says nothing of its own.
+    pub(crate) fn describe_asked(self) -> String {
+        match self {
+            Exit::Signal(_) => format!("{}, which mgpurun sent", self.describe()),
+            Exit::Code(_) => self.describe(),
+        }
+    }
+
     /// A predicate: "exited with code 3".
     pub fn describe(self) -> String {
         match self {
@@ -263,7 +271,11 @@ impl Supervisor {
         let mut actions = Vec::new();
         let finished = exit == Exit::Code(0);
         self.ranks[rank as usize].life = if finished { Life::Finished } else { Life::Failed };
-        let departure = if finished { Departure::Finished } else { Departure::Failed(exit.describe()) };
+        let departure = match self.stage {
+            _ if finished => Departure::Finished,
+            Stage::Running | Stage::Noticed(_) => Departure::Failed(exit.describe()),
+            Stage::Asked(_) | Stage::Killed => Departure::Failed(exit.describe_asked()),
+        };
         actions.push(Action::Announce(rank, departure));
         if !finished && self.outcome.is_none() {
             // The others are still there to be looked at.

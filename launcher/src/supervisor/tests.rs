@@ -86,7 +86,9 @@ fn a_failure_stops_the_others_in_three_steps() {
     assert_eq!(at, now + NOTICE);
     let asked = |rank| [Action::Send(rank, Signal::SIGTERM), Action::Send(rank, Signal::SIGCONT)];
     assert_eq!(supervisor.handle(Event::Tick, at), [asked(0), asked(2)].concat());
-    supervisor.handle(exited(0, 143), at);
+    let end = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
+    let sent = "was killed by SIGTERM, which mgpurun sent".into();
+    assert_eq!(supervisor.handle(end, at), [Action::Announce(0, Departure::Failed(sent))]);
     let at = supervisor.next_deadline().unwrap();
     let said = Action::Say("rank 2 did not end within 5 s: killed".into());
     assert_eq!(supervisor.handle(Event::Tick, at), [said, Action::Send(2, Signal::SIGKILL)]);

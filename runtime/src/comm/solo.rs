@@ -1,15 +1,35 @@
 //! A world of one: every collective is the identity.
 
+use std::sync::Arc;
+
 use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use crate::inject::Moment;
+use crate::membership::Membership;
+use crate::progress::Operation;
 use crate::{Error, Result, memory};
 
 /// The communicator of a single rank.
 #[derive(Debug)]
-pub(crate) struct Solo;
+pub(crate) struct Solo {
+    /// Where there is a launcher, it is told what the rank does.
+    membership: Option<Arc<Membership>>,
+    sequence: u32,
+}
 
 impl Solo {
-    pub(crate) fn new() -> Self {
-        Solo
+    pub(crate) fn new(membership: Option<Arc<Membership>>) -> Self {
+        Solo { membership, sequence: 0 }
+    }
+
+    /// Every operation is over when it begins.
+    fn note(&mut self, operation: Operation, bytes: usize) {
+        self.sequence = self.sequence.wrapping_add(1);
+        let Some(membership) = &self.membership else { return };
+        if self.sequence == 1 {
+            membership.come_to(Moment::Collective);
+        }
+        membership.page().enter(membership.rank(), operation, self.sequence, bytes);
+        membership.page().leave(membership.rank());
     }
 }
 
@@ -48,24 +68,29 @@ impl Communicator for Solo {
     }
 
     fn all_reduce(&mut self, buffer: Buffer, _: ReduceOp) -> Result<Pending> {
+        self.note(Operation::AllReduce, buffer.bytes());
         Ok(Pending::complete(buffer))
     }
 
     fn reduce_scatter(&mut self, buffer: Buffer, _: ReduceOp) -> Result<Pending> {
+        self.note(Operation::ReduceScatter, buffer.bytes());
         Ok(Pending::complete(buffer))
     }
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
+        self.note(Operation::AllGather, buffer.bytes());
         Ok(Pending::complete(buffer))
     }
 
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
         only_rank_0("broadcast", root)?;
+        self.note(Operation::Broadcast, buffer.bytes());
         Ok(Pending::complete(buffer))
     }
 
     fn reduce(&mut self, buffer: Buffer, _: ReduceOp, root: u32) -> Result<Pending> {
         only_rank_0("reduce", root)?;
+        self.note(Operation::Reduce, buffer.bytes());
         Ok(Pending::complete(buffer))
     }
 
@@ -78,6 +103,7 @@ impl Communicator for Solo {
     }
 
     fn barrier(&mut self) -> Result<()> {
+        self.note(Operation::Barrier, 0);
         Ok(())
     }
 }
@@ -89,9 +115,9 @@ mod tests {
     #[test]
     fn memory_that_is_not_there_is_an_error() {
         for len in [1 << 43, usize::MAX] {
-            let error = Solo::new().allocate(DType::F64, len).unwrap_err();
+            let error = Solo::new(None).allocate(DType::F64, len).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { operation: "allocate", .. }), "{error}");
         }
-        assert_eq!(Solo::new().allocate(DType::F64, 3).unwrap().len(), 3);
+        assert_eq!(Solo::new(None).allocate(DType::F64, 3).unwrap().len(), 3);
     }
 }

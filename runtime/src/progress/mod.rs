@@ -45,6 +45,8 @@ struct Header {
     launcher: AtomicU32,
     restarts: AtomicU32,
     world_size: AtomicU32,
+    /// The first rank that failed, plus one; 0 while none has.
+    first_failed: AtomicU32,
     /// In milliseconds of [`now`].
     started: AtomicU64,
     program: SharedText,
@@ -227,10 +229,18 @@ impl ProgressPage {
             Ending::Finished => FINISHED,
             Ending::Failed(how) => {
                 slot.failure.set_once(how);
+                let first = &self.header().first_failed;
+                let _ = first.compare_exchange(0, rank + 1, Ordering::AcqRel, Ordering::Relaxed);
                 FAILED
             }
         };
         slot.state.fetch_max(number, Ordering::AcqRel);
+    }
+
+    /// The rank that failed before all others: what became of those may be its doing.
+    pub(crate) fn first_failed(&self) -> Option<u32> {
+        let rank = self.header().first_failed.load(Ordering::Acquire).checked_sub(1)?;
+        (rank < self.world_size && self.state(rank) == RankState::Failed).then_some(rank)
     }
 
     /// How `rank` ended, as a predicate; empty if it has not.
@@ -336,6 +346,8 @@ mod tests {
         assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Failed, "exited with code 3"));
         page.join(2, 42);
         assert_eq!(other.state(2), RankState::Failed);
+        page.depart(0, Ending::Failed("was killed by SIGTERM"));
+        assert_eq!(other.first_failed(), Some(2));
 
         assert_eq!(page.blame_of(0), None);
         for waited_for in [vec![1], vec![2]] {

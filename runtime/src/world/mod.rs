@@ -156,7 +156,7 @@ impl World {
                 let comm = crate::comm::cpu::connect(membership, self.size(), number, self.timeout())?;
                 Ok(Box::new(comm))
             }
-            _ => Ok(Box::new(crate::comm::Solo::new())),
+            membership => Ok(Box::new(crate::comm::Solo::new(membership.clone()))),
         }
     }
 
