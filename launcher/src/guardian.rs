@@ -7,8 +7,10 @@
 //! leaves something: children of ranks that had left their process group.
 //!
 //! The launcher gets a process group of its own, so that a signal from the terminal or to the whole group comes once,
-//! through the guardian, which alone decides what it means.
+//! through the guardian, which alone decides what it means. It also gets a name of its own: whoever kills by name, as
+//! `killall -9 mgpurun` does, hits the guardian alone.
 
+use std::ffi::CStr;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
@@ -23,6 +25,9 @@ use crate::exit_code;
 use crate::interrupt::taken_signals;
 use crate::orphans;
 
+/// Name of the launcher's process in `ps` and `top`.
+const LAUNCHER_NAME: &CStr = c"mgpu-launcher";
+
 /// What this process is after the split.
 pub(crate) enum Role {
     /// The launcher; the descriptor becomes readable when its guardian ends.
@@ -34,6 +39,8 @@ pub(crate) enum Role {
 /// Splits this process, which must not have started a thread. In the guardian it returns when the launcher has ended.
 pub(crate) fn split() -> io::Result<Role> {
     let guardian = getpid();
+    // A shell that became `mgpurun` by exec may have started something before.
+    let others = orphans::children();
     let mut signals = taken_signals();
     signals.add(Signal::SIGCHLD);
     // Before there is a child whose end might be missed.
@@ -46,6 +53,7 @@ pub(crate) fn split() -> io::Result<Role> {
                 return Err(io::Error::other("it was killed while it started"));
             }
             setpgid(Pid::from_raw(0), Pid::from_raw(0))?;
+            nix::sys::prctl::set_name(LAUNCHER_NAME)?;
             // A process outside of the terminal's group that writes to it is stopped, if the terminal is set so, unless
             // it blocks the signal.
             let mut background = SigSet::empty();
@@ -55,30 +63,30 @@ pub(crate) fn split() -> io::Result<Role> {
         }
         Fork::Parent(launcher) => {
             let _ = orphans::adopt();
-            stand_guard(launcher, &signals).map(Role::Done)
+            stand_guard(launcher, &others, &signals).map(Role::Done)
         }
     }
 }
 
-/// Passes signals on until the launcher ends, and ends what it has left.
-fn stand_guard(launcher: Pid, signals: &SigSet) -> io::Result<ExitCode> {
+/// Passes signals on until the launcher ends. If it was killed, ends what it has left: all children but `others`.
+fn stand_guard(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<ExitCode> {
     let source = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC)?;
     let end = loop {
         match source.read_signal()?.map(|info| Signal::try_from(info.ssi_signo as i32)) {
             Some(Ok(Signal::SIGCHLD)) => match waitpid(launcher, Some(WaitPidFlag::WNOHANG)) {
                 Ok(end @ (WaitStatus::Exited(..) | WaitStatus::Signaled(..))) => break end,
-                _ => orphans::reap(|child| child == launcher),
+                _ => orphans::reap(|child| child == launcher || others.contains(&child)),
             },
             // It is our child and has not been waited for: the number is still its own.
             Some(Ok(signal)) => _ = kill(launcher, signal),
             _ => {}
         }
     };
-    // A launcher that ended by itself has left nothing.
-    orphans::end_all();
     Ok(match end {
+        // It has left nothing.
         WaitStatus::Exited(_, code) => ExitCode::from(code as u8),
         WaitStatus::Signaled(_, signal, _) => {
+            orphans::end_all(others);
             mgpu::rendezvous::remove_abandoned();
             let line = format!("mgpurun: the launcher was killed by {signal}: so are its ranks\n");
             let _ = io::stderr().write_all(line.as_bytes());

@@ -33,11 +33,12 @@ pub(crate) fn reap(is_ours: impl Fn(Pid) -> bool) {
     }
 }
 
-/// Kills this process's children, and theirs, until there are none. `false` if some would not go.
-pub(crate) fn end_all() -> bool {
+/// Kills this process's children but for `others`, and theirs, until there are none. `false` if some would not go.
+pub(crate) fn end_all(others: &[Pid]) -> bool {
     let deadline = Instant::now() + PATIENCE;
+    let is_other = |child: &Pid| others.contains(child);
     loop {
-        let left = children();
+        let left: Vec<Pid> = children().into_iter().filter(|child| !is_other(child)).collect();
         if left.is_empty() {
             return true;
         }
@@ -54,12 +55,12 @@ pub(crate) fn end_all() -> bool {
             ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
         let time_left = PollTimeout::try_from(time_left.as_millis() + 1).unwrap_or(PollTimeout::MAX);
         let _ = poll(&mut fds, time_left);
-        reap(|_| false);
+        reap(|child| is_other(&child));
     }
 }
 
 /// The children of this process, ended ones included.
-fn children() -> Vec<Pid> {
+pub(crate) fn children() -> Vec<Pid> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let lists: Result<Vec<String>, _> =
         tasks.map(|task| fs::read_to_string(task.path().join("children"))).collect();

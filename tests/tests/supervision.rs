@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -184,6 +185,21 @@ fn nothing_survives_a_killed_launcher() {
     assert_eq!(left_of(folder.path()), [] as [u32; 0]);
     let folders = fs::read_dir(folder.path()).unwrap().flatten().filter(|entry| entry.path().is_dir());
     assert_eq!(folders.count(), 0);
+}
+
+#[test]
+fn what_a_shell_started_before_it_became_mgpurun_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
+    let script = format!("sleep 1000 & echo $!; exec {launcher} --no-prefix -n 2 true");
+    let mut shell = command("sh");
+    shell.args(["-c", &script]).env("TMPDIR", folder.path()).stderr(Stdio::null());
+    let mut child = shell.stdout(Stdio::piped()).spawn().unwrap();
+    let mut number = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut number).unwrap();
+    assert!(child.wait().unwrap().success());
+    let sleeper = Pid::from_raw(number.trim().parse().unwrap());
+    assert_eq!(kill(sleeper, Signal::SIGKILL), Ok(()), "it still ran");
 }
 
 #[test]

@@ -138,7 +138,7 @@ impl<'a> EventLoop<'a> {
         self.drain_all();
         self.record_steps();
         if self.adopts {
-            if !orphans::end_all() {
+            if !orphans::end_all(&[]) {
                 self.output.say("a process that a rank has left behind does not end, though it was killed");
             }
         } else {
