@@ -11,7 +11,7 @@ use mgpu::inject::Injection;
 
 use crate::doctor;
 use crate::guardian::{self, Role};
-use crate::launch::Launch;
+use crate::launch::{LONGEST, Launch};
 use crate::output::{Color, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
@@ -218,7 +218,7 @@ fn parse_ranks(text: &str) -> Result<Ranks, String> {
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().map(Duration::try_from_secs_f64);
     match seconds {
-        Ok(Ok(seconds)) => Ok(seconds),
+        Ok(Ok(seconds)) if seconds <= LONGEST => Ok(seconds),
         _ => Err("it should be a number of seconds, such as 5 or 0.5".into()),
     }
 }
@@ -365,6 +365,7 @@ mod tests {
             (&["-n", "-1", "true"], "it should be a number from 1, or auto"),
             (&["--grace=-1", "true"], "a number of seconds"),
             (&["--grace", "soon", "true"], "a number of seconds"),
+            (&["--timeout", "1e19", "true"], "a number of seconds"),
             (&["--rank-filter", "x", "true"], "no set of ranks"),
             (&["--tee", "true"], "required arguments were not provided:\n  --log-dir <DIR>"),
             (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),

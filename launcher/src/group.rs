@@ -41,7 +41,7 @@ pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
 }
 
 /// Pidfds of the processes of these groups. Zombies have ended: they wait for whoever adopted them.
-fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
+pub(crate) fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let is_left = |pid: &u32| {

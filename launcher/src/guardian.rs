@@ -43,7 +43,9 @@ pub(crate) fn split() -> io::Result<Role> {
     let others = orphans::children();
     let mut signals = taken_signals();
     signals.add(Signal::SIGCHLD);
-    // Before there is a child whose end might be missed.
+    // Before there is a child whose end might be missed. Whoever started us may have ignored it, and then the kernel
+    // would not keep the ends of children for us.
+    mgpu::process::heed_children()?;
     signals.thread_block()?;
     match fork()? {
         Fork::Child => {
@@ -78,7 +80,11 @@ fn stand_guard(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<Ex
                 _ => orphans::reap(|child| child == launcher || others.contains(&child)),
             },
             // It is our child and has not been waited for: the number is still its own.
-            Some(Ok(signal)) => _ = kill(launcher, signal),
+            Some(Ok(signal)) => {
+                let _ = kill(launcher, signal);
+                // Should somebody have stopped it.
+                let _ = kill(launcher, Signal::SIGCONT);
+            }
             _ => {}
         }
     };

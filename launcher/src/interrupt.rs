@@ -1,11 +1,14 @@
 //! Where signals come from: the launcher's own, or the program's that embeds it.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::unistd::{Pid, getppid};
 
 /// Asks the ranks of a running launch to end, as SIGTERM would. Works from any thread and from signal handlers that
 /// run as threads (the `ctrlc` crate); a second call kills.
@@ -27,9 +30,42 @@ impl Interrupter {
 pub(crate) struct Signals {
     /// The process's own signals, where the launcher owns them.
     own: Option<SignalFd>,
-    /// Readable when the guardian has ended, where there is one.
-    guardian: Option<OwnedFd>,
+    guardian: Option<Guardian>,
     event: Arc<EventFd>,
+}
+
+/// The process that passes the user's signals on.
+///
+/// Whoever signals all processes, as service managers do, signals this one and the guardian, which passes the same
+/// signal on once more. Only what comes from the guardian is counted, then: a signal that comes directly begins the end,
+/// but does not hasten it, and that signal's echo does not either.
+#[derive(Debug)]
+struct Guardian {
+    pid: Pid,
+    /// Readable when it has ended.
+    end: OwnedFd,
+    /// When a signal came directly whose echo has not come.
+    direct: Cell<Option<Instant>>,
+    /// A signal has come through the guardian.
+    forwarded: Cell<bool>,
+}
+
+/// Longest time between a signal and its echo.
+const ECHO: Duration = Duration::from_secs(1);
+
+impl Guardian {
+    /// Whether a signal that ends the run counts.
+    fn counts(&self, sender: Pid) -> bool {
+        if sender == self.pid {
+            self.forwarded.set(true);
+            return self.direct.take().is_none_or(|at| at.elapsed() >= ECHO);
+        }
+        let first = self.direct.get().is_none() && !self.forwarded.get();
+        if first {
+            self.direct.set(Some(Instant::now()));
+        }
+        first
+    }
 }
 
 impl Signals {
@@ -50,11 +86,12 @@ impl Signals {
 
     /// Ends the run when the process behind `guardian` ends.
     pub(crate) fn set_guardian(&mut self, guardian: OwnedFd) {
-        self.guardian = Some(guardian);
+        let (direct, forwarded) = (Cell::new(None), Cell::new(false));
+        self.guardian = Some(Guardian { pid: getppid(), end: guardian, direct, forwarded });
     }
 
     pub(crate) fn guardian(&self) -> Option<BorrowedFd<'_>> {
-        self.guardian.as_ref().map(AsFd::as_fd)
+        self.guardian.as_ref().map(|guardian| guardian.end.as_fd())
     }
 
     pub(crate) fn interrupter(&self) -> Interrupter {
@@ -69,13 +106,23 @@ impl Signals {
     pub(crate) fn take(&self) -> Vec<Signal> {
         let mut signals = Vec::new();
         while let Some(Ok(Some(info))) = self.own.as_ref().map(SignalFd::read_signal) {
-            signals.extend(Signal::try_from(info.ssi_signo as i32));
+            let sender = Pid::from_raw(info.ssi_pid as i32);
+            let counts = |signal: &Signal| {
+                let guardian = self.guardian.as_ref().filter(|_| ends_the_run(*signal));
+                guardian.is_none_or(|guardian| guardian.counts(sender))
+            };
+            signals.extend(Signal::try_from(info.ssi_signo as i32).ok().filter(counts));
         }
         if let Ok(count) = self.event.read() {
             signals.extend((0..count.min(2)).map(|_| Signal::SIGTERM));
         }
         signals
     }
+}
+
+/// True for what a process is asked or made to end by.
+pub(crate) fn ends_the_run(signal: Signal) -> bool {
+    matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP | Signal::SIGKILL)
 }
 
 /// The signals that mean something to a launcher: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT asks what the ranks
@@ -98,7 +145,29 @@ fn ignored_signals(status: &str) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::ignored_signals;
+    use super::*;
+
+    #[test]
+    fn a_signal_to_both_processes_counts_once() {
+        let guardian = |direct, forwarded| Guardian {
+            pid: Pid::from_raw(7),
+            end: OwnedFd::from(std::fs::File::open("/dev/null").unwrap()),
+            direct: Cell::new(direct),
+            forwarded: Cell::new(forwarded),
+        };
+        let (through, direct) = (Pid::from_raw(7), Pid::from_raw(8));
+        let counted = |senders: &[Pid]| {
+            let guardian = guardian(None, false);
+            senders.iter().map(|sender| guardian.counts(*sender)).collect::<Vec<_>>()
+        };
+        assert_eq!(counted(&[through, through]), [true, true]);
+        assert_eq!(counted(&[direct, through, through]), [true, false, true]);
+        assert_eq!(counted(&[through, direct]), [true, false]);
+        assert_eq!(counted(&[direct, direct]), [true, false]);
+        // What comes through the guardian much later is no echo.
+        let long_ago = Instant::now().checked_sub(2 * ECHO);
+        assert!(guardian(long_ago, false).counts(through));
+    }
 
     #[test]
     fn ignored_signals_are_read() {

@@ -12,7 +12,6 @@ use crate::error::LaunchError;
 use crate::event_loop::{End, EventLoop, flush, wait_out};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
-use crate::orphans;
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
@@ -20,6 +19,10 @@ use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{Process, spawn};
 use crate::supervisor::{Outcome, Supervisor};
+use crate::{exit_code, orphans};
+
+/// Thirty years: no clock has a time much further away.
+pub(crate) const LONGEST: Duration = Duration::from_secs(1_000_000_000);
 
 /// Copies of a program to be started as ranks.
 ///
@@ -105,13 +108,13 @@ impl Launch {
     /// Longest time between the first and the last rank to join (60 s). Programs that never join are not waited
     /// for.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = timeout;
+        self.join_timeout = timeout.min(LONGEST);
         self
     }
 
     /// Time between SIGTERM and SIGKILL (5 s).
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.grace = grace;
+        self.grace = grace.min(LONGEST);
         self
     }
 
@@ -213,42 +216,24 @@ impl Launch {
             adopts_orphans: self.adopts_orphans,
             max_restarts: restart.most,
         };
-        let mut restarts = 0;
-        let outcome = loop {
-            let End { outcome, made_a_step } = run.attempt(restarts, &mut output, &mut events)?;
-            if let Some(message) = &outcome.message {
-                output.say(message);
-            }
-            if let Some(culprit) = outcome.culprit {
-                output.repeat_last_lines(culprit);
-            }
-            match restart.decide(&outcome, made_a_step, restarts) {
-                Decision::Restart(pause) => {
-                    restarts += 1;
-                    let most = restart.most;
-                    output.say(&format!("restart {restarts} of {most} in {} s", pause.as_secs_f64()));
-                    if !wait_out(pause, &signals) {
-                        break Outcome { interrupted: true, ..outcome };
-                    }
-                }
-                Decision::Stop(why) => {
-                    why.into_iter().for_each(|why| output.say(why));
-                    break outcome;
-                }
-            }
-        };
+        let result = run.until_over(restart, &mut output, &mut events);
+        let outcome = result.as_ref().ok();
         events.record(Event::End {
-            exit_code: outcome.exit_code,
-            message: outcome.message.clone(),
-            culprit: outcome.culprit,
+            exit_code: outcome.map_or(exit_code::LAUNCHER, |outcome| outcome.exit_code),
+            message: match &result {
+                Ok(outcome) => outcome.message.clone(),
+                Err(error) => Some(error.to_string()),
+            },
+            culprit: outcome.and_then(|outcome| outcome.culprit),
         });
         // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
-        flush(&mut output, &signals, outcome.interrupted.then_some(grace));
+        let is_over = outcome.is_some_and(|outcome| outcome.interrupted);
+        flush(&mut output, &signals, is_over.then_some(grace));
         events.flush();
         if let Some(notice) = events.failure() {
             output.say(&notice);
         }
-        Ok(outcome)
+        result
     }
 }
 
@@ -266,6 +251,39 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
+    /// Starts the ranks, and again as often as `policy` says.
+    fn until_over(
+        &self,
+        policy: RestartPolicy,
+        output: &mut Output,
+        events: &mut EventLog,
+    ) -> Result<Outcome, LaunchError> {
+        let mut restarts = 0;
+        loop {
+            let End { outcome, made_a_step } = self.attempt(restarts, output, events)?;
+            if let Some(message) = &outcome.message {
+                output.say(message);
+            }
+            if let Some(culprit) = outcome.culprit {
+                output.repeat_last_lines(culprit);
+            }
+            match policy.decide(&outcome, made_a_step, restarts) {
+                Decision::Restart(pause) => {
+                    restarts += 1;
+                    let (most, seconds) = (policy.most, pause.as_secs_f64());
+                    output.say(&format!("restart {restarts} of {most} in {seconds} s"));
+                    if !wait_out(pause, self.signals, output) {
+                        return Ok(Outcome { interrupted: true, ..outcome });
+                    }
+                }
+                Decision::Stop(why) => {
+                    why.into_iter().for_each(|why| output.say(why));
+                    return Ok(outcome);
+                }
+            }
+        }
+    }
+
     /// Starts all ranks and sees them to their end. Nothing of them is left then: what they held, the memory of a GPU
     /// among it, is free for the next attempt, since the kernel closes a process's devices before it reports the end.
     fn attempt(&self, restarts: u32, output: &mut Output, events: &mut EventLog) -> Result<End, LaunchError> {

@@ -116,7 +116,7 @@ impl Output {
     /// The streams that wait for room, to be polled for writing.
     pub fn waiting(&self) -> impl Iterator<Item = (Stream, BorrowedFd<'_>)> {
         let both = STREAMS.into_iter().zip(&self.destinations);
-        both.filter(|(_, to)| to.sink.has_rest()).map(|(stream, to)| (stream, to.sink.as_fd()))
+        both.filter(|(_, to)| to.sink.wants_room()).map(|(stream, to)| (stream, to.sink.as_fd()))
     }
 
     /// To be polled for reading: the logs want a [`tick`](Self::tick).
@@ -284,7 +284,8 @@ impl Output {
 
     /// True while something waits for a reader or a disk.
     pub fn is_pending(&self) -> bool {
-        self.waiting().next().is_some() || self.logs.as_ref().is_some_and(Logs::is_pending)
+        self.destinations.iter().any(|to| to.sink.has_rest())
+            || self.logs.as_ref().is_some_and(Logs::is_pending)
     }
 
     /// Gives up what the logs have not taken yet, and says so.

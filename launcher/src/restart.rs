@@ -5,7 +5,6 @@
 
 use std::time::Duration;
 
-use crate::exit_code;
 use crate::supervisor::Outcome;
 
 /// First and longest pause before a restart; it doubles from one to the next.
@@ -32,9 +31,7 @@ pub(crate) enum Decision {
 impl RestartPolicy {
     /// After `restarts` restarts the ranks have ended so, `made_a_step` since the last one.
     pub(crate) fn decide(self, outcome: &Outcome, made_a_step: bool, restarts: u32) -> Decision {
-        let is_unfit =
-            (exit_code::PREFLIGHT_PROTOCOL..=exit_code::PREFLIGHT_VERSIONS).contains(&outcome.exit_code);
-        if outcome.culprit.is_none() || outcome.interrupted || is_unfit || self.most == 0 {
+        if outcome.culprit.is_none() || outcome.interrupted || outcome.unfit || self.most == 0 {
             return Decision::Stop(None);
         }
         if restarts >= self.most {
@@ -55,7 +52,7 @@ mod tests {
     use super::*;
 
     fn failed(exit_code: u8) -> Outcome {
-        Outcome { exit_code, culprit: Some(1), message: None, interrupted: false }
+        Outcome { exit_code, culprit: Some(1), unfit: false, message: None, interrupted: false }
     }
 
     #[test]
@@ -66,11 +63,14 @@ mod tests {
         assert_eq!(policy.decide(&failed(137), true, 2), Decision::Stop(Some("no restart is left")));
         assert!(matches!(policy.decide(&failed(137), false, 0), Decision::Stop(Some(_))));
         let always = RestartPolicy { most: 99, always: true };
-        assert_eq!(always.decide(&failed(64), false, 40), Decision::Restart(PAUSES.1));
+        // By whatever code a program fails.
+        for code in [64, 70] {
+            assert_eq!(always.decide(&failed(code), false, 40), Decision::Restart(PAUSES.1));
+        }
         for outcome in [
-            Outcome { exit_code: 0, culprit: None, message: None, interrupted: false },
+            Outcome { culprit: None, ..failed(0) },
             Outcome { interrupted: true, ..failed(143) },
-            failed(exit_code::PREFLIGHT_GPU),
+            Outcome { unfit: true, ..failed(69) },
         ] {
             assert_eq!(always.decide(&outcome, true, 0), Decision::Stop(None));
         }

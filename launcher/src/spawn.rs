@@ -8,10 +8,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use mgpu::protocol::MGPU_PROGRESS;
+use mgpu::protocol::{MGPU_INJECT, MGPU_PROGRESS};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::signal::{Signal, killpg};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
@@ -28,6 +28,8 @@ pub(crate) struct Process {
     pub(crate) pidfd: OwnedFd,
     /// Its standard output and error, to be read without blocking; `None` once they are closed.
     pub(crate) pipes: [Option<OwnedFd>; 2],
+    /// What is left of its group after it has ended, while that may take its time.
+    pub(crate) group: Vec<OwnedFd>,
     /// It has been waited for: its number may belong to somebody else by now.
     pub(crate) reaped: bool,
     /// How it ended, as a predicate.
@@ -67,8 +69,10 @@ fn start(
     let mut command = Command::new(&plan.program);
     command
         .args(&plan.arguments)
-        // A launcher that is itself a rank of another one has its own idea of where output goes.
+        // A launcher that is itself a rank of another one has its own idea of where output goes, and its ranks have not
+        // deserved the other one's faults.
         .env_remove(MGPU_PROGRESS)
+        .env_remove(MGPU_INJECT)
         .envs(rank.complete(facts))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -90,9 +94,15 @@ fn start(
         mgpu::process::pidfd_open(child.id())
     };
     match open() {
-        Ok(pidfd) => {
-            Ok(Process { pid, pidfd, pipes: pipes.map(Some), reaped: false, ended: None, notice: None })
-        }
+        Ok(pidfd) => Ok(Process {
+            pid,
+            pidfd,
+            pipes: pipes.map(Some),
+            group: Vec::new(),
+            reaped: false,
+            ended: None,
+            notice: None,
+        }),
         Err(error) => {
             end(pid);
             Err(failed(error))
@@ -122,8 +132,15 @@ impl Drop for Process {
     }
 }
 
+/// Sends a signal to a rank that has not been waited for, and to its group; to itself also if it has left that.
+pub(crate) fn send(pid: Pid, signal: Signal) {
+    if killpg(pid, signal).is_err() || signal == Signal::SIGKILL {
+        let _ = kill(pid, signal);
+    }
+}
+
 /// Kills a process with its group and waits for it.
 fn end(pid: Pid) {
-    let _ = killpg(pid, Signal::SIGKILL);
+    send(pid, Signal::SIGKILL);
     let _ = waitpid(pid, None);
 }

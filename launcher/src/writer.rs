@@ -13,11 +13,13 @@ use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 /// Bytes in the queue from which it is long.
@@ -240,9 +242,13 @@ pub(crate) enum Start {
     Append,
 }
 
-/// Opens a file for lines at its end, wherever that is by then: somebody may shorten it while it is written.
+/// Opens a file for lines at its end, wherever that is by then: somebody may shorten it while it is written. A named
+/// pipe that nobody reads is an error, not something to wait for.
 pub(crate) fn open(path: &Path, start: Start) -> io::Result<File> {
-    let file = OpenOptions::new().append(true).create(true).open(path)?;
+    let mut options = OpenOptions::new();
+    let file = options.append(true).create(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
+    fcntl(&file, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK))?;
     if start == Start::Empty && file.metadata()?.is_file() {
         file.set_len(0)?;
     }

@@ -57,6 +57,16 @@ pub fn fork() -> io::Result<Fork> {
     }
 }
 
+/// Sets SIGCHLD to its default, which an ignored signal that this process was started with is not.
+///
+/// # Errors
+/// The kernel has none to give.
+pub fn heed_children() -> io::Result<()> {
+    // SAFETY: the default action runs no code of ours.
+    unsafe { nix::sys::signal::signal(Signal::SIGCHLD, nix::sys::signal::SigHandler::SigDfl) }?;
+    Ok(())
+}
+
 /// Gives the child of `command` a session of its own: no signal to this process's group or terminal reaches it.
 pub(crate) fn detach(command: &mut Command) {
     let in_child = || nix::unistd::setsid().map(drop).map_err(io::Error::from);

@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 use mgpu_tests::process::{command, finish, run, until};
 use nix::pty::openpty;
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, mkfifo};
 use serde_json::Value;
 
 /// A launcher whose ranks run a shell script.
@@ -154,6 +155,42 @@ fn colours_are_for_terminals() {
     let expected = format!("{prefix}10%\x1b[K\r{prefix}done\x1b[K\r\n");
     assert_eq!(String::from_utf8(shown).unwrap(), expected);
     assert_eq!(stdout_of(&mut shell(1, &[], "echo done")), b"[0] done\n");
+}
+
+#[test]
+fn a_terminal_that_nobody_reads_does_not_hold_up_the_launcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let terminal = openpty(None, None).unwrap();
+    let script = "echo $$ > pid.part; mv pid.part pid; while :; do printf '%07d\\n' 1; done";
+    let mut launcher = shell(1, &["--grace", "0.2"], script);
+    let mut child = launcher.current_dir(folder.path()).stdout(terminal.slave).spawn().unwrap();
+    drop(launcher);
+    // All is full when the rank has not come any further for a while.
+    let (mut last, mut unchanged) = (String::new(), 0);
+    until(|| {
+        let rank = fs::read_to_string(folder.path().join("pid")).unwrap_or_default();
+        let written = fs::read_to_string(format!("/proc/{}/io", rank.trim())).unwrap_or_default();
+        unchanged = if written == last && !written.is_empty() { unchanged + 1 } else { 0 };
+        last = written;
+        unchanged == 50
+    });
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    let mut status = None;
+    until(|| {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    assert_eq!(status.unwrap().code(), Some(143));
+    drop(terminal.master);
+}
+
+#[test]
+fn a_pipe_for_events_that_nobody_reads_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events");
+    mkfifo(&path, Mode::S_IRWXU).unwrap();
+    let finished = run(&mut shell(1, &["--events", path.to_str().unwrap()], "true"));
+    finished.expect(1, &["cannot write the log", "events"]);
 }
 
 /// The events in a file, without their times.

@@ -321,3 +321,93 @@ fn a_taken_port_and_no_network_at_all_do_not_matter() {
     isolated.args(["-n", "2", env!("CARGO_BIN_EXE_t-job")]);
     run(&mut isolated).expect(0, &["[1] life 0"]);
 }
+
+#[test]
+fn signals_that_somebody_ignored_do_no_harm() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = command("env");
+    job.args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_t-mgpurun"), "-n", "2"]);
+    run(job.args(["sh", "-c", "exit 3"]).env("TMPDIR", folder.path())).expect(3, &["exited with code 3"]);
+}
+
+/// Starts ranks that run `script` once they have said that they are ready, and returns the child and its launcher.
+fn start_script(folder: &Path, ranks: u32, script: &str) -> (Child, Pid) {
+    let mut job = launcher(folder);
+    job.args(["-n", &ranks.to_string(), "sh", "-c", script]).current_dir(folder);
+    let child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| (0..ranks).all(|rank| folder.join(format!("ready-{rank}")).exists()));
+    let id = child.id();
+    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+    (child, Pid::from_raw(children.trim().parse().expect("a guardian has one child")))
+}
+
+#[test]
+fn a_signal_to_all_processes_is_one_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "trap 'sleep 0.3; echo clean; exit 0' TERM; : > ready-$RANK; while :; do sleep 0.01; done";
+    let (mut child, launcher) = start_script(folder.path(), 2, script);
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    kill(launcher, Signal::SIGTERM).unwrap();
+    finish(&mut child).expect(143, &["[0] clean", "[1] clean"]);
+}
+
+#[test]
+fn what_a_shell_runs_has_its_time_to_end() {
+    let folder = tempfile::tempdir().unwrap();
+    // The inner shell is the program; the outer one dies of the signal at once.
+    let inner = "trap \"sleep 0.3; echo saved; exit 0\" TERM; : > ready-$RANK; while :; do sleep 0.01; done";
+    let (mut child, _) = start_script(folder.path(), 2, &format!("sh -c '{inner}'; exit $?"));
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    finish(&mut child).expect(143, &["[0] saved", "[1] saved"]);
+    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+}
+
+#[test]
+fn a_rank_that_leaves_its_group_is_reached_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let script =
+        format!("[ $RANK = 1 ] && {{ sleep 0.2; exit 3; }}; exec {}", env!("CARGO_BIN_EXE_t-wander"));
+    let finished = run(launcher(folder.path()).args(["--grace", "0.3", "-n", "2", "sh", "-c", &script]));
+    finished.expect(3, &["[0] wandered", "rank 0 did not end within 0.3 s: killed"]);
+    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+}
+
+#[test]
+fn a_number_outside_of_the_world_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    job.args(["-n", "2", "env", "RANK=5", "WORLD_SIZE=6", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=6"]);
+    run(job.arg(env!("CARGO_BIN_EXE_t-job"))).expect(68, &["claims to be rank 5 of 6 in a world of 2"]);
+}
+
+#[test]
+fn nothing_is_lost_when_a_restart_does_not_come_about() {
+    let folder = tempfile::tempdir().unwrap();
+    let (program, events) = (folder.path().join("prog"), folder.path().join("events"));
+    fs::write(&program, "#!/bin/sh\nseq 1 60000\nrm -f \"$0\"\nexit 7\n").unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut job = launcher(folder.path());
+    job.args([
+        "--no-prefix",
+        "--max-restarts",
+        "1",
+        "--restart-always",
+        "--events",
+        events.to_str().unwrap(),
+    ]);
+    let finished = run(job.args(["-n", "1", program.to_str().unwrap()]));
+    finished.expect(1, &["rank 0 exited with code 7", "cannot start rank 0"]);
+    assert_eq!(finished.stdout.lines().count(), 60_000);
+    assert!(fs::read_to_string(&events).unwrap().contains("\"event\":\"end\",\"exit_code\":1"));
+}
+
+#[test]
+fn a_run_within_a_run_has_no_faults_of_the_outer_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let inner =
+        format!("exec {} --no-prefix -n 1 sh -c 'echo faults:$MGPU_INJECT'", env!("CARGO_BIN_EXE_t-mgpurun"));
+    let mut job = launcher(folder.path());
+    job.args(["-n", "1", "--no-prefix", "--inject", "rank=0,step=9,fault=hang", "sh", "-c", &inner]);
+    let finished = run(&mut job);
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "faults:\n"), "{finished:#?}");
+}

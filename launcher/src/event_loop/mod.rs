@@ -17,15 +17,15 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::read;
 
 use crate::events::{self, EventLog};
-use crate::group::wait_for_end;
-use crate::interrupt::Signals;
+use crate::group::{running_in, wait_for_end};
+use crate::interrupt::{Signals, ends_the_run};
 use crate::output::{Output, Stream};
-use crate::spawn::Process;
+use crate::spawn::{Process, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
 use crate::watch::{self, Verdict, Watched};
 use crate::{exit_code, orphans};
-use wait::{Source, ends_the_run, output_sources, poll_sources, signal_sources};
+use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
 
 /// Capacity of a pipe where the kernel does not tell.
@@ -33,6 +33,10 @@ const PIPE_CAPACITY: usize = 64 << 10;
 
 /// Time between two looks at the ranks' steps, if somebody records them.
 const STEPS_APART: Duration = Duration::from_secs(1);
+
+/// Who is so late was not busy but suspended, and the ranks with it, as by a freezer of control groups: their silence
+/// in that time says nothing.
+const OVERSLEPT: Duration = Duration::from_secs(1);
 
 /// Everything the loop waits for.
 pub(crate) struct EventLoop<'a> {
@@ -55,6 +59,10 @@ pub(crate) struct EventLoop<'a> {
     orphaned: bool,
     /// Ranks that the launcher has asked to end.
     asked: Vec<bool>,
+    /// Ranks that the launcher has killed.
+    killed: Vec<bool>,
+    /// When this process was last found to have been kept from its work, as [`progress::now`].
+    awake_since: Duration,
 }
 
 /// How the ranks ended.
@@ -90,7 +98,9 @@ impl<'a> EventLoop<'a> {
             next_steps,
             adopts,
             orphaned,
+            killed: asked.clone(),
             asked,
+            awake_since: Duration::ZERO,
         }
     }
 
@@ -195,7 +205,8 @@ impl<'a> EventLoop<'a> {
             self.progress_timeout.filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
         let (page, now) = (self.server.page(), progress::now());
         let member = |rank: u32| {
-            let progress = page.progress(rank);
+            let mut progress = page.progress(rank);
+            progress.changed = progress.changed.max(self.awake_since);
             let runs = progress.state == RankState::Joined && !self.ranks[rank as usize].reaped;
             runs.then_some(Watched { rank, progress })
         };
@@ -205,7 +216,7 @@ impl<'a> EventLoop<'a> {
             self.next_look = Instant::now().checked_add(timeout);
             return None;
         }
-        let stopped = |rank: u32| is_stopped(self.ranks[rank as usize].pid.as_raw() as u32);
+        let stopped = |rank: u32| is_stopped(self.pid_of(rank));
         match watch::look(&members, timeout, now, stopped) {
             Verdict::Healthy(next) => {
                 let wait = next.map_or(timeout, |next| next.saturating_sub(now));
@@ -232,8 +243,16 @@ impl<'a> EventLoop<'a> {
 
     /// What a rank is doing.
     fn row(&self, rank: u32) -> Row {
-        let process = &self.ranks[rank as usize];
-        Row::of(self.server.page(), rank, Some(process.pid.as_raw() as u32), process.ended.clone())
+        let ended = self.ranks[rank as usize].ended.clone();
+        Row::of(self.server.page(), rank, Some(self.pid_of(rank)), ended)
+    }
+
+    /// The process that does a rank's work: the one that has joined, which a shell may have started.
+    fn pid_of(&self, rank: u32) -> u32 {
+        match self.server.page().progress(rank).pid {
+            0 => self.ranks[rank as usize].pid.as_raw() as u32,
+            joined => joined,
+        }
     }
 
     /// Shows what every rank is doing.
@@ -245,7 +264,7 @@ impl<'a> EventLoop<'a> {
     }
 
     /// Sleeps until something is ready or due.
-    fn wait(&self) -> Vec<Source> {
+    fn wait(&mut self) -> Vec<Source> {
         let mut sources = vec![];
         // The guardian's end stays readable: once is enough.
         let is_news = |source: &Source| !(self.orphaned && matches!(source, Source::Guardian));
@@ -253,7 +272,9 @@ impl<'a> EventLoop<'a> {
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
             if !rank.reaped {
-                sources.push((Source::Exit(number), rank.pidfd.as_fd()));
+                // Of a rank that has ended, what is left of its group.
+                let end = rank.group.first().unwrap_or(&rank.pidfd);
+                sources.push((Source::Exit(number), end.as_fd()));
             }
             for stream in [Stream::Stdout, Stream::Stderr] {
                 let pipe =
@@ -269,7 +290,12 @@ impl<'a> EventLoop<'a> {
             self.next_look,
             self.next_steps,
         ];
-        poll_sources(&sources, deadlines.into_iter().flatten().min())
+        let deadline = deadlines.into_iter().flatten().min();
+        let ready = poll_sources(&sources, deadline);
+        if deadline.is_some_and(|deadline| Instant::now() > deadline + OVERSLEPT) {
+            self.awake_since = progress::now();
+        }
+        ready
     }
 
     fn serve(&mut self) -> Vec<Event> {
@@ -336,6 +362,13 @@ impl<'a> EventLoop<'a> {
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
         match waitid(Id::Pid(pid), look) {
             Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
+            // A shell that was asked to end does so at once, while the program it runs uses its time.
+            Ok(_) if self.asked[number as usize] && !self.killed[number as usize] => {
+                rank.group = running_in(&[pid.as_raw()]);
+                if !rank.group.is_empty() {
+                    return None;
+                }
+            }
             Ok(_) => _ = killpg(pid, Signal::SIGKILL),
             // Somebody else in this process has waited for our child: its group's number is not ours any more.
             Err(_) => {}
@@ -360,8 +393,9 @@ impl<'a> EventLoop<'a> {
             Action::Send(number, signal) => {
                 let rank = &self.ranks[number as usize];
                 if !rank.reaped {
-                    let _ = killpg(rank.pid, signal);
+                    send(rank.pid, signal);
                     self.asked[number as usize] |= ends_the_run(signal);
+                    self.killed[number as usize] |= signal == Signal::SIGKILL;
                 }
             }
             Action::Say(text) => self.output.say(&text),

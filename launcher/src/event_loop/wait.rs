@@ -4,9 +4,8 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::Signal;
 
-use crate::interrupt::Signals;
+use crate::interrupt::{Signals, ends_the_run};
 use crate::output::{Output, Stream};
 
 /// What a ready descriptor belongs to.
@@ -21,24 +20,23 @@ pub(super) enum Source {
     Log,
 }
 
-/// Lets `pause` pass. `false` if somebody wants the run to end meanwhile.
-pub(crate) fn wait_out(pause: Duration, signals: &Signals) -> bool {
+/// Lets `pause` pass, while what was written goes out. `false` if somebody wants the run to end meanwhile.
+pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) -> bool {
     let deadline = Instant::now() + pause;
     while Instant::now() < deadline {
-        let sources: Vec<_> = signal_sources(signals).collect();
-        for source in poll_sources(&sources, Some(deadline)) {
+        let mut sources: Vec<_> = signal_sources(signals).collect();
+        sources.extend(output_sources(output));
+        for source in poll_sources(&sources, [deadline].into_iter().chain(output.next_deadline()).min()) {
             match source {
-                Source::Signals if !signals.take().into_iter().any(ends_the_run) => {}
-                _ => return false,
+                Source::Room(stream) => output.resume(stream),
+                Source::Signals if signals.take().into_iter().any(ends_the_run) => return false,
+                Source::Guardian => return false,
+                _ => {}
             }
         }
+        output.tick(Instant::now());
     }
     true
-}
-
-/// True for what a process is asked or made to end by.
-pub(super) fn ends_the_run(signal: Signal) -> bool {
-    matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP | Signal::SIGKILL)
 }
 
 /// Waits until the readers of our output and the logs have taken everything, `patience` has passed or a signal says

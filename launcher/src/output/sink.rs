@@ -3,16 +3,19 @@
 //! A pager that nobody scrolls, or a full pipe, must not stop the launcher from noticing a dead rank or a Ctrl-C, so
 //! a write may never block. The descriptor is shared with the shell and cannot be made non-blocking without doing
 //! that to the shell as well; instead the kernel is asked before every write, and a write is no longer than what a
-//! pipe that has room takes at once. The rest waits in a queue until the event loop finds room. When the queue is
+//! pipe that has room takes at once. A terminal has room from its first free byte on and promises no more than that: it
+//! is opened a second time, which gives a descriptor of our own that can be non-blocking. The rest waits in a queue until the event loop finds room. When the queue is
 //! long, the ranks' pipes are left unread: a rank that writes faster than its reader reads is slowed down, as it
 //! would be without a launcher. A reader that has stopped for good is given up after a while (`patience`): what comes
 //! then is not put into the queue any more, until the reader goes on.
 
-use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::write;
 
@@ -24,8 +27,10 @@ const LONG_QUEUE: usize = 256 << 10;
 const RESERVE: usize = 64 << 10;
 /// What a pipe that reports room takes without blocking (`PIPE_BUF`).
 const PIPE_PIECE: usize = 4096;
-/// A terminal reports room from its first free byte on and takes more as it shows it.
-const TERMINAL_PIECE: usize = 512;
+/// What is risked at a terminal that cannot be opened a second time, because it belongs to another user.
+const TERMINAL_PIECE: usize = 64;
+/// A terminal may report room and still take nothing: a line's end needs two bytes. Time until it is asked again.
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(10);
 /// A file takes anything.
 const FILE_PIECE: usize = 64 << 10;
 
@@ -39,21 +44,46 @@ pub(crate) struct Sink {
     patience: Patience,
     /// Bytes of important lines that came since the reader was given up.
     reserved: usize,
+    /// Room was promised in vain: until then it is not asked for.
+    pause: Option<Instant>,
     /// Why nothing is written any more.
     failure: Option<Errno>,
 }
 
+/// A descriptor of our own to the terminal behind `target`.
+fn open_again(target: BorrowedFd<'_>) -> Option<File> {
+    let flags = (OFlag::O_NONBLOCK | OFlag::O_NOCTTY).bits();
+    let path = format!("/proc/self/fd/{}", target.as_raw_fd());
+    OpenOptions::new().write(true).custom_flags(flags).open(path).ok()
+}
+
 impl Sink {
     pub(crate) fn new(target: impl AsFd + 'static, terminal: bool, patience: Duration) -> Self {
+        let own = if terminal { open_again(target.as_fd()) } else { None };
+        if let Some(own) = own {
+            return Self::with_piece(Box::new(own), PIPE_PIECE, patience);
+        }
         let regular = target.as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
         let piece = match regular {
             _ if terminal => TERMINAL_PIECE,
             Ok(metadata) if metadata.is_file() => FILE_PIECE,
             _ => PIPE_PIECE,
         };
+        Self::with_piece(Box::new(target), piece, patience)
+    }
+
+    fn with_piece(target: Box<dyn AsFd>, piece: usize, patience: Duration) -> Self {
         let patience = Patience::new(patience);
-        let target = Box::new(target);
-        Sink { target, piece, queue: Vec::new(), written: 0, patience, reserved: 0, failure: None }
+        Sink {
+            target,
+            piece,
+            queue: Vec::new(),
+            written: 0,
+            patience,
+            reserved: 0,
+            pause: None,
+            failure: None,
+        }
     }
 
     /// Writes what finds room now, and keeps the rest. False if it is dropped: while the reader is stuck.
@@ -89,8 +119,11 @@ impl Sink {
             match write(&self.target, &self.queue[self.written..end]) {
                 Ok(count) => self.written += count,
                 Err(Errno::EINTR) => {}
-                // Somebody else writes to the same pipe, or made it non-blocking.
-                Err(Errno::EAGAIN) => break,
+                // Somebody else writes to the same pipe, or a terminal has less room than is needed.
+                Err(Errno::EAGAIN) => {
+                    self.pause = Some(Instant::now() + BETWEEN_ATTEMPTS);
+                    break;
+                }
                 Err(errno) => {
                     self.failure = Some(errno);
                     self.written = self.queue.len();
@@ -111,12 +144,13 @@ impl Sink {
 
     /// When [`expire`](Self::expire) is due.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.patience.deadline()
+        self.patience.deadline().into_iter().chain(self.pause).min()
     }
 
     /// Gives the reader up if it has taken nothing for too long.
     pub(crate) fn expire(&mut self, now: Instant) {
         self.patience.expire(now);
+        self.pause = self.pause.filter(|until| *until > now);
     }
 
     /// True while what is pushed is dropped.
@@ -126,6 +160,11 @@ impl Sink {
 
     fn rest(&self) -> usize {
         self.queue.len() - self.written
+    }
+
+    /// True while it is worth while to be told of room.
+    pub(crate) fn wants_room(&self) -> bool {
+        self.has_rest() && self.pause.is_none()
     }
 
     /// True while something waits for room.

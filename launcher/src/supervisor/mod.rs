@@ -34,9 +34,12 @@ impl Exit {
 
     /// As [`describe`](Self::describe), for a rank that was sent signals by its launcher: its end says nothing of its own.
     pub(crate) fn describe_asked(self) -> String {
+        let sent = [Signal::SIGKILL, Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
         match self {
-            Exit::Signal(_) => format!("{}, which mgpurun sent", self.describe()),
-            Exit::Code(_) => self.describe(),
+            Exit::Signal(signal) if sent.map(|signal| signal as i32).contains(&signal) => {
+                format!("{}, which mgpurun sent", self.describe())
+            }
+            _ => self.describe(),
         }
     }
 
@@ -114,6 +117,8 @@ pub struct Outcome {
     pub exit_code: u8,
     /// The rank to blame.
     pub culprit: Option<u32>,
+    /// The ranks do not go together: starting them again would not help.
+    pub unfit: bool,
     /// What happened, in one line; `None` if all ranks finished.
     pub message: Option<String>,
     /// A signal or an [`Interrupter`](crate::Interrupter) asked for the end.
@@ -122,11 +127,23 @@ pub struct Outcome {
 
 impl Outcome {
     fn success() -> Self {
-        Outcome { exit_code: exit_code::SUCCESS, culprit: None, message: None, interrupted: false }
+        Outcome {
+            exit_code: exit_code::SUCCESS,
+            culprit: None,
+            unfit: false,
+            message: None,
+            interrupted: false,
+        }
     }
 
     fn failure(exit_code: u8, culprit: u32, message: String) -> Self {
-        Outcome { exit_code, culprit: Some(culprit), message: Some(message), interrupted: false }
+        Outcome {
+            exit_code,
+            culprit: Some(culprit),
+            unfit: false,
+            message: Some(message),
+            interrupted: false,
+        }
     }
 }
 
@@ -213,7 +230,7 @@ impl Supervisor {
             Event::Exited { rank, exit, blame } => self.exited(rank, exit, blame, now),
             Event::Unfit { rank, exit_code, why } => {
                 let how = format!("was refused: {why}");
-                self.stop(Outcome::failure(exit_code, rank, why), how, now)
+                self.stop(Outcome { unfit: true, ..Outcome::failure(exit_code, rank, why) }, how, now)
             }
             Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
             Event::Orphaned => self.orphaned(),
@@ -248,9 +265,10 @@ impl Supervisor {
         if matches!(outcome.exit_code, exit_code::NO_PROGRESS | exit_code::NEVER_JOINED) {
             actions.push(Action::Report);
         }
-        let known = outcome.culprit.filter(|rank| (*rank as usize) < self.ranks.len());
-        actions.extend(known.map(|rank| Action::Announce(rank, Departure::Failed(how))));
-        self.outcome = Some(outcome);
+        // A rank may claim any number.
+        let culprit = outcome.culprit.filter(|rank| (*rank as usize) < self.ranks.len());
+        actions.extend(culprit.map(|rank| Action::Announce(rank, Departure::Failed(how))));
+        self.outcome = Some(Outcome { culprit, ..outcome });
         self.stage = Stage::Noticed(now + NOTICE);
         actions
     }
@@ -259,6 +277,7 @@ impl Supervisor {
         self.outcome.get_or_insert_with(|| Outcome {
             exit_code: exit_code::signalled(Signal::SIGKILL as i32),
             culprit: None,
+            unfit: false,
             message: Some("mgpurun was killed: so are its ranks".into()),
             interrupted: true,
         });
@@ -372,6 +391,7 @@ impl Supervisor {
         self.outcome.get_or_insert_with(|| Outcome {
             exit_code: exit_code::signalled(signal as i32),
             culprit: None,
+            unfit: false,
             message: Some(format!("stopped by {signal}")),
             interrupted: false,
         });

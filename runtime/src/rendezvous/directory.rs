@@ -104,10 +104,11 @@ pub fn remove_abandoned() -> usize {
     bases().iter().map(|base| remove_abandoned_in(base)).sum()
 }
 
-/// Where folders are made, the best place first.
+/// Where folders are made, the best place first. Ranks may be in other folders than the launcher: none is relative.
 fn bases() -> Vec<PathBuf> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|base| !base.is_empty()).map(PathBuf::from);
-    runtime.into_iter().chain([std::env::temp_dir()]).collect()
+    let bases = runtime.into_iter().chain([std::env::temp_dir()]);
+    bases.map(|base| std::path::absolute(&base).unwrap_or(base)).collect()
 }
 
 fn remove_abandoned_in(base: &Path) -> usize {
