@@ -19,6 +19,17 @@ use crate::error::LaunchError;
 use crate::placement::CoreSet;
 use crate::plan::{Plan, RankPlan, RunFacts};
 
+/// What a rank was sent by its launcher, the most that there was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Sent {
+    /// Nothing that ends it.
+    Nothing,
+    /// The request to end.
+    Request,
+    /// SIGKILL.
+    Kill,
+}
+
 /// A rank's process.
 #[derive(Debug)]
 pub(crate) struct Process {
@@ -30,6 +41,10 @@ pub(crate) struct Process {
     pub(crate) pipes: [Option<OwnedFd>; 2],
     /// What is left of its group after it has ended, while that may take its time.
     pub(crate) group: Vec<OwnedFd>,
+    /// What it was sent.
+    pub(crate) sent: Sent,
+    /// Its last step that was recorded.
+    pub(crate) step: u64,
     /// It has been waited for: its number may belong to somebody else by now.
     pub(crate) reaped: bool,
     /// How it ended, as a predicate.
@@ -99,6 +114,8 @@ fn start(
             pidfd,
             pipes: pipes.map(Some),
             group: Vec::new(),
+            sent: Sent::Nothing,
+            step: 0,
             reaped: false,
             ended: None,
             notice: None,

@@ -20,7 +20,7 @@ use crate::events::{self, EventLog};
 use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
 use crate::output::{Output, Stream};
-use crate::spawn::{Process, send};
+use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
 use crate::watch::{self, Verdict, Watched};
@@ -50,17 +50,12 @@ pub(crate) struct EventLoop<'a> {
     progress_timeout: Option<Duration>,
     /// When a rank might have been silent for so long.
     next_look: Option<Instant>,
-    /// The last step of each rank that was recorded, and when to look for new ones.
-    steps: Vec<u64>,
+    /// When to look for new steps, if somebody records them.
     next_steps: Option<Instant>,
     /// This process is the parent of whatever the ranks leave behind.
     adopts: bool,
     /// The guardian has ended.
     orphaned: bool,
-    /// Ranks that the launcher has asked to end.
-    asked: Vec<bool>,
-    /// Ranks that the launcher has killed.
-    killed: Vec<bool>,
     /// When this process was last found to have been kept from its work, as [`progress::now`].
     awake_since: Duration,
 }
@@ -81,9 +76,6 @@ impl<'a> EventLoop<'a> {
         events: &'a mut EventLog,
         supervisor: Supervisor,
     ) -> Self {
-        let (progress_timeout, next_look) = (None, None);
-        let (adopts, orphaned) = (false, false);
-        let (steps, asked) = (vec![0; ranks.len()], vec![false; ranks.len()]);
         let next_steps = events.is_enabled().then(Instant::now);
         EventLoop {
             ranks,
@@ -92,14 +84,11 @@ impl<'a> EventLoop<'a> {
             output,
             events,
             supervisor,
-            progress_timeout,
-            next_look,
-            steps,
+            progress_timeout: None,
+            next_look: None,
             next_steps,
-            adopts,
-            orphaned,
-            killed: asked.clone(),
-            asked,
+            adopts: false,
+            orphaned: false,
             awake_since: Duration::ZERO,
         }
     }
@@ -232,10 +221,9 @@ impl<'a> EventLoop<'a> {
 
     /// Writes down the steps that ranks have come to since the last time.
     fn record_steps(&mut self) {
-        for (rank, last) in (0..).zip(&mut self.steps) {
+        for (rank, process) in (0..).zip(&mut self.ranks) {
             let step = self.server.page().progress(rank).step;
-            if step != *last {
-                *last = step;
+            if std::mem::replace(&mut process.step, step) != step {
                 self.events.record(events::Event::Step { rank, step });
             }
         }
@@ -363,7 +351,7 @@ impl<'a> EventLoop<'a> {
         match waitid(Id::Pid(pid), look) {
             Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
             // A shell that was asked to end does so at once, while the program it runs uses its time.
-            Ok(_) if self.asked[number as usize] && !self.killed[number as usize] => {
+            Ok(_) if rank.sent == Sent::Request => {
                 rank.group = running_in(&[pid.as_raw()]);
                 if !rank.group.is_empty() {
                     return None;
@@ -380,7 +368,7 @@ impl<'a> EventLoop<'a> {
             Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
         };
         rank.reaped = true;
-        let asked = self.asked[number as usize];
+        let asked = rank.sent > Sent::Nothing;
         rank.ended = Some(if asked { exit.describe_asked() } else { exit.describe() });
         self.events.record(events::Event::exit(number, exit, asked));
         self.drain(number);
@@ -391,11 +379,14 @@ impl<'a> EventLoop<'a> {
         match action {
             Action::Announce(rank, departure) => self.server.rank_gone(rank, departure),
             Action::Send(number, signal) => {
-                let rank = &self.ranks[number as usize];
+                let rank = &mut self.ranks[number as usize];
                 if !rank.reaped {
                     send(rank.pid, signal);
-                    self.asked[number as usize] |= ends_the_run(signal);
-                    self.killed[number as usize] |= signal == Signal::SIGKILL;
+                    rank.sent = rank.sent.max(match signal {
+                        Signal::SIGKILL => Sent::Kill,
+                        signal if ends_the_run(signal) => Sent::Request,
+                        _ => Sent::Nothing,
+                    });
                 }
             }
             Action::Say(text) => self.output.say(&text),
