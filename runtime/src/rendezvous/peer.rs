@@ -49,6 +49,11 @@ impl Peer {
         }
     }
 
+    /// Its process, if this process can see it.
+    pub(super) fn pid(&self) -> Option<u32> {
+        u32::try_from(self.pid).ok().filter(|pid| *pid > 0)
+    }
+
     /// Who it is, as far as that is known.
     pub(super) fn name(&self) -> String {
         match self.rank {

@@ -354,6 +354,8 @@ impl Server {
         if run_id != self.run_id {
             return Err("shows the token of another run".into());
         }
+        // A rank in a process namespace of its own knows itself by another number than the launcher does.
+        let pid = self.peers[index].pid().unwrap_or(pid);
         let applicant = Applicant { rank, manifest, program: Program::of(pid) };
         if let Err((fault, why)) = self.examine(version, world_size, &applicant) {
             let connection = &self.peers[index].connection;
