@@ -125,7 +125,7 @@ fn look(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf], library: &Lib
 /// The file that the system's loader would take for `name`.
 fn loaded(host: &Host, name: &str) -> Option<PathBuf> {
     let in_folder = |folder: &Path| Some(folder.join(name)).filter(|file| host.path(file).is_file());
-    let told = host.library_path.iter().flatten().find_map(|folder| in_folder(folder));
+    let told = host.loader_path.iter().flatten().find_map(|folder| in_folder(folder));
     let cached = || {
         let mut known = host.loader_cache.iter().flatten();
         known.find(|file| file.file_name().is_some_and(|other| other == name)).cloned()
@@ -157,7 +157,7 @@ fn places(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf]) -> String {
         Some(file) => format!("MGPU_NCCL_LIBRARY ({})", file.display()),
         None => "MGPU_NCCL_LIBRARY (not set)".into(),
     };
-    let told = match &host.library_path {
+    let told = match &host.loader_path {
         Some(folders) => format!("LD_LIBRARY_PATH ({})", list(folders)),
         None => "LD_LIBRARY_PATH (not set)".into(),
     };

@@ -31,7 +31,7 @@ pub(crate) struct Host {
     /// The environment that decides where libraries are looked for.
     pub(super) search: SearchEnv,
     /// `LD_LIBRARY_PATH`, if it is set.
-    pub(super) library_path: Option<Vec<PathBuf>>,
+    pub(super) loader_path: Option<Vec<PathBuf>>,
     /// The files that the loader knows, if it tells.
     pub(super) loader_cache: Option<Vec<PathBuf>>,
 }
@@ -50,7 +50,7 @@ impl Host {
     pub(super) fn detect() -> Self {
         let shm = statvfs("/dev/shm").ok();
         let limit = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
-        let library_path = std::env::var_os("LD_LIBRARY_PATH").filter(|value| !value.is_empty());
+        let loader_path = std::env::var_os("LD_LIBRARY_PATH").filter(|value| !value.is_empty());
         Host {
             root: "/".into(),
             topology: Topology::detect(),
@@ -62,7 +62,7 @@ impl Host {
             locked_memory: limit(Resource::RLIMIT_MEMLOCK),
             probes: probes(),
             search: SearchEnv::from_process(),
-            library_path: library_path.map(|value| std::env::split_paths(&value).collect()),
+            loader_path: loader_path.map(|value| std::env::split_paths(&value).collect()),
             loader_cache: libraries::loader_cache(),
         }
     }

@@ -25,7 +25,7 @@ fn host(root: &Path) -> Host {
         locked_memory: Some(u64::MAX),
         probes: vec![probe],
         search: SearchEnv { path: vec![root.join("usr/bin")], ..SearchEnv::empty() },
-        library_path: None,
+        loader_path: None,
         loader_cache: None,
     }
 }
