@@ -299,9 +299,8 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     }
     match guardian::split()? {
         Role::Done(code) => Ok(code),
-        Role::Launcher(guardian) => {
-            launch.set_guardian(guardian)?;
-            launch.own_process_signals()?;
+        Role::Launcher { guardian, signals } => {
+            launch.take_over(guardian, &signals)?;
             Ok(ExitCode::from(launch.run()?.exit_code))
         }
     }

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -14,7 +15,7 @@ use nix::sys::signal::killpg;
 use nix::unistd::Pid;
 
 /// Longest wait for killed processes. One that hangs in the kernel, on a dead file server for instance, is left to it.
-const PATIENCE: Duration = Duration::from_secs(1);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Waits until nothing runs in the process groups, whose processes have been killed.
 pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
@@ -42,13 +43,16 @@ pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
 
 /// Pidfds of the processes of these groups. Zombies have ended: they wait for whoever adopted them.
 pub(crate) fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let is_left = |pid: &u32| {
-        let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-        parse_stat(&stat).is_some_and(|stat| !matches!(stat.state, 'Z' | 'X') && groups.contains(&stat.group))
-    };
-    numbers.filter(is_left).filter_map(|pid| mgpu::process::pidfd_open(pid).ok()).collect()
+    let is_left = |stat: &Stat| !matches!(stat.state, 'Z' | 'X') && groups.contains(&stat.group);
+    let left = processes().filter(|(_, stat)| is_left(stat));
+    left.filter_map(|(pid, _)| mgpu::process::pidfd_open(pid).ok()).collect()
+}
+
+/// All processes of this machine.
+pub(crate) fn processes() -> impl Iterator<Item = (u32, Stat)> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    numbers.filter_map(|pid: u32| Some((pid, Stat::of(&Path::new("/proc").join(pid.to_string()))?)))
 }
 
 /// What a `/proc/PID/stat` tells of a process.
@@ -60,8 +64,15 @@ pub(crate) struct Stat {
     pub(crate) group: i32,
 }
 
+impl Stat {
+    /// That of the process or thread whose folder in `/proc` this is; `None` if it is gone.
+    pub(crate) fn of(folder: &Path) -> Option<Self> {
+        parse_stat(&fs::read(folder.join("stat")).ok()?)
+    }
+}
+
 /// Reads `PID (NAME) STATE PPID PGRP …`, where NAME may hold anything.
-pub(crate) fn parse_stat(stat: &[u8]) -> Option<Stat> {
+fn parse_stat(stat: &[u8]) -> Option<Stat> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
     let fields = str::from_utf8(&stat[name_end + 1..]).ok()?;
     let mut fields = fields.split_ascii_whitespace();

@@ -30,8 +30,13 @@ const LAUNCHER_NAME: &CStr = c"mgpu-launcher";
 
 /// What this process is after the split.
 pub(crate) enum Role {
-    /// The launcher; the descriptor becomes readable when its guardian ends.
-    Launcher(OwnedFd),
+    /// The launcher.
+    Launcher {
+        /// Becomes readable when its guardian ends.
+        guardian: OwnedFd,
+        /// What it is to take notice of; blocked.
+        signals: SigSet,
+    },
     /// The guardian, when everything is over.
     Done(ExitCode),
 }
@@ -61,7 +66,7 @@ pub(crate) fn split() -> io::Result<Role> {
             let mut background = SigSet::empty();
             background.add(Signal::SIGTTOU);
             background.thread_block()?;
-            Ok(Role::Launcher(pidfd))
+            Ok(Role::Launcher { guardian: pidfd, signals })
         }
         Fork::Parent(launcher) => {
             let _ = orphans::adopt();

@@ -74,20 +74,13 @@ impl Signals {
         Ok(Signals { own: None, guardian: None, event: Arc::new(EventFd::from_value_and_flags(0, flags)?) })
     }
 
-    /// Takes over [`taken_signals`] and SIGCHLD of the whole process: blocks them in the calling thread, so call it
-    /// before any other thread is started.
-    pub(crate) fn own_process_signals(&mut self) -> nix::Result<()> {
-        let mut set = taken_signals();
-        set.add(Signal::SIGCHLD);
-        set.thread_block()?;
-        self.own = Some(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?);
-        Ok(())
-    }
-
-    /// Ends the run when the process behind `guardian` ends.
-    pub(crate) fn set_guardian(&mut self, guardian: OwnedFd) {
+    /// Reads the process's `signals`, which have been blocked since before there was a second thread, and ends the run
+    /// when the process behind `guardian`, this one's parent, ends.
+    pub(crate) fn take_over(&mut self, guardian: OwnedFd, signals: &SigSet) -> nix::Result<()> {
+        self.own = Some(SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?);
         let (direct, forwarded) = (Cell::new(None), Cell::new(false));
         self.guardian = Some(Guardian { pid: getppid(), end: guardian, direct, forwarded });
+        Ok(())
     }
 
     pub(crate) fn guardian(&self) -> Option<BorrowedFd<'_>> {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use mgpu::inject::Injection;
 use mgpu::rendezvous::Server;
+use nix::sys::signal::SigSet;
 
 use crate::error::LaunchError;
 use crate::event_loop::{End, EventLoop, flush, wait_out};
@@ -158,15 +159,9 @@ impl Launch {
         self
     }
 
-    /// Takes the process's signals over: for the launcher's own main, before it has threads.
-    pub(crate) fn own_process_signals(&mut self) -> Result<(), LaunchError> {
-        self.signals.as_mut().map_err(|errno| *errno)?.own_process_signals()?;
-        Ok(())
-    }
-
-    /// Ends the run when the process behind `guardian` ends.
-    pub(crate) fn set_guardian(&mut self, guardian: OwnedFd) -> Result<(), LaunchError> {
-        self.signals.as_mut().map_err(|errno| *errno)?.set_guardian(guardian);
+    /// Takes the process's `signals` over, which are blocked, and ends the run when the process behind `guardian` ends.
+    pub(crate) fn take_over(&mut self, guardian: OwnedFd, signals: &SigSet) -> Result<(), LaunchError> {
+        self.signals.as_mut().map_err(|errno| *errno)?.take_over(guardian, signals)?;
         Ok(())
     }
 
@@ -214,9 +209,9 @@ impl Launch {
             progress_timeout: self.progress_timeout,
             grace,
             adopts_orphans: self.adopts_orphans,
-            max_restarts: restart.most,
+            restart,
         };
-        let result = run.until_over(restart, &mut output, &mut events);
+        let result = run.until_over(&mut output, &mut events);
         let outcome = result.as_ref().ok();
         events.record(Event::End {
             exit_code: outcome.map_or(exit_code::LAUNCHER, |outcome| outcome.exit_code),
@@ -247,17 +242,12 @@ struct Run<'a> {
     progress_timeout: Option<Duration>,
     grace: Duration,
     adopts_orphans: bool,
-    max_restarts: u32,
+    restart: RestartPolicy,
 }
 
 impl Run<'_> {
-    /// Starts the ranks, and again as often as `policy` says.
-    fn until_over(
-        &self,
-        policy: RestartPolicy,
-        output: &mut Output,
-        events: &mut EventLog,
-    ) -> Result<Outcome, LaunchError> {
+    /// Starts the ranks, and again as often as the policy says.
+    fn until_over(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
         let mut restarts = 0;
         loop {
             let End { outcome, made_a_step } = self.attempt(restarts, output, events)?;
@@ -267,10 +257,10 @@ impl Run<'_> {
             if let Some(culprit) = outcome.culprit {
                 output.repeat_last_lines(culprit);
             }
-            match policy.decide(&outcome, made_a_step, restarts) {
+            match self.restart.decide(&outcome, made_a_step, restarts) {
                 Decision::Restart(pause) => {
                     restarts += 1;
-                    let (most, seconds) = (policy.most, pause.as_secs_f64());
+                    let (most, seconds) = (self.restart.most, pause.as_secs_f64());
                     output.say(&format!("restart {restarts} of {most} in {seconds} s"));
                     if !wait_out(pause, self.signals, output) {
                         return Ok(Outcome { interrupted: true, ..outcome });
@@ -297,7 +287,7 @@ impl Run<'_> {
             master_port: self.master_port.clone(),
             progress: output.shows_progress(),
             restart_count: restarts,
-            max_restarts: self.max_restarts,
+            max_restarts: self.restart.most,
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
         let processes: Vec<Process> =

@@ -9,17 +9,14 @@
 
 use std::fs;
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, getpid};
 
-use crate::group::parse_stat;
-
-/// Longest wait for killed processes. One that hangs in the kernel, on a dead file server for instance, is left to it.
-const PATIENCE: Duration = Duration::from_secs(1);
+use crate::group::{PATIENCE, processes};
 
 /// Makes this process the parent of whatever its descendants leave behind.
 pub(crate) fn adopt() -> nix::Result<()> {
@@ -76,13 +73,8 @@ pub(crate) fn children() -> Vec<Pid> {
 
 /// The same, from every process's own entry.
 fn children_by_parent(parent: Pid) -> Vec<Pid> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let is_child = |pid: &i32| {
-        let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-        parse_stat(&stat).is_some_and(|stat| stat.parent == parent.as_raw())
-    };
-    numbers.filter(is_child).map(Pid::from_raw).collect()
+    let children = processes().filter(|(_, stat)| stat.parent == parent.as_raw());
+    children.map(|(pid, _)| Pid::from_raw(pid as i32)).collect()
 }
 
 #[cfg(test)]

@@ -193,20 +193,21 @@ impl<'a> EventLoop<'a> {
         let timeout =
             self.progress_timeout.filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
         let (page, now) = (self.server.page(), progress::now());
-        let member = |rank: u32| {
+        let watched = |rank: u32| {
             let mut progress = page.progress(rank);
             progress.changed = progress.changed.max(self.awake_since);
-            let runs = progress.state == RankState::Joined && !self.ranks[rank as usize].reaped;
-            runs.then_some(Watched { rank, progress })
+            Watched { rank, progress }
         };
-        let members: Vec<Watched> = (0..page.world_size()).filter_map(member).collect();
-        if (0..page.world_size()).any(|rank| page.progress(rank).state == RankState::Absent) {
+        let mut ranks: Vec<Watched> = (0..page.world_size()).map(watched).collect();
+        if ranks.iter().any(|rank| rank.progress.state == RankState::Absent) {
             // Those who have joined wait for those who have not: that is the business of the other deadline.
             self.next_look = Instant::now().checked_add(timeout);
             return None;
         }
+        let is_reaped = |rank: &Watched| self.ranks[rank.rank as usize].reaped;
+        ranks.retain(|rank| rank.progress.state == RankState::Joined && !is_reaped(rank));
         let stopped = |rank: u32| is_stopped(self.pid_of(rank));
-        match watch::look(&members, timeout, now, stopped) {
+        match watch::look(&ranks, timeout, now, stopped) {
             Verdict::Healthy(next) => {
                 let wait = next.map_or(timeout, |next| next.saturating_sub(now));
                 self.next_look = Instant::now().checked_add(wait);

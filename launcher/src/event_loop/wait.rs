@@ -24,17 +24,9 @@ pub(super) enum Source {
 pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) -> bool {
     let deadline = Instant::now() + pause;
     while Instant::now() < deadline {
-        let mut sources: Vec<_> = signal_sources(signals).collect();
-        sources.extend(output_sources(output));
-        for source in poll_sources(&sources, [deadline].into_iter().chain(output.next_deadline()).min()) {
-            match source {
-                Source::Room(stream) => output.resume(stream),
-                Source::Signals if signals.take().into_iter().any(ends_the_run) => return false,
-                Source::Guardian => return false,
-                _ => {}
-            }
+        if !pass_on(output, signals, Some(deadline)) {
+            return false;
         }
-        output.tick(Instant::now());
     }
     true
 }
@@ -43,24 +35,33 @@ pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) 
 /// to give up.
 pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
     let deadline = patience.map(|patience| Instant::now() + patience);
-    let mut given_up = false;
     output.close();
-    while output.is_pending() && !given_up && deadline.is_none_or(|deadline| Instant::now() < deadline) {
-        let mut sources: Vec<_> = signal_sources(signals).collect();
-        sources.extend(output_sources(output));
-        for source in poll_sources(&sources, deadline.into_iter().chain(output.next_deadline()).min()) {
-            match source {
-                Source::Room(stream) => output.resume(stream),
-                Source::Signals => given_up |= signals.take().into_iter().any(ends_the_run),
-                Source::Guardian => given_up = true,
-                _ => {}
-            }
+    while output.is_pending() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+        if !pass_on(output, signals, deadline) {
+            break;
         }
-        output.tick(Instant::now());
     }
     // What was found out in the last turn, such as a full disk, is still to be said.
     output.tick(Instant::now());
     output.abandon_logs();
+}
+
+/// A turn of the event loop without ranks: passes output on when there is room, until `deadline`. `false` if somebody
+/// wants the run to end.
+fn pass_on(output: &mut Output, signals: &Signals, deadline: Option<Instant>) -> bool {
+    let mut goes_on = true;
+    let mut sources: Vec<_> = signal_sources(signals).collect();
+    sources.extend(output_sources(output));
+    for source in poll_sources(&sources, deadline.into_iter().chain(output.next_deadline()).min()) {
+        match source {
+            Source::Room(stream) => output.resume(stream),
+            Source::Signals => goes_on &= !signals.take().into_iter().any(ends_the_run),
+            Source::Guardian => goes_on = false,
+            _ => {}
+        }
+    }
+    output.tick(Instant::now());
+    goes_on
 }
 
 /// What a user can make happen.

@@ -6,6 +6,8 @@ use std::path::Path;
 
 use syscalls::Sysno;
 
+use crate::group::Stat;
+
 /// Kinds of threads that are told apart in a report.
 const MOST_KINDS: usize = 8;
 
@@ -98,8 +100,7 @@ impl Thread {
 }
 
 fn state_of(folder: &Path) -> Option<char> {
-    let stat = fs::read(folder.join("stat")).ok()?;
-    crate::group::parse_stat(&stat).map(|stat| stat.state)
+    Stat::of(folder).map(|stat| stat.state)
 }
 
 fn word(state: char) -> &'static str {

@@ -11,6 +11,7 @@ use mgpu::rendezvous::{Blame, Departure};
 use nix::sys::signal::Signal;
 
 use crate::exit_code;
+use crate::interrupt::ends_the_run;
 
 /// Time between the first failure and SIGTERM to the others: enough for their errors to be printed.
 const NOTICE: Duration = Duration::from_millis(200);
@@ -34,9 +35,8 @@ impl Exit {
 
     /// As [`describe`](Self::describe), for a rank that was sent signals by its launcher: its end says nothing of its own.
     pub(crate) fn describe_asked(self) -> String {
-        let sent = [Signal::SIGKILL, Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
         match self {
-            Exit::Signal(signal) if sent.map(|signal| signal as i32).contains(&signal) => {
+            Exit::Signal(signal) if Signal::try_from(signal).is_ok_and(ends_the_run) => {
                 format!("{}, which mgpurun sent", self.describe())
             }
             _ => self.describe(),
