@@ -1,0 +1,165 @@
+// What every kernel source begins with. No header is included: NVRTC compiles this with nothing but itself installed.
+//
+// With MGPU_SHIM defined a C++ compiler reads the same text, after a header that stands in for the language's
+// extensions; whatever needs a GPU's own instructions has a plain alternative here.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef float f32;
+typedef double f64;
+
+// Entry points are found by these macros' names, so each kernel's name stands in the text once, in full.
+#define KERNEL(name) extern "C" __global__ void name
+#define KERNEL_BOUNDS(name, threads) extern "C" __global__ void __launch_bounds__(threads) name
+
+#ifndef MGPU_SHIM
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) u8 name##_bytes[]; type* name = (type*)name##_bytes
+#endif
+
+#define WARP 32u
+#define EVERY_LANE 0xffffffffu
+
+// bfloat16 as its bits: the upper half of an f32.
+struct bf16 {
+    u16 bits;
+};
+
+__device__ inline u32 bits_of(f32 value) {
+#ifdef MGPU_SHIM
+    u32 bits;
+    __builtin_memcpy(&bits, &value, 4);
+    return bits;
+#else
+    return __float_as_uint(value);
+#endif
+}
+
+__device__ inline f32 float_of(u32 bits) {
+#ifdef MGPU_SHIM
+    f32 value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+#else
+    return __uint_as_float(bits);
+#endif
+}
+
+__device__ inline f32 to_f32(f32 value) { return value; }
+__device__ inline f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
+
+template <class T>
+__device__ inline T from_f32(f32 value);
+
+template <>
+__device__ inline f32 from_f32<f32>(f32 value) {
+    return value;
+}
+
+// Rounds to nearest, ties to even; a NaN stays one whatever bits it is made of.
+template <>
+__device__ inline bf16 from_f32<bf16>(f32 value) {
+    u32 bits = bits_of(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{(u16)((bits >> 16) | 0x40u)};
+    return bf16{(u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+// The nearest number with TF32's 10 bits of mantissa, as the bits of an f32. Infinities and NaNs are themselves.
+__device__ inline u32 f32_to_tf32(f32 value) {
+    u32 bits = bits_of(value);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return bits;
+    return (bits + 0x1000u) & 0xffffe000u;
+}
+
+template <class T>
+__device__ inline T least(T a, T b) {
+    return b < a ? b : a;
+}
+
+template <class T>
+__device__ inline T most(T a, T b) {
+    return a < b ? b : a;
+}
+
+// Sum over the lanes of a warp, the same in every lane, always in the same order.
+template <class T>
+__device__ inline T warp_sum(T value) {
+    for (u32 lane = WARP / 2; lane > 0; lane /= 2) value += __shfl_xor_sync(EVERY_LANE, value, lane);
+    return value;
+}
+
+template <class T>
+__device__ inline T warp_max(T value) {
+    for (u32 lane = WARP / 2; lane > 0; lane /= 2) value = most(value, __shfl_xor_sync(EVERY_LANE, value, lane));
+    return value;
+}
+
+// Sum over the threads of a one-dimensional block, the same in every thread, always in the same order. `scratch` has
+// room for one value a warp; all threads of the block call, with whole warps.
+template <class T>
+__device__ inline T block_sum(T value, T* scratch) {
+    const u32 warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    value = warp_sum(value);
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) scratch[warp] = value;
+    __syncthreads();
+    value = threadIdx.x % WARP < warps ? scratch[threadIdx.x % WARP] : T(0);
+    return warp_sum(value);
+}
+
+// The counter-based generator of rng.rs: the number for counter i is a function of (seed, stream, i) alone.
+#define RANDOM_INCREMENT 0x9e3779b97f4a7c15ull
+
+__device__ inline u64 splitmix64(u64 x) {
+    u64 z = x + RANDOM_INCREMENT;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+__device__ inline u64 random_base(u64 seed, u64 stream) { return splitmix64(splitmix64(seed) ^ stream); }
+__device__ inline u32 random_bits24(u64 base, u64 i) { return (u32)(splitmix64(base + i * RANDOM_INCREMENT) >> 40); }
+
+// What changes from step to step. It lives in device memory and a kernel advances it, so that a captured graph can be
+// replayed with the arguments it was captured with.
+struct StepState {
+    u64 step;            // of the step being made, from 0
+    u64 position;        // of that step within its epoch
+    f64 learning_rate;   // of that step
+    f32 constants[8];    // the optimizer's numbers that depend on the step
+};
+
+#if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 800
+#define TENSOR_CORES 1
+
+// One warp's product of 16x16 by 16x8 in bfloat16, added to 16x8 in f32. With g = lane / 4 and t = lane % 4, a lane holds
+//   a[0]: (g, 2t..2t+1)   a[1]: (g+8, 2t..)   a[2]: (g, 2t+8..)   a[3]: (g+8, 2t+8..)     lower column in the lower half
+//   b[0]: (2t..2t+1, g)   b[1]: (2t+8.., g)
+//   d[0], d[1]: (g, 2t..2t+1)   d[2], d[3]: (g+8, 2t..)
+__device__ inline void mma_bf16_16816(f32 d[4], const u32 a[4], const u32 b[2]) {
+#ifdef MGPU_SHIM
+    shim_mma_bf16_16816(d, a, b);
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// The same for 16x8 by 8x8 in TF32:
+//   a[0]: (g, t)   a[1]: (g+8, t)   a[2]: (g, t+4)   a[3]: (g+8, t+4)
+//   b[0]: (t, g)   b[1]: (t+4, g)   d as above
+__device__ inline void mma_tf32_1688(f32 d[4], const u32 a[4], const u32 b[2]) {
+#ifdef MGPU_SHIM
+    shim_mma_tf32_1688(d, a, b);
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+#endif
