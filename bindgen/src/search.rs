@@ -20,9 +20,11 @@ pub const LIBRARY_VARIABLE: &str = "MGPU_NCCL_LIBRARY";
 /// What the search depends on besides the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SearchEnv {
-    /// The library file's name; [`LIBRARY_NAME`] but in tests.
+    /// The library file's name; [`LIBRARY_NAME`] for NCCL.
     pub file_name: PathBuf,
-    /// `MGPU_NCCL_LIBRARY`: the path of the library itself.
+    /// The library's folders among a Python environment's packages; `nvidia/nccl/lib` for NCCL.
+    pub wheels: &'static [&'static str],
+    /// The path of the library itself, from a variable; `MGPU_NCCL_LIBRARY` for NCCL.
     pub explicit: Option<PathBuf>,
     /// `CUDA_HOME`: the root of a CUDA toolkit.
     pub cuda_home: Option<PathBuf>,
@@ -37,6 +39,7 @@ impl SearchEnv {
     pub fn empty() -> Self {
         Self {
             file_name: LIBRARY_NAME.into(),
+            wheels: &["nvidia/nccl/lib"],
             explicit: None,
             cuda_home: None,
             virtual_env: None,
@@ -44,16 +47,23 @@ impl SearchEnv {
         }
     }
 
-    /// The variables of this process. One that is set but empty counts as unset.
+    /// The variables of this process, for NCCL. One that is set but empty counts as unset.
     pub fn from_process() -> Self {
-        let variable = |name| env::var_os(name).filter(|value| !value.is_empty());
+        let nccl = Self::empty();
+        Self::for_library(LIBRARY_NAME, LIBRARY_VARIABLE, nccl.wheels)
+    }
+
+    /// The variables of this process, for another of NVIDIA's libraries: the places are the same.
+    pub fn for_library(name: &str, explicit: &str, wheels: &'static [&'static str]) -> Self {
+        let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
         let directory = |name| variable(name).map(PathBuf::from);
         Self {
-            explicit: directory(LIBRARY_VARIABLE),
+            file_name: name.into(),
+            wheels,
+            explicit: directory(explicit),
             cuda_home: directory("CUDA_HOME"),
             virtual_env: directory("VIRTUAL_ENV"),
             path: variable("PATH").map(|value| env::split_paths(&value).collect()).unwrap_or_default(),
-            ..Self::empty()
         }
     }
 }
@@ -106,11 +116,11 @@ pub struct SitePackages {
 
 /// The places to try, best first. Pure: neither the disk nor the process's environment is consulted.
 ///
-/// 1. `MGPU_NCCL_LIBRARY`. When it is set nothing else is tried: whoever names a library would rather read that
-///    it does not load than train on another one.
+/// 1. The variable that names the library ([`LIBRARY_VARIABLE`] for NCCL). When it is set nothing else is tried:
+///    whoever names a library would rather read that it does not load than train on another one.
 /// 2. The system loader, asked for the bare file name.
 /// 3. `$CUDA_HOME/lib64`.
-/// 4. `nvidia/nccl/lib` of the wheels in `sites`: those under `VIRTUAL_ENV`, then the interpreter's.
+/// 4. [`SearchEnv::wheels`] of the environments in `sites`: those under `VIRTUAL_ENV`, then the interpreter's.
 ///
 /// ```
 /// use nccl_sys::{SearchEnv, Source, candidates};
@@ -137,11 +147,10 @@ pub fn candidates(env: &SearchEnv, sites: &[SitePackages]) -> Vec<Candidate> {
     ];
     for source in [Source::VirtualEnv, Source::Interpreter] {
         let before = places.len();
-        places.extend(
-            sites.iter().filter(|site| site.source == source).map(|site| {
-                candidate(source, Ok(site.directory.join("nvidia/nccl/lib").join(&env.file_name)))
-            }),
-        );
+        for site in sites.iter().filter(|site| site.source == source) {
+            let files = env.wheels.iter().map(|folder| site.directory.join(folder).join(&env.file_name));
+            places.extend(files.map(|file| candidate(source, Ok(file))));
+        }
         if places.len() == before {
             places.push(candidate(source, Err(why_no_site_packages(env, source))));
         }

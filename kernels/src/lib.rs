@@ -7,12 +7,15 @@
 //! - Beneath them: [`gemm`] for matrix products, [`threads`] for the cores of one rank, [`rng`] for numbers
 //!   that do not depend on who draws them.
 //! - Collectives: [`dtype`] and [`reduce`].
+//! - GPUs, with the feature `cuda` (on by default; nothing is needed to build): [`cuda`].
 //!
 //! Kernels own no memory: the caller brings inputs, outputs and scratch, and keeps them from step to step. A
 //! shape that does not fit is a mistake of the program and panics.
 
 pub mod activation;
 pub mod conv;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod dense;
 pub mod dropout;
 pub mod dtype;

@@ -1,0 +1,116 @@
+//! What a kernel is launched with.
+
+use super::View;
+
+/// How many threads run a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks in x, y and z.
+    pub blocks: [u32; 3],
+    /// Threads of a block, in one dimension.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared: u32,
+}
+
+impl Grid {
+    /// `blocks` blocks of `threads` threads.
+    pub const fn new(blocks: u32, threads: u32) -> Self {
+        Grid { blocks: [blocks, 1, 1], threads, shared: 0 }
+    }
+
+    /// As many blocks of `threads` threads as give each of `items` items a thread, at most `most` of them: kernels with
+    /// a grid-stride loop need no more than fill the GPU.
+    pub fn cover(items: usize, threads: u32, most: u32) -> Self {
+        let blocks = items.div_ceil(threads as usize).clamp(1, most as usize);
+        Grid::new(blocks as u32, threads)
+    }
+}
+
+/// One argument of a kernel, passed by value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Arg {
+    /// A device address.
+    Address(u64),
+    /// `u32`.
+    U32(u32),
+    /// `i32`.
+    I32(i32),
+    /// `u64`.
+    U64(u64),
+    /// `f32`.
+    F32(f32),
+    /// `f64`.
+    F64(f64),
+    /// A structure, as it lies in memory: at most 256 bytes.
+    Struct([u64; 32]),
+}
+
+impl Arg {
+    /// A structure that is `repr(C)` here and has the same members in the kernel.
+    ///
+    /// # Panics
+    /// If it is larger than 256 bytes.
+    pub fn of<T: bytemuck::NoUninit>(value: &T) -> Self {
+        let mut words = [0u64; 32];
+        let bytes = bytemuck::bytes_of(value);
+        bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+        Arg::Struct(words)
+    }
+
+    /// The address of the value, for the driver to read as many bytes from as the kernel says.
+    pub(super) fn pointer(&self) -> *mut std::ffi::c_void {
+        let pointer: *const u8 = match self {
+            Arg::Address(value) | Arg::U64(value) => std::ptr::from_ref(value).cast(),
+            Arg::U32(value) => std::ptr::from_ref(value).cast(),
+            Arg::I32(value) => std::ptr::from_ref(value).cast(),
+            Arg::F32(value) => std::ptr::from_ref(value).cast(),
+            Arg::F64(value) => std::ptr::from_ref(value).cast(),
+            Arg::Struct(words) => words.as_ptr().cast(),
+        };
+        pointer.cast_mut().cast()
+    }
+}
+
+impl From<View<'_>> for Arg {
+    fn from(view: View<'_>) -> Self {
+        Arg::Address(view.address())
+    }
+}
+
+/// A view, or null where there is none.
+impl From<Option<View<'_>>> for Arg {
+    fn from(view: Option<View<'_>>) -> Self {
+        Arg::Address(view.map_or(0, |view| view.address()))
+    }
+}
+
+macro_rules! from_number {
+    ($($number:ty => $variant:ident),*) => {$(
+        impl From<$number> for Arg {
+            fn from(value: $number) -> Self {
+                Arg::$variant(value)
+            }
+        }
+    )*};
+}
+
+from_number!(u32 => U32, i32 => I32, u64 => U64, f32 => F32, f64 => F64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_grid_covers_its_items_and_no_more_than_asked() {
+        assert_eq!(Grid::cover(1000, 256, 100), Grid::new(4, 256));
+        assert_eq!(Grid::cover(0, 256, 100), Grid::new(1, 256));
+        assert_eq!(Grid::cover(1 << 40, 256, 100), Grid::new(100, 256));
+    }
+
+    #[test]
+    fn a_structure_keeps_its_bytes() {
+        let Arg::Struct(words) = Arg::of(&[1u32, 2, 3]) else { panic!("a structure") };
+        assert_eq!(words[..2], [1 | 2 << 32, 3]);
+    }
+}

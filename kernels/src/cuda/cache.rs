@@ -1,0 +1,102 @@
+//! Compiled kernels, kept on disk.
+//!
+//! A file is named by the digest of everything that the image depends on, and begins with the image's own digest: a
+//! truncated or foreign file is taken for none. Ranks that start together may all compile and write the same file; each
+//! writes under a name of its own and renames, so that readers see whole files only. Where nothing can be written, the
+//! kernels are compiled in every process: that costs a second, and is no error.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+/// Names the folder outright.
+const VARIABLE: &str = "MGPU_CACHE_DIR";
+/// Bytes of the digest in front of an image.
+const DIGEST: usize = 32;
+
+/// Stands for everything in `parts`.
+pub(super) fn key(parts: &[&str]) -> String {
+    let mut digest = Sha256::new();
+    for part in parts {
+        digest.update((part.len() as u64).to_le_bytes());
+        digest.update(part.as_bytes());
+    }
+    digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// `MGPU_CACHE_DIR`, or `mgpu` in the user's cache folder.
+pub(super) fn folder() -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let user = || variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
+    variable(VARIABLE).or_else(|| Some(user()?.join("mgpu")))
+}
+
+/// What was kept under `key`, if it is whole.
+pub(super) fn read(name: &str, key: &str) -> Option<Vec<u8>> {
+    read_in(&folder()?, name, key)
+}
+
+/// Keeps `content` under `key`, if it can be.
+pub(super) fn write(name: &str, key: &str, content: &[u8]) {
+    if let Some(folder) = folder() {
+        // Not a loss: the next process makes it again.
+        let _ = write_in(&folder, name, key, content);
+    }
+}
+
+fn path(folder: &Path, name: &str, key: &str) -> PathBuf {
+    folder.join(format!("{name}-{}.bin", &key[..32]))
+}
+
+fn read_in(folder: &Path, name: &str, key: &str) -> Option<Vec<u8>> {
+    let mut file = fs::read(path(folder, name, key)).ok()?;
+    if file.len() < DIGEST {
+        return None;
+    }
+    let content = file.split_off(DIGEST);
+    (Sha256::digest(&content)[..] == file[..]).then_some(content)
+}
+
+fn write_in(folder: &Path, name: &str, key: &str, content: &[u8]) -> std::io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let target = path(folder, name, key);
+    let own = target.with_extension(format!("{}.partial", std::process::id()));
+    let mut file = fs::File::create(&own)?;
+    file.write_all(&Sha256::digest(content))?;
+    file.write_all(content)?;
+    let renamed = fs::rename(&own, &target);
+    if renamed.is_err() {
+        let _ = fs::remove_file(&own);
+    }
+    renamed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_and_what_is_cut_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = key(&["source", "options"]);
+        assert_eq!(read_in(folder.path(), "pool", &key), None);
+        write_in(&folder.path().join("deeper"), "pool", &key, b"image").unwrap();
+        let folder = folder.path().join("deeper");
+        assert_eq!(read_in(&folder, "pool", &key).as_deref(), Some(&b"image"[..]));
+        let file = path(&folder, "pool", &key);
+        let whole = fs::read(&file).unwrap();
+        for len in 0..whole.len() {
+            fs::write(&file, &whole[..len]).unwrap();
+            assert_eq!(read_in(&folder, "pool", &key), None, "{len} bytes");
+        }
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "no partial file is left");
+    }
+
+    #[test]
+    fn every_part_counts_and_so_does_its_border() {
+        assert_ne!(key(&["ab", "c"]), key(&["a", "bc"]));
+        assert_eq!(key(&["ab", "c"]).len(), 64);
+    }
+}

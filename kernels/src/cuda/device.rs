@@ -1,0 +1,311 @@
+//! One GPU: its context, its properties, the kernels loaded on it.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::{result, sys};
+
+use super::compile::{self, Source};
+use super::error::{Context, Error, Result};
+use super::libraries;
+
+/// Dynamic shared memory that a block gets without having asked for more.
+const SHARED_BY_DEFAULT: u32 = 48 << 10;
+
+/// A GPU with its primary context, which all of this process share. Never closed before the last user has let go.
+pub struct Device {
+    ordinal: u32,
+    handle: sys::CUdevice,
+    context: sys::CUcontext,
+    name: String,
+    uuid: String,
+    architecture: (u32, u32),
+    multiprocessors: u32,
+    driver: (u32, u32),
+    used: AtomicU64,
+    peak: AtomicU64,
+    /// Work on it will never end: nothing may wait for it any more.
+    abandoned: AtomicBool,
+    modules: Mutex<HashMap<&'static str, Module>>,
+}
+
+// SAFETY: the handles are the driver's, which takes calls from all threads; everything that changes is atomic or locked.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+/// A source, compiled and loaded, with the kernels of it that were asked for.
+struct Module {
+    handle: sys::CUmodule,
+    functions: HashMap<String, Function>,
+}
+
+/// A kernel on the GPU it was loaded on.
+#[derive(Clone)]
+pub struct Function {
+    raw: sys::CUfunction,
+    context: sys::CUcontext,
+    name: Arc<str>,
+    /// Dynamic shared memory that the driver has been told to allow.
+    shared: Arc<AtomicU32>,
+}
+
+// SAFETY: a handle that may be used from all threads, valid as long as its module, which is never unloaded before its
+// device is closed; launching checks that the stream belongs to that device, and so keeps it open.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Name of the kernel.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn raw(&self) -> sys::CUfunction {
+        self.raw
+    }
+
+    pub(super) fn belongs_to(&self, device: &Device) -> bool {
+        self.context == device.context
+    }
+
+    /// Makes sure that a block may have `bytes` of dynamic shared memory.
+    pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
+        if bytes <= self.shared.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is loaded.
+        unsafe { result::function::set_function_attribute(self.raw, attribute, bytes as i32) }
+            .context("cuFuncSetAttribute")?;
+        self.shared.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Function {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Function").field(&self.name).finish()
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("ordinal", &self.ordinal).field("name", &self.name).finish()
+    }
+}
+
+/// The driver, opened and initialised once.
+fn driver() -> Result<(u32, u32)> {
+    static DRIVER: OnceLock<Result<(u32, u32)>> = OnceLock::new();
+    DRIVER
+        .get_or_init(|| {
+            libraries::open_driver()?;
+            result::init().context("cuInit")?;
+            let mut version = 0;
+            // SAFETY: a writable integer.
+            unsafe { sys::cuDriverGetVersion(&mut version) }.result().context("cuDriverGetVersion")?;
+            let version = version.max(0) as u32;
+            Ok((version / 1000, version % 1000 / 10))
+        })
+        .clone()
+}
+
+impl Device {
+    /// Number of GPUs that CUDA sees.
+    ///
+    /// # Errors
+    /// If there is no driver, or one too old, or it refuses.
+    pub fn count() -> Result<u32> {
+        driver()?;
+        let count = result::device::get_count().context("cuDeviceGetCount")?;
+        Ok(count.max(0) as u32)
+    }
+
+    /// Opens GPU `ordinal` and binds it to the calling thread.
+    ///
+    /// # Errors
+    /// If there is no such GPU, or the driver refuses.
+    pub fn open(ordinal: u32) -> Result<Arc<Device>> {
+        let count = Self::count()?;
+        if ordinal >= count {
+            return Err(Error::NoDevice { ordinal, count });
+        }
+        let handle = result::device::get(ordinal as i32).context("cuDeviceGet")?;
+        let attribute = |attribute| {
+            // SAFETY: a device as `cuDeviceGet` returns it.
+            let value = unsafe { result::device::get_attribute(handle, attribute) };
+            value.map(|value| value.max(0) as u32).context("cuDeviceGetAttribute")
+        };
+        use sys::CUdevice_attribute as Attribute;
+        let architecture = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
+        let name = result::device::get_name(handle).context("cuDeviceGetName")?;
+        let uuid = format_uuid(result::device::get_uuid(handle).context("cuDeviceGetUuid")?.bytes);
+        // SAFETY: a device as `cuDeviceGet` returns it; released when the last user lets go.
+        let context = unsafe { result::primary_ctx::retain(handle) }.context("cuDevicePrimaryCtxRetain")?;
+        let device = Device {
+            ordinal,
+            handle,
+            context,
+            name,
+            uuid,
+            architecture,
+            multiprocessors,
+            driver: driver()?,
+            used: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            abandoned: AtomicBool::new(false),
+            modules: Mutex::default(),
+        };
+        device.bind()?;
+        Ok(Arc::new(device))
+    }
+
+    /// Makes this GPU the calling thread's. Every thread that uses it does so once.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained as long as `self` lives.
+        unsafe { result::ctx::set_current(self.context) }.context("cuCtxSetCurrent")
+    }
+
+    /// Number of the GPU among those that CUDA sees.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// What it is sold as.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its identifier, `GPU-` and hexadecimal digits: the same in every process.
+    pub fn uuid(&self) -> &str {
+        &self.uuid
+    }
+
+    /// Compute capability, major and minor.
+    pub fn architecture(&self) -> (u32, u32) {
+        self.architecture
+    }
+
+    /// Streaming multiprocessors.
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// Version of CUDA that the driver supports, major and minor.
+    pub fn driver(&self) -> (u32, u32) {
+        self.driver
+    }
+
+    /// Bytes that this process holds by [`Memory`](super::Memory).
+    pub fn memory_used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// The most bytes that this process has held.
+    pub fn memory_peak(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that are free on the GPU, and all it has.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn free_and_total(&self) -> Result<(u64, u64)> {
+        self.bind()?;
+        let (free, total) = result::mem_get_info().context("cuMemGetInfo")?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Gives the GPU up: work on it never ends, as after a collective that could not be aborted. From now on its memory
+    /// is left to the end of the process, since freeing it would wait for that work.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    /// True after [`abandon`](Self::abandon).
+    pub fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn took(&self, bytes: u64) {
+        let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(used, Ordering::Relaxed);
+    }
+
+    pub(super) fn gave_back(&self, bytes: u64) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Kernel `name` of `source`, compiled and loaded when it is asked for first. Not to be called first during a
+    /// capture.
+    ///
+    /// # Errors
+    /// If there is no compiler and nothing compiled earlier, the source does not compile, or has no such kernel.
+    pub fn function(&self, source: &'static Source, name: &str) -> Result<Function> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = modules.get(source.name).and_then(|module| module.functions.get(name)) {
+            return Ok(function.clone());
+        }
+        self.bind()?;
+        if !modules.contains_key(source.name) {
+            let image = compile::image(source, self.architecture, self.driver)?;
+            // SAFETY: an image of the compiler, whole (its digest was compared where it comes from a file).
+            let handle =
+                unsafe { result::module::load_data(image.as_ptr().cast()) }.context("cuModuleLoadData")?;
+            modules.insert(source.name, Module { handle, functions: HashMap::new() });
+        }
+        let module = modules.get_mut(source.name).expect("it was inserted");
+        let symbol = CString::new(name).expect("names of kernels have no zero bytes");
+        // SAFETY: the module is loaded.
+        let raw =
+            unsafe { result::module::get_function(module.handle, symbol) }.context("cuModuleGetFunction")?;
+        let shared = Arc::new(AtomicU32::new(SHARED_BY_DEFAULT));
+        let function = Function { raw, context: self.context, name: name.into(), shared };
+        module.functions.insert(name.to_owned(), function.clone());
+        Ok(function)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if self.is_abandoned() {
+            return;
+        }
+        let _ = self.bind();
+        for module in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).values() {
+            // SAFETY: loaded here, and nobody launches its kernels any more: streams keep their device.
+            let _ = unsafe { result::module::unload(module.handle) };
+        }
+        // SAFETY: retained in `open`.
+        let _ = unsafe { result::primary_ctx::release(self.handle) };
+    }
+}
+
+/// As `nvidia-smi` writes it.
+fn format_uuid(bytes: [std::ffi::c_char; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_identifier_is_written_as_everywhere() {
+        let bytes = std::array::from_fn(|i| (i * 17) as std::ffi::c_char);
+        assert_eq!(format_uuid(bytes), "GPU-00112233-4455-6677-8899-aabbccddeeff");
+    }
+}

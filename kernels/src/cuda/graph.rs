@@ -1,0 +1,60 @@
+//! A sequence of launches, captured once and repeated at the price of one.
+
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use super::Device;
+use super::error::{Context, Result};
+
+/// A captured graph, ready to be launched by [`Stream::launch_graph`](super::Stream::launch_graph).
+///
+/// It holds addresses, not memory: whoever launches it sees to it that everything it was captured with is still there.
+#[derive(Debug)]
+pub struct Graph {
+    device: Arc<Device>,
+    graph: sys::CUgraph,
+    exec: sys::CUgraphExec,
+}
+
+// SAFETY: handles that may be used from any thread; launching takes a reference, destroying the only owner.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Takes over a graph that a capture has just ended with.
+    pub(super) fn new(device: &Arc<Device>, graph: sys::CUgraph) -> Result<Self> {
+        let flags = sys::CUgraphInstantiate_flags(0);
+        // SAFETY: a graph as `cuStreamEndCapture` returns it.
+        let exec = match unsafe { result::graph::instantiate(graph, flags) } {
+            Ok(exec) => exec,
+            Err(error) => {
+                // SAFETY: nobody else has it.
+                let _ = unsafe { result::graph::destroy(graph) };
+                return Err(error).context("cuGraphInstantiateWithFlags");
+            }
+        };
+        Ok(Graph { device: Arc::clone(device), graph, exec })
+    }
+
+    pub(super) fn exec(&self) -> sys::CUgraphExec {
+        self.exec
+    }
+
+    /// The GPU it was captured on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.device.is_abandoned() {
+            return;
+        }
+        let _ = self.device.bind();
+        // SAFETY: both are this graph's own, and a graph that still runs is kept by the driver until it has ended.
+        let _ = unsafe { result::graph::exec_destroy(self.exec) };
+        // SAFETY: as above.
+        let _ = unsafe { result::graph::destroy(self.graph) };
+    }
+}

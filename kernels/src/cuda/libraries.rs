@@ -1,0 +1,252 @@
+//! Where NVIDIA's libraries are, and opening them.
+//!
+//! `cudarc` asks the system's loader for each by name. That finds what packages install; it does not find what `pip`
+//! drops inside a Python environment, nor a toolkit outside the loader's path. So the library is opened here first, by
+//! its path and for all to see; the loader then knows it by its name. The places and their order are those of
+//! [`nccl_sys::candidates`].
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use libloading::os::unix::{self, RTLD_GLOBAL, RTLD_LAZY, RTLD_NOW};
+use nccl_sys::{SearchEnv, Source, candidates, site_packages};
+
+use super::error::{Error, Result};
+
+/// A library that is opened at run time.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Library {
+    /// What it is for.
+    pub purpose: &'static str,
+    /// Names of the versions that serve, best first.
+    pub names: &'static [&'static str],
+    /// The variable that names it outright.
+    pub variable: &'static str,
+    /// Folders of it in a Python environment.
+    pub wheels: &'static [&'static str],
+    /// Beginnings of the names of files beside it that are opened first.
+    pub before: &'static [&'static str],
+    /// How to get it.
+    pub install: &'static str,
+    /// A function that tells that it is this library.
+    symbol: &'static str,
+}
+
+/// Compiles kernels.
+pub const NVRTC: Library = Library {
+    purpose: "the kernel compiler",
+    names: &["libnvrtc.so.13", "libnvrtc.so.12"],
+    variable: "MGPU_NVRTC_LIBRARY",
+    wheels: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
+    // The compiler looks for it by its bare name.
+    before: &["libnvrtc-builtins.so."],
+    install: "install it with `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a CUDA 12 driver) or the CUDA toolkit",
+    symbol: "nvrtcGetCUBIN",
+};
+
+/// Matrix products.
+pub const CUBLAS_LT: Library = Library {
+    purpose: "matrix products",
+    names: &["libcublasLt.so.13", "libcublasLt.so.12"],
+    variable: "MGPU_CUBLASLT_LIBRARY",
+    wheels: &["nvidia/cu13/lib", "nvidia/cublas/lib"],
+    before: &[],
+    install: "install it with `pip install nvidia-cublas` (`nvidia-cublas-cu12` for a CUDA 12 driver) or the CUDA toolkit",
+    symbol: "cublasLtMatmul",
+};
+
+/// Convolutions.
+pub const CUDNN: Library = Library {
+    purpose: "convolutions",
+    names: &["libcudnn.so.9"],
+    variable: "MGPU_CUDNN_LIBRARY",
+    wheels: &["nvidia/cudnn/lib"],
+    before: &[],
+    install: "install it with `pip install nvidia-cudnn-cu13` (`nvidia-cudnn-cu12` for a CUDA 12 driver) or your distribution's libcudnn9 package",
+    symbol: "cudnnFindConvolutionForwardAlgorithmEx",
+};
+
+/// The driver's functions that are called, newest last: a driver that lacks one is too old.
+const DRIVER: &[&str] = &[
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemsetD8_v2",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuModuleUnload",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphLaunch",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuDeviceGetUuid_v2",
+    "cuGraphInstantiateWithFlags",
+];
+
+/// The driver's library; every function that is called is in it.
+///
+/// # Errors
+/// If there is none, or one too old.
+pub(super) fn open_driver() -> Result<()> {
+    let name = "libcuda.so.1";
+    // SAFETY: opening runs the initialisers of the library that the system's loader has under the driver's name.
+    let library = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) }.map_err(|error| {
+        Error::Missing(format!(
+            "the NVIDIA driver is not there: {}; install it (in a container, start with the GPUs: `--gpus all`), or use the cpu backend",
+            reason(&error)
+        ))
+    })?;
+    let missing = DRIVER.iter().find(|symbol| !has(&library, symbol));
+    // Never closed: the driver starts threads of its own.
+    std::mem::forget(library);
+    match missing {
+        None => Ok(()),
+        Some(symbol) => Err(Error::Missing(format!(
+            "the NVIDIA driver is too old: {name} has no {symbol}; a driver for CUDA 12.0 (525.60.13) or newer is needed, or the cpu backend"
+        ))),
+    }
+}
+
+/// Opens `library` so that whoever asks the system's loader for it by name gets the same one, and returns where it was.
+/// A second call returns at once.
+///
+/// # Errors
+/// If it is in none of its places; the text is one line with all of them.
+pub fn open(library: &'static Library) -> Result<PathBuf> {
+    static OPENED: Mutex<Vec<(&Library, Result<PathBuf>)>> = Mutex::new(Vec::new());
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, outcome)) = opened.iter().find(|(known, _)| *known == library) {
+        return outcome.clone();
+    }
+    let outcome = search(library);
+    opened.push((library, outcome.clone()));
+    outcome
+}
+
+fn search(library: &Library) -> Result<PathBuf> {
+    let mut tried = Vec::new();
+    for name in library.names {
+        let env = SearchEnv::for_library(name, library.variable, library.wheels);
+        for place in candidates(&env, &site_packages(&env)) {
+            let Ok(file) = place.file else { continue };
+            match load(library, &file) {
+                Ok(()) => return Ok(file),
+                // A folder without the file needs no word; a file that does not open does.
+                Err(reason) if file.is_file() => tried.push(format!("{} ({reason})", file.display())),
+                Err(_) => tried.push(match place.source {
+                    Source::Explicit => format!("{} ({})", library.variable, file.display()),
+                    Source::SystemLoader => format!("the system's loader ({name})"),
+                    _ => file.display().to_string(),
+                }),
+            }
+        }
+    }
+    tried.dedup();
+    let remedy = match std::env::var_os(library.variable) {
+        Some(_) => format!("correct {}, or unset it to search the usual places", library.variable),
+        None => format!("{}, or set {} to its path", library.install, library.variable),
+    };
+    let text = format!(
+        "{} ({}) is not there: looked for it in {}; {remedy}",
+        library.names[0],
+        library.purpose,
+        tried.join(", ")
+    );
+    Err(Error::Missing(text))
+}
+
+/// Opens one file for good, and what has to be there before it.
+fn load(library: &Library, file: &Path) -> Result<(), String> {
+    let beside = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    for entry in beside.into_iter().flat_map(std::fs::read_dir).flatten().flatten() {
+        let name = entry.file_name();
+        if library.before.iter().any(|beginning| name.to_string_lossy().starts_with(beginning)) {
+            // What is truly needed and does not open is told by the library itself.
+            let _ = open_for_all(&entry.path(), RTLD_LAZY);
+        }
+    }
+    let opened = open_for_all(file, RTLD_NOW)?;
+    if has(&opened, library.symbol) { Ok(()) } else { Err(format!("it has no {}", library.symbol)) }
+}
+
+fn open_for_all(file: &Path, when: std::ffi::c_int) -> Result<std::mem::ManuallyDrop<unix::Library>, String> {
+    // SAFETY: opening runs the file's initialisers. They are trusted as far as the places of the search order are: an
+    // explicit choice of the user, the system's libraries, the user's own toolkit and Python environments.
+    let library = unsafe { unix::Library::open(Some(file), when | RTLD_GLOBAL) };
+    library.map(std::mem::ManuallyDrop::new).map_err(|error| reason(&error))
+}
+
+fn has(library: &unix::Library, symbol: &str) -> bool {
+    // SAFETY: the symbol is looked up and never called by this type.
+    unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_ok()
+}
+
+/// What the system's loader said.
+fn reason(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_nowhere_is_one_line_with_places_and_remedy() {
+        static NOWHERE: Library = Library {
+            purpose: "nothing",
+            names: &["libof-no-machine.so.2"],
+            variable: "MGPU_OF_NO_MACHINE",
+            wheels: &["nvidia/none/lib"],
+            before: &[],
+            install: "do without it",
+            symbol: "none",
+        };
+        let text = open(&NOWHERE).unwrap_err().to_string();
+        assert!(
+            text.starts_with(
+                "libof-no-machine.so.2 (nothing) is not there: looked for it in the system's loader"
+            ),
+            "{text}"
+        );
+        assert!(text.ends_with("; do without it, or set MGPU_OF_NO_MACHINE to its path"), "{text}");
+        assert!(!text.contains('\n'));
+        assert_eq!(open(&NOWHERE).unwrap_err().to_string(), text);
+    }
+
+    #[test]
+    fn a_file_that_is_another_library_is_refused() {
+        let other = Library { symbol: "cublasLtMatmul", ..NVRTC };
+        let error = load(&other, Path::new("libc.so.6")).unwrap_err();
+        assert_eq!(error, "it has no cublasLtMatmul");
+    }
+}

@@ -1,0 +1,248 @@
+//! Memory of a GPU, and memory of the host that a GPU reaches.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{DriverError, result, sys};
+
+use super::error::{Context, Error, Result};
+use super::{Device, Stream};
+use crate::{DType, Element};
+
+/// Elements of one type on a GPU, zero in the beginning.
+#[derive(Debug)]
+pub struct Memory {
+    device: Arc<Device>,
+    address: sys::CUdeviceptr,
+    dtype: DType,
+    len: usize,
+}
+
+/// Some of the elements of a [`Memory`]: where kernels read and write.
+///
+/// Views may overlap, and several kernels may be given the same one: order among them is that of their streams.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    address: u64,
+    dtype: DType,
+    len: usize,
+    memory: PhantomData<&'a Memory>,
+}
+
+impl Memory {
+    /// Memory for `len` elements, all zero.
+    ///
+    /// # Errors
+    /// If it is short.
+    pub fn zeroed(device: &Arc<Device>, dtype: DType, len: usize) -> Result<Self> {
+        device.bind()?;
+        let wanted = len as u64 * dtype.size() as u64;
+        // The driver has no allocations of nothing.
+        let bytes = (wanted as usize).max(1);
+        // SAFETY: the address is used within these bytes only, and freed once.
+        let address = match unsafe { result::malloc_sync(bytes) } {
+            Ok(address) => address,
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                let (free, total) = device.free_and_total()?;
+                return Err(Error::OutOfMemory { wanted, free, total });
+            }
+            Err(error) => return Err(error).context("cuMemAlloc"),
+        };
+        device.took(bytes as u64);
+        let memory = Memory { device: Arc::clone(device), address, dtype, len };
+        // SAFETY: the bytes that were allocated.
+        unsafe { result::memset_d8_sync(address, 0, bytes) }.context("cuMemsetD8")?;
+        // Streams of this program do not wait for the one that this was put on.
+        result::ctx::synchronize().context("cuCtxSynchronize")?;
+        Ok(memory)
+    }
+
+    /// A copy of `values` on the GPU of `stream`.
+    ///
+    /// # Errors
+    /// If memory is short, or the driver refuses.
+    pub fn from_slice<T: Element>(stream: &Stream, values: &[T]) -> Result<Self> {
+        let memory = Memory::zeroed(stream.device(), T::DTYPE, values.len())?;
+        stream.upload(values, memory.view())?;
+        Ok(memory)
+    }
+
+    /// A copy on the host, once the work on `stream` so far is over.
+    ///
+    /// # Errors
+    /// If that work failed.
+    ///
+    /// # Panics
+    /// If `T` is not the element type.
+    pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
+        self.view().to_vec(stream)
+    }
+
+    /// All elements.
+    pub fn view(&self) -> View<'_> {
+        View { address: self.address, dtype: self.dtype, len: self.len, memory: PhantomData }
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn slice(&self, range: Range<usize>) -> View<'_> {
+        self.view().slice(range)
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.device.is_abandoned() {
+            return;
+        }
+        let _ = self.device.bind();
+        self.device.gave_back((self.len as u64 * self.dtype.size() as u64).max(1));
+        // SAFETY: allocated in `zeroed`; the call waits for work that may still use it.
+        let _ = unsafe { result::free_sync(self.address) };
+    }
+}
+
+impl<'a> View<'a> {
+    /// Device address of the first element.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn slice(&self, range: Range<usize>) -> View<'a> {
+        let Range { start, end } = range;
+        assert!(start <= end && end <= self.len, "elements {start}..{end} of {}", self.len);
+        View { address: self.address + (start * self.dtype.size()) as u64, len: end - start, ..*self }
+    }
+
+    /// A copy on the host, once the work on `stream` so far is over.
+    ///
+    /// # Errors
+    /// If that work failed.
+    ///
+    /// # Panics
+    /// If `T` is not the element type.
+    pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
+        assert!(T::DTYPE == self.dtype, "memory of {} read as {}", self.dtype, T::DTYPE);
+        let mut values = vec![T::zeroed(); self.len];
+        stream.download(*self, &mut values)?;
+        Ok(values)
+    }
+}
+
+/// Bytes of the host that stay where they are, so that a GPU copies to and from them while the program goes on.
+#[derive(Debug)]
+pub struct Pinned {
+    device: Arc<Device>,
+    address: *mut u8,
+    len: usize,
+}
+
+// SAFETY: memory that belongs to this object alone.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// `len` zero bytes.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn zeroed(device: &Arc<Device>, len: usize) -> Result<Self> {
+        device.bind()?;
+        // SAFETY: freed once, below.
+        let address = unsafe { result::malloc_host(len.max(1), 0) }.context("cuMemHostAlloc")?.cast::<u8>();
+        // SAFETY: `len` bytes that were just allocated.
+        unsafe { address.write_bytes(0, len) };
+        Ok(Pinned { device: Arc::clone(device), address, len })
+    }
+
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(super) fn address(&self) -> *mut u8 {
+        self.address
+    }
+
+    /// The bytes.
+    ///
+    /// # Safety
+    /// No copy to or from them is under way.
+    pub unsafe fn bytes(&self) -> &[u8] {
+        // SAFETY: initialised, owned, and nobody writes to it now.
+        unsafe { std::slice::from_raw_parts(self.address, self.len) }
+    }
+
+    /// The bytes, to be changed.
+    ///
+    /// # Safety
+    /// No copy to or from them is under way.
+    pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: initialised, owned, and nobody else reads or writes it now.
+        unsafe { std::slice::from_raw_parts_mut(self.address, self.len) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.device.is_abandoned() {
+            return;
+        }
+        let _ = self.device.bind();
+        // Freeing it does not wait by itself for copies under way.
+        let _ = result::ctx::synchronize();
+        // SAFETY: allocated in `zeroed`.
+        let _ = unsafe { result::free_host(self.address.cast()) };
+    }
+}

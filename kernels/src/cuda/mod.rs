@@ -1,0 +1,36 @@
+//! A GPU, as far as training needs one: memory, streams, kernels compiled on the spot, graphs.
+//!
+//! Nothing here is linked. The driver's library, the run-time compiler and the libraries of ready-made kernels are
+//! opened when they are first needed, so that one binary runs on machines with and without them; what is missing is an
+//! [`Error`] that says where it was looked for ([`libraries`]).
+//!
+//! The way of a kernel: an operation keeps its CUDA source beside its Rust code ([`Source`]); [`Device::function`] has
+//! it compiled for this very GPU ([`compile`]), keeps the result on disk ([`cache`]) and loads it;
+//! [`Stream::launch`] puts it behind the work that the stream has already. A captured [`Graph`] repeats a whole
+//! sequence of launches at the price of one.
+//!
+//! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
+//! the work that may use it. Order between streams is the caller's affair, by [`Event`]s.
+//!
+//! `cudarc` provides the bindings and opens libraries by names of its own. It panics where a library or a function is
+//! missing, so nothing of it is called before [`Device::count`] has looked at both.
+
+mod arguments;
+mod cache;
+mod compile;
+mod device;
+mod error;
+mod graph;
+pub mod libraries;
+mod memory;
+mod precision;
+mod stream;
+
+pub use arguments::{Arg, Grid};
+pub use compile::{PRELUDE, Source};
+pub use device::{Device, Function};
+pub use error::{Error, Result};
+pub use graph::Graph;
+pub use memory::{Memory, Pinned, View};
+pub use precision::Precision;
+pub use stream::{Event, Stream};

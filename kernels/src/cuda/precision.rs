@@ -1,0 +1,52 @@
+//! How accurately products are computed, and what activations are kept in.
+
+use crate::DType;
+
+/// Arithmetic of convolutions and dense layers. Parameters, their gradients and the optimizer are f32 in all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Precision {
+    /// f32 throughout.
+    #[default]
+    F32,
+    /// Activations in f32; products of operands rounded to TF32 (10 bits of mantissa), summed in f32.
+    Tf32,
+    /// Activations in bfloat16 (7 bits of mantissa); products summed in f32.
+    Bf16,
+}
+
+impl Precision {
+    /// All precisions.
+    pub const ALL: [Precision; 3] = [Precision::F32, Precision::Tf32, Precision::Bf16];
+
+    /// Element type of activations.
+    pub const fn storage(self) -> DType {
+        match self {
+            Precision::F32 | Precision::Tf32 => DType::F32,
+            Precision::Bf16 => DType::Bf16,
+        }
+    }
+
+    /// The name used on command lines: `f32`, `tf32` or `bf16`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Tf32 => "tf32",
+            Precision::Bf16 => "bf16",
+        }
+    }
+}
+
+impl std::fmt::Display for Precision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Precision {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let found = Precision::ALL.into_iter().find(|precision| precision.name() == text);
+        found.ok_or_else(|| "known are f32, tf32 and bf16".into())
+    }
+}
