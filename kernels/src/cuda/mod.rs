@@ -5,7 +5,7 @@
 //! [`Error`] that says where it was looked for ([`libraries`]).
 //!
 //! The way of a kernel: an operation keeps its CUDA source beside its Rust code ([`Source`]); [`Device::function`] has
-//! it compiled for this very GPU ([`compile`]), keeps the result on disk ([`cache`]) and loads it;
+//! it compiled for this very GPU, keeps the result on disk and loads it;
 //! [`Stream::launch`] puts it behind the work that the stream has already. A captured [`Graph`] repeats a whole
 //! sequence of launches at the price of one.
 //!
