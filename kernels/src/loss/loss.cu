@@ -20,12 +20,6 @@ struct LossScratch {
     u32 corrects[LOSS_BLOCKS];
 };
 
-__device__ inline void loss_fence() {
-#ifndef MGPU_SHIM
-    __threadfence();
-#endif
-}
-
 // The first of the largest logits of a row, known to all lanes.
 struct LossBest {
     f32 value;
@@ -87,12 +81,12 @@ __device__ void loss_rows(
     if (threadIdx.x == 0) {
         scratch->loss_sums[blockIdx.x] = loss_sum;
         scratch->corrects[blockIdx.x] = correct;
-        loss_fence();
+        __threadfence();
         last = atomicAdd(&scratch->arrived, 1u) + 1 == gridDim.x;
     }
     __syncthreads();
     if (!last) return;
-    loss_fence();
+    __threadfence();
     // What other blocks wrote is in memory, not in a cache of this one: hence volatile.
     const volatile LossScratch* written = scratch;
     const bool mine = threadIdx.x < gridDim.x;

@@ -3,17 +3,10 @@
 // Every operation is rounded by itself, as on the CPU: a product that a compiler merged into the sum behind it would
 // be more precise, and no longer equal. The pass waits for memory either way.
 
-#ifdef MGPU_SHIM
-__device__ inline f32 add(f32 a, f32 b) { return a + b; }
-__device__ inline f32 sub(f32 a, f32 b) { return a - b; }
-__device__ inline f32 mul(f32 a, f32 b) { return a * b; }
-__device__ inline f64 mul(f64 a, f64 b) { return a * b; }
-#else
 __device__ inline f32 add(f32 a, f32 b) { return __fadd_rn(a, b); }
 __device__ inline f32 sub(f32 a, f32 b) { return __fsub_rn(a, b); }
 __device__ inline f32 mul(f32 a, f32 b) { return __fmul_rn(a, b); }
 __device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
-#endif
 
 #define RULE_ADAM 0
 #define RULE_ADAM_W 1
@@ -181,6 +174,7 @@ struct Arenas {
     u32 len;
     f32 scale;    // of the gradients
     f32 towards;  // share of the parameters in their moving average
+    u32 unused;
 };
 
 template <class Rule, u32 N>
