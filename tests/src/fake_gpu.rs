@@ -79,15 +79,13 @@ pub fn command(program: impl AsRef<Path>) -> Command {
         path.push(others);
     }
     command.env("LD_LIBRARY_PATH", path).env("MGPU_CACHE_DIR", folder.join("kernels"));
-    // Everything by which the real libraries, or only some of the devices, would be chosen, and what the fakes read.
+    // Everything by which the real libraries, or only some of the devices, would be chosen, and what the fakes are told:
+    // only the order of threads and the slowness of streams may be asked for of a whole suite.
+    let kept = ["FAKE_GPU_ORDER", "FAKE_GPU_SEED", "FAKE_GPU_DELAY_US"];
+    let others = ["CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"];
     let foreign = |name: &str| {
-        let ours = ["MGPU_CACHE_DIR", "LD_LIBRARY_PATH"].contains(&name);
-        let chooses = name.ends_with("_LIBRARY") || ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV"].contains(&name);
-        !ours
-            && (chooses
-                || name.starts_with("FAKE_")
-                || name.starts_with("NCCL_")
-                || name == "CUDA_VISIBLE_DEVICES")
+        let about_gpus = name.starts_with("FAKE_") || name.starts_with("NCCL_") || name.ends_with("_LIBRARY");
+        (about_gpus || others.contains(&name)) && !kept.contains(&name)
     };
     for (name, _) in env::vars_os() {
         if name.to_str().is_some_and(foreign) {
