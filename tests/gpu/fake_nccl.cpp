@@ -177,17 +177,16 @@ ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) 
     if (is_faulty("call_error", comm->rank, before)) return fail(ncclInternalError, "call_error was asked for");
     CUstreamCaptureStatus captured = CU_STREAM_CAPTURE_STATUS_NONE;
     cuStreamIsCapturing(stream, &captured);
-    auto previous = comm->last;
+    const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;
+    const auto previous = at_once ? comm->last : nullptr;
     auto done = std::make_shared<fake::Moment>();
-    if (captured == CU_STREAM_CAPTURE_STATUS_NONE) comm->last = done;
-    else previous = nullptr;
     const CUresult result = fake::enqueue(stream, [=, ops = std::move(ops)] {
         if (previous != nullptr) previous->wait();
         run(*comm, ops);
         if (!done->passed()) done->pass();
     });
+    if (result == CUDA_SUCCESS && at_once) comm->last = done;
     if (result == CUDA_SUCCESS) return ncclSuccess;
-    comm->last = previous;
     return fail(ncclUnhandledCudaError, "the stream refused the operation with error " + std::to_string(result));
 }
 
