@@ -150,6 +150,9 @@ CUresult release(CUdeviceptr address);
 // Whether the calling thread may not do what a capture forbids; the captures concerned are invalid then.
 bool forbidden_in_capture();
 
+// Waits at random for up to FAKE_GPU_DELAY_US, as every piece of stream work does before it runs.
+void delay();
+
 // The value of a whole-number variable.
 long number_asked_for(const char* variable, long otherwise);
 
