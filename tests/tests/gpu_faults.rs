@@ -114,7 +114,7 @@ fn a_rank_that_is_silent() {
 #[test]
 fn an_initialisation_that_never_ends() {
     let finished = Case::nccl(2, "hang_init@1").run();
-    finished.expect(65, &["made no progress", "in the start of NCCL of communicator-1"]);
+    finished.expect(65, &["made no progress", "in the start of NCCL, communicator-1"]);
 }
 
 #[test]
@@ -129,14 +129,14 @@ fn a_call_that_never_returns_is_its_own_ranks_fault() {
 #[test]
 fn an_initialisation_that_nccl_refuses() {
     let finished = Case::nccl(2, "init_error").run();
-    finished.expect(9, &["in the start of NCCL of communicator-1", "NCCL result"]);
+    finished.expect(9, &["in the start of NCCL, communicator-1: ", "NCCL result 2"]);
 }
 
 #[test]
 fn an_error_in_the_background() {
     let finished = Case::nccl(2, "async_error@1:after=3").run();
     finished.expect(9, &["mgpurun: rank 1 exited with code 9"]);
-    gives_up(&finished, 1, &["rank 1 in operation ", "turn ", "NCCL result"]);
+    gives_up(&finished, 1, &["rank 1 in operation ", "all_reduce(1000 f32, sum)", "NCCL result 6"]);
     gives_up(&finished, 0, &["lost rank 1 in operation ", "exited with code 9"]);
 }
 
@@ -157,6 +157,44 @@ fn an_abort_that_never_returns() {
 fn an_end_that_never_comes() {
     // All work is done by then: that NCCL does not let go spoils nothing.
     Case::nccl(2, "stuck_finalize").run().expect(0, &[]);
+}
+
+/// Runs `t-misbehave` on host buffers.
+fn misbehave(ranks: u32, arguments: &[&str]) -> Finished {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", "4").env("MGPU_TIMEOUT", "60");
+    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", env!("CARGO_BIN_EXE_t-misbehave")]);
+    run(launcher.args(arguments))
+}
+
+#[test]
+fn host_operations_that_differ_name_both_sides() {
+    let ours = "all_reduce(2048 f32, sum)";
+    for (fault, theirs) in [
+        ("wrong-count", "all_reduce(1024 f32, sum)"),
+        ("wrong-type", "all_reduce(2048 i32, sum)"),
+        ("wrong-reduction", "all_reduce(2048 f32, max)"),
+        ("barrier", "barrier"),
+        ("broadcast", "broadcast(2048 f32, root 0)"),
+    ] {
+        let finished = misbehave(3, &[fault, "1", "private"]);
+        finished.expect(9, &[]);
+        for rank in [0, 2] {
+            let (calls, other) = (format!("rank {rank} calls {ours}"), format!("rank 1 calls {theirs}"));
+            gives_up(&finished, rank, &["ranks disagree on operation 4", &calls, &other]);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_in_a_host_operation() {
+    for seed in ["1", "2", "3", "4"] {
+        let finished = misbehave(3, &["kill", "2", "staged", seed]);
+        finished.expect(137, &["mgpurun: rank 2 was killed by SIGKILL"]);
+        for rank in [0, 1] {
+            gives_up(&finished, rank, &["lost rank 2 in operation", "was killed by SIGKILL"]);
+        }
+    }
 }
 
 #[test]
