@@ -10,13 +10,14 @@
 //! sequence of launches at the price of one.
 //!
 //! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
-//! the work that may use it. Order between streams is the caller's affair, by [`Event`]s.
+//! the work that may use it, and for the graphs that may. Order between streams is the caller's affair, by [`Event`]s.
 //!
 //! `cudarc` provides the bindings and opens libraries by names of its own. It panics where a library or a function is
 //! missing, so nothing of it is called before [`Device::count`] has looked at both.
 
 mod arguments;
 mod cache;
+pub(crate) mod choice;
 mod compile;
 mod device;
 pub(crate) mod elements;
@@ -29,6 +30,7 @@ mod state;
 mod stream;
 
 pub use arguments::{Arg, Grid};
+pub use choice::{Libraries, Options};
 pub use compile::{PRELUDE, Source};
 pub use device::{Device, Function};
 pub use error::{Error, Result};
