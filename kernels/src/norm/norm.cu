@@ -242,16 +242,15 @@ __device__ void norm_backward_input_packs(
     const NormPlace place = norm_place<N>(shape);
     if (place.row >= shape.rows) return;
     const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
-    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
     Pack<f32, N> scale = load_channels<N>(gamma + place.channel), shift, slope;
     const f64 count = sums[2 * shape.channels];
     for (u32 j = 0; j < N; j++) {
         const u32 c = place.channel + j;
-        scale.at[j] *= inv_std.at[j];
+        const f32 inv_std = statistics[shape.channels + c];
+        scale.at[j] *= inv_std;
         shift.at[j] = (f32)(sums[c] / count);
-        slope.at[j] = (f32)(sums[shape.channels + c] / count * (f64)inv_std.at[j]);
+        slope.at[j] = (f32)(sums[shape.channels + c] / count * (f64)inv_std);
     }
-#pragma unroll 2
     for (u32 row = place.row; row < shape.rows; row += place.stride) {
         const u32 at = row * shape.channels + place.channel;
         const Pack<T, N> values = load_pack<N>(x + at);
