@@ -239,18 +239,24 @@ KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
 template <class T, u32 N>
 __device__ void norm_backward_input_packs(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
+    // Divisions in f64 are dear: each channel's are done once a block.
+    __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
     const NormPlace place = norm_place<N>(shape);
-    if (place.row >= shape.rows) return;
-    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
-    Pack<f32, N> scale = load_channels<N>(gamma + place.channel), shift, slope;
+    const u32 width = place.tile * N, first = blockIdx.y * width;
     const f64 count = sums[2 * shape.channels];
-    for (u32 j = 0; j < N; j++) {
-        const u32 c = place.channel + j;
-        const f32 inv_std = statistics[shape.channels + c];
-        scale.at[j] *= inv_std;
-        shift.at[j] = (f32)(sums[c] / count);
-        slope.at[j] = (f32)(sums[shape.channels + c] / count * (f64)inv_std);
+    for (u32 column = threadIdx.x; column < width && first + column < shape.channels; column += NORM_THREADS) {
+        const u32 c = first + column;
+        const f64 inv_std = statistics[shape.channels + c];
+        shifts[column / N].at[column % N] = (f32)(sums[c] / count);
+        slopes[column / N].at[column % N] = (f32)(sums[shape.channels + c] / count * inv_std);
     }
+    __syncthreads();
+    if (place.row >= shape.rows) return;
+    const Pack<f32, N> shift = shifts[threadIdx.x % place.tile], slope = slopes[threadIdx.x % place.tile];
+    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
     for (u32 row = place.row; row < shape.rows; row += place.stride) {
         const u32 at = row * shape.channels + place.channel;
         const Pack<T, N> values = load_pack<N>(x + at);
