@@ -6,6 +6,7 @@
 // kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on timing.
 
 #define NORM_THREADS 256u
+#define NORM_TOTAL_THREADS 1024u
 
 struct NormShape {
     u32 rows;
@@ -134,13 +135,13 @@ KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
     norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
 }
 
-// Adds up the blocks of a workspace: a warp's lanes are columns, its warps take turns with the blocks. Writes the sums
-// and, for gradients, those of the parameters: they are of this rank alone.
+// Adds up the blocks of a workspace: a warp's lanes are columns, the warps take turns with the blocks, many at a time
+// since each waits for memory. Writes the sums and, for gradients, those of the parameters: they are of this rank alone.
 template <bool GRADIENTS>
 __device__ void norm_total(
     const NormShape& shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma,
     f32* dbeta) {
-    constexpr u32 WARPS = NORM_THREADS / WARP;
+    constexpr u32 WARPS = NORM_TOTAL_THREADS / WARP;
     __shared__ f64 of_warps[WARPS][WARP];
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const u32 columns = 2 * shape.channels, column = blockIdx.x * WARP + lane;
@@ -166,10 +167,10 @@ __device__ void norm_total(
     if (column == 0) sums[columns] = (f64)shape.rows;
 }
 
-KERNEL_BOUNDS(norm_total_inputs, NORM_THREADS)(NormShape shape, const f64* workspace, u32 blocks, f64* sums) {
+KERNEL_BOUNDS(norm_total_inputs, NORM_TOTAL_THREADS)(NormShape shape, const f64* workspace, u32 blocks, f64* sums) {
     norm_total<false>(shape, workspace, blocks, nullptr, sums, nullptr, nullptr);
 }
-KERNEL_BOUNDS(norm_total_gradients, NORM_THREADS)(
+KERNEL_BOUNDS(norm_total_gradients, NORM_TOTAL_THREADS)(
     NormShape shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma, f32* dbeta) {
     norm_total<true>(shape, workspace, blocks, statistics, sums, dgamma, dbeta);
 }
