@@ -184,7 +184,8 @@ impl World {
     pub fn communicator(&mut self) -> Result<Box<dyn crate::Communicator>> {
         #[cfg(feature = "cuda")]
         if self.size() > 1 && self.backend() == Backend::Nccl {
-            return Ok(Box::new(crate::comm::nccl::HostCommunicator::new(self.device_communicator()?)?));
+            let device = Arc::new(self.device_communicator()?);
+            return Ok(Box::new(crate::comm::nccl::HostCommunicator::new(device)?));
         }
         self.communicators += 1;
         match &self.membership {
@@ -220,6 +221,24 @@ impl World {
             ),
             _ => Ok(crate::DeviceCommunicator::alone(&gpu.device)),
         }
+    }
+
+    /// Makes a communicator over all ranks for device memory, and one for host buffers that goes through it. Collective,
+    /// as [`device_communicator`](Self::device_communicator).
+    ///
+    /// # Errors
+    /// As [`device_communicator`](Self::device_communicator).
+    #[cfg(feature = "cuda")]
+    pub fn communicators(
+        &mut self,
+    ) -> Result<(Arc<crate::DeviceCommunicator>, Box<dyn crate::Communicator>)> {
+        let device = Arc::new(self.device_communicator()?);
+        let host: Box<dyn crate::Communicator> = if self.size() > 1 {
+            Box::new(crate::comm::nccl::HostCommunicator::new(Arc::clone(&device))?)
+        } else {
+            Box::new(crate::comm::Solo::new(self.membership.clone()))
+        };
+        Ok((device, host))
     }
 
     /// Tells the launcher that training step `step` (from 1) begins.

@@ -36,7 +36,7 @@ pub(crate) struct HostCommunicator {
     stream: Stream,
     done: Event,
     sequence: u32,
-    device: DeviceCommunicator,
+    device: Arc<DeviceCommunicator>,
 }
 
 /// A place that a chunk goes through.
@@ -62,7 +62,7 @@ fn invalid<T>(operation: &'static str, problem: String) -> Result<T> {
 
 impl HostCommunicator {
     /// A communicator over that of the device, which has more than one rank.
-    pub(crate) fn new(device: DeviceCommunicator) -> Result<Self> {
+    pub(crate) fn new(device: Arc<DeviceCommunicator>) -> Result<Self> {
         let gpu = device.device();
         let words = WORDS * device.size() as usize;
         Ok(HostCommunicator {
