@@ -17,6 +17,7 @@
 
 mod arguments;
 mod cache;
+pub(crate) mod choice;
 mod compile;
 mod device;
 mod error;
@@ -27,6 +28,7 @@ mod precision;
 mod stream;
 
 pub use arguments::{Arg, Grid};
+pub use choice::{Libraries, Options};
 pub use compile::{PRELUDE, Source};
 pub use device::{Device, Function};
 pub use error::{Error, Result};
