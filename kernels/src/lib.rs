@@ -4,6 +4,7 @@
 //! every implementation against it; the implementations are siblings beneath, `cpu` first.
 //!
 //! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
+//! - Around them: [`gather`] fills batches, [`arena`] and [`digest`] treat all parameters of a network as one slice.
 //! - Beneath them: [`gemm`] for matrix products, [`threads`] for the cores of one rank, [`rng`] for numbers
 //!   that do not depend on who draws them.
 //! - Collectives: [`dtype`] and [`reduce`].
@@ -13,12 +14,15 @@
 //! shape that does not fit is a mistake of the program and panics.
 
 pub mod activation;
+pub mod arena;
 pub mod conv;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dense;
+pub mod digest;
 pub mod dropout;
 pub mod dtype;
+pub mod gather;
 pub mod gemm;
 mod level;
 pub mod loss;

@@ -5,6 +5,7 @@
 //! report.
 
 mod args;
+mod engine;
 mod report;
 mod source;
 mod trainer;
@@ -14,6 +15,7 @@ use std::process::ExitCode;
 
 use args::Args;
 use clap::Parser;
+use engine::Cpu;
 use mgpu::progress::Phase;
 use mgpu::{Communicator, ReduceOp, World, checkpoint};
 use report::{EpochReport, Metrics, Progress, Summary};
@@ -33,7 +35,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
     let mut progress = Progress::new(rank);
 
-    let mut trainer = Trainer::new(args, comm, data.train.len(), threads)?;
+    let mut trainer = Trainer::new(args, (rank, ranks), data.train.len(), |recipe| {
+        Ok(Box::new(Cpu::new(recipe, &args.net, comm, threads, args.bucket_bytes())?))
+    })?;
     if let Some(folder) = &args.checkpoint_dir {
         // Better known now than after an epoch.
         std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
@@ -53,7 +57,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         println!(
             "{} ({} parameters) on {ranks} rank{} of {threads} thread{}, {} images a step; {}",
             args.net.name,
-            trainer.parameters(),
+            trainer.engine().parameters(),
             if ranks == 1 { "" } else { "s" },
             if threads == 1 { "" } else { "s" },
             args.batch() * ranks as usize,
@@ -84,12 +88,12 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         last = Some(report);
     }
-    let checksum = trainer.verify()?;
-    let rss_mib = peak_resident_mib(trainer.comm())?;
+    let checksum = trainer.engine().verify()?;
+    let rss_mib = peak_resident_mib(trainer.engine().comm())?;
     if rank == 0 {
         println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
         if args.json {
-            let summary = summary(args, &trainer, last.as_ref(), rss_mib, threads, checksum);
+            let summary = summary(args, &mut trainer, last.as_ref(), rss_mib, threads, checksum);
             println!("{}", serde_json::to_string(&summary)?);
         }
     }
@@ -98,7 +102,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 
 fn summary(
     args: &Args,
-    trainer: &Trainer,
+    trainer: &mut Trainer,
     last: Option<&EpochReport>,
     rss_mib: f64,
     threads: usize,
@@ -109,7 +113,7 @@ fn summary(
     Summary {
         implementation: "mgpu",
         net: args.net.name.clone(),
-        ranks: trainer.ranks(),
+        ranks: trainer.engine().comm().size(),
         batch: args.batch(),
         device: "cpu",
         dtype: args.dtype(),
@@ -122,7 +126,7 @@ fn summary(
         test_acc: last.and_then(|report| report.test_acc),
         test_loss: last.and_then(|report| report.test_loss),
         test_acc_average: last.and_then(|report| report.test_acc_average),
-        max_gpu_mib: None,
+        max_gpu_mib: trainer.engine().gpu_mib(),
         rss_mib: round(rss_mib),
         threads,
         seed: args.seed,

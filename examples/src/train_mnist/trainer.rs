@@ -5,15 +5,14 @@ use std::fmt;
 use std::path::Path;
 use std::time::Instant;
 
-use mgpu::checkpoint::{self, Arena};
-use mgpu::replicate::replicate;
-use mgpu::{Communicator, DataParallel, ReduceOp, Sampler, sampler};
+use mgpu::{Communicator, ReduceOp, Sampler, checkpoint, sampler};
 use serde::{Deserialize, Serialize};
 
 use super::args::{Args, Length, Schedule};
+use super::engine::{Engine, Recipe};
 use super::report::EpochReport;
-use crate::data::{Dataset, IMAGE_LEN};
-use crate::nets::{DropoutKey, LossReport, Mode, Net};
+use crate::data::Dataset;
+use crate::nets::LossReport;
 
 /// Steps at the beginning that no throughput counts: first touches of memory, caches, clock speeds.
 const WARM_UP: u64 = 3;
@@ -70,30 +69,26 @@ struct Hyperparameters {
     lr_steps: Option<u64>,
 }
 
-/// A model in training on one rank.
+/// A model in training on one rank: what to do when, and what is left to the engine how to do.
 pub(super) struct Trainer {
-    model: DataParallel,
-    net: Net,
-    /// Running statistics of batch normalisation.
-    buffers: Vec<f32>,
+    engine: Box<dyn Engine>,
     sampler: Sampler,
     hyperparameters: Hyperparameters,
     /// Steps of the whole training.
     length: u64,
     totals: Totals,
-    images: Vec<f32>,
-    labels: Vec<u8>,
 }
 
 impl Trainer {
+    /// `engine` makes the model, given the recipe.
     pub(super) fn new(
         args: &Args,
-        comm: Box<dyn Communicator>,
+        (rank, ranks): (u32, u32),
         samples: usize,
-        threads: usize,
+        engine: impl FnOnce(&Recipe) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
-        let (batch, ranks) = (args.batch(), comm.size());
-        let sampler = Sampler::new(samples, batch, comm.rank(), ranks, args.seed)?;
+        let batch = args.batch();
+        let sampler = Sampler::new(samples, batch, rank, ranks, args.seed)?;
         let length = match args.length() {
             Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
             Length::Steps(steps) => steps,
@@ -106,30 +101,20 @@ impl Trainer {
             lr: args.lr(),
             lr_steps: (args.schedule == Schedule::Linear).then_some(length),
         };
-        let net = Net::new(&args.net, batch, threads);
-        let parameters = net.initial_parameters(args.seed);
-        let (layout, bucket) = (net.layout().clone(), args.bucket_bytes());
-        let model =
-            DataParallel::with_bucket_size(comm, layout, parameters, args.net.optimizer, threads, bucket)?;
-        Ok(Trainer {
-            buffers: net.initial_buffers(),
-            model,
-            net,
-            sampler,
-            hyperparameters,
-            length,
-            totals: Totals::default(),
-            images: vec![0.0; batch * IMAGE_LEN],
-            labels: vec![0; batch],
-        })
+        let recipe = Recipe {
+            seed: args.seed,
+            batch,
+            first_sample: batch as u64 * u64::from(rank),
+            lr: hyperparameters.lr,
+            lr_steps: hyperparameters.lr_steps,
+            steps_per_epoch: sampler.steps_per_epoch() as u64,
+        };
+        let engine = engine(&recipe)?;
+        Ok(Trainer { engine, sampler, hyperparameters, length, totals: Totals::default() })
     }
 
-    pub(super) fn comm(&mut self) -> &mut dyn Communicator {
-        self.model.comm()
-    }
-
-    pub(super) fn ranks(&self) -> u32 {
-        self.model.ranks()
+    pub(super) fn engine(&mut self) -> &mut dyn Engine {
+        &mut *self.engine
     }
 
     fn steps_per_epoch(&self) -> u64 {
@@ -147,25 +132,11 @@ impl Trainer {
     }
 
     pub(super) fn steps(&self) -> u64 {
-        self.model.steps()
-    }
-
-    pub(super) fn parameters(&self) -> usize {
-        self.net.layout().len()
+        self.engine.steps()
     }
 
     pub(super) fn totals(&self) -> Totals {
         self.totals
-    }
-
-    pub(super) fn verify(&mut self) -> mgpu::Result<u64> {
-        self.model.verify()
-    }
-
-    /// The learning rate of step `step`, from 0.
-    fn learning_rate(&self, step: u64) -> f64 {
-        let Hyperparameters { lr, lr_steps, .. } = self.hyperparameters;
-        lr_steps.map_or(lr, |steps| lr * (1.0 - step as f64 / steps as f64))
     }
 
     /// Trains to the end of the epoch, or of the training if that comes first.
@@ -177,54 +148,34 @@ impl Trainer {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
         let last = self.length.min((epoch + 1) * per_epoch);
-        let Hyperparameters { seed, batch, ranks, .. } = self.hyperparameters;
+        let Hyperparameters { batch, ranks, .. } = self.hyperparameters;
         let global_batch = batch as u64 * u64::from(ranks);
-        let first_sample = batch as u64 * u64::from(self.model.comm().rank());
-        let mut score = LossReport::default();
-        let start = Instant::now();
-        let (begin, mut measured_from) = (self.steps(), None);
-        while self.steps() < last {
-            let step = self.steps();
-            if step >= begin.max(WARM_UP) && measured_from.is_none() {
+        let (begin, start) = (self.steps(), Instant::now());
+        let mut measured_from = (begin >= WARM_UP).then_some((start, begin));
+        let mut note = |step: u64, loss: f64| {
+            if step >= WARM_UP && measured_from.is_none() {
                 measured_from = Some((Instant::now(), step));
             }
-            let samples = self.sampler.batch(epoch, (step % per_epoch) as usize);
-            data.gather(samples, &mut self.images, &mut self.labels);
-
-            self.model.set_learning_rate(self.learning_rate(step));
-            let Trainer { model, net, buffers, images, labels, .. } = self;
-            let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
-            let report = model.step(|parameters, ranks| {
-                net.forward(parameters, buffers, images, mode, ranks)?;
-                net.backward(parameters, labels, ranks)
-            })?;
-
-            score += report;
-            seen(&Position {
-                epoch: epoch + 1,
-                step: step + 1,
-                steps: last,
-                loss: report.loss(),
-                images_per_s: ((step + 1 - begin) * global_batch) as f64 / start.elapsed().as_secs_f64(),
-            });
-        }
+            let images_per_s = ((step - begin) * global_batch) as f64 / start.elapsed().as_secs_f64();
+            seen(&Position { epoch: epoch + 1, step, steps: last, loss, images_per_s });
+        };
+        let score = self.engine.train(data, &mut self.sampler, last, &mut note)?;
         let train_s = start.elapsed().as_secs_f64();
         self.totals.train_s += train_s;
-        if let Some((from, step)) = measured_from {
-            let steps = self.steps() - step;
+        if let Some((from, step)) = measured_from.filter(|(_, step)| *step < last) {
+            let steps = last - step;
             self.totals.measured_s += from.elapsed().as_secs_f64();
             self.totals.measured_steps += steps;
             self.totals.measured_images += steps * global_batch;
         }
-        let steps = self.steps() - begin;
-        let score = over_ranks(score, self.model.comm())?;
+        let score = over_ranks(score, self.engine.comm())?;
         Ok(EpochReport {
             epoch: epoch + 1,
-            step: self.steps(),
+            step: last,
             train_loss: score.loss(),
             train_acc: score.accuracy(),
             train_s,
-            images_per_s: (steps * global_batch) as f64 / train_s,
+            images_per_s: ((last - begin) * global_batch) as f64 / train_s,
             test_loss: None,
             test_acc: None,
             test_acc_average: None,
@@ -236,24 +187,11 @@ impl Trainer {
     /// Evaluates on the test set: each image once, on one of the ranks.
     pub(super) fn evaluate(&mut self, data: &Dataset, report: &mut EpochReport) -> mgpu::Result<()> {
         let start = Instant::now();
-        let Trainer { model, net, buffers, .. } = self;
-        let (rank, ranks) = (model.comm().rank(), model.ranks());
+        let (rank, ranks) = (self.engine.comm().rank(), self.hyperparameters.ranks);
         let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks).map(|i| i as u32).collect();
-        let mut evaluate = |parameters: &[f32]| {
-            let mut score = LossReport::default();
-            for samples in shard.chunks(self.labels.len()) {
-                let (images, labels) =
-                    (&mut self.images[..samples.len() * IMAGE_LEN], &mut self.labels[..samples.len()]);
-                data.gather(samples, images, labels);
-                net.predict(parameters, buffers, images);
-                score += net.score(labels);
-            }
-            score
-        };
-        let score = evaluate(model.parameters());
-        let average = model.averaged_parameters().map(&mut evaluate);
-        let score = over_ranks(score, model.comm())?;
-        let average = average.map(|average| over_ranks(average, model.comm())).transpose()?;
+        let (score, average) = self.engine.evaluate(data, &shard)?;
+        let score = over_ranks(score, self.engine.comm())?;
+        let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;
         let seconds = start.elapsed().as_secs_f64();
         self.totals.test_s += seconds;
         report.set_test(score, average, seconds);
@@ -262,19 +200,16 @@ impl Trainer {
 
     /// Rank 0 writes a checkpoint; nobody goes on before it is on the disk.
     pub(super) fn save(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
-        if self.model.comm().rank() == 0 {
+        if self.engine.comm().rank() == 0 {
             let state = serde_json::to_value(&self.hyperparameters)?;
-            let mut arenas = self.model.arenas();
-            let buffers = Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers };
-            arenas.push(buffers);
-            checkpoint::save(folder, self.steps(), state, &arenas, KEEP)?;
+            self.engine.save(folder, state, KEEP)?;
         }
-        Ok(self.model.comm().barrier()?)
+        Ok(self.engine.comm().barrier()?)
     }
 
     /// Goes on from the newest checkpoint, if there is one.
     pub(super) fn resume(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
-        let rank = self.model.comm().rank();
+        let rank = self.engine.comm().rank();
         let Some(path) = checkpoint::latest(folder)? else {
             if rank == 0 {
                 println!("no checkpoint in {} yet: beginning anew", folder.display());
@@ -290,10 +225,7 @@ impl Trainer {
                 format!("{} is of another run: {saved:?}, this one is {now:?}", path.display()).into()
             );
         }
-        self.model.restore(manifest.step, |name, layout| checkpoint::load(&path, &manifest, name, layout))?;
-        let layout = self.net.buffers_layout();
-        self.buffers = checkpoint::load(&path, &manifest, "buffers", layout)?;
-        replicate(self.model.comm(), layout, &mut self.buffers)?;
+        self.engine.restore(&path, &manifest)?;
         if rank == 0 {
             println!("resumed from {} after step {}", path.display(), manifest.step);
         }

@@ -6,6 +6,8 @@
 //! dropout in between changes neither the sign nor, where it writes zeros, a gradient that is not zero already.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// The slope of the leaky rectified linear unit for negative inputs.
 pub const LEAKY_SLOPE: f32 = 0.2;

@@ -42,17 +42,17 @@ pub enum Arg {
     F32(f32),
     /// `f64`.
     F64(f64),
-    /// A structure, as it lies in memory: at most 256 bytes.
-    Struct([u64; 32]),
+    /// A structure, as it lies in memory: at most 128 bytes.
+    Struct([u64; 16]),
 }
 
 impl Arg {
     /// A structure that is `repr(C)` here and has the same members in the kernel.
     ///
     /// # Panics
-    /// If it is larger than 256 bytes.
+    /// If it is larger than 128 bytes.
     pub fn of<T: bytemuck::NoUninit>(value: &T) -> Self {
-        let mut words = [0u64; 32];
+        let mut words = [0u64; 16];
         let bytes = bytemuck::bytes_of(value);
         bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
         Arg::Struct(words)

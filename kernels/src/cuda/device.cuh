@@ -83,6 +83,49 @@ __device__ inline T most(T a, T b) {
     return a < b ? b : a;
 }
 
+// Elements that one access of 16 bytes moves, and so many of them, to be loaded and stored at once. Their address is a
+// multiple of their size.
+template <class T>
+constexpr u32 PACK = 16 / sizeof(T);
+
+template <class T, u32 N>
+struct alignas(N * sizeof(T)) Pack {
+    T at[N];
+};
+
+template <u32 N, class T>
+__device__ inline Pack<T, N> load_pack(const T* from) {
+    return *(const Pack<T, N>*)from;
+}
+
+template <u32 N, class T>
+__device__ inline void store_pack(T* to, const Pack<T, N>& pack) {
+    *(Pack<T, N>*)to = pack;
+}
+
+// N numbers for the N channels of a pack of activations, 16 bytes at a time where they are that many.
+template <u32 N>
+__device__ inline Pack<f32, N> load_channels(const f32* from) {
+    constexpr u32 STEP = N < PACK<f32> ? N : PACK<f32>;
+    Pack<f32, N> values;
+    for (u32 j = 0; j < N; j += STEP) {
+        const Pack<f32, STEP> part = load_pack<STEP>(from + j);
+        for (u32 k = 0; k < STEP; k++) values.at[j + k] = part.at[k];
+    }
+    return values;
+}
+
+// Number of this thread in a one-dimensional grid, and of its threads: a loop from the one in strides of the other
+// visits every item once whatever the grid.
+__device__ inline u32 grid_thread() { return blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ inline u32 grid_threads() { return gridDim.x * blockDim.x; }
+
+// The rectified linear unit with a slope for negative values; with slope 1, the value itself.
+__device__ inline f32 rectify(f32 value, f32 slope) {
+    const f32 scaled = value * slope;
+    return value > 0.0f ? value : scaled;
+}
+
 // Sum over the lanes of a warp, the same in every lane, always in the same order.
 template <class T>
 __device__ inline T warp_sum(T value) {

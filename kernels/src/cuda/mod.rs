@@ -5,7 +5,7 @@
 //! [`Error`] that says where it was looked for ([`libraries`]).
 //!
 //! The way of a kernel: an operation keeps its CUDA source beside its Rust code ([`Source`]); [`Device::function`] has
-//! it compiled for this very GPU ([`compile`]), keeps the result on disk ([`cache`]) and loads it;
+//! it compiled for this very GPU, keeps the result on disk and loads it;
 //! [`Stream::launch`] puts it behind the work that the stream has already. A captured [`Graph`] repeats a whole
 //! sequence of launches at the price of one.
 //!
@@ -20,11 +20,13 @@ mod cache;
 pub(crate) mod choice;
 mod compile;
 mod device;
+pub(crate) mod elements;
 mod error;
 mod graph;
 pub mod libraries;
 mod memory;
 mod precision;
+mod state;
 mod stream;
 
 pub use arguments::{Arg, Grid};
@@ -35,4 +37,5 @@ pub use error::{Error, Result};
 pub use graph::Graph;
 pub use memory::{Memory, Pinned, View};
 pub use precision::Precision;
+pub use state::StepState;
 pub use stream::{Event, Stream};

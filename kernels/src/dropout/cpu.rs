@@ -1,6 +1,6 @@
 //! Dropout on the CPU: the mask is computed element by element where it is applied.
 
-use super::Mask;
+use super::{Mask, dropped, scale};
 use crate::rng::Stream;
 use crate::threads::{Rows, Threads};
 
@@ -12,13 +12,12 @@ const GRAIN: usize = 1 << 14;
 /// # Panics
 /// Unless `probability` is in [0, 1).
 pub fn apply(threads: &Threads, probability: f32, mask: Mask, values: &mut [f32]) {
-    assert!((0.0..1.0).contains(&probability), "dropout with probability {probability}");
+    let threshold = dropped(probability);
     if probability == 0.0 {
         return;
     }
     let stream = Stream::new(mask.seed, mask.stream);
-    let threshold = (probability * (1 << 24) as f32) as u32;
-    let scale = 1.0 / (1.0 - probability);
+    let scale = scale(probability);
     threads.divide(values.len(), GRAIN, Rows::new(values, 1), |range, part| {
         for (value, i) in part.values.iter_mut().zip(mask.first + range.start as u64..) {
             let kept = stream.bits24(i) >= threshold;

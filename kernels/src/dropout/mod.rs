@@ -7,6 +7,8 @@
 //! rather than stored.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// Names one mask and the place of a slice in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +19,20 @@ pub struct Mask {
     pub stream: u64,
     /// Number of elements of the mask that precede the slice.
     pub first: u64,
+}
+
+/// Of 2^24 equally likely numbers, how many mean that an element is dropped.
+///
+/// # Panics
+/// Unless `probability` is in [0, 1).
+fn dropped(probability: f32) -> u32 {
+    assert!((0.0..1.0).contains(&probability), "dropout with probability {probability}");
+    (probability * (1 << 24) as f32) as u32
+}
+
+/// What the elements that are kept are multiplied with.
+fn scale(probability: f32) -> f32 {
+    1.0 / (1.0 - probability)
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@
 //! the row's first maximum.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// What a batch reports about its samples; reports of batches and ranks add up.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

@@ -14,6 +14,8 @@
 //! later, the global sums and the global m make `dx` right without further scaling.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// Added to the variance before its root is taken.
 pub const EPSILON: f64 = 1e-5;

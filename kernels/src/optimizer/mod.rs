@@ -15,7 +15,10 @@
 //! Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Tieleman and Hinton 2012 (RMSprop),
 //! Sutskever et al. 2013 (momentum).
 
+pub mod chunk;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// Hyper-parameters of Adam.
 #[derive(Debug, Clone, Copy, PartialEq)]

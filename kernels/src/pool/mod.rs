@@ -6,6 +6,8 @@
 //! 2u+v in one byte an output, the backward pass sends `dy` there and zero everywhere else.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// What happens to the last row or column of a plane with an odd number of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

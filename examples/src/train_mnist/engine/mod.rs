@@ -1,0 +1,92 @@
+//! How a rank trains: on the CPU or on a GPU, with one contract.
+//!
+//! A trainer decides what happens when; an engine has the model and does it. Both engines train the same networks from
+//! the same initial values on the same batches, and write the same checkpoints: a run may go on with the other one.
+
+mod cpu;
+
+use std::path::Path;
+
+pub(super) use cpu::Cpu;
+use mgpu::checkpoint::Manifest;
+use mgpu::{Communicator, Sampler};
+
+use crate::data::Dataset;
+use crate::nets::LossReport;
+
+/// What an engine has to know of the run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Recipe {
+    pub(super) seed: u64,
+    /// Images a step on this rank.
+    pub(super) batch: usize,
+    /// Index in the batch of all ranks of this rank's first image.
+    pub(super) first_sample: u64,
+    /// Learning rate at the beginning.
+    pub(super) lr: f64,
+    /// Steps over which it falls to 0; none if it is constant.
+    pub(super) lr_steps: Option<u64>,
+    pub(super) steps_per_epoch: u64,
+}
+
+impl Recipe {
+    /// The learning rate of step `step`, from 0.
+    fn learning_rate(&self, step: u64) -> f64 {
+        self.lr_steps.map_or(self.lr, |steps| self.lr * (1.0 - step as f64 / steps as f64))
+    }
+}
+
+/// Told after steps how many have been made in all, and the loss of the last one whose loss is known.
+pub(super) type Seen<'a> = dyn FnMut(u64, f64) + 'a;
+
+/// A model in training. What is said to be collective is called by all ranks alike.
+pub(super) trait Engine {
+    /// For collectives of the program's own between steps.
+    fn comm(&mut self) -> &mut dyn Communicator;
+
+    /// Parameters of the network.
+    fn parameters(&self) -> usize;
+
+    /// Steps made.
+    fn steps(&self) -> u64;
+
+    /// Makes steps until `until` have been made, all of one epoch, on the batches of `sampler`, and returns this rank's
+    /// losses. Collective.
+    ///
+    /// # Errors
+    /// As the communicator's, and the GPU's.
+    fn train(
+        &mut self,
+        data: &Dataset,
+        sampler: &mut Sampler,
+        until: u64,
+        seen: &mut Seen<'_>,
+    ) -> mgpu::Result<LossReport>;
+
+    /// Evaluates the samples `shard`, and once more with the moving average of the weights where one is kept.
+    ///
+    /// # Errors
+    /// As the GPU's.
+    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)>;
+
+    /// Checks that all ranks hold the same weights, and returns their checksum. Collective.
+    ///
+    /// # Errors
+    /// If they do not.
+    fn verify(&mut self) -> mgpu::Result<u64>;
+
+    /// Writes a checkpoint. On one rank.
+    ///
+    /// # Errors
+    /// If something cannot be written.
+    fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()>;
+
+    /// Goes back to a checkpoint. Collective.
+    ///
+    /// # Errors
+    /// If it cannot be read, or does not fit.
+    fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()>;
+
+    /// MiB of GPU memory that this rank has held at most; `None` without a GPU.
+    fn gpu_mib(&self) -> Option<u64>;
+}

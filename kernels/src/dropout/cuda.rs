@@ -1,0 +1,84 @@
+//! Dropout on a GPU: the mask is computed element by element where it is applied.
+//!
+//! Masks are counted by the elements of \[N, C, P\] on every backend, while activations lie as \[N, P, C\] here: the
+//! kernel works out each element's number, so that GPUs and CPUs drop the same.
+
+use super::{dropped, scale};
+use crate::cuda::elements::{aligned, count, grid, pack, run, typed};
+use crate::cuda::{Arg, Result, Source, StepState, Stream, View};
+
+/// The kernels.
+pub static SOURCE: Source = Source { name: "dropout", text: include_str!("dropout.cu") };
+
+/// Names the masks of one layer and the place of this rank's samples in them. The step comes from the GPU's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mask {
+    /// The run's seed.
+    pub seed: u64,
+    /// Distinguishes the layers of a run. The step is added to it, 16 bits higher: the [stream](super::Mask::stream) of
+    /// step s is `stream | s << 16`.
+    pub stream: u64,
+    /// Index in the batch of all ranks of the first sample here.
+    pub first_sample: u64,
+    /// Channels of a sample, C.
+    pub channels: usize,
+    /// Positions of a sample, P = H·W.
+    pub plane: usize,
+}
+
+/// `struct DropoutMask` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Parameters {
+    seed: u64,
+    stream: u64,
+    first_sample: u64,
+    channels: u32,
+    plane: u32,
+    threshold: u32,
+    scale: f32,
+}
+
+/// Zeroes or scales every element: values in the forward pass, gradients in the backward pass.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// Unless `probability` is in [0, 1) and `values` is a whole number of samples.
+pub fn apply(
+    stream: &Stream,
+    probability: f32,
+    mask: &Mask,
+    state: View<'_>,
+    values: View<'_>,
+) -> Result<()> {
+    let threshold = dropped(probability);
+    StepState::check(state);
+    let &Mask { channels, plane, .. } = mask;
+    assert!(values.len().is_multiple_of(channels * plane), "{} elements for {mask:?}", values.len());
+    if probability == 0.0 {
+        return Ok(());
+    }
+    let pack = pack(values.dtype());
+    let wide = channels.is_multiple_of(pack) && aligned(pack, &[values]);
+    let parameters = Parameters {
+        seed: mask.seed,
+        stream: mask.stream,
+        first_sample: mask.first_sample,
+        channels: count(channels),
+        plane: count(plane),
+        threshold,
+        scale: scale(probability),
+    };
+    let arguments = [
+        values.into(),
+        count(values.len()).into(),
+        Arg::of(&parameters),
+        state.into(),
+        u32::from(wide).into(),
+    ];
+    let grid = grid(stream, if wide { values.len() / pack } else { values.len() });
+    // SAFETY: the kernel visits as many elements as the view has, and reads the state.
+    unsafe { run(stream, &SOURCE, &typed("dropout_apply", values), grid, &arguments) }
+}

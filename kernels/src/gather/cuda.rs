@@ -1,0 +1,114 @@
+//! Gathering on a GPU, from a data set that lives there.
+//!
+//! What the CPU refuses, an order that names no sample or a place behind its end, cannot be told from here: it gives a
+//! row of NaNs with label 255, which makes the loss a NaN.
+
+use crate::DType;
+use crate::cuda::elements::{aligned, check, count, grid, pack, run, typed};
+use crate::cuda::{Arg, Result, Source, StepState, Stream, View};
+
+/// The kernels.
+pub static SOURCE: Source = Source { name: "gather", text: include_str!("gather.cu") };
+
+/// A data set on a GPU, and perhaps an order of its samples.
+#[derive(Debug, Clone, Copy)]
+pub struct Samples<'a> {
+    /// Pixels of all samples (u8), one sample after the other.
+    pub images: View<'a>,
+    /// One label (u8) for each sample.
+    pub labels: View<'a>,
+    /// Indices of samples, as i32.
+    pub order: Option<View<'a>>,
+}
+
+/// `struct GatherSource` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Parameters {
+    images: u64,
+    labels: u64,
+    order: u64,
+    order_len: u64,
+    samples: u32,
+    sample_len: u32,
+}
+
+impl Samples<'_> {
+    /// # Panics
+    /// If lengths or types do not fit each other, or a batch of `labels.len()` rows in `x`.
+    #[track_caller]
+    fn parameters(&self, x: View<'_>, labels: View<'_>) -> Parameters {
+        let samples = self.labels.len();
+        let sample_len = self.images.len() / samples;
+        check("the images of a data set", self.images, DType::U8, samples * sample_len);
+        check("the labels of a data set", self.labels, DType::U8, samples);
+        check("the labels of a batch", labels, DType::U8, labels.len());
+        check("the inputs of a batch", x, x.dtype(), labels.len() * sample_len);
+        if let Some(order) = self.order {
+            check("an order of samples", order, DType::I32, order.len());
+        }
+        count(x.len());
+        Parameters {
+            images: self.images.address(),
+            labels: self.labels.address(),
+            order: self.order.map_or(0, |order| order.address()),
+            order_len: self.order.map_or(samples, |order| order.len()) as u64,
+            samples: count(samples),
+            sample_len: count(sample_len),
+        }
+    }
+
+    /// Runs a kernel that is given `place` after the data set.
+    fn gather(&self, stream: &Stream, name: &str, place: Arg, x: View<'_>, labels: View<'_>) -> Result<()> {
+        let parameters = self.parameters(x, labels);
+        let pack = pack(x.dtype());
+        let wide = (parameters.sample_len as usize).is_multiple_of(pack) && aligned(pack, &[x, self.images]);
+        let arguments = [
+            Arg::of(&parameters),
+            place,
+            x.into(),
+            labels.into(),
+            count(labels.len()).into(),
+            u32::from(wide).into(),
+        ];
+        let grid = grid(stream, if wide { x.len() / pack } else { x.len() });
+        // SAFETY: the lengths are those of the data set and of the batch; the kernel looks at each index before it uses
+        // it.
+        unsafe { run(stream, &SOURCE, &typed(name, x), grid, &arguments) }
+    }
+}
+
+/// Overwrites `x` and `labels` with the batch of the order at the position that `state` says.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn batch(
+    stream: &Stream,
+    samples: &Samples<'_>,
+    state: View<'_>,
+    x: View<'_>,
+    labels: View<'_>,
+) -> Result<()> {
+    StepState::check(state);
+    samples.gather(stream, "gather_batch", state.into(), x, labels)
+}
+
+/// Overwrites `x` and `labels` with the samples from place `first` of the order: for evaluation.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn range(
+    stream: &Stream,
+    samples: &Samples<'_>,
+    first: u64,
+    x: View<'_>,
+    labels: View<'_>,
+) -> Result<()> {
+    samples.gather(stream, "gather_range", first.into(), x, labels)
+}

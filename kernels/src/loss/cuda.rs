@@ -1,0 +1,122 @@
+//! Softmax cross-entropy on a GPU: the score of all batches since it was last zeroed stays in its memory, to be read
+//! when somebody asks.
+
+use super::Report;
+use crate::DType;
+use crate::cuda::elements::{THREADS, check, count, run, typed};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+
+/// The kernels.
+pub static SOURCE: Source = Source { name: "loss", text: include_str!("loss.cu") };
+
+/// The most blocks that a launch has, `LOSS_BLOCKS` of the kernels.
+const BLOCKS: u32 = 128;
+
+/// Bytes of the scratch area that every launch needs, zero before the first. Launches in the order of one stream may
+/// share it.
+pub const SCRATCH_BYTES: usize = 8 + BLOCKS as usize * (8 + 4);
+
+/// A [`Report`] in the GPU's memory: `struct Score` of the kernels.
+#[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Score {
+    /// Sum of the losses of all samples. Not a number if a label was no class.
+    pub loss_sum: f64,
+    /// Samples whose label has the largest logit.
+    pub correct: u64,
+    /// Number of samples.
+    pub samples: u64,
+}
+
+impl Score {
+    /// Bytes of memory that hold one, and it is zero if they are.
+    pub const BYTES: usize = size_of::<Self>();
+
+    /// The score in `bytes` that were copied from the GPU.
+    ///
+    /// # Panics
+    /// If they are not [`Score::BYTES`].
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        bytemuck::pod_read_unaligned(bytes)
+    }
+}
+
+impl From<Score> for Report {
+    fn from(score: Score) -> Self {
+        let Score { loss_sum, correct, samples } = score;
+        Report { loss_sum, correct, samples }
+    }
+}
+
+/// Arguments that both kernels have, and the grid: a warp for each sample.
+struct Samples {
+    arguments: [Arg; 4],
+    grid: Grid,
+}
+
+impl Samples {
+    #[track_caller]
+    fn new(logits: View<'_>, labels: View<'_>, scratch: View<'_>, score: View<'_>) -> Self {
+        let samples = labels.len();
+        assert!(samples > 0, "the loss of no sample");
+        let classes = logits.len() / samples;
+        check("labels", labels, DType::U8, samples);
+        check("logits", logits, logits.dtype(), samples * classes);
+        check("the scratch area of a loss", scratch, DType::U8, SCRATCH_BYTES);
+        check("a score", score, DType::U8, Score::BYTES);
+        assert_eq!(
+            (scratch.address() % 8, score.address() % 8),
+            (0, 0),
+            "addresses of scratch area and score"
+        );
+        count(logits.len());
+        Samples {
+            arguments: [logits.into(), labels.into(), count(samples).into(), count(classes).into()],
+            grid: Grid::cover(samples * 32, THREADS, BLOCKS),
+        }
+    }
+}
+
+/// Adds loss and accuracy of a batch to `score` ([`Score`], as bytes) and overwrites `gradient` with that of the mean
+/// loss over the batch. Labels are bytes.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit, or there is no sample.
+pub fn gradient(
+    stream: &Stream,
+    logits: View<'_>,
+    labels: View<'_>,
+    gradient: View<'_>,
+    scratch: View<'_>,
+    score: View<'_>,
+) -> Result<()> {
+    let Samples { arguments: [a, b, c, d], grid } = Samples::new(logits, labels, scratch, score);
+    check("the gradient of logits", gradient, logits.dtype(), logits.len());
+    let share = 1.0 / labels.len() as f64;
+    let arguments = [a, b, c, d, share.into(), gradient.into(), scratch.into(), score.into()];
+    // SAFETY: the lengths are those for so many samples and classes.
+    unsafe { run(stream, &SOURCE, &typed("loss_gradient", logits), grid, &arguments) }
+}
+
+/// Adds loss and accuracy of a batch to `score`, like [`gradient`], for evaluation.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// As [`gradient`].
+pub fn score(
+    stream: &Stream,
+    logits: View<'_>,
+    labels: View<'_>,
+    scratch: View<'_>,
+    score: View<'_>,
+) -> Result<()> {
+    let Samples { arguments: [a, b, c, d], grid } = Samples::new(logits, labels, scratch, score);
+    let arguments = [a, b, c, d, scratch.into(), score.into()];
+    // SAFETY: the lengths are those for so many samples and classes.
+    unsafe { run(stream, &SOURCE, &typed("loss_score", logits), grid, &arguments) }
+}

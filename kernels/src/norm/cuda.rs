@@ -1,0 +1,277 @@
+//! Batch normalisation on a GPU, of NHWC images.
+//!
+//! Sums are f64 \[2C + 1\] as on the CPU: first sums, second sums, count. They stay on the GPU, where a communicator
+//! adds them up over ranks. Statistics are f32 \[2C\]: means, then inverse deviations.
+//!
+//! Sums are taken in f64 by as many blocks as the workspace has room for and added up in a fixed order, so that they
+//! are the same from run to run.
+
+use super::{EPSILON, MOMENTUM};
+use crate::DType;
+use crate::cuda::elements::{THREADS, aligned, blocks, check, count, grid, pack, run, typed};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+
+/// The kernels.
+pub static SOURCE: Source = Source { name: "norm", text: include_str!("norm.cu") };
+
+/// Blocks on each multiprocessor that take sums: enough to keep memory busy, few to add up.
+const SUMMING: usize = 4;
+
+/// Elements (f64) of the workspace that [`sum_inputs`] and [`sum_gradients`] work best with, on a GPU with so many
+/// multiprocessors. Calls in the order of one stream may share it.
+pub fn workspace_len(multiprocessors: u32, channels: usize) -> usize {
+    SUMMING * multiprocessors as usize * 2 * channels
+}
+
+/// `struct NormShape` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Extents {
+    rows: u32,
+    channels: u32,
+}
+
+/// Extents of images, and whether whole packs of their channels are aligned in all `views` and `parameters`.
+struct Rows {
+    extents: Extents,
+    pack: usize,
+    wide: bool,
+}
+
+impl Rows {
+    #[track_caller]
+    fn new(channels: usize, views: &[View<'_>], parameters: &[View<'_>]) -> Self {
+        let (dtype, len) = (views[0].dtype(), views[0].len());
+        assert!(len.is_multiple_of(channels), "{len} elements in rows of {channels}");
+        for view in views {
+            check("images to be normalised", *view, dtype, len);
+        }
+        count(len);
+        let pack = pack(dtype);
+        let wide = channels.is_multiple_of(pack) && aligned(pack, views) && aligned(4, parameters);
+        let extents = Extents { rows: count(len / channels), channels: count(channels) };
+        Rows { extents, pack: if wide { pack } else { 1 }, wide }
+    }
+
+    /// A grid as `norm_place` of the kernels takes it, of at most `blocks` blocks in x.
+    fn grid(&self, blocks: usize) -> Grid {
+        let packs = self.extents.channels as usize / self.pack;
+        let tile = packs.min(THREADS as usize);
+        let lanes = THREADS as usize / tile;
+        let rows = (self.extents.rows as usize).div_ceil(lanes);
+        Grid {
+            blocks: [count(rows.clamp(1, blocks)), count(packs.div_ceil(tile)), 1],
+            threads: THREADS,
+            shared: 0,
+        }
+    }
+
+    fn wide(&self) -> Arg {
+        u32::from(self.wide).into()
+    }
+}
+
+/// Channels of `sums`.
+#[track_caller]
+fn channels_of(sums: View<'_>) -> usize {
+    let channels = sums.len() / 2;
+    assert!(channels > 0, "sums of no channel");
+    check("sums", sums, DType::F64, 2 * channels + 1);
+    channels
+}
+
+/// Blocks that `workspace` has room for.
+#[track_caller]
+fn room(workspace: View<'_>, channels: usize) -> usize {
+    check("a workspace", workspace, DType::F64, workspace.len());
+    let blocks = workspace.len() / (2 * channels);
+    assert!(blocks > 0, "a workspace of {} elements for {channels} channels", workspace.len());
+    blocks
+}
+
+/// Overwrites `sums` with this rank's sums of `x` and `x²` and their number.
+///
+/// # Errors
+/// If a kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn sum_inputs(stream: &Stream, x: View<'_>, workspace: View<'_>, sums: View<'_>) -> Result<()> {
+    let channels = channels_of(sums);
+    let rows = Rows::new(channels, &[x], &[]);
+    let grid = rows.grid(room(workspace, channels));
+    let arguments = [Arg::of(&rows.extents), x.into(), workspace.into(), rows.wide()];
+    // SAFETY: `x` has rows · channels elements, the workspace 2 · channels for each block.
+    unsafe { run(stream, &SOURCE, &typed("norm_sum_inputs", x), grid, &arguments)? };
+    let arguments = [Arg::of(&rows.extents), workspace.into(), grid.blocks[0].into(), sums.into()];
+    // SAFETY: as above, and `sums` has 2 · channels + 1 elements.
+    unsafe { run(stream, &SOURCE, "norm_total_inputs", totals(channels), &arguments) }
+}
+
+/// A warp for every 32 sums.
+fn totals(channels: usize) -> Grid {
+    Grid::new(count((2 * channels).div_ceil(32)), THREADS)
+}
+
+/// Takes the statistics of a batch from its sums of `x` and `x²`, of all ranks, and moves the running statistics.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn batch_statistics(
+    stream: &Stream,
+    sums: View<'_>,
+    statistics: View<'_>,
+    running_mean: View<'_>,
+    running_var: View<'_>,
+) -> Result<()> {
+    let channels = channels_of(sums);
+    check("statistics", statistics, DType::F32, 2 * channels);
+    check("a running mean", running_mean, DType::F32, channels);
+    check("a running variance", running_var, DType::F32, channels);
+    let arguments = [
+        count(channels).into(),
+        sums.into(),
+        EPSILON.into(),
+        MOMENTUM.into(),
+        statistics.into(),
+        running_mean.into(),
+        running_var.into(),
+    ];
+    // SAFETY: the lengths are those for so many channels.
+    unsafe { run(stream, &SOURCE, "norm_batch_statistics", grid(stream, channels), &arguments) }
+}
+
+/// Takes the running statistics, for evaluation.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn running_statistics(
+    stream: &Stream,
+    running_mean: View<'_>,
+    running_var: View<'_>,
+    statistics: View<'_>,
+) -> Result<()> {
+    let channels = running_mean.len();
+    check("statistics", statistics, DType::F32, 2 * channels);
+    check("a running mean", running_mean, DType::F32, channels);
+    check("a running variance", running_var, DType::F32, channels);
+    let arguments =
+        [count(channels).into(), running_mean.into(), running_var.into(), EPSILON.into(), statistics.into()];
+    // SAFETY: the lengths are those for so many channels.
+    unsafe { run(stream, &SOURCE, "norm_running_statistics", grid(stream, channels), &arguments) }
+}
+
+/// Overwrites `y` with `x` normalised by `statistics`, scaled by `gamma` and shifted by `beta` (both f32).
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn normalise(
+    stream: &Stream,
+    statistics: View<'_>,
+    gamma: View<'_>,
+    beta: View<'_>,
+    x: View<'_>,
+    y: View<'_>,
+) -> Result<()> {
+    let channels = gamma.len();
+    let rows = Rows::new(channels, &[x, y], &[statistics, gamma, beta]);
+    check("statistics", statistics, DType::F32, 2 * channels);
+    check("a scale", gamma, DType::F32, channels);
+    check("a shift", beta, DType::F32, channels);
+    let arguments = [
+        Arg::of(&rows.extents),
+        statistics.into(),
+        gamma.into(),
+        beta.into(),
+        x.into(),
+        y.into(),
+        rows.wide(),
+    ];
+    let grid = rows.grid(blocks(stream) as usize);
+    // SAFETY: the lengths are those of so many rows and channels.
+    unsafe { run(stream, &SOURCE, &typed("norm_normalise", x), grid, &arguments) }
+}
+
+/// Overwrites `sums` with this rank's sums of `dy` and `dy·xhat` and their number, and `dgamma` and `dbeta` (both f32)
+/// with the gradients of the parameters, which are these sums before they are added up over ranks.
+///
+/// # Errors
+/// If a kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+#[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
+pub fn sum_gradients(
+    stream: &Stream,
+    statistics: View<'_>,
+    x: View<'_>,
+    dy: View<'_>,
+    workspace: View<'_>,
+    sums: View<'_>,
+    dgamma: View<'_>,
+    dbeta: View<'_>,
+) -> Result<()> {
+    let channels = channels_of(sums);
+    check("statistics", statistics, DType::F32, 2 * channels);
+    check("the gradient of a scale", dgamma, DType::F32, channels);
+    check("the gradient of a shift", dbeta, DType::F32, channels);
+    let rows = Rows::new(channels, &[x, dy], &[]);
+    let grid = rows.grid(room(workspace, channels));
+    let extents = Arg::of(&rows.extents);
+    let arguments = [extents, statistics.into(), x.into(), dy.into(), workspace.into(), rows.wide()];
+    // SAFETY: the lengths are those of so many rows and channels; the workspace has 2 · channels elements for each block.
+    unsafe { run(stream, &SOURCE, &typed("norm_sum_gradients", x), grid, &arguments)? };
+    let arguments = [
+        extents,
+        workspace.into(),
+        grid.blocks[0].into(),
+        statistics.into(),
+        sums.into(),
+        dgamma.into(),
+        dbeta.into(),
+    ];
+    // SAFETY: as above.
+    unsafe { run(stream, &SOURCE, "norm_total_gradients", totals(channels), &arguments) }
+}
+
+/// Turns the gradient of the output into that of the input, in place, given [`sum_gradients`] of all ranks.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn backward_input(
+    stream: &Stream,
+    statistics: View<'_>,
+    sums: View<'_>,
+    gamma: View<'_>,
+    x: View<'_>,
+    gradient: View<'_>,
+) -> Result<()> {
+    let channels = channels_of(sums);
+    check("statistics", statistics, DType::F32, 2 * channels);
+    check("a scale", gamma, DType::F32, channels);
+    let rows = Rows::new(channels, &[x, gradient], &[statistics, gamma]);
+    let arguments = [
+        Arg::of(&rows.extents),
+        statistics.into(),
+        sums.into(),
+        gamma.into(),
+        x.into(),
+        gradient.into(),
+        rows.wide(),
+    ];
+    let grid = rows.grid(blocks(stream) as usize);
+    // SAFETY: the lengths are those of so many rows and channels.
+    unsafe { run(stream, &SOURCE, &typed("norm_backward_input", x), grid, &arguments) }
+}

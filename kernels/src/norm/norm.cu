@@ -1,0 +1,287 @@
+// Batch normalisation of NHWC images: rows of channels, one row a position of an image. See mod.rs for the contract.
+//
+// In every kernel that walks over rows a thread keeps its channels: a block is `tile` packs of channels wide and
+// `lanes` rows high, and strides down the rows. What depends on the channel alone is then worked out once a thread.
+// Sums take two kernels: each block writes its own sums, in f64, to a workspace [blocks][2][channels], and a second
+// kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on timing.
+
+#define NORM_THREADS 256u
+
+struct NormShape {
+    u32 rows;
+    u32 channels;
+};
+
+// A thread's place: its first channel, and the rows it visits.
+struct NormPlace {
+    u32 tile;
+    u32 lanes;
+    u32 lane;
+    u32 channel;
+    u32 row;
+    u32 stride;
+};
+
+template <u32 N>
+__device__ inline NormPlace norm_place(const NormShape& shape) {
+    const u32 row_packs = shape.channels / N;
+    NormPlace place;
+    place.tile = least(row_packs, NORM_THREADS);
+    place.lanes = NORM_THREADS / place.tile;
+    place.lane = threadIdx.x / place.tile;
+    const u32 pack = blockIdx.y * place.tile + threadIdx.x % place.tile;
+    place.channel = pack * N;
+    place.row = blockIdx.x * place.lanes + place.lane;
+    place.stride = gridDim.x * place.lanes;
+    // The threads left over by the tiles have no rows.
+    if (place.lane >= place.lanes || pack >= row_packs) place.row = shape.rows;
+    return place;
+}
+
+// Adds up what the lanes of a block have, channel by channel from the first lane to the last.
+template <u32 N>
+__device__ void norm_add_lanes(const NormShape& shape, const NormPlace& place, const f64 mine[N], f64* partial) {
+    __shared__ f64 sums[NORM_THREADS * N];
+    const u32 width = place.tile * N, first = blockIdx.y * width;
+    __syncthreads();
+    if (place.lane < place.lanes) {
+        for (u32 j = 0; j < N; j++) sums[place.lane * width + threadIdx.x % place.tile * N + j] = mine[j];
+    }
+    __syncthreads();
+    for (u32 column = threadIdx.x; column < width; column += NORM_THREADS) {
+        f64 sum = 0.0;
+        for (u32 lane = 0; lane < place.lanes; lane++) sum += sums[lane * width + column];
+        if (first + column < shape.channels) partial[first + column] = sum;
+    }
+}
+
+template <class T, u32 N>
+__device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* workspace) {
+    const NormPlace place = norm_place<N>(shape);
+    f64 sum[N], squares[N];
+    for (u32 j = 0; j < N; j++) sum[j] = squares[j] = 0.0;
+#pragma unroll 2
+    for (u32 row = place.row; row < shape.rows; row += place.stride) {
+        const Pack<T, N> pack = load_pack<N>(x + row * shape.channels + place.channel);
+        for (u32 j = 0; j < N; j++) {
+            const f64 value = to_f32(pack.at[j]);
+            sum[j] += value;
+            squares[j] += value * value;
+        }
+    }
+    f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
+    norm_add_lanes<N>(shape, place, sum, partial);
+    norm_add_lanes<N>(shape, place, squares, partial + shape.channels);
+}
+
+template <class T>
+__device__ void norm_sum_inputs(const NormShape& shape, const T* x, f64* workspace, u32 wide) {
+    if (wide) {
+        norm_sum_inputs_packs<T, PACK<T>>(shape, x, workspace);
+    } else {
+        norm_sum_inputs_packs<T, 1>(shape, x, workspace);
+    }
+}
+
+KERNEL_BOUNDS(norm_sum_inputs_f32, NORM_THREADS)(NormShape shape, const f32* x, f64* workspace, u32 wide) {
+    norm_sum_inputs(shape, x, workspace, wide);
+}
+KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x, f64* workspace, u32 wide) {
+    norm_sum_inputs(shape, x, workspace, wide);
+}
+
+// The second sum lacks its factor, the inverse deviation: the kernel that adds up the blocks has it.
+template <class T, u32 N>
+__device__ void norm_sum_gradients_packs(
+    const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace) {
+    const NormPlace place = norm_place<N>(shape);
+    f64 sum[N], products[N], mean[N];
+    for (u32 j = 0; j < N; j++) {
+        sum[j] = products[j] = 0.0;
+        mean[j] = place.row < shape.rows ? (f64)statistics[place.channel + j] : 0.0;
+    }
+#pragma unroll 2
+    for (u32 row = place.row; row < shape.rows; row += place.stride) {
+        const Pack<T, N> values = load_pack<N>(x + row * shape.channels + place.channel);
+        const Pack<T, N> gradients = load_pack<N>(dy + row * shape.channels + place.channel);
+        for (u32 j = 0; j < N; j++) {
+            const f64 gradient = to_f32(gradients.at[j]);
+            sum[j] += gradient;
+            products[j] += ((f64)to_f32(values.at[j]) - mean[j]) * gradient;
+        }
+    }
+    f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
+    norm_add_lanes<N>(shape, place, sum, partial);
+    norm_add_lanes<N>(shape, place, products, partial + shape.channels);
+}
+
+template <class T>
+__device__ void norm_sum_gradients(
+    const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace, u32 wide) {
+    if (wide) {
+        norm_sum_gradients_packs<T, PACK<T>>(shape, statistics, x, dy, workspace);
+    } else {
+        norm_sum_gradients_packs<T, 1>(shape, statistics, x, dy, workspace);
+    }
+}
+
+KERNEL_BOUNDS(norm_sum_gradients_f32, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const f32* x, const f32* dy, f64* workspace, u32 wide) {
+    norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
+}
+KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const bf16* x, const bf16* dy, f64* workspace, u32 wide) {
+    norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
+}
+
+// Adds up the blocks of a workspace: a warp's lanes are columns, its warps take turns with the blocks. Writes the sums
+// and, for gradients, those of the parameters: they are of this rank alone.
+template <bool GRADIENTS>
+__device__ void norm_total(
+    const NormShape& shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma,
+    f32* dbeta) {
+    constexpr u32 WARPS = NORM_THREADS / WARP;
+    __shared__ f64 of_warps[WARPS][WARP];
+    const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const u32 columns = 2 * shape.channels, column = blockIdx.x * WARP + lane;
+    f64 sum = 0.0;
+    if (column < columns) {
+#pragma unroll 4
+        for (u32 block = warp; block < blocks; block += WARPS) sum += workspace[(u64)block * columns + column];
+    }
+    of_warps[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    for (u32 other = 1; other < WARPS; other++) sum += of_warps[other][lane];
+    if (GRADIENTS) {
+        // The workspace's second sums are of (x - mean) dy.
+        if (column < shape.channels) {
+            dbeta[column] = (f32)sum;
+        } else {
+            sum *= (f64)statistics[column];
+            dgamma[column - shape.channels] = (f32)sum;
+        }
+    }
+    sums[column] = sum;
+    if (column == 0) sums[columns] = (f64)shape.rows;
+}
+
+KERNEL_BOUNDS(norm_total_inputs, NORM_THREADS)(NormShape shape, const f64* workspace, u32 blocks, f64* sums) {
+    norm_total<false>(shape, workspace, blocks, nullptr, sums, nullptr, nullptr);
+}
+KERNEL_BOUNDS(norm_total_gradients, NORM_THREADS)(
+    NormShape shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma, f32* dbeta) {
+    norm_total<true>(shape, workspace, blocks, statistics, sums, dgamma, dbeta);
+}
+
+// Statistics are [2][channels]: means, inverse deviations.
+KERNEL(norm_batch_statistics)(
+    u32 channels, const f64* sums, f64 epsilon, f64 momentum, f32* statistics, f32* running_mean, f32* running_var) {
+    for (u32 c = grid_thread(); c < channels; c += grid_threads()) {
+        const f64 count = sums[2 * channels], mean = sums[c] / count;
+        const f64 var = most(sums[channels + c] / count - mean * mean, 0.0);
+        statistics[c] = (f32)mean;
+        statistics[channels + c] = (f32)(1.0 / sqrt(var + epsilon));
+        const f64 unbiased = var * count / most(count - 1.0, 1.0);
+        running_mean[c] = (f32)((f64)running_mean[c] * (1.0 - momentum) + mean * momentum);
+        running_var[c] = (f32)((f64)running_var[c] * (1.0 - momentum) + unbiased * momentum);
+    }
+}
+
+KERNEL(norm_running_statistics)(
+    u32 channels, const f32* running_mean, const f32* running_var, f64 epsilon, f32* statistics) {
+    for (u32 c = grid_thread(); c < channels; c += grid_threads()) {
+        statistics[c] = running_mean[c];
+        statistics[channels + c] = (f32)(1.0 / sqrt((f64)running_var[c] + epsilon));
+    }
+}
+
+template <class T, u32 N>
+__device__ void norm_normalise_packs(
+    const NormShape& shape, const f32* statistics, const f32* gamma, const f32* beta, const T* x, T* y) {
+    const NormPlace place = norm_place<N>(shape);
+    if (place.row >= shape.rows) return;
+    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
+    const Pack<f32, N> shift = load_channels<N>(beta + place.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
+#pragma unroll 2
+    for (u32 row = place.row; row < shape.rows; row += place.stride) {
+        const u32 at = row * shape.channels + place.channel;
+        Pack<T, N> pack = load_pack<N>(x + at);
+        for (u32 j = 0; j < N; j++) {
+            pack.at[j] = from_f32<T>((to_f32(pack.at[j]) - mean.at[j]) * scale.at[j] + shift.at[j]);
+        }
+        store_pack<N>(y + at, pack);
+    }
+}
+
+template <class T>
+__device__ void norm_normalise(
+    const NormShape& shape, const f32* statistics, const f32* gamma, const f32* beta, const T* x, T* y, u32 wide) {
+    if (wide) {
+        norm_normalise_packs<T, PACK<T>>(shape, statistics, gamma, beta, x, y);
+    } else {
+        norm_normalise_packs<T, 1>(shape, statistics, gamma, beta, x, y);
+    }
+}
+
+KERNEL_BOUNDS(norm_normalise_f32, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const f32* gamma, const f32* beta, const f32* x, f32* y, u32 wide) {
+    norm_normalise(shape, statistics, gamma, beta, x, y, wide);
+}
+KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const f32* gamma, const f32* beta, const bf16* x, bf16* y, u32 wide) {
+    norm_normalise(shape, statistics, gamma, beta, x, y, wide);
+}
+
+template <class T, u32 N>
+__device__ void norm_backward_input_packs(
+    const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
+    const NormPlace place = norm_place<N>(shape);
+    if (place.row >= shape.rows) return;
+    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + place.channel), shift, slope;
+    const f64 count = sums[2 * shape.channels];
+    for (u32 j = 0; j < N; j++) {
+        const u32 c = place.channel + j;
+        scale.at[j] *= inv_std.at[j];
+        shift.at[j] = (f32)(sums[c] / count);
+        slope.at[j] = (f32)(sums[shape.channels + c] / count * (f64)inv_std.at[j]);
+    }
+#pragma unroll 2
+    for (u32 row = place.row; row < shape.rows; row += place.stride) {
+        const u32 at = row * shape.channels + place.channel;
+        const Pack<T, N> values = load_pack<N>(x + at);
+        Pack<T, N> pack = load_pack<N>(gradient + at);
+        for (u32 j = 0; j < N; j++) {
+            const f32 off = (to_f32(values.at[j]) - mean.at[j]) * slope.at[j];
+            pack.at[j] = from_f32<T>(scale.at[j] * (to_f32(pack.at[j]) - shift.at[j] - off));
+        }
+        store_pack<N>(gradient + at, pack);
+    }
+}
+
+template <class T>
+__device__ void norm_backward_input(
+    const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient,
+    u32 wide) {
+    if (wide) {
+        norm_backward_input_packs<T, PACK<T>>(shape, statistics, sums, gamma, x, gradient);
+    } else {
+        norm_backward_input_packs<T, 1>(shape, statistics, sums, gamma, x, gradient);
+    }
+}
+
+KERNEL_BOUNDS(norm_backward_input_f32, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const f32* x, f32* gradient,
+    u32 wide) {
+    norm_backward_input(shape, statistics, sums, gamma, x, gradient, wide);
+}
+KERNEL_BOUNDS(norm_backward_input_bf16, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const bf16* x, bf16* gradient,
+    u32 wide) {
+    norm_backward_input(shape, statistics, sums, gamma, x, gradient, wide);
+}

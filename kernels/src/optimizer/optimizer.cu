@@ -1,0 +1,242 @@
+// Optimizers: the numbers of a step, and one pass over the flat arenas. See mod.rs for the formulas.
+//
+// Every operation is rounded by itself, as on the CPU: a product that a compiler merged into the sum behind it would
+// be more precise, and no longer equal. The pass waits for memory either way.
+
+__device__ inline f32 add(f32 a, f32 b) { return __fadd_rn(a, b); }
+__device__ inline f32 sub(f32 a, f32 b) { return __fsub_rn(a, b); }
+__device__ inline f32 mul(f32 a, f32 b) { return __fmul_rn(a, b); }
+__device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
+
+#define RULE_ADAM 0
+#define RULE_ADAM_W 1
+#define RULE_RMS_PROP 2
+#define RULE_SGD 3
+
+struct Schedule {
+    u64 steps_per_epoch;
+    u64 falling_steps;  // over which the learning rate falls to 0; 0: it is constant
+    f64 learning_rate;
+    f64 decays[2];  // Adam's beta1 and beta2, RMSprop's rho and momentum, SGD's momentum and dampening
+    f64 epsilon;
+    f64 weight_decay;
+    u32 rule;
+    u32 nesterov;
+};
+
+// Names of the constants, which step_begin writes and the rules read.
+#define RATE 0
+#define ADAM_ROOT 1
+#define ADAM_TOWARDS_FIRST 2
+#define ADAM_BETA2 3
+#define ADAM_TOWARDS_SECOND 4
+#define ADAM_EPSILON 5
+#define ADAM_KEEP 6
+#define RMS_RHO 1
+#define RMS_TOWARDS 2
+#define RMS_EPSILON 3
+#define RMS_MOMENTUM 4
+#define SGD_OLD 1
+#define SGD_NEW 2
+#define SGD_AHEAD 3
+#define SGD_ALONG 4
+
+// Advances the state to the step that begins. One thread: all others of the step wait for it anyway.
+KERNEL(step_begin)(StepState* state, Schedule schedule) {
+    if (grid_thread() > 0) return;
+    const u64 step = state->step + 1;
+    f64 rate = schedule.learning_rate;
+    if (schedule.falling_steps > 0) rate = mul(rate, 1.0 - (f64)step / (f64)schedule.falling_steps);
+    const f64 first = schedule.decays[0], second = schedule.decays[1];
+    f32 constants[8] = {};
+    constants[RATE] = (f32)rate;
+    if (schedule.rule == RULE_ADAM || schedule.rule == RULE_ADAM_W) {
+        const f64 t = (f64)(step + 1);
+        const f64 correction1 = 1.0 - pow(first, t), correction2 = 1.0 - pow(second, t);
+        constants[RATE] = (f32)(rate / correction1);
+        constants[ADAM_ROOT] = (f32)(1.0 / sqrt(correction2));
+        constants[ADAM_TOWARDS_FIRST] = (f32)(1.0 - first);
+        constants[ADAM_BETA2] = (f32)second;
+        constants[ADAM_TOWARDS_SECOND] = (f32)(1.0 - second);
+        constants[ADAM_EPSILON] = (f32)schedule.epsilon;
+        constants[ADAM_KEEP] = (f32)(1.0 - mul(rate, schedule.weight_decay));
+    } else if (schedule.rule == RULE_RMS_PROP) {
+        constants[RMS_RHO] = (f32)first;
+        constants[RMS_TOWARDS] = (f32)(1.0 - first);
+        constants[RMS_EPSILON] = (f32)schedule.epsilon;
+        constants[RMS_MOMENTUM] = (f32)second;
+    } else {
+        // In the first step the momentum is the gradient itself.
+        constants[SGD_OLD] = step == 0 ? 0.0f : (f32)first;
+        constants[SGD_NEW] = step == 0 ? 1.0f : (f32)(1.0 - second);
+        constants[SGD_AHEAD] = schedule.nesterov ? 1.0f : 0.0f;
+        constants[SGD_ALONG] = schedule.nesterov ? (f32)first : 1.0f;
+    }
+    state->step = step;
+    state->position = step % schedule.steps_per_epoch;
+    state->learning_rate = rate;
+    for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
+}
+
+// Each rule has the number of its states, and moves one parameter and its states by one gradient. `decay` is the chunk's.
+
+struct AdamRule {
+    static constexpr u32 STATES = 2;
+    f32 rate, root, towards_first, beta2, towards_second, epsilon, keep;
+
+    __device__ explicit AdamRule(const f32* constants)
+        : rate(constants[RATE]),
+          root(constants[ADAM_ROOT]),
+          towards_first(constants[ADAM_TOWARDS_FIRST]),
+          beta2(constants[ADAM_BETA2]),
+          towards_second(constants[ADAM_TOWARDS_SECOND]),
+          epsilon(constants[ADAM_EPSILON]),
+          keep(constants[ADAM_KEEP]) {}
+
+    __device__ void move(f32& param, f32 gradient, f32& m, f32& v) const {
+        m = add(m, mul(towards_first, sub(gradient, m)));
+        v = add(mul(beta2, v), mul(mul(towards_second, gradient), gradient));
+        param = sub(param, mul(rate, m) / add(mul(sqrtf(v), root), epsilon));
+    }
+
+    __device__ void update(f32& param, f32 gradient, f32& m, f32& v, f32 decay) const {
+        move(param, add(gradient, mul(decay, param)), m, v);
+    }
+};
+
+struct AdamWRule : AdamRule {
+    __device__ explicit AdamWRule(const f32* constants) : AdamRule(constants) {}
+
+    __device__ void update(f32& param, f32 gradient, f32& m, f32& v, f32 decay) const {
+        param = mul(param, decay != 0.0f ? keep : 1.0f);
+        move(param, gradient, m, v);
+    }
+};
+
+template <bool MOMENTUM>
+struct RmsPropRule {
+    static constexpr u32 STATES = MOMENTUM ? 2 : 1;
+    f32 rate, rho, towards, epsilon, momentum;
+
+    __device__ explicit RmsPropRule(const f32* constants)
+        : rate(constants[RATE]),
+          rho(constants[RMS_RHO]),
+          towards(constants[RMS_TOWARDS]),
+          epsilon(constants[RMS_EPSILON]),
+          momentum(constants[RMS_MOMENTUM]) {}
+
+    __device__ void update(f32& param, f32 gradient, f32& square, f32& buffer, f32 decay) const {
+        gradient = add(gradient, mul(decay, param));
+        square = add(mul(rho, square), mul(mul(towards, gradient), gradient));
+        f32 move = gradient / add(sqrtf(square), epsilon);
+        if (MOMENTUM) move = buffer = add(mul(momentum, buffer), move);
+        param = sub(param, mul(rate, move));
+    }
+};
+
+template <bool MOMENTUM>
+struct SgdRule {
+    static constexpr u32 STATES = MOMENTUM ? 1 : 0;
+    f32 rate, old_share, new_share, ahead, along;
+
+    __device__ explicit SgdRule(const f32* constants)
+        : rate(constants[RATE]),
+          old_share(constants[SGD_OLD]),
+          new_share(constants[SGD_NEW]),
+          ahead(constants[SGD_AHEAD]),
+          along(constants[SGD_ALONG]) {}
+
+    __device__ void update(f32& param, f32 gradient, f32& buffer, f32&, f32 decay) const {
+        gradient = add(gradient, mul(decay, param));
+        if (MOMENTUM) {
+            buffer = add(mul(old_share, buffer), mul(new_share, gradient));
+            gradient = add(mul(ahead, gradient), mul(along, buffer));
+        }
+        param = sub(param, mul(rate, gradient));
+    }
+};
+
+// A part of one tensor, all of it with the same weight decay.
+struct Chunk {
+    u32 begin;  // in the arena, a multiple of 4
+    u32 len;
+    f32 decay;
+};
+
+// Matching arenas of `len` elements; states that the rule does not use, average and copy may be null.
+struct Arenas {
+    const f32* gradients;
+    f32* params;
+    f32* first;
+    f32* second;
+    f32* average;
+    bf16* copy;
+    u32 len;
+    f32 scale;    // of the gradients
+    f32 towards;  // share of the parameters in their moving average
+    u32 unused;
+};
+
+template <class Rule, u32 N>
+__device__ void optimizer_pack(const Rule& rule, const Arenas& arenas, f32 decay, u32 at) {
+    const Pack<f32, N> gradients = load_pack<N>(arenas.gradients + at);
+    Pack<f32, N> params = load_pack<N>(arenas.params + at), first = {}, second = {};
+    if (Rule::STATES > 0) first = load_pack<N>(arenas.first + at);
+    if (Rule::STATES > 1) second = load_pack<N>(arenas.second + at);
+    for (u32 j = 0; j < N; j++) {
+        const f32 gradient = mul(gradients.at[j], arenas.scale);
+        rule.update(params.at[j], gradient, first.at[j], second.at[j], decay);
+    }
+    store_pack<N>(arenas.params + at, params);
+    if (Rule::STATES > 0) store_pack<N>(arenas.first + at, first);
+    if (Rule::STATES > 1) store_pack<N>(arenas.second + at, second);
+    if (arenas.average) {
+        Pack<f32, N> average = load_pack<N>(arenas.average + at);
+        for (u32 j = 0; j < N; j++) {
+            average.at[j] = add(average.at[j], mul(arenas.towards, sub(params.at[j], average.at[j])));
+        }
+        store_pack<N>(arenas.average + at, average);
+    }
+    if (arenas.copy) {
+        Pack<bf16, N> copy;
+        for (u32 j = 0; j < N; j++) copy.at[j] = from_f32<bf16>(params.at[j]);
+        store_pack<N>(arenas.copy + at, copy);
+    }
+}
+
+// A block takes whole chunks.
+template <class Rule>
+__device__ void optimizer_update(const StepState* state, const Chunk* chunks, u32 count, const Arenas& arenas) {
+    constexpr u32 N = PACK<f32>;
+    const Rule rule(state->constants);
+    for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+        const Chunk chunk = chunks[index];
+        // A table made for other arenas touches nothing outside of these.
+        if (chunk.begin > arenas.len || chunk.len > arenas.len - chunk.begin) continue;
+        const u32 packs = chunk.len / N;
+        for (u32 i = threadIdx.x; i < packs; i += blockDim.x) {
+            optimizer_pack<Rule, N>(rule, arenas, chunk.decay, chunk.begin + i * N);
+        }
+        const u32 rest = packs * N + threadIdx.x;
+        if (rest < chunk.len) optimizer_pack<Rule, 1>(rule, arenas, chunk.decay, chunk.begin + rest);
+    }
+}
+
+KERNEL(optimizer_update_adam)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
+    optimizer_update<AdamRule>(state, chunks, count, arenas);
+}
+KERNEL(optimizer_update_adamw)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
+    optimizer_update<AdamWRule>(state, chunks, count, arenas);
+}
+KERNEL(optimizer_update_rmsprop)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
+    optimizer_update<RmsPropRule<false>>(state, chunks, count, arenas);
+}
+KERNEL(optimizer_update_rmsprop_momentum)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
+    optimizer_update<RmsPropRule<true>>(state, chunks, count, arenas);
+}
+KERNEL(optimizer_update_sgd)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
+    optimizer_update<SgdRule<false>>(state, chunks, count, arenas);
+}
+KERNEL(optimizer_update_sgd_momentum)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
+    optimizer_update<SgdRule<true>>(state, chunks, count, arenas);
+}

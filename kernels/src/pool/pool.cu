@@ -1,0 +1,176 @@
+// Max-pooling of NHWC images, alone or with the bias and activation before it. See mod.rs for the contract.
+//
+// A thread owns one window of a pack of channels. Values are rounded to the type of the activations before they are
+// compared, so that the fused kernels choose what the separate ones would, ties included.
+
+struct PoolShape {
+    u32 images;
+    u32 height;
+    u32 width;
+    u32 out_height;
+    u32 out_width;
+    u32 channels;
+};
+
+// Where a window's upper left element is, and which of the others lie in the image.
+struct PoolWindow {
+    u32 corner;
+    bool right;
+    bool below;
+};
+
+__device__ inline PoolWindow pool_window(const PoolShape& shape, u32 image, u32 row, u32 column, u32 channel) {
+    const u32 corner = ((image * shape.height + 2 * row) * shape.width + 2 * column) * shape.channels + channel;
+    return PoolWindow{corner, 2 * column + 1 < shape.width, 2 * row + 1 < shape.height};
+}
+
+// Bias and activation before pooling, for N channels.
+template <u32 N>
+struct PoolBefore {
+    Pack<f32, N> bias;
+    f32 slope;
+};
+
+template <class T, u32 N, bool FUSED>
+__device__ inline Pack<T, N> pool_load(const T* x, const PoolBefore<N>& before) {
+    Pack<T, N> pack = load_pack<N>(x);
+    if (FUSED) {
+        for (u32 j = 0; j < N; j++) {
+            pack.at[j] = from_f32<T>(rectify(to_f32(pack.at[j]) + before.bias.at[j], before.slope));
+        }
+    }
+    return pack;
+}
+
+template <class T, u32 N, bool FUSED>
+__device__ void pool_forward_packs(
+    const PoolShape& shape, const T* x, const f32* bias, f32 slope, T* y, u8* chosen) {
+    const u32 row_packs = shape.channels / N;
+    const u32 packs = shape.images * shape.out_height * shape.out_width * row_packs;
+    const u32 to_below = shape.width * shape.channels, to_right = shape.channels;
+    for (u32 i = grid_thread(); i < packs; i += grid_threads()) {
+        const u32 channel = i % row_packs * N, place = i / row_packs;
+        const u32 column = place % shape.out_width, line = place / shape.out_width;
+        const u32 row = line % shape.out_height, image = line / shape.out_height;
+        const PoolWindow window = pool_window(shape, image, row, column, channel);
+        PoolBefore<N> before;
+        if (FUSED) before = PoolBefore<N>{load_channels<N>(bias + channel), slope};
+
+        // What lies outside repeats its neighbour, and is never chosen because it is not larger.
+        const T* corner = x + window.corner;
+        Pack<T, N> upper[2], lower[2];
+        upper[0] = pool_load<T, N, FUSED>(corner, before);
+        upper[1] = window.right ? pool_load<T, N, FUSED>(corner + to_right, before) : upper[0];
+        lower[0] = window.below ? pool_load<T, N, FUSED>(corner + to_below, before) : upper[0];
+        lower[1] = !window.below  ? upper[1]
+                   : window.right ? pool_load<T, N, FUSED>(corner + to_below + to_right, before)
+                                  : lower[0];
+        Pack<T, N> best;
+        Pack<u8, N> places;
+        for (u32 j = 0; j < N; j++) {
+            const bool top = to_f32(upper[1].at[j]) > to_f32(upper[0].at[j]);
+            const bool bottom = to_f32(lower[1].at[j]) > to_f32(lower[0].at[j]);
+            const T above = top ? upper[1].at[j] : upper[0].at[j];
+            const T beneath = bottom ? lower[1].at[j] : lower[0].at[j];
+            const bool down = to_f32(beneath) > to_f32(above);
+            best.at[j] = down ? beneath : above;
+            places.at[j] = (u8)(down ? 2 + bottom : top);
+        }
+        store_pack<N>(y + i * N, best);
+        store_pack<N>(chosen + i * N, places);
+    }
+}
+
+template <class T, bool FUSED>
+__device__ void pool_forward(
+    const PoolShape& shape, const T* x, const f32* bias, f32 slope, T* y, u8* chosen, u32 wide) {
+    if (wide) {
+        pool_forward_packs<T, PACK<T>, FUSED>(shape, x, bias, slope, y, chosen);
+    } else {
+        pool_forward_packs<T, 1, FUSED>(shape, x, bias, slope, y, chosen);
+    }
+}
+
+KERNEL(pool_forward_f32)(PoolShape shape, const f32* x, f32* y, u8* chosen, u32 wide) {
+    pool_forward<f32, false>(shape, x, nullptr, 1.0f, y, chosen, wide);
+}
+KERNEL(pool_forward_bf16)(PoolShape shape, const bf16* x, bf16* y, u8* chosen, u32 wide) {
+    pool_forward<bf16, false>(shape, x, nullptr, 1.0f, y, chosen, wide);
+}
+
+KERNEL(pool_forward_fused_f32)(
+    PoolShape shape, const f32* x, const f32* bias, f32 slope, f32* y, u8* chosen, u32 wide) {
+    pool_forward<f32, true>(shape, x, bias, slope, y, chosen, wide);
+}
+KERNEL(pool_forward_fused_bf16)(
+    PoolShape shape, const bf16* x, const f32* bias, f32 slope, bf16* y, u8* chosen, u32 wide) {
+    pool_forward<bf16, true>(shape, x, bias, slope, y, chosen, wide);
+}
+
+// Every element of dx is written once. The windows are those of rounding up: where an odd row or column is not pooled,
+// they hold zeros only.
+template <class T, u32 N, bool FUSED>
+__device__ void pool_backward_packs(
+    const PoolShape& shape, const T* dy, const T* y, const u8* chosen, f32 slope, T* dx) {
+    const u32 row_packs = shape.channels / N;
+    const u32 rows = (shape.height + 1) / 2, columns = (shape.width + 1) / 2;
+    const u32 packs = shape.images * rows * columns * row_packs;
+    const u32 to_below = shape.width * shape.channels, to_right = shape.channels;
+    for (u32 i = grid_thread(); i < packs; i += grid_threads()) {
+        const u32 channel = i % row_packs * N, place = i / row_packs;
+        const u32 column = place % columns, line = place / columns;
+        const u32 row = line % rows, image = line / rows;
+        const PoolWindow window = pool_window(shape, image, row, column, channel);
+
+        Pack<T, N> gradient;
+        Pack<u8, N> places;
+        for (u32 j = 0; j < N; j++) {
+            gradient.at[j] = from_f32<T>(0.0f);
+            places.at[j] = 0;
+        }
+        if (row < shape.out_height && column < shape.out_width) {
+            const u32 at = ((image * shape.out_height + row) * shape.out_width + column) * shape.channels + channel;
+            gradient = load_pack<N>(dy + at);
+            places = load_pack<N>(chosen + at);
+            if (FUSED) {
+                const Pack<T, N> outputs = load_pack<N>(y + at);
+                for (u32 j = 0; j < N; j++) {
+                    const f32 scaled = to_f32(gradient.at[j]) * slope;
+                    if (!(to_f32(outputs.at[j]) > 0.0f)) gradient.at[j] = from_f32<T>(scaled);
+                }
+            }
+        }
+        for (u32 corner = 0; corner < 4; corner++) {
+            if ((corner % 2 && !window.right) || (corner / 2 && !window.below)) continue;
+            Pack<T, N> part;
+            for (u32 j = 0; j < N; j++) part.at[j] = places.at[j] == corner ? gradient.at[j] : from_f32<T>(0.0f);
+            store_pack<N>(dx + window.corner + corner / 2 * to_below + corner % 2 * to_right, part);
+        }
+    }
+}
+
+template <class T, bool FUSED>
+__device__ void pool_backward(
+    const PoolShape& shape, const T* dy, const T* y, const u8* chosen, f32 slope, T* dx, u32 wide) {
+    if (wide) {
+        pool_backward_packs<T, PACK<T>, FUSED>(shape, dy, y, chosen, slope, dx);
+    } else {
+        pool_backward_packs<T, 1, FUSED>(shape, dy, y, chosen, slope, dx);
+    }
+}
+
+KERNEL(pool_backward_f32)(PoolShape shape, const f32* dy, const u8* chosen, f32* dx, u32 wide) {
+    pool_backward<f32, false>(shape, dy, nullptr, chosen, 1.0f, dx, wide);
+}
+KERNEL(pool_backward_bf16)(PoolShape shape, const bf16* dy, const u8* chosen, bf16* dx, u32 wide) {
+    pool_backward<bf16, false>(shape, dy, nullptr, chosen, 1.0f, dx, wide);
+}
+
+KERNEL(pool_backward_fused_f32)(
+    PoolShape shape, const f32* dy, const f32* y, const u8* chosen, f32 slope, f32* dx, u32 wide) {
+    pool_backward<f32, true>(shape, dy, y, chosen, slope, dx, wide);
+}
+KERNEL(pool_backward_fused_bf16)(
+    PoolShape shape, const bf16* dy, const bf16* y, const u8* chosen, f32 slope, bf16* dx, u32 wide) {
+    pool_backward<bf16, true>(shape, dy, y, chosen, slope, dx, wide);
+}

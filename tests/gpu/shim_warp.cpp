@@ -1,0 +1,120 @@
+// What a warp's lanes tell each other: computed for all of them at once, by the lane that comes last.
+#include <cstring>
+
+#include "shim.h"
+
+namespace shim {
+namespace {
+
+constexpr unsigned LANES = 32;
+
+// The lane whose value `lane` gets. One beyond its segment is itself.
+unsigned source_of(const WarpCall& call, unsigned lane) {
+    const unsigned first = lane & ~(call.width - 1), end = first + call.width;
+    switch (call.function) {
+        case WarpFunction::ShuffleUp: return lane >= first + call.lane ? lane - call.lane : lane;
+        case WarpFunction::ShuffleDown: return lane + call.lane < end ? lane + call.lane : lane;
+        case WarpFunction::ShuffleXor: return (lane ^ call.lane) < end ? lane ^ call.lane : lane;
+        default: return first + (call.lane & (call.width - 1));
+    }
+}
+
+void shuffle_lane(WarpCall* const lanes[LANES], unsigned lane) {
+    const WarpCall& call = *lanes[lane];
+    const WarpCall* source = lanes[source_of(call, lane)];
+    if (source == nullptr) {
+        // Undefined on a GPU: a lane that is not in the mask, or not alive.
+        memset(call.out, 0xa5, call.size);
+    } else {
+        memcpy(call.out, source->in, call.size);
+    }
+}
+
+void ballot(WarpCall* const lanes[LANES]) {
+    unsigned votes = 0;
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        if (lanes[lane] != nullptr && *(const int*)lanes[lane]->in != 0) votes |= 1u << lane;
+    }
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        if (lanes[lane] != nullptr) *(unsigned*)lanes[lane]->out = votes;
+    }
+}
+
+float from_bits(unsigned bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+float bf16_half(unsigned pair, unsigned half) { return from_bits(half == 0 ? pair << 16 : pair & 0xffff0000u); }
+
+// Tensor cores ignore the mantissa's lower 13 bits of what they take for TF32.
+float tf32(unsigned bits) { return from_bits(bits & 0xffffe000u); }
+
+template <unsigned K>
+void multiply(WarpCall* const lanes[LANES], const float (&a)[16][K], const float (&b)[K][8]) {
+    float sum[16][8] = {};
+    for (unsigned row = 0; row < 16; ++row) {
+        for (unsigned k = 0; k < K; ++k) {
+            for (unsigned column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
+        }
+    }
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        float* d = ((const MmaLane*)lanes[lane]->in)->d;
+        for (unsigned i = 0; i < 4; ++i) d[i] += sum[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+    }
+}
+
+void multiply_bf16(WarpCall* const lanes[LANES]) {
+    float a[16][16], b[16][8];
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto* part = (const MmaLane*)lanes[lane]->in;
+        const unsigned g = lane / 4, t = lane % 4;
+        for (unsigned half = 0; half < 2; ++half) {
+            for (unsigned i = 0; i < 4; ++i) {
+                a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = bf16_half(part->a[i], half);
+            }
+            for (unsigned i = 0; i < 2; ++i) b[2 * t + i * 8 + half][g] = bf16_half(part->b[i], half);
+        }
+    }
+    multiply(lanes, a, b);
+}
+
+void multiply_tf32(WarpCall* const lanes[LANES]) {
+    float a[16][8], b[8][8];
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto* part = (const MmaLane*)lanes[lane]->in;
+        const unsigned g = lane / 4, t = lane % 4;
+        for (unsigned i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = tf32(part->a[i]);
+        for (unsigned i = 0; i < 2; ++i) b[t + i * 4][g] = tf32(part->b[i]);
+    }
+    multiply(lanes, a, b);
+}
+
+}   // namespace
+
+const char* exchange(WarpCall* const lanes[LANES]) {
+    const WarpCall* first = nullptr;
+    unsigned present = 0;
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        if (lanes[lane] == nullptr) continue;
+        ++present;
+        if (first == nullptr) first = lanes[lane];
+        if (lanes[lane]->function != first->function) return "the lanes of a warp are in different warp functions";
+    }
+    const bool product = first->function == WarpFunction::MmaBf16 || first->function == WarpFunction::MmaTf32;
+    if (product && present < LANES) return "a warp's product without all of its 32 lanes";
+    switch (first->function) {
+        case WarpFunction::Sync: break;
+        case WarpFunction::Ballot: ballot(lanes); break;
+        case WarpFunction::MmaBf16: multiply_bf16(lanes); break;
+        case WarpFunction::MmaTf32: multiply_tf32(lanes); break;
+        default:
+            for (unsigned lane = 0; lane < LANES; ++lane) {
+                if (lanes[lane] != nullptr) shuffle_lane(lanes, lane);
+            }
+    }
+    return nullptr;
+}
+
+}   // namespace shim
