@@ -110,28 +110,47 @@ pub(crate) fn key(device: &Device, library: &str, problem: &str, pass: Pass) -> 
 
 const FILE: &str = "choice";
 
-/// What was chosen before.
-pub(crate) fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {
+/// What was chosen before, or else what `race` ends with. An algorithm counts only if `supported` says that it needs no
+/// more than it did.
+pub(crate) fn settle<A: Algorithm>(
+    key: &str,
+    supported: impl Fn(&A) -> Result<usize>,
+    race: impl FnOnce() -> Result<Choice<A>>,
+) -> Result<Choice<A>> {
+    let holds = |choice: &Choice<A>| match &choice.algorithm {
+        Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= choice.workspace),
+        None => true,
+    };
+    if let Some(earlier) = recall(key).filter(holds) {
+        return Ok(earlier);
+    }
+    let choice = race()?;
+    if let Some(earlier) = recall(key).filter(holds) {
+        return Ok(earlier);
+    }
+    cache::write(FILE, key, line(&choice).as_bytes());
+    Ok(choice)
+}
+
+fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {
     let content = cache::read(FILE, key)?;
-    let mut words = std::str::from_utf8(&content).ok()?.split_whitespace();
+    parse(std::str::from_utf8(&content).ok()?)
+}
+
+/// A choice as it is written down.
+fn line<A: Algorithm>(choice: &Choice<A>) -> String {
+    let algorithm = choice.algorithm.as_ref().map_or("built-in".to_owned(), Algorithm::encode);
+    format!("{algorithm} {} {}\n", choice.workspace, choice.milliseconds.unwrap_or_default())
+}
+
+fn parse<A: Algorithm>(line: &str) -> Option<Choice<A>> {
+    let mut words = line.split_whitespace();
     let algorithm = match words.next()? {
         "built-in" => None,
         word => Some(A::decode(word)?),
     };
     let workspace = words.next()?.parse().ok()?;
     Some(Choice { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
-}
-
-/// Writes `choice` down, and returns what holds: another's choice if that was written first.
-pub(crate) fn remember<A: Algorithm>(key: &str, choice: Choice<A>) -> Choice<A> {
-    if let Some(earlier) = recall(key) {
-        return earlier;
-    }
-    let algorithm = choice.algorithm.as_ref().map_or("built-in".to_owned(), Algorithm::encode);
-    let milliseconds = choice.milliseconds.unwrap_or_default();
-    let line = format!("{algorithm} {} {milliseconds}\n", choice.workspace);
-    cache::write(FILE, key, line.as_bytes());
-    choice
 }
 
 /// An algorithm of a library that takes part in a race.
@@ -277,6 +296,44 @@ pub(crate) fn fill(stream: &Stream, view: View<'_>, seed: u64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug, Clone, PartialEq)]
+    struct Number(u32);
+
+    impl std::fmt::Display for Number {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "library {}", self.0)
+        }
+    }
+
+    impl Algorithm for Number {
+        fn encode(&self) -> String {
+            self.0.to_string()
+        }
+
+        fn decode(text: &str) -> Option<Self> {
+            text.parse().ok().map(Number)
+        }
+    }
+
+    #[test]
+    fn a_choice_is_read_as_it_was_written() {
+        for algorithm in [None, Some(Number(7))] {
+            let choice = Choice { algorithm, workspace: 512, milliseconds: Some(0.125) };
+            assert_eq!(parse(&line(&choice)), Some(choice));
+        }
+        for broken in ["", "7", "7 512", "seven 512 1", "7 -1 1", "7 512 soon"] {
+            assert_eq!(parse::<Number>(broken), None, "{broken}");
+        }
+    }
+
+    #[test]
+    fn a_choice_says_who_and_how_long() {
+        let choice = |algorithm, milliseconds| Choice { algorithm, workspace: 0, milliseconds }.to_string();
+        assert_eq!(choice(Some(Number(7)), Some(0.1254)), "library 7 0.125 ms");
+        assert_eq!(choice(None, Some(2.0)), "built in 2.000 ms");
+        assert_eq!(choice(None, None), "built in");
+    }
 
     #[test]
     fn what_deviates_is_seen_and_so_is_what_is_no_number() {
