@@ -123,6 +123,35 @@ pub enum Error {
         /// The first tensor that differs.
         tensor: String,
     },
+    /// A GPU, its driver or one of NVIDIA's libraries: missing, or it refused something.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Gpu(#[from] mgpu_kernels::cuda::Error),
+    /// NCCL failed, in a call or in the background.
+    #[error("rank {rank} in {operation}: {problem}")]
+    Nccl {
+        /// The rank.
+        rank: u32,
+        /// What it was doing.
+        operation: String,
+        /// NCCL's own text.
+        problem: String,
+    },
+    /// A call into NCCL or the driver did not return, which no peer can be the reason of.
+    #[error(
+        "rank {rank} is stuck in {operation}: {call} has not returned for {:.1} s, although it waits for nobody",
+        after.as_secs_f64()
+    )]
+    Stuck {
+        /// The rank, which is itself to blame.
+        rank: u32,
+        /// What it was doing.
+        operation: String,
+        /// The function.
+        call: &'static str,
+        /// How long it has waited.
+        after: Duration,
+    },
     /// A checkpoint cannot be written or read.
     #[error("checkpoint {}: {problem}", path.display())]
     Checkpoint {
@@ -136,7 +165,7 @@ pub enum Error {
 impl Error {
     /// True when a rank was silent past a deadline, here or on another rank.
     pub(crate) fn is_timeout(&self) -> bool {
-        matches!(self, Error::Timeout { .. } | Error::PeerLost { silent: true, .. })
+        matches!(self, Error::Timeout { .. } | Error::Stuck { .. } | Error::PeerLost { silent: true, .. })
     }
 
     /// A refusal of the operating system while trying to `action`.
@@ -151,6 +180,7 @@ impl Error {
                 Some(*peer)
             }
             Error::Timeout { waited_for, .. } => waited_for.first().copied(),
+            Error::Stuck { rank, .. } => Some(*rank),
             _ => None,
         }
     }

@@ -36,7 +36,7 @@ impl TensorSpec {
     }
 }
 
-/// The tensors of one arena, back to back in the order they were added.
+/// The tensors of one arena, in the order they were added, back to back unless they are to be aligned.
 ///
 /// ```
 /// let mut layout = mgpu::Layout::new();
@@ -60,6 +60,26 @@ impl Layout {
     /// Adds a tensor behind the last one and returns its index.
     pub fn push(&mut self, name: impl Into<String>, shape: impl Into<Vec<usize>>) -> usize {
         let offset = self.len();
+        self.tensors.push(TensorSpec { name: name.into(), shape: shape.into(), offset });
+        self.tensors.len() - 1
+    }
+
+    /// As [`push`](Self::push), with the tensor's offset a multiple of `alignment` elements, so that every tensor can be
+    /// moved in whole vectors. What lies between two tensors belongs to none.
+    ///
+    /// ```
+    /// let mut layout = mgpu::Layout::new();
+    /// layout.push_aligned("conv.bias", [6], 64);
+    /// let weight = layout.push_aligned("fc.weight", [10, 84], 64);
+    /// assert_eq!(layout.range(weight), 64..904);
+    /// ```
+    pub fn push_aligned(
+        &mut self,
+        name: impl Into<String>,
+        shape: impl Into<Vec<usize>>,
+        alignment: usize,
+    ) -> usize {
+        let offset = self.len().next_multiple_of(alignment);
         self.tensors.push(TensorSpec { name: name.into(), shape: shape.into(), offset });
         self.tensors.len() - 1
     }

@@ -38,7 +38,8 @@
 //!
 //! # What it does not do to its host
 //! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
-//! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`] and those the CPU kernels are asked to use.
+//! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`], one for each NCCL communicator, and those the CPU kernels are asked
+//! to use.
 
 pub mod bucket;
 pub mod checkpoint;
@@ -61,6 +62,8 @@ pub mod step;
 pub mod world;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
+#[cfg(feature = "cuda")]
+pub use comm::{Awaited, DeviceCommunicator, Group};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use sampler::Sampler;

@@ -22,6 +22,11 @@ pub const MGPU_PROGRESS: &str = "MGPU_PROGRESS";
 pub const MGPU_INJECT: &str = "MGPU_INJECT";
 /// Longest wait for a peer within one operation, in seconds (default 300).
 pub const MGPU_TIMEOUT: &str = "MGPU_TIMEOUT";
+/// Number of the GPU that a rank uses, among those it sees, where that is not `LOCAL_RANK`: 0 under `mgpurun
+/// --isolate-gpus`, which shows each rank its own alone.
+pub const MGPU_DEVICE: &str = "MGPU_DEVICE";
+/// `1` when several ranks may use one GPU, as under `mgpurun --share-gpus`.
+pub const MGPU_SHARE_GPUS: &str = "MGPU_SHARE_GPUS";
 /// Threads a rank should use: its share of the cores. Set by the launcher unless the user has set it.
 pub const MGPU_THREADS: &str = "MGPU_THREADS";
 /// The same for OpenMP programs; set for such programs unless the user has set it, not used by the runtime.

@@ -258,6 +258,50 @@ impl Stream {
             .context("cuMemcpyHtoDAsync")
     }
 
+    /// Copies to bytes `at..` of pinned memory of the host and does not wait.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn download_part_later(&self, from: View<'_>, to: &mut Pinned, at: usize) -> Result<()> {
+        assert!(
+            at <= to.len() && from.bytes() <= to.len() - at,
+            "{} bytes to {at}.. of {}",
+            from.bytes(),
+            to.len()
+        );
+        // SAFETY: both ranges lie within their memories; else as in `download_later`.
+        unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.address().add(at).cast(), from.address(), from.bytes(), self.raw)
+        }
+        .result()
+        .context("cuMemcpyDtoHAsync")
+    }
+
+    /// Copies from bytes `at..` of pinned memory of the host and does not wait.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn upload_part_later(&self, from: &Pinned, at: usize, to: View<'_>) -> Result<()> {
+        assert!(
+            at <= from.len() && to.bytes() <= from.len() - at,
+            "{} bytes from {at}.. of {}",
+            to.bytes(),
+            from.len()
+        );
+        // SAFETY: both ranges lie within their memories; else as in `download_later`.
+        unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
+        }
+        .result()
+        .context("cuMemcpyHtoDAsync")
+    }
+
     /// From here on, work put on the stream by any thread is not done but kept for a graph, and so is that of streams
     /// that wait for an event of it.
     ///

@@ -21,10 +21,14 @@
 
 mod buffer;
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod nccl;
 mod solo;
 
 pub use buffer::Buffer;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
+#[cfg(feature = "cuda")]
+pub use nccl::{Awaited, DeviceCommunicator, Group};
 pub(crate) use solo::Solo;
 
 use crate::Result;

@@ -79,6 +79,9 @@ pub struct Manifest {
     pub driver: Option<String>,
     /// Version of NCCL.
     pub nccl: Option<String>,
+    /// Another rank may use the same GPU.
+    #[serde(default)]
+    pub shares_gpu: bool,
 }
 
 /// The server's answer.

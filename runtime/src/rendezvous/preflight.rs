@@ -104,9 +104,10 @@ pub(super) fn compare(old: &Applicant, new: &Applicant) -> Result<(), (Preflight
     }
     if let (Some(ours), Some(theirs)) = (&old.manifest.gpu, &new.manifest.gpu)
         && ours == theirs
+        && !(old.manifest.shares_gpu && new.manifest.shares_gpu)
     {
         let why = format!(
-            "rank {first} and rank {second} both use {ours}: give each rank a GPU of its own (device LOCAL_RANK, or --isolate-gpus)"
+            "rank {first} and rank {second} both use {ours}: give each rank a GPU of its own (device LOCAL_RANK, or --isolate-gpus); for tests, --share-gpus allows it"
         );
         return Err((PreflightFault::Gpu, why));
     }
@@ -137,7 +138,7 @@ mod tests {
 
     fn applicant(rank: u32, gpu: &str, driver: &str, nccl: &str) -> Applicant {
         let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
-        let manifest = Manifest { gpu: some(gpu), driver: some(driver), nccl: some(nccl) };
+        let manifest = Manifest { gpu: some(gpu), driver: some(driver), nccl: some(nccl), shares_gpu: false };
         Applicant { rank, manifest, program: None }
     }
 
@@ -149,6 +150,13 @@ mod tests {
         let (kind, why) = fault(applicant(3, "GPU-aa", "570.1", "2.27.3"));
         assert_eq!(kind, PreflightFault::Gpu);
         assert!(why.starts_with("rank 0 and rank 3 both use GPU-aa"), "{why}");
+        let sharing = |mut applicant: Applicant| {
+            applicant.manifest.shares_gpu = true;
+            applicant
+        };
+        let second = applicant(3, "GPU-aa", "570.1", "2.27.3");
+        assert!(compare(&first, &sharing(second.clone())).is_err(), "both have to");
+        assert_eq!(compare(&sharing(first.clone()), &sharing(second)), Ok(()));
         let (kind, why) = fault(applicant(1, "GPU-bb", "570.2", "2.27.3"));
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NVIDIA driver 570.1 and rank 1 570.2"), "{why}");

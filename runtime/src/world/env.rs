@@ -35,6 +35,10 @@ pub(super) struct Identity {
     /// Faults this rank is to commit in this life of it.
     pub(super) injections: Vec<Injection>,
     pub(super) threads: Option<NonZeroUsize>,
+    /// The GPU to use, where it is not that of the local rank's number.
+    pub(super) device: Option<u32>,
+    /// Ranks may use one GPU together.
+    pub(super) share_gpus: bool,
 }
 
 impl Identity {
@@ -52,6 +56,8 @@ impl Identity {
             timeout: DEFAULT_TIMEOUT,
             injections: Vec::new(),
             threads: None,
+            device: None,
+            share_gpus: false,
         }
     }
 
@@ -81,11 +87,13 @@ impl Identity {
             Some("nccl") => Backend::Nccl,
             Some(other) => return Err(wrong(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl"))),
         };
+        let device = number(MGPU_DEVICE)?;
+        let share_gpus = variable(MGPU_SHARE_GPUS).is_some_and(|value| value.trim() == "1");
         let Some(world_size) = number(WORLD_SIZE)? else {
             if let Some(name) = [MGPU_RENDEZVOUS, RANK].into_iter().find(|name| variable(name).is_some()) {
                 return Err(wrong(WORLD_SIZE, format!("is missing while {name} is set")));
             }
-            return Ok(Identity { backend, timeout, threads, ..Self::alone() });
+            return Ok(Identity { backend, timeout, threads, device, share_gpus, ..Self::alone() });
         };
         if world_size == 0 {
             return Err(wrong(WORLD_SIZE, "is 0; a world has at least one rank".into()));
@@ -128,6 +136,8 @@ impl Identity {
             timeout,
             injections,
             threads,
+            device,
+            share_gpus,
         })
     }
 }
@@ -160,11 +170,14 @@ mod tests {
             (MGPU_BACKEND, "cpu"),
             (MGPU_TIMEOUT, "1.5"),
             (MGPU_THREADS, "6"),
+            (MGPU_DEVICE, "1"),
+            (MGPU_SHARE_GPUS, "1"),
         ])
         .unwrap();
         assert_eq!((identity.rank, identity.world_size, identity.restart_count), (3, 4, 2));
         assert_eq!(identity.timeout, Duration::from_millis(1500));
         assert_eq!(identity.threads.map(NonZeroUsize::get), Some(6));
+        assert_eq!((identity.device, identity.share_gpus), (Some(1), true));
     }
 
     #[test]

@@ -6,6 +6,8 @@
 //! server over the same kind of socket and share the same kind of memory.
 
 mod env;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod threads;
 
 use std::sync::Arc;
@@ -37,6 +39,9 @@ pub struct World {
     membership: Option<Arc<Membership>>,
     /// Communicators made so far: part of their names at the rendezvous.
     communicators: u32,
+    /// Under the nccl backend.
+    #[cfg(feature = "cuda")]
+    gpu: Option<gpu::Gpu>,
 }
 
 impl World {
@@ -45,9 +50,19 @@ impl World {
     ///
     /// # Errors
     /// If the variables are incomplete or contradict each other (the text names the variable), if the launcher refuses
-    /// this rank, or if another one ends before it has joined.
+    /// this rank, or if another one ends before it has joined. Under the nccl backend, if there is no GPU for this rank, or
+    /// a library is missing.
     pub fn from_env() -> Result<Self> {
         let identity = Identity::from_variables(|name| std::env::var(name).ok())?;
+        #[cfg(not(feature = "cuda"))]
+        if identity.backend == Backend::Nccl {
+            return Err(Error::Environment {
+                name: crate::protocol::MGPU_BACKEND,
+                problem: "is nccl, which this program was built without (feature cuda); use cpu".into(),
+            });
+        }
+        #[cfg(feature = "cuda")]
+        let mut gpu = None;
         let membership = match &identity.rendezvous {
             None => None,
             Some(address) => {
@@ -55,13 +70,29 @@ impl World {
                 membership::commit(&injections, Moment::Start);
                 let stream = Store::connect(address, rank)?;
                 membership::commit(&injections, Moment::Join);
+                #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
+                #[cfg(feature = "cuda")]
+                let manifest = match identity.backend {
+                    Backend::Cpu => Manifest::default(),
+                    Backend::Nccl => gpu.insert(gpu::Gpu::open(&identity)?).manifest(&identity)?,
+                };
                 let hello = Store::apply(stream, &identity.run_id, rank, identity.world_size, manifest)?;
                 let (store, page) = hello.admission()?;
                 Some(Arc::new(Membership::new(rank, store, page, injections)))
             }
         };
-        Ok(World { identity, membership, communicators: 0 })
+        #[cfg(feature = "cuda")]
+        if gpu.is_none() && identity.backend == Backend::Nccl {
+            gpu = Some(gpu::Gpu::open(&identity)?);
+        }
+        Ok(World {
+            identity,
+            membership,
+            communicators: 0,
+            #[cfg(feature = "cuda")]
+            gpu,
+        })
     }
 
     /// True when this process was started as a rank by a launcher.
@@ -140,17 +171,24 @@ impl World {
         self.membership.as_ref().map(|membership| membership.store())
     }
 
+    /// The GPU of this rank; `None` under the cpu backend. Its number is `LOCAL_RANK`, or `MGPU_DEVICE` where that is set.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> Option<&Arc<mgpu_kernels::cuda::Device>> {
+        self.gpu.as_ref().map(|gpu| &gpu.device)
+    }
+
     /// Makes a communicator over all ranks. Collective: all ranks call it equally often.
     ///
     /// # Errors
     /// If a peer does not come in time, or shared memory is short.
     pub fn communicator(&mut self) -> Result<Box<dyn crate::Communicator>> {
+        #[cfg(feature = "cuda")]
+        if self.size() > 1 && self.backend() == Backend::Nccl {
+            let device = Arc::new(self.device_communicator()?);
+            return Ok(Box::new(crate::comm::nccl::HostCommunicator::new(device)?));
+        }
         self.communicators += 1;
         match &self.membership {
-            _ if self.backend() == Backend::Nccl => Err(Error::Environment {
-                name: crate::protocol::MGPU_BACKEND,
-                problem: "is nccl, which this version does not have yet; use cpu".into(),
-            }),
             Some(membership) if self.size() > 1 => {
                 let number = self.communicators;
                 let comm = crate::comm::cpu::connect(membership, self.size(), number, self.timeout())?;
@@ -158,6 +196,49 @@ impl World {
             }
             membership => Ok(Box::new(crate::comm::Solo::new(membership.clone()))),
         }
+    }
+
+    /// Makes a communicator over all ranks for device memory. Collective: all ranks call it equally often, and in the same
+    /// order as [`communicator`](Self::communicator).
+    ///
+    /// # Errors
+    /// Under the cpu backend; if a peer does not come in time, or NCCL refuses.
+    #[cfg(feature = "cuda")]
+    pub fn device_communicator(&mut self) -> Result<crate::DeviceCommunicator> {
+        self.communicators += 1;
+        let Some(gpu) = &self.gpu else {
+            let problem = "is cpu, which has no communicator for device memory; use nccl".into();
+            return Err(Error::Environment { name: crate::protocol::MGPU_BACKEND, problem });
+        };
+        match (&self.membership, &gpu.nccl) {
+            (Some(membership), Some(nccl)) => crate::DeviceCommunicator::connect(
+                membership,
+                self.size(),
+                self.communicators,
+                self.timeout(),
+                &gpu.device,
+                nccl.clone(),
+            ),
+            _ => Ok(crate::DeviceCommunicator::alone(&gpu.device)),
+        }
+    }
+
+    /// Makes a communicator over all ranks for device memory, and one for host buffers that goes through it. Collective,
+    /// as [`device_communicator`](Self::device_communicator).
+    ///
+    /// # Errors
+    /// As [`device_communicator`](Self::device_communicator).
+    #[cfg(feature = "cuda")]
+    pub fn communicators(
+        &mut self,
+    ) -> Result<(Arc<crate::DeviceCommunicator>, Box<dyn crate::Communicator>)> {
+        let device = Arc::new(self.device_communicator()?);
+        let host: Box<dyn crate::Communicator> = if self.size() > 1 {
+            Box::new(crate::comm::nccl::HostCommunicator::new(Arc::clone(&device))?)
+        } else {
+            Box::new(crate::comm::Solo::new(self.membership.clone()))
+        };
+        Ok((device, host))
     }
 
     /// Tells the launcher that training step `step` (from 1) begins.

@@ -33,7 +33,13 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
             ..Identity::alone()
         };
         let membership = Some(Arc::new(Membership::new(rank, store, page, Vec::new())));
-        Ok(World { identity, membership, communicators: 0 })
+        Ok(World {
+            identity,
+            membership,
+            communicators: 0,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        })
     });
     worlds.collect()
 }

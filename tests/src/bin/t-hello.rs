@@ -22,7 +22,7 @@ fn main() -> ExitCode {
         rank,
         world_size: own(2).parse().expect("WORLD_SIZE is a number"),
         pid: std::process::id(),
-        manifest: Manifest { gpu: some(3), driver: some(4), nccl: some(5) },
+        manifest: Manifest { gpu: some(3), driver: some(4), nccl: some(5), shares_gpu: false },
     };
     let path = variable("MGPU_RENDEZVOUS").replace("unix:", "");
     let mut stream = UnixStream::connect(path).expect("the launcher answers");

@@ -11,7 +11,7 @@ use crate::progress::Operation;
 /// How the payload travels; agreed like everything else, since all ranks must follow the same protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Path {
+pub(in crate::comm) enum Path {
     /// Nothing to move.
     None = 0,
     /// In the arrival line itself.
@@ -31,38 +31,38 @@ impl Path {
 }
 
 /// Words of an encoded call.
-pub(super) const CALL_WORDS: usize = 4;
+pub(in crate::comm) const CALL_WORDS: usize = 4;
 
 /// One operation's arguments, as far as all ranks must agree on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Call {
-    pub(super) kind: Operation,
-    pub(super) path: Path,
-    pub(super) dtype: DType,
-    pub(super) op: Option<ReduceOp>,
-    pub(super) root: u32,
+pub(in crate::comm) struct Call {
+    pub(in crate::comm) kind: Operation,
+    pub(in crate::comm) path: Path,
+    pub(in crate::comm) dtype: DType,
+    pub(in crate::comm) op: Option<ReduceOp>,
+    pub(in crate::comm) root: u32,
     /// Elements.
-    pub(super) len: usize,
+    pub(in crate::comm) len: usize,
     /// Number of the arena, from 1, and byte offset in it; zeros for private memory.
-    pub(super) place: (u64, usize),
+    pub(in crate::comm) place: (u64, usize),
 }
 
 impl Call {
-    pub(super) fn new(kind: Operation, buffer: &Buffer, op: Option<ReduceOp>, root: u32) -> Self {
+    pub(in crate::comm) fn new(kind: Operation, buffer: &Buffer, op: Option<ReduceOp>, root: u32) -> Self {
         let place = buffer.arena().map_or((0, 0), |(arena, offset)| (arena.id, offset));
         Call { kind, path: Path::None, dtype: buffer.dtype(), op, root, len: buffer.len(), place }
     }
 
     /// A call without payload.
-    pub(super) fn plain(kind: Operation, dtype: DType, len: usize) -> Self {
+    pub(in crate::comm) fn plain(kind: Operation, dtype: DType, len: usize) -> Self {
         Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: (0, 0) }
     }
 
-    pub(super) fn via(self, path: Path) -> Self {
+    pub(in crate::comm) fn via(self, path: Path) -> Self {
         Call { path, ..self }
     }
 
-    pub(super) fn encode(&self) -> [u64; CALL_WORDS] {
+    pub(in crate::comm) fn encode(&self) -> [u64; CALL_WORDS] {
         let op = self.op.map_or(0, |op| op as u64 + 1);
         let head = self.kind as u64
             | (self.path as u64) << 8
@@ -73,7 +73,7 @@ impl Call {
     }
 
     /// One word that tells encoded calls apart.
-    pub(super) fn digest(words: [u64; CALL_WORDS]) -> u64 {
+    pub(in crate::comm) fn digest(words: [u64; CALL_WORDS]) -> u64 {
         words.into_iter().fold(0, |digest: u64, word| {
             let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             mixed ^ mixed >> 32
@@ -82,7 +82,7 @@ impl Call {
 }
 
 /// Describes encoded arguments, which may come from a peer of any kind, for an error message.
-pub(super) fn describe(words: [u64; CALL_WORDS]) -> String {
+pub(in crate::comm) fn describe(words: [u64; CALL_WORDS]) -> String {
     let [head, len, arena, offset] = words;
     let byte = |shift: u32| (head >> shift & 0xff) as usize;
     let Some(kind) = Operation::from_number(byte(0) as u8) else {

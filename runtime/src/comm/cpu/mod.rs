@@ -14,7 +14,7 @@
 
 mod agree;
 mod arena;
-mod call;
+pub(super) mod call;
 mod channel;
 mod cores;
 mod direct;

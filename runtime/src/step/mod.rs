@@ -4,7 +4,10 @@
 //! bucket starts the all-reduce ([`crate::comm`]); the averaged bucket goes through the optimizer
 //! ([`crate::optimizer`]) into this rank's own copy of the parameters. All copies were made equal once
 //! ([`crate::replicate`](mod@crate::replicate)) and every rank applies the same update to the same bits, so they stay equal
-//! without ever being sent again.
+//! without ever being sent again. On a GPU the same way is `device`'s.
+
+#[cfg(feature = "cuda")]
+pub mod device;
 
 use crate::bucket::{self, Bucket};
 use crate::checkpoint::Arena;
@@ -177,7 +180,7 @@ impl DataParallel {
         };
         let result = compute(&self.parameters, &mut sink)?;
         if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
-            return Err(unready(&self.layout, slot));
+            return Err(unready(&self.layout, &slot.bucket, &slot.open));
         }
         self.optimizer.begin_step();
         for slot in &mut self.slots {
@@ -273,9 +276,9 @@ impl DataParallel {
 }
 
 /// The error of a bucket that was not completed: names its first open tensor.
-fn unready(layout: &Layout, slot: &Slot) -> Error {
-    let open = slot.open.iter().position(|open| *open).unwrap_or_default();
-    let name = &layout.tensors()[slot.bucket.tensors.start + open].name;
+fn unready(layout: &Layout, bucket: &Bucket, open: &[bool]) -> Error {
+    let open = open.iter().position(|open| *open).unwrap_or_default();
+    let name = &layout.tensors()[bucket.tensors.start + open].name;
     let problem = format!("the gradient of tensor `{name}` was not handed over");
     Error::InvalidArgument { operation: "step", problem }
 }

@@ -1,0 +1,148 @@
+//! A call into NCCL as data: made by whoever wants the operation, carried out by the thread that owns the communicator.
+
+use std::ffi::{c_int, c_void};
+use std::fmt;
+
+use nccl_sys::{Library, NcclError, Progress, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t};
+
+use crate::comm::{DType, ReduceOp};
+use crate::progress::Operation;
+
+/// Which of NCCL's functions, with the arguments that not all of them have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    AllReduce(ReduceOp),
+    ReduceScatter(ReduceOp),
+    AllGather,
+    Broadcast { root: u32 },
+    Reduce { op: ReduceOp, root: u32 },
+    Send { to: u32 },
+    Recv { from: u32 },
+}
+
+/// A stream of this process, for the owner's thread.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RawStream(pub(super) cudaStream_t);
+
+// SAFETY: a handle that the driver takes from all threads. It is used while the caller that lent it waits for the answer,
+// or not at all: see `Shared::is_given_up`.
+unsafe impl Send for RawStream {}
+
+/// One operation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Call {
+    pub(super) kind: Kind,
+    /// Address of what is read; ignored where nothing is.
+    pub(super) from: u64,
+    /// Address of what is written; ignored where nothing is.
+    pub(super) to: u64,
+    /// Elements, as NCCL counts them for the operation: those of a shard where there are shards.
+    pub(super) count: usize,
+    pub(super) dtype: DType,
+    pub(super) stream: RawStream,
+}
+
+impl Call {
+    /// What the progress page knows it as.
+    pub(super) fn operation(&self) -> Operation {
+        match self.kind {
+            Kind::AllReduce(_) => Operation::AllReduce,
+            Kind::ReduceScatter(_) => Operation::ReduceScatter,
+            Kind::AllGather => Operation::AllGather,
+            Kind::Broadcast { .. } => Operation::Broadcast,
+            Kind::Reduce { .. } => Operation::Reduce,
+            Kind::Send { .. } | Kind::Recv { .. } => Operation::Send,
+        }
+    }
+
+    /// Payload of this rank.
+    pub(super) fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// Puts the operation on its stream.
+    ///
+    /// # Safety
+    /// The contract of [`Library`]'s calls: `comm` is alive and this thread's, the addresses have room for the elements.
+    pub(super) unsafe fn enqueue(&self, nccl: &Library, comm: ncclComm_t) -> Result<Progress, NcclError> {
+        let Call { count, stream: RawStream(stream), .. } = *self;
+        let (from, to) = (self.from as *const c_void, self.to as *mut c_void);
+        let dtype = data_type(self.dtype);
+        // SAFETY: the caller vouches for the communicator, the addresses and the stream.
+        unsafe {
+            match self.kind {
+                Kind::AllReduce(op) => nccl.all_reduce(from, to, count, dtype, reduction(op), comm, stream),
+                Kind::ReduceScatter(op) => {
+                    nccl.reduce_scatter(from, to, count, dtype, reduction(op), comm, stream)
+                }
+                Kind::AllGather => nccl.all_gather(from, to, count, dtype, comm, stream),
+                Kind::Broadcast { root } => nccl.broadcast(from, to, count, dtype, rank(root), comm, stream),
+                Kind::Reduce { op, root } => {
+                    nccl.reduce(from, to, count, dtype, reduction(op), rank(root), comm, stream)
+                }
+                Kind::Send { to } => nccl.send(from, count, dtype, rank(to), comm, stream),
+                Kind::Recv { from } => nccl.recv(to, count, dtype, rank(from), comm, stream),
+            }
+        }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, payload) = (self.operation().name(), format!("{} {}", self.count, self.dtype));
+        match self.kind {
+            Kind::AllReduce(op) | Kind::ReduceScatter(op) => write!(f, "{name}({payload}, {op})"),
+            Kind::AllGather => write!(f, "{name}({payload})"),
+            Kind::Broadcast { root } => write!(f, "{name}({payload}, root {root})"),
+            Kind::Reduce { op, root } => write!(f, "{name}({payload}, {op}, root {root})"),
+            Kind::Send { to } => write!(f, "send({payload}, to rank {to})"),
+            Kind::Recv { from } => write!(f, "recv({payload}, from rank {from})"),
+        }
+    }
+}
+
+fn rank(rank: u32) -> c_int {
+    rank as c_int
+}
+
+fn data_type(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::F64 => ncclDataType_t::ncclFloat64,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::Bf16 => ncclDataType_t::ncclBfloat16,
+        DType::I32 => ncclDataType_t::ncclInt32,
+        DType::I64 => ncclDataType_t::ncclInt64,
+        DType::U8 => ncclDataType_t::ncclUint8,
+    }
+}
+
+fn reduction(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        ReduceOp::Prod => ncclRedOp_t::ncclProd,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_says_what_it_is() {
+        let stream = RawStream(std::ptr::null_mut());
+        let call = |kind| Call { kind, from: 0, to: 0, count: 10, dtype: DType::F32, stream };
+        for (kind, text) in [
+            (Kind::AllReduce(ReduceOp::Avg), "all_reduce(10 f32, avg)"),
+            (Kind::AllGather, "all_gather(10 f32)"),
+            (Kind::Reduce { op: ReduceOp::Max, root: 2 }, "reduce(10 f32, max, root 2)"),
+            (Kind::Recv { from: 1 }, "recv(10 f32, from rank 1)"),
+        ] {
+            assert_eq!(call(kind).to_string(), text);
+        }
+        assert_eq!(call(Kind::AllGather).bytes(), 40);
+    }
+}

@@ -1,0 +1,290 @@
+//! The communicator of a training step: operations on device memory, in the order of streams.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
+use nccl_sys::{Library, UniqueId};
+
+use super::call::Call;
+use super::group::Group;
+use super::link::{Doing, Link};
+use super::owner::Owner;
+use crate::comm::ReduceOp;
+use crate::inject::Moment;
+use crate::membership::Membership;
+use crate::progress::Operation;
+use crate::{Error, Result};
+
+/// Collectives on device memory, through NCCL. Made by [`World::device_communicator`](crate::World::device_communicator).
+///
+/// Operations are put on a [`Stream`] and happen in its order; the call returns when they are on it, not when they are
+/// done. While the stream is captured, they become part of the graph: all ranks capture alike, and have run every operation
+/// once before, since NCCL sets up connections when it first needs them. The order in which a rank puts operations on
+/// streams is part of the contract: it is the same on all ranks.
+///
+/// [`wait`](Self::wait) is how the host learns that work is done. [`Stream::synchronize`] waits for ever if a peer has died.
+///
+/// # What differs from the host's communicators
+/// - NCCL compares nothing. Ranks that call different operations, or with different lengths, wait for each other until the
+///   deadline; the error then names those that hold up the others, as far as can be seen from outside.
+/// - Sums are made in the order of NCCL's algorithm, in the element type. An all-reduce leaves the same bits on all ranks,
+///   but not those of the cpu backend, and with another number of ranks, another length or another NCCL they may be others.
+///   Averages of integers are made of sums that wrap.
+///
+/// # The end
+/// Dropping it is collective: all ranks come together before NCCL lets go, in the same order where there are several.
+/// After an error it was aborted already, and nobody is waited for. Graphs that its operations were captured in are
+/// dropped before it.
+///
+/// In a world of one there is no NCCL: every operation is the identity.
+#[derive(Debug)]
+pub struct DeviceCommunicator {
+    device: Arc<Device>,
+    /// `None` in a world of one.
+    link: Option<Link>,
+    last: Mutex<Last>,
+}
+
+/// The last operation that was put on a stream.
+#[derive(Debug, Default)]
+struct Last {
+    sequence: u32,
+    call: Option<Call>,
+}
+
+mod sealed {
+    use super::cuda;
+
+    pub trait Sealed {
+        fn is_done(&self) -> cuda::Result<bool>;
+    }
+}
+
+/// What [`DeviceCommunicator::wait`] waits for: all work on a [`Stream`], or that up to an [`Event`].
+pub trait Awaited: sealed::Sealed {}
+
+impl sealed::Sealed for Stream {
+    fn is_done(&self) -> cuda::Result<bool> {
+        Stream::is_done(self)
+    }
+}
+
+impl sealed::Sealed for Event {
+    fn is_done(&self) -> cuda::Result<bool> {
+        Event::is_done(self)
+    }
+}
+
+impl Awaited for Stream {}
+impl Awaited for Event {}
+
+impl DeviceCommunicator {
+    /// That of a world of one.
+    pub(crate) fn alone(device: &Arc<Device>) -> Self {
+        DeviceCommunicator { device: Arc::clone(device), link: None, last: Mutex::default() }
+    }
+
+    /// Joins communicator `number` of a world of `size` ranks.
+    pub(crate) fn connect(
+        membership: &Arc<Membership>,
+        size: u32,
+        number: u32,
+        timeout: Duration,
+        device: &Arc<Device>,
+        nccl: Library,
+    ) -> Result<Self> {
+        let link = Link {
+            membership: Arc::clone(membership),
+            rank: membership.rank(),
+            size,
+            name: format!("communicator-{number}"),
+            timeout,
+            owner: Owner::start(nccl, device)?,
+            poison: OnceLock::new(),
+        };
+        let doing = Doing {
+            operation: Operation::Connect,
+            sequence: number,
+            bytes: 0,
+            text: "the start of NCCL".into(),
+            peers: link.peers(),
+        };
+        link.during(&doing, || {
+            let id = share_id(&link, &doing)?;
+            link.answer(&link.owner.init(id, size, link.rank), &doing)
+        })?;
+        Ok(DeviceCommunicator { device: Arc::clone(device), link: Some(link), last: Mutex::default() })
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Rank of this process.
+    pub fn rank(&self) -> u32 {
+        self.link.as_ref().map_or(0, |link| link.rank)
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.link.as_ref().map_or(1, |link| link.size)
+    }
+
+    /// Every rank's buffer becomes the reduction of all ranks' buffers.
+    ///
+    /// # Errors
+    /// If the stream is of another GPU; as NCCL reports them; if a peer fails, or does not take part before the world's
+    /// timeout, while NCCL is waited for. All but the first make the communicator unusable. The same for the other
+    /// operations.
+    pub fn all_reduce(&self, stream: &Stream, buffer: View<'_>, op: ReduceOp) -> Result<()> {
+        self.group(|group| group.all_reduce(stream, buffer, op))
+    }
+
+    /// Every rank's `to` becomes the reduction of all ranks' `from`. They are one or do not overlap.
+    ///
+    /// # Errors
+    /// If they differ in type or length, or as [`all_reduce`](Self::all_reduce).
+    pub fn all_reduce_into(&self, stream: &Stream, from: View<'_>, to: View<'_>, op: ReduceOp) -> Result<()> {
+        self.group(|group| group.all_reduce_into(stream, from, to, op))
+    }
+
+    /// `from` consists of n equal shards; `to` of rank r becomes the reduction of all ranks' shards r. It may be that shard
+    /// itself, else it does not overlap `from`.
+    ///
+    /// # Errors
+    /// If the lengths or types do not go together, or as [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(&self, stream: &Stream, from: View<'_>, to: View<'_>, op: ReduceOp) -> Result<()> {
+        self.group(|group| group.reduce_scatter(stream, from, to, op))
+    }
+
+    /// `to` consists of n equal shards; shard r of every rank becomes `from` of rank r. `from` may be the rank's own shard of
+    /// `to`, else it does not overlap it.
+    ///
+    /// # Errors
+    /// If the lengths or types do not go together, or as [`all_reduce`](Self::all_reduce).
+    pub fn all_gather(&self, stream: &Stream, from: View<'_>, to: View<'_>) -> Result<()> {
+        self.group(|group| group.all_gather(stream, from, to))
+    }
+
+    /// Every rank's buffer becomes a copy of that of rank `root`.
+    ///
+    /// # Errors
+    /// If there is no rank `root`, or as [`all_reduce`](Self::all_reduce).
+    pub fn broadcast(&self, stream: &Stream, buffer: View<'_>, root: u32) -> Result<()> {
+        self.group(|group| group.broadcast(stream, buffer, root))
+    }
+
+    /// The buffer of rank `root` becomes the reduction of all ranks' buffers; the others stay as they are.
+    ///
+    /// # Errors
+    /// If there is no rank `root`, or as [`all_reduce`](Self::all_reduce).
+    pub fn reduce(&self, stream: &Stream, buffer: View<'_>, op: ReduceOp, root: u32) -> Result<()> {
+        self.group(|group| group.reduce(stream, buffer, op, root))
+    }
+
+    /// Sends the buffer to rank `to`, which calls [`recv`](Self::recv) with as many elements of the type. What follows on
+    /// the stream waits until it does.
+    ///
+    /// # Errors
+    /// If `to` is this rank or none, or as [`all_reduce`](Self::all_reduce).
+    pub fn send(&self, stream: &Stream, buffer: View<'_>, to: u32) -> Result<()> {
+        self.group(|group| group.send(stream, buffer, to))
+    }
+
+    /// Fills the buffer with what rank `from` sends.
+    ///
+    /// # Errors
+    /// If `from` is this rank or none, or as [`all_reduce`](Self::all_reduce).
+    pub fn recv(&self, stream: &Stream, buffer: View<'_>, from: u32) -> Result<()> {
+        self.group(|group| group.recv(stream, buffer, from))
+    }
+
+    /// Puts all operations that `fill` collects on their streams together.
+    ///
+    /// # Errors
+    /// That of `fill`, and nothing is put on any stream then; or as [`all_reduce`](Self::all_reduce).
+    pub fn group<'a>(&'a self, fill: impl FnOnce(&mut Group<'a>) -> Result<()>) -> Result<()> {
+        let mut group = Group::new(self);
+        if let Some(link) = &self.link {
+            link.check()?;
+        }
+        fill(&mut group)?;
+        let Some(link) = self.link.as_ref().filter(|_| !group.calls.is_empty()) else { return Ok(()) };
+        // Two threads that enqueue at once: the numbers are those of the order in which NCCL gets to see the operations.
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.sequence = last.sequence.wrapping_add(1).max(1);
+        last.call = group.calls.last().copied();
+        if last.sequence == 1 {
+            link.membership.come_to(Moment::Collective);
+        }
+        let doing = Doing { peers: link.peers(), ..self.doing(&last, &group.calls) };
+        let answer = link.owner.enqueue(group.calls);
+        drop(last);
+        link.during(&doing, || link.answer(&answer, &doing))
+    }
+
+    /// Returns once the GPU has done everything on a stream, or up to an event. `what` is what the caller waits for, in the
+    /// words of an error: `the loss of step 7`.
+    ///
+    /// # Errors
+    /// If a peer fails, NCCL reports an error, the GPU does, or it is not done before the world's timeout. The
+    /// communicator is unusable then: its operations have been aborted, and what they were to write is not defined.
+    pub fn wait(&self, work: &impl Awaited, what: &str) -> Result<()> {
+        let Some(link) = &self.link else {
+            // No other rank: it ends when the GPU is done.
+            while !work.is_done()? {
+                std::thread::park_timeout(Duration::from_micros(50));
+            }
+            return Ok(());
+        };
+        link.check()?;
+        let doing = {
+            let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+            let doing = self.doing(&last, last.call.as_slice());
+            Doing {
+                text: if what.is_empty() { doing.text } else { format!("{what}, after {}", doing.text) },
+                ..doing
+            }
+        };
+        link.during(&doing, || link.device(|| work.is_done(), &doing))
+    }
+
+    /// What the last operations are to those who look.
+    fn doing(&self, last: &Last, calls: &[Call]) -> Doing {
+        let text = match calls {
+            [] => "no operation".to_owned(),
+            [call] => call.to_string(),
+            [first, rest @ ..] => format!("{first} and {} more", rest.len()),
+        };
+        Doing {
+            operation: calls.first().map_or(Operation::Barrier, Call::operation),
+            sequence: last.sequence,
+            bytes: calls.iter().map(Call::bytes).sum(),
+            text,
+            peers: self.link.as_ref().map(Link::peers).unwrap_or_default(),
+        }
+    }
+
+    /// What connects it with the others; `None` in a world of one.
+    pub(super) fn link(&self) -> Option<&Link> {
+        self.link.as_ref()
+    }
+}
+
+/// The id of the communicator: made by rank 0, the same on all ranks.
+fn share_id(link: &Link, doing: &Doing) -> Result<UniqueId> {
+    let (store, key) = (link.membership.store(), format!("{}/id", link.name));
+    if link.rank == 0 {
+        let id = link.answer(&link.owner.unique_id(), doing)?;
+        store.set(&key, id.as_bytes(), &[], link.size - 1)?;
+        return Ok(id);
+    }
+    let (bytes, _) = store.get(&key, 0, link.timeout)?;
+    let bytes = bytes.try_into().map_err(|bytes: Vec<u8>| Error::Protocol {
+        peer: "rank 0".into(),
+        problem: format!("an NCCL unique id of {} bytes, not {}", bytes.len(), UniqueId::LEN),
+    })?;
+    Ok(UniqueId::from_bytes(bytes))
+}

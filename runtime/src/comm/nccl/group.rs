@@ -1,0 +1,191 @@
+//! Operations before they are carried out: checked, and collected where several begin together.
+
+use std::marker::PhantomData;
+
+use mgpu_kernels::cuda::{Stream, View};
+use smallvec::SmallVec;
+
+use super::DeviceCommunicator;
+use super::call::{Call, Kind, RawStream};
+use crate::comm::{DType, ReduceOp};
+use crate::{Error, Result};
+
+/// Operations that begin together: sends and receives in a group do not wait for each other, and small collectives are
+/// cheaper in one. Made by [`DeviceCommunicator::group`].
+///
+/// The methods are those of [`DeviceCommunicator`]. What they take is borrowed until the group has begun.
+#[derive(Debug)]
+pub struct Group<'a> {
+    comm: &'a DeviceCommunicator,
+    pub(super) calls: SmallVec<[Call; 2]>,
+    borrowed: PhantomData<View<'a>>,
+}
+
+fn wrong<T>(operation: &'static str, problem: String) -> Result<T> {
+    Err(Error::InvalidArgument { operation, problem })
+}
+
+impl<'a> Group<'a> {
+    pub(super) fn new(comm: &'a DeviceCommunicator) -> Self {
+        Group { comm, calls: SmallVec::new(), borrowed: PhantomData }
+    }
+
+    /// As [`DeviceCommunicator::all_reduce`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_reduce(&mut self, stream: &'a Stream, buffer: View<'a>, op: ReduceOp) -> Result<()> {
+        self.all_reduce_into(stream, buffer, buffer, op)
+    }
+
+    /// As [`DeviceCommunicator::all_reduce_into`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_reduce_into(
+        &mut self,
+        stream: &'a Stream,
+        from: View<'a>,
+        to: View<'a>,
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.check_lengths("all_reduce", from, 1, to, 1)?;
+        self.add("all_reduce", Kind::AllReduce(op), stream, from, to, from.len())
+    }
+
+    /// As [`DeviceCommunicator::reduce_scatter`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_scatter(
+        &mut self,
+        stream: &'a Stream,
+        from: View<'a>,
+        to: View<'a>,
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.check_lengths("reduce_scatter", from, 1, to, self.comm.size() as usize)?;
+        self.add("reduce_scatter", Kind::ReduceScatter(op), stream, from, to, to.len())
+    }
+
+    /// As [`DeviceCommunicator::all_gather`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_gather(&mut self, stream: &'a Stream, from: View<'a>, to: View<'a>) -> Result<()> {
+        self.check_lengths("all_gather", from, self.comm.size() as usize, to, 1)?;
+        self.add("all_gather", Kind::AllGather, stream, from, to, from.len())
+    }
+
+    /// As [`DeviceCommunicator::broadcast`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn broadcast(&mut self, stream: &'a Stream, buffer: View<'a>, root: u32) -> Result<()> {
+        self.check_rank("broadcast", root)?;
+        self.add("broadcast", Kind::Broadcast { root }, stream, buffer, buffer, buffer.len())
+    }
+
+    /// As [`DeviceCommunicator::reduce`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce(&mut self, stream: &'a Stream, buffer: View<'a>, op: ReduceOp, root: u32) -> Result<()> {
+        self.check_rank("reduce", root)?;
+        self.add("reduce", Kind::Reduce { op, root }, stream, buffer, buffer, buffer.len())
+    }
+
+    /// As [`DeviceCommunicator::send`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send(&mut self, stream: &'a Stream, buffer: View<'a>, to: u32) -> Result<()> {
+        self.check_peer("send", to)?;
+        self.add("send", Kind::Send { to }, stream, buffer, buffer, buffer.len())
+    }
+
+    /// As [`DeviceCommunicator::recv`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn recv(&mut self, stream: &'a Stream, buffer: View<'a>, from: u32) -> Result<()> {
+        self.check_peer("recv", from)?;
+        self.add("recv", Kind::Recv { from }, stream, buffer, buffer, buffer.len())
+    }
+
+    /// Collects a call; in a world of one, where nobody else is needed, does at once what it comes to.
+    fn add(
+        &mut self,
+        operation: &'static str,
+        kind: Kind,
+        stream: &'a Stream,
+        from: View<'a>,
+        to: View<'a>,
+        count: usize,
+    ) -> Result<()> {
+        if stream.device().uuid() != self.comm.device().uuid() {
+            let (ours, theirs) = (self.comm.device().ordinal(), stream.device().ordinal());
+            return wrong(
+                operation,
+                format!("the stream is of GPU {theirs}, the communicator of GPU {ours}"),
+            );
+        }
+        if self.comm.size() == 1 {
+            if from.address() != to.address() && !from.is_empty() {
+                stream.copy(from, to)?;
+            }
+            return Ok(());
+        }
+        self.push(kind, stream, (from.address(), to.address()), count, from.dtype());
+        Ok(())
+    }
+
+    /// Collects a call whose arguments were checked. The addresses have room for its elements.
+    pub(super) fn push(
+        &mut self,
+        kind: Kind,
+        stream: &'a Stream,
+        (from, to): (u64, u64),
+        count: usize,
+        dtype: DType,
+    ) {
+        self.calls.push(Call { kind, from, to, count, dtype, stream: RawStream(stream.raw().cast()) });
+    }
+
+    /// Both views hold the same type, and `from_times` as many elements of `from` are as many as `to_times` of `to`.
+    fn check_lengths(
+        &self,
+        operation: &'static str,
+        from: View<'_>,
+        from_times: usize,
+        to: View<'_>,
+        to_times: usize,
+    ) -> Result<()> {
+        if from.dtype() != to.dtype() {
+            return wrong(
+                operation,
+                format!("from {} to {}, which are of two types", from.dtype(), to.dtype()),
+            );
+        }
+        if from.len() * from_times != to.len() * to_times {
+            let (from, to, ranks) = (from.len(), to.len(), self.comm.size());
+            return wrong(operation, format!("from {from} elements to {to} does not go with {ranks} ranks"));
+        }
+        Ok(())
+    }
+
+    fn check_rank(&self, operation: &'static str, rank: u32) -> Result<()> {
+        if rank < self.comm.size() {
+            return Ok(());
+        }
+        wrong(operation, format!("there is no rank {rank} in a world of {}", self.comm.size()))
+    }
+
+    fn check_peer(&self, operation: &'static str, rank: u32) -> Result<()> {
+        self.check_rank(operation, rank)?;
+        if rank != self.comm.rank() {
+            return Ok(());
+        }
+        wrong(operation, format!("rank {rank} cannot be its own peer"))
+    }
+}

@@ -1,0 +1,254 @@
+//! Waiting for what the owner's thread or the GPU does, without ever hanging.
+//!
+//! NCCL does not tell that a peer on the same machine has died, and a kernel that waits for one never ends. So every wait
+//! looks around: at the progress page, where the launcher notes the end of a rank; at what NCCL says of itself; at the
+//! clock. Whatever ends a wait early ends the communicator: it is aborted, and says why from then on.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use mgpu_kernels::cuda;
+use nccl_sys::NcclError;
+
+use super::owner::{Ended, Owner};
+use crate::membership::Membership;
+use crate::progress::{Operation, RankState};
+use crate::{Error, Result};
+
+/// How often a wait looks around.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// A wait below this is not worth a look, nor a nap.
+const MOMENT: Duration = Duration::from_micros(100);
+
+/// Longest nap between two questions whether the GPU is done.
+const NAP: Duration = Duration::from_millis(1);
+
+/// How long the end of a communicator may take once all ranks have come to it.
+const FINALISE_LIMIT: Duration = Duration::from_secs(5);
+
+/// A communicator's connection to the other ranks.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) membership: Arc<Membership>,
+    pub(super) rank: u32,
+    pub(super) size: u32,
+    pub(super) name: String,
+    pub(super) timeout: Duration,
+    pub(super) owner: Owner,
+    /// The error that made the communicator unusable.
+    pub(super) poison: OnceLock<String>,
+}
+
+/// What a rank waits in, for the page and for errors.
+#[derive(Debug, Clone)]
+pub(super) struct Doing {
+    pub(super) operation: Operation,
+    /// Its number in the communicator, 0 for what has none.
+    pub(super) sequence: u32,
+    pub(super) bytes: usize,
+    pub(super) text: String,
+    /// The ranks without which it does not end.
+    pub(super) peers: Vec<u32>,
+}
+
+impl Link {
+    /// The ranks other than this one.
+    pub(super) fn peers(&self) -> Vec<u32> {
+        (0..self.size).filter(|peer| *peer != self.rank).collect()
+    }
+
+    /// The error of a communicator that had one.
+    pub(super) fn check(&self) -> Result<()> {
+        match self.poison.get() {
+            None => Ok(()),
+            Some(cause) => Err(Error::Poisoned { rank: self.rank, cause: cause.clone() }),
+        }
+    }
+
+    /// Runs `wait` with a note on the page for its time. Its error is the end of the communicator.
+    pub(super) fn during<R>(&self, doing: &Doing, wait: impl FnOnce() -> Result<R>) -> Result<R> {
+        let page = self.membership.page();
+        page.enter(self.rank, doing.operation, doing.sequence, doing.bytes);
+        wait().inspect(|_| page.leave(self.rank)).map_err(|error| self.fail(error))
+    }
+
+    /// Ends the communicator because of `error`.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        if matches!(error, Error::InvalidArgument { .. } | Error::Poisoned { .. }) {
+            return error;
+        }
+        if self.poison.set(error.to_string()).is_err() {
+            // Another thread was faster, and ends it.
+            return error;
+        }
+        // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
+        self.membership.page().blame(self.rank, &error);
+        self.owner.abort();
+        error
+    }
+
+    /// Waits for an answer of the owner.
+    pub(super) fn answer<R>(&self, answer: &Receiver<Result<R, NcclError>>, doing: &Doing) -> Result<R> {
+        let (began, mut slice) = (Instant::now(), MOMENT);
+        loop {
+            match answer.recv_timeout(slice) {
+                Ok(Ok(value)) => return Ok(value),
+                Ok(Err(error)) => return Err(self.refused(doing, &error)),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let problem = "the thread that owns the communicator has ended".into();
+                    return Err(Error::Nccl { rank: self.rank, operation: self.describe(doing), problem });
+                }
+                Err(RecvTimeoutError::Timeout) => self.look_around(doing, began.elapsed())?,
+            }
+            slice = (slice * 2).min(LOOK_EVERY);
+        }
+    }
+
+    /// Waits until the GPU has come to where `is_done` asks for.
+    pub(super) fn device(&self, is_done: impl Fn() -> cuda::Result<bool>, doing: &Doing) -> Result<()> {
+        if is_done()? {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let mut next_look = LOOK_EVERY;
+        let mut watcher = None;
+        loop {
+            if is_done()? {
+                return Ok(());
+            }
+            let waited = began.elapsed();
+            if waited < MOMENT {
+                std::thread::yield_now();
+                continue;
+            }
+            std::thread::park_timeout((waited / 16).min(NAP));
+            if waited < next_look {
+                continue;
+            }
+            next_look = waited + LOOK_EVERY;
+            watcher.get_or_insert_with(|| self.owner.watch());
+            if let Err(trouble) = self.look_around(doing, waited) {
+                // What is done counts, whatever has happened since.
+                if matches!(is_done(), Ok(true)) {
+                    return Ok(());
+                }
+                return Err(trouble);
+            }
+        }
+    }
+
+    /// What a rank does now and then while it waits: it leaves a note whom it waits for, looks whether that is in vain,
+    /// and gives up after the deadline.
+    #[cold]
+    fn look_around(&self, doing: &Doing, waited: Duration) -> Result<()> {
+        self.check()?;
+        if let Some(error) = self.owner.failure() {
+            return Err(self.refused(doing, error));
+        }
+        let page = self.membership.page();
+        // A rank whose own call does not return waits for nobody; others see that, and know whom to blame.
+        let stuck = self.owner.stuck_call(self.timeout.min(Duration::from_secs(1)));
+        let suspects = self.suspects(doing);
+        if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
+            page.wait(self.rank, *peer);
+        }
+        if let Some(error) = self.membership.lost_peer(&doing.peers, || self.describe(doing)) {
+            return Err(error);
+        }
+        if waited < self.timeout {
+            return Ok(());
+        }
+        let (rank, operation) = (self.rank, self.describe(doing));
+        Err(match stuck {
+            Some(call) => Error::Stuck { rank, operation, call, after: waited },
+            None => Error::Timeout { rank, waited_for: suspects, operation, after: waited },
+        })
+    }
+
+    /// Those of the awaited that seem to hold up the others: stopped by somebody, or busy with something else than
+    /// waiting, or behind. NCCL does not say who has come to an operation, so all there is to go by is what the ranks
+    /// note on the page.
+    fn suspects(&self, doing: &Doing) -> Vec<u32> {
+        let page = self.membership.page();
+        let those = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
+            doing.peers.iter().copied().filter(|peer| is(*peer)).collect()
+        };
+        let stopped = |peer| page.state(peer) == RankState::Joined && is_stopped(page.progress(peer).pid);
+        let busy = |peer| {
+            let last = page.progress(peer).operation;
+            !last.is_some_and(|last| last.running && last.waits_for.is_some())
+        };
+        let behind = |peer| {
+            let last = page.progress(peer).operation;
+            last.is_some_and(|last| last.sequence < u64::from(doing.sequence))
+        };
+        let classes: [&dyn Fn(u32) -> bool; 4] = [&stopped, &busy, &behind, &|_| true];
+        classes.into_iter().map(those).find(|suspects| !suspects.is_empty()).unwrap_or_default()
+    }
+
+    /// The error of something that NCCL refused.
+    fn refused(&self, doing: &Doing, error: &NcclError) -> Error {
+        // A peer that has ended is the better explanation of what NCCL says then.
+        let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
+        lost.unwrap_or_else(|| Error::Nccl {
+            rank: self.rank,
+            operation: self.describe(doing),
+            problem: error.to_string(),
+        })
+    }
+
+    fn describe(&self, doing: &Doing) -> String {
+        let Doing { sequence, text, .. } = doing;
+        match sequence {
+            0 => format!("{text} of {}", self.name),
+            _ => format!("operation {sequence} of {}, {text}", self.name),
+        }
+    }
+}
+
+/// True if somebody has stopped the process, as with SIGSTOP: what it has noted on the page is then no longer true.
+fn is_stopped(pid: u32) -> bool {
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    // The name before it may contain anything.
+    text.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with(['T', 't']))
+}
+
+impl Drop for Link {
+    /// The proper end needs all ranks: they come together first, so that none is gone while another still works. A rank
+    /// that does not come, or has failed, leaves nothing but the abort.
+    fn drop(&mut self) {
+        if self.poison.get().is_some() {
+            return;
+        }
+        let all_are_well = || {
+            let (page, store) = (self.membership.page(), self.membership.store());
+            if std::thread::panicking() || page.first_failed().is_some() {
+                return false;
+            }
+            page.enter(self.rank, Operation::Barrier, 0, 0);
+            // So that nobody takes a rank that is early for a silent one.
+            page.wait(self.rank, u32::from(self.rank == 0));
+            let together = store.barrier(&format!("{}/end", self.name), self.timeout).is_ok();
+            page.leave(self.rank);
+            together
+        };
+        let _: Ended = if all_are_well() {
+            self.owner.finalise(FINALISE_LIMIT.min(self.timeout))
+        } else {
+            self.owner.abort()
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_stopped;
+
+    #[test]
+    fn a_process_that_runs_is_not_stopped() {
+        assert!(!is_stopped(std::process::id()));
+        assert!(!is_stopped(0));
+    }
+}
