@@ -30,6 +30,8 @@ pub mod cuda;
 #[cfg(feature = "cuda")]
 mod cudnn;
 #[cfg(feature = "cuda")]
+pub mod gpu;
+#[cfg(feature = "cuda")]
 mod plan;
 
 /// How a convolution treats the border of an image.

@@ -75,7 +75,7 @@ pub(crate) trait Algorithm: Clone + std::fmt::Display {
 pub(crate) struct Choice<A> {
     /// The library's algorithm; none for this crate's own kernel.
     pub(crate) algorithm: Option<A>,
-    /// Bytes of workspace.
+    /// Bytes of workspace that the algorithm needs.
     pub(crate) workspace: usize,
     /// How long it takes; none where there was nothing to choose from.
     pub(crate) milliseconds: Option<f64>,
@@ -83,8 +83,8 @@ pub(crate) struct Choice<A> {
 
 impl<A> Choice<A> {
     /// This crate's own kernel, since there is no other.
-    pub(crate) fn builtin(workspace: usize) -> Self {
-        Choice { algorithm: None, workspace, milliseconds: None }
+    pub(crate) fn builtin() -> Self {
+        Choice { algorithm: None, workspace: 0, milliseconds: None }
     }
 }
 
@@ -110,26 +110,26 @@ pub(crate) fn key(device: &Device, library: &str, problem: &str, pass: Pass) -> 
 
 const FILE: &str = "choice";
 
-/// What was chosen before, or else what `race` ends with. An algorithm counts only if `supported` says that it needs no
+/// What was chosen before, or else what `race` ends with, if there is one. An algorithm counts only if `supported` says that it needs no
 /// more than it did.
 pub(crate) fn settle<A: Algorithm>(
     key: &str,
     supported: impl Fn(&A) -> Result<usize>,
-    race: impl FnOnce() -> Result<Choice<A>>,
-) -> Result<Choice<A>> {
+    race: impl FnOnce() -> Result<Option<Choice<A>>>,
+) -> Result<Option<Choice<A>>> {
     let holds = |choice: &Choice<A>| match &choice.algorithm {
         Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= choice.workspace),
         None => true,
     };
     if let Some(earlier) = recall(key).filter(holds) {
-        return Ok(earlier);
+        return Ok(Some(earlier));
     }
-    let choice = race()?;
+    let Some(choice) = race()? else { return Ok(None) };
     if let Some(earlier) = recall(key).filter(holds) {
-        return Ok(earlier);
+        return Ok(Some(earlier));
     }
     cache::write(FILE, key, line(&choice).as_bytes());
-    Ok(choice)
+    Ok(Some(choice))
 }
 
 fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {
@@ -153,6 +153,67 @@ fn parse<A: Algorithm>(line: &str) -> Option<Choice<A>> {
     Some(Choice { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
 }
 
+/// Something of a library that does not serve, and why.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Note {
+    pub(crate) what: String,
+    pub(crate) why: String,
+}
+
+impl Note {
+    pub(crate) fn new(what: impl std::fmt::Display, why: impl std::fmt::Display) -> Self {
+        Note { what: what.to_string(), why: why.to_string() }
+    }
+
+    /// Adds `notes` about one pass, those of one reason as one.
+    pub(crate) fn collect(all: &mut Vec<Note>, pass: Pass, notes: Vec<Note>) {
+        let mut reasons: Vec<Note> = Vec::new();
+        for note in notes {
+            match reasons.iter_mut().find(|known| known.why == note.why) {
+                Some(known) => known.what.push_str(&format!(", {}", note.what)),
+                None => reasons.push(Note { what: format!("{} {}", pass.name(), note.what), ..note }),
+            }
+        }
+        all.append(&mut reasons);
+    }
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.what, self.why)
+    }
+}
+
+/// One line about a layer: what it is, its three passes, and notes about what was not chosen.
+pub(crate) fn describe<A: Algorithm>(
+    layer: &str,
+    precision: Precision,
+    passes: [&Choice<A>; 3],
+    notes: &[Note],
+) -> String {
+    let [forward, backward_input, backward_weights] = passes;
+    let mut line = format!(
+        "{layer}, {precision}: forward {forward}, backward input {backward_input}, backward weights {backward_weights}"
+    );
+    if !notes.is_empty() {
+        let notes: Vec<_> = notes.iter().map(Note::to_string).collect();
+        line.push_str(&format!(" ({})", notes.join("; ").replace('\n', " ")));
+    }
+    line
+}
+
+/// Panics unless a batch is at most as large as the layer was set up for, and the workspace at least as large.
+#[track_caller]
+pub(crate) fn check_batch(images: usize, most: usize, workspace: View<'_>, bytes: usize) {
+    assert!(images <= most, "{images} images where the layer was set up for {most}");
+    assert!(
+        workspace.bytes() >= bytes && (bytes == 0 || workspace.address().is_multiple_of(256)),
+        "a workspace of {} bytes at {:#x} where {bytes} are needed, at a multiple of 256",
+        workspace.bytes(),
+        workspace.address()
+    );
+}
+
 /// An algorithm of a library that takes part in a race.
 pub(crate) struct Candidate<A> {
     pub(crate) algorithm: A,
@@ -162,17 +223,16 @@ pub(crate) struct Candidate<A> {
 /// How a race went.
 pub(crate) struct Outcome<A> {
     pub(crate) choice: Choice<A>,
-    /// Why candidates are out, a line each.
-    pub(crate) rejected: Vec<String>,
+    /// Candidates that are out.
+    pub(crate) rejected: Vec<Note>,
 }
 
-/// Runs this crate's own kernel (`run(None)`, with `workspace` bytes) and every candidate, and chooses the fastest that
-/// writes the same to `output`, up to rounding.
+/// Runs this crate's own kernel (`run(None)`) and every candidate, and chooses the fastest that writes the same to
+/// `output`, up to rounding.
 pub(crate) fn race<A: Algorithm>(
     stream: &Stream,
     precision: Precision,
     output: View<'_>,
-    workspace: usize,
     candidates: Vec<Candidate<A>>,
     run: &dyn Fn(Option<&A>) -> Result<()>,
 ) -> Result<Outcome<A>> {
@@ -180,7 +240,7 @@ pub(crate) fn race<A: Algorithm>(
     run(None)?;
     let expected = sample(stream, output)?;
     let milliseconds = Some(time(stream, &|| run(None))?);
-    let mut choice = Choice { algorithm: None, workspace, milliseconds };
+    let mut choice = Choice { algorithm: None, workspace: 0, milliseconds };
     let mut rejected = Vec::new();
     for Candidate { algorithm, workspace } in candidates {
         let attempt = || -> Result<f64> {
@@ -188,8 +248,8 @@ pub(crate) fn race<A: Algorithm>(
             run(Some(&algorithm))?;
             let deviation = deviation(&expected, &sample(stream, output)?);
             if deviation.is_nan() || deviation > tolerance(precision) {
-                let text = format!("its results deviate by {deviation:.1e} of the largest");
-                return Err(Error::Library { call: "comparison", text });
+                let text = format!("results deviate by {deviation:.0e} of the largest");
+                return Err(Error::Library { call: "comparison with the built-in kernel", text });
             }
             time(stream, &|| run(Some(&algorithm)))
         };
@@ -201,7 +261,7 @@ pub(crate) fn race<A: Algorithm>(
             Err(error) => {
                 // A GPU that is in disorder now is no matter of speed.
                 stream.synchronize()?;
-                rejected.push(format!("{algorithm}: {error}"));
+                rejected.push(Note::new(algorithm, error));
             }
         }
     }
@@ -333,6 +393,19 @@ mod tests {
         assert_eq!(choice(Some(Number(7)), Some(0.1254)), "library 7 0.125 ms");
         assert_eq!(choice(None, Some(2.0)), "built in 2.000 ms");
         assert_eq!(choice(None, None), "built in");
+    }
+
+    #[test]
+    fn notes_of_one_reason_are_one() {
+        let mut all = Vec::new();
+        let notes = vec![
+            Note::new("cuDNN 1", "too slow"),
+            Note::new("cuDNN 2", "lost"),
+            Note::new("cuDNN 3", "too slow"),
+        ];
+        Note::collect(&mut all, Pass::Forward, notes);
+        let texts: Vec<_> = all.iter().map(Note::to_string).collect();
+        assert_eq!(texts, ["forward cuDNN 1, cuDNN 3: too slow", "forward cuDNN 2: lost"]);
     }
 
     #[test]
