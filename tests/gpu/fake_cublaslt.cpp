@@ -176,7 +176,8 @@ struct Run {
             for (uint64_t row = 0; row < rows; ++row) {
                 float value = alpha * wrong * sums[row];
                 if (product.epilogue != EPILOGUE_DEFAULT) value += static_cast<const float*>(product.bias)[row];
-                if (product.epilogue == EPILOGUE_RELU_BIAS && value < 0.0f) value = 0.0f;
+                // What is not a number becomes zero, as in the real one.
+                if (product.epilogue == EPILOGUE_RELU_BIAS && !(value > 0.0f)) value = 0.0f;
                 d.write(problem.d.at(row, column), value);
             }
         }

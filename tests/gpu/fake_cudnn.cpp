@@ -58,6 +58,7 @@ struct Convolution : Object {
 
 struct Activation : Object {
     int mode;
+    bool keeps_nan;
 };
 
 struct Handle : Object {
@@ -153,7 +154,7 @@ struct Run {
     void* workspace = nullptr;
     size_t workspace_size = 0;
     const float* bias = nullptr;
-    bool relu = false;
+    bool relu = false, keeps_nan = false;
 
     Numbers x() const { return pass == Pass::BackwardData ? to : from; }
     Numbers w() const { return pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to; }
@@ -188,7 +189,7 @@ struct Run {
         for (size_t at = 0; at < sums.size(); ++at) {
             float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
             if (bias) value += bias[at % result.c];
-            if (relu && value < 0.0f) value = 0.0f;
+            if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
             to.write(at, value);
         }
     }
@@ -294,7 +295,7 @@ Status workspace_size(Pass pass, void* handle, void* from, void* by, void* convo
 Status convolve(
     Pass pass, void* raw, const float* alpha, void* from_descriptor, const void* from, void* by_descriptor, const void* by,
     void* convolution, int number, void* workspace, size_t size, const float* beta, void* to_descriptor, void* to,
-    const float* bias = nullptr, bool relu = false
+    const float* bias = nullptr, const Activation* activation = nullptr
 ) {
     Handle* handle = of<Handle>(raw, Kind::Handle);
     if (!handle) return NOT_INITIALIZED;
@@ -307,7 +308,8 @@ Status convolve(
     run.workspace = workspace;
     run.workspace_size = size;
     run.bias = bias;
-    run.relu = relu;
+    run.relu = activation && activation->mode == RELU;
+    run.keeps_nan = activation && activation->keeps_nan;
     return start(handle, run, number);
 }
 
@@ -395,11 +397,12 @@ API unsigned cudnnSetConvolutionMathType(void* raw, int math) {
 
 API unsigned cudnnCreateActivationDescriptor(void** place) { return create<Activation>(place, Kind::Activation); }
 API unsigned cudnnDestroyActivationDescriptor(void* raw) { return destroy<Activation>(raw, Kind::Activation); }
-API unsigned cudnnSetActivationDescriptor(void* raw, int mode, int, double) {
+API unsigned cudnnSetActivationDescriptor(void* raw, int mode, int propagate_nan, double) {
     Activation* activation = static_cast<Activation*>(raw);
     if (!activation || activation->kind != Kind::Activation) return DESCRIPTOR_TYPE;
     if (mode != RELU && mode != IDENTITY) return NOT_SUPPORTED;
     activation->mode = mode;
+    activation->keeps_nan = propagate_nan == 1;
     activation->set = true;
     return SUCCESS;
 }
@@ -454,5 +457,5 @@ API unsigned cudnnConvolutionBiasActivationForward(
     if (activation->mode == IDENTITY && number != IMPLICIT_PRECOMP_GEMM) return NOT_SUPPORTED;
     const float zero = 0.0f;
     return convolve(Pass::Forward, handle, alpha1, x_descriptor, x, w_descriptor, w, convolution, number, workspace, size, &zero,
-                    y_descriptor, y, static_cast<const float*>(bias), activation->mode == RELU);
+                    y_descriptor, y, static_cast<const float*>(bias), activation);
 }

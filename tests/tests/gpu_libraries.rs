@@ -65,6 +65,19 @@ fn the_libraries_serve_every_pass_and_are_remembered() {
             "the gradient is narrow where the library has no other: {line}"
         );
     }
+    let fused = |line: &&str| line.starts_with("slope 1 ") && line.contains(", f32: ");
+    let hidden = |line: &&str| line.starts_with("slope 0 ") && line.contains(", f32: ");
+    for line in lines(&first, "dense").into_iter().filter(fused) {
+        assert!(line.contains(" fused "), "the bias comes with the product: {line}");
+    }
+    for line in lines(&first, "dense").into_iter().filter(hidden) {
+        assert!(
+            line.contains(
+                "fused: comparison with the built-in kernel failed: what is not a number is hidden"
+            ),
+            "{line}"
+        );
+    }
     // The same choices, to the digit of their times.
     let second = run(&mut program(cache.path()));
     let choices = |finished: &Finished| -> Vec<String> {

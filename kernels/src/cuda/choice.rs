@@ -15,7 +15,7 @@ use std::time::Instant;
 use half::bf16;
 
 use super::error::{Error, Result};
-use super::{Device, Precision, Stream, View, cache};
+use super::{Device, Precision, Source, Stream, View, cache};
 use crate::DType;
 
 /// What a layer may choose from.
@@ -101,11 +101,11 @@ impl<A: Algorithm> std::fmt::Display for Choice<A> {
     }
 }
 
-/// Stands for everything that a choice depends on; `problem` says what is computed.
-pub(crate) fn key(device: &Device, library: &str, problem: &str, pass: Pass) -> String {
+/// Stands for everything that a choice depends on: `problem` says what is computed, `own` is what the library raced with.
+pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, pass: Pass) -> String {
     let (architecture, driver) = (device.architecture(), device.driver());
     let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
-    cache::key(&[env!("CARGO_PKG_VERSION"), device.name(), &machine, library, problem, pass.name()])
+    cache::key(&[env!("CARGO_PKG_VERSION"), device.name(), &machine, library, problem, own.text, pass.name()])
 }
 
 const FILE: &str = "choice";
@@ -184,17 +184,16 @@ impl std::fmt::Display for Note {
     }
 }
 
-/// One line about a layer: what it is, its three passes, and notes about what was not chosen.
+/// One line about a layer: what it is, who makes its passes, and notes about what was not chosen.
 pub(crate) fn describe<A: Algorithm>(
     layer: &str,
     precision: Precision,
-    passes: [&Choice<A>; 3],
+    passes: [Option<&Choice<A>>; 3],
     notes: &[Note],
 ) -> String {
-    let [forward, backward_input, backward_weights] = passes;
-    let mut line = format!(
-        "{layer}, {precision}: forward {forward}, backward input {backward_input}, backward weights {backward_weights}"
-    );
+    let names = [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights].map(Pass::name);
+    let passes = names.iter().zip(passes).filter_map(|(name, choice)| Some(format!("{name} {}", choice?)));
+    let mut line = format!("{layer}, {precision}: {}", passes.collect::<Vec<_>>().join(", "));
     if !notes.is_empty() {
         let notes: Vec<_> = notes.iter().map(Note::to_string).collect();
         line.push_str(&format!(" ({})", notes.join("; ").replace('\n', " ")));
@@ -214,6 +213,8 @@ pub(crate) fn check_batch(images: usize, most: usize, workspace: View<'_>, bytes
     );
 }
 
+const COMPARISON: &str = "comparison with the built-in kernel";
+
 /// An algorithm of a library that takes part in a race.
 pub(crate) struct Candidate<A> {
     pub(crate) algorithm: A,
@@ -228,11 +229,13 @@ pub(crate) struct Outcome<A> {
 }
 
 /// Runs this crate's own kernel (`run(None)`) and every candidate, and chooses the fastest that writes the same to
-/// `output`, up to rounding.
+/// `output`, up to rounding. Where `bias` (f32) takes part, a bias that is no number has to be seen in the results as well:
+/// a rectified linear unit may make zeros of such values, and a run that diverges would go on as if nothing had happened.
 pub(crate) fn race<A: Algorithm>(
     stream: &Stream,
     precision: Precision,
     output: View<'_>,
+    bias: Option<View<'_>>,
     candidates: Vec<Candidate<A>>,
     run: &dyn Fn(Option<&A>) -> Result<()>,
 ) -> Result<Outcome<A>> {
@@ -240,6 +243,18 @@ pub(crate) fn race<A: Algorithm>(
     run(None)?;
     let expected = sample(stream, output)?;
     let milliseconds = Some(time(stream, &|| run(None))?);
+    // Which of the elements are no numbers when the first bias is none.
+    let spoilt = |algorithm: Option<&A>| -> Result<Option<Vec<bool>>> {
+        let Some(bias) = bias else { return Ok(None) };
+        let first = bias.slice(0..1);
+        let value = first.to_vec::<f32>(stream)?;
+        stream.upload(&[f32::NAN], first)?;
+        let ran = run(algorithm);
+        let values = sample(stream, output)?;
+        stream.upload(&value, first)?;
+        ran.map(|()| Some(values.iter().map(|value| value.is_nan()).collect()))
+    };
+    let expected_spoilt = spoilt(None)?;
     let mut choice = Choice { algorithm: None, workspace: 0, milliseconds };
     let mut rejected = Vec::new();
     for Candidate { algorithm, workspace } in candidates {
@@ -249,7 +264,11 @@ pub(crate) fn race<A: Algorithm>(
             let deviation = deviation(&expected, &sample(stream, output)?);
             if deviation.is_nan() || deviation > tolerance(precision) {
                 let text = format!("results deviate by {deviation:.0e} of the largest");
-                return Err(Error::Library { call: "comparison with the built-in kernel", text });
+                return Err(Error::Library { call: COMPARISON, text });
+            }
+            if spoilt(Some(&algorithm))? != expected_spoilt {
+                let text = "what is not a number is hidden".to_owned();
+                return Err(Error::Library { call: COMPARISON, text });
             }
             time(stream, &|| run(Some(&algorithm)))
         };

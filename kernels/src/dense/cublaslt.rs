@@ -14,7 +14,7 @@
 //! - *Precision*: f32 by the compute type that is f32 throughout, TF32 by the one that permits it; bfloat16 operands are
 //!   summed in f32, and the gradient of weights leaves in f32.
 //! - *Bias and activation* are an epilogue of the forward product, as far as the library knows them: none and the
-//!   rectified linear unit. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
+//!   rectified linear unit. That one is known to make zeros of what is not a number, and then loses the race. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
 //!   for that as well, and where it declines, the caller adds the bias.
 //! - *Determinism*: a sum that is split over blocks is put together in the workspace by a second step, in f32, or not
 //!   split. The schemes that add in place are masked out.

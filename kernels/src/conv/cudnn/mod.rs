@@ -481,7 +481,8 @@ fn finalists(found: &[Timing], deterministic: bool) -> Vec<u32> {
     let mut numbers = Vec::new();
     for timing in found.iter().filter(|timing| timing.status == 0) {
         let number = timing.algorithm;
-        if !numbers.contains(&number) && !(deterministic && strays(number)) {
+        let out = numbers.contains(&number) || deterministic && strays(number);
+        if !out {
             numbers.push(number);
         }
     }
