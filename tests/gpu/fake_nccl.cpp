@@ -4,8 +4,8 @@
 // own (initialisation, finalisation, and every launch), refuses calls meanwhile, writes its handle a second time at the
 // end of initialisation; a dead peer is never reported; what waits for one ends by abort only.
 //
-// Faults on demand, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: how many operations still go well; replays of a graph
-// count each time, except for faults of calls):
+// Faults on demand, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: how many operations still go well; each replay of a
+// graph counts, except for faults of calls):
 //   hang_call_init    the call of initialisation never returns
 //   hang_init         initialisation never completes
 //   init_error        initialisation fails
@@ -177,17 +177,16 @@ ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) 
     if (is_faulty("call_error", comm->rank, before)) return fail(ncclInternalError, "call_error was asked for");
     CUstreamCaptureStatus captured = CU_STREAM_CAPTURE_STATUS_NONE;
     cuStreamIsCapturing(stream, &captured);
-    auto previous = comm->last;
+    const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;
+    const auto previous = at_once ? comm->last : nullptr;
     auto done = std::make_shared<fake::Moment>();
-    if (captured == CU_STREAM_CAPTURE_STATUS_NONE) comm->last = done;
-    else previous = nullptr;
     const CUresult result = fake::enqueue(stream, [=, ops = std::move(ops)] {
         if (previous != nullptr) previous->wait();
         run(*comm, ops);
         if (!done->passed()) done->pass();
     });
+    if (result == CUDA_SUCCESS && at_once) comm->last = done;
     if (result == CUDA_SUCCESS) return ncclSuccess;
-    comm->last = previous;
     return fail(ncclUnhandledCudaError, "the stream refused the operation with error " + std::to_string(result));
 }
 
@@ -342,7 +341,8 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueI
     if (config->magic != 0xcafebeef || config->size < sizeof(ncclConfig_t)) {
         return fail(ncclInvalidArgument, "the configuration was not initialised");
     }
-    if (config->max_ctas != INT_MIN && config->max_ctas <= 0) return fail(ncclInvalidArgument, "maxCTAs must be positive");
+    const bool unset = config->max_ctas == INT_MIN;
+    if (!unset && config->max_ctas <= 0) return fail(ncclInvalidArgument, "maxCTAs must be positive");
     return start(comm, world, id, rank, config->blocking != 0);
 }
 
@@ -428,8 +428,8 @@ API ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclData
                             ncclComm_t comm, CUstream stream) {
     return issue(comm, stream, make(Kind::Reduce, send, recv, count, type, op, root));
 }
-API ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                               CUstream stream) {
+API ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root,
+                               ncclComm_t comm, CUstream stream) {
     return issue(comm, stream, make(Kind::Broadcast, send, recv, count, type, ncclSum, root));
 }
 API ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
@@ -440,7 +440,8 @@ API ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, n
                                    ncclComm_t comm, CUstream stream) {
     return issue(comm, stream, make(Kind::ReduceScatter, send, recv, count, type, op, 0));
 }
-API ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream) {
+API ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                          CUstream stream) {
     return issue(comm, stream, make(Kind::Send, send, nullptr, count, type, ncclSum, peer));
 }
 API ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream) {

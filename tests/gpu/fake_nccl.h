@@ -38,7 +38,8 @@ constexpr int MOST_RANKS = 64;
 size_t size_of(ncclDataType_t type);
 
 // Reduces `count` elements of `ranks` inputs in rank order into `out`. f16 and bf16 are accumulated in f32.
-void reduce(const unsigned char* const* in, int ranks, unsigned char* out, size_t count, ncclDataType_t type, ncclRedOp_t op);
+void reduce(const unsigned char* const* in, int ranks, unsigned char* out, size_t count, ncclDataType_t type,
+            ncclRedOp_t op);
 
 enum class Kind : unsigned { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, Send, Recv };
 
@@ -64,8 +65,8 @@ class Meeting {
     static bool found(ncclUniqueId* id);
 
     // Takes the seat `rank` and waits for everyone. ncclInvalidUsage if two ranks are on one device.
-    ncclResult_t join(const ncclUniqueId& id, int rank, int world, const CUuuid& device, const std::atomic<bool>& aborted,
-                      std::string& why);
+    ncclResult_t join(const ncclUniqueId& id, int rank, int world, const CUuuid& device,
+                      const std::atomic<bool>& aborted, std::string& why);
 
     // Runs one collective, or sends and receives together. False if it was aborted first.
     bool collective(const Op& op, const std::atomic<bool>& aborted);

@@ -1,9 +1,9 @@
 // How the ranks of a communicator meet: in memory without a name, which goes with the last process that has it.
 //
 // Who makes the id makes the memory, and the id says where: the descriptor's number in that process. Each rank has a
-// seat with a count of its arrivals; a collective goes through the ranks' slots chunk by chunk, each chunk one arrival of
-// everyone. Two slots a rank, used in turn, make one arrival a chunk enough: who has arrived for a chunk has read all of
-// the one before. A rank that was killed never arrives, and nobody is told.
+// seat with a count of its arrivals; a collective goes through the ranks' slots chunk by chunk, each chunk one arrival
+// of everyone. Two slots a rank, used in turn, make one arrival a chunk enough: who has arrived for a chunk has read all
+// of the one before. A rank that was killed never arrives, and nobody is told.
 #include "fake_nccl.h"
 
 #include <climits>
@@ -93,8 +93,10 @@ void forget(int descriptor) {
 
 std::string describe(const Offer& offer) {
     const char* names[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter"};
-    return names[(unsigned)offer.kind] + std::string(" of ") + std::to_string(offer.count) + " elements of type " +
-           std::to_string(offer.type) + ", operation " + std::to_string(offer.op) + ", root " + std::to_string(offer.root);
+    char text[120];
+    snprintf(text, sizeof text, "%s of %zu elements of type %u, operation %u, root %d", names[(unsigned)offer.kind],
+             offer.count, offer.type, offer.op, offer.root);
+    return text;
 }
 
 bool may_share_devices() {
@@ -297,7 +299,8 @@ bool Meeting::advance(Op& pair, size_t& moved) {
     } else {
         if (box.written.load() == box.read.load()) return false;
         if (box.total != total) {
-            fprintf(stderr, "FAKE NCCL: rank %d sends %zu bytes, rank %d receives %zu\n", pair.peer, box.total, rank, total);
+            fprintf(stderr, "FAKE NCCL: rank %d sends %zu bytes, rank %d receives %zu\n", pair.peer, box.total, rank,
+                    total);
             abort();
         }
         memcpy(pair.recv + moved, box.letter, now);

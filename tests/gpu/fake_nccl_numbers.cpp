@@ -93,7 +93,8 @@ size_t size_of(ncclDataType_t type) {
     return type < ncclNumTypes ? sizes[type] : 0;
 }
 
-void reduce(const unsigned char* const* in, int ranks, unsigned char* out, size_t count, ncclDataType_t type, ncclRedOp_t op) {
+void reduce(const unsigned char* const* in, int ranks, unsigned char* out, size_t count, ncclDataType_t type,
+            ncclRedOp_t op) {
     switch (type) {
         case ncclInt8: return reduce_as<int8_t>(in, ranks, out, count, op);
         case ncclUint8: return reduce_as<uint8_t>(in, ranks, out, count, op);

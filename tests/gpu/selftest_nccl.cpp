@@ -214,6 +214,44 @@ void fault(int rank, int world, const ncclUniqueId& id) {
     OK(ncclCommAbort(comm));
 }
 
+// The same for faults of a call that would be the next.
+void call_fault(int rank, int world, const ncclUniqueId& id) {
+    const bool of_finalize = strncmp(getenv("FAKE_NCCL_FAULT"), "stuck_finalize", 14) == 0;
+    ncclComm_t comm = begin(world, id, rank);
+    OK(settled(comm));
+    CUstream stream = new_stream();
+    const Buffer<float> values(std::vector<float>{1});
+    void* address = (void*)values.address;
+    if (of_finalize) {
+        EXPECT(ncclInProgress, ncclCommFinalize(comm));
+        ncclResult_t state;
+        OK(ncclCommGetAsyncError(comm, &state));
+        CHECK(state == ncclInProgress);
+    } else {
+        EXPECT(ncclInProgress, ncclAllReduce(address, address, 1, ncclFloat32, ncclSum, comm, stream));
+        EXPECT(rank == 1 ? ncclInternalError : ncclSuccess, settled(comm));
+    }
+    OK(ncclCommAbort(comm));
+    OK(cuStreamSynchronize(stream));
+}
+
+// A call that never returns: the process ends while it is still in it.
+void hang() {
+    ncclUniqueId id;
+    OK(ncclGetUniqueId(&id));
+    std::atomic<bool> returned{false};
+    std::thread([&] {
+        open_device();
+        ncclComm_t comm = begin(1, id, 0);
+        OK(settled(comm));
+        OK(ncclCommAbort(comm));
+        returned = true;
+    }).detach();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    CHECK(!returned);
+    _exit(0);
+}
+
 // Ranks as processes, one of which is killed in the middle of a collective.
 void processes(int world, bool kill_one) {
     int pipes[2];
@@ -265,6 +303,8 @@ void nccl_case(const std::string& name, int ranks) {
     else if (name == "nccl_graph") on_ranks(ranks, graph);
     else if (name == "nccl_same_device") on_ranks(ranks, same_device);
     else if (name == "nccl_fault") on_ranks(ranks, fault);
+    else if (name == "nccl_call_fault") on_ranks(ranks, call_fault);
+    else if (name == "nccl_hang") hang();
     else if (name == "nccl_processes") processes(ranks, false);
     else if (name == "nccl_killed") processes(ranks, true);
     else CHECK(!"a known case");

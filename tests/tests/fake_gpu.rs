@@ -105,6 +105,12 @@ fn faults_happen_on_demand_and_end_by_abort() {
     for fault in ["init_error@1", "hang_init@1", "async_error@1:after=2", "stuck_collective@1:after=2"] {
         case(&["nccl_fault"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
     }
+    for fault in ["call_error@1", "stuck_finalize@1"] {
+        case(&["nccl_call_fault"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
+    }
+    for fault in ["hang_call_init", "stuck_abort"] {
+        case(&["nccl_hang"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
+    }
 }
 
 #[test]

@@ -8,11 +8,12 @@
 //! - a batch of another size than was set up, such as the last of an epoch: the library's algorithms were chosen for one
 //!   size, and a step that is captured has no time to choose.
 //!
-//! All calls put work on a stream, allocate nothing, and can be captured once they have run.
+//! All calls put work on a stream, allocate nothing, and can be captured once they have run. A captured graph needs the
+//! layer as long as it is launched.
 
 use super::cudnn::{Algorithm, Buffers, Form, Library, Plan};
 use super::{Shape, cuda};
-use crate::cuda::choice::{self, Choice, Pass, WORKSPACE_LIMIT};
+use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::elements::{aligned, check};
 use crate::cuda::{Error, Libraries, Memory, Options, Precision, Result, Stream, View};
 use crate::{DType, activation, arena};
@@ -29,10 +30,11 @@ pub struct Conv {
     slope: f32,
     plan: Option<Plan>,
     forward: Choice<Algorithm>,
-    backward_input: Choice<Algorithm>,
+    /// None where nobody asks for it.
+    backward_input: Option<Choice<Algorithm>>,
     backward_weights: Choice<Algorithm>,
     workspace: usize,
-    notes: Vec<String>,
+    notes: Vec<Note>,
 }
 
 impl std::fmt::Debug for Conv {
@@ -73,7 +75,7 @@ impl Conv {
             slope,
             plan: None,
             forward: Choice::builtin(),
-            backward_input: Choice::builtin(),
+            backward_input: input_gradient.then_some(Choice::builtin()),
             backward_weights: Choice::builtin(),
             workspace: own.unwrap_or(0),
             notes: Vec::new(),
@@ -91,10 +93,11 @@ impl Conv {
                 version
             }
             Err(error) => {
-                conv.notes.push(error.to_string());
+                conv.notes.push(Note::new("cuDNN", error));
                 return Ok(conv);
             }
         };
+        let own_kernels = &cuda::PRODUCTS[precision as usize];
         let problem = format!("conv {shape:?} {images} {precision} {slope} {}", options.deterministic);
         // There from the first race on.
         let mut bench = None;
@@ -102,14 +105,14 @@ impl Conv {
             if pass == Pass::BackwardInput && !input_gradient {
                 continue;
             }
-            let key = choice::key(stream.device(), &version, &problem, pass);
+            let key = choice::key(stream.device(), &version, &problem, own_kernels, pass);
             let choice = conv.settle(stream, pass, &key, options.deterministic, &mut bench)?;
             conv.workspace = conv.workspace.max(choice.workspace);
-            *match pass {
-                Pass::Forward => &mut conv.forward,
-                Pass::BackwardInput => &mut conv.backward_input,
-                Pass::BackwardWeights => &mut conv.backward_weights,
-            } = choice;
+            match pass {
+                Pass::Forward => conv.forward = choice,
+                Pass::BackwardInput => conv.backward_input = Some(choice),
+                Pass::BackwardWeights => conv.backward_weights = choice,
+            }
         }
         Ok(conv)
     }
@@ -132,7 +135,7 @@ impl Conv {
                     Ok(new) => *bench = Some(new),
                     // The race alone has this price; without it the layer still works.
                     Err(Error::OutOfMemory { .. }) => {
-                        notes.push("too little memory to try cuDNN's algorithms".to_owned());
+                        notes.push(Note::new("cuDNN", "too little memory to try its algorithms"));
                         return Ok(None);
                     }
                     Err(error) => return Err(error),
@@ -161,11 +164,12 @@ impl Conv {
                 Pass::BackwardInput => dx,
                 Pass::BackwardWeights => dw,
             };
-            let outcome = choice::race(stream, self.precision, output, candidates, &run)?;
+            let poison = (pass == Pass::Forward).then_some(bias);
+            let outcome = choice::race(stream, self.precision, output, poison, candidates, &run)?;
             notes.extend(outcome.rejected);
             Ok(Some(outcome.choice))
         })?;
-        self.notes.extend(notes.into_iter().map(|note| format!("{}: {note}", pass.name())));
+        Note::collect(&mut self.notes, pass, notes);
         Ok(choice.unwrap_or(Choice::builtin()))
     }
 
@@ -183,7 +187,7 @@ impl Conv {
                 self.images
             ),
             self.precision,
-            [&self.forward, &self.backward_input, &self.backward_weights],
+            [Some(&self.forward), self.backward_input.as_ref(), Some(&self.backward_weights)],
             &self.notes,
         )
     }
@@ -271,7 +275,8 @@ impl Conv {
         workspace: View<'_>,
     ) -> Result<()> {
         self.check_batch(images, workspace);
-        let algorithm = self.chosen(&self.backward_input, images, &[weights, dy, dx]);
+        let choice = self.backward_input.as_ref();
+        let algorithm = choice.and_then(|choice| self.chosen(choice, images, &[weights, dy, dx]));
         self.run_backward_input(algorithm, stream, images, weights, dy, dx, workspace)
     }
 

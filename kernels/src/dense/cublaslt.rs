@@ -14,7 +14,7 @@
 //! - *Precision*: f32 by the compute type that is f32 throughout, TF32 by the one that permits it; bfloat16 operands are
 //!   summed in f32, and the gradient of weights leaves in f32.
 //! - *Bias and activation* are an epilogue of the forward product, as far as the library knows them: none and the
-//!   rectified linear unit. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
+//!   rectified linear unit. That one is known to make zeros of what is not a number, and then loses the race. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
 //!   for that as well, and where it declines, the caller adds the bias.
 //! - *Determinism*: a sum that is split over blocks is put together in the workspace by a second step, in f32, or not
 //!   split. The schemes that add in place are masked out.
@@ -32,7 +32,7 @@ use cudarc::cublaslt::sys::{
 };
 
 use super::Shape;
-use crate::cuda::choice::{self, Candidate, Pass, WORKSPACE_LIMIT};
+use crate::cuda::choice::{self, Candidate, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::{Device, Error, Precision, Result, Stream, View, libraries};
 
 /// An object of the library's.
@@ -336,7 +336,7 @@ impl Plan {
         &self,
         pass: Pass,
         deterministic: bool,
-    ) -> (Vec<Candidate<Algorithm>>, Vec<String>) {
+    ) -> (Vec<Candidate<Algorithm>>, Vec<Note>) {
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for fused in [true, false] {
             let possible = pass == Pass::Forward && (self.slope == 0.0 || self.slope == 1.0);
@@ -345,7 +345,7 @@ impl Plan {
             }
             match self.propose(pass, fused, deterministic) {
                 Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
-                Err(error) => notes.push(error.to_string()),
+                Err(error) => notes.push(Note::new(if fused { "cuBLASLt fused" } else { "cuBLASLt" }, error)),
             }
         }
         (candidates, notes)

@@ -5,14 +5,15 @@
 //! size, such as the last of an epoch, is left to this crate's kernels: the library's algorithms were chosen for one size,
 //! and a step that is captured has no time to choose.
 //!
-//! All calls put work on a stream, allocate nothing, and can be captured once they have run.
+//! All calls put work on a stream, allocate nothing, and can be captured once they have run. A captured graph needs the
+//! layer as long as it is launched.
 
 use super::cublaslt::{ALIGNMENT, Algorithm, Library, Plan};
 use super::{Shape, cuda};
-use crate::cuda::choice::{self, Choice, Pass, WORKSPACE_LIMIT};
+use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::elements::check;
 use crate::cuda::{Error, Libraries, Memory, Options, Precision, Result, Stream, View};
-use crate::{DType, activation};
+use crate::{DType, activation, conv};
 
 /// A dense layer, set up for one GPU and one size of batches.
 ///
@@ -26,10 +27,11 @@ pub struct Dense {
     slope: f32,
     plan: Option<Plan>,
     forward: Choice<Algorithm>,
-    backward_input: Choice<Algorithm>,
+    /// None where nobody asks for it.
+    backward_input: Option<Choice<Algorithm>>,
     backward_weights: Choice<Algorithm>,
     workspace: usize,
-    notes: Vec<String>,
+    notes: Vec<Note>,
 }
 
 impl std::fmt::Debug for Dense {
@@ -66,7 +68,7 @@ impl Dense {
             slope,
             plan: None,
             forward: Choice::builtin(),
-            backward_input: Choice::builtin(),
+            backward_input: input_gradient.then_some(Choice::builtin()),
             backward_weights: Choice::builtin(),
             workspace: own.unwrap_or(0),
             notes: Vec::new(),
@@ -84,10 +86,11 @@ impl Dense {
                 version
             }
             Err(error) => {
-                dense.notes.push(error.to_string());
+                dense.notes.push(Note::new("cuBLASLt", error));
                 return Ok(dense);
             }
         };
+        let own_kernels = &conv::cuda::PRODUCTS[precision as usize];
         let problem = format!("dense {shape:?} {samples} {precision} {slope} {}", options.deterministic);
         // There from the first race on.
         let mut bench = None;
@@ -95,14 +98,14 @@ impl Dense {
             if pass == Pass::BackwardInput && !input_gradient {
                 continue;
             }
-            let key = choice::key(stream.device(), &version, &problem, pass);
+            let key = choice::key(stream.device(), &version, &problem, own_kernels, pass);
             let choice = dense.settle(stream, pass, &key, options.deterministic, &mut bench)?;
             dense.workspace = dense.workspace.max(choice.workspace);
-            *match pass {
-                Pass::Forward => &mut dense.forward,
-                Pass::BackwardInput => &mut dense.backward_input,
-                Pass::BackwardWeights => &mut dense.backward_weights,
-            } = choice;
+            match pass {
+                Pass::Forward => dense.forward = choice,
+                Pass::BackwardInput => dense.backward_input = Some(choice),
+                Pass::BackwardWeights => dense.backward_weights = choice,
+            }
         }
         Ok(dense)
     }
@@ -125,7 +128,7 @@ impl Dense {
                     Ok(new) => *bench = Some(new),
                     // The race alone has this price; without it the layer still works.
                     Err(Error::OutOfMemory { .. }) => {
-                        notes.push("too little memory to try cuBLASLt's algorithms".to_owned());
+                        notes.push(Note::new("cuBLASLt", "too little memory to try its algorithms"));
                         return Ok(None);
                     }
                     Err(error) => return Err(error),
@@ -153,11 +156,12 @@ impl Dense {
                 Pass::BackwardInput => dx,
                 Pass::BackwardWeights => dw,
             };
-            let outcome = choice::race(stream, self.precision, output, candidates, &run)?;
+            let poison = (pass == Pass::Forward).then_some(bias);
+            let outcome = choice::race(stream, self.precision, output, poison, candidates, &run)?;
             notes.extend(outcome.rejected);
             Ok(Some(outcome.choice))
         })?;
-        self.notes.extend(notes.into_iter().map(|note| format!("{}: {note}", pass.name())));
+        Note::collect(&mut self.notes, pass, notes);
         Ok(choice.unwrap_or(Choice::builtin()))
     }
 
@@ -172,7 +176,7 @@ impl Dense {
         choice::describe(
             &format!("dense {outputs} of {inputs}, {} samples", self.samples),
             self.precision,
-            [&self.forward, &self.backward_input, &self.backward_weights],
+            [Some(&self.forward), self.backward_input.as_ref(), Some(&self.backward_weights)],
             &self.notes,
         )
     }
@@ -257,7 +261,8 @@ impl Dense {
         workspace: View<'_>,
     ) -> Result<()> {
         self.check_batch(samples, workspace);
-        let algorithm = self.chosen(&self.backward_input, samples, &[weights, dy, dx]);
+        let choice = self.backward_input.as_ref();
+        let algorithm = choice.and_then(|choice| self.chosen(choice, samples, &[weights, dy, dx]));
         self.run_backward_input(algorithm, stream, samples, weights, dy, dx, workspace)
     }
 
