@@ -63,7 +63,7 @@ pub mod world;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use comm::{Awaited, DeviceCommunicator, Group};
+pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use sampler::Sampler;

@@ -93,3 +93,25 @@ fn ranks_share_a_gpu_only_when_told_to() {
     let dry = run(launcher(2).args(["--share-gpus", "--dry-run", "true"]));
     dry.expect(0, &["MGPU_SHARE_GPUS=1", "NCCL_SOCKET_IFNAME=lo", "NCCL_NVLS_ENABLE=0"]);
 }
+
+#[test]
+fn allreduce_perf_measures_device_memory() {
+    for (ranks, collective) in [(2, "all_reduce"), (2, "reduce_scatter"), (3, "all_gather"), (1, "broadcast")]
+    {
+        let mut perf = launcher(ranks);
+        perf.args(["--no-prefix", env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "16384", "--check"]);
+        let finished = run(perf.args(["--collective", collective, "--op", "avg", "--dtype", "bf16"]));
+        finished.expect(0, &[]);
+        let line = finished.json();
+        assert_eq!(
+            (&line["impl"], &line["ranks"], &line["checked"]),
+            (&"mgpu".into(), &ranks.into(), &true.into())
+        );
+        assert_eq!((&line["buffers"], &line["device"]), (&"device".into(), &"FAKE GPU (tests only)".into()));
+        assert_eq!(line["backend"], if ranks == 1 { "solo" } else { "nccl" });
+    }
+    let mut staged = launcher(2);
+    staged.args(["--no-prefix", env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "1024", "--check"]);
+    let line = run(staged.args(["--buffers", "private"])).expect(0, &[]).json();
+    assert_eq!((&line["buffers"], &line["backend"]), (&"private".into(), &"nccl".into()));
+}

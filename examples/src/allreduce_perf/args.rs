@@ -34,9 +34,9 @@ pub(super) struct Args {
     /// How an all-reduce is carried out: auto, eager (small sizes only), direct or ring.
     #[arg(long, default_value = "auto")]
     pub(super) algo: Algorithm,
-    /// Memory of the buffers.
-    #[arg(long, default_value = "arena", value_name = "KIND")]
-    pub(super) buffers: Buffers,
+    /// Memory of the buffers: arena or private, or under the nccl backend device or private. The first is the default.
+    #[arg(long, value_name = "KIND", hide_possible_values = true)]
+    pub(super) buffers: Option<Buffers>,
     /// Compare every element of one operation of each size with the expected result.
     #[arg(long)]
     pub(super) check: bool,
@@ -57,6 +57,8 @@ pub(super) enum Buffers {
     Arena,
     /// A rank's own memory.
     Private,
+    /// Memory of GPUs.
+    Device,
 }
 
 impl Args {

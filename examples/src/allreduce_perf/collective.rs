@@ -7,7 +7,7 @@ use mgpu::{Buffer, Communicator, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 /// The rank that a broadcast begins at and a reduction ends at.
-const ROOT: u32 = 0;
+pub(super) const ROOT: u32 = 0;
 
 /// An operation of the communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

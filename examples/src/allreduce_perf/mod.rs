@@ -11,12 +11,15 @@
 //! | `collective` | which operation, and what does each rank hold after it? |
 //! | `pattern` | is every element right? |
 //! | `measure` | how long does it take? |
+//! | `device` | how long does it take on GPUs? |
 //! | `bound` | how fast could memory do it at best? |
 //! | `table` | how long do others take? |
 
 mod args;
 mod bound;
 mod collective;
+#[cfg(feature = "cuda")]
+mod device;
 mod measure;
 mod pattern;
 mod table;
@@ -28,8 +31,8 @@ use std::process::ExitCode;
 use args::{Args, Buffers};
 use collective::Collective;
 use half::{bf16, f16};
-use measure::{Plan, sample};
-use mgpu::{Buffer, Communicator, DType, Error, World};
+use measure::{Plan, Times, sample};
+use mgpu::{Algorithm, Buffer, Communicator, DType, Error, World};
 use pattern::Value;
 use serde::Serialize;
 use table::Peers;
@@ -50,6 +53,11 @@ struct Line {
     op: &'static str,
     checked: bool,
     collective: Collective,
+    /// `solo`, `cpu` or `nccl`.
+    backend: &'static str,
+    /// The GPU, where buffers are in its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<String>,
     buffers: Buffers,
     /// How long memory alone needs for the traffic of an all-reduce.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -93,11 +101,12 @@ fn run(args: &Args) -> Result<(), Failure> {
     let peers = args.vs.as_deref().map(Peers::read).transpose()?;
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
+    let place = Place::choose(args, &mut world)?;
     comm.set_algorithm(args.algo);
     let unit = args.dtype.size() * if args.collective.is_sharded() { comm.size() as usize } else { 1 };
     let mut lines = Vec::new();
     for bytes in args.sizes(unit) {
-        match measure_size(&mut *comm, args, bytes) {
+        match measure_size(&mut *comm, &place, args, bytes) {
             Ok(line) => lines.push(line),
             // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
             Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
@@ -120,29 +129,78 @@ fn run(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-fn measure_size(comm: &mut dyn Communicator, args: &Args, bytes: usize) -> Result<Line, Failure> {
-    match args.dtype {
-        DType::F32 => measure_elements::<f32>(comm, args, bytes),
-        DType::F64 => measure_elements::<f64>(comm, args, bytes),
-        DType::F16 => measure_elements::<f16>(comm, args, bytes),
-        DType::Bf16 => measure_elements::<bf16>(comm, args, bytes),
-        DType::I32 => measure_elements::<i32>(comm, args, bytes),
-        DType::I64 => measure_elements::<i64>(comm, args, bytes),
-        DType::U8 => measure_elements::<u8>(comm, args, bytes),
+/// Where buffers lie, and what reaches them there.
+enum Place {
+    Host(Buffers),
+    #[cfg(feature = "cuda")]
+    Device(device::Gpu),
+}
+
+impl Place {
+    fn choose(args: &Args, world: &mut World) -> Result<Self, Failure> {
+        let nccl = world.backend() == mgpu::Backend::Nccl;
+        let first = if nccl { Buffers::Device } else { Buffers::Arena };
+        let refused = |problem: String| {
+            Err(Failure::Runtime(Error::InvalidArgument { operation: "allreduce_perf", problem }))
+        };
+        match args.buffers.unwrap_or(first) {
+            Buffers::Arena if nccl => refused("the nccl backend has no --buffers arena".into()),
+            Buffers::Device if !nccl => refused("--buffers device needs the nccl backend".into()),
+            _ if nccl && args.algo != Algorithm::Auto => refused(format!(
+                "--algo {} is of the cpu backend: NCCL chooses by itself (NCCL_ALGO)",
+                args.algo
+            )),
+            #[cfg(feature = "cuda")]
+            Buffers::Device => Ok(Place::Device(device::Gpu::new(world)?)),
+            buffers => Ok(Place::Host(buffers)),
+        }
+    }
+
+    fn buffers(&self) -> Buffers {
+        match self {
+            Place::Host(buffers) => *buffers,
+            #[cfg(feature = "cuda")]
+            Place::Device(_) => Buffers::Device,
+        }
+    }
+
+    fn device(&self) -> Option<String> {
+        match self {
+            Place::Host(_) => None,
+            #[cfg(feature = "cuda")]
+            Place::Device(gpu) => Some(gpu.name()),
+        }
     }
 }
 
-/// Checks, times and bounds one size. Its buffer is allocated once and freed at the end.
-fn measure_elements<T: Value>(
+fn measure_size(
     comm: &mut dyn Communicator,
+    place: &Place,
     args: &Args,
     bytes: usize,
 ) -> Result<Line, Failure> {
+    match args.dtype {
+        DType::F32 => measure_elements::<f32>(comm, place, args, bytes),
+        DType::F64 => measure_elements::<f64>(comm, place, args, bytes),
+        DType::F16 => measure_elements::<f16>(comm, place, args, bytes),
+        DType::Bf16 => measure_elements::<bf16>(comm, place, args, bytes),
+        DType::I32 => measure_elements::<i32>(comm, place, args, bytes),
+        DType::I64 => measure_elements::<i64>(comm, place, args, bytes),
+        DType::U8 => measure_elements::<u8>(comm, place, args, bytes),
+    }
+}
+
+/// Checks and times an operation on `len` elements of the host. Their buffer is allocated once and freed at the end.
+fn measure_on_host<T: Value>(
+    comm: &mut dyn Communicator,
+    args: &Args,
+    buffers: Buffers,
+    len: usize,
+) -> Result<Times, Failure> {
     let (collective, op) = (args.collective, args.op);
-    let len = bytes / T::DTYPE.size();
-    let mut buffer = match args.buffers {
+    let mut buffer = match buffers {
         Buffers::Arena => comm.allocate(T::DTYPE, len)?,
-        Buffers::Private => Buffer::zeroed::<T>(len),
+        _ => Buffer::zeroed::<T>(len),
     };
     if args.check {
         buffer = pattern::check::<T>(comm, collective, op, buffer)?;
@@ -150,9 +208,24 @@ fn measure_elements<T: Value>(
     // Zeros stay zeros whatever is reduced and however often. They are written, not left as the system gave them:
     // untouched private memory is one shared page of zeros.
     buffer.as_mut_slice::<T>().fill(T::from_number(0));
-    let (buffer, times) =
-        sample(comm, buffer, Plan::for_size(bytes), |comm, buffer| collective.run(comm, buffer, op))?;
-    drop(buffer);
+    let plan = Plan::for_size(len * T::DTYPE.size());
+    Ok(sample(comm, buffer, plan, |comm, buffer| collective.run(comm, buffer, op))?.1)
+}
+
+/// Checks, times and bounds one size.
+fn measure_elements<T: Value>(
+    comm: &mut dyn Communicator,
+    place: &Place,
+    args: &Args,
+    bytes: usize,
+) -> Result<Line, Failure> {
+    let (collective, op) = (args.collective, args.op);
+    let len = bytes / T::DTYPE.size();
+    let times = match place {
+        Place::Host(buffers) => measure_on_host::<T>(comm, args, *buffers, len)?,
+        #[cfg(feature = "cuda")]
+        Place::Device(gpu) => gpu.measure::<T>(comm, collective, op, len, args.check)?,
+    };
     let bound = if args.bound && collective == Collective::AllReduce {
         Some(bound::measure(comm, bytes)?)
     } else {
@@ -171,7 +244,9 @@ fn measure_elements<T: Value>(
         op: if collective.is_reduction() { op.name() } else { "none" },
         checked: args.check,
         collective,
-        buffers: args.buffers,
+        backend: comm.backend(),
+        device: place.device(),
+        buffers: place.buffers(),
         bound_us: bound.map(|bound| round(bound.micros, 10_000.0)),
         scale_gbps: bound.map(|bound| round(bound.gbps, 1000.0)),
     })

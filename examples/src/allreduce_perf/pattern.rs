@@ -8,7 +8,7 @@
 //!   contribution that is lost or counted twice changes it.
 
 use half::{bf16, f16};
-use mgpu::{Communicator, Element, ReduceOp};
+use mgpu::{Communicator, DType, Element, ReduceOp};
 
 use super::Failure;
 use super::collective::{Collective, Holds};
@@ -21,10 +21,36 @@ pub(super) trait Value: Element {
     fn from_number(number: u32) -> Self;
     /// The average of `ranks` values that add up to `sum`.
     fn average(sum: u32, ranks: u32) -> Self;
+    /// The number, as exactly as a double has it.
+    fn to_double(self) -> f64;
+    /// Relative distance between neighbouring numbers, 0 for those that are all there.
+    const STEP: f64;
+}
+
+/// How reductions are carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sums {
+    /// In rank order, in an accumulator, rounded once.
+    InRankOrder,
+    /// In any order, in the element type, rounded at each step; sums of bytes wrap before they are divided.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    Nccl,
+}
+
+impl Sums {
+    /// True for a result that may come of the reduction of `ranks` values.
+    fn allow<T: Value>(self, found: T, expected: T, ranks: u32) -> bool {
+        let (found_number, expected_number) = (found.to_double(), expected.to_double());
+        let tolerance = match self {
+            Sums::InRankOrder => return found == expected,
+            Sums::Nccl => T::STEP * f64::from(ranks),
+        };
+        (found_number - expected_number).abs() <= tolerance * expected_number.abs()
+    }
 }
 
 macro_rules! values {
-    ($($type:ty: $from:expr, $average:expr;)*) => {$(
+    ($($type:ty: $from:expr, $average:expr, $double:expr, $step:expr;)*) => {$(
         impl Value for $type {
             fn from_number(number: u32) -> Self {
                 $from(number)
@@ -32,18 +58,22 @@ macro_rules! values {
             fn average(sum: u32, ranks: u32) -> Self {
                 $average(sum, ranks)
             }
+            fn to_double(self) -> f64 {
+                $double(self)
+            }
+            const STEP: f64 = $step;
         }
     )*};
 }
 values! {
-    f32: |x: u32| x as f32, |sum: u32, ranks: u32| sum as f32 / ranks as f32;
-    f64: |x: u32| f64::from(x), |sum: u32, ranks: u32| f64::from(sum) / f64::from(ranks);
-    f16: |x: u32| f16::from_f32(x as f32), |sum: u32, ranks: u32| f16::from_f32(sum as f32 / ranks as f32);
-    bf16: |x: u32| bf16::from_f32(x as f32), |sum: u32, ranks: u32| bf16::from_f32(sum as f32 / ranks as f32);
-    i32: |x: u32| x as i32, |sum: u32, ranks: u32| (sum / ranks) as i32;
-    i64: |x: u32| i64::from(x), |sum: u32, ranks: u32| i64::from(sum / ranks);
+    f32: |x: u32| x as f32, |sum: u32, ranks: u32| sum as f32 / ranks as f32, f64::from, 1.2e-7;
+    f64: |x: u32| f64::from(x), |sum: u32, ranks: u32| f64::from(sum) / f64::from(ranks), |x| x, 2.3e-16;
+    f16: |x: u32| f16::from_f32(x as f32), |sum: u32, ranks: u32| f16::from_f32(sum as f32 / ranks as f32), f16::to_f64, 9.8e-4;
+    bf16: |x: u32| bf16::from_f32(x as f32), |sum: u32, ranks: u32| bf16::from_f32(sum as f32 / ranks as f32), bf16::to_f64, 7.9e-3;
+    i32: |x: u32| x as i32, |sum: u32, ranks: u32| (sum / ranks) as i32, f64::from, 0.0;
+    i64: |x: u32| i64::from(x), |sum: u32, ranks: u32| i64::from(sum / ranks), |x| x as f64, 0.0;
     // Sums of bytes wrap.
-    u8: |x: u32| x as u8, |sum: u32, ranks: u32| (sum / ranks) as u8;
+    u8: |x: u32| x as u8, |sum: u32, ranks: u32| (sum / ranks) as u8, f64::from, 0.0;
 }
 
 /// The inputs of a world of `ranks` ranks.
@@ -51,6 +81,7 @@ values! {
 struct Pattern {
     ranks: u32,
     op: ReduceOp,
+    sums: Sums,
 }
 
 impl Pattern {
@@ -75,6 +106,9 @@ impl Pattern {
         match (holds, self.op) {
             (Holds::InputOf(rank), _) => T::from_number(self.input(rank, index)),
             (Holds::Reduction, ReduceOp::Sum) => T::from_number(values.sum()),
+            (Holds::Reduction, ReduceOp::Avg) if T::DTYPE == DType::U8 && self.sums == Sums::Nccl => {
+                T::average(values.sum::<u32>() % 256, self.ranks)
+            }
             (Holds::Reduction, ReduceOp::Avg) => T::average(values.sum(), self.ranks),
             (Holds::Reduction, ReduceOp::Min) => T::from_number(values.min().unwrap_or_default()),
             (Holds::Reduction, ReduceOp::Max) => T::from_number(values.max().unwrap_or_default()),
@@ -88,6 +122,36 @@ impl Pattern {
     }
 }
 
+/// Writes what `rank` holds before a reduction by `op`.
+pub(super) fn fill<T: Value>(values: &mut [T], rank: u32, ranks: u32, op: ReduceOp) {
+    let inputs = Pattern { ranks, op, sums: Sums::InRankOrder }.expected_period::<T>(Holds::InputOf(rank));
+    for part in values.chunks_mut(inputs.len()) {
+        part.copy_from_slice(&inputs[..part.len()]);
+    }
+}
+
+/// Compares every element of an outcome.
+pub(super) fn compare<T: Value>(
+    values: &[T],
+    rank: u32,
+    ranks: u32,
+    collective: Collective,
+    op: ReduceOp,
+    sums: Sums,
+) -> Result<(), Failure> {
+    let (pattern, len) = (Pattern { ranks, op, sums }, values.len());
+    for (range, holds) in collective.outcome(rank, ranks, len) {
+        let expected = pattern.expected_period::<T>(holds);
+        let found = values[range.clone()].iter();
+        let is_wrong = |index: usize, found: T| !sums.allow(found, expected[index % expected.len()], ranks);
+        if let Some((index, found)) = range.zip(found).find(|(index, found)| is_wrong(*index, **found)) {
+            let (found, expected) = (format!("{found:?}"), format!("{:?}", expected[index % expected.len()]));
+            return Err(Failure::WrongResult { rank, collective, len, index, found, expected });
+        }
+    }
+    Ok(())
+}
+
 /// Runs the operation on the pattern and compares every element of its outcome.
 pub(super) fn check<T: Value>(
     comm: &mut dyn Communicator,
@@ -95,22 +159,11 @@ pub(super) fn check<T: Value>(
     op: ReduceOp,
     mut buffer: mgpu::Buffer,
 ) -> Result<mgpu::Buffer, Failure> {
-    let (rank, ranks, len) = (comm.rank(), comm.size(), buffer.len());
-    let pattern = Pattern { ranks, op };
-    let inputs = pattern.expected_period::<T>(Holds::InputOf(rank));
-    for part in buffer.as_mut_slice::<T>().chunks_mut(inputs.len()) {
-        part.copy_from_slice(&inputs[..part.len()]);
-    }
+    let (rank, ranks) = (comm.rank(), comm.size());
+    fill::<T>(buffer.as_mut_slice(), rank, ranks, op);
     let buffer = collective.run(comm, buffer, op)?;
-    for (range, holds) in collective.outcome(rank, ranks, len) {
-        let expected = pattern.expected_period::<T>(holds);
-        let found = buffer.as_slice::<T>()[range.clone()].iter();
-        let wrong = range.zip(found).find(|(index, found)| **found != expected[index % expected.len()]);
-        if let Some((index, found)) = wrong {
-            let (found, expected) = (format!("{found:?}"), format!("{:?}", expected[index % expected.len()]));
-            return Err(Failure::WrongResult { rank, collective, len, index, found, expected });
-        }
-    }
+    let sums = if comm.backend() == "nccl" { Sums::Nccl } else { Sums::InRankOrder };
+    compare::<T>(buffer.as_slice(), rank, ranks, collective, op, sums)?;
     Ok(buffer)
 }
 
@@ -119,12 +172,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn only_what_rounding_explains_is_allowed() {
+        let allowed = |found: f32| Sums::Nccl.allow(found, 1000.0, 4);
+        assert!(allowed(1000.0) && allowed(1000.0001) && !allowed(1000.01) && !allowed(f32::NAN));
+        assert!(!Sums::InRankOrder.allow(1000.0001f32, 1000.0, 4));
+        assert!(!Sums::Nccl.allow(7u8, 8, 4) && Sums::Nccl.allow(8u8, 8, 4));
+    }
+
+    #[test]
     fn reductions_stay_exact_for_any_number_of_ranks() {
         for ranks in [1, 2, 3, 64, 1000] {
-            let pattern = Pattern { ranks, op: ReduceOp::Prod };
+            let pattern = Pattern { ranks, op: ReduceOp::Prod, sums: Sums::InRankOrder };
             let product: Vec<u8> = pattern.expected_period(Holds::Reduction);
             assert!(product.iter().all(|value| [2, 3].contains(value)), "{ranks} ranks");
-            let pattern = Pattern { ranks, op: ReduceOp::Sum };
+            let pattern = Pattern { ranks, op: ReduceOp::Sum, sums: Sums::InRankOrder };
             let sum: Vec<f32> = pattern.expected_period(Holds::Reduction);
             assert!(sum.iter().all(|sum| *sum < (1 << 24) as f32), "{ranks} ranks");
         }
@@ -132,7 +193,7 @@ mod tests {
 
     #[test]
     fn inputs_are_whole_in_every_type() {
-        let pattern = Pattern { ranks: 3, op: ReduceOp::Sum };
+        let pattern = Pattern { ranks: 3, op: ReduceOp::Sum, sums: Sums::InRankOrder };
         for index in 0..PERIOD {
             let input = pattern.input(2, index);
             assert_eq!(bf16::from_number(input).to_f32(), input as f32);

@@ -122,6 +122,8 @@ mod tests {
             op: "sum",
             checked: true,
             collective: Collective::AllReduce,
+            backend: "cpu",
+            device: None,
             buffers: Buffers::Arena,
             bound_us: None,
             scale_gbps: None,

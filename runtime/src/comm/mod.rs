@@ -28,7 +28,7 @@ mod solo;
 pub use buffer::Buffer;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use nccl::{Awaited, DeviceCommunicator, Group};
+pub use nccl::{Awaited, Captured, DeviceCommunicator, Group};
 pub(crate) use solo::Solo;
 
 use crate::Result;

@@ -7,7 +7,7 @@ use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
 use nccl_sys::{Library, UniqueId};
 
 use super::call::Call;
-use super::group::Group;
+use super::group::{Calls, Group};
 use super::link::{Doing, Link};
 use super::owner::Owner;
 use crate::comm::ReduceOp;
@@ -206,21 +206,34 @@ impl DeviceCommunicator {
     /// # Errors
     /// That of `fill`, and nothing is put on any stream then; or as [`all_reduce`](Self::all_reduce).
     pub fn group<'a>(&'a self, fill: impl FnOnce(&mut Group<'a>) -> Result<()>) -> Result<()> {
+        let group = self.collect(fill)?;
+        group.copies.iter().try_for_each(|(from, to, stream)| stream.copy(*from, *to))?;
+        self.submit(group.calls)
+    }
+
+    /// What `fill` collects, if it may still be carried out.
+    pub(super) fn collect<'a>(
+        &'a self,
+        fill: impl FnOnce(&mut Group<'a>) -> Result<()>,
+    ) -> Result<Group<'a>> {
         let mut group = Group::new(self);
-        if let Some(link) = &self.link {
-            link.check()?;
-        }
+        self.link.as_ref().map_or(Ok(()), Link::check)?;
         fill(&mut group)?;
-        let Some(link) = self.link.as_ref().filter(|_| !group.calls.is_empty()) else { return Ok(()) };
+        Ok(group)
+    }
+
+    /// Puts calls on their streams together.
+    pub(super) fn submit(&self, calls: Calls) -> Result<()> {
+        let Some(link) = self.link.as_ref().filter(|_| !calls.is_empty()) else { return Ok(()) };
         // Two threads that enqueue at once: the numbers are those of the order in which NCCL gets to see the operations.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.sequence = last.sequence.wrapping_add(1).max(1);
-        last.call = group.calls.last().copied();
+        last.call = calls.last().copied();
         if last.sequence == 1 {
             link.membership.come_to(Moment::Collective);
         }
-        let doing = Doing { peers: link.peers(), ..self.doing(&last, &group.calls) };
-        let answer = link.owner.enqueue(group.calls);
+        let doing = Doing { peers: link.peers(), ..self.doing(&last, &calls) };
+        let answer = link.owner.enqueue(calls);
         drop(last);
         link.during(&doing, || link.answer(&answer, &doing))
     }

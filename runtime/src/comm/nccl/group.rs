@@ -1,7 +1,5 @@
 //! Operations before they are carried out: checked, and collected where several begin together.
 
-use std::marker::PhantomData;
-
 use mgpu_kernels::cuda::{Stream, View};
 use smallvec::SmallVec;
 
@@ -17,9 +15,15 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct Group<'a> {
     comm: &'a DeviceCommunicator,
-    pub(super) calls: SmallVec<[Call; 2]>,
-    borrowed: PhantomData<View<'a>>,
+    pub(super) calls: Calls,
+    pub(super) copies: Copies<'a>,
 }
+
+/// Operations that begin together.
+pub(super) type Calls = SmallVec<[Call; 2]>;
+
+/// What operations come to in a world of one: from where to where, and on what stream.
+pub(super) type Copies<'a> = SmallVec<[(View<'a>, View<'a>, &'a Stream); 2]>;
 
 fn wrong<T>(operation: &'static str, problem: String) -> Result<T> {
     Err(Error::InvalidArgument { operation, problem })
@@ -27,7 +31,7 @@ fn wrong<T>(operation: &'static str, problem: String) -> Result<T> {
 
 impl<'a> Group<'a> {
     pub(super) fn new(comm: &'a DeviceCommunicator) -> Self {
-        Group { comm, calls: SmallVec::new(), borrowed: PhantomData }
+        Group { comm, calls: SmallVec::new(), copies: SmallVec::new() }
     }
 
     /// As [`DeviceCommunicator::all_reduce`].
@@ -113,7 +117,7 @@ impl<'a> Group<'a> {
         self.add("recv", Kind::Recv { from }, stream, buffer, buffer, buffer.len())
     }
 
-    /// Collects a call; in a world of one, where nobody else is needed, does at once what it comes to.
+    /// Collects a call; in a world of one, where nobody else is needed, what it comes to.
     fn add(
         &mut self,
         operation: &'static str,
@@ -132,7 +136,7 @@ impl<'a> Group<'a> {
         }
         if self.comm.size() == 1 {
             if from.address() != to.address() && !from.is_empty() {
-                stream.copy(from, to)?;
+                self.copies.push((from, to, stream));
             }
             return Ok(());
         }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`device`] | what does a training step call? |
 //! | [`group`] | do the arguments of an operation go together? |
+//! | [`captured`] | how are operations repeated? |
 //! | [`call`] | which function of NCCL is that? |
 //! | [`owner`] | who calls it, and how is it brought to an end? |
 //! | [`link`] | how does one wait for it without ever hanging? |
@@ -14,6 +15,7 @@
 //! ([`link`]). What the GPU does later is waited for in the same way.
 
 mod call;
+mod captured;
 mod device;
 mod group;
 mod host;
@@ -21,6 +23,7 @@ mod link;
 mod owner;
 mod staging;
 
+pub use captured::Captured;
 pub use device::{Awaited, DeviceCommunicator};
 pub use group::Group;
 pub(crate) use host::HostCommunicator;

@@ -19,6 +19,7 @@ use mgpu_kernels::cuda::Device;
 use nccl_sys::{InitConfig, Library, NcclError, Progress, UniqueId, ncclComm};
 
 use super::call::Call;
+use super::group::Calls;
 use crate::{Error, Result};
 
 /// How often NCCL is asked whether something went wrong in the background, while somebody waits.
@@ -273,7 +274,7 @@ impl Owner {
     }
 
     /// Has operations put on their streams.
-    pub(super) fn enqueue(&self, calls: smallvec::SmallVec<[Call; 2]>) -> Receiver<Result<(), NcclError>> {
+    pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Result<(), NcclError>> {
         self.ask(move |shared| shared.enqueue(&calls))
     }
 

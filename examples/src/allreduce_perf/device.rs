@@ -1,0 +1,103 @@
+//! The measurement under the nccl backend: buffers in the memory of GPUs.
+//!
+//! An operation is captured in a graph, several times, and the graph is launched as one: so it is used in a training step,
+//! and so the time of a launch, which is longer than a small operation, does not count. A run's time is divided by the
+//! operations in it. The ranks come together and compare their times through another communicator.
+
+use mgpu::{Buffer, Communicator, DeviceCommunicator, Group, ReduceOp, World};
+use mgpu_kernels::cuda::{Memory, Stream, View};
+
+use super::Failure;
+use super::collective::{Collective, ROOT};
+use super::measure::{Plan, Times, sample};
+use super::pattern::{self, Sums, Value};
+
+/// A GPU to measure on.
+pub(super) struct Gpu {
+    comm: DeviceCommunicator,
+    stream: Stream,
+}
+
+/// Operations in a graph.
+fn turns(bytes: usize) -> u32 {
+    match bytes {
+        0..=65_536 => 20,
+        65_537..=4_194_304 => 5,
+        _ => 1,
+    }
+}
+
+/// What puts one operation into a group, in place.
+fn operation<'a>(
+    collective: Collective,
+    op: ReduceOp,
+    comm: &DeviceCommunicator,
+    stream: &'a Stream,
+    buffer: View<'a>,
+) -> impl Fn(&mut Group<'a>) -> mgpu::Result<()> + Copy + use<'a> {
+    let (rank, len) = (comm.rank() as usize, buffer.len() / comm.size() as usize);
+    move |group| {
+        let shard = || buffer.slice(rank * len..(rank + 1) * len);
+        match collective {
+            Collective::AllReduce => group.all_reduce(stream, buffer, op),
+            Collective::ReduceScatter => group.reduce_scatter(stream, buffer, shard(), op),
+            Collective::AllGather => group.all_gather(stream, shard(), buffer),
+            Collective::Broadcast => group.broadcast(stream, buffer, ROOT),
+            Collective::Reduce => group.reduce(stream, buffer, op, ROOT),
+        }
+    }
+}
+
+impl Gpu {
+    /// That of this rank. Collective.
+    pub(super) fn new(world: &mut World) -> mgpu::Result<Self> {
+        let comm = world.device_communicator()?;
+        let stream = Stream::new(comm.device())?;
+        Ok(Gpu { comm, stream })
+    }
+
+    /// What it is sold as.
+    pub(super) fn name(&self) -> String {
+        self.comm.device().name().to_owned()
+    }
+
+    /// Checks and times `collective` on `len` elements. The ranks come together by `host`.
+    pub(super) fn measure<T: Value>(
+        &self,
+        host: &mut dyn Communicator,
+        collective: Collective,
+        op: ReduceOp,
+        len: usize,
+        check: bool,
+    ) -> Result<Times, Failure> {
+        let Gpu { comm, stream } = self;
+        let (rank, ranks, bytes) = (comm.rank(), comm.size(), len * T::DTYPE.size());
+        let buffer = Memory::zeroed(comm.device(), T::DTYPE, len).map_err(mgpu::Error::from)?;
+        let operation = operation(collective, op, comm, stream, buffer.view());
+        let wait = || comm.wait(stream, &format!("the end of {collective}"));
+        if check {
+            let mut values = vec![T::from_number(0); len];
+            pattern::fill(&mut values, rank, ranks, op);
+            stream.upload(&values, buffer.view()).map_err(mgpu::Error::from)?;
+            comm.group(operation)?;
+            wait()?;
+            let found = buffer.to_vec::<T>(stream).map_err(mgpu::Error::from)?;
+            pattern::compare(&found, rank, ranks, collective, op, Sums::Nccl)?;
+        }
+        // Zeros stay zeros. Connections are set up before anything is captured.
+        stream.zero(buffer.view()).map_err(mgpu::Error::from)?;
+        comm.group(operation)?;
+        wait()?;
+        let turns = turns(bytes);
+        let captured = comm.capture(turns, operation)?;
+        let plan = Plan::for_size(bytes);
+        let plan = Plan { runs: (plan.runs / turns as usize).max(20), ..plan };
+        let (_, times) = sample(host, Buffer::zeroed::<u8>(0), plan, |_, nothing| {
+            captured.launch(stream)?;
+            wait()?;
+            Ok(nothing)
+        })?;
+        let each = |time: f64| time / f64::from(turns);
+        Ok(Times { p50: each(times.p50), min: each(times.min) })
+    }
+}
