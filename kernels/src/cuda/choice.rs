@@ -42,6 +42,32 @@ pub enum Libraries {
     Builtin,
 }
 
+impl Libraries {
+    /// The name used on command lines: `auto` or `builtin`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Libraries::Auto => "auto",
+            Libraries::Builtin => "builtin",
+        }
+    }
+}
+
+impl std::fmt::Display for Libraries {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Libraries {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let all = [Libraries::Auto, Libraries::Builtin];
+        let found = all.into_iter().find(|libraries| libraries.name() == text);
+        found.ok_or_else(|| "known are auto and builtin".into())
+    }
+}
+
 /// The products of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pass {
