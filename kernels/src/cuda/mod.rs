@@ -9,6 +9,9 @@
 //! [`Stream::launch`] puts it behind the work that the stream has already. A captured [`Graph`] repeats a whole
 //! sequence of launches at the price of one.
 //!
+//! Matrix products and convolutions have a second way: the libraries' algorithms, where they are installed and win a race
+//! against this crate's kernels when a layer is set up, as [`Options`] say.
+//!
 //! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
 //! the work that may use it, and for the graphs that may. Order between streams is the caller's affair, by [`Event`]s.
 //!
