@@ -131,7 +131,7 @@ fn run(args: &Args) -> Result<(), Failure> {
 /// Where buffers lie, and what reaches them there.
 enum Place {
     Host(Buffers),
-    Device(device::Gpu),
+    Device(Box<device::Gpu>),
 }
 
 impl Place {
@@ -148,7 +148,7 @@ impl Place {
                 "--algo {} is of the cpu backend: NCCL chooses by itself (NCCL_ALGO)",
                 args.algo
             )),
-            Buffers::Device => Ok(Place::Device(device::Gpu::new(world)?)),
+            Buffers::Device => Ok(Place::Device(Box::new(device::Gpu::new(world)?))),
             buffers => Ok(Place::Host(buffers)),
         }
     }
