@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod collectives;
+pub mod fake_gpu;
 pub mod faults;
 pub mod process;
 pub mod threads;

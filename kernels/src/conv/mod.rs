@@ -22,6 +22,8 @@
 //! The three are separate calls: a first layer needs no `dx`, and the all-reduce of `dw` may run under `dx`.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+mod cudnn;
 
 /// How a convolution treats the border of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -153,6 +153,68 @@ pub fn open(library: &'static Library) -> Result<PathBuf> {
     outcome
 }
 
+/// An opened library, for its functions to be asked for.
+pub(crate) struct Opened {
+    name: &'static str,
+    file: PathBuf,
+    library: std::mem::ManuallyDrop<unix::Library>,
+}
+
+impl Opened {
+    /// Opens `library` as [`open`] does.
+    ///
+    /// # Errors
+    /// If it is in none of its places.
+    pub(crate) fn open(library: &'static Library) -> Result<Self> {
+        let file = open(library)?;
+        // It is open already: this is the same one again.
+        let again = open_for_all(&file, RTLD_NOW).map_err(Error::Missing)?;
+        Ok(Opened { name: library.names[0], file, library: again })
+    }
+
+    /// The function of that name.
+    ///
+    /// # Errors
+    /// If the library has none.
+    ///
+    /// # Safety
+    /// `F` is the type of a pointer to that very function.
+    pub(crate) unsafe fn function<F: Copy>(&self, symbol: &str) -> Result<F> {
+        // SAFETY: the type is the caller's promise; the library is never closed.
+        unsafe { self.library.get::<F>(symbol.as_bytes()) }.map(|function| *function).map_err(|_| {
+            Error::Missing(format!(
+                "{} at {} has no {symbol}: it is another version than this program can use",
+                self.name,
+                self.file.display()
+            ))
+        })
+    }
+}
+
+/// Declares the functions that are used of a library as a struct of pointers with a `load`. `cudarc` has the same
+/// declarations; it panics where a function is missing, looks for libraries under names of its own, and makes a Rust
+/// enum of every number that comes back, which a newer library's numbers are no values of.
+macro_rules! functions {
+    ($(#[$doc:meta])* $table:ident of $library:path { $($name:ident = $symbol:ident($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+        $(#[$doc])*
+        pub(super) struct $table {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl $table {
+            /// Opens the library.
+            fn load() -> crate::cuda::Result<Self> {
+                let library = crate::cuda::libraries::Opened::open(&$library)?;
+                Ok($table {$(
+                    // SAFETY: the type is what the library's header declares.
+                    $name: unsafe { library.function(stringify!($symbol)) }?,
+                )*})
+            }
+        }
+    };
+}
+pub(crate) use functions;
+
 fn search(library: &Library) -> Result<PathBuf> {
     let mut tried = Vec::new();
     for name in library.names {

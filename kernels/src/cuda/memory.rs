@@ -161,6 +161,21 @@ impl<'a> View<'a> {
         View { address: self.address + (start * self.dtype.size()) as u64, len: end - start, ..*self }
     }
 
+    /// The same bytes as elements of another type: what a workspace is handed on as.
+    ///
+    /// # Panics
+    /// If they are no whole number of them, or do not begin where such an element may.
+    pub fn cast(self, dtype: DType) -> View<'a> {
+        let size = dtype.size();
+        assert!(
+            self.bytes().is_multiple_of(size) && self.address.is_multiple_of(size as u64),
+            "{} bytes at {:#x} seen as {dtype}",
+            self.bytes(),
+            self.address
+        );
+        View { dtype, len: self.bytes() / size, ..self }
+    }
+
     /// A copy on the host, once the work on `stream` so far is over.
     ///
     /// # Errors

@@ -17,6 +17,7 @@
 
 mod arguments;
 mod cache;
+pub(crate) mod choice;
 mod compile;
 mod device;
 pub(crate) mod elements;
@@ -29,6 +30,7 @@ mod state;
 mod stream;
 
 pub use arguments::{Arg, Grid};
+pub use choice::{Libraries, Options};
 pub use compile::{PRELUDE, Source};
 pub use device::{Device, Function};
 pub use error::{Error, Result};

@@ -4,6 +4,8 @@
 //! all row-major. For `dy` = ∂L/∂y the gradients are `dW = dyᵀ · x`, `db[o] = Σ_n dy[n,o]` and `dx = dy · W`.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+mod cublaslt;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

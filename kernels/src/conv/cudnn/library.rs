@@ -1,0 +1,243 @@
+//! What is called of cuDNN, and its objects.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use cudarc::cudnn::sys::{
+    cudnnActivationMode_t as Activation, cudnnConvolutionMode_t as Mode, cudnnDataType_t as DataType,
+    cudnnMathType_t as Math, cudnnNanPropagation_t as Nan, cudnnTensorFormat_t as Format,
+};
+
+use crate::cuda::{Device, Error, Result, Stream, libraries};
+
+/// An object of the library's.
+pub(super) type Raw = *mut c_void;
+/// A number, since a newer library may have more of them.
+pub(super) type Status = u32;
+/// Device memory, or a number of the host's.
+pub(super) type Address = *const c_void;
+
+pub(super) type Convolve = unsafe extern "C" fn(
+    Raw,
+    Address,
+    Raw,
+    Address,
+    Raw,
+    Address,
+    Raw,
+    u32,
+    *mut c_void,
+    usize,
+    Address,
+    Raw,
+    *mut c_void,
+) -> Status;
+pub(super) type Find = unsafe extern "C" fn(
+    Raw,
+    Raw,
+    Address,
+    Raw,
+    Address,
+    Raw,
+    Raw,
+    *mut c_void,
+    c_int,
+    *mut c_int,
+    *mut Timing,
+    *mut c_void,
+    usize,
+) -> Status;
+pub(super) type WorkspaceSize = unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, u32, *mut usize) -> Status;
+
+/// What the library found out about one algorithm; the same for all passes.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Timing {
+    pub(super) algorithm: u32,
+    pub(super) status: Status,
+    pub(super) milliseconds: f32,
+    pub(super) memory: usize,
+    pub(super) deterministic: u32,
+    pub(super) math: u32,
+    pub(super) reserved: [c_int; 3],
+}
+
+libraries::functions! {
+    /// What is called of cuDNN.
+    Functions of crate::cuda::libraries::CUDNN {
+        version = cudnnGetVersion() -> usize;
+        error_string = cudnnGetErrorString(Status) -> *const c_char;
+        create = cudnnCreate(*mut Raw) -> Status;
+        destroy = cudnnDestroy(Raw) -> Status;
+        set_stream = cudnnSetStream(Raw, Raw) -> Status;
+        create_tensor = cudnnCreateTensorDescriptor(*mut Raw) -> Status;
+        set_tensor = cudnnSetTensor4dDescriptor(Raw, Format, DataType, c_int, c_int, c_int, c_int) -> Status;
+        destroy_tensor = cudnnDestroyTensorDescriptor(Raw) -> Status;
+        create_filter = cudnnCreateFilterDescriptor(*mut Raw) -> Status;
+        set_filter = cudnnSetFilter4dDescriptor(Raw, DataType, Format, c_int, c_int, c_int, c_int) -> Status;
+        destroy_filter = cudnnDestroyFilterDescriptor(Raw) -> Status;
+        create_convolution = cudnnCreateConvolutionDescriptor(*mut Raw) -> Status;
+        set_convolution = cudnnSetConvolution2dDescriptor(
+            Raw, c_int, c_int, c_int, c_int, c_int, c_int, Mode, DataType
+        ) -> Status;
+        set_math = cudnnSetConvolutionMathType(Raw, Math) -> Status;
+        destroy_convolution = cudnnDestroyConvolutionDescriptor(Raw) -> Status;
+        create_activation = cudnnCreateActivationDescriptor(*mut Raw) -> Status;
+        set_activation = cudnnSetActivationDescriptor(Raw, Activation, Nan, f64) -> Status;
+        destroy_activation = cudnnDestroyActivationDescriptor(Raw) -> Status;
+        find_forward = cudnnFindConvolutionForwardAlgorithmEx(
+            Raw, Raw, Address, Raw, Address, Raw, Raw, *mut c_void, c_int, *mut c_int, *mut Timing, *mut c_void, usize
+        ) -> Status;
+        find_backward_data = cudnnFindConvolutionBackwardDataAlgorithmEx(
+            Raw, Raw, Address, Raw, Address, Raw, Raw, *mut c_void, c_int, *mut c_int, *mut Timing, *mut c_void, usize
+        ) -> Status;
+        find_backward_filter = cudnnFindConvolutionBackwardFilterAlgorithmEx(
+            Raw, Raw, Address, Raw, Address, Raw, Raw, *mut c_void, c_int, *mut c_int, *mut Timing, *mut c_void, usize
+        ) -> Status;
+        forward_workspace = cudnnGetConvolutionForwardWorkspaceSize(
+            Raw, Raw, Raw, Raw, Raw, u32, *mut usize
+        ) -> Status;
+        backward_data_workspace = cudnnGetConvolutionBackwardDataWorkspaceSize(
+            Raw, Raw, Raw, Raw, Raw, u32, *mut usize
+        ) -> Status;
+        backward_filter_workspace = cudnnGetConvolutionBackwardFilterWorkspaceSize(
+            Raw, Raw, Raw, Raw, Raw, u32, *mut usize
+        ) -> Status;
+        forward = cudnnConvolutionForward(
+            Raw, Address, Raw, Address, Raw, Address, Raw, u32, *mut c_void, usize, Address, Raw, *mut c_void
+        ) -> Status;
+        forward_fused = cudnnConvolutionBiasActivationForward(
+            Raw, Address, Raw, Address, Raw, Address, Raw, u32, *mut c_void, usize,
+            Address, Raw, Address, Raw, Address, Raw, Raw, *mut c_void
+        ) -> Status;
+        backward_data = cudnnConvolutionBackwardData(
+            Raw, Address, Raw, Address, Raw, Address, Raw, u32, *mut c_void, usize, Address, Raw, *mut c_void
+        ) -> Status;
+        backward_filter = cudnnConvolutionBackwardFilter(
+            Raw, Address, Raw, Address, Raw, Address, Raw, u32, *mut c_void, usize, Address, Raw, *mut c_void
+        ) -> Status;
+    }
+}
+
+/// The library on one GPU, for all layers of it.
+pub(in super::super) struct Library {
+    pub(super) functions: Functions,
+    device: Arc<Device>,
+    /// The library's own state: one call at a time.
+    handle: Mutex<Raw>,
+}
+
+// SAFETY: the handle may be used from any thread, one at a time.
+unsafe impl Send for Library {}
+// SAFETY: as above; the lock sees to it.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// cuDNN on this GPU: the same object as long as one is in use.
+    ///
+    /// # Errors
+    /// If the library is not there, lacks a function, or refuses this GPU.
+    pub(in super::super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
+        static OPEN: Mutex<Vec<Weak<Library>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|library| library.strong_count() > 0);
+        let known = open.iter().filter_map(Weak::upgrade).find(|known| Arc::ptr_eq(&known.device, device));
+        if let Some(library) = known {
+            return Ok(library);
+        }
+        // It needs this one, and finds it only where the loader does.
+        let _ = libraries::open(&libraries::CUBLAS_LT);
+        let functions = Functions::load()?;
+        device.bind()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: a place for the handle.
+        let status = unsafe { (functions.create)(&mut handle) };
+        functions.check("cudnnCreate", status)?;
+        let library = Arc::new(Library { functions, device: Arc::clone(device), handle: Mutex::new(handle) });
+        open.push(Arc::downgrade(&library));
+        Ok(library)
+    }
+
+    /// Name and version.
+    pub(in super::super) fn version(&self) -> String {
+        // SAFETY: takes nothing.
+        format!("cuDNN {}", unsafe { (self.functions.version)() })
+    }
+
+    /// Calls the library with its handle, whose work goes to `stream`.
+    pub(super) fn call(
+        &self,
+        name: &'static str,
+        stream: &Stream,
+        call: impl FnOnce(Raw) -> Status,
+    ) -> Result<()> {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: both are alive.
+        let status = unsafe { (self.functions.set_stream)(*handle, stream.raw().cast()) };
+        self.functions.check("cudnnSetStream", status)?;
+        self.functions.check(name, call(*handle))
+    }
+
+    /// Asks the library something about its algorithms.
+    pub(super) fn ask(&self, name: &'static str, call: impl FnOnce(Raw) -> Status) -> Result<()> {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        self.functions.check(name, call(*handle))
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        // It waits for the GPU.
+        if !self.device.is_abandoned() && self.device.bind().is_ok() {
+            let handle = *self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: created in `on`, and nobody uses it any more.
+            unsafe { (self.functions.destroy)(handle) };
+        }
+    }
+}
+
+impl Functions {
+    fn check(&self, call: &'static str, status: Status) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: any number is good, and gives a string that stays.
+        let text = unsafe { (self.error_string)(status) };
+        let text = if text.is_null() {
+            "unknown".into()
+        } else {
+            // SAFETY: a string of the library's.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy()
+        };
+        Err(Error::Library { call, text: format!("{text} ({status})") })
+    }
+}
+
+/// A description of a tensor, or of an operation.
+pub(super) struct Descriptor {
+    pub(super) raw: Raw,
+    destroy: unsafe extern "C" fn(Raw) -> Status,
+}
+
+impl Descriptor {
+    pub(super) fn new(
+        functions: &Functions,
+        create: unsafe extern "C" fn(*mut Raw) -> Status,
+        destroy: unsafe extern "C" fn(Raw) -> Status,
+        set: impl FnOnce(Raw) -> Status,
+    ) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a place for the descriptor.
+        functions.check("cudnnCreate…Descriptor", unsafe { create(&mut raw) })?;
+        let descriptor = Descriptor { raw, destroy };
+        functions.check("cudnnSet…Descriptor", set(raw))?;
+        Ok(descriptor)
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        // SAFETY: created in `new`. The library reads descriptors while it is called, not later.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}

@@ -1,0 +1,423 @@
+// Products of two large matrices, tile by tile; what the matrices are is the affair of the source that follows.
+//
+// A block of threads makes one square tile of the result. It walks the depth, the extent that is summed over, in steps of
+// TILE_WORDS words of 32 bits (16 elements in f32, 32 in bf16): while one step's operands are multiplied out of shared
+// memory, the next step's are on their way from global memory into registers. There are two buffers, so one barrier a step
+// is enough.
+//
+// In shared memory a word holds an operand's values at one line (row of the left operand, column of the right one) and one
+// depth, or in bf16 at two neighbouring depths. So the fragments of the tensor cores' TF32 and bfloat16 products have the
+// same words in the same lanes, and one loop serves both. Every element of the result is summed over the depth in the same
+// order, whatever the tile's size.
+
+#define TILE_WORDS 16u
+
+struct alignas(16) Quad {
+    u32 word[4];
+};
+
+struct alignas(8) Pair {
+    u32 word[2];
+};
+
+// The sides of the tile, and how many of its rows and columns a warp makes with tensor cores.
+struct Large {
+    static constexpr u32 SIDE = 128, THREADS = 256, WARP_ROWS = 64, WARP_COLUMNS = 32;
+};
+
+struct Small {
+    static constexpr u32 SIDE = 64, THREADS = 128, WARP_ROWS = 32, WARP_COLUMNS = 32;
+};
+
+// ---- Operands in shared memory ----
+
+// Lines of the tile (its rows, or its columns) one after another, each with its words along the depth: for fragments of
+// operands that come that way. With four words of padding eight lines start in eight different groups of four banks.
+template <u32 SIDE>
+struct LinesOfDepth {
+    static constexpr u32 STRIDE = TILE_WORDS + 4, WORDS = SIDE * STRIDE;
+    static __device__ u32 at(u32 line, u32 word) { return line * STRIDE + word; }
+};
+
+// Words of one depth one after another, a word for each line. Here the padding keeps a fragment's four depths in different
+// banks.
+template <u32 SIDE>
+struct DepthsOfLines {
+    static constexpr u32 STRIDE = SIDE + 8, WORDS = TILE_WORDS * STRIDE;
+    static __device__ u32 at(u32 line, u32 word) { return word * STRIDE + line; }
+};
+
+template <bool CONDITION, class YES, class NO>
+struct Choice {
+    using Type = YES;
+};
+
+template <class YES, class NO>
+struct Choice<false, YES, NO> {
+    using Type = NO;
+};
+
+// ---- Operands on their way there ----
+
+template <class T>
+struct Elements {
+    static constexpr u32 WORD = 4 / sizeof(T), QUAD = 16 / sizeof(T), STEP = TILE_WORDS * WORD;
+};
+
+__device__ inline u32 bits_of(bf16 value) { return value.bits; }
+
+template <class T>
+__device__ inline void put(Quad& quad, u32 element, T value) {
+    constexpr u32 WORD = Elements<T>::WORD;
+    quad.word[element / WORD] |= bits_of(value) << (element % WORD * 16);
+}
+
+// Operands that are contiguous along the depth. A thread moves four words of each of two lines. The lines of eight
+// neighbouring threads are chosen such that their 16-byte writes meet no bank twice. Plain products want a depth's words
+// side by side instead.
+template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR>
+struct AlongDepth {
+    using Layout = typename Choice<PRODUCT::TENSORS, LinesOfDepth<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
+    OPERAND operand;
+    Quad moving[2];
+
+    static __device__ u32 line(u32 i) {
+        const u32 lane = threadIdx.x % WARP, eighth = lane / 4;
+        return threadIdx.x / WARP * 8 + eighth / 2 + eighth % 2 * 4 + i * (TILE::SIDE / 2);
+    }
+
+    __device__ AlongDepth(const OPERAND& from, u32 first) : operand(from) {
+        if constexpr (VECTOR) {
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) operand.find_line(i, first + line(i));
+        }
+    }
+
+    __device__ void fetch(u32 first, u32 start, u32 end) {
+        const u32 depth = start + threadIdx.x % 4 * Elements<T>::QUAD;
+        if constexpr (VECTOR) {
+            operand.find_depth(depth);
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) moving[i] = depth < end ? operand.quad(i) : Quad{};
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+                moving[i] = Quad{};
+#pragma unroll
+                for (u32 e = 0; e < Elements<T>::QUAD; e++) {
+                    if (depth + e < end) put(moving[i], e, operand.element(first + line(i), depth + e));
+                }
+            }
+        }
+    }
+
+    __device__ void store(u32* shared) const {
+        const u32 word = threadIdx.x % 4 * 4;
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            if constexpr (PRODUCT::TENSORS) {
+                *(Quad*)(shared + Layout::at(line(i), word)) = PRODUCT::rounded(moving[i]);
+            } else {
+#pragma unroll
+                for (u32 e = 0; e < 4; e++) shared[Layout::at(line(i), word + e)] = moving[i].word[e];
+            }
+        }
+    }
+};
+
+// Operands that are contiguous along the lines. In f32 a thread moves two runs of four lines, eight depths apart; in bf16 it
+// moves two runs of eight lines at neighbouring depths, and interleaves them to words.
+template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR>
+struct AlongLines {
+    using Layout = DepthsOfLines<TILE::SIDE>;
+    static constexpr u32 RUN = Elements<T>::QUAD, RUNS = TILE::SIDE / RUN;
+    OPERAND operand;
+    Quad moving[2];
+
+    static __device__ u32 run() { return threadIdx.x % RUNS * RUN; }
+
+    static __device__ u32 depth(u32 i) {
+        const u32 word = threadIdx.x / RUNS;
+        return sizeof(T) == 4 ? word + i * (TILE_WORDS / 2) : word * 2 + i;
+    }
+
+    __device__ AlongLines(const OPERAND& from, u32 first) : operand(from) {
+        if constexpr (VECTOR) operand.find_run(first + run());
+    }
+
+    __device__ void fetch(u32 first, u32 start, u32 end) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const u32 at = start + depth(i);
+            moving[i] = Quad{};
+            if (at >= end) continue;
+            if constexpr (VECTOR) {
+                moving[i] = operand.quad(at);
+            } else {
+#pragma unroll
+                for (u32 e = 0; e < RUN; e++) put(moving[i], e, operand.element(first + run() + e, at));
+            }
+        }
+    }
+
+    __device__ void store(u32* shared) const {
+        if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) *(Quad*)(shared + Layout::at(run(), depth(i))) = PRODUCT::rounded(moving[i]);
+        } else {
+            Quad words[2];
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) {
+                const u32 even = moving[0].word[e], odd = moving[1].word[e];
+                words[e / 2].word[e % 2 * 2] = (even & 0xffffu) | odd << 16;
+                words[e / 2].word[e % 2 * 2 + 1] = even >> 16 | (odd & 0xffff0000u);
+            }
+            // A thread writes 32 bytes in two halves: every other four threads begin with the second, so that eight
+            // neighbours meet no bank twice.
+            const bool second = threadIdx.x / 4 % 2 != 0;
+            const u32 at = Layout::at(run(), threadIdx.x / RUNS);
+            *(Quad*)(shared + at + (second ? 4 : 0)) = second ? words[1] : words[0];
+            *(Quad*)(shared + at + (second ? 0 : 4)) = second ? words[0] : words[1];
+        }
+    }
+};
+
+// ---- Products of two tiles in shared memory ----
+// Each keeps a thread's part of the result, and in the end hands it to a Result.
+
+// Fused multiply-adds: a thread makes 8 rows of 8 or 4 columns, in runs of four.
+template <class T, class TILE>
+struct PlainProduct {
+    static constexpr bool TENSORS = false;
+    static constexpr u32 ROWS = 8, ACROSS = 16, DOWN = TILE::SIDE / ROWS, COLUMNS = TILE::SIDE / ACROSS;
+    f32 sums[ROWS][COLUMNS] = {};
+
+    static __device__ Quad rounded(Quad quad) { return quad; }
+
+    // The i-th of a thread's lines, when `threads` threads share them.
+    static __device__ u32 line(u32 thread, u32 threads, u32 i) { return 4 * (thread + threads * (i / 4)) + i % 4; }
+
+    static __device__ f32 part(u32 word, u32 i) {
+        if (sizeof(T) == 4) return float_of(word);
+        return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
+    }
+
+    // Unrolled by no more than the registers have room for.
+    template <class, class>
+    __device__ void add(const u32* left, const u32* right) {
+        const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
+#pragma unroll (2 / Elements<T>::WORD)
+        for (u32 word = 0; word < TILE_WORDS; word++) {
+            Quad a[ROWS / 4], b[COLUMNS / 4];
+#pragma unroll
+            for (u32 i = 0; i < ROWS / 4; i++) {
+                a[i] = *(const Quad*)(left + DepthsOfLines<TILE::SIDE>::at(line(down, DOWN, 4 * i), word));
+            }
+#pragma unroll
+            for (u32 i = 0; i < COLUMNS / 4; i++) {
+                b[i] = *(const Quad*)(right + DepthsOfLines<TILE::SIDE>::at(line(across, ACROSS, 4 * i), word));
+            }
+#pragma unroll
+            for (u32 i = 0; i < Elements<T>::WORD; i++) {
+#pragma unroll
+                for (u32 r = 0; r < ROWS; r++) {
+#pragma unroll
+                    for (u32 c = 0; c < COLUMNS; c++) {
+                        sums[r][c] += part(a[r / 4].word[r % 4], i) * part(b[c / 4].word[c % 4], i);
+                    }
+                }
+            }
+        }
+    }
+
+    template <class RESULT>
+    __device__ void write(const RESULT& result) const {
+        const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
+#pragma unroll
+        for (u32 r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS; c += 4) {
+                result.four(line(down, DOWN, r), line(across, ACROSS, c), sums[r] + c);
+            }
+        }
+    }
+};
+
+#ifdef TENSOR_CORES
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f32) { mma_tf32_1688(d, a, b); }
+
+// Tensor cores: a warp makes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
+template <class T, class TILE>
+struct TensorProduct {
+    static constexpr bool TENSORS = true;
+    static constexpr u32 DOWN = TILE::WARP_ROWS / 16, ACROSS = TILE::WARP_COLUMNS / 8;
+    f32 sums[DOWN][ACROSS][4] = {};
+
+    static __device__ Quad rounded(Quad quad) {
+        if (sizeof(T) == 4) {
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) quad.word[i] = f32_to_tf32(float_of(quad.word[i]));
+        }
+        return quad;
+    }
+
+    static __device__ u32 first_row() { return threadIdx.x / WARP % (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_ROWS; }
+
+    static __device__ u32 first_column() {
+        return threadIdx.x / WARP / (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_COLUMNS;
+    }
+
+    // The eight words are a loop because the compiler, given both turns at once, runs out of registers.
+    template <class LEFT, class RIGHT>
+    __device__ void add(const u32* left, const u32* right) {
+        const u32 group = threadIdx.x % WARP / 4, lane = threadIdx.x % 4;
+        const u32 row = first_row() + group, column = first_column() + group;
+#pragma unroll 1
+        for (u32 word = 0; word < TILE_WORDS; word += 8) {
+            u32 b[ACROSS][2];
+#pragma unroll
+            for (u32 j = 0; j < ACROSS; j++) {
+#pragma unroll
+                for (u32 e = 0; e < 2; e++) b[j][e] = right[RIGHT::at(column + 8 * j, word + lane + e * 4)];
+            }
+#pragma unroll
+            for (u32 i = 0; i < DOWN; i++) {
+                u32 a[4];
+#pragma unroll
+                for (u32 e = 0; e < 4; e++) a[e] = left[LEFT::at(row + 16 * i + e % 2 * 8, word + lane + e / 2 * 4)];
+#pragma unroll
+                for (u32 j = 0; j < ACROSS; j++) multiply_add(sums[i][j], a, b[j], T{});
+            }
+        }
+    }
+
+    template <class RESULT>
+    __device__ void write(const RESULT& result) const {
+        const u32 group = threadIdx.x % WARP / 4, lane = threadIdx.x % 4;
+        const u32 row = first_row() + group, column = first_column() + lane * 2;
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) {
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+#pragma unroll
+                for (u32 j = 0; j < ACROSS; j += 2) {
+                    const f32 *near = sums[i][j] + 2 * half, *far = sums[i][j + 1] + 2 * half;
+                    if constexpr (RESULT::PAIRS) {
+                        result.pairs(row + 16 * i + 8 * half, column + 8 * j, near, far);
+                    } else {
+#pragma unroll
+                        for (u32 e = 0; e < 2; e++) {
+                            result.one(row + 16 * i + 8 * half, column + 8 * j + e, near[e]);
+                            result.one(row + 16 * i + 8 * half, column + 8 * (j + 1) + e, far[e]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+};
+#endif
+
+// ---- Results ----
+
+// A tile of a matrix of results, as far as it lies within. BIAS adds a value a column and applies the activation.
+template <class T, bool BIAS, bool VECTOR>
+struct Result {
+    static constexpr bool PAIRS = VECTOR;
+    T* values;            // the tile's first
+    u32 rows, columns;    // from there to the matrix's end
+    u32 stride;           // columns of the matrix
+    const f32* bias;
+    f32 slope;
+
+    __device__ Result(T* values, u32 all_rows, u32 all_columns, u32 row, u32 column, const f32* bias, f32 slope)
+        : values(values + ((u64)row * all_columns + column)),
+          rows(all_rows - row),
+          columns(all_columns - column),
+          stride(all_columns),
+          bias(BIAS ? bias + column : nullptr),
+          slope(slope) {}
+
+    __device__ f32 finished(u32 column, f32 value) const {
+        if constexpr (BIAS) {
+            if (column < columns) value += bias[column];
+            const f32 scaled = slope * value;
+            value = value > 0.0f ? value : scaled;
+        }
+        return value;
+    }
+
+    __device__ void one(u32 row, u32 column, f32 value) const {
+        if (row < rows && column < columns) values[row * stride + column] = from_f32<T>(finished(column, value));
+    }
+
+    // Four values side by side, from a column that is a multiple of four.
+    __device__ void four(u32 row, u32 column, const f32 value[4]) const {
+        if constexpr (!VECTOR) {
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) one(row, column + e, value[e]);
+        } else if (row < rows && column < columns) {
+            f32 all[4];
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) all[e] = finished(column + e, value[e]);
+            T* to = values + (row * stride + column);
+            if constexpr (sizeof(T) == 4) {
+                *(Quad*)to = Quad{{bits_of(all[0]), bits_of(all[1]), bits_of(all[2]), bits_of(all[3])}};
+            } else {
+                *(Pair*)to = Pair{{packed(all), packed(all + 2)}};
+            }
+        }
+    }
+
+    // Two pairs of values, the second eight columns after the first; the warp's lanes hold all sixteen columns. In bf16
+    // neighbouring lanes swap a pair each, so that every lane has four values side by side to write, and the warp fills
+    // whole sectors of memory.
+    __device__ void pairs(u32 row, u32 column, const f32 near[2], const f32 far[2]) const {
+        f32 a[2], b[2];
+#pragma unroll
+        for (u32 e = 0; e < 2; e++) a[e] = finished(column + e, near[e]), b[e] = finished(column + 8 + e, far[e]);
+        if constexpr (sizeof(T) == 4) {
+            pair(row, column, bits_of(a[0]), bits_of(a[1]));
+            pair(row, column + 8, bits_of(b[0]), bits_of(b[1]));
+        } else {
+            const u32 first = packed(a), second = packed(b);
+            const bool odd = threadIdx.x % 2 != 0;
+            const u32 other = __shfl_xor_sync(EVERY_LANE, odd ? first : second, 1);
+            pair(row, odd ? column + 6 : column, odd ? other : first, odd ? second : other);
+        }
+    }
+
+    static __device__ u32 packed(const f32 value[2]) {
+        return (u32)bits_of(from_f32<bf16>(value[0])) | (u32)bits_of(from_f32<bf16>(value[1])) << 16;
+    }
+
+    __device__ void pair(u32 row, u32 column, u32 first, u32 second) const {
+        if (row < rows && column < columns) *(Pair*)(values + (row * stride + column)) = Pair{{first, second}};
+    }
+};
+
+// ---- The loop ----
+
+template <class LEFT, class RIGHT, class PRODUCT>
+__device__ inline void multiply(
+    LEFT& left, RIGHT& right, PRODUCT& product, u32 row, u32 column, u32 start, u32 end, u32 step) {
+    __shared__ Quad lefts[2][LEFT::Layout::WORDS / 4], rights[2][RIGHT::Layout::WORDS / 4];
+    left.fetch(row, start, end);
+    right.fetch(column, start, end);
+    u32 buffer = 0;
+    for (; start < end; start += step) {
+        u32 *a = lefts[buffer]->word, *b = rights[buffer]->word;
+        // The other buffer's readers are done: they passed the barrier of the last step before anyone came here, and this
+        // buffer's before that.
+        left.store(a);
+        right.store(b);
+        __syncthreads();
+        if (start + step < end) {
+            left.fetch(row, start + step, end);
+            right.fetch(column, start + step, end);
+        }
+        product.template add<typename LEFT::Layout, typename RIGHT::Layout>(a, b);
+        buffer ^= 1;
+    }
+}

@@ -1,0 +1,345 @@
+//! Which of several ways to do the same is the fastest: measured once, and remembered.
+//!
+//! The libraries have several algorithms for one and the same product, this crate has a kernel of its own, and which of
+//! them wins depends on the shape, the GPU and the versions. So they race when a layer is set up, on real memory full of
+//! numbers. The clock runs around a captured graph of many runs: that is how a training step runs them, it keeps the
+//! price of a launch out, and it throws out what cannot be captured. Who fails, or comes to other results than the
+//! crate's own kernel, is out of the race as well: a library that does not support a combination of types costs speed,
+//! never a run.
+//!
+//! The winner is written down beside the compiled kernels, so that the next run computes with the same algorithms, and so
+//! with the same rounding. Of ranks that race at the same time the first to write decides.
+
+use std::time::Instant;
+
+use half::bf16;
+
+use super::error::{Error, Result};
+use super::{Device, Precision, Stream, View, cache};
+use crate::DType;
+
+/// What a layer may choose from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Only algorithms that come to the same bits every time.
+    pub deterministic: bool,
+    /// Whose algorithms.
+    pub libraries: Libraries,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { deterministic: true, libraries: Libraries::Auto }
+    }
+}
+
+/// Whose algorithms a layer may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Libraries {
+    /// cuDNN's and cuBLASLt's where they are installed and faster than this crate's kernels.
+    Auto,
+    /// This crate's kernels only.
+    Builtin,
+}
+
+/// The products of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pass {
+    Forward,
+    BackwardInput,
+    BackwardWeights,
+}
+
+impl Pass {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::BackwardInput => "backward input",
+            Pass::BackwardWeights => "backward weights",
+        }
+    }
+}
+
+/// Most bytes of workspace that an algorithm may ask for.
+pub(crate) const WORKSPACE_LIMIT: usize = 256 << 20;
+
+/// What identifies a library's algorithm.
+pub(crate) trait Algorithm: Clone + std::fmt::Display {
+    /// As text without white space that `decode` understands, in this version of the library.
+    fn encode(&self) -> String;
+    fn decode(text: &str) -> Option<Self>;
+}
+
+/// A way to make a pass, chosen.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Choice<A> {
+    /// The library's algorithm; none for this crate's own kernel.
+    pub(crate) algorithm: Option<A>,
+    /// Bytes of workspace.
+    pub(crate) workspace: usize,
+    /// How long it takes; none where there was nothing to choose from.
+    pub(crate) milliseconds: Option<f64>,
+}
+
+impl<A> Choice<A> {
+    /// This crate's own kernel, since there is no other.
+    pub(crate) fn builtin(workspace: usize) -> Self {
+        Choice { algorithm: None, workspace, milliseconds: None }
+    }
+}
+
+impl<A: Algorithm> std::fmt::Display for Choice<A> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.algorithm {
+            Some(algorithm) => write!(f, "{algorithm}")?,
+            None => f.write_str("built in")?,
+        }
+        match self.milliseconds {
+            Some(milliseconds) => write!(f, " {milliseconds:.3} ms"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Stands for everything that a choice depends on; `problem` says what is computed.
+pub(crate) fn key(device: &Device, library: &str, problem: &str, pass: Pass) -> String {
+    let (architecture, driver) = (device.architecture(), device.driver());
+    let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
+    cache::key(&[env!("CARGO_PKG_VERSION"), device.name(), &machine, library, problem, pass.name()])
+}
+
+const FILE: &str = "choice";
+
+/// What was chosen before, or else what `race` ends with. An algorithm counts only if `supported` says that it needs no
+/// more than it did.
+pub(crate) fn settle<A: Algorithm>(
+    key: &str,
+    supported: impl Fn(&A) -> Result<usize>,
+    race: impl FnOnce() -> Result<Choice<A>>,
+) -> Result<Choice<A>> {
+    let holds = |choice: &Choice<A>| match &choice.algorithm {
+        Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= choice.workspace),
+        None => true,
+    };
+    if let Some(earlier) = recall(key).filter(holds) {
+        return Ok(earlier);
+    }
+    let choice = race()?;
+    if let Some(earlier) = recall(key).filter(holds) {
+        return Ok(earlier);
+    }
+    cache::write(FILE, key, line(&choice).as_bytes());
+    Ok(choice)
+}
+
+fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {
+    let content = cache::read(FILE, key)?;
+    parse(std::str::from_utf8(&content).ok()?)
+}
+
+/// A choice as it is written down.
+fn line<A: Algorithm>(choice: &Choice<A>) -> String {
+    let algorithm = choice.algorithm.as_ref().map_or("built-in".to_owned(), Algorithm::encode);
+    format!("{algorithm} {} {}\n", choice.workspace, choice.milliseconds.unwrap_or_default())
+}
+
+fn parse<A: Algorithm>(line: &str) -> Option<Choice<A>> {
+    let mut words = line.split_whitespace();
+    let algorithm = match words.next()? {
+        "built-in" => None,
+        word => Some(A::decode(word)?),
+    };
+    let workspace = words.next()?.parse().ok()?;
+    Some(Choice { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
+}
+
+/// An algorithm of a library that takes part in a race.
+pub(crate) struct Candidate<A> {
+    pub(crate) algorithm: A,
+    pub(crate) workspace: usize,
+}
+
+/// How a race went.
+pub(crate) struct Outcome<A> {
+    pub(crate) choice: Choice<A>,
+    /// Why candidates are out, a line each.
+    pub(crate) rejected: Vec<String>,
+}
+
+/// Runs this crate's own kernel (`run(None)`, with `workspace` bytes) and every candidate, and chooses the fastest that
+/// writes the same to `output`, up to rounding.
+pub(crate) fn race<A: Algorithm>(
+    stream: &Stream,
+    precision: Precision,
+    output: View<'_>,
+    workspace: usize,
+    candidates: Vec<Candidate<A>>,
+    run: &dyn Fn(Option<&A>) -> Result<()>,
+) -> Result<Outcome<A>> {
+    stream.zero(output)?;
+    run(None)?;
+    let expected = sample(stream, output)?;
+    let milliseconds = Some(time(stream, &|| run(None))?);
+    let mut choice = Choice { algorithm: None, workspace, milliseconds };
+    let mut rejected = Vec::new();
+    for Candidate { algorithm, workspace } in candidates {
+        let attempt = || -> Result<f64> {
+            stream.zero(output)?;
+            run(Some(&algorithm))?;
+            let deviation = deviation(&expected, &sample(stream, output)?);
+            if deviation.is_nan() || deviation > tolerance(precision) {
+                let text = format!("its results deviate by {deviation:.1e} of the largest");
+                return Err(Error::Library { call: "comparison", text });
+            }
+            time(stream, &|| run(Some(&algorithm)))
+        };
+        match attempt() {
+            Ok(milliseconds) if Some(milliseconds) < choice.milliseconds => {
+                choice = Choice { algorithm: Some(algorithm), workspace, milliseconds: Some(milliseconds) };
+            }
+            Ok(_) => {}
+            Err(error) => {
+                // A GPU that is in disorder now is no matter of speed.
+                stream.synchronize()?;
+                rejected.push(format!("{algorithm}: {error}"));
+            }
+        }
+    }
+    Ok(Outcome { choice, rejected })
+}
+
+/// Milliseconds of one run among many.
+fn time(stream: &Stream, run: &dyn Fn() -> Result<()>) -> Result<f64> {
+    const WORTH_SECONDS: f64 = 0.002;
+    // The first run loads kernels, which a capture forbids.
+    run()?;
+    stream.synchronize()?;
+    let watch = |work: &dyn Fn() -> Result<()>| -> Result<f64> {
+        let start = Instant::now();
+        work()?;
+        stream.synchronize()?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    let once = watch(run)?;
+    let runs = (WORTH_SECONDS / once).clamp(1.0, 32.0) as u32;
+    stream.begin_capture()?;
+    let captured = (0..runs).try_for_each(|_| run());
+    // Ended in any case, so that the stream serves again.
+    let graph = stream.end_capture();
+    captured?;
+    let graph = graph?;
+    // SAFETY: the memory that `run` works on is there as long as `run` is.
+    let launch = || unsafe { stream.launch_graph(&graph) };
+    let mut best = watch(&launch)?;
+    if best < 10.0 * WORTH_SECONDS {
+        best = best.min(watch(&launch)?).min(watch(&launch)?);
+    }
+    Ok(best / f64::from(runs) * 1e3)
+}
+
+/// Results differ in the order of their sums, and in when they are rounded to bf16.
+fn tolerance(precision: Precision) -> f32 {
+    match precision {
+        Precision::F32 => 1e-4,
+        Precision::Tf32 => 1e-2,
+        Precision::Bf16 => 4e-2,
+    }
+}
+
+/// Some elements from the beginning and the end.
+fn sample(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
+    const LEN: usize = 8192;
+    let len = view.len();
+    let mut values = Vec::new();
+    for part in [view.slice(0..len.min(LEN)), view.slice(len - len.min(LEN)..len)] {
+        match part.dtype() {
+            DType::Bf16 => values.extend(part.to_vec::<bf16>(stream)?.iter().map(|value| value.to_f32())),
+            _ => values.extend(part.to_vec::<f32>(stream)?),
+        }
+    }
+    Ok(values)
+}
+
+/// The largest difference, as a part of the largest expected value.
+fn deviation(expected: &[f32], found: &[f32]) -> f32 {
+    let largest = expected.iter().fold(f32::MIN_POSITIVE, |largest, value| largest.max(value.abs()));
+    let differences = expected.iter().zip(found).map(|(expected, found)| (expected - found).abs());
+    // `max` of floats forgets what is not a number.
+    differences.fold(0.0, |most: f32, next| if next > most || next.is_nan() { next } else { most }) / largest
+}
+
+/// Fills `view` with numbers from -1 to 1: a race among zeros has another pace, and proves nothing.
+pub(crate) fn fill(stream: &Stream, view: View<'_>, seed: u64) -> Result<()> {
+    const LEN: usize = 1 << 14;
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+    };
+    let values: Vec<f32> = (0..LEN.min(view.len())).map(|_| next()).collect();
+    let mut done = values.len();
+    match view.dtype() {
+        DType::Bf16 => {
+            let values: Vec<bf16> = values.iter().map(|value| bf16::from_f32(*value)).collect();
+            stream.upload(&values, view.slice(0..done))?;
+        }
+        _ => stream.upload(&values, view.slice(0..done))?,
+    }
+    while done < view.len() {
+        let more = done.min(view.len() - done);
+        stream.copy(view.slice(0..more), view.slice(done..done + more))?;
+        done += more;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Clone, PartialEq)]
+    struct Number(u32);
+
+    impl std::fmt::Display for Number {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "library {}", self.0)
+        }
+    }
+
+    impl Algorithm for Number {
+        fn encode(&self) -> String {
+            self.0.to_string()
+        }
+
+        fn decode(text: &str) -> Option<Self> {
+            text.parse().ok().map(Number)
+        }
+    }
+
+    #[test]
+    fn a_choice_is_read_as_it_was_written() {
+        for algorithm in [None, Some(Number(7))] {
+            let choice = Choice { algorithm, workspace: 512, milliseconds: Some(0.125) };
+            assert_eq!(parse(&line(&choice)), Some(choice));
+        }
+        for broken in ["", "7", "7 512", "seven 512 1", "7 -1 1", "7 512 soon"] {
+            assert_eq!(parse::<Number>(broken), None, "{broken}");
+        }
+    }
+
+    #[test]
+    fn a_choice_says_who_and_how_long() {
+        let choice = |algorithm, milliseconds| Choice { algorithm, workspace: 0, milliseconds }.to_string();
+        assert_eq!(choice(Some(Number(7)), Some(0.1254)), "library 7 0.125 ms");
+        assert_eq!(choice(None, Some(2.0)), "built in 2.000 ms");
+        assert_eq!(choice(None, None), "built in");
+    }
+
+    #[test]
+    fn what_deviates_is_seen_and_so_is_what_is_no_number() {
+        assert!(deviation(&[1.0, -2.0], &[1.0, -2.0]) == 0.0);
+        assert!(deviation(&[1.0, -2.0], &[1.5, -2.0]) == 0.25);
+        assert!(deviation(&[1.0, -2.0], &[f32::NAN, -2.0]).is_nan());
+        assert!(deviation(&[1.0, -2.0], &[f32::NAN, 7.0]).is_nan());
+    }
+}

@@ -1,0 +1,499 @@
+//! Dense layers by cuBLASLt, where it is installed.
+//!
+//! The library thinks in columns. A matrix in rows, read as one in columns, is its transpose; so the layer's products
+//! become the following, all of matrices that lie in memory as they are:
+//!
+//! | pass | rows | here | in columns |
+//! |---|---|---|---|
+//! | forward | y \[N, O\] = x · wᵀ | O × N | wᵀ (transposed) · x |
+//! | backward input | dx \[N, I\] = dy · w | I × N | w · dy |
+//! | backward weights | dw \[O, I\] = dyᵀ · x | I × O | x · dyᵀ (transposed) |
+//!
+//! where `w` is I × O, `x` I × N and `dy` O × N in columns.
+//!
+//! - *Precision*: f32 by the compute type that is f32 throughout, TF32 by the one that permits it; bfloat16 operands are
+//!   summed in f32, and the gradient of weights leaves in f32.
+//! - *Bias and activation* are an epilogue of the forward product, as far as the library knows them: none and the
+//!   rectified linear unit. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
+//!   for that as well, and where it declines, the caller adds the bias.
+//! - *Determinism*: a sum that is split over blocks is put together in the workspace by a second step, in f32, or not
+//!   split. The schemes that add in place are masked out.
+//!
+//! The library's heuristics propose algorithms; the best few race. An algorithm is 64 opaque bytes that the same version
+//! understands again: so it is remembered, and checked before it is used.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use cudarc::cublaslt::sys::{
+    cublasComputeType_t as Compute, cublasLtEpilogue_t as Epilogue,
+    cublasLtMatmulDescAttributes_t as Property, cublasLtMatmulPreferenceAttributes_t as Preference,
+    cublasLtReductionScheme_t as Reduction, cudaDataType_t as DataType,
+};
+
+use super::Shape;
+use crate::cuda::choice::{self, Candidate, Pass, WORKSPACE_LIMIT};
+use crate::cuda::{Device, Error, Precision, Result, Stream, View, libraries};
+
+/// An object of the library's.
+type Raw = *mut c_void;
+/// A number, since a newer library may have more of them.
+type Status = u32;
+/// Device memory, or a number of the host's.
+type Address = *const c_void;
+
+/// What the library thinks of an algorithm.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Verdict {
+    algorithm: [u64; 8],
+    workspace: usize,
+    status: Status,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+libraries::functions! {
+    /// What is called of cuBLASLt.
+    Functions of crate::cuda::libraries::CUBLAS_LT {
+        version = cublasLtGetVersion() -> usize;
+        status_string = cublasLtGetStatusString(Status) -> *const c_char;
+        create = cublasLtCreate(*mut Raw) -> Status;
+        destroy = cublasLtDestroy(Raw) -> Status;
+        create_product = cublasLtMatmulDescCreate(*mut Raw, Compute, DataType) -> Status;
+        set_product = cublasLtMatmulDescSetAttribute(Raw, Property, Address, usize) -> Status;
+        destroy_product = cublasLtMatmulDescDestroy(Raw) -> Status;
+        create_layout = cublasLtMatrixLayoutCreate(*mut Raw, DataType, u64, u64, i64) -> Status;
+        destroy_layout = cublasLtMatrixLayoutDestroy(Raw) -> Status;
+        create_preference = cublasLtMatmulPreferenceCreate(*mut Raw) -> Status;
+        set_preference = cublasLtMatmulPreferenceSetAttribute(Raw, Preference, Address, usize) -> Status;
+        destroy_preference = cublasLtMatmulPreferenceDestroy(Raw) -> Status;
+        propose = cublasLtMatmulAlgoGetHeuristic(
+            Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Verdict, *mut c_int
+        ) -> Status;
+        judge = cublasLtMatmulAlgoCheck(Raw, Raw, Raw, Raw, Raw, Raw, *const [u64; 8], *mut Verdict) -> Status;
+        multiply = cublasLtMatmul(
+            Raw, Raw, Address, Address, Raw, Address, Raw, Address, Address, Raw, *mut c_void, Raw,
+            *const [u64; 8], *mut c_void, usize, Raw
+        ) -> Status;
+    }
+}
+
+/// The library on one GPU, for all layers of it.
+pub(super) struct Library {
+    functions: Functions,
+    device: Arc<Device>,
+    handle: Raw,
+}
+
+// SAFETY: the handle may be used from any threads.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// cuBLASLt on this GPU: the same object as long as one is in use.
+    ///
+    /// # Errors
+    /// If the library is not there, lacks a function, or refuses this GPU.
+    pub(super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
+        static OPEN: Mutex<Vec<Weak<Library>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|library| library.strong_count() > 0);
+        let known = open.iter().filter_map(Weak::upgrade).find(|known| Arc::ptr_eq(&known.device, device));
+        if let Some(library) = known {
+            return Ok(library);
+        }
+        let functions = Functions::load()?;
+        device.bind()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: a place for the handle.
+        let status = unsafe { (functions.create)(&mut handle) };
+        functions.check("cublasLtCreate", status)?;
+        let library = Arc::new(Library { functions, device: Arc::clone(device), handle });
+        open.push(Arc::downgrade(&library));
+        Ok(library)
+    }
+
+    /// Name and version.
+    pub(super) fn version(&self) -> String {
+        // SAFETY: takes nothing.
+        format!("cuBLASLt {}", unsafe { (self.functions.version)() })
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        if !self.device.is_abandoned() && self.device.bind().is_ok() {
+            // SAFETY: created in `on`, and nobody uses it any more.
+            unsafe { (self.functions.destroy)(self.handle) };
+        }
+    }
+}
+
+impl Functions {
+    fn check(&self, call: &'static str, status: Status) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: any number is good, and gives a string that stays.
+        let text = unsafe { (self.status_string)(status) };
+        let text = if text.is_null() {
+            "unknown".into()
+        } else {
+            // SAFETY: a string of the library's.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy()
+        };
+        Err(Error::Library { call, text: format!("{text} ({status})") })
+    }
+}
+
+/// A matrix's layout, or the description of a product.
+struct Descriptor {
+    raw: Raw,
+    destroy: unsafe extern "C" fn(Raw) -> Status,
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        // SAFETY: created by the library. It reads descriptors while it is called, not later.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// One of the library's algorithms for a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Algorithm {
+    bytes: [u64; 8],
+    /// Bias and activation come with the product.
+    pub(super) fused: bool,
+}
+
+impl std::fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // The bytes have no names. These digits tell one from another.
+        let digest = self
+            .bytes
+            .iter()
+            .fold(0u64, |digest, word| (digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95));
+        write!(f, "cuBLASLt {:04x}{}", digest >> 48, if self.fused { " fused" } else { "" })
+    }
+}
+
+impl choice::Algorithm for Algorithm {
+    fn encode(&self) -> String {
+        let words: Vec<_> = self.bytes.iter().map(|word| format!("{word:x}")).collect();
+        format!("{}/{}", words.join("."), u8::from(self.fused))
+    }
+
+    fn decode(text: &str) -> Option<Self> {
+        let (words, fused) = text.split_once('/')?;
+        let words: Option<Vec<_>> = words.split('.').map(|word| u64::from_str_radix(word, 16).ok()).collect();
+        let fused = match fused {
+            "0" => false,
+            "1" => true,
+            _ => return None,
+        };
+        Some(Algorithm { bytes: words?.try_into().ok()?, fused })
+    }
+}
+
+/// Algorithms of a pass, with and without the epilogue each, that go on to the race.
+const FINALISTS: usize = 4;
+/// What operands' addresses are multiples of.
+pub(super) const ALIGNMENT: u32 = 16;
+
+/// One layer, described to the library.
+pub(super) struct Plan {
+    library: Arc<Library>,
+    slope: f32,
+    /// I × N, O × N and I × O in the type of activations, and I × O in f32.
+    x: Descriptor,
+    y: Descriptor,
+    w: Descriptor,
+    dw: Descriptor,
+    forward: Descriptor,
+    /// It holds the address of the bias.
+    forward_fused: Mutex<Descriptor>,
+    backward_input: Descriptor,
+    backward_weights: Descriptor,
+}
+
+// SAFETY: descriptors are read only once they are set, but for the one that is locked.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
+impl Plan {
+    /// Describes a layer for batches of `samples`, whose activation has `slope` for negative values.
+    ///
+    /// # Errors
+    /// If the library does not take the description.
+    pub(super) fn new(
+        library: Arc<Library>,
+        shape: &Shape,
+        samples: usize,
+        precision: Precision,
+        slope: f32,
+    ) -> Result<Self> {
+        let f = &library.functions;
+        let (storage, compute) = match precision {
+            Precision::F32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F),
+            Precision::Tf32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F_FAST_TF32),
+            Precision::Bf16 => (DataType::CUDA_R_16BF, Compute::CUBLAS_COMPUTE_32F),
+        };
+        let layout = |data, rows: usize, columns: usize| -> Result<Descriptor> {
+            let mut raw = std::ptr::null_mut();
+            // SAFETY: a place for the layout.
+            let status =
+                unsafe { (f.create_layout)(&mut raw, data, rows as u64, columns as u64, rows as i64) };
+            f.check("cublasLtMatrixLayoutCreate", status)?;
+            Ok(Descriptor { raw, destroy: f.destroy_layout })
+        };
+        let product = |properties: &[(Property, u32)]| -> Result<Descriptor> {
+            let mut raw = std::ptr::null_mut();
+            // SAFETY: a place for the description.
+            let status = unsafe { (f.create_product)(&mut raw, compute, DataType::CUDA_R_32F) };
+            f.check("cublasLtMatmulDescCreate", status)?;
+            let product = Descriptor { raw, destroy: f.destroy_product };
+            for (property, value) in properties {
+                // SAFETY: these properties are integers of four bytes.
+                let status = unsafe { (f.set_product)(raw, *property, (&raw const *value).cast(), 4) };
+                f.check("cublasLtMatmulDescSetAttribute", status)?;
+            }
+            Ok(product)
+        };
+        // CUBLAS_OP_T: cuBLAS names it, in a header of its own.
+        let transposed = 1;
+        let (turn_a, turn_b) = (
+            (Property::CUBLASLT_MATMUL_DESC_TRANSA, transposed),
+            (Property::CUBLASLT_MATMUL_DESC_TRANSB, transposed),
+        );
+        let epilogue = match slope {
+            0.0 => Epilogue::CUBLASLT_EPILOGUE_RELU_BIAS,
+            _ => Epilogue::CUBLASLT_EPILOGUE_BIAS,
+        };
+        let fused = [
+            turn_a,
+            (Property::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue as u32),
+            (Property::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, DataType::CUDA_R_32F as u32),
+        ];
+        let Shape { inputs, outputs } = *shape;
+        Ok(Plan {
+            slope,
+            x: layout(storage, inputs, samples)?,
+            y: layout(storage, outputs, samples)?,
+            w: layout(storage, inputs, outputs)?,
+            dw: layout(DataType::CUDA_R_32F, inputs, outputs)?,
+            forward: product(&[turn_a])?,
+            // Where the type of the bias is that of the output anyway, it is not named: older versions know no other.
+            forward_fused: Mutex::new(product(&fused[..if precision == Precision::Bf16 { 3 } else { 2 }])?),
+            backward_input: product(&[])?,
+            backward_weights: product(&[turn_b])?,
+            library,
+        })
+    }
+
+    /// Layouts of both operands and of the result.
+    fn layouts(&self, pass: Pass) -> [Raw; 3] {
+        let (a, b, d) = match pass {
+            Pass::Forward => (&self.w, &self.x, &self.y),
+            Pass::BackwardInput => (&self.w, &self.y, &self.x),
+            Pass::BackwardWeights => (&self.x, &self.y, &self.dw),
+        };
+        [a.raw, b.raw, d.raw]
+    }
+
+    /// Calls `with` with the description of the product. `bias` is what a fused one will add.
+    fn with_product<T>(
+        &self,
+        pass: Pass,
+        fused: bool,
+        bias: u64,
+        with: impl FnOnce(Raw) -> Result<T>,
+    ) -> Result<T> {
+        if fused {
+            let f = &self.library.functions;
+            let product = self.forward_fused.lock().unwrap_or_else(PoisonError::into_inner);
+            let property = Property::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+            // SAFETY: this property is an address.
+            let status = unsafe {
+                (f.set_product)(product.raw, property, (&raw const bias).cast(), size_of_val(&bias))
+            };
+            f.check("cublasLtMatmulDescSetAttribute", status)?;
+            return with(product.raw);
+        }
+        with(match pass {
+            Pass::Forward => self.forward.raw,
+            Pass::BackwardInput => self.backward_input.raw,
+            Pass::BackwardWeights => self.backward_weights.raw,
+        })
+    }
+
+    /// Algorithms that are worth a race, and notes about what is not. `bias` is one that is aligned like the layer's.
+    pub(super) fn candidates(
+        &self,
+        pass: Pass,
+        deterministic: bool,
+        bias: View<'_>,
+    ) -> (Vec<Candidate<Algorithm>>, Vec<String>) {
+        let (mut candidates, mut notes) = (Vec::new(), Vec::new());
+        for fused in [true, false] {
+            let possible = pass == Pass::Forward && (self.slope == 0.0 || self.slope == 1.0);
+            if fused && !possible {
+                continue;
+            }
+            match self.propose(pass, fused, deterministic, bias) {
+                Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
+                Err(error) => notes.push(error.to_string()),
+            }
+        }
+        (candidates, notes)
+    }
+
+    /// What the library's heuristics propose, best first.
+    fn propose(
+        &self,
+        pass: Pass,
+        fused: bool,
+        deterministic: bool,
+        bias: View<'_>,
+    ) -> Result<Vec<Candidate<Algorithm>>> {
+        let f = &self.library.functions;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a place for the preference.
+        let status = unsafe { (f.create_preference)(&mut raw) };
+        f.check("cublasLtMatmulPreferenceCreate", status)?;
+        let preference = Descriptor { raw, destroy: f.destroy_preference };
+        let set = |property, value: Address, size| {
+            // SAFETY: a property with as many bytes as it has.
+            let status = unsafe { (f.set_preference)(preference.raw, property, value, size) };
+            f.check("cublasLtMatmulPreferenceSetAttribute", status)
+        };
+        let (limit, alignment) = (WORKSPACE_LIMIT as u64, ALIGNMENT);
+        set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const limit).cast(), 8)?;
+        for property in [
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ] {
+            set(property, (&raw const alignment).cast(), 4)?;
+        }
+        if deterministic {
+            let schemes = Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+            set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), 4)?;
+        }
+        let [a, b, d] = self.layouts(pass);
+        let mut found = [Verdict::default(); 16];
+        let mut count: c_int = 0;
+        self.with_product(pass, fused, bias.address(), |product| {
+            // SAFETY: descriptors of this layer, and room for as many verdicts as are asked for.
+            let status = unsafe {
+                (f.propose)(
+                    self.library.handle,
+                    product,
+                    a,
+                    b,
+                    d,
+                    d,
+                    preference.raw,
+                    found.len() as c_int,
+                    found.as_mut_ptr(),
+                    &mut count,
+                )
+            };
+            f.check("cublasLtMatmulAlgoGetHeuristic", status)
+        })?;
+        let found = found.iter().take(count.max(0) as usize);
+        Ok(found
+            .filter(|verdict| verdict.status == 0 && verdict.workspace <= WORKSPACE_LIMIT)
+            .map(|verdict| Candidate {
+                algorithm: Algorithm { bytes: verdict.algorithm, fused },
+                workspace: verdict.workspace,
+            })
+            .collect())
+    }
+
+    /// Bytes of workspace of an algorithm.
+    ///
+    /// # Errors
+    /// If the library does not support it for this layer.
+    pub(super) fn workspace(&self, pass: Pass, algorithm: &Algorithm, bias: View<'_>) -> Result<usize> {
+        let f = &self.library.functions;
+        let [a, b, d] = self.layouts(pass);
+        let mut verdict = Verdict::default();
+        self.with_product(pass, algorithm.fused, bias.address(), |product| {
+            // SAFETY: descriptors of this layer, and a place for the verdict.
+            let status = unsafe {
+                (f.judge)(self.library.handle, product, a, b, d, d, &algorithm.bytes, &mut verdict)
+            };
+            f.check("cublasLtMatmulAlgoCheck", status)?;
+            f.check("cublasLtMatmulAlgoCheck", verdict.status)
+        })?;
+        Ok(verdict.workspace)
+    }
+
+    /// The product of a pass. `a` and `b` are the operands as in the table above, `bias` is what a fused forward product
+    /// adds.
+    ///
+    /// # Errors
+    /// If the library refuses.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn multiply(
+        &self,
+        pass: Pass,
+        stream: &Stream,
+        algorithm: &Algorithm,
+        a: View<'_>,
+        b: View<'_>,
+        bias: View<'_>,
+        to: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let f = &self.library.functions;
+        let [a_layout, b_layout, to_layout] = self.layouts(pass);
+        let (one, zero) = (1.0f32, 0.0f32);
+        self.with_product(pass, algorithm.fused, bias.address(), |product| {
+            // SAFETY: layouts that fit the memory they are given with; the result also stands for the addend, which is
+            // multiplied by zero; the factors are read during the call.
+            let status = unsafe {
+                (f.multiply)(
+                    self.library.handle,
+                    product,
+                    (&raw const one).cast(),
+                    a.address() as Address,
+                    a_layout,
+                    b.address() as Address,
+                    b_layout,
+                    (&raw const zero).cast(),
+                    to.address() as Address,
+                    to_layout,
+                    to.address() as *mut c_void,
+                    to_layout,
+                    &algorithm.bytes,
+                    workspace.address() as *mut c_void,
+                    workspace.bytes(),
+                    stream.raw().cast(),
+                )
+            };
+            f.check("cublasLtMatmul", status)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::choice::Algorithm as _;
+
+    #[test]
+    fn an_algorithm_is_read_as_it_was_written() {
+        for fused in [false, true] {
+            let algorithm = Algorithm { bytes: [0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], fused };
+            assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
+        }
+        assert_eq!(Algorithm::decode("1.2.3/0"), None);
+        assert_eq!(Algorithm::decode("0.0.0.0.0.0.0.0/2"), None);
+    }
+}

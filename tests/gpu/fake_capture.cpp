@@ -1,0 +1,421 @@
+// Streams, events, capture and graphs as the driver API has them.
+#include "fake_cuda.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace fake {
+
+World& world() {
+    static World* all = new World;
+    return *all;
+}
+
+bool is_default(CUstream stream) { return (uintptr_t)stream <= 2; }
+
+namespace {
+
+thread_local char this_thread;   // its address is the thread's name
+
+bool exists(CUstream stream) { return world().streams.count(stream) != 0; }
+bool exists(CUevent event) { return world().events.count(event) != 0; }
+
+CUresult invalidate(Capture& capture, CUresult result) {
+    capture.invalid = true;
+    return result;
+}
+
+// What a stream must be for a call that says something about the work it holds.
+CUresult check_uncaptured(CUstream stream) {
+    if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream->capture != nullptr) return invalidate(*stream->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    return CUDA_SUCCESS;
+}
+
+bool forbidden_locked() {
+    bool any = false;
+    for (const auto& capture : world().captures) {
+        const bool ours = capture->thread == &this_thread && capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED;
+        if (!ours && capture->mode != CU_STREAM_CAPTURE_MODE_GLOBAL) continue;
+        capture->invalid = true;
+        any = true;
+    }
+    return any;
+}
+
+void merge(Dependencies& into, const Dependencies& from) {
+    for (unsigned node : from) {
+        if (std::find(into.begin(), into.end(), node) == into.end()) into.push_back(node);
+    }
+}
+
+CUresult wait_in_capture(CUstream stream, CUevent event) {
+    const CapturePtr& theirs = event->capture;
+    if (theirs == nullptr) return invalidate(*stream->capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    if (theirs->ended) return invalidate(*stream->capture, CUDA_ERROR_CAPTURED_EVENT);
+    if (theirs != stream->capture) {
+        invalidate(*theirs, CUDA_SUCCESS);
+        return invalidate(*stream->capture, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+    }
+    merge(stream->tail, event->nodes);
+    return CUDA_SUCCESS;
+}
+
+// Whether every node that a joined stream ended with comes before what the origin ended with.
+bool all_joined(const Capture& capture) {
+    std::vector<bool> before(capture.nodes.size());
+    Dependencies open = capture.origin->tail;
+    while (!open.empty()) {
+        const unsigned node = open.back();
+        open.pop_back();
+        if (before[node]) continue;
+        before[node] = true;
+        for (unsigned earlier : capture.nodes[node].after) open.push_back(earlier);
+    }
+    for (CUstream stream : capture.members) {
+        for (unsigned node : stream->tail) {
+            if (!before[node]) return false;
+        }
+    }
+    return true;
+}
+
+CUresult make_stream(CUstream* stream, unsigned flags, int priority) {
+    const int ordinal = current_device();
+    if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (stream == nullptr || flags > CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
+    std::lock_guard lock(world().mutex);
+    *stream = new CUstream_st{ordinal, flags, priority, new_queue(), nullptr, {}};
+    world().streams.insert(*stream);
+    return CUDA_SUCCESS;
+}
+
+}   // namespace
+
+bool forbidden_in_capture() {
+    std::lock_guard lock(world().mutex);
+    return forbidden_locked();
+}
+
+void wait_for_device(int ordinal, bool blocking_only) {
+    std::vector<QueuePtr> queues;
+    {
+        std::lock_guard lock(world().mutex);
+        for (CUstream stream : world().streams) {
+            const bool spared = blocking_only && (stream->flags & CU_STREAM_NON_BLOCKING) != 0;
+            if (stream->ordinal == ordinal && !spared) queues.push_back(stream->queue);
+        }
+    }
+    for (auto& queue : queues) drain(*queue);
+}
+
+CUresult enqueue_locked(CUstream stream, Work work) {
+    if (stream->capture == nullptr) {
+        submit(stream->queue, std::move(work));
+        return CUDA_SUCCESS;
+    }
+    Capture& capture = *stream->capture;
+    if (capture.invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    capture.nodes.push_back({std::move(work), stream->tail, stream});
+    stream->tail = {(unsigned)capture.nodes.size() - 1};
+    return CUDA_SUCCESS;
+}
+
+CUresult enqueue(CUstream stream, Work work) {
+    if (is_default(stream)) {
+        const int ordinal = current_device();
+        if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
+        if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+        wait_for_device(ordinal, true);
+        work();
+        return CUDA_SUCCESS;
+    }
+    std::lock_guard lock(world().mutex);
+    return exists(stream) ? enqueue_locked(stream, std::move(work)) : CUDA_ERROR_INVALID_HANDLE;
+}
+
+}   // namespace fake
+
+using namespace fake;
+
+API CUresult cuStreamCreate(CUstream* stream, unsigned flags) { return make_stream(stream, flags, 0); }
+API CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
+    return make_stream(stream, flags, priority);
+}
+
+API CUresult cuStreamGetPriority(CUstream stream, int* priority) {
+    std::lock_guard lock(world().mutex);
+    if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
+    *priority = stream->priority;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) {
+    std::lock_guard lock(world().mutex);
+    if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
+    *flags = stream->flags;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamGetId(CUstream stream, unsigned long long* id) {
+    *id = (uintptr_t)stream;
+    return CUDA_SUCCESS;
+}
+
+// Returns at once: the work the stream holds is still done.
+API CUresult cuStreamDestroy_v2(CUstream stream) {
+    std::lock_guard lock(world().mutex);
+    if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream->capture != nullptr) {
+        auto& members = stream->capture->members;
+        members.erase(std::remove(members.begin(), members.end(), stream), members.end());
+        if (stream->capture->origin == stream) {
+            stream->capture->ended = true;
+            for (CUstream member : members) member->capture = nullptr;
+            auto& all = world().captures;
+            all.erase(std::remove(all.begin(), all.end(), stream->capture), all.end());
+        }
+        stream->capture->invalid = true;
+    }
+    close(*stream->queue);
+    world().streams.erase(stream);
+    delete stream;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamQuery(CUstream stream) {
+    if (is_default(stream)) return CUDA_SUCCESS;
+    std::lock_guard lock(world().mutex);
+    if (const CUresult result = check_uncaptured(stream)) return result;
+    if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    return is_drained(*stream->queue) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+API CUresult cuStreamSynchronize(CUstream stream) {
+    QueuePtr queue;
+    if (is_default(stream)) return enqueue(stream, [] {});
+    {
+        std::lock_guard lock(world().mutex);
+        if (const CUresult result = check_uncaptured(stream)) return result;
+        if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        queue = stream->queue;
+    }
+    drain(*queue);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+    std::unique_lock lock(world().mutex);
+    if (!exists(event) || (!is_default(stream) && !exists(stream))) return CUDA_ERROR_INVALID_HANDLE;
+    if (!is_default(stream) && stream->capture != nullptr) return wait_in_capture(stream, event);
+    if (event->capture != nullptr) {
+        if (event->capture->ended) return CUDA_ERROR_CAPTURED_EVENT;
+        if (is_default(stream)) return invalidate(*event->capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+        // The stream joins the capture, its work so far left outside.
+        stream->capture = event->capture;
+        stream->tail = event->nodes;
+        event->capture->members.push_back(stream);
+        return CUDA_SUCCESS;
+    }
+    auto moment = event->moment;
+    if (moment == nullptr) return CUDA_SUCCESS;
+    if (!is_default(stream)) {
+        submit(stream->queue, [moment] { moment->wait(); });
+    } else {
+        lock.unlock();
+        moment->wait();
+    }
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
+    return enqueue(stream, [function, data] { function(data); });
+}
+
+API CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
+    if (is_default(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    static std::atomic<unsigned long long> ids{1};
+    std::lock_guard lock(world().mutex);
+    if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+    auto capture = std::make_shared<Capture>();
+    capture->origin = stream;
+    capture->mode = mode;
+    capture->thread = &this_thread;
+    capture->id = ids++;
+    capture->members = {stream};
+    stream->capture = capture;
+    stream->tail.clear();
+    world().captures.push_back(capture);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+    if (graph != nullptr) *graph = nullptr;
+    std::lock_guard lock(world().mutex);
+    if (is_default(stream) || !exists(stream) || graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    const CapturePtr capture = stream->capture;
+    if (capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+    if (capture->origin != stream) return invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+    if (capture->thread != &this_thread && capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED) {
+        return invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+    }
+    const bool joined = all_joined(*capture);
+    capture->ended = true;
+    for (CUstream member : capture->members) {
+        member->capture = nullptr;
+        member->tail.clear();
+    }
+    auto& all = world().captures;
+    all.erase(std::remove(all.begin(), all.end(), capture), all.end());
+    if (capture->invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    if (!joined) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+    *graph = new CUgraph_st{std::make_shared<const std::vector<Node>>(std::move(capture->nodes))};
+    world().graphs.insert(*graph);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id, CUgraph* graph,
+                                       const CUgraphNode** dependencies, size_t* count) {
+    if (graph != nullptr) *graph = nullptr;
+    if (dependencies != nullptr) *dependencies = nullptr;
+    if (count != nullptr) *count = 0;
+    *status = CU_STREAM_CAPTURE_STATUS_NONE;
+    if (is_default(stream)) return CUDA_SUCCESS;
+    std::lock_guard lock(world().mutex);
+    if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream->capture == nullptr) return CUDA_SUCCESS;
+    const bool invalid = stream->capture->invalid;
+    *status = invalid ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    if (id != nullptr) *id = stream->capture->id;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    return cuStreamGetCaptureInfo_v2(stream, status, nullptr, nullptr, nullptr, nullptr);
+}
+
+API CUresult cuEventCreate(CUevent* event, unsigned flags) {
+    const int ordinal = current_device();
+    if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    std::lock_guard lock(world().mutex);
+    *event = new CUevent_st{ordinal, flags, nullptr, nullptr, {}};
+    world().events.insert(*event);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventDestroy_v2(CUevent event) {
+    std::lock_guard lock(world().mutex);
+    if (world().events.erase(event) == 0) return CUDA_ERROR_INVALID_HANDLE;
+    delete event;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventRecord(CUevent event, CUstream stream) {
+    {
+        std::lock_guard lock(world().mutex);
+        if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
+        if (!is_default(stream)) {
+            if (!exists(stream) || stream->ordinal != event->ordinal) return CUDA_ERROR_INVALID_HANDLE;
+            if (stream->capture != nullptr && stream->capture->invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+            event->capture = stream->capture;
+            event->nodes = stream->tail;
+            if (stream->capture != nullptr) return CUDA_SUCCESS;
+            auto moment = event->moment = std::make_shared<Moment>();
+            submit(stream->queue, [moment] { moment->pass(); });
+            return CUDA_SUCCESS;
+        }
+    }
+    if (const CUresult result = enqueue(stream, [] {})) return result;
+    std::lock_guard lock(world().mutex);
+    event->capture = nullptr;
+    event->moment = std::make_shared<Moment>();
+    event->moment->pass();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventQuery(CUevent event) {
+    std::lock_guard lock(world().mutex);
+    if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
+    if (event->capture != nullptr) return invalidate(*event->capture, CUDA_ERROR_CAPTURED_EVENT);
+    if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    return event->moment == nullptr || event->moment->passed() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+API CUresult cuEventSynchronize(CUevent event) {
+    std::shared_ptr<Moment> moment;
+    {
+        std::lock_guard lock(world().mutex);
+        if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
+        if (event->capture != nullptr) return invalidate(*event->capture, CUDA_ERROR_CAPTURED_EVENT);
+        if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        moment = event->moment;
+    }
+    if (moment != nullptr) moment->wait();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
+    std::lock_guard lock(world().mutex);
+    for (CUevent event : {start, end}) {
+        if (!exists(event) || event->moment == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+        if ((event->flags & CU_EVENT_DISABLE_TIMING) != 0) return CUDA_ERROR_INVALID_HANDLE;
+        if (event->capture != nullptr) return CUDA_ERROR_CAPTURED_EVENT;
+    }
+    if (!start->moment->passed() || !end->moment->passed()) return CUDA_ERROR_NOT_READY;
+    *milliseconds = std::chrono::duration<float, std::milli>(end->moment->when - start->moment->when).count();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
+    return cuEventElapsedTime_v2(milliseconds, start, end);
+}
+
+API CUresult cuGraphInstantiateWithFlags(CUgraphExec* program, CUgraph graph, unsigned long long) {
+    std::lock_guard lock(world().mutex);
+    if (world().graphs.count(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
+    *program = new CUgraphExec_st{std::make_shared<Program>(graph->nodes)};
+    world().programs.insert(*program);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphInstantiate_v2(CUgraphExec* program, CUgraph graph, CUgraphNode*, char*, size_t) {
+    return cuGraphInstantiateWithFlags(program, graph, 0);
+}
+
+API CUresult cuGraphUpload(CUgraphExec program, CUstream) {
+    std::lock_guard lock(world().mutex);
+    return world().programs.count(program) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+API CUresult cuGraphLaunch(CUgraphExec program, CUstream stream) {
+    std::shared_ptr<Program> running;
+    {
+        std::lock_guard lock(world().mutex);
+        if (world().programs.count(program) == 0) return CUDA_ERROR_INVALID_VALUE;
+        running = program->program;
+    }
+    return enqueue(stream, [running] { running->run(); });
+}
+
+API CUresult cuGraphExecDestroy(CUgraphExec program) {
+    std::lock_guard lock(world().mutex);
+    if (world().programs.erase(program) == 0) return CUDA_ERROR_INVALID_VALUE;
+    delete program;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphDestroy(CUgraph graph) {
+    std::lock_guard lock(world().mutex);
+    if (world().graphs.erase(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
+    delete graph;
+    return CUDA_SUCCESS;
+}
+
+// Only how many there are: a node itself is nothing a caller could use.
+API CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
+    std::lock_guard lock(world().mutex);
+    if (world().graphs.count(graph) == 0 || nodes != nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *count = graph->nodes->size();
+    return CUDA_SUCCESS;
+}

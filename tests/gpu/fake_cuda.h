@@ -1,0 +1,237 @@
+// The driver API's types as far as the fakes know them, and what the fakes offer each other.
+//
+// The types are those of cuda.h; compiled with MGPU_REAL_CUDA_H after the real header, the fakes are checked against it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+#ifndef MGPU_REAL_CUDA_H
+enum CUresult : unsigned {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_INVALID_VALUE = 1,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_NO_DEVICE = 100,
+    CUDA_ERROR_INVALID_DEVICE = 101,
+    CUDA_ERROR_INVALID_IMAGE = 200,
+    CUDA_ERROR_INVALID_CONTEXT = 201,
+    CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
+    CUDA_ERROR_INVALID_HANDLE = 400,
+    CUDA_ERROR_ILLEGAL_STATE = 401,
+    CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_NOT_READY = 600,
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700,
+    CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
+    CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_STREAM_CAPTURE_MERGE = 902,
+    CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
+    CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
+    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+    CUDA_ERROR_CAPTURED_EVENT = 907,
+    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
+    CUDA_ERROR_UNKNOWN = 999,
+};
+enum CUdevice_attribute : unsigned {};
+enum CUfunction_attribute : unsigned {};
+enum CUstreamCaptureMode : unsigned {
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0,
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+};
+enum CUstreamCaptureStatus : unsigned {
+    CU_STREAM_CAPTURE_STATUS_NONE = 0,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
+    CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2,
+};
+enum CUjit_option : unsigned {};
+enum CUfunc_cache : unsigned {};
+enum CUdriverProcAddressQueryResult : unsigned {
+    CU_GET_PROC_ADDRESS_SUCCESS = 0,
+    CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND = 1,
+};
+enum { CU_STREAM_NON_BLOCKING = 1, CU_EVENT_DISABLE_TIMING = 2 };
+
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
+typedef uint64_t cuuint64_t;
+typedef struct CUctx_st* CUcontext;
+typedef struct CUmod_st* CUmodule;
+typedef struct CUfunc_st* CUfunction;
+typedef struct CUstream_st* CUstream;
+typedef struct CUevent_st* CUevent;
+typedef struct CUgraph_st* CUgraph;
+typedef struct CUgraphExec_st* CUgraphExec;
+typedef struct CUgraphNode_st* CUgraphNode;
+typedef struct CUuuid_st {
+    char bytes[16];
+} CUuuid;
+typedef void (*CUhostFn)(void*);
+#endif
+
+namespace fake {
+
+// What a stream does: a kernel, a copy, a collective.
+using Work = std::function<void()>;
+
+// A point that work passes once. Waiting for one that nothing will ever pass waits for good, as on a GPU.
+class Moment {
+  public:
+    void pass();
+    void wait();
+    bool passed() const { return done.load(std::memory_order_acquire); }
+    std::chrono::steady_clock::time_point when;
+
+  private:
+    std::atomic<bool> done{false};
+    std::mutex mutex;
+    std::condition_variable changed;
+};
+
+// How an image begins that the fake NVRTC made for the fake driver.
+constexpr const char* IMAGE_MAGIC = "FAKE GPU IMAGE";
+
+using Dependencies = std::vector<unsigned>;   // nodes, by number
+
+// What a capture collects and a graph repeats.
+struct Node {
+    Work work;
+    Dependencies after;
+    const void* lane;   // the stream it was captured from: nodes of several may run at a time
+};
+
+struct Capture {
+    CUstream origin;
+    CUstreamCaptureMode mode;
+    const void* thread;
+    unsigned long long id;
+    bool invalid = false;
+    bool ended = false;
+    std::vector<Node> nodes;
+    std::vector<CUstream> members;
+};
+
+using CapturePtr = std::shared_ptr<Capture>;
+
+// ---- For the other fakes ----
+
+// Puts work into a stream, or into the graph that is captured from it. It runs on a thread of the stream's own and holds
+// no lock of the fakes. The stream 0 waits for all of its device's streams and for the work itself.
+CUresult enqueue(CUstream stream, Work work);
+
+// The ordinal of the device that is current in this thread, -1 if none is.
+int current_device();
+
+// Makes a device current in a thread of the fakes' own.
+void use_device(int ordinal);
+
+// The 16 bytes that tell devices apart, in all processes alike.
+CUuuid device_uuid(int ordinal);
+
+// Allocates and frees as cuMemAlloc and cuMemFree do.
+CUresult allocate(CUdeviceptr* address, size_t bytes);
+CUresult release(CUdeviceptr address);
+
+// Whether the calling thread may not do what a capture forbids; the captures concerned are invalid then.
+bool forbidden_in_capture();
+
+// The value of a whole-number variable.
+long number_asked_for(const char* variable, long otherwise);
+
+// ---- Between the files of the driver ----
+
+struct Queue;
+using QueuePtr = std::shared_ptr<Queue>;
+
+QueuePtr new_queue();
+void submit(const QueuePtr& queue, Work work);
+bool is_drained(Queue& queue);
+void drain(Queue& queue);   // waits for what it holds now
+void close(Queue& queue);   // its thread ends after what it holds
+
+// A captured graph, ready to run: the nodes of each lane in their order on a thread of their own.
+class Program {
+  public:
+    explicit Program(std::shared_ptr<const std::vector<Node>> nodes);
+    ~Program();
+    void run();
+
+  private:
+    std::shared_ptr<const std::vector<Node>> nodes;
+    std::vector<std::vector<unsigned>> lanes;
+    std::vector<QueuePtr> helpers;
+    std::mutex running;   // launches of one graph come one after another
+};
+
+struct Allocation {
+    size_t bytes;
+    int ordinal;
+};
+
+// What the host's side knows. The lock is never held while waiting for a stream.
+struct World {
+    std::mutex mutex;
+    std::set<CUstream> streams;
+    std::set<CUevent> events;
+    std::set<CUgraph> graphs;
+    std::set<CUgraphExec> programs;
+    std::map<CUdeviceptr, Allocation> memory;
+    std::map<uintptr_t, size_t> pinned;      // host memory that copies may use later than the call
+    std::vector<CapturePtr> captures;        // those under way
+};
+World& world();
+
+// Waits for what the streams of a device hold now; `blocking_only` leaves out those that do not mind stream 0.
+void wait_for_device(int ordinal, bool blocking_only);
+
+// Puts work into a stream with the lock held; the stream must exist.
+CUresult enqueue_locked(CUstream stream, Work work);
+
+// Whether a stream is one of those that stand for "the default".
+bool is_default(CUstream stream);
+
+}   // namespace fake
+
+struct CUctx_st {
+    int ordinal;
+};
+
+struct CUstream_st {
+    int ordinal;
+    unsigned flags;
+    int priority;
+    fake::QueuePtr queue;
+    fake::CapturePtr capture;
+    fake::Dependencies tail;   // what the next captured node comes after
+};
+
+struct CUevent_st {
+    int ordinal;
+    unsigned flags;
+    std::shared_ptr<fake::Moment> moment;   // null until recorded
+    fake::CapturePtr capture;               // if last recorded in one
+    fake::Dependencies nodes;
+};
+
+struct CUgraph_st {
+    std::shared_ptr<const std::vector<fake::Node>> nodes;
+};
+
+struct CUgraphExec_st {
+    std::shared_ptr<fake::Program> program;
+};

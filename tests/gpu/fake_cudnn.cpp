@@ -1,0 +1,443 @@
+// cuDNN as far as the project calls it, and as strict as the documentation: descriptors of the wrong kind, extents that do
+// not fit, combinations of types that are not listed, and workspaces that are too small are refused; a workspace is
+// overwritten, as an algorithm would. All algorithms are the same loops. The fastest claims not to be deterministic, and
+// says so on standard error when it is run.
+//
+//   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 where operands are bfloat16
+//   FAKE_CUDNN_FUSED=0           bias and activation never come with a convolution
+//   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor
+//   FAKE_CUDNN_CREATE=0          the device is refused
+
+#include <algorithm>
+#include <cstdio>
+
+#include "fake_cuda.h"
+#include "fake_numbers.h"
+
+namespace {
+
+using fake::Numbers;
+
+enum Status : unsigned {
+    SUCCESS = 0,
+    NOT_INITIALIZED = 1001,
+    BAD_PARAM = 2000,
+    NULL_POINTER = 2002,
+    MISALIGNED_POINTER = 2003,
+    SIZE_INSUFFICIENT = 2006,
+    SHAPE_MISMATCH = 2008,
+    DESCRIPTOR_TYPE = 2012,
+    NOT_SUPPORTED = 3000,
+    NOT_SUPPORTED_DATA_TYPE = 3003,
+    NOT_SUPPORTED_LAYOUT = 3004,
+    EXECUTION_FAILED = 5000,
+};
+
+enum : int { FLOAT = 0, BFLOAT16 = 9 };
+enum : int { NHWC = 1 };
+enum : int { CROSS_CORRELATION = 1 };
+enum : int { DEFAULT_MATH = 0, TENSOR_OP_MATH = 1, FMA_MATH = 3 };
+enum : int { RELU = 1, IDENTITY = 5 };
+enum : int { IMPLICIT_PRECOMP_GEMM = 1 };
+
+enum class Kind { Tensor = 71, Filter, Convolution, Activation, Handle, Destroyed };
+
+struct Object {
+    Kind kind;
+    bool set = false;
+};
+
+struct Tensor : Object {
+    int type, n, c, h, w;   // a filter's n are the output channels
+    size_t len() const { return size_t(n) * c * h * w; }
+};
+
+struct Convolution : Object {
+    int pad, math;
+};
+
+struct Activation : Object {
+    int mode;
+};
+
+struct Handle : Object {
+    int ordinal;
+    CUstream stream;
+};
+
+template <class T>
+T* of(void* raw, Kind kind) {
+    T* object = static_cast<T*>(raw);
+    return object && object->kind == kind && object->set ? object : nullptr;
+}
+
+template <class T>
+Status create(void** place, Kind kind) {
+    if (!place) return NULL_POINTER;
+    T* object = new T();
+    object->kind = kind;
+    *place = object;
+    return SUCCESS;
+}
+
+template <class T>
+Status destroy(void* raw, Kind kind) {
+    T* object = static_cast<T*>(raw);
+    if (!object || object->kind != kind) return DESCRIPTOR_TYPE;
+    object->kind = Kind::Destroyed;
+    delete object;
+    return SUCCESS;
+}
+
+// One convolution: the tensors of a forward pass, whatever is computed of them.
+struct Layer {
+    Tensor x, w, y;
+    Convolution convolution;
+
+    // The type of the gradient of weights may differ.
+    Status check() const {
+        if (w.c != x.c || w.n != y.c || w.h != w.w || y.n != x.n) return SHAPE_MISMATCH;
+        const int grown = 2 * convolution.pad + 1 - w.h;
+        if (y.h != x.h + grown || y.w != x.w + grown || y.h < 1 || y.w < 1) return SHAPE_MISMATCH;
+        if (x.type != y.type) return NOT_SUPPORTED_DATA_TYPE;
+        const bool wide = w.type == FLOAT && fake::number_asked_for("FAKE_CUDNN_WIDE_GRADIENT", 0);
+        if (w.type != x.type && !wide) return NOT_SUPPORTED_DATA_TYPE;
+        if (x.type == BFLOAT16 && convolution.math == FMA_MATH) return NOT_SUPPORTED;
+        return SUCCESS;
+    }
+
+    // `visit(y, w, x)` for every product.
+    template <class Visit>
+    void products(Visit visit) const {
+        for (int n = 0; n < y.n; ++n)
+            for (int i = 0; i < y.h; ++i)
+                for (int j = 0; j < y.w; ++j)
+                    for (int u = 0; u < w.h; ++u)
+                        for (int v = 0; v < w.w; ++v) {
+                            const int row = i + u - convolution.pad, column = j + v - convolution.pad;
+                            if (row < 0 || row >= x.h || column < 0 || column >= x.w) continue;
+                            const size_t from = ((size_t(n) * x.h + row) * x.w + column) * x.c;
+                            const size_t to = ((size_t(n) * y.h + i) * y.w + j) * y.c;
+                            for (int f = 0; f < w.n; ++f)
+                                for (int c = 0; c < x.c; ++c)
+                                    visit(to + f, ((size_t(f) * w.h + u) * w.w + v) * x.c + c, from + c);
+                        }
+    }
+};
+
+enum class Pass { Forward, BackwardData, BackwardFilter };
+
+struct Algorithm {
+    int number;
+    bool deterministic;
+    float milliseconds;   // as it claims
+};
+
+// Fastest first. Number 4 is supported for nothing.
+const Algorithm ALGORITHMS[] = {{3, false, 0.01f}, {1, true, 0.02f}, {0, true, 0.03f}, {5, true, 0.04f}};
+
+const Algorithm* known(int number) {
+    for (const Algorithm& algorithm : ALGORITHMS)
+        if (algorithm.number == number) return &algorithm;
+    return nullptr;
+}
+
+// Some algorithms want more than others.
+size_t workspace_of(const Layer& layer, int number) { return number == 0 ? 0 : layer.w.len() * number + 100; }
+
+struct Run {
+    Pass pass;
+    Layer layer;
+    Numbers from, by, to;
+    float alpha, beta;
+    void* workspace = nullptr;
+    size_t workspace_size = 0;
+    const float* bias = nullptr;
+    bool relu = false;
+
+    Numbers x() const { return pass == Pass::BackwardData ? to : from; }
+    Numbers w() const { return pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to; }
+    Numbers y() const { return pass == Pass::Forward ? to : by; }
+
+    void operator()() const {
+        if (workspace_size) std::memset(workspace, 0xff, workspace_size);
+        const Tensor& result = pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w;
+        std::vector<double> sums(result.len(), 0.0);
+        const bool tf32 = layer.x.type == FLOAT && layer.convolution.math != FMA_MATH;
+        const Numbers x = this->x(), w = this->w(), y = this->y();
+        layer.products([&](size_t yi, size_t wi, size_t xi) {
+            switch (pass) {
+            case Pass::Forward: sums[yi] += operand(w, wi, tf32) * operand(x, xi, tf32); break;
+            case Pass::BackwardData: sums[xi] += operand(w, wi, tf32) * operand(y, yi, tf32); break;
+            case Pass::BackwardFilter: sums[wi] += operand(y, yi, tf32) * operand(x, xi, tf32); break;
+            }
+        });
+        const float wrong = pass == Pass::Forward && fake::number_asked_for("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
+        for (size_t at = 0; at < sums.size(); ++at) {
+            float value = alpha * wrong * float(sums[at]) + (beta == 0.0f ? 0.0f : beta * to.read(at));
+            if (bias) value += bias[at % result.c];
+            if (relu && value < 0.0f) value = 0.0f;
+            to.write(at, value);
+        }
+    }
+};
+
+Status check_addresses(const Run& run, size_t needed) {
+    for (const void* address : {run.from.address, run.by.address, run.to.address}) {
+        if (!address) return NULL_POINTER;
+        if (reinterpret_cast<uintptr_t>(address) % 16) return MISALIGNED_POINTER;
+    }
+    if (run.workspace_size < needed || (needed && !run.workspace)) return SIZE_INSUFFICIENT;
+    if (needed && reinterpret_cast<uintptr_t>(run.workspace) % 16) return MISALIGNED_POINTER;
+    return SUCCESS;
+}
+
+Status start(Handle* handle, const Run& run, int number) {
+    const Algorithm* algorithm = known(number);
+    if (!algorithm) return NOT_SUPPORTED;
+    Run exact = run;
+    exact.workspace_size = workspace_of(run.layer, number);
+    if (const Status status = check_addresses(run, exact.workspace_size)) return status;
+    if (handle->ordinal != fake::current_device()) return EXECUTION_FAILED;
+    if (!algorithm->deterministic) std::fprintf(stderr, "fake cuDNN: algorithm %d is not deterministic\n", number);
+    return fake::enqueue(handle->stream, exact) == CUDA_SUCCESS ? SUCCESS : EXECUTION_FAILED;
+}
+
+// The layer that descriptors describe; `from`, `by` and `to` are in the pass's order.
+Status layer_of(Pass pass, void* from, void* by, void* convolution, void* to, Layer& layer) {
+    void* x = pass == Pass::BackwardData ? to : from;
+    void* w = pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to;
+    void* y = pass == Pass::Forward ? to : by;
+    const Tensor *xs = of<Tensor>(x, Kind::Tensor), *ws = of<Tensor>(w, Kind::Filter), *ys = of<Tensor>(y, Kind::Tensor);
+    const Convolution* c = of<Convolution>(convolution, Kind::Convolution);
+    if (!xs || !ws || !ys || !c) return DESCRIPTOR_TYPE;
+    layer = Layer{*xs, *ws, *ys, *c};
+    if (pass != Pass::BackwardFilter && ws->type != xs->type) return NOT_SUPPORTED_DATA_TYPE;
+    return layer.check();
+}
+
+Run prepare(Pass pass, const Layer& layer, const void* from, const void* by, void* to) {
+    const bool narrow = layer.x.type == BFLOAT16, narrow_w = layer.w.type == BFLOAT16;
+    auto numbers = [&](const void* address, bool is_w) { return Numbers{const_cast<void*>(address), is_w ? narrow_w : narrow}; };
+    Run run{pass, layer, numbers(from, pass == Pass::BackwardData), numbers(by, pass == Pass::Forward),
+            numbers(to, pass == Pass::BackwardFilter), 1.0f, 0.0f};
+    return run;
+}
+
+struct Timing {
+    int algorithm;
+    unsigned status;
+    float milliseconds;
+    size_t memory;
+    int deterministic, math;
+    int reserved[3];
+};
+
+Status find(
+    Pass pass, void* raw, void* from_descriptor, const void* from, void* by_descriptor, const void* by, void* convolution,
+    void* to_descriptor, void* to, int wanted, int* count, Timing* timings, void* workspace, size_t size
+) {
+    Handle* handle = of<Handle>(raw, Kind::Handle);
+    if (!handle) return NOT_INITIALIZED;
+    if (!count || !timings || wanted < 1) return BAD_PARAM;
+    if (fake::forbidden_in_capture()) return NOT_SUPPORTED;
+    Layer layer;
+    if (const Status status = layer_of(pass, from_descriptor, by_descriptor, convolution, to_descriptor, layer)) return status;
+    Run run = prepare(pass, layer, from, by, to);
+    run.workspace = workspace;
+    run.workspace_size = size;
+    if (const Status status = check_addresses(run, 0)) return status;
+    // What is in the results afterwards is nobody's business.
+    const Tensor& result = pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w;
+    std::memset(to, 0xff, result.len() * (result.type == BFLOAT16 ? 2 : 4));
+    if (workspace) std::memset(workspace, 0xff, size);
+    *count = 0;
+    for (int math : {layer.convolution.math, int(DEFAULT_MATH)}) {
+        for (const Algorithm& algorithm : ALGORITHMS) {
+            if (*count == wanted) return SUCCESS;
+            const size_t needed = workspace_of(layer, algorithm.number);
+            timings[(*count)++] = Timing{algorithm.number, needed > size ? 2u : 0u, algorithm.milliseconds, needed,
+                                         algorithm.deterministic, math, {}};
+        }
+        if (math == DEFAULT_MATH) break;
+    }
+    std::stable_sort(timings, timings + *count, [](const Timing& a, const Timing& b) { return a.milliseconds < b.milliseconds; });
+    if (*count < wanted) timings[(*count)++] = Timing{4, NOT_SUPPORTED, -1.0f, 0, 1, layer.convolution.math, {}};
+    return SUCCESS;
+}
+
+Status workspace_size(Pass pass, void* handle, void* from, void* by, void* convolution, void* to, int number, size_t* bytes) {
+    if (!of<Handle>(handle, Kind::Handle)) return NOT_INITIALIZED;
+    if (!bytes) return NULL_POINTER;
+    Layer layer;
+    if (const Status status = layer_of(pass, from, by, convolution, to, layer)) return status;
+    if (!known(number)) return NOT_SUPPORTED;
+    *bytes = workspace_of(layer, number);
+    return SUCCESS;
+}
+
+Status convolve(
+    Pass pass, void* raw, const float* alpha, void* from_descriptor, const void* from, void* by_descriptor, const void* by,
+    void* convolution, int number, void* workspace, size_t size, const float* beta, void* to_descriptor, void* to,
+    const float* bias = nullptr, bool relu = false
+) {
+    Handle* handle = of<Handle>(raw, Kind::Handle);
+    if (!handle) return NOT_INITIALIZED;
+    if (!alpha || !beta) return NULL_POINTER;
+    Layer layer;
+    if (const Status status = layer_of(pass, from_descriptor, by_descriptor, convolution, to_descriptor, layer)) return status;
+    Run run = prepare(pass, layer, from, by, to);
+    run.alpha = *alpha;
+    run.beta = *beta;
+    run.workspace = workspace;
+    run.workspace_size = size;
+    run.bias = bias;
+    run.relu = relu;
+    return start(handle, run, number);
+}
+
+Status set_extents(void* raw, Kind kind, int type, int format, int n, int c, int h, int w) {
+    Tensor* tensor = static_cast<Tensor*>(raw);
+    if (!tensor || tensor->kind != kind) return DESCRIPTOR_TYPE;
+    if (n < 1 || c < 1 || h < 1 || w < 1) return BAD_PARAM;
+    if (format != NHWC) return NOT_SUPPORTED_LAYOUT;
+    if (type != FLOAT && type != BFLOAT16) return NOT_SUPPORTED_DATA_TYPE;
+    tensor->type = type;
+    tensor->n = n, tensor->c = c, tensor->h = h, tensor->w = w;
+    tensor->set = true;
+    return SUCCESS;
+}
+
+}   // namespace
+
+API size_t cudnnGetVersion() { return 90999; }
+
+API const char* cudnnGetErrorString(unsigned status) {
+    switch (status) {
+    case SUCCESS: return "CUDNN_STATUS_SUCCESS";
+    case NOT_INITIALIZED: return "CUDNN_STATUS_NOT_INITIALIZED";
+    case SIZE_INSUFFICIENT: return "CUDNN_STATUS_BAD_PARAM_SIZE_INSUFFICIENT";
+    case NOT_SUPPORTED: return "CUDNN_STATUS_NOT_SUPPORTED";
+    case NOT_SUPPORTED_DATA_TYPE: return "CUDNN_STATUS_NOT_SUPPORTED_DATA_TYPE";
+    default: return status < 3000 ? "CUDNN_STATUS_BAD_PARAM" : "CUDNN_STATUS_EXECUTION_FAILED";
+    }
+}
+
+API unsigned cudnnCreate(void** place) {
+    if (fake::current_device() < 0 || !fake::number_asked_for("FAKE_CUDNN_CREATE", 1)) return NOT_INITIALIZED;
+    const Status status = create<Handle>(place, Kind::Handle);
+    if (status == SUCCESS) {
+        Handle* handle = static_cast<Handle*>(*place);
+        handle->set = true;
+        handle->ordinal = fake::current_device();
+        handle->stream = nullptr;
+    }
+    return status;
+}
+
+API unsigned cudnnDestroy(void* handle) { return destroy<Handle>(handle, Kind::Handle); }
+
+API unsigned cudnnSetStream(void* raw, CUstream stream) {
+    Handle* handle = of<Handle>(raw, Kind::Handle);
+    if (!handle) return NOT_INITIALIZED;
+    handle->stream = stream;
+    return SUCCESS;
+}
+
+API unsigned cudnnCreateTensorDescriptor(void** place) { return create<Tensor>(place, Kind::Tensor); }
+API unsigned cudnnDestroyTensorDescriptor(void* raw) { return destroy<Tensor>(raw, Kind::Tensor); }
+API unsigned cudnnSetTensor4dDescriptor(void* raw, int format, int type, int n, int c, int h, int w) {
+    return set_extents(raw, Kind::Tensor, type, format, n, c, h, w);
+}
+
+API unsigned cudnnCreateFilterDescriptor(void** place) { return create<Tensor>(place, Kind::Filter); }
+API unsigned cudnnDestroyFilterDescriptor(void* raw) { return destroy<Tensor>(raw, Kind::Filter); }
+API unsigned cudnnSetFilter4dDescriptor(void* raw, int type, int format, int k, int c, int h, int w) {
+    return set_extents(raw, Kind::Filter, type, format, k, c, h, w);
+}
+
+API unsigned cudnnCreateConvolutionDescriptor(void** place) { return create<Convolution>(place, Kind::Convolution); }
+API unsigned cudnnDestroyConvolutionDescriptor(void* raw) { return destroy<Convolution>(raw, Kind::Convolution); }
+API unsigned cudnnSetConvolution2dDescriptor(void* raw, int pad_h, int pad_w, int u, int v, int du, int dv, int mode, int type) {
+    Convolution* convolution = static_cast<Convolution*>(raw);
+    if (!convolution || convolution->kind != Kind::Convolution) return DESCRIPTOR_TYPE;
+    if (pad_h < 0 || u < 1 || v < 1 || du < 1 || dv < 1) return BAD_PARAM;
+    if (pad_h != pad_w || u != 1 || v != 1 || du != 1 || dv != 1 || mode != CROSS_CORRELATION) return NOT_SUPPORTED;
+    if (type != FLOAT) return NOT_SUPPORTED_DATA_TYPE;
+    convolution->pad = pad_h;
+    convolution->math = DEFAULT_MATH;
+    convolution->set = true;
+    return SUCCESS;
+}
+API unsigned cudnnSetConvolutionMathType(void* raw, int math) {
+    Convolution* convolution = of<Convolution>(raw, Kind::Convolution);
+    if (!convolution) return DESCRIPTOR_TYPE;
+    // To round f32 to half precision is not what anybody here wants.
+    if (math != DEFAULT_MATH && math != TENSOR_OP_MATH && math != FMA_MATH) return NOT_SUPPORTED;
+    convolution->math = math;
+    return SUCCESS;
+}
+
+API unsigned cudnnCreateActivationDescriptor(void** place) { return create<Activation>(place, Kind::Activation); }
+API unsigned cudnnDestroyActivationDescriptor(void* raw) { return destroy<Activation>(raw, Kind::Activation); }
+API unsigned cudnnSetActivationDescriptor(void* raw, int mode, int, double) {
+    Activation* activation = static_cast<Activation*>(raw);
+    if (!activation || activation->kind != Kind::Activation) return DESCRIPTOR_TYPE;
+    if (mode != RELU && mode != IDENTITY) return NOT_SUPPORTED;
+    activation->mode = mode;
+    activation->set = true;
+    return SUCCESS;
+}
+
+#define FIND(name, pass)                                                                                                   \
+    API unsigned name(                                                                                                     \
+        void* handle, void* from_descriptor, const void* from, void* by_descriptor, const void* by, void* convolution,     \
+        void* to_descriptor, void* to, int wanted, int* count, Timing* timings, void* workspace, size_t size               \
+    ) {                                                                                                                    \
+        return find(pass, handle, from_descriptor, from, by_descriptor, by, convolution, to_descriptor, to, wanted, count, \
+                    timings, workspace, size);                                                                             \
+    }
+FIND(cudnnFindConvolutionForwardAlgorithmEx, Pass::Forward)
+FIND(cudnnFindConvolutionBackwardDataAlgorithmEx, Pass::BackwardData)
+FIND(cudnnFindConvolutionBackwardFilterAlgorithmEx, Pass::BackwardFilter)
+
+#define WORKSPACE_SIZE(name, pass)                                                                                  \
+    API unsigned name(void* handle, void* from, void* by, void* convolution, void* to, int number, size_t* bytes) { \
+        return workspace_size(pass, handle, from, by, convolution, to, number, bytes);                              \
+    }
+WORKSPACE_SIZE(cudnnGetConvolutionForwardWorkspaceSize, Pass::Forward)
+WORKSPACE_SIZE(cudnnGetConvolutionBackwardDataWorkspaceSize, Pass::BackwardData)
+WORKSPACE_SIZE(cudnnGetConvolutionBackwardFilterWorkspaceSize, Pass::BackwardFilter)
+
+#define CONVOLVE(name, pass)                                                                                                \
+    API unsigned name(                                                                                                      \
+        void* handle, const float* alpha, void* from_descriptor, const void* from, void* by_descriptor, const void* by,     \
+        void* convolution, int number, void* workspace, size_t size, const float* beta, void* to_descriptor, void* to       \
+    ) {                                                                                                                     \
+        return convolve(pass, handle, alpha, from_descriptor, from, by_descriptor, by, convolution, number, workspace, size, \
+                        beta, to_descriptor, to);                                                                           \
+    }
+CONVOLVE(cudnnConvolutionForward, Pass::Forward)
+CONVOLVE(cudnnConvolutionBackwardData, Pass::BackwardData)
+CONVOLVE(cudnnConvolutionBackwardFilter, Pass::BackwardFilter)
+
+API unsigned cudnnConvolutionBiasActivationForward(
+    void* handle, const float* alpha1, void* x_descriptor, const void* x, void* w_descriptor, const void* w,
+    void* convolution, int number, void* workspace, size_t size, const float* alpha2, void* z_descriptor, const void* z,
+    void* bias_descriptor, const void* bias, void* activation_descriptor, void* y_descriptor, void* y
+) {
+    if (!fake::number_asked_for("FAKE_CUDNN_FUSED", 1)) return NOT_SUPPORTED;
+    const Tensor *zs = of<Tensor>(z_descriptor, Kind::Tensor), *bs = of<Tensor>(bias_descriptor, Kind::Tensor);
+    const Tensor* ys = of<Tensor>(y_descriptor, Kind::Tensor);
+    const Activation* activation = of<Activation>(activation_descriptor, Kind::Activation);
+    if (!zs || !bs || !ys || !activation) return DESCRIPTOR_TYPE;
+    if (!alpha2 || !z || !bias) return NULL_POINTER;
+    if (zs->n != ys->n || zs->c != ys->c || zs->h != ys->h || zs->w != ys->w || zs->type != ys->type) return SHAPE_MISMATCH;
+    if (bs->n != 1 || bs->c != ys->c || bs->h != 1 || bs->w != 1) return SHAPE_MISMATCH;
+    if (bs->type != ys->type || bs->type != FLOAT) return NOT_SUPPORTED_DATA_TYPE;
+    if (*alpha2 != 0.0f) return NOT_SUPPORTED;
+    if (activation->mode == IDENTITY && number != IMPLICIT_PRECOMP_GEMM) return NOT_SUPPORTED;
+    const float zero = 0.0f;
+    return convolve(Pass::Forward, handle, alpha1, x_descriptor, x, w_descriptor, w, convolution, number, workspace, size, &zero,
+                    y_descriptor, y, static_cast<const float*>(bias), activation->mode == RELU);
+}

@@ -1,0 +1,235 @@
+// The driver API's memory: the host's, with patterns where nobody wrote.
+//
+// What is new, and what was given back, is full of 0xa5, so that reading either shows. Behind each allocation lies a
+// strip that nobody may touch; it is looked at when the memory is freed.
+#include "fake_cuda.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace fake {
+namespace {
+
+constexpr int POISON = 0xa5;
+constexpr int STRIP = 0xc7;
+constexpr size_t STRIP_BYTES = 256;
+constexpr size_t ALIGNMENT = 512;
+
+size_t used(int ordinal) {
+    size_t bytes = 0;
+    for (const auto& [address, allocation] : world().memory) {
+        if (allocation.ordinal == ordinal) bytes += allocation.bytes;
+    }
+    return bytes;
+}
+
+size_t total() { return (size_t)number_asked_for("FAKE_GPU_MEMORY_MIB", 4096) << 20; }
+
+void check_strip(const unsigned char* memory, size_t bytes) {
+    for (size_t i = 0; i < STRIP_BYTES; ++i) {
+        if (memory[bytes + i] == STRIP) continue;
+        fprintf(stderr, "FAKE GPU: %zu bytes of device memory were written to past their end, at byte %zu\n", bytes, bytes + i);
+        abort();
+    }
+}
+
+bool is_pinned(const void* address) {
+    std::lock_guard lock(world().mutex);
+    auto after = world().pinned.upper_bound((uintptr_t)address);
+    if (after == world().pinned.begin()) return false;
+    const auto [start, bytes] = *std::prev(after);
+    return (uintptr_t)address < start + bytes;
+}
+
+// A copy or fill that the caller waits for: after what the default stream waits for.
+CUresult now(Work work) { return enqueue(nullptr, std::move(work)); }
+
+bool is_capturing(CUstream stream) {
+    std::lock_guard lock(world().mutex);
+    return !is_default(stream) && world().streams.count(stream) != 0 && stream->capture != nullptr;
+}
+
+}   // namespace
+
+CUresult allocate(CUdeviceptr* address, size_t bytes) {
+    const int ordinal = current_device();
+    if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    std::lock_guard lock(world().mutex);
+    if (bytes > total() || used(ordinal) + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+    const size_t rounded = (bytes + STRIP_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    auto* memory = (unsigned char*)aligned_alloc(ALIGNMENT, rounded);
+    if (memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+    memset(memory, POISON, bytes);
+    memset(memory + bytes, STRIP, STRIP_BYTES);
+    *address = (CUdeviceptr)memory;
+    world().memory[*address] = {bytes, ordinal};
+    return CUDA_SUCCESS;
+}
+
+CUresult release(CUdeviceptr address) {
+    if (address == 0) return CUDA_SUCCESS;
+    if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    Allocation allocation;
+    {
+        std::lock_guard lock(world().mutex);
+        const auto found = world().memory.find(address);
+        if (found == world().memory.end()) return CUDA_ERROR_INVALID_VALUE;
+        allocation = found->second;
+        world().memory.erase(found);
+    }
+    wait_for_device(allocation.ordinal, false);
+    auto* memory = (unsigned char*)address;
+    check_strip(memory, allocation.bytes);
+    memset(memory, POISON, allocation.bytes);
+    free(memory);
+    return CUDA_SUCCESS;
+}
+
+}   // namespace fake
+
+using namespace fake;
+
+API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) { return allocate(address, bytes); }
+API CUresult cuMemFree_v2(CUdeviceptr address) { return release(address); }
+
+// Ordered by a stream; being earlier (the memory) or later (its return) than that is allowed.
+API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, CUstream) { return allocate(address, bytes); }
+API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return release(address); }
+
+API CUresult cuMemGetInfo_v2(size_t* unused, size_t* all) {
+    if (current_device() < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    std::lock_guard lock(world().mutex);
+    *all = total();
+    *unused = total() - used(current_device());
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr address) {
+    std::lock_guard lock(world().mutex);
+    auto after = world().memory.upper_bound(address);
+    if (after == world().memory.begin()) return CUDA_ERROR_NOT_FOUND;
+    --after;
+    if (address >= after->first + after->second.bytes) return CUDA_ERROR_NOT_FOUND;
+    if (base != nullptr) *base = after->first;
+    if (bytes != nullptr) *bytes = after->second.bytes;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+    if (current_device() < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    *address = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (*address == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+    memset(*address, POISON, bytes);
+    std::lock_guard lock(world().mutex);
+    world().pinned[(uintptr_t)*address] = bytes;
+    return CUDA_SUCCESS;
+}
+API CUresult cuMemAllocHost_v2(void** address, size_t bytes) { return cuMemHostAlloc(address, bytes, 0); }
+
+API CUresult cuMemFreeHost(void* address) {
+    if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    {
+        std::lock_guard lock(world().mutex);
+        if (world().pinned.erase((uintptr_t)address) == 0) return CUDA_ERROR_INVALID_VALUE;
+    }
+    // Any device may be copying from it.
+    int count = 0;
+    {
+        std::lock_guard lock(world().mutex);
+        for (CUstream stream : world().streams) count = count > stream->ordinal ? count : stream->ordinal + 1;
+    }
+    for (int ordinal = 0; ordinal < count; ++ordinal) wait_for_device(ordinal, false);
+    free(address);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
+    std::lock_guard lock(world().mutex);
+    world().pinned[(uintptr_t)address] = bytes;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemHostUnregister(void* address) {
+    std::lock_guard lock(world().mutex);
+    return world().pinned.erase((uintptr_t)address) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* address, void* host, unsigned) {
+    *address = (CUdeviceptr)host;
+    return CUDA_SUCCESS;
+}
+
+// ---- Copies ----
+
+API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
+    return now([=] { memcpy((void*)to, from, bytes); });
+}
+API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
+    return now([=] { memcpy(to, (const void*)from, bytes); });
+}
+API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+    return now([=] { memmove((void*)to, (const void*)from, bytes); });
+}
+API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return cuMemcpyDtoD_v2(to, from, bytes); }
+
+// Pageable memory is staged before the call returns; pinned memory is read when the copy's turn comes.
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    if (is_pinned(from) || is_capturing(stream)) return enqueue(stream, [=] { memcpy((void*)to, from, bytes); });
+    auto staged = std::make_shared<std::vector<unsigned char>>((const unsigned char*)from, (const unsigned char*)from + bytes);
+    return enqueue(stream, [=] { memcpy((void*)to, staged->data(), bytes); });
+}
+
+// Into pageable memory the call returns once the copy is made.
+API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    Work copy = [=] { memcpy(to, (const void*)from, bytes); };
+    if (is_pinned(to) || is_capturing(stream)) return enqueue(stream, copy);
+    auto made = std::make_shared<Moment>();
+    const CUresult result = enqueue(stream, [=] {
+        copy();
+        made->pass();
+    });
+    if (result == CUDA_SUCCESS) made->wait();
+    return result;
+}
+
+API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    return enqueue(stream, [=] { memmove((void*)to, (const void*)from, bytes); });
+}
+API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
+}
+API CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, size_t bytes, CUstream stream) {
+    return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
+}
+
+// ---- Fills ----
+
+namespace {
+
+template <class T>
+CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
+    if (to % sizeof(T) != 0) return CUDA_ERROR_INVALID_VALUE;
+    return enqueue(stream, [=] {
+        for (size_t i = 0; i < count; ++i) ((T*)to)[i] = value;
+    });
+}
+
+}   // namespace
+
+API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count) { return fill(to, value, count, nullptr); }
+API CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, size_t count) { return fill(to, value, count, nullptr); }
+API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) { return fill(to, value, count, nullptr); }
+API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
+    return fill(to, value, count, stream);
+}
+API CUresult cuMemsetD16Async(CUdeviceptr to, unsigned short value, size_t count, CUstream stream) {
+    return fill(to, value, count, stream);
+}
+API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream) {
+    return fill(to, value, count, stream);
+}

@@ -1,0 +1,54 @@
+// What the fakes of cuDNN and cuBLASLt share: numbers as they lie in memory, and as tensor cores see them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace fake {
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// To nearest, ties to even, keeping the upper 32 - `cut` bits.
+inline float rounded(float value, unsigned cut) {
+    if (std::isnan(value) || std::isinf(value)) return value;
+    const uint32_t bits = to_bits(value), last = (bits >> cut) & 1;
+    return from_bits((bits + (1u << (cut - 1)) - 1 + last) & ~((1u << cut) - 1));
+}
+
+// A matrix or tensor in f32 or bfloat16.
+struct Numbers {
+    void* address;
+    bool narrow;   // bfloat16
+
+    float read(size_t at) const {
+        if (!narrow) return static_cast<const float*>(address)[at];
+        return from_bits(uint32_t(static_cast<const uint16_t*>(address)[at]) << 16);
+    }
+
+    void write(size_t at, float value) const {
+        if (narrow) {
+            static_cast<uint16_t*>(address)[at] = uint16_t(to_bits(rounded(value, 16)) >> 16);
+        } else {
+            static_cast<float*>(address)[at] = value;
+        }
+    }
+};
+
+// An operand of a product: TF32 has 10 bits of mantissa.
+inline double operand(const Numbers& numbers, size_t at, bool tf32) {
+    const float value = numbers.read(at);
+    return tf32 ? rounded(value, 13) : value;
+}
+
+}   // namespace fake

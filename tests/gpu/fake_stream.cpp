@@ -1,0 +1,132 @@
+// Streams, events and graphs as they run: queues with a thread each.
+//
+// Nothing here is ever destroyed at exit: threads may still be at work then, as a GPU may.
+#include "fake_cuda.h"
+
+#include <deque>
+#include <thread>
+
+namespace fake {
+
+void Moment::pass() {
+    {
+        std::lock_guard lock(mutex);
+        when = std::chrono::steady_clock::now();
+        done.store(true, std::memory_order_release);
+    }
+    changed.notify_all();
+}
+
+void Moment::wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return passed(); });
+}
+
+long number_asked_for(const char* variable, long otherwise) {
+    const char* text = getenv(variable);
+    return text == nullptr || *text == 0 ? otherwise : strtol(text, nullptr, 10);
+}
+
+void delay() {
+    static const long most = number_asked_for("FAKE_GPU_DELAY_US", 0);
+    if (most <= 0) return;
+    static std::atomic<uint64_t> drawn{(uint64_t)number_asked_for("FAKE_GPU_SEED", 1) << 32};
+    uint64_t number = drawn.fetch_add(1) * 0x9e3779b97f4a7c15;
+    number = (number ^ (number >> 29)) * 0xbf58476d1ce4e5b9;
+    std::this_thread::sleep_for(std::chrono::microseconds((number >> 33) % (uint64_t)most));
+}
+
+struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed, completion;
+    std::deque<Work> works;
+    uint64_t submitted = 0, completed = 0;
+    bool closed = false;
+    bool started = false;
+};
+
+namespace {
+
+void serve(QueuePtr queue) {
+    for (;;) {
+        Work work;
+        {
+            std::unique_lock lock(queue->mutex);
+            queue->changed.wait(lock, [&] { return !queue->works.empty() || queue->closed; });
+            if (queue->works.empty()) return;
+            work = std::move(queue->works.front());
+            queue->works.pop_front();
+        }
+        delay();
+        work();
+        // What the work holds (a graph, a buffer) may go before anyone is told that it is through.
+        work = nullptr;
+        std::lock_guard lock(queue->mutex);
+        ++queue->completed;
+        queue->completion.notify_all();
+    }
+}
+
+}   // namespace
+
+QueuePtr new_queue() { return std::make_shared<Queue>(); }
+
+// The thread begins with the first work: many streams are made and never used. It keeps the queue alive itself.
+void submit(const QueuePtr& queue, Work work) {
+    std::lock_guard lock(queue->mutex);
+    queue->works.push_back(std::move(work));
+    ++queue->submitted;
+    if (!queue->started) std::thread(serve, queue).detach();
+    queue->started = true;
+    queue->changed.notify_one();
+}
+
+void close(Queue& queue) {
+    std::lock_guard lock(queue.mutex);
+    queue.closed = true;
+    queue.changed.notify_one();
+}
+
+bool is_drained(Queue& queue) {
+    std::lock_guard lock(queue.mutex);
+    return queue.completed == queue.submitted;
+}
+
+void drain(Queue& queue) {
+    std::unique_lock lock(queue.mutex);
+    const uint64_t goal = queue.submitted;
+    queue.completion.wait(lock, [&] { return queue.completed >= goal; });
+}
+
+Program::Program(std::shared_ptr<const std::vector<Node>> captured) : nodes(std::move(captured)) {
+    std::map<const void*, size_t> known;
+    for (unsigned i = 0; i < nodes->size(); ++i) {
+        const auto [lane, added] = known.try_emplace((*nodes)[i].lane, lanes.size());
+        if (added) lanes.emplace_back();
+        lanes[lane->second].push_back(i);
+    }
+    for (size_t i = 1; i < lanes.size(); ++i) helpers.push_back(new_queue());
+}
+
+Program::~Program() {
+    for (auto& helper : helpers) close(*helper);
+}
+
+// Branches of the graph overlap as streams do, and an edge that was forgotten in the capture is missed here too.
+void Program::run() {
+    std::lock_guard lock(running);
+    std::vector<Moment> done(nodes->size());
+    auto run_lane = [&](size_t lane) {
+        for (unsigned i : lanes[lane]) {
+            for (unsigned before : (*nodes)[i].after) done[before].wait();
+            delay();
+            (*nodes)[i].work();
+            done[i].pass();
+        }
+    };
+    for (size_t lane = 1; lane < lanes.size(); ++lane) submit(helpers[lane - 1], [&, lane] { run_lane(lane); });
+    if (!lanes.empty()) run_lane(0);
+    for (auto& helper : helpers) drain(*helper);
+}
+
+}   // namespace fake

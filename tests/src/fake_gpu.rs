@@ -1,0 +1,340 @@
+//! A GPU that is none: NVIDIA's libraries as one shared object made from `tests/gpu`, for machines without one.
+//!
+//! The object is the driver, NVRTC, NCCL and whatever other `tests/gpu/fake_*.cpp` there are, together with the project's
+//! kernels, which `tests/gpu/shim.h` lets a C++ compiler read. It is built on first use, into the target folder, under
+//! a name made from all of its inputs, and lies there beneath each name by which one of the libraries is asked for:
+//! a program finds it with [`command`]. What such a program prints bears the device's name,
+//! `FAKE GPU (tests only)`, and says nothing about a GPU's speed.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
+use std::thread;
+
+/// The object's own name.
+const OBJECT: &str = "libmgpu_fake_gpu.so";
+
+/// What the loader is asked for, by the project and by cudarc.
+const NAMES: [&str; 12] = [
+    "libcuda.so",
+    "libcuda.so.1",
+    "libnvrtc.so",
+    "libnvrtc.so.13",
+    "libnccl.so",
+    "libnccl.so.2",
+    "libcudnn.so",
+    "libcudnn.so.9",
+    "libcublas.so",
+    "libcublas.so.13",
+    "libcublasLt.so",
+    "libcublasLt.so.13",
+];
+
+/// Contraction into fused multiply-adds is off because it would depend on the machine: a GPU contracts, baseline
+/// x86-64 cannot, and what a kernel's author wants fused is written `fmaf`. So a kernel's result here is the same
+/// everywhere, and comparisons with the CPU's kernels need the same tolerance as on a GPU or less.
+const FLAGS: [&str; 9] = [
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-pthread",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-DMGPU_SHIM",
+];
+
+/// The folder in which the libraries lie, built first if need be.
+///
+/// # Panics
+/// If there is no C++ compiler, or it finds a mistake.
+pub fn folder() -> PathBuf {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| Inputs::collect().build()).clone()
+}
+
+/// The fakes' own test program, linked with the object.
+///
+/// # Panics
+/// As [`folder`].
+pub fn selftest() -> PathBuf {
+    folder().join("selftest")
+}
+
+/// [`process::command`](crate::process::command), with the fakes in place of NVIDIA's libraries, and with a cache of
+/// compiled kernels that no real GPU shares.
+pub fn command(program: impl AsRef<Path>) -> Command {
+    let folder = folder();
+    let mut command = crate::process::command(program);
+    let mut path = OsString::from(&folder);
+    if let Some(others) = env::var_os("LD_LIBRARY_PATH").filter(|others| !others.is_empty()) {
+        path.push(":");
+        path.push(others);
+    }
+    command.env("LD_LIBRARY_PATH", path).env("MGPU_CACHE_DIR", folder.join("kernels"));
+    // Everything by which the real libraries, or only some of the devices, would be chosen, and what the fakes read.
+    let foreign = |name: &str| {
+        let ours = ["MGPU_CACHE_DIR", "LD_LIBRARY_PATH"].contains(&name);
+        let chooses = name.ends_with("_LIBRARY") || ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV"].contains(&name);
+        !ours
+            && (chooses
+                || name.starts_with("FAKE_")
+                || name.starts_with("NCCL_")
+                || name == "CUDA_VISIBLE_DEVICES")
+    };
+    for (name, _) in env::vars_os() {
+        if name.to_str().is_some_and(foreign) {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+/// Everything the object is made from.
+struct Inputs {
+    /// The C++ files and what becomes of each `.cu` file, by the name of its object file.
+    sources: BTreeMap<String, String>,
+    /// Of all headers, which any source may include.
+    headers: u64,
+    flags: Vec<OsString>,
+    compiler: OsString,
+    selftest: PathBuf,
+}
+
+impl Inputs {
+    fn collect() -> Self {
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let (fakes, kernels) = (tests.join("gpu"), tests.join("../kernels/src"));
+        let device = fs::canonicalize(kernels.join("cuda/device.cuh")).expect("kernels/src/cuda/device.cuh");
+        let mut files = Vec::new();
+        walk(&fakes, &mut files);
+        walk(&kernels, &mut files);
+        files.sort();
+
+        let mut headers = DefaultHasher::new();
+        let mut sources = BTreeMap::new();
+        let selftest = fakes.join("selftest.cpp");
+        for file in files.into_iter().filter(|file| *file != selftest) {
+            let name = object_name(&file, tests.parent().expect("a workspace"));
+            let extension = file.extension().unwrap_or_default().to_str();
+            if matches!(extension, Some("h" | "cuh")) {
+                headers.write(read(&file).as_bytes());
+            } else if extension == Some("cpp") {
+                sources.insert(name, format!("#include \"{}\"\n// {}\n", file.display(), hash(&read(&file))));
+            } else if extension == Some("cu") {
+                let text = wrap(&name, &file, &fakes.join("shim.h"), &device);
+                sources.insert(name, text);
+            }
+        }
+
+        let mut flags: Vec<OsString> = FLAGS.iter().map(OsString::from).collect();
+        #[cfg(target_arch = "x86_64")]
+        if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+            // For `fmaf` in one instruction instead of a call.
+            flags.extend(["-mavx2", "-mfma"].map(OsString::from));
+        }
+        let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
+        Self { sources, headers: headers.finish(), flags, compiler, selftest }
+    }
+
+    /// The folder for these inputs, found or made. Processes that want it at once wait for the one that makes it.
+    fn build(&self) -> PathBuf {
+        let root = target().join("fake-gpu");
+        let objects = root.join("objects");
+        fs::create_dir_all(&objects).expect("a folder under target");
+        let all: String = self.sources.values().map(|text| format!("{:x}\n", self.key(text))).collect();
+        let folder = root.join(format!("{:016x}", hash(&(all + &read(&self.selftest) + &NAMES.concat()))));
+        if folder.exists() {
+            return folder;
+        }
+        let lock = File::create(root.join("lock")).expect("a file under target");
+        lock.lock().expect("a lock under target");
+        if folder.exists() {
+            return folder;
+        }
+        let building = root.join("building");
+        let _ = fs::remove_dir_all(&building);
+        fs::create_dir_all(&building).expect("a folder under target");
+        self.compile(&objects, &building);
+        self.link(&objects, &building);
+        fs::rename(&building, &folder).expect("the folder just built");
+        folder
+    }
+
+    fn key(&self, text: &str) -> u64 {
+        hash(&format!("{}{:?}{:?}{text}", self.headers, self.flags, self.compiler))
+    }
+
+    fn object(&self, objects: &Path, name: &str, text: &str) -> PathBuf {
+        objects.join(format!("{name}-{:016x}.o", self.key(text)))
+    }
+
+    /// Compiles what no earlier build has left behind, on all cores.
+    fn compile(&self, objects: &Path, building: &Path) {
+        let sources: Vec<_> = self.sources.iter().collect();
+        let (next, failures) = (AtomicUsize::new(0), Mutex::new(String::new()));
+        let work = || {
+            while let Some((name, text)) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let object = self.object(objects, name, text);
+                if object.exists() {
+                    continue;
+                }
+                let source = building.join(format!("{name}.cpp"));
+                fs::write(&source, text).expect("a file under target");
+                let part = building.join(format!("{name}.o"));
+                let mut command = Command::new(&self.compiler);
+                command.args(&self.flags).arg("-c").arg(&source).arg("-o").arg(&part);
+                match self.run(&mut command) {
+                    Ok(()) => fs::rename(&part, &object).expect("the object just compiled"),
+                    Err(output) => failures.lock().expect("no panic holds it").push_str(&output),
+                }
+            }
+        };
+        let workers = thread::available_parallelism().map_or(1, usize::from);
+        thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(work))));
+        let failures = failures.into_inner().expect("all workers ended well");
+        assert!(failures.is_empty(), "the fake GPU does not compile:\n{failures}");
+    }
+
+    fn link(&self, objects: &Path, folder: &Path) {
+        let library = folder.join(OBJECT);
+        let parts = self.sources.iter().map(|(name, text)| self.object(objects, name, text));
+        let mut command = Command::new(&self.compiler);
+        command.args(["-shared", "-pthread", "-Wl,--no-undefined", "-Wl,-Bsymbolic"]);
+        command.arg(format!("-Wl,-soname,{OBJECT}")).args(parts).arg("-o").arg(&library).arg("-ldl");
+        self.run(&mut command).unwrap_or_else(|output| panic!("the fake GPU does not link:\n{output}"));
+        for name in NAMES {
+            std::os::unix::fs::symlink(OBJECT, folder.join(name)).expect("a link under target");
+        }
+        let mut command = Command::new(&self.compiler);
+        command.args(&self.flags).arg(&self.selftest).arg(&library).arg("-Wl,-rpath,$ORIGIN");
+        command.arg("-o").arg(folder.join("selftest"));
+        self.run(&mut command).unwrap_or_else(|output| panic!("the fakes' test does not compile:\n{output}"));
+    }
+
+    fn run(&self, command: &mut Command) -> Result<(), String> {
+        let output = command.output().unwrap_or_else(|error| {
+            let compiler = self.compiler.display();
+            panic!("{compiler}: {error}; the GPU tests need a C++20 compiler: install g++ (package `g++`) or set CXX")
+        });
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).into_owned())
+        }
+    }
+}
+
+/// The C++ file made of one `.cu` file. Its own namespace keeps apart what several sources give the same name; entry
+/// points are `extern "C"` and known by name everywhere.
+fn wrap(name: &str, file: &Path, shim: &Path, device: &Path) -> String {
+    let text = read(file);
+    let mut wrapper = format!(
+        "// {:016x}\n#include \"{}\"\nnamespace kernels_{name} {{\n#include \"{}\"\n#include \"{}\"\n",
+        hash(&text),
+        shim.display(),
+        device.display(),
+        file.display()
+    );
+    for (kernel, bounds) in entry_points(&text) {
+        wrapper.push_str(&format!("SHIM_REGISTER({kernel}, {bounds});\n"));
+    }
+    wrapper + "}\n"
+}
+
+/// The entry points of a source, each with the most threads a block of it may have.
+fn entry_points(source: &str) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut in_macro = false;
+    for line in source.lines() {
+        let definition = in_macro || line.starts_with('#');
+        in_macro = definition && line.ends_with('\\');
+        if definition {
+            continue;
+        }
+        let code = line.split("//").next().unwrap_or_default();
+        for (at, _) in code.match_indices("KERNEL") {
+            let rest = &code[at + "KERNEL".len()..];
+            if let Some(rest) = rest.strip_prefix('(') {
+                let name = rest.split(')').next().unwrap_or_default();
+                found.insert(name.trim().to_owned(), "1024".to_owned());
+            } else if let Some((name, bounds)) =
+                rest.strip_prefix("_BOUNDS(").and_then(|rest| rest.split_once(','))
+            {
+                found.insert(name.trim().to_owned(), up_to_closing(bounds).trim().to_owned());
+            }
+        }
+    }
+    found
+}
+
+/// What comes before the parenthesis that closes one opened earlier.
+fn up_to_closing(text: &str) -> &str {
+    let mut depth = 0;
+    for (at, character) in text.char_indices() {
+        match character {
+            '(' => depth += 1,
+            ')' if depth == 0 => return &text[..at],
+            ')' => depth -= 1,
+            _ => {}
+        }
+    }
+    text
+}
+
+/// Where cargo puts what this test belongs to: the folder that cargo marks as a cache.
+fn target() -> PathBuf {
+    let program = env::current_exe().expect("a test knows its own file");
+    let marked = program.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists());
+    marked.map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), Path::to_path_buf)
+}
+
+/// A name for a file that is one in C++ too: its path in the workspace.
+fn object_name(file: &Path, workspace: &Path) -> String {
+    let path = file.strip_prefix(workspace).unwrap_or(file).with_extension("");
+    let letter = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
+    path.display().to_string().trim_start_matches("tests/../").chars().map(letter).collect()
+}
+
+fn walk(folder: &Path, files: &mut Vec<PathBuf>) {
+    let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    for path in entries.map(|entry| entry.expect("an entry of a folder").path()) {
+        if path.is_dir() {
+            walk(&path, files);
+        } else {
+            files.push(path);
+        }
+    }
+}
+
+fn read(file: &Path) -> String {
+    fs::read_to_string(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+}
+
+fn hash(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(text.as_bytes());
+    hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entry_points_are_found_where_they_are_defined() {
+        let source = "#define BOTH(T) \\\n    KERNEL(not_this)(T* x) {}\n// KERNEL(nor_this)\nKERNEL(one)(f32* x) {\n\
+                      KERNEL_BOUNDS(two, (4 * WARP))(u32 n) {\nBODY(KERNEL(three), f32)\n";
+        let expected = [("one", "1024"), ("three", "1024"), ("two", "(4 * WARP)")];
+        let found = entry_points(source);
+        let found: Vec<_> = found.iter().map(|(name, bounds)| (name.as_str(), bounds.as_str())).collect();
+        assert_eq!(found, expected);
+    }
+}
