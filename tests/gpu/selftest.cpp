@@ -1,1 +1,257 @@
-int main() { return 0; }
+// The fakes' own test: `selftest CASE`. Each case is a process of its own, for some are meant to end badly.
+#include "selftest.h"
+
+#include <cmath>
+#include <thread>
+
+namespace {
+
+const unsigned LENGTH = 1000, BLOCK = 256, BLOCKS = 4;
+
+std::vector<float> ramp(size_t length) {
+    std::vector<float> values(length);
+    for (size_t i = 0; i < length; ++i) values[i] = (float)(i % 13) - 4.0f;
+    return values;
+}
+
+void sums() {
+    const auto values = ramp(LENGTH);
+    const Buffer<float> in(values), out(BLOCKS);
+    CUstream stream = new_stream();
+    for (const char* name : {"selftest_block_sum", "selftest_shuffle_sum"}) {
+        OK(launch(kernel(name), BLOCKS, BLOCK, BLOCK / 32 * 4, stream, in.address, out.address, LENGTH));
+        OK(cuStreamSynchronize(stream));
+        const auto found = out.read();
+        for (unsigned block = 0; block < BLOCKS; ++block) {
+            float expected = 0;
+            for (unsigned i = block * BLOCK; i < std::min(LENGTH, (block + 1) * BLOCK); ++i) expected += values[i];
+            CHECK(found[block] == expected);
+        }
+    }
+}
+
+void lanes() {
+    const Buffer<uint64_t> out(64 * 8);
+    OK(launch(kernel("selftest_lanes"), 1, 64, 0, nullptr, out.address));
+    const auto found = out.read();
+    for (uint64_t thread = 0; thread < 64; ++thread) {
+        const uint64_t lane = thread % 32, *mine = &found[thread * 8];
+        CHECK(mine[0] == 70);
+        CHECK(mine[1] == (lane < 3 ? lane : lane - 3) << 33);
+        CHECK(mine[2] == (lane % 16 + 5 < 16 ? lane + 5 : lane));
+        CHECK(mine[3] == (lane ^ 17));
+        CHECK(mine[4] == 0x49249249);
+        CHECK(mine[5] == 1);
+        CHECK(mine[6] == (lane < 16 ? 3 : 19));
+        CHECK(mine[7] == 0);
+    }
+}
+
+void product(const char* name, unsigned depth) {
+    std::vector<float> a(16 * depth), b(depth * 8);
+    for (size_t i = 0; i < a.size(); ++i) a[i] = (float)((i * 7) % 11) - 5.0f;
+    for (size_t i = 0; i < b.size(); ++i) b[i] = (float)((i * 5) % 9) * 0.25f - 1.0f;
+    const Buffer<float> left(a), right(b), out(16 * 8);
+    OK(launch(kernel(name), 1, 32, 0, nullptr, left.address, right.address, out.address));
+    const auto found = out.read();
+    for (unsigned row = 0; row < 16; ++row) {
+        for (unsigned column = 0; column < 8; ++column) {
+            float expected = 1.0f;
+            for (unsigned k = 0; k < depth; ++k) expected += a[row * depth + k] * b[k * 8 + column];
+            CHECK(found[row * 8 + column] == expected);
+        }
+    }
+}
+
+// Says what came out, for the caller to compare between orders of threads.
+void no_barrier() {
+    const Buffer<float> in(ramp(64)), out(64);
+    OK(launch(kernel("selftest_no_barrier"), 1, 64, 0, nullptr, in.address, out.address));
+    for (const float value : out.read()) printf("%g ", value);
+}
+
+void half_a_barrier() {
+    const Buffer<unsigned> out(64);
+    OK(launch(kernel("selftest_half_a_barrier"), 1, 64, 0, nullptr, out.address));
+}
+
+void limits() {
+    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    CUfunction count = kernel("selftest_count");
+    CUstream stream = new_stream();
+    void* arguments[] = {(void*)&counter.address};
+    auto with = [&](unsigned y, unsigned z, unsigned threads, unsigned shared) {
+        return cuLaunchKernel(count, 1, y, z, threads, 1, 1, shared, stream, arguments, nullptr);
+    };
+    OK(with(3, 2, 1024, 48 * 1024));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, with(1, 1, 1025, 0));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, with(65536, 1, 32, 0));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, with(1, 65536, 32, 0));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, with(0, 1, 32, 0));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, with(1, 1, 32, 48 * 1024 + 1));
+    OK(cuFuncSetAttribute(count, (CUfunction_attribute)8, 227 * 1024));
+    OK(with(1, 1, 32, 227 * 1024));
+    OK(cuStreamSynchronize(stream));
+    CHECK(counter.read()[0] == 3 * 2 * 1024 + 32);
+    CUfunction bounded = kernel("selftest_block_sum");
+    EXPECT(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, launch(bounded, 1, 512, 0, stream, counter.address, counter.address, 0u));
+    CUmodule module;
+    CUfunction unknown;
+    EXPECT(CUDA_ERROR_INVALID_IMAGE, cuModuleLoadData(&module, "some other compiler's"));
+    OK(cuModuleLoadData(&module, "FAKE GPU IMAGE\nselftest_axpy\n"));
+    EXPECT(CUDA_ERROR_NOT_FOUND, cuModuleGetFunction(&unknown, module, "selftest_count"));
+}
+
+void memory() {
+    size_t before, after, all;
+    OK(cuMemGetInfo_v2(&before, &all));
+    {
+        const Buffer<unsigned> fresh(10);
+        CHECK(fresh.read()[9] == 0xa5a5a5a5);
+        OK(cuMemGetInfo_v2(&after, &all));
+        CHECK(after == before - 40);
+    }
+    CUdeviceptr address;
+    EXPECT(CUDA_ERROR_OUT_OF_MEMORY, cuMemAlloc_v2(&address, all + 1));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, cuMemFree_v2(12345));
+    CUevent start = new_event(0), end = new_event(0);
+    CUstream stream = new_stream();
+    OK(cuEventRecord(start, stream));
+    OK(cuEventRecord(end, stream));
+    OK(cuEventSynchronize(end));
+    float milliseconds = -1;
+    OK(cuEventElapsedTime(&milliseconds, start, end));
+    CHECK(milliseconds >= 0);
+}
+
+void past_the_end() {
+    const Buffer<unsigned> small(10);
+    OK(cuMemsetD32Async(small.address, 0, 11, nullptr));
+}
+
+// One stream adds, another copies: with an event between them the copy is of the sum, without it sometimes not.
+bool copies_the_sum(bool waits) {
+    const Buffer<float> x(ramp(LENGTH)), y(std::vector<float>(LENGTH, 0)), z(LENGTH);
+    CUfunction axpy = kernel("selftest_axpy");
+    CUstream adds = new_stream(), copies = new_stream();
+    CUevent added = new_event();
+    bool always = true;
+    for (int round = 1; round <= 40; ++round) {
+        OK(launch(axpy, BLOCKS, BLOCK, 0, adds, 1.0f, x.address, y.address, (uint64_t)LENGTH));
+        OK(cuEventRecord(added, adds));
+        if (waits) OK(cuStreamWaitEvent(copies, added, 0));
+        OK(cuMemcpyDtoDAsync_v2(z.address, y.address, LENGTH * 4, copies));
+        OK(cuStreamSynchronize(copies));
+        OK(cuStreamSynchronize(adds));
+        always = always && z.read()[0] == -4.0f * (float)round;
+    }
+    return always;
+}
+
+void event_wait() { CHECK(copies_the_sum(true)); }
+void missing_event_wait() { CHECK(!copies_the_sum(false)); }
+
+// y += x on one branch and counter += 1 on another, joined; replayed three times.
+void replay() {
+    const Buffer<float> x(ramp(LENGTH)), y(std::vector<float>(LENGTH, 0));
+    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    CUfunction axpy = kernel("selftest_axpy"), count = kernel("selftest_count");
+    CUstream stream = new_stream(), branch = new_stream();
+    CUevent fork = new_event(), join = new_event();
+    OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    OK(cuEventRecord(fork, stream));
+    OK(cuStreamWaitEvent(branch, fork, 0));
+    CUstreamCaptureStatus status;
+    OK(cuStreamIsCapturing(branch, &status));
+    CHECK(status == CU_STREAM_CAPTURE_STATUS_ACTIVE);
+    OK(launch(count, 1, 32, 0, branch, counter.address));
+    OK(launch(axpy, BLOCKS, BLOCK, 0, stream, 1.0f, x.address, y.address, (uint64_t)LENGTH));
+    OK(cuEventRecord(join, branch));
+    OK(cuStreamWaitEvent(stream, join, 0));
+    OK(launch(count, 1, 1, 0, stream, counter.address));
+    CUgraph graph;
+    OK(cuStreamEndCapture(stream, &graph));
+    size_t nodes;
+    OK(cuGraphGetNodes(graph, nullptr, &nodes));
+    CHECK(nodes == 3);
+    CHECK(counter.read()[0] == 0);
+    CUgraphExec program;
+    OK(cuGraphInstantiateWithFlags(&program, graph, 0));
+    OK(cuGraphDestroy(graph));
+    for (int round = 0; round < 3; ++round) OK(cuGraphLaunch(program, stream));
+    OK(cuGraphExecDestroy(program));
+    OK(cuStreamSynchronize(stream));
+    CHECK(counter.read()[0] == 3 * 33);
+    CHECK(y.read()[1] == -9.0f);
+}
+
+// What ends a capture: each case's call, and what the end of the capture says.
+void capture_errors() {
+    CUstream stream = new_stream(), other = new_stream();
+    CUevent event = new_event(), elsewhere = new_event();
+    CUgraph graph;
+    CUdeviceptr address;
+    OK(cuEventRecord(elsewhere, other));
+    auto spoiled_by = [&](CUresult expected, auto call) {
+        OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+        EXPECT(expected, call());
+        EXPECT(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(stream, &graph));
+        CHECK(graph == nullptr);
+    };
+    spoiled_by(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, [&] { return cuMemAlloc_v2(&address, 64); });
+    spoiled_by(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, [&] { return cuStreamSynchronize(stream); });
+    spoiled_by(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, [&] { return cuStreamQuery(stream); });
+    spoiled_by(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, [&] { return cuCtxSynchronize(); });
+    spoiled_by(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, [&] { return cuStreamWaitEvent(stream, elsewhere, 0); });
+    spoiled_by(CUDA_ERROR_CAPTURED_EVENT, [&] {
+        OK(cuEventRecord(event, stream));
+        return cuEventSynchronize(event);
+    });
+    // Another thread may allocate meanwhile.
+    OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    std::thread([&] {
+        open_device();
+        OK(cuMemAlloc_v2(&address, 64));
+        EXPECT(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, cuStreamEndCapture(stream, &graph));
+    }).join();
+    EXPECT(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(stream, &graph));
+    OK(cuMemFree_v2(address));
+    // A branch that is never joined.
+    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    CUfunction count = kernel("selftest_count");
+    OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    OK(cuEventRecord(event, stream));
+    OK(cuStreamWaitEvent(other, event, 0));
+    OK(launch(count, 1, 1, 0, other, counter.address));
+    EXPECT(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, cuStreamEndCapture(stream, &graph));
+    // All of it is over: both streams work again.
+    OK(launch(count, 1, 1, 0, other, counter.address));
+    OK(cuStreamSynchronize(other));
+    CHECK(counter.read()[0] == 1);
+}
+
+}   // namespace
+
+int main(int count, char** words) {
+    const std::string name = count > 1 ? words[1] : "";
+    if (name.rfind("nccl_", 0) == 0) {
+        nccl_case(name, count > 2 ? atoi(words[2]) : 2);
+        return 0;
+    }
+    open_device();
+    if (name == "sums") sums();
+    else if (name == "lanes") lanes();
+    else if (name == "mma_bf16") product("selftest_mma_bf16", 16);
+    else if (name == "mma_tf32") product("selftest_mma_tf32", 8);
+    else if (name == "no_barrier") no_barrier();
+    else if (name == "half_a_barrier") half_a_barrier();
+    else if (name == "limits") limits();
+    else if (name == "memory") memory();
+    else if (name == "past_the_end") past_the_end();
+    else if (name == "event_wait") event_wait();
+    else if (name == "missing_event_wait") missing_event_wait();
+    else if (name == "replay") replay();
+    else if (name == "capture_errors") capture_errors();
+    else CHECK(!"a known case");
+    return 0;
+}

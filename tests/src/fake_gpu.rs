@@ -105,7 +105,8 @@ struct Inputs {
     headers: u64,
     flags: Vec<OsString>,
     compiler: OsString,
-    selftest: PathBuf,
+    /// The parts of the fakes' own test, which is no part of the object.
+    selftest: Vec<PathBuf>,
 }
 
 impl Inputs {
@@ -120,8 +121,12 @@ impl Inputs {
 
         let mut headers = DefaultHasher::new();
         let mut sources = BTreeMap::new();
-        let selftest = fakes.join("selftest.cpp");
-        for file in files.into_iter().filter(|file| *file != selftest) {
+        let of_selftest = |file: &PathBuf| {
+            let name = file.file_name().unwrap_or_default().to_string_lossy();
+            name.starts_with("selftest") && name.ends_with(".cpp")
+        };
+        let (selftest, files): (Vec<_>, Vec<_>) = files.into_iter().partition(of_selftest);
+        for file in files {
             let name = object_name(&file, tests.parent().expect("a workspace"));
             let extension = file.extension().unwrap_or_default().to_str();
             if matches!(extension, Some("h" | "cuh")) {
@@ -150,7 +155,8 @@ impl Inputs {
         let objects = root.join("objects");
         fs::create_dir_all(&objects).expect("a folder under target");
         let all: String = self.sources.values().map(|text| format!("{:x}\n", self.key(text))).collect();
-        let folder = root.join(format!("{:016x}", hash(&(all + &read(&self.selftest) + &NAMES.concat()))));
+        let selftest: String = self.selftest.iter().map(|file| read(file)).collect();
+        let folder = root.join(format!("{:016x}", hash(&(all + &selftest + &NAMES.concat()))));
         if folder.exists() {
             return folder;
         }
@@ -214,7 +220,7 @@ impl Inputs {
             std::os::unix::fs::symlink(OBJECT, folder.join(name)).expect("a link under target");
         }
         let mut command = Command::new(&self.compiler);
-        command.args(&self.flags).arg(&self.selftest).arg(&library).arg("-Wl,-rpath,$ORIGIN");
+        command.args(&self.flags).args(&self.selftest).arg(&library).arg("-Wl,-rpath,$ORIGIN");
         command.arg("-o").arg(folder.join("selftest"));
         self.run(&mut command).unwrap_or_else(|output| panic!("the fakes' test does not compile:\n{output}"));
     }

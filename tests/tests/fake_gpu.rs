@@ -1,6 +1,17 @@
 //! The fakes that let the GPU path run without a GPU: they are what they pretend to be, and notice mistakes.
 
 use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, run};
+
+/// Runs one case of `tests/gpu/selftest.cpp`.
+fn case(words: &[&str], variables: &[(&str, &str)]) -> Finished {
+    run(fake_gpu::command(fake_gpu::selftest()).args(words).envs(variables.iter().copied()))
+}
+
+#[track_caller]
+fn passes(name: &str) {
+    case(&[name], &[]).expect(0, &[]);
+}
 
 #[test]
 fn the_object_is_built_and_has_every_name() {
@@ -8,4 +19,65 @@ fn the_object_is_built_and_has_every_name() {
     for name in ["libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2", "libcudnn.so.9", "libcublasLt.so.13"] {
         assert!(folder.join(name).exists(), "{name}");
     }
+}
+
+#[test]
+fn threads_of_a_block_meet_at_barriers_whatever_their_order() {
+    for order in ["forward", "reverse", "shuffled"] {
+        for name in ["sums", "lanes"] {
+            case(&[name], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]);
+        }
+    }
+}
+
+#[test]
+fn the_tensor_cores_products_are_right() {
+    passes("mma_bf16");
+    passes("mma_tf32");
+}
+
+#[test]
+fn a_missing_barrier_shows_as_a_result_that_depends_on_the_order() {
+    let out = |order| case(&["no_barrier"], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]).stdout.clone();
+    assert_ne!(out("forward"), out("reverse"));
+    assert_ne!(out("forward"), out("shuffled"));
+}
+
+#[test]
+fn a_barrier_that_some_threads_miss_is_reported() {
+    let finished = case(&["half_a_barrier"], &[]);
+    assert_eq!(finished.code, None, "{finished:#?}");
+    assert!(finished.stderr.contains("kernel selftest_half_a_barrier"), "{finished:#?}");
+    assert!(finished.stderr.contains("32 wait in __syncthreads, 32 in a warp function"), "{finished:#?}");
+}
+
+#[test]
+fn launches_and_modules_have_limits() {
+    passes("limits");
+}
+
+#[test]
+fn memory_nobody_wrote_is_poison() {
+    passes("memory");
+    let finished = case(&["past_the_end"], &[]);
+    assert_eq!(finished.code, None, "{finished:#?}");
+    assert!(finished.stderr.contains("written to past their end"), "{finished:#?}");
+}
+
+#[test]
+fn a_missing_event_wait_is_seen_when_streams_are_slow() {
+    let slow = [("FAKE_GPU_DELAY_US", "2000")];
+    case(&["event_wait"], &slow).expect(0, &[]);
+    case(&["missing_event_wait"], &slow).expect(0, &[]);
+}
+
+#[test]
+fn a_captured_graph_is_replayed_with_its_branches() {
+    passes("replay");
+    case(&["replay"], &[("FAKE_GPU_DELAY_US", "1000")]).expect(0, &[]);
+}
+
+#[test]
+fn a_capture_refuses_what_cuda_refuses() {
+    passes("capture_errors");
 }

@@ -119,9 +119,8 @@ __device__ inline void first_forward(const T* x, const T* w, const f32* bias, T*
                 T* pixel = rows + (row * shape.out_width + column + p) * shape.filters;
 #pragma unroll
                 for (u32 e = 0; e < EACH; e++) {
-                    const f32 value = sums[p][e], scaled = shape.slope * value;
                     if (column + p < shape.out_width && own_filter<EACH>(e) < shape.filters) {
-                        pixel[own_filter<EACH>(e)] = from_f32<T>(value > 0.0f ? value : scaled);
+                        pixel[own_filter<EACH>(e)] = from_f32<T>(rectify(sums[p][e], shape.slope));
                     }
                 }
             }

@@ -342,8 +342,7 @@ struct Result {
     __device__ f32 finished(u32 column, f32 value) const {
         if constexpr (BIAS) {
             if (column < columns) value += bias[column];
-            const f32 scaled = slope * value;
-            value = value > 0.0f ? value : scaled;
+            value = rectify(value, slope);
         }
         return value;
     }

@@ -6,6 +6,8 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cublaslt;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,384 @@
+//! Convolution on a GPU, by kernels of our own.
+//!
+//! They are matrix products whose operands are gathered as they are needed (`conv.cuh`, over the tiles of `tiles.cuh`);
+//! images of one channel, which would make thin products, have kernels of their own (`first.cu`). Every result is a function
+//! of the operands alone: nothing is added up in an order that chance decides.
+//!
+//! On the device images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and the
+//! weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias, and the
+//! workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or 8
+//! (bf16) and all addresses multiples of 16; otherwise slower ones go element by element.
+//!
+//! GPUs without tensor cores for a type (compute capability below 8.0) compute its products by plain arithmetic.
+//!
+//! All calls return at once, having put their kernels on the stream. They panic where lengths or types do not fit, or a batch
+//! has 2^31 pixels or more; their errors are those of compiling, loading and launching a kernel.
+
+use super::Shape;
+use super::plan::{self, Bands, Reciprocal, Slices, Tile};
+use crate::DType;
+use crate::cuda::elements::{aligned, check, count, run};
+use crate::cuda::{Arg, Grid, Precision, Result, Source, Stream, View};
+
+pub use super::plan::workspace_bytes;
+
+/// The `slope` of [`forward`] that leaves values as they are.
+pub const LINEAR: f32 = 1.0;
+
+macro_rules! product_source {
+    ($name:literal) => {
+        Source {
+            name: $name,
+            text: concat!(
+                include_str!("tiles.cuh"),
+                include_str!("conv.cuh"),
+                include_str!(concat!($name, ".cu"))
+            ),
+        }
+    };
+}
+
+/// The matrix products, by [`Precision`].
+pub static PRODUCTS: [Source; 3] =
+    [product_source!("conv_f32"), product_source!("conv_tf32"), product_source!("conv_bf16")];
+
+/// The kernels for images of one channel.
+pub static FIRST: Source = Source { name: "first", text: include_str!("first.cu") };
+
+/// Sums of rows.
+pub static SUMS: Source = Source { name: "sums", text: include_str!("sums.cu") };
+
+/// `struct Side` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Side {
+    channels: u32,
+    height: u32,
+    width: u32,
+    pixels: u32,
+    by_channels: Reciprocal,
+    by_width: Reciprocal,
+    by_plane: Reciprocal,
+}
+
+impl Side {
+    #[track_caller]
+    fn new(images: usize, channels: usize, height: usize, width: usize) -> Self {
+        // Indices of a tile's lines reach past the last pixel.
+        let pixels = count(images * height * width + Tile::Large.side()) - Tile::Large.side() as u32;
+        Side {
+            channels: count(channels),
+            height: count(height),
+            width: count(width),
+            pixels,
+            by_channels: Reciprocal::of(channels),
+            by_width: Reciprocal::of(width),
+            by_plane: Reciprocal::of(height * width),
+        }
+    }
+}
+
+/// `struct Convolution` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Convolution {
+    input: Side,
+    output: Side,
+    by_kernel: Reciprocal,
+    kernel: u32,
+    pad: u32,
+    slice: u32,
+    slope: f32,
+}
+
+impl Convolution {
+    #[track_caller]
+    fn new(shape: &Shape, images: usize, slice: usize, slope: f32) -> Self {
+        // Offsets within the weights, and within a tile of any result, are 32-bit numbers.
+        count(shape.weights_len() + Tile::Large.side() * shape.filter_len());
+        assert!(
+            shape.filters.max(shape.filter_len()) < 1 << 24,
+            "{shape:?}: too many filters or weights of each"
+        );
+        Convolution {
+            input: Side::new(images, shape.channels, shape.height, shape.width),
+            output: Side::new(images, shape.filters, shape.out_height(), shape.out_width()),
+            by_kernel: Reciprocal::of(shape.kernel),
+            kernel: count(shape.kernel),
+            pad: count(shape.pad()),
+            slice: count(slice),
+            slope,
+        }
+    }
+}
+
+/// `struct First` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct First {
+    images: u32,
+    height: u32,
+    width: u32,
+    filters: u32,
+    out_height: u32,
+    out_width: u32,
+    pad: u32,
+    rows: u32,
+    bands: u32,
+    slope: f32,
+}
+
+impl First {
+    #[track_caller]
+    fn new(shape: &Shape, images: usize, bands: &Bands, slope: f32) -> Self {
+        count(images * shape.height * shape.width);
+        First {
+            images: count(images),
+            height: count(shape.height),
+            width: count(shape.width),
+            filters: count(shape.filters),
+            out_height: count(shape.out_height()),
+            out_width: count(shape.out_width()),
+            pad: count(shape.pad()),
+            rows: count(bands.rows),
+            bands: count(bands.count),
+            slope,
+        }
+    }
+}
+
+/// The kernel `pass` for images of one channel, and its blocks for all filters when `blocks` share the bands.
+fn first_kernel(pass: &str, shape: &Shape, precision: Precision, blocks: usize) -> (String, Grid) {
+    let each = if shape.filters > 32 { 2 } else { 1 };
+    let name = format!("conv_first_{pass}_{}_k{}_x{each}", precision.storage(), shape.kernel);
+    let groups = count(shape.filters.div_ceil(32 * each));
+    (name, Grid { blocks: [count(blocks), groups, 1], threads: 256, shared: 0 })
+}
+
+/// True if the kernels that move 16 bytes at a time may be used.
+fn vectors(shape: &Shape, precision: Precision, views: &[View<'_>]) -> bool {
+    let pack = 16 / precision.storage().size();
+    shape.channels.is_multiple_of(pack)
+        && shape.filters.is_multiple_of(pack)
+        && views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]))
+}
+
+/// Runs the matrix product `pass`, with a block for every tile of `rows` by `columns` and every slice.
+///
+/// # Safety
+/// `arguments` are the kernel's, for these extents.
+unsafe fn run_product(
+    stream: &Stream,
+    pass: &str,
+    precision: Precision,
+    tile: Tile,
+    (rows, columns, slices): (usize, usize, usize),
+    arguments: &[Arg],
+) -> Result<()> {
+    let source = match precision {
+        Precision::F32 => &PRODUCTS[0],
+        Precision::Tf32 => &PRODUCTS[1],
+        Precision::Bf16 => &PRODUCTS[2],
+    };
+    let grid = Grid {
+        blocks: [count(tile.count(rows, columns)), count(slices), 1],
+        threads: tile.threads(),
+        shared: 0,
+    };
+    // SAFETY: the caller's promise.
+    unsafe { run(stream, source, &format!("conv_{pass}_{precision}_{}", tile.name()), grid, arguments) }
+}
+
+/// The tile for a pass with as many results as one of its operands' images.
+fn tile(
+    stream: &Stream,
+    shape: &Shape,
+    precision: Precision,
+    views: &[View<'_>],
+    rows: usize,
+    columns: usize,
+) -> Tile {
+    if vectors(shape, precision, views) {
+        Tile::choose(rows, columns, stream.device().multiprocessors())
+    } else {
+        Tile::Scalar
+    }
+}
+
+/// Overwrites `y` \[N, H', W', F\] with the convolution of `x` \[N, H, W, C\] with `weights` \[F, K, K, C\], plus `bias`
+/// \[F\], activated: `v` where it is positive, else `slope · v`. A slope of 0 is the rectified linear unit, [`LINEAR`] no
+/// activation.
+#[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub fn forward(
+    stream: &Stream,
+    shape: &Shape,
+    images: usize,
+    precision: Precision,
+    x: View<'_>,
+    weights: View<'_>,
+    bias: View<'_>,
+    slope: f32,
+    y: View<'_>,
+) -> Result<()> {
+    shape.check();
+    let dtype = precision.storage();
+    check("a convolution's input", x, dtype, images * shape.input_len());
+    check("a convolution's weights", weights, dtype, shape.weights_len());
+    check("a convolution's bias", bias, DType::F32, shape.filters);
+    check("a convolution's output", y, dtype, images * shape.output_len());
+    if y.is_empty() {
+        return Ok(());
+    }
+    let operands = [x.into(), weights.into(), bias.into(), y.into()];
+    if let Some(bands) = Bands::new(shape, images) {
+        let blocks = bands.count.min(4 * stream.device().multiprocessors() as usize);
+        let (name, grid) = first_kernel("forward", shape, precision, blocks);
+        let [x, weights, bias, y] = operands;
+        let arguments = [x, weights, bias, y, Arg::of(&First::new(shape, images, &bands, slope))];
+        // SAFETY: the views have the lengths that the extents say, and bands lie within the images.
+        return unsafe { run(stream, &FIRST, &name, grid, &arguments) };
+    }
+    let (rows, columns) = (plan::pixels(shape, images), shape.filters);
+    let tile = tile(stream, shape, precision, &[x, weights, y], rows, columns);
+    let [x, weights, bias, y] = operands;
+    let arguments = [x, weights, bias, y, Arg::of(&Convolution::new(shape, images, 0, slope))];
+    // SAFETY: the views have the lengths that the extents say.
+    unsafe { run_product(stream, "forward", precision, tile, (rows, columns, 1), &arguments) }
+}
+
+/// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, for `dy` \[N, H', W', F\].
+#[track_caller]
+pub fn backward_input(
+    stream: &Stream,
+    shape: &Shape,
+    images: usize,
+    precision: Precision,
+    weights: View<'_>,
+    dy: View<'_>,
+    dx: View<'_>,
+) -> Result<()> {
+    shape.check();
+    let dtype = precision.storage();
+    check("a convolution's weights", weights, dtype, shape.weights_len());
+    check("the gradient of a convolution's output", dy, dtype, images * shape.output_len());
+    check("the gradient of a convolution's input", dx, dtype, images * shape.input_len());
+    if dx.is_empty() {
+        return Ok(());
+    }
+    let (rows, columns) = (images * shape.height * shape.width, shape.channels);
+    let tile = tile(stream, shape, precision, &[weights, dy, dx], rows, columns);
+    let extents = Convolution::new(shape, images, 0, LINEAR);
+    let arguments = [weights.into(), dy.into(), dx.into(), Arg::of(&extents)];
+    // SAFETY: the views have the lengths that the extents say.
+    unsafe { run_product(stream, "backward_input", precision, tile, (rows, columns, 1), &arguments) }
+}
+
+/// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images. The workspace is of f32
+/// and has [`workspace_bytes`] or more; what it holds does not matter.
+#[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub fn backward_weights(
+    stream: &Stream,
+    shape: &Shape,
+    images: usize,
+    precision: Precision,
+    x: View<'_>,
+    dy: View<'_>,
+    workspace: View<'_>,
+    dw: View<'_>,
+) -> Result<()> {
+    shape.check();
+    let dtype = precision.storage();
+    check("a convolution's input", x, dtype, images * shape.input_len());
+    check("the gradient of a convolution's output", dy, dtype, images * shape.output_len());
+    check("the gradient of a convolution's weights", dw, DType::F32, shape.weights_len());
+    if images == 0 {
+        return stream.zero(dw);
+    }
+    if let Some(bands) = Bands::new(shape, images) {
+        let slices = bands.slices();
+        let sums = slice_sums(&slices, workspace, dw);
+        let (name, grid) = first_kernel("backward_weights", shape, precision, slices.count);
+        let extents = First::new(shape, images, &bands, LINEAR);
+        let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
+        // SAFETY: the views have the lengths that the extents say, and `sums` has a gradient for every block.
+        unsafe { run(stream, &FIRST, &name, grid, &arguments) }?;
+        return add_slices(stream, &slices, sums, dw);
+    }
+    // Aligned or not, the workspace begins as `dw` must.
+    let (tile, slices) =
+        plan::weights_plan(shape, images, precision, vectors(shape, precision, &[x, dy, dw, workspace]));
+    let sums = slice_sums(&slices, workspace, dw);
+    let extents = Convolution::new(shape, images, slices.len, LINEAR);
+    let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
+    let grid = (shape.filters, shape.filter_len(), slices.count);
+    // SAFETY: the views have the lengths that the extents say, and `sums` has a gradient for every slice.
+    unsafe { run_product(stream, "backward_weights", precision, tile, grid, &arguments) }?;
+    add_slices(stream, &slices, sums, dw)
+}
+
+/// Overwrites `db` \[F\], in f32, with the gradient of the bias, summed over all images and positions. The workspace is as for
+/// [`backward_weights`], and may be the same on one stream.
+#[track_caller]
+pub fn backward_bias(
+    stream: &Stream,
+    shape: &Shape,
+    images: usize,
+    precision: Precision,
+    dy: View<'_>,
+    workspace: View<'_>,
+    db: View<'_>,
+) -> Result<()> {
+    shape.check();
+    check("the gradient of a convolution's output", dy, precision.storage(), images * shape.output_len());
+    check("the gradient of a convolution's bias", db, DType::F32, shape.filters);
+    if images == 0 {
+        return stream.zero(db);
+    }
+    let slices = plan::bias_slices(shape, images);
+    let sums = slice_sums(&slices, workspace, db);
+    sum_rows(stream, dy, shape.filters, &slices, sums)?;
+    add_slices(stream, &slices, sums, db)
+}
+
+/// Where the sums of slices go: into the workspace, or if there is but one to their end.
+#[track_caller]
+fn slice_sums<'a>(slices: &Slices, workspace: View<'a>, total: View<'a>) -> View<'a> {
+    if slices.count == 1 {
+        return total;
+    }
+    assert_eq!(workspace.dtype(), DType::F32, "element type of a convolution's workspace");
+    let wanted = slices.count * total.len();
+    assert!(
+        workspace.len() >= wanted,
+        "a workspace of {} elements where {wanted} are needed",
+        workspace.len()
+    );
+    workspace.slice(0..wanted)
+}
+
+/// Adds up the slices' sums, unless the only one is in place.
+fn add_slices(stream: &Stream, slices: &Slices, sums: View<'_>, total: View<'_>) -> Result<()> {
+    if slices.count == 1 {
+        return Ok(());
+    }
+    sum_rows(stream, sums, total.len(), &Slices { count: 1, len: slices.count }, total)
+}
+
+/// Sums the rows of each slice of a matrix.
+fn sum_rows(
+    stream: &Stream,
+    matrix: View<'_>,
+    columns: usize,
+    slices: &Slices,
+    sums: View<'_>,
+) -> Result<()> {
+    let rows = count(matrix.len() / columns);
+    let grid =
+        Grid { blocks: [count(columns.div_ceil(32)), count(slices.count), 1], threads: 256, shared: 0 };
+    let arguments =
+        [matrix.into(), rows.into(), count(columns).into(), count(slices.len).into(), sums.into()];
+    // SAFETY: the matrix has so many rows, and `sums` a row for every slice.
+    unsafe { run(stream, &SUMS, &format!("conv_sum_{}", matrix.dtype()), grid, &arguments) }
+}

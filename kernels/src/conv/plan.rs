@@ -1,0 +1,280 @@
+//! How the work of a convolution is divided among the blocks of a GPU: pure functions of its extents.
+//!
+//! What the sums of the backward passes are split into is a function of the extents alone, not of the GPU: the same batch
+//! gives the same bits on any GPU whose products round alike. Only the tile of the other passes, which does not touch
+//! the order of their sums, follows the number of multiprocessors.
+
+use super::Shape;
+use crate::cuda::Precision;
+
+/// Blocks to aim at where the number is free: two on each multiprocessor of the largest GPUs at hand (H100: 132).
+const BLOCKS: usize = 264;
+
+/// Steps of the depth that a slice should have at least, for the loop to be worth starting.
+const STEPS_OF_SLICE: usize = 8;
+
+/// What turns the kernels' divisions into multiplications: `struct Reciprocal` there, with the formula.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::NoUninit)]
+#[repr(C)]
+pub(super) struct Reciprocal {
+    magic: u32,
+    shift: u32,
+}
+
+impl Reciprocal {
+    pub(super) fn of(divisor: usize) -> Self {
+        let divisor = u64::try_from(divisor).expect("64 bits");
+        assert!(
+            (1..1 << 31).contains(&divisor),
+            "kernels divide by numbers from 1 to 2^31 - 1, not by {divisor}"
+        );
+        let shift = divisor.next_power_of_two().trailing_zeros();
+        Reciprocal { magic: (1u64 << (31 + shift)).div_ceil(divisor) as u32, shift }
+    }
+}
+
+/// The block tile of a matrix product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tile {
+    /// 128 × 128 results by 256 threads.
+    Large,
+    /// 64 × 64 results by 128 threads.
+    Small,
+    /// As `Small`, element by element: for any extents and addresses.
+    Scalar,
+}
+
+impl Tile {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Tile::Large => "large",
+            Tile::Small => "small",
+            Tile::Scalar => "scalar",
+        }
+    }
+
+    pub(super) const fn side(self) -> usize {
+        match self {
+            Tile::Large => 128,
+            Tile::Small | Tile::Scalar => 64,
+        }
+    }
+
+    pub(super) const fn threads(self) -> u32 {
+        match self {
+            Tile::Large => 256,
+            Tile::Small | Tile::Scalar => 128,
+        }
+    }
+
+    /// Tiles of a matrix.
+    pub(super) const fn count(self, rows: usize, columns: usize) -> usize {
+        rows.div_ceil(self.side()) * columns.div_ceil(self.side())
+    }
+
+    /// The faster one of the two that move 16 bytes at a time, for a product of `rows` by `columns` on a GPU of so many
+    /// multiprocessors. A large tile has four times the results of a small one, which it makes with half the traffic for
+    /// each: it is counted as three. So a small one is chosen where large ones would leave multiprocessors idle, or
+    /// reach far over the matrix's edge.
+    pub(super) fn choose(rows: usize, columns: usize, multiprocessors: u32) -> Self {
+        let rounds = |tile: Tile| tile.count(rows, columns).div_ceil(multiprocessors.max(1) as usize);
+        if 3 * rounds(Tile::Large) <= rounds(Tile::Small) { Tile::Large } else { Tile::Small }
+    }
+}
+
+/// A long sum in slices, each of which becomes one row of the workspace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Slices {
+    /// Number of slices, at least one.
+    pub count: usize,
+    /// Items of a slice; the last one may have fewer.
+    pub len: usize,
+}
+
+impl Slices {
+    /// About `wanted` slices of `items`, each a multiple of `step`.
+    fn new(items: usize, step: usize, wanted: usize) -> Self {
+        let len = items.div_ceil(step).div_ceil(wanted.max(1)).max(1) * step;
+        Slices { count: items.div_ceil(len).max(1), len }
+    }
+
+    /// Elements of workspace for sums of `len` elements: none if there is a single slice.
+    fn workspace(&self, len: usize) -> usize {
+        if self.count == 1 { 0 } else { self.count * len }
+    }
+}
+
+/// Output pixels of a batch.
+pub(super) fn pixels(shape: &Shape, images: usize) -> usize {
+    images * shape.out_height() * shape.out_width()
+}
+
+/// The tile of the weights' gradient if 16 bytes move at a time, and the slices of its sum over the output pixels.
+pub(super) fn weights_plan(
+    shape: &Shape,
+    images: usize,
+    precision: Precision,
+    vectors: bool,
+) -> (Tile, Slices) {
+    let (rows, columns, pixels) = (shape.filters, shape.filter_len(), pixels(shape, images));
+    let step = 64 / precision.storage().size();
+    let most = (pixels / (step * STEPS_OF_SLICE)).max(1);
+    let (large, small) = (Tile::Large.count(rows, columns), Tile::Small.count(rows, columns));
+    let tile = match vectors {
+        false => Tile::Scalar,
+        true if 3 * large <= small && large * most >= BLOCKS / 2 => Tile::Large,
+        true => Tile::Small,
+    };
+    let blocks = if tile == Tile::Large { BLOCKS } else { 2 * BLOCKS };
+    (tile, Slices::new(pixels, step, (blocks / tile.count(rows, columns)).clamp(1, most)))
+}
+
+/// The slices of the bias's gradient: a block sums 32 filters of one.
+pub(super) fn bias_slices(shape: &Shape, images: usize) -> Slices {
+    let pixels = pixels(shape, images);
+    let wanted = 2 * BLOCKS / shape.filters.div_ceil(32);
+    Slices::new(pixels, 1, wanted.clamp(1, (pixels / 256).max(1)))
+}
+
+/// How an image of one channel is divided, where the kernels for it apply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Bands {
+    /// Output rows of a band.
+    pub rows: usize,
+    /// Bands of the batch.
+    pub count: usize,
+}
+
+impl Bands {
+    /// Values of a band, with what lies around it: the kernels' `SEEN_MOST`.
+    const VALUES: usize = 4096;
+    /// Output rows below which a band would mostly be what lies around it.
+    const ROWS: usize = 4;
+
+    /// None where the shape is not for these kernels.
+    pub(super) fn new(shape: &Shape, images: usize) -> Option<Self> {
+        if shape.channels != 1 || ![3, 5].contains(&shape.kernel) {
+            return None;
+        }
+        let stride = shape.out_width().next_multiple_of(4) + 4;
+        let most = (Self::VALUES / stride).saturating_sub(shape.kernel - 1);
+        if most == 0 {
+            return None;
+        }
+        let height = shape.out_height();
+        let wanted = BLOCKS.div_ceil(images.max(1)).min(height.div_ceil(Self::ROWS));
+        let rows = height.div_ceil(wanted).min(most);
+        Some(Bands { rows, count: images * height.div_ceil(rows) })
+    }
+
+    /// Blocks that share the bands in the backward pass: so many slices has its sum.
+    pub(super) fn slices(&self) -> Slices {
+        Slices { count: self.count.clamp(1, BLOCKS), len: 1 }
+    }
+}
+
+/// Bytes of f32 workspace that [`backward_weights`](super::cuda::backward_weights) and
+/// [`backward_bias`](super::cuda::backward_bias) need at most, for a batch of this size. Smaller batches need no more
+/// than larger ones by a few slices; ask for each size that is used.
+pub fn workspace_bytes(shape: &Shape, images: usize, precision: Precision) -> usize {
+    let weights = match Bands::new(shape, images) {
+        Some(bands) => bands.slices().workspace(shape.weights_len()),
+        // Which of the two it is depends on addresses as well.
+        None => [false, true]
+            .map(|vectors| weights_plan(shape, images, precision, vectors).1.workspace(shape.weights_len()))
+            .into_iter()
+            .fold(0, usize::max),
+    };
+    size_of::<f32>() * weights.max(bias_slices(shape, images).workspace(shape.filters))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Padding;
+    use super::*;
+    use proptest::prelude::*;
+
+    fn divide(value: u32, by: Reciprocal) -> u32 {
+        (((u64::from(value) * u64::from(by.magic)) >> 31) as u32) >> by.shift
+    }
+
+    proptest! {
+        #[test]
+        fn multiplying_by_the_reciprocal_divides(
+            value in 0u32..1 << 31, divisor in prop_oneof![1usize..5000, 1usize..1 << 31], power in 0u32..31,
+        ) {
+            for divisor in [divisor, 1 << power] {
+                let by = Reciprocal::of(divisor);
+                // Quotients go wrong first right below and at multiples.
+                let multiple = value - value % divisor as u32;
+                for value in [value, multiple, multiple.saturating_sub(1), (1 << 31) - 1] {
+                    prop_assert_eq!(divide(value, by), value / divisor as u32);
+                }
+            }
+        }
+
+        #[test]
+        fn slices_cover_all_items_and_none_is_empty(
+            items in 0usize..1_000_000, step in prop_oneof![Just(1usize), Just(16), Just(32)], wanted in 1usize..600,
+        ) {
+            let slices = Slices::new(items, step, wanted);
+            prop_assert!(slices.count >= 1 && slices.count <= wanted && slices.len.is_multiple_of(step));
+            prop_assert!(slices.count * slices.len >= items);
+            prop_assert!(items == 0 || (slices.count - 1) * slices.len < items);
+        }
+
+        #[test]
+        fn bands_fit_the_shared_memory_and_cover_the_image(
+            images in 0usize..3000, height in 5usize..300, width in 5usize..1100, five: bool, same: bool,
+        ) {
+            let padding = if same { Padding::Same } else { Padding::Valid };
+            let kernel = if five { 5 } else { 3 };
+            let shape = Shape { channels: 1, height, width, filters: 64, kernel, padding };
+            let Some(bands) = Bands::new(&shape, images) else {
+                prop_assert!(shape.out_width() > 700, "only very wide images are too wide");
+                return Ok(());
+            };
+            let stride = shape.out_width().next_multiple_of(4) + 4;
+            prop_assert!(bands.rows >= 1 && (bands.rows + kernel - 1) * stride <= Bands::VALUES);
+            prop_assert_eq!(bands.count, images * shape.out_height().div_ceil(bands.rows));
+        }
+    }
+
+    fn conv(channels: usize, side: usize, filters: usize, kernel: usize) -> Shape {
+        Shape { channels, height: side, width: side, filters, kernel, padding: Padding::Same }
+    }
+
+    #[test]
+    fn tiles_are_large_where_they_fill_the_gpu_and_the_matrix() {
+        assert_eq!(Tile::choose(1024 * 784, 128, 132), Tile::Large);
+        assert_eq!(Tile::choose(1024 * 784, 64, 132), Tile::Small, "half of a large tile would be empty");
+        assert_eq!(Tile::choose(128, 1024, 132), Tile::Small, "eight large tiles");
+        assert_eq!(Tile::choose(128, 1024, 4), Tile::Large, "a GPU of four multiprocessors is full of them");
+        assert_eq!(Tile::choose(2048, 4800, 132), Tile::Large);
+        assert_eq!(Tile::choose(1, 1, 132), Tile::Small);
+    }
+
+    #[test]
+    fn gradients_of_weights_are_split_until_the_gpu_is_busy() {
+        let (tile, slices) = weights_plan(&conv(128, 28, 128, 5), 1024, Precision::Bf16, true);
+        assert_eq!((tile, slices.count), (Tile::Large, 10), "25 tiles, 264 blocks");
+        let (tile, slices) = weights_plan(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
+        assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
+        let dense =
+            Shape { channels: 3136, height: 1, width: 1, filters: 1024, kernel: 1, padding: Padding::Valid };
+        let (tile, slices) = weights_plan(&dense, 256, Precision::Bf16, true);
+        assert_eq!((tile, slices.count), (Tile::Large, 1), "enough tiles");
+        assert_eq!(weights_plan(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);
+    }
+
+    #[test]
+    fn a_workspace_holds_a_gradient_for_every_slice() {
+        let shape = conv(128, 28, 128, 5);
+        assert_eq!(workspace_bytes(&shape, 1024, Precision::Bf16), 10 * shape.weights_len() * 4);
+        assert_eq!(workspace_bytes(&shape, 0, Precision::F32), 0);
+        let first = conv(1, 28, 64, 5);
+        assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 25 * 4);
+        let tiny = conv(8, 2, 8, 1);
+        assert_eq!(workspace_bytes(&tiny, 1, Precision::Tf32), 0, "one slice writes its result at once");
+    }
+}

@@ -1,0 +1,89 @@
+//! Dense layers on a GPU: a dense layer is a convolution with a kernel of 1 × 1 of images of one pixel.
+//!
+//! So every pass is the convolution's; what is said [there](crate::conv::cuda) about types, workspace, panics and errors
+//! holds here.
+
+use super::Shape;
+use crate::conv::{self, Padding};
+use crate::cuda::{Precision, Result, Stream, View};
+
+pub use crate::conv::cuda::LINEAR;
+
+/// The layer as a convolution: its inputs are channels, its outputs filters.
+pub fn convolution(shape: &Shape) -> conv::Shape {
+    let Shape { inputs, outputs } = *shape;
+    conv::Shape {
+        channels: inputs,
+        height: 1,
+        width: 1,
+        filters: outputs,
+        kernel: 1,
+        padding: Padding::Valid,
+    }
+}
+
+/// Bytes of f32 workspace that the gradients of weights and bias need.
+pub fn workspace_bytes(shape: &Shape, samples: usize, precision: Precision) -> usize {
+    conv::cuda::workspace_bytes(&convolution(shape), samples, precision)
+}
+
+/// Overwrites `y` \[N, O\] with `x · Wᵀ + b`, activated: `v` where it is positive, else `slope · v`.
+#[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub fn forward(
+    stream: &Stream,
+    shape: &Shape,
+    samples: usize,
+    precision: Precision,
+    x: View<'_>,
+    weights: View<'_>,
+    bias: View<'_>,
+    slope: f32,
+    y: View<'_>,
+) -> Result<()> {
+    conv::cuda::forward(stream, &convolution(shape), samples, precision, x, weights, bias, slope, y)
+}
+
+/// Overwrites `dx` \[N, I\] with the gradient of the input.
+#[track_caller]
+pub fn backward_input(
+    stream: &Stream,
+    shape: &Shape,
+    samples: usize,
+    precision: Precision,
+    weights: View<'_>,
+    dy: View<'_>,
+    dx: View<'_>,
+) -> Result<()> {
+    conv::cuda::backward_input(stream, &convolution(shape), samples, precision, weights, dy, dx)
+}
+
+/// Overwrites `dw` \[O, I\], in f32, with the gradient of the weights, summed over all samples.
+#[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub fn backward_weights(
+    stream: &Stream,
+    shape: &Shape,
+    samples: usize,
+    precision: Precision,
+    x: View<'_>,
+    dy: View<'_>,
+    workspace: View<'_>,
+    dw: View<'_>,
+) -> Result<()> {
+    conv::cuda::backward_weights(stream, &convolution(shape), samples, precision, x, dy, workspace, dw)
+}
+
+/// Overwrites `db` \[O\], in f32, with the gradient of the bias, summed over all samples.
+#[track_caller]
+pub fn backward_bias(
+    stream: &Stream,
+    shape: &Shape,
+    samples: usize,
+    precision: Precision,
+    dy: View<'_>,
+    workspace: View<'_>,
+    db: View<'_>,
+) -> Result<()> {
+    conv::cuda::backward_bias(stream, &convolution(shape), samples, precision, dy, workspace, db)
+}

@@ -1,0 +1,2 @@
+#include "selftest.h"
+void nccl_case(const std::string&, int) {}
