@@ -23,7 +23,10 @@ fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
             return;
         }
     }
-    println!("{:<40} {:>5} {:>9} {:>7} {:>6} {:>6}", "kernel", "sm", "registers", "shared", "stack", "spills");
+    println!(
+        "{:<40} {:>5} {:>9} {:>7} {:>6} {:>6}",
+        "kernel", "sm", "registers", "shared", "stack", "spills"
+    );
     // The sources of matrix products take the longest, and come first.
     let mut work = Vec::new();
     for source in sources() {
