@@ -63,7 +63,8 @@ struct Args {
     /// Where collectives run: auto, nccl or cpu.
     ///
     /// `auto` is NCCL where there are at least N GPUs and the CPU where there is none; in between it is an error, since
-    /// silently using some of the GPUs is never what was meant.
+    /// silently using some of the GPUs is never what was meant. `nccl` where the driver lists no GPU leaves it to the
+    /// ranks to find them.
     #[arg(long, value_enum, value_name = "NAME", default_value_t = BackendArg::Auto, hide_possible_values = true)]
     backend: BackendArg,
 
@@ -156,9 +157,17 @@ struct Args {
 
     /// Let each rank see its own GPU only.
     ///
-    /// Narrows CUDA_VISIBLE_DEVICES for each rank. Not needed by programs that pick device LOCAL_RANK.
+    /// Narrows CUDA_VISIBLE_DEVICES for each rank and sets MGPU_DEVICE=0. Not needed by programs that pick device
+    /// LOCAL_RANK.
     #[arg(long)]
     isolate_gpus: bool,
+
+    /// Let several ranks use one GPU: for tests, never for timings.
+    ///
+    /// Rank r uses GPU r modulo their number, and NCCL is told to bear it, in a way that depends on its version: see
+    /// --dry-run. NCCL_* variables that you have set stay as they are.
+    #[arg(long)]
+    share_gpus: bool,
 
     /// Bind ranks to cores: auto, none, core or numa.
     ///
@@ -255,6 +264,7 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
             BackendArg::Cpu => BackendChoice::Cpu,
         },
         isolate_gpus: args.isolate_gpus,
+        share_gpus: args.share_gpus,
         injections: args.inject,
         bind: match args.bind {
             BindArg::Auto => Bind::Auto,
@@ -387,6 +397,7 @@ mod tests {
             ranks: Ranks::Count(1),
             backend: BackendChoice::Cpu,
             isolate_gpus: false,
+            share_gpus: false,
             injections: vec![],
             bind: Bind::Auto,
         };

@@ -20,7 +20,7 @@ use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{Process, spawn};
 use crate::supervisor::{Outcome, Supervisor};
-use crate::{exit_code, orphans};
+use crate::{exit_code, nccl, orphans};
 
 /// Thirty years: no clock has a time much further away.
 pub(crate) const LONGEST: Duration = Duration::from_secs(1_000_000_000);
@@ -56,6 +56,7 @@ impl Launch {
                 ranks: Ranks::Auto,
                 backend: BackendChoice::Auto,
                 isolate_gpus: false,
+                share_gpus: false,
                 injections: Vec::new(),
                 bind: Bind::Auto,
             },
@@ -170,7 +171,11 @@ impl Launch {
     /// # Errors
     /// If the request cannot be met.
     pub fn plan(&self) -> Result<Plan, LaunchError> {
-        Ok(plan(&self.request, &Machine::detect())?)
+        let mut machine = Machine::detect();
+        if self.request.share_gpus {
+            machine.nccl = nccl::version();
+        }
+        Ok(plan(&self.request, &machine)?)
     }
 
     /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: ranks die with it.

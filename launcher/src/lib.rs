@@ -37,6 +37,7 @@ mod guardian;
 mod interrupt;
 mod launch;
 mod machine;
+mod nccl;
 mod orphans;
 pub mod output;
 pub mod placement;

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use mgpu::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
 
+use crate::nccl;
 use crate::placement::{Topology, list_gpus, visible_gpus};
 use crate::plan::Machine;
 
@@ -24,7 +25,8 @@ impl Machine {
             let share = variable(MGPU_THREADS).and_then(|text| text.trim().parse().ok());
             topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
         }
-        Machine { gpus, topology, thread_variables }
+        let nccl_variables = nccl::NAMES.into_iter().filter(set).collect();
+        Machine { gpus, topology, thread_variables, nccl_variables, nccl: None }
     }
 }
 

@@ -5,14 +5,16 @@ use std::path::PathBuf;
 
 use mgpu::inject::{self, Injection};
 use mgpu::protocol::{
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_PROGRESS,
-    MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_THREADS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_DEVICE, MGPU_INJECT,
+    MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS, MGPU_THREADS,
+    OMP_NUM_THREADS, RANK, WORLD_SIZE,
 };
 
+use crate::nccl;
 use crate::placement::{self, Bind, CoreSet, Gpu, Topology, place};
 
-/// The NCCL backend is not part of this version.
-pub(crate) const NCCL_IS_BUILT: bool = false;
+/// Whether ranks of this build can use NCCL.
+pub(crate) const NCCL_IS_BUILT: bool = cfg!(feature = "cuda");
 /// More ranks than any machine has cores or GPUs for are a typing error.
 const MOST_RANKS: u32 = 4096;
 
@@ -49,6 +51,8 @@ pub struct Request {
     pub backend: BackendChoice,
     /// Show each rank only its own GPU.
     pub isolate_gpus: bool,
+    /// Let several ranks use one GPU.
+    pub share_gpus: bool,
     /// Faults that ranks commit.
     pub injections: Vec<Injection>,
     /// Which cores each rank may use.
@@ -64,6 +68,10 @@ pub struct Machine {
     pub topology: Topology,
     /// Those of the variables that tell a number of threads which the user has set: they stay as they are.
     pub thread_variables: Vec<&'static str>,
+    /// Those of the variables for NCCL that the user has set: they stay as they are.
+    pub nccl_variables: Vec<&'static str>,
+    /// The version of NCCL, where it matters and was found.
+    pub nccl: Option<nccl_sys::Version>,
 }
 
 /// What every rank runs.
@@ -120,7 +128,7 @@ pub enum PlanError {
     TooManyRanks(u32),
     /// Some GPUs, but not enough.
     #[error(
-        "{ranks} ranks and {gpus} GPU{}: choose -n {gpus} for one rank on each GPU, or --backend cpu for {ranks} ranks without GPUs",
+        "{ranks} ranks and {gpus} GPU{}: choose -n {gpus} for one rank on each GPU, or --backend cpu for {ranks} ranks without GPUs (for tests only, --share-gpus)",
         if *gpus == 1 { "" } else { "s" }
     )]
     TooFewGpus {
@@ -133,7 +141,7 @@ pub enum PlanError {
     #[error("--inject {0}: there is no rank {rank} among {1} (ranks count from 0)", rank = .0.rank)]
     NoRankToInject(Injection, u32),
     /// NCCL was asked for.
-    #[error("the nccl backend is not part of this version yet; use --backend cpu")]
+    #[error("the nccl backend is not part of this build (feature cuda); use --backend cpu")]
     NoNccl,
 }
 
@@ -210,13 +218,15 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
         Ranks::Count(count) if count > MOST_RANKS => return Err(PlanError::TooManyRanks(count)),
         Ranks::Count(count) => count,
     };
-    let (backend, notice) = choose_backend(request.backend, ranks, gpus, NCCL_IS_BUILT)?;
+    let (backend, notice) = choose_backend(request.backend, ranks, gpus, request.share_gpus, NCCL_IS_BUILT)?;
     if let Some(wrong) = request.injections.iter().find(|injection| injection.rank >= ranks) {
         return Err(PlanError::NoRankToInject(*wrong, ranks));
     }
-    // The rank picks device LOCAL_RANK. Where there are fewer GPUs than ranks, nobody knows who uses which.
-    let uses_gpus = request.backend != BackendChoice::Cpu && gpus >= ranks as usize;
-    let gpu = |rank: u32| machine.gpus.get(rank as usize).filter(|_| uses_gpus);
+    // The rank picks device LOCAL_RANK, or the rest of it where GPUs are shared. Where there are fewer GPUs than ranks
+    // and they are not, nobody knows who uses which.
+    let uses_gpus =
+        request.backend != BackendChoice::Cpu && gpus > 0 && (gpus >= ranks as usize || request.share_gpus);
+    let gpu = |rank: u32| machine.gpus.get(rank as usize % gpus.max(1)).filter(|_| uses_gpus);
     let near: Vec<_> = (0..ranks).map(|rank| gpu(rank).and_then(|gpu| gpu.node)).collect();
     let places = place(&machine.topology, request.bind, &near);
     let unmet = placement::unmet(&machine.topology, request.bind, &places);
@@ -230,10 +240,21 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
             (LOCAL_WORLD_SIZE, ranks.to_string()),
             (MGPU_BACKEND, backend.to_string()),
         ];
+        let isolated = if uses_gpus { gpu(rank) } else { machine.gpus.get(rank as usize) };
         if request.isolate_gpus
-            && let Some(gpu) = machine.gpus.get(rank as usize)
+            && let Some(gpu) = isolated
         {
-            environment.push(("CUDA_VISIBLE_DEVICES", gpu.name.clone()));
+            // It sees that one alone, whatever its rank.
+            environment.extend([("CUDA_VISIBLE_DEVICES", gpu.name.clone()), (MGPU_DEVICE, "0".into())]);
+        }
+        if backend == "nccl" {
+            let mut variables = nccl::on_one_host();
+            if request.share_gpus {
+                environment.push((MGPU_SHARE_GPUS, "1".into()));
+                variables.extend(nccl::on_one_gpu(rank, machine.nccl));
+            }
+            let is_free = |(name, _): &(&'static str, String)| !machine.nccl_variables.contains(name);
+            environment.extend(variables.into_iter().filter(is_free));
         }
         if !request.injections.is_empty() {
             environment.push((MGPU_INJECT, inject::join(&request.injections)));
@@ -259,6 +280,7 @@ fn choose_backend(
     choice: BackendChoice,
     ranks: u32,
     gpus: usize,
+    share_gpus: bool,
     nccl_is_built: bool,
 ) -> Result<(&'static str, Option<String>), PlanError> {
     match choice {
@@ -266,12 +288,22 @@ fn choose_backend(
         BackendChoice::Auto if gpus == 0 => Ok(("cpu", None)),
         BackendChoice::Nccl if !nccl_is_built => Err(PlanError::NoNccl),
         BackendChoice::Auto if !nccl_is_built => {
-            let notice = format!("{gpus} GPU(s) are not used: this version has the cpu backend only");
+            let notice = format!("{gpus} GPU(s) are not used: this build has the cpu backend only");
             Ok(("cpu", Some(notice)))
         }
+        // There are machines whose driver lists no GPU where others do, and CUDA has them all the same: each rank asks it.
+        BackendChoice::Nccl if gpus == 0 => Ok(("nccl", share_gpus.then(|| sharing(ranks, "GPUs")))),
         BackendChoice::Auto | BackendChoice::Nccl if gpus >= ranks as usize => Ok(("nccl", None)),
+        BackendChoice::Auto | BackendChoice::Nccl if share_gpus => {
+            let gpus = format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" });
+            Ok(("nccl", Some(sharing(ranks, &gpus))))
+        }
         BackendChoice::Auto | BackendChoice::Nccl => Err(PlanError::TooFewGpus { ranks, gpus }),
     }
+}
+
+fn sharing(ranks: u32, gpus: &str) -> String {
+    format!("{ranks} ranks share {gpus}: no timing of this run means anything")
 }
 
 #[cfg(test)]
@@ -287,6 +319,7 @@ mod tests {
             ranks,
             backend: BackendChoice::Auto,
             isolate_gpus: false,
+            share_gpus: false,
             injections: vec![],
             bind: Bind::Auto,
         }
@@ -315,7 +348,8 @@ mod tests {
     proptest! {
         #[test]
         fn every_rank_knows_its_place(count in 1u32..100, gpus in 0usize..10, isolate: bool) {
-            let request = Request { isolate_gpus: isolate, ..request(Ranks::Count(count)) };
+            let cpu = BackendChoice::Cpu;
+            let request = Request { isolate_gpus: isolate, backend: cpu, ..request(Ranks::Count(count)) };
             let plan = plan(&request, &machine(gpus)).unwrap();
             prop_assert_eq!(plan.ranks.len(), count as usize);
             for (index, rank) in plan.ranks.iter().enumerate() {
@@ -324,13 +358,18 @@ mod tests {
                 prop_assert_eq!(value(LOCAL_RANK), Some(index.to_string()));
                 prop_assert_eq!(value(WORLD_SIZE), Some(count.to_string()));
                 let gpu = (isolate && index < gpus).then(|| format!("GPU-{index}"));
+                prop_assert_eq!(value(MGPU_DEVICE), gpu.as_ref().map(|_| "0".to_owned()));
                 prop_assert_eq!(value("CUDA_VISIBLE_DEVICES"), gpu);
             }
         }
 
         #[test]
         fn the_rule_of_the_backend(ranks in 1u32..20, gpus in 0usize..20) {
-            let chosen = choose_backend(BackendChoice::Auto, ranks, gpus, true);
+            let nccl = choose_backend(BackendChoice::Nccl, ranks, gpus, false, true);
+            prop_assert_eq!(nccl.is_ok(), gpus == 0 || gpus >= ranks as usize);
+            let shared = choose_backend(BackendChoice::Nccl, ranks, gpus, true, true).unwrap();
+            prop_assert_eq!((shared.0, shared.1.is_some()), ("nccl", gpus < ranks as usize));
+            let chosen = choose_backend(BackendChoice::Auto, ranks, gpus, false, true);
             match gpus {
                 0 => prop_assert_eq!(chosen.unwrap().0, "cpu"),
                 _ if gpus >= ranks as usize => prop_assert_eq!(chosen.unwrap().0, "nccl"),
@@ -374,9 +413,30 @@ mod tests {
     #[test]
     fn auto_is_one_rank_a_gpu_or_one() {
         assert_eq!(plan(&request(Ranks::Auto), &machine(0)).unwrap().ranks.len(), 1);
-        let plan = plan(&request(Ranks::Auto), &machine(8)).unwrap();
-        assert_eq!(plan.ranks.len(), 8);
-        assert!(plan.notices[0].contains("8 GPU(s) are not used"));
+        let planned = plan(&request(Ranks::Auto), &machine(8)).unwrap();
+        assert_eq!(planned.ranks.len(), 8);
+        assert_eq!(planned.notices.len(), usize::from(!NCCL_IS_BUILT));
+        let (backend, notice) = choose_backend(BackendChoice::Auto, 8, 8, false, false).unwrap();
+        assert_eq!((backend, notice.unwrap().contains("8 GPU(s) are not used")), ("cpu", true));
+        let refused = choose_backend(BackendChoice::Nccl, 8, 8, false, false);
+        assert_eq!(refused, Err(PlanError::NoNccl));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn ranks_that_share_a_gpu_are_told_and_what_the_user_has_set_stays() {
+        let request = Request { share_gpus: true, ..request(Ranks::Count(3)) };
+        let machine = Machine { nccl_variables: vec!["NCCL_NET"], ..machine(2) };
+        let plan = plan(&request, &machine).unwrap();
+        assert!(plan.notices[0].starts_with("3 ranks share 2 GPUs"), "{:?}", plan.notices);
+        let rank = &plan.ranks[2];
+        assert_eq!((rank.value(MGPU_BACKEND), rank.value(MGPU_SHARE_GPUS)), ("nccl".into(), "1".into()));
+        assert_eq!(
+            (rank.value("NCCL_HOSTID"), rank.value("NCCL_NET")),
+            ("mgpu-rank-2".into(), String::new())
+        );
+        assert_eq!(rank.value("NCCL_SOCKET_IFNAME"), "lo");
+        assert!(rank.location.ends_with("GPU GPU-0"), "{}", rank.location);
     }
 
     #[test]
@@ -388,7 +448,8 @@ mod tests {
         // Ranks that use no GPU, or nobody knows which, are in the order of the nodes.
         let cpu = ranks(&Request { backend: BackendChoice::Cpu, ..request(Ranks::Count(2)) });
         assert_eq!(cpu[0].location, "rank 0: cores 0-1 (NUMA node 0), 2 threads");
-        assert_eq!(ranks(&request(Ranks::Count(4)))[3].location, "rank 3: cores 2-3 (NUMA node 1), 1 thread");
+        let cpu = Request { backend: BackendChoice::Cpu, ..request(Ranks::Count(4)) };
+        assert_eq!(ranks(&cpu)[3].location, "rank 3: cores 2-3 (NUMA node 1), 1 thread");
         let free = ranks(&Request { bind: Bind::None, ..request(Ranks::Count(2)) });
         assert_eq!(free[1].location, "rank 1: not bound (cores 0-3), 2 threads, GPU 1 at 0000:01:00.0");
         assert_eq!(free[1].cores, None);
@@ -414,8 +475,9 @@ mod tests {
     fn what_cannot_be_met_is_said() {
         assert_eq!(plan(&request(Ranks::Count(0)), &machine(0)), Err(PlanError::NoRanks));
         assert_eq!(plan(&request(Ranks::Count(5000)), &machine(0)), Err(PlanError::TooManyRanks(5000)));
-        let nccl = Request { backend: BackendChoice::Nccl, ..request(Ranks::Auto) };
-        assert_eq!(plan(&nccl, &machine(1)), Err(PlanError::NoNccl));
+        let nccl = Request { backend: BackendChoice::Nccl, ..request(Ranks::Count(2)) };
+        let few = if NCCL_IS_BUILT { PlanError::TooFewGpus { ranks: 2, gpus: 1 } } else { PlanError::NoNccl };
+        assert_eq!(plan(&nccl, &machine(1)), Err(few));
         let wrong = "rank=2,step=1,fault=hang".parse().unwrap();
         let inject = Request { injections: vec![wrong], ..request(Ranks::Count(2)) };
         let error = plan(&inject, &machine(0)).unwrap_err().to_string();

@@ -180,7 +180,7 @@ impl Error {
                 Some(*peer)
             }
             Error::Timeout { waited_for, .. } => waited_for.first().copied(),
-            Error::Stuck { rank, .. } => Some(*rank),
+            Error::Stuck { rank, .. } | Error::Nccl { rank, .. } => Some(*rank),
             _ => None,
         }
     }

@@ -291,6 +291,12 @@ API CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus* s
     return CUDA_SUCCESS;
 }
 
+API CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id, CUgraph* graph,
+                                       const CUgraphNode** dependencies, const CUgraphEdgeData** edges, size_t* count) {
+    if (edges != nullptr) *edges = nullptr;
+    return cuStreamGetCaptureInfo_v2(stream, status, id, graph, dependencies, count);
+}
+
 API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
     return cuStreamGetCaptureInfo_v2(stream, status, nullptr, nullptr, nullptr, nullptr);
 }

@@ -326,8 +326,8 @@ CUresult check_launch(const CUfunc_st& function, dim3 blocks, dim3 threads, unsi
 }   // namespace
 
 API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,
-                            unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared, CUstream stream,
-                            void** given, void** extra) {
+                            unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared,
+                            CUstream stream, void** given, void** extra) {
     if (function == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     const dim3 blocks{blocks_x, blocks_y, blocks_z}, threads{threads_x, threads_y, threads_z};
     if (current_device() != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
@@ -336,7 +336,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
     if (given == nullptr && function->kernel->arguments > 0) return CUDA_ERROR_INVALID_VALUE;
     if (!is_default(stream)) {
         std::lock_guard lock(world().mutex);
-        if (world().streams.count(stream) == 0 || stream->ordinal != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
+        const bool known = world().streams.count(stream) != 0;
+        if (!known || stream->ordinal != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
     }
     auto arguments = std::make_shared<Arguments>(*function->kernel, given);
     const shim::Kernel* kernel = function->kernel;

@@ -1,6 +1,7 @@
 // The driver API's types as far as the fakes know them, and what the fakes offer each other.
 //
-// The types are those of cuda.h; compiled with MGPU_REAL_CUDA_H after the real header, the fakes are checked against it.
+// The types are those of cuda.h; compiled with MGPU_REAL_CUDA_H after the real header, the fakes are checked against
+// it.
 #pragma once
 
 #include <atomic>
@@ -78,6 +79,7 @@ typedef struct CUevent_st* CUevent;
 typedef struct CUgraph_st* CUgraph;
 typedef struct CUgraphExec_st* CUgraphExec;
 typedef struct CUgraphNode_st* CUgraphNode;
+struct CUgraphEdgeData;
 typedef struct CUuuid_st {
     char bytes[16];
 } CUuuid;
@@ -130,8 +132,8 @@ using CapturePtr = std::shared_ptr<Capture>;
 
 // ---- For the other fakes ----
 
-// Puts work into a stream, or into the graph that is captured from it. It runs on a thread of the stream's own and holds
-// no lock of the fakes. The stream 0 waits for all of its device's streams and for the work itself.
+// Puts work into a stream, or into the graph that is captured from it. It runs on a thread of the stream's own, which
+// holds no lock of the fakes. The stream 0 waits for all of its device's streams and for the work itself.
 CUresult enqueue(CUstream stream, Work work);
 
 // The ordinal of the device that is current in this thread, -1 if none is.
@@ -149,6 +151,9 @@ CUresult release(CUdeviceptr address);
 
 // Whether the calling thread may not do what a capture forbids; the captures concerned are invalid then.
 bool forbidden_in_capture();
+
+// Waits at random for up to FAKE_GPU_DELAY_US, as every piece of stream work does before it runs.
+void delay();
 
 // The value of a whole-number variable.
 long number_asked_for(const char* variable, long otherwise);

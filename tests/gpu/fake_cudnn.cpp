@@ -58,6 +58,7 @@ struct Convolution : Object {
 
 struct Activation : Object {
     int mode;
+    bool keeps_nan;
 };
 
 struct Handle : Object {
@@ -106,9 +107,10 @@ struct Layer {
         return SUCCESS;
     }
 
-    // `visit(y, w, x)` for every product.
+    // `visit(y, w, x)` for every pixel of the output and every tap: where the channels of all three begin, of `w` those of
+    // the first filter.
     template <class Visit>
-    void products(Visit visit) const {
+    void taps(Visit visit) const {
         for (int n = 0; n < y.n; ++n)
             for (int i = 0; i < y.h; ++i)
                 for (int j = 0; j < y.w; ++j)
@@ -118,11 +120,10 @@ struct Layer {
                             if (row < 0 || row >= x.h || column < 0 || column >= x.w) continue;
                             const size_t from = ((size_t(n) * x.h + row) * x.w + column) * x.c;
                             const size_t to = ((size_t(n) * y.h + i) * y.w + j) * y.c;
-                            for (int f = 0; f < w.n; ++f)
-                                for (int c = 0; c < x.c; ++c)
-                                    visit(to + f, ((size_t(f) * w.h + u) * w.w + v) * x.c + c, from + c);
+                            visit(to, (size_t(u) * w.w + v) * x.c, from);
                         }
     }
+    size_t filter() const { return size_t(w.h) * w.w * w.c; }
 };
 
 enum class Pass { Forward, BackwardData, BackwardFilter };
@@ -153,7 +154,7 @@ struct Run {
     void* workspace = nullptr;
     size_t workspace_size = 0;
     const float* bias = nullptr;
-    bool relu = false;
+    bool relu = false, keeps_nan = false;
 
     Numbers x() const { return pass == Pass::BackwardData ? to : from; }
     Numbers w() const { return pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to; }
@@ -162,21 +163,33 @@ struct Run {
     void operator()() const {
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
         const Tensor& result = pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w;
-        std::vector<double> sums(result.len(), 0.0);
+        std::vector<float> sums(result.len(), 0.0f);
         const bool tf32 = layer.x.type == FLOAT && layer.convolution.math != FMA_MATH;
-        const Numbers x = this->x(), w = this->w(), y = this->y();
-        layer.products([&](size_t yi, size_t wi, size_t xi) {
-            switch (pass) {
-            case Pass::Forward: sums[yi] += operand(w, wi, tf32) * operand(x, xi, tf32); break;
-            case Pass::BackwardData: sums[xi] += operand(w, wi, tf32) * operand(y, yi, tf32); break;
-            case Pass::BackwardFilter: sums[wi] += operand(y, yi, tf32) * operand(x, xi, tf32); break;
+        const size_t filters = layer.w.n, channels = layer.w.c, filter = layer.filter();
+        std::vector<float> x, w, y;
+        if (pass != Pass::BackwardData) x = operands(this->x(), layer.x.len(), tf32);
+        if (pass != Pass::BackwardFilter) w = operands(this->w(), layer.w.len(), tf32);
+        if (pass != Pass::Forward) y = operands(this->y(), layer.y.len(), tf32);
+        if (pass == Pass::Forward) {
+            // Filters fastest.
+            std::vector<float> turned(w.size());
+            for (size_t at = 0; at < w.size(); ++at) turned[at % filter * filters + at / filter] = w[at];
+            w = turned;
+        }
+        layer.taps([&](size_t to, size_t tap, size_t from) {
+            if (pass == Pass::Forward) {
+                for (size_t c = 0; c < channels; ++c) fake::add(&sums[to], &w[(tap + c) * filters], x[from + c], filters);
+            } else if (pass == Pass::BackwardData) {
+                for (size_t f = 0; f < filters; ++f) fake::add(&sums[from], &w[f * filter + tap], y[to + f], channels);
+            } else {
+                for (size_t f = 0; f < filters; ++f) fake::add(&sums[f * filter + tap], &x[from], y[to + f], channels);
             }
         });
         const float wrong = pass == Pass::Forward && fake::number_asked_for("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
         for (size_t at = 0; at < sums.size(); ++at) {
-            float value = alpha * wrong * float(sums[at]) + (beta == 0.0f ? 0.0f : beta * to.read(at));
+            float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
             if (bias) value += bias[at % result.c];
-            if (relu && value < 0.0f) value = 0.0f;
+            if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
             to.write(at, value);
         }
     }
@@ -250,7 +263,10 @@ Status find(
     // What is in the results afterwards is nobody's business.
     const Tensor& result = pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w;
     std::memset(to, 0xff, result.len() * (result.type == BFLOAT16 ? 2 : 4));
-    if (workspace) std::memset(workspace, 0xff, size);
+    for (const Algorithm& algorithm : ALGORITHMS) {
+        const size_t needed = workspace_of(layer, algorithm.number);
+        if (workspace && needed <= size) std::memset(workspace, 0xff, needed);
+    }
     *count = 0;
     for (int math : {layer.convolution.math, int(DEFAULT_MATH)}) {
         for (const Algorithm& algorithm : ALGORITHMS) {
@@ -279,7 +295,7 @@ Status workspace_size(Pass pass, void* handle, void* from, void* by, void* convo
 Status convolve(
     Pass pass, void* raw, const float* alpha, void* from_descriptor, const void* from, void* by_descriptor, const void* by,
     void* convolution, int number, void* workspace, size_t size, const float* beta, void* to_descriptor, void* to,
-    const float* bias = nullptr, bool relu = false
+    const float* bias = nullptr, const Activation* activation = nullptr
 ) {
     Handle* handle = of<Handle>(raw, Kind::Handle);
     if (!handle) return NOT_INITIALIZED;
@@ -292,7 +308,8 @@ Status convolve(
     run.workspace = workspace;
     run.workspace_size = size;
     run.bias = bias;
-    run.relu = relu;
+    run.relu = activation && activation->mode == RELU;
+    run.keeps_nan = activation && activation->keeps_nan;
     return start(handle, run, number);
 }
 
@@ -380,11 +397,12 @@ API unsigned cudnnSetConvolutionMathType(void* raw, int math) {
 
 API unsigned cudnnCreateActivationDescriptor(void** place) { return create<Activation>(place, Kind::Activation); }
 API unsigned cudnnDestroyActivationDescriptor(void* raw) { return destroy<Activation>(raw, Kind::Activation); }
-API unsigned cudnnSetActivationDescriptor(void* raw, int mode, int, double) {
+API unsigned cudnnSetActivationDescriptor(void* raw, int mode, int propagate_nan, double) {
     Activation* activation = static_cast<Activation*>(raw);
     if (!activation || activation->kind != Kind::Activation) return DESCRIPTOR_TYPE;
     if (mode != RELU && mode != IDENTITY) return NOT_SUPPORTED;
     activation->mode = mode;
+    activation->keeps_nan = propagate_nan == 1;
     activation->set = true;
     return SUCCESS;
 }
@@ -439,5 +457,5 @@ API unsigned cudnnConvolutionBiasActivationForward(
     if (activation->mode == IDENTITY && number != IMPLICIT_PRECOMP_GEMM) return NOT_SUPPORTED;
     const float zero = 0.0f;
     return convolve(Pass::Forward, handle, alpha1, x_descriptor, x, w_descriptor, w, convolution, number, workspace, size, &zero,
-                    y_descriptor, y, static_cast<const float*>(bias), activation->mode == RELU);
+                    y_descriptor, y, static_cast<const float*>(bias), activation);
 }

@@ -29,7 +29,8 @@ size_t total() { return (size_t)number_asked_for("FAKE_GPU_MEMORY_MIB", 4096) <<
 void check_strip(const unsigned char* memory, size_t bytes) {
     for (size_t i = 0; i < STRIP_BYTES; ++i) {
         if (memory[bytes + i] == STRIP) continue;
-        fprintf(stderr, "FAKE GPU: %zu bytes of device memory were written to past their end, at byte %zu\n", bytes, bytes + i);
+        fprintf(stderr, "FAKE GPU: %zu bytes of device memory were written to past their end, at byte %zu\n", bytes,
+                bytes + i);
         abort();
     }
 }
@@ -180,7 +181,8 @@ API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return c
 // Pageable memory is staged before the call returns; pinned memory is read when the copy's turn comes.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
     if (is_pinned(from) || is_capturing(stream)) return enqueue(stream, [=] { memcpy((void*)to, from, bytes); });
-    auto staged = std::make_shared<std::vector<unsigned char>>((const unsigned char*)from, (const unsigned char*)from + bytes);
+    const auto* start = (const unsigned char*)from;
+    auto staged = std::make_shared<std::vector<unsigned char>>(start, start + bytes);
     return enqueue(stream, [=] { memcpy((void*)to, staged->data(), bytes); });
 }
 
@@ -221,9 +223,15 @@ CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
 
 }   // namespace
 
-API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count) { return fill(to, value, count, nullptr); }
-API CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, size_t count) { return fill(to, value, count, nullptr); }
-API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) { return fill(to, value, count, nullptr); }
+API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count) {
+    return fill(to, value, count, nullptr);
+}
+API CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, size_t count) {
+    return fill(to, value, count, nullptr);
+}
+API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) {
+    return fill(to, value, count, nullptr);
+}
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
     return fill(to, value, count, stream);
 }

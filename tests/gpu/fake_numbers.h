@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace fake {
 
@@ -45,10 +46,20 @@ struct Numbers {
     }
 };
 
-// An operand of a product: TF32 has 10 bits of mantissa.
-inline double operand(const Numbers& numbers, size_t at, bool tf32) {
-    const float value = numbers.read(at);
-    return tf32 ? rounded(value, 13) : value;
+// Operands of a product: TF32 has 10 bits of mantissa. As plain f32, so that the loops over them are fast ones: in a race
+// with the project's kernels, which run here as C++ too, a library has to have a chance.
+inline std::vector<float> operands(const Numbers& numbers, size_t len, bool tf32) {
+    std::vector<float> values(len);
+    for (size_t at = 0; at < len; ++at) {
+        const float value = numbers.read(at);
+        values[at] = tf32 ? rounded(value, 13) : value;
+    }
+    return values;
+}
+
+// sums += factor * values
+inline void add(float* __restrict sums, const float* __restrict values, float factor, size_t len) {
+    for (size_t at = 0; at < len; ++at) sums[at] += factor * values[at];
 }
 
 }   // namespace fake

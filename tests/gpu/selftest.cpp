@@ -94,7 +94,8 @@ void limits() {
     OK(cuStreamSynchronize(stream));
     CHECK(counter.read()[0] == 3 * 2 * 1024 + 32);
     CUfunction bounded = kernel("selftest_block_sum");
-    EXPECT(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, launch(bounded, 1, 512, 0, stream, counter.address, counter.address, 0u));
+    const CUdeviceptr any = counter.address;
+    EXPECT(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, launch(bounded, 1, 512, 0, stream, any, any, 0u));
     CUmodule module;
     CUfunction unknown;
     EXPECT(CUDA_ERROR_INVALID_IMAGE, cuModuleLoadData(&module, "some other compiler's"));

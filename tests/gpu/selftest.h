@@ -37,8 +37,8 @@ CUresult cuEventElapsedTime(float*, CUevent, CUevent);
 CUresult cuModuleLoadData(CUmodule*, const void*);
 CUresult cuModuleGetFunction(CUfunction*, CUmodule, const char*);
 CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int);
-CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**,
-                        void**);
+CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream,
+                        void**, void**);
 CUresult cuGraphInstantiateWithFlags(CUgraphExec*, CUgraph, unsigned long long);
 CUresult cuGraphLaunch(CUgraphExec, CUstream);
 CUresult cuGraphExecDestroy(CUgraphExec);
@@ -128,9 +128,9 @@ inline CUfunction kernel(const char* name) {
 }
 
 template <class... T>
-CUresult launch(CUfunction function, unsigned blocks, unsigned threads, unsigned shared, CUstream stream, T... arguments) {
+CUresult launch(CUfunction kernel, unsigned blocks, unsigned threads, unsigned shared, CUstream stream, T... arguments) {
     void* pointers[] = {&arguments..., nullptr};
-    return cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, nullptr);
+    return cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, nullptr);
 }
 
 void nccl_case(const std::string& name, int ranks);

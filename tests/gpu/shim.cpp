@@ -1,8 +1,8 @@
 // The engine behind shim.h: the threads of a block as fibers.
 //
-// Every host thread that runs kernels owns an Engine, which owns the fibers' stacks. A fiber takes the block's next thread
-// that was not started yet, runs the kernel for it, and takes another; when its thread has to wait, it switches to a
-// fiber that may go on, or to a fresh one that starts the next thread. So a kernel that never waits needs one fiber
+// Every host thread that runs kernels owns an Engine, which owns the fibers' stacks. A fiber takes the block's next
+// thread that was not started yet, runs the kernel for it, and takes another; when its thread has to wait, it switches to
+// a fiber that may go on, or to a fresh one that starts the next thread. So a kernel that never waits needs one fiber
 // and no switch at all. When nobody may go on while threads still wait, the kernel has a barrier that not everyone
 // reaches: nothing could ever release them, and that is what is reported.
 #include <algorithm>
@@ -334,8 +334,8 @@ class Engine {
         }
         char text[240];
         int length = snprintf(text, sizeof text,
-                              "a barrier that not all threads reach: of %u threads %u have ended, %u wait in __syncthreads, "
-                              "%u in a warp function",
+                              "a barrier that not all threads reach: of %u threads %u have ended, %u wait in "
+                              "__syncthreads, %u in a warp function",
                               count, count - living, at_barrier, in_warp);
         if (in_warp > 0) {
             snprintf(text + length, sizeof text - length, " (thread %u with mask %08x)", example, calls[example]->mask);
@@ -350,7 +350,8 @@ class Engine {
     unsigned count = 0, living = 0, next = 0, at_barrier = 0;
     State state[MOST_THREADS];
     Fiber* holder[MOST_THREADS];
-    unsigned alive[MOST_THREADS / WARP], waiting[MOST_THREADS / WARP];   // lanes, by warp: not ended; in a warp function
+    unsigned alive[MOST_THREADS / WARP];     // the lanes of each warp that have not ended
+    unsigned waiting[MOST_THREADS / WARP];   // those in a warp function
     WarpCall* calls[MOST_THREADS];
     unsigned start_order[MOST_THREADS], released[MOST_THREADS];
     std::vector<std::unique_ptr<Fiber>> fibers;

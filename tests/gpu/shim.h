@@ -1,7 +1,7 @@
 // Reads the project's CUDA sources as C++, so that they run on a machine without a GPU. For tests only.
 //
-// The threads of a block are fibers of one host thread, and blocks run one after another. A fiber gives way only when it
-// has to wait for others (a barrier, a shuffle), so a kernel without either runs each of its threads straight through.
+// The threads of a block are fibers of one host thread, and blocks run one after another. A fiber gives way only when
+// it has to wait for others (a barrier, a shuffle), so a kernel without either runs each of its threads straight through.
 // Real blocks and warps run in any order; FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) picks the order
 // of blocks and of threads between two waits, and a kernel whose result depends on it lacks a barrier. A barrier that
 // some living thread of the block never reaches ends the process with the kernel's name.
@@ -75,7 +75,7 @@ struct WarpCall {
 
 void warp_call(WarpCall& call);
 
-// Computes what the lanes get, all of them waiting (null: not in the mask, or ended). The complaint if that is nonsense.
+// Computes what the lanes get, all of them waiting (null: not in the mask, or ended). A complaint if that is nonsense.
 const char* exchange(WarpCall* const lanes[32]);
 
 struct MmaLane {

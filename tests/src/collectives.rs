@@ -273,6 +273,10 @@ impl Bench<'_> {
                 if large && op != ReduceOp::Avg {
                     continue;
                 }
+                // Sums of bytes wrap before NCCL divides them; the contract says so.
+                if op == ReduceOp::Avg && T::DTYPE == DType::U8 && self.comm.backend() == "nccl" {
+                    continue;
+                }
                 self.all_reduce::<T>(len, op)?;
                 let shard = if large { len / 8 } else { len };
                 self.reduce_scatter::<T>(shard, op)?;

@@ -79,15 +79,13 @@ pub fn command(program: impl AsRef<Path>) -> Command {
         path.push(others);
     }
     command.env("LD_LIBRARY_PATH", path).env("MGPU_CACHE_DIR", folder.join("kernels"));
-    // Everything by which the real libraries, or only some of the devices, would be chosen, and what the fakes read.
+    // Everything by which the real libraries, or only some of the devices, would be chosen, and what the fakes are told:
+    // only the order of threads and the slowness of streams may be asked for of a whole suite.
+    let kept = ["FAKE_GPU_ORDER", "FAKE_GPU_SEED", "FAKE_GPU_DELAY_US"];
+    let others = ["CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"];
     let foreign = |name: &str| {
-        let ours = ["MGPU_CACHE_DIR", "LD_LIBRARY_PATH"].contains(&name);
-        let chooses = name.ends_with("_LIBRARY") || ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV"].contains(&name);
-        !ours
-            && (chooses
-                || name.starts_with("FAKE_")
-                || name.starts_with("NCCL_")
-                || name == "CUDA_VISIBLE_DEVICES")
+        let about_gpus = name.starts_with("FAKE_") || name.starts_with("NCCL_") || name.ends_with("_LIBRARY");
+        (about_gpus || others.contains(&name)) && !kept.contains(&name)
     };
     for (name, _) in env::vars_os() {
         if name.to_str().is_some_and(foreign) {
@@ -99,10 +97,9 @@ pub fn command(program: impl AsRef<Path>) -> Command {
 
 /// Everything the object is made from.
 struct Inputs {
-    /// The C++ files and what becomes of each `.cu` file, by the name of its object file.
+    /// What is compiled, by the name of its object file: a few lines that include the file itself, with a number in a
+    /// comment for each of its inputs.
     sources: BTreeMap<String, String>,
-    /// Of all headers, which any source may include.
-    headers: u64,
     flags: Vec<OsString>,
     compiler: OsString,
     /// The parts of the fakes' own test, which is no part of the object.
@@ -119,7 +116,13 @@ impl Inputs {
         walk(&kernels, &mut files);
         files.sort();
 
-        let mut headers = DefaultHasher::new();
+        // What each kind of source may include, as a number: a change of the fakes leaves the kernels' objects alone.
+        let headers = |wanted: &dyn Fn(&str) -> bool| {
+            let name = |file: &&PathBuf| file.file_name().is_some_and(|name| wanted(&name.to_string_lossy()));
+            hash(&files.iter().filter(name).map(|file| read(file)).collect::<String>())
+        };
+        let for_fakes = headers(&|name| name.ends_with(".h"));
+        let for_kernels = headers(&|name| name.ends_with(".cuh") || name == "shim.h");
         let mut sources = BTreeMap::new();
         let of_selftest = |file: &PathBuf| {
             let name = file.file_name().unwrap_or_default().to_string_lossy();
@@ -129,13 +132,12 @@ impl Inputs {
         for file in files {
             let name = object_name(&file, tests.parent().expect("a workspace"));
             let extension = file.extension().unwrap_or_default().to_str();
-            if matches!(extension, Some("h" | "cuh")) {
-                headers.write(read(&file).as_bytes());
-            } else if extension == Some("cpp") {
-                sources.insert(name, format!("#include \"{}\"\n// {}\n", file.display(), hash(&read(&file))));
+            let inputs = |headers: u64| format!("// {headers:016x} {:016x}\n", hash(&read(&file)));
+            if extension == Some("cpp") {
+                sources.insert(name, inputs(for_fakes) + &format!("#include \"{}\"\n", file.display()));
             } else if extension == Some("cu") {
                 let text = wrap(&name, &file, &fakes.join("shim.h"), &device);
-                sources.insert(name, text);
+                sources.insert(name, inputs(for_kernels) + &text);
             }
         }
 
@@ -146,7 +148,7 @@ impl Inputs {
             flags.extend(["-mavx2", "-mfma"].map(OsString::from));
         }
         let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
-        Self { sources, headers: headers.finish(), flags, compiler, selftest }
+        Self { sources, flags, compiler, selftest }
     }
 
     /// The folder for these inputs, found or made. Processes that want it at once wait for the one that makes it.
@@ -155,7 +157,8 @@ impl Inputs {
         let objects = root.join("objects");
         fs::create_dir_all(&objects).expect("a folder under target");
         let all: String = self.sources.values().map(|text| format!("{:x}\n", self.key(text))).collect();
-        let selftest: String = self.selftest.iter().map(|file| read(file)).collect();
+        let headers = self.selftest[0].with_file_name("selftest.h");
+        let selftest: String = self.selftest.iter().chain([&headers]).map(|file| read(file)).collect();
         let folder = root.join(format!("{:016x}", hash(&(all + &selftest + &NAMES.concat()))));
         if folder.exists() {
             return folder;
@@ -175,7 +178,7 @@ impl Inputs {
     }
 
     fn key(&self, text: &str) -> u64 {
-        hash(&format!("{}{:?}{:?}{text}", self.headers, self.flags, self.compiler))
+        hash(&format!("{:?}{:?}{text}", self.flags, self.compiler))
     }
 
     fn object(&self, objects: &Path, name: &str, text: &str) -> PathBuf {
@@ -243,8 +246,7 @@ impl Inputs {
 fn wrap(name: &str, file: &Path, shim: &Path, device: &Path) -> String {
     let text = read(file);
     let mut wrapper = format!(
-        "// {:016x}\n#include \"{}\"\nnamespace kernels_{name} {{\n#include \"{}\"\n#include \"{}\"\n",
-        hash(&text),
+        "#include \"{}\"\nnamespace kernels_{name} {{\n#include \"{}\"\n#include \"{}\"\n",
         shim.display(),
         device.display(),
         file.display()

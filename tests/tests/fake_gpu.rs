@@ -81,3 +81,39 @@ fn a_captured_graph_is_replayed_with_its_branches() {
 fn a_capture_refuses_what_cuda_refuses() {
     passes("capture_errors");
 }
+
+#[test]
+fn collectives_between_threads_and_between_processes() {
+    for ranks in ["1", "2", "3", "5"] {
+        let devices = [("FAKE_GPU_COUNT", ranks)];
+        case(&["nccl_collectives", ranks], &devices).expect(0, &[]);
+        case(&["nccl_processes", ranks], &devices).expect(0, &[]);
+    }
+    passes("nccl_numbers");
+    passes("nccl_graph");
+}
+
+#[test]
+fn ranks_on_one_device_are_refused_unless_allowed() {
+    passes("nccl_same_device");
+    let newer = [("FAKE_NCCL_VERSION", "23003"), ("NCCL_MULTI_RANK_GPU_ENABLE", "1")];
+    case(&["nccl_same_device"], &newer).expect(0, &[]);
+}
+
+#[test]
+fn faults_happen_on_demand_and_end_by_abort() {
+    for fault in ["init_error@1", "hang_init@1", "async_error@1:after=2", "stuck_collective@1:after=2"] {
+        case(&["nccl_fault"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
+    }
+    for fault in ["call_error@1", "stuck_finalize@1"] {
+        case(&["nccl_call_fault"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
+    }
+    for fault in ["hang_call_init", "stuck_abort"] {
+        case(&["nccl_hang"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
+    }
+}
+
+#[test]
+fn a_killed_rank_leaves_the_others_waiting_until_they_abort() {
+    case(&["nccl_killed", "3"], &[("FAKE_GPU_COUNT", "3")]).expect(0, &[]);
+}

@@ -7,7 +7,8 @@
 //!
 //! ```text
 //! spec (catalogue) ── shapes, names, offsets (plan) ── initial values (initial)
-//!                                     └── forward and backward (net), by the kernels of `mgpu_kernels`
+//!                                     ├── forward and backward (net), by the CPU's kernels of `mgpu_kernels`
+//!                                     └── the same on a GPU (device)
 //! ```
 //!
 //! The parameters are not the net's: they live in one flat slice that belongs to the caller, described by
@@ -25,6 +26,7 @@
 //! ```
 
 mod catalogue;
+mod device;
 mod initial;
 mod net;
 mod plan;
@@ -33,6 +35,7 @@ mod spec;
 mod tests;
 
 pub use catalogue::{UnknownNet, names};
+pub use device::{DeviceData, DeviceDropout, DeviceNet};
 pub use mgpu_kernels::conv::Padding;
 pub use mgpu_kernels::loss::Report as LossReport;
 pub use mgpu_kernels::pool::Rounding;

@@ -218,7 +218,7 @@ impl Net {
                 Op::Conv { shape, weight } => {
                     conv::cpu::forward(threads, scratch, &shape, x, tensor(weight), tensor(weight + 1), y);
                 }
-                Op::Dense { shape, weight } => {
+                Op::Dense { shape, weight, .. } => {
                     dense::cpu::forward(threads, &shape, x, tensor(weight), tensor(weight + 1), y);
                 }
                 Op::Norm { index, plane, weight, mean } => {
@@ -238,10 +238,10 @@ impl Net {
                     norm::cpu::normalise(threads, statistics, gamma, beta, x, plane, y);
                 }
                 Op::Activation { slope } => activation::cpu::forward(threads, slope, y),
-                Op::Pool { index, shape } => {
+                Op::Pool { index, shape, .. } => {
                     pool::cpu::forward(threads, &shape, x, y, &mut chosen[index][..y.len()]);
                 }
-                Op::Dropout { probability, layer } => {
+                Op::Dropout { probability, layer, .. } => {
                     if let Pass::Train { dropout: Some(key), .. } = &pass {
                         let mask = key.mask(layer, plan.slots[output]);
                         dropout::cpu::apply(threads, probability, mask, y);
@@ -299,7 +299,7 @@ impl Net {
                         conv::cpu::backward_input(threads, scratch, &shape, tensor(weight), dy, dx);
                     }
                 }
-                Op::Dense { shape, weight } => {
+                Op::Dense { shape, weight, .. } => {
                     dense::cpu::backward_bias(threads, &shape, dy, sink.gradient(weight + 1));
                     sink.ready(weight + 1)?;
                     dense::cpu::backward_weights(threads, &shape, x, dy, sink.gradient(weight));
@@ -321,10 +321,10 @@ impl Net {
                     }
                 }
                 Op::Activation { slope } => activation::cpu::backward(threads, slope, y, dy),
-                Op::Pool { index, shape } => {
+                Op::Pool { index, shape, .. } => {
                     pool::cpu::backward(threads, &shape, dy, &chosen[index][..y.len()], dx);
                 }
-                Op::Dropout { probability, layer } => {
+                Op::Dropout { probability, layer, .. } => {
                     if let Some(key) = dropout {
                         let mask = key.mask(layer, plan.slots[output]);
                         dropout::cpu::apply(threads, probability, mask, dy);

@@ -9,6 +9,14 @@ use mgpu_kernels::{activation, conv, dense, pool};
 
 use super::spec::{Layer, Spec};
 
+/// Extents of the images in memory. Flattening moves no data: a flattened image is still one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Image {
+    pub(super) channels: usize,
+    /// Rows times columns.
+    pub(super) plane: usize,
+}
+
 /// One operation, with everything about its shape but the number of images.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Op {
@@ -17,9 +25,11 @@ pub(super) enum Op {
         shape: conv::Shape,
         weight: usize,
     },
+    /// `weight` as above; `image` is what was flattened into its input.
     Dense {
         shape: dense::Shape,
         weight: usize,
+        image: Image,
     },
     /// `weight` scales, the next tensor shifts; `mean` is the running mean among the buffers, the variance the
     /// next one. `index` counts the network's normalisations.
@@ -36,11 +46,13 @@ pub(super) enum Op {
     Pool {
         index: usize,
         shape: pool::Shape,
+        channels: usize,
     },
     /// `layer` is the index in the spec, to tell masks apart.
     Dropout {
         probability: f32,
         layer: usize,
+        image: Image,
     },
 }
 
@@ -51,6 +63,12 @@ impl Op {
 
     fn in_place(&self) -> bool {
         matches!(self, Op::Activation { .. } | Op::Dropout { .. })
+    }
+}
+
+impl Image {
+    fn of([channels, height, width]: [usize; 3]) -> Self {
+        Image { channels, plane: height * width }
     }
 }
 
@@ -105,10 +123,14 @@ impl Plan {
             buffers: Layout::new(),
         };
         let mut extents = spec.input;
+        let mut image = Image::of(extents);
         for (index, layer) in spec.layers.iter().enumerate() {
             let rectified = matches!(spec.layers.get(index + 1), Some(Layer::Relu | Layer::LeakyRelu));
-            let (op, after) = plan.resolve(index, *layer, extents, rectified);
+            let (op, after) = plan.resolve(index, *layer, extents, image, rectified);
             extents = after;
+            if *layer != Layer::Flatten {
+                image = if op.is_some_and(|op| op.in_place()) { image } else { Image::of(extents) };
+            }
             let Some(op) = op else { continue };
             let input = plan.slots.len() - 1;
             if !op.in_place() {
@@ -125,6 +147,7 @@ impl Plan {
         index: usize,
         layer: Layer,
         extents: [usize; 3],
+        image: Image,
         rectified: bool,
     ) -> (Option<Op>, [usize; 3]) {
         let [channels, height, width] = extents;
@@ -141,7 +164,7 @@ impl Plan {
                 let shape = dense::Shape { inputs: channels, outputs };
                 let role = Role::Weight { fan_in: channels, rectified };
                 let weight = self.add_pair(index, &[outputs, channels], role, Role::Bias);
-                (Some(Op::Dense { shape, weight }), [outputs, 1, 1])
+                (Some(Op::Dense { shape, weight, image }), [outputs, 1, 1])
             }
             Layer::BatchNorm => {
                 let weight = self.add_pair(index, &[channels], Role::Scale, Role::Shift);
@@ -155,11 +178,11 @@ impl Plan {
                 let shape = pool::Shape { height, width, rounding };
                 let after = [channels, shape.out_height(), shape.out_width()];
                 self.pools.push(after.iter().product());
-                (Some(Op::Pool { index: self.pools.len() - 1, shape }), after)
+                (Some(Op::Pool { index: self.pools.len() - 1, shape, channels }), after)
             }
             Layer::Relu => (Some(Op::Activation { slope: 0.0 }), extents),
             Layer::LeakyRelu => (Some(Op::Activation { slope: activation::LEAKY_SLOPE }), extents),
-            Layer::Dropout(probability) => (Some(Op::Dropout { probability, layer: index }), extents),
+            Layer::Dropout(probability) => (Some(Op::Dropout { probability, layer: index, image }), extents),
             Layer::Flatten => (None, [extents.iter().product(), 1, 1]),
         }
     }

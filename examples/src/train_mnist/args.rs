@@ -4,6 +4,9 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Parser, ValueEnum};
 
+use mgpu_kernels::cuda::{Libraries, Precision};
+
+use super::engine::Options;
 use crate::nets::Spec;
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
@@ -47,13 +50,19 @@ pub(super) struct Args {
     /// Seed of weights, shuffling, dropout and generated digits.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
-    /// Arithmetic: f32; tf32 and bf16 need a GPU.
-    #[arg(long, value_name = "P", default_value = "f32", value_parser = parse_precision)]
-    precision: Precision,
+    /// Arithmetic: f32; on a GPU also tf32 and bf16, whose parameters stay f32.
+    #[arg(long, value_name = "P", default_value_t = Precision::F32)]
+    pub(super) precision: Precision,
+    /// Convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or builtin (our own).
+    #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
+    kernels: Libraries,
+    /// Launch every kernel by itself on a GPU, in place of replaying whole steps: for debugging.
+    #[arg(long)]
+    no_graph: bool,
     /// Threads of each rank on the CPU [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Mebibytes of gradients in one all-reduce [default: 1].
+    /// Mebibytes of gradients in one all-reduce [default: 1; on GPUs 16].
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
     bucket: Option<u16>,
     /// Write a checkpoint into this folder after every epoch; the last two are kept.
@@ -71,18 +80,6 @@ pub(super) struct Args {
     /// Leave the test set out: for measurements.
     #[arg(long)]
     pub(super) skip_test: bool,
-}
-
-/// The one precision of the CPU. A type of its own, so that others are refused where arguments are parsed.
-#[derive(Debug, Clone, Copy)]
-struct Precision;
-
-fn parse_precision(text: &str) -> Result<Precision, String> {
-    match text {
-        "f32" => Ok(Precision),
-        "tf32" | "bf16" => Err(format!("{text} needs a GPU; the CPU backend computes in f32")),
-        _ => Err("known are f32, tf32 and bf16".into()),
-    }
 }
 
 /// How the learning rate changes.
@@ -130,18 +127,23 @@ impl Args {
         self.lr.unwrap_or(self.net.optimizer.rule.lr())
     }
 
-    /// Bytes of gradients in one all-reduce.
-    pub(super) fn bucket_bytes(&self) -> usize {
-        self.bucket.map_or(mgpu::step::BUCKET, |mebibytes| usize::from(mebibytes) << 20)
+    /// Bytes of gradients in one all-reduce, where the user says.
+    pub(super) fn bucket_bytes(&self) -> Option<usize> {
+        self.bucket.map(|mebibytes| usize::from(mebibytes) << 20)
+    }
+
+    /// How a GPU is to be used.
+    pub(super) fn gpu(&self) -> Options {
+        Options {
+            precision: self.precision,
+            libraries: self.kernels,
+            graph: !self.no_graph,
+            bucket: self.bucket_bytes(),
+        }
     }
 
     /// Threads of a rank: its share of the cores, unless told otherwise.
     pub(super) fn threads(&self, share: usize) -> usize {
         self.threads.map_or(share, usize::from)
-    }
-
-    pub(super) fn dtype(&self) -> &'static str {
-        let Precision = self.precision;
-        "f32"
     }
 }

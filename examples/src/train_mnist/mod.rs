@@ -15,9 +15,10 @@ use std::process::ExitCode;
 
 use args::Args;
 use clap::Parser;
-use engine::Cpu;
+use engine::{Cpu, Engine, Gpu};
 use mgpu::progress::Phase;
-use mgpu::{Communicator, ReduceOp, World, checkpoint};
+use mgpu::{Backend, Communicator, ReduceOp, World, checkpoint};
+use mgpu_kernels::cuda::Precision;
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
 
@@ -28,15 +29,27 @@ pub fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
-    let mut comm = world.communicator()?;
     let (rank, ranks) = (world.rank(), world.size());
-    let data = source::load(args, &world, &mut *comm)?;
     let threads = args.threads(world.thread_share());
+    if world.backend() == Backend::Cpu && args.precision != Precision::F32 {
+        let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend computes in f32";
+        return Err(format!("--precision {} {problem}", args.precision).into());
+    }
+    let (device, mut comm) = match world.backend() {
+        Backend::Cpu => (None, world.communicator()?),
+        Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
+    };
+    let data = source::load(args, &world, &mut *comm)?;
     let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
     let mut progress = Progress::new(rank);
 
     let mut trainer = Trainer::new(args, (rank, ranks), data.train.len(), |recipe| {
-        Ok(Box::new(Cpu::new(recipe, &args.net, comm, threads, args.bucket_bytes())?))
+        Ok(match device {
+            Some(device) => {
+                Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
+            }
+            None => Box::new(Cpu::new(recipe, &args.net, comm, threads, args.bucket_bytes())?),
+        })
     })?;
     if let Some(folder) = &args.checkpoint_dir {
         // Better known now than after an epoch.
@@ -55,11 +68,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     }
     if rank == 0 {
         println!(
-            "{} ({} parameters) on {ranks} rank{} of {threads} thread{}, {} images a step; {}",
+            "{} ({} parameters) on {ranks} rank{} of {}, {} images a step; {}",
             args.net.name,
             trainer.engine().parameters(),
             if ranks == 1 { "" } else { "s" },
-            if threads == 1 { "" } else { "s" },
+            trainer.engine().place(),
             args.batch() * ranks as usize,
             data.origin
         );
@@ -115,8 +128,8 @@ fn summary(
         net: args.net.name.clone(),
         ranks: trainer.engine().comm().size(),
         batch: args.batch(),
-        device: "cpu",
-        dtype: args.dtype(),
+        device: if trainer.engine().gpu().is_some() { "cuda" } else { "cpu" },
+        dtype: args.precision.name(),
         epochs: last.map_or(0, |report| report.epoch),
         steps: trainer.steps(),
         images_per_s: round(totals.images_per_s()),
@@ -126,7 +139,8 @@ fn summary(
         test_acc: last.and_then(|report| report.test_acc),
         test_loss: last.and_then(|report| report.test_loss),
         test_acc_average: last.and_then(|report| report.test_acc_average),
-        max_gpu_mib: trainer.engine().gpu_mib(),
+        max_gpu_mib: trainer.engine().gpu().map(|gpu| gpu.memory_peak() >> 20),
+        gpu: trainer.engine().gpu().map(|gpu| gpu.name().to_owned()),
         rss_mib: round(rss_mib),
         threads,
         seed: args.seed,

@@ -43,10 +43,10 @@ pub static PRODUCTS: [Source; 3] =
     [product_source!("conv_f32"), product_source!("conv_tf32"), product_source!("conv_bf16")];
 
 /// The kernels for images of one channel.
-pub static FIRST: Source = Source { name: "first", text: include_str!("first.cu") };
+pub static FIRST: Source = Source { name: "conv_first", text: include_str!("first.cu") };
 
 /// Sums of rows.
-pub static SUMS: Source = Source { name: "sums", text: include_str!("sums.cu") };
+pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("sums.cu") };
 
 /// `struct Side` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]

@@ -20,15 +20,14 @@
 //! - `dx[n,c,p,q] = Σ_{f,u,v} w[f,c,u,v] · dy[n, f, p−u+P, q−v+P]`
 //!
 //! The three are separate calls: a first layer needs no `dx`, and the all-reduce of `dw` may run under `dx`.
-//!
-//! On a GPU the same tensors lie with their channels fastest: images as \[N, H, W, C\], weights as \[F, K, K, C\]. The
-//! values along an image's or a kernel's depth are then neighbours in memory, which is how matrix products want them.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cuda")]
 mod cudnn;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 #[cfg(feature = "cuda")]
 mod plan;
 

@@ -202,11 +202,11 @@ struct PlainProduct {
         return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
     }
 
-    // Unrolled by no more than the registers have room for.
+    // The words are a loop because the compiler, given more of them at once, runs out of registers.
     template <class, class>
     __device__ void add(const u32* left, const u32* right) {
         const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
-#pragma unroll (2 / Elements<T>::WORD)
+#pragma unroll 1
         for (u32 word = 0; word < TILE_WORDS; word++) {
             Quad a[ROWS / 4], b[COLUMNS / 4];
 #pragma unroll

@@ -15,7 +15,7 @@ use std::time::Instant;
 use half::bf16;
 
 use super::error::{Error, Result};
-use super::{Device, Precision, Stream, View, cache};
+use super::{Device, Precision, Source, Stream, View, cache};
 use crate::DType;
 
 /// What a layer may choose from.
@@ -40,6 +40,32 @@ pub enum Libraries {
     Auto,
     /// This crate's kernels only.
     Builtin,
+}
+
+impl Libraries {
+    /// The name used on command lines: `auto` or `builtin`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Libraries::Auto => "auto",
+            Libraries::Builtin => "builtin",
+        }
+    }
+}
+
+impl std::fmt::Display for Libraries {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Libraries {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let all = [Libraries::Auto, Libraries::Builtin];
+        let found = all.into_iter().find(|libraries| libraries.name() == text);
+        found.ok_or_else(|| "known are auto and builtin".into())
+    }
 }
 
 /// The products of a layer.
@@ -75,7 +101,7 @@ pub(crate) trait Algorithm: Clone + std::fmt::Display {
 pub(crate) struct Choice<A> {
     /// The library's algorithm; none for this crate's own kernel.
     pub(crate) algorithm: Option<A>,
-    /// Bytes of workspace.
+    /// Bytes of workspace that the algorithm needs.
     pub(crate) workspace: usize,
     /// How long it takes; none where there was nothing to choose from.
     pub(crate) milliseconds: Option<f64>,
@@ -83,8 +109,8 @@ pub(crate) struct Choice<A> {
 
 impl<A> Choice<A> {
     /// This crate's own kernel, since there is no other.
-    pub(crate) fn builtin(workspace: usize) -> Self {
-        Choice { algorithm: None, workspace, milliseconds: None }
+    pub(crate) fn builtin() -> Self {
+        Choice { algorithm: None, workspace: 0, milliseconds: None }
     }
 }
 
@@ -101,35 +127,35 @@ impl<A: Algorithm> std::fmt::Display for Choice<A> {
     }
 }
 
-/// Stands for everything that a choice depends on; `problem` says what is computed.
-pub(crate) fn key(device: &Device, library: &str, problem: &str, pass: Pass) -> String {
+/// Stands for everything that a choice depends on: `problem` says what is computed, `own` is what the library raced with.
+pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, pass: Pass) -> String {
     let (architecture, driver) = (device.architecture(), device.driver());
     let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
-    cache::key(&[env!("CARGO_PKG_VERSION"), device.name(), &machine, library, problem, pass.name()])
+    cache::key(&[env!("CARGO_PKG_VERSION"), device.name(), &machine, library, problem, own.text, pass.name()])
 }
 
 const FILE: &str = "choice";
 
-/// What was chosen before, or else what `race` ends with. An algorithm counts only if `supported` says that it needs no
+/// What was chosen before, or else what `race` ends with, if there is one. An algorithm counts only if `supported` says that it needs no
 /// more than it did.
 pub(crate) fn settle<A: Algorithm>(
     key: &str,
     supported: impl Fn(&A) -> Result<usize>,
-    race: impl FnOnce() -> Result<Choice<A>>,
-) -> Result<Choice<A>> {
+    race: impl FnOnce() -> Result<Option<Choice<A>>>,
+) -> Result<Option<Choice<A>>> {
     let holds = |choice: &Choice<A>| match &choice.algorithm {
         Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= choice.workspace),
         None => true,
     };
     if let Some(earlier) = recall(key).filter(holds) {
-        return Ok(earlier);
+        return Ok(Some(earlier));
     }
-    let choice = race()?;
+    let Some(choice) = race()? else { return Ok(None) };
     if let Some(earlier) = recall(key).filter(holds) {
-        return Ok(earlier);
+        return Ok(Some(earlier));
     }
     cache::write(FILE, key, line(&choice).as_bytes());
-    Ok(choice)
+    Ok(Some(choice))
 }
 
 fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {
@@ -153,6 +179,68 @@ fn parse<A: Algorithm>(line: &str) -> Option<Choice<A>> {
     Some(Choice { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
 }
 
+/// Something of a library that does not serve, and why.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Note {
+    pub(crate) what: String,
+    pub(crate) why: String,
+}
+
+impl Note {
+    pub(crate) fn new(what: impl std::fmt::Display, why: impl std::fmt::Display) -> Self {
+        Note { what: what.to_string(), why: why.to_string() }
+    }
+
+    /// Adds `notes` about one pass, those of one reason as one.
+    pub(crate) fn collect(all: &mut Vec<Note>, pass: Pass, notes: Vec<Note>) {
+        let mut reasons: Vec<Note> = Vec::new();
+        for note in notes {
+            match reasons.iter_mut().find(|known| known.why == note.why) {
+                Some(known) => known.what.push_str(&format!(", {}", note.what)),
+                None => reasons.push(Note { what: format!("{} {}", pass.name(), note.what), ..note }),
+            }
+        }
+        all.append(&mut reasons);
+    }
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.what, self.why)
+    }
+}
+
+/// One line about a layer: what it is, who makes its passes, and notes about what was not chosen.
+pub(crate) fn describe<A: Algorithm>(
+    layer: &str,
+    precision: Precision,
+    passes: [Option<&Choice<A>>; 3],
+    notes: &[Note],
+) -> String {
+    let names = [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights].map(Pass::name);
+    let passes = names.iter().zip(passes).filter_map(|(name, choice)| Some(format!("{name} {}", choice?)));
+    let mut line = format!("{layer}, {precision}: {}", passes.collect::<Vec<_>>().join(", "));
+    if !notes.is_empty() {
+        let notes: Vec<_> = notes.iter().map(Note::to_string).collect();
+        line.push_str(&format!(" ({})", notes.join("; ").replace('\n', " ")));
+    }
+    line
+}
+
+/// Panics unless a batch is at most as large as the layer was set up for, and the workspace at least as large.
+#[track_caller]
+pub(crate) fn check_batch(images: usize, most: usize, workspace: View<'_>, bytes: usize) {
+    assert!(images <= most, "{images} images where the layer was set up for {most}");
+    assert!(
+        workspace.bytes() >= bytes && (bytes == 0 || workspace.address().is_multiple_of(256)),
+        "a workspace of {} bytes at {:#x} where {bytes} are needed, at a multiple of 256",
+        workspace.bytes(),
+        workspace.address()
+    );
+}
+
+const COMPARISON: &str = "comparison with the built-in kernel";
+
 /// An algorithm of a library that takes part in a race.
 pub(crate) struct Candidate<A> {
     pub(crate) algorithm: A,
@@ -162,17 +250,18 @@ pub(crate) struct Candidate<A> {
 /// How a race went.
 pub(crate) struct Outcome<A> {
     pub(crate) choice: Choice<A>,
-    /// Why candidates are out, a line each.
-    pub(crate) rejected: Vec<String>,
+    /// Candidates that are out.
+    pub(crate) rejected: Vec<Note>,
 }
 
-/// Runs this crate's own kernel (`run(None)`, with `workspace` bytes) and every candidate, and chooses the fastest that
-/// writes the same to `output`, up to rounding.
+/// Runs this crate's own kernel (`run(None)`) and every candidate, and chooses the fastest that writes the same to
+/// `output`, up to rounding. Where `bias` (f32) takes part, a bias that is no number has to be seen in the results as well:
+/// a rectified linear unit may make zeros of such values, and a run that diverges would go on as if nothing had happened.
 pub(crate) fn race<A: Algorithm>(
     stream: &Stream,
     precision: Precision,
     output: View<'_>,
-    workspace: usize,
+    bias: Option<View<'_>>,
     candidates: Vec<Candidate<A>>,
     run: &dyn Fn(Option<&A>) -> Result<()>,
 ) -> Result<Outcome<A>> {
@@ -180,7 +269,19 @@ pub(crate) fn race<A: Algorithm>(
     run(None)?;
     let expected = sample(stream, output)?;
     let milliseconds = Some(time(stream, &|| run(None))?);
-    let mut choice = Choice { algorithm: None, workspace, milliseconds };
+    // Which of the elements are no numbers when the first bias is none.
+    let spoilt = |algorithm: Option<&A>| -> Result<Option<Vec<bool>>> {
+        let Some(bias) = bias else { return Ok(None) };
+        let first = bias.slice(0..1);
+        let value = first.to_vec::<f32>(stream)?;
+        stream.upload(&[f32::NAN], first)?;
+        let ran = run(algorithm);
+        let values = sample(stream, output)?;
+        stream.upload(&value, first)?;
+        ran.map(|()| Some(values.iter().map(|value| value.is_nan()).collect()))
+    };
+    let expected_spoilt = spoilt(None)?;
+    let mut choice = Choice { algorithm: None, workspace: 0, milliseconds };
     let mut rejected = Vec::new();
     for Candidate { algorithm, workspace } in candidates {
         let attempt = || -> Result<f64> {
@@ -188,8 +289,12 @@ pub(crate) fn race<A: Algorithm>(
             run(Some(&algorithm))?;
             let deviation = deviation(&expected, &sample(stream, output)?);
             if deviation.is_nan() || deviation > tolerance(precision) {
-                let text = format!("its results deviate by {deviation:.1e} of the largest");
-                return Err(Error::Library { call: "comparison", text });
+                let text = format!("results deviate by {deviation:.0e} of the largest");
+                return Err(Error::Library { call: COMPARISON, text });
+            }
+            if spoilt(Some(&algorithm))? != expected_spoilt {
+                let text = "what is not a number is hidden".to_owned();
+                return Err(Error::Library { call: COMPARISON, text });
             }
             time(stream, &|| run(Some(&algorithm)))
         };
@@ -201,7 +306,7 @@ pub(crate) fn race<A: Algorithm>(
             Err(error) => {
                 // A GPU that is in disorder now is no matter of speed.
                 stream.synchronize()?;
-                rejected.push(format!("{algorithm}: {error}"));
+                rejected.push(Note::new(algorithm, error));
             }
         }
     }
@@ -333,6 +438,19 @@ mod tests {
         assert_eq!(choice(Some(Number(7)), Some(0.1254)), "library 7 0.125 ms");
         assert_eq!(choice(None, Some(2.0)), "built in 2.000 ms");
         assert_eq!(choice(None, None), "built in");
+    }
+
+    #[test]
+    fn notes_of_one_reason_are_one() {
+        let mut all = Vec::new();
+        let notes = vec![
+            Note::new("cuDNN 1", "too slow"),
+            Note::new("cuDNN 2", "lost"),
+            Note::new("cuDNN 3", "too slow"),
+        ];
+        Note::collect(&mut all, Pass::Forward, notes);
+        let texts: Vec<_> = all.iter().map(Note::to_string).collect();
+        assert_eq!(texts, ["forward cuDNN 1, cuDNN 3: too slow", "forward cuDNN 2: lost"]);
     }
 
     #[test]

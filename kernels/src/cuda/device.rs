@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
@@ -30,6 +30,21 @@ pub struct Device {
     /// Work on it will never end: nothing may wait for it any more.
     abandoned: AtomicBool,
     modules: Mutex<HashMap<&'static str, Module>>,
+    captures: Mutex<Captures>,
+}
+
+/// Graphs hold addresses. So memory that was there when one was captured is not freed before the last graph is gone,
+/// even if its owner is.
+#[derive(Debug, Default)]
+struct Captures {
+    /// Allocations and captures so far, in one count.
+    clock: u64,
+    /// The count at the end of the latest capture.
+    latest: u64,
+    /// Graphs that there are.
+    graphs: usize,
+    /// Memory without an owner.
+    kept: Vec<sys::CUdeviceptr>,
 }
 
 // SAFETY: the handles are the driver's, which takes calls from all threads; everything that changes is atomic or locked.
@@ -164,6 +179,7 @@ impl Device {
             peak: AtomicU64::new(0),
             abandoned: AtomicBool::new(false),
             modules: Mutex::default(),
+            captures: Mutex::default(),
         };
         device.bind()?;
         Ok(Arc::new(device))
@@ -239,13 +255,47 @@ impl Device {
         self.abandoned.load(Ordering::Relaxed)
     }
 
-    pub(super) fn took(&self, bytes: u64) {
-        let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak.fetch_max(used, Ordering::Relaxed);
+    fn captures(&self) -> MutexGuard<'_, Captures> {
+        self.captures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn gave_back(&self, bytes: u64) {
+    /// Counts an allocation of `bytes` and returns when it was made.
+    pub(super) fn took(&self, bytes: u64) -> u64 {
+        let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(used, Ordering::Relaxed);
+        let mut captures = self.captures();
+        captures.clock += 1;
+        captures.clock
+    }
+
+    /// Takes back an allocation made at `born`. Returns the address if it is to be freed now.
+    pub(super) fn gave_back(
+        &self,
+        bytes: u64,
+        born: u64,
+        address: sys::CUdeviceptr,
+    ) -> Option<sys::CUdeviceptr> {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
+        let mut captures = self.captures();
+        if captures.graphs > 0 && born <= captures.latest {
+            captures.kept.push(address);
+            return None;
+        }
+        Some(address)
+    }
+
+    pub(super) fn graph_captured(&self) {
+        let mut captures = self.captures();
+        captures.clock += 1;
+        captures.latest = captures.clock;
+        captures.graphs += 1;
+    }
+
+    /// Returns what is to be freed now.
+    pub(super) fn graph_gone(&self) -> Vec<sys::CUdeviceptr> {
+        let mut captures = self.captures();
+        captures.graphs -= 1;
+        if captures.graphs == 0 { std::mem::take(&mut captures.kept) } else { Vec::new() }
     }
 
     /// Names of all kernels that were asked for so far, sorted.

@@ -9,7 +9,7 @@ use super::error::{Context, Result};
 
 /// A captured graph, ready to be launched by [`Stream::launch_graph`](super::Stream::launch_graph).
 ///
-/// It holds addresses, not memory: whoever launches it sees to it that everything it was captured with is still there.
+/// It keeps the [`Memory`](super::Memory) that was there when it was captured, even if that is dropped.
 #[derive(Debug)]
 pub struct Graph {
     device: Arc<Device>,
@@ -33,6 +33,7 @@ impl Graph {
                 return Err(error).context("cuGraphInstantiateWithFlags");
             }
         };
+        device.graph_captured();
         Ok(Graph { device: Arc::clone(device), graph, exec })
     }
 
@@ -56,5 +57,9 @@ impl Drop for Graph {
         let _ = unsafe { result::graph::exec_destroy(self.exec) };
         // SAFETY: as above.
         let _ = unsafe { result::graph::destroy(self.graph) };
+        for address in self.device.graph_gone() {
+            // SAFETY: memory that has lost its owner and now the last graph; the call waits for work that still uses it.
+            let _ = unsafe { result::free_sync(address) };
+        }
     }
 }

@@ -195,10 +195,10 @@ impl Opened {
 /// declarations; it panics where a function is missing, looks for libraries under names of its own, and makes a Rust
 /// enum of every number that comes back, which a newer library's numbers are no values of.
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident of $library:path { $($name:ident = $symbol:ident($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $seen:vis $table:ident of $library:path { $($name:ident = $symbol:ident($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
-        pub(super) struct $table {
-            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        $seen struct $table {
+            $($seen $name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
         impl $table {

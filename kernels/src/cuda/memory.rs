@@ -17,6 +17,8 @@ pub struct Memory {
     address: sys::CUdeviceptr,
     dtype: DType,
     len: usize,
+    /// When it was allocated, as the device counts.
+    born: u64,
 }
 
 /// Some of the elements of a [`Memory`]: where kernels read and write.
@@ -49,8 +51,8 @@ impl Memory {
             }
             Err(error) => return Err(error).context("cuMemAlloc"),
         };
-        device.took(bytes as u64);
-        let memory = Memory { device: Arc::clone(device), address, dtype, len };
+        let born = device.took(bytes as u64);
+        let memory = Memory { device: Arc::clone(device), address, dtype, len, born };
         // SAFETY: the bytes that were allocated.
         unsafe { result::memset_d8_sync(address, 0, bytes) }.context("cuMemsetD8")?;
         // Streams of this program do not wait for the one that this was put on.
@@ -119,9 +121,11 @@ impl Drop for Memory {
             return;
         }
         let _ = self.device.bind();
-        self.device.gave_back((self.len as u64 * self.dtype.size() as u64).max(1));
-        // SAFETY: allocated in `zeroed`; the call waits for work that may still use it.
-        let _ = unsafe { result::free_sync(self.address) };
+        let bytes = (self.len as u64 * self.dtype.size() as u64).max(1);
+        if let Some(address) = self.device.gave_back(bytes, self.born, self.address) {
+            // SAFETY: allocated in `zeroed`; the call waits for work that may still use it, and no graph will.
+            let _ = unsafe { result::free_sync(address) };
+        }
     }
 }
 

@@ -10,7 +10,7 @@
 //! sequence of launches at the price of one.
 //!
 //! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
-//! the work that may use it. Order between streams is the caller's affair, by [`Event`]s.
+//! the work that may use it, and for the graphs that may. Order between streams is the caller's affair, by [`Event`]s.
 //!
 //! `cudarc` provides the bindings and opens libraries by names of its own. It panics where a library or a function is
 //! missing, so nothing of it is called before [`Device::count`] has looked at both.

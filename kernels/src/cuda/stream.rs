@@ -354,11 +354,10 @@ impl Stream {
     /// If the graph was captured on another GPU.
     ///
     /// # Safety
-    /// All memory that the captured work uses lives until the call returns, and so does every communicator that is part
-    /// of it.
+    /// Every communicator that the captured work takes part in lives until the call returns.
     pub unsafe fn launch_graph(&self, graph: &Graph) -> Result<()> {
         assert!(Arc::ptr_eq(graph.device(), &self.device), "a graph of another GPU");
-        // SAFETY: both handles are alive; the memory is the caller's promise.
+        // SAFETY: both handles are alive, and the graph keeps its memory; communicators are the caller's promise.
         unsafe { result::graph::launch(graph.exec(), self.raw) }.context("cuGraphLaunch")
     }
 }

@@ -14,7 +14,7 @@
 //! - *Precision*: f32 by the compute type that is f32 throughout, TF32 by the one that permits it; bfloat16 operands are
 //!   summed in f32, and the gradient of weights leaves in f32.
 //! - *Bias and activation* are an epilogue of the forward product, as far as the library knows them: none and the
-//!   rectified linear unit. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
+//!   rectified linear unit. That one is known to make zeros of what is not a number, and then loses the race. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
 //!   for that as well, and where it declines, the caller adds the bias.
 //! - *Determinism*: a sum that is split over blocks is put together in the workspace by a second step, in f32, or not
 //!   split. The schemes that add in place are masked out.
@@ -32,7 +32,7 @@ use cudarc::cublaslt::sys::{
 };
 
 use super::Shape;
-use crate::cuda::choice::{self, Candidate, Pass, WORKSPACE_LIMIT};
+use crate::cuda::choice::{self, Candidate, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::{Device, Error, Precision, Result, Stream, View, libraries};
 
 /// An object of the library's.
@@ -200,7 +200,8 @@ impl choice::Algorithm for Algorithm {
 
 /// Algorithms of a pass, with and without the epilogue each, that go on to the race.
 const FINALISTS: usize = 4;
-/// What operands' addresses are multiples of.
+/// What operands' addresses are multiples of. As an address it stands for a bias when algorithms are proposed: the library
+/// asks it for its alignment only.
 pub(super) const ALIGNMENT: u32 = 16;
 
 /// One layer, described to the library.
@@ -304,7 +305,7 @@ impl Plan {
         [a.raw, b.raw, d.raw]
     }
 
-    /// Calls `with` with the description of the product. `bias` is what a fused one will add.
+    /// Calls `with` with the description of the product. `bias` is the address of what a fused one will add.
     fn with_product<T>(
         &self,
         pass: Pass,
@@ -330,35 +331,28 @@ impl Plan {
         })
     }
 
-    /// Algorithms that are worth a race, and notes about what is not. `bias` is one that is aligned like the layer's.
+    /// Algorithms that are worth a race, and notes about what is not.
     pub(super) fn candidates(
         &self,
         pass: Pass,
         deterministic: bool,
-        bias: View<'_>,
-    ) -> (Vec<Candidate<Algorithm>>, Vec<String>) {
+    ) -> (Vec<Candidate<Algorithm>>, Vec<Note>) {
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for fused in [true, false] {
             let possible = pass == Pass::Forward && (self.slope == 0.0 || self.slope == 1.0);
             if fused && !possible {
                 continue;
             }
-            match self.propose(pass, fused, deterministic, bias) {
+            match self.propose(pass, fused, deterministic) {
                 Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
-                Err(error) => notes.push(error.to_string()),
+                Err(error) => notes.push(Note::new(if fused { "cuBLASLt fused" } else { "cuBLASLt" }, error)),
             }
         }
         (candidates, notes)
     }
 
     /// What the library's heuristics propose, best first.
-    fn propose(
-        &self,
-        pass: Pass,
-        fused: bool,
-        deterministic: bool,
-        bias: View<'_>,
-    ) -> Result<Vec<Candidate<Algorithm>>> {
+    fn propose(&self, pass: Pass, fused: bool, deterministic: bool) -> Result<Vec<Candidate<Algorithm>>> {
         let f = &self.library.functions;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a place for the preference.
@@ -387,7 +381,7 @@ impl Plan {
         let [a, b, d] = self.layouts(pass);
         let mut found = [Verdict::default(); 16];
         let mut count: c_int = 0;
-        self.with_product(pass, fused, bias.address(), |product| {
+        self.with_product(pass, fused, ALIGNMENT.into(), |product| {
             // SAFETY: descriptors of this layer, and room for as many verdicts as are asked for.
             let status = unsafe {
                 (f.propose)(
@@ -419,11 +413,11 @@ impl Plan {
     ///
     /// # Errors
     /// If the library does not support it for this layer.
-    pub(super) fn workspace(&self, pass: Pass, algorithm: &Algorithm, bias: View<'_>) -> Result<usize> {
+    pub(super) fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
         let f = &self.library.functions;
         let [a, b, d] = self.layouts(pass);
         let mut verdict = Verdict::default();
-        self.with_product(pass, algorithm.fused, bias.address(), |product| {
+        self.with_product(pass, algorithm.fused, ALIGNMENT.into(), |product| {
             // SAFETY: descriptors of this layer, and a place for the verdict.
             let status = unsafe {
                 (f.judge)(self.library.handle, product, a, b, d, d, &algorithm.bytes, &mut verdict)
@@ -434,27 +428,24 @@ impl Plan {
         Ok(verdict.workspace)
     }
 
-    /// The product of a pass. `a` and `b` are the operands as in the table above, `bias` is what a fused forward product
-    /// adds.
+    /// The product of a pass: operands as in the table above, and the result. `bias` is what a fused forward product adds.
     ///
     /// # Errors
     /// If the library refuses.
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn multiply(
         &self,
         pass: Pass,
         stream: &Stream,
         algorithm: &Algorithm,
-        a: View<'_>,
-        b: View<'_>,
-        bias: View<'_>,
-        to: View<'_>,
+        [a, b, to]: [View<'_>; 3],
+        bias: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
         let f = &self.library.functions;
         let [a_layout, b_layout, to_layout] = self.layouts(pass);
         let (one, zero) = (1.0f32, 0.0f32);
-        self.with_product(pass, algorithm.fused, bias.address(), |product| {
+        let bias = bias.map_or(0, |bias| bias.address());
+        self.with_product(pass, algorithm.fused, bias, |product| {
             // SAFETY: layouts that fit the memory they are given with; the result also stands for the addend, which is
             // multiplied by zero; the factors are read during the call.
             let status = unsafe {

@@ -8,6 +8,8 @@ pub mod cpu;
 mod cublaslt;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -108,9 +108,9 @@ pub fn sum_inputs(stream: &Stream, x: View<'_>, workspace: View<'_>, sums: View<
     unsafe { run(stream, &SOURCE, "norm_total_inputs", totals(channels), &arguments) }
 }
 
-/// A warp for every 32 sums.
+/// A block for every 32 sums, `NORM_TOTAL_THREADS` of the kernels.
 fn totals(channels: usize) -> Grid {
-    Grid::new(count((2 * channels).div_ceil(32)), THREADS)
+    Grid::new(count((2 * channels).div_ceil(32)), 1024)
 }
 
 /// Takes the statistics of a batch from its sums of `x` and `x²`, of all ranks, and moves the running statistics.

@@ -6,6 +6,7 @@
 // kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on timing.
 
 #define NORM_THREADS 256u
+#define NORM_TOTAL_THREADS 1024u
 
 struct NormShape {
     u32 rows;
@@ -134,13 +135,13 @@ KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
     norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
 }
 
-// Adds up the blocks of a workspace: a warp's lanes are columns, its warps take turns with the blocks. Writes the sums
-// and, for gradients, those of the parameters: they are of this rank alone.
+// Adds up the blocks of a workspace: a warp's lanes are columns, the warps take turns with the blocks, many at a time
+// since each waits for memory. Writes the sums and, for gradients, those of the parameters: they are of this rank alone.
 template <bool GRADIENTS>
 __device__ void norm_total(
     const NormShape& shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma,
     f32* dbeta) {
-    constexpr u32 WARPS = NORM_THREADS / WARP;
+    constexpr u32 WARPS = NORM_TOTAL_THREADS / WARP;
     __shared__ f64 of_warps[WARPS][WARP];
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const u32 columns = 2 * shape.channels, column = blockIdx.x * WARP + lane;
@@ -166,10 +167,10 @@ __device__ void norm_total(
     if (column == 0) sums[columns] = (f64)shape.rows;
 }
 
-KERNEL_BOUNDS(norm_total_inputs, NORM_THREADS)(NormShape shape, const f64* workspace, u32 blocks, f64* sums) {
+KERNEL_BOUNDS(norm_total_inputs, NORM_TOTAL_THREADS)(NormShape shape, const f64* workspace, u32 blocks, f64* sums) {
     norm_total<false>(shape, workspace, blocks, nullptr, sums, nullptr, nullptr);
 }
-KERNEL_BOUNDS(norm_total_gradients, NORM_THREADS)(
+KERNEL_BOUNDS(norm_total_gradients, NORM_TOTAL_THREADS)(
     NormShape shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma, f32* dbeta) {
     norm_total<true>(shape, workspace, blocks, statistics, sums, dgamma, dbeta);
 }
@@ -239,19 +240,24 @@ KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
 template <class T, u32 N>
 __device__ void norm_backward_input_packs(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
+    // Divisions in f64 are dear: each channel's are done once a block.
+    __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
     const NormPlace place = norm_place<N>(shape);
+    const u32 width = place.tile * N, first = blockIdx.y * width;
+    const f64 count = sums[2 * shape.channels];
+    for (u32 column = threadIdx.x; column < width && first + column < shape.channels; column += NORM_THREADS) {
+        const u32 c = first + column;
+        const f64 inv_std = statistics[shape.channels + c];
+        shifts[column / N].at[column % N] = (f32)(sums[c] / count);
+        slopes[column / N].at[column % N] = (f32)(sums[shape.channels + c] / count * inv_std);
+    }
+    __syncthreads();
     if (place.row >= shape.rows) return;
+    const Pack<f32, N> shift = shifts[threadIdx.x % place.tile], slope = slopes[threadIdx.x % place.tile];
     const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
     const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
-    Pack<f32, N> scale = load_channels<N>(gamma + place.channel), shift, slope;
-    const f64 count = sums[2 * shape.channels];
-    for (u32 j = 0; j < N; j++) {
-        const u32 c = place.channel + j;
-        scale.at[j] *= inv_std.at[j];
-        shift.at[j] = (f32)(sums[c] / count);
-        slope.at[j] = (f32)(sums[shape.channels + c] / count * (f64)inv_std.at[j]);
-    }
-#pragma unroll 2
+    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
     for (u32 row = place.row; row < shape.rows; row += place.stride) {
         const u32 at = row * shape.channels + place.channel;
         const Pack<T, N> values = load_pack<N>(x + at);

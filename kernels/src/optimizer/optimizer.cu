@@ -78,7 +78,7 @@ KERNEL(step_begin)(StepState* state, Schedule schedule) {
     for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
 }
 
-// Each rule has the number of its states, and moves one parameter and its states by one gradient. `decay` is the chunk's.
+// Each rule has a number of states, and moves one parameter and its states by one gradient. `decay` is the chunk's.
 
 struct AdamRule {
     static constexpr u32 STATES = 2;

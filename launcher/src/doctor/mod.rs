@@ -72,9 +72,9 @@ fn examine(host: &Host) -> (Report, bool) {
     let nccl = match (NCCL_IS_BUILT, lacks.as_slice()) {
         (true, []) => format!("nccl can be used on {gpus} GPU{}", if gpus == 1 { "" } else { "s" }),
         (true, lacks) => format!("nccl cannot be used (missing: {})", lacks.join(", ")),
-        (false, []) => "nccl is not part of this version, though the machine has what it needs".to_owned(),
+        (false, []) => "nccl is not part of this build, though the machine has what it needs".to_owned(),
         (false, lacks) => {
-            format!("nccl is not part of this version (and here is missing: {})", lacks.join(", "))
+            format!("nccl is not part of this build (and here is missing: {})", lacks.join(", "))
         }
     };
     let verdict = format!("Backends: {cpu}; {nccl}");

@@ -15,7 +15,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use mgpu_kernels::cuda::{Event, Graph, Memory, StepState, Stream, View};
+use mgpu_kernels::cuda::{Device, Event, Graph, Memory, Pinned, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 pub use mgpu_kernels::optimizer::cuda::Schedule;
 use mgpu_kernels::optimizer::cuda::{Arenas, begin, update};
@@ -89,6 +89,39 @@ pub struct DeviceDataParallel {
     compute: Stream,
     exchange: Stream,
     steps: u64,
+}
+
+/// Captured steps. Dropped before the model's communicator, which waits for that.
+#[derive(Debug)]
+pub struct StepGraph {
+    graph: Graph,
+    steps: u64,
+    /// Its collectives are part of the graph.
+    comm: Arc<DeviceCommunicator>,
+}
+
+impl StepGraph {
+    /// Steps that one replay makes.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+}
+
+/// A copy on the way to the host.
+#[derive(Debug)]
+pub struct Reading {
+    bytes: Pinned,
+    done: Event,
+}
+
+impl Reading {
+    /// Room for `len` bytes.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
+        Ok(Reading { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+    }
 }
 
 impl DeviceDataParallel {
@@ -283,36 +316,59 @@ impl DeviceDataParallel {
         self.comm.all_reduce(&self.compute, values, ReduceOp::Sum)
     }
 
-    /// Captures what `work` puts on the stream, steps above all, into a graph. Nothing of it is done.
+    /// Captures the steps that `work` puts on the stream into a graph. None of them is made.
     ///
     /// Whatever `work` launches has been launched before, outside of a capture: kernels are compiled and loaded when they
-    /// are launched first, which a capture forbids. The graph is dropped before this object is.
+    /// are launched first, which a capture forbids.
     ///
     /// # Errors
     /// As `work`, and if something cannot be captured.
-    pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<Graph> {
-        let steps = self.steps;
+    pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<StepGraph> {
+        let made = self.steps;
         self.compute.begin_capture()?;
         let outcome = work(self);
         // A capture is ended, come what may: until then the stream takes no other work.
         let graph = self.compute.end_capture();
-        self.steps = steps;
+        let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
-        Ok(graph?)
+        Ok(StepGraph { graph: graph?, steps, comm: Arc::clone(&self.comm) })
     }
 
-    /// Repeats a captured graph that makes `steps` steps.
+    /// Makes the steps of a graph that was captured from this model.
     ///
     /// # Errors
     /// If the driver refuses.
     ///
-    /// # Safety
-    /// `graph` was captured by [`capture`](Self::capture) of this object, and all memory that its work uses is alive.
-    pub unsafe fn replay(&mut self, graph: &Graph, steps: u64) -> Result<()> {
-        // SAFETY: the caller's promise; communicator and arenas are this object's own.
-        unsafe { self.compute.launch_graph(graph)? };
-        self.steps += steps;
+    /// # Panics
+    /// If it was captured from another one.
+    pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
+        assert!(Arc::ptr_eq(&graph.comm, &self.comm), "a graph of another model");
+        // SAFETY: the graph has its communicator.
+        unsafe { self.compute.launch_graph(&graph.graph)? };
+        self.steps += graph.steps;
         Ok(())
+    }
+
+    /// Begins to copy `from`, as it is at this place of the stream, to the host.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If the sizes differ.
+    pub fn read_later(&self, from: View<'_>, to: &mut Reading) -> Result<()> {
+        self.compute.download_later(from, &mut to.bytes)?;
+        Ok(self.compute.record(&to.done)?)
+    }
+
+    /// Waits for the copy that was begun last, as far as the other ranks come along, and returns it.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait`].
+    pub fn read<'a>(&self, reading: &'a mut Reading) -> Result<&'a [u8]> {
+        self.comm.wait(&reading.done, "training step")?;
+        // SAFETY: the event lies behind the copy, and none is begun while the bytes are lent.
+        Ok(unsafe { reading.bytes.bytes() })
     }
 
     /// Waits until all work on the stream is over, as far as the other ranks are alive and come along.
@@ -321,14 +377,6 @@ impl DeviceDataParallel {
     /// As [`DeviceCommunicator::wait`].
     pub fn wait(&self) -> Result<()> {
         self.comm.wait(&self.compute, "training step")
-    }
-
-    /// Waits until the stream has come to `place`, which was recorded on it, as far as the other ranks come along.
-    ///
-    /// # Errors
-    /// As [`DeviceCommunicator::wait`].
-    pub fn wait_for(&self, place: &Event) -> Result<()> {
-        self.comm.wait(place, "training step")
     }
 
     /// Names, shapes and offsets of the parameters.

@@ -5,6 +5,7 @@ use std::path::Path;
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
 use mgpu::{Communicator, DataParallel, Sampler};
+use mgpu_kernels::cuda::Device;
 
 use super::{Engine, Recipe, Seen};
 use crate::data::{Dataset, IMAGE_LEN};
@@ -15,6 +16,7 @@ pub(in super::super) struct Cpu {
     model: DataParallel,
     net: Net,
     recipe: Recipe,
+    threads: usize,
     /// Running statistics of batch normalisation.
     buffers: Vec<f32>,
     images: Vec<f32>,
@@ -22,17 +24,17 @@ pub(in super::super) struct Cpu {
 }
 
 impl Cpu {
-    /// `bucket` is the size of an all-reduce in bytes.
+    /// `bucket` is the size of an all-reduce in bytes, where the backend is not to choose.
     pub(in super::super) fn new(
         recipe: &Recipe,
         spec: &Spec,
         comm: Box<dyn Communicator>,
         threads: usize,
-        bucket: usize,
+        bucket: Option<usize>,
     ) -> mgpu::Result<Self> {
         let net = Net::new(spec, recipe.batch, threads);
         let parameters = net.initial_parameters(recipe.seed);
-        let layout = net.layout().clone();
+        let (layout, bucket) = (net.layout().clone(), bucket.unwrap_or(mgpu::step::BUCKET));
         let model =
             DataParallel::with_bucket_size(comm, layout, parameters, spec.optimizer, threads, bucket)?;
         Ok(Cpu {
@@ -40,6 +42,7 @@ impl Cpu {
             model,
             net,
             recipe: *recipe,
+            threads,
             images: vec![0.0; recipe.batch * IMAGE_LEN],
             labels: vec![0; recipe.batch],
         })
@@ -66,7 +69,7 @@ impl Engine for Cpu {
         until: u64,
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
-        let Cpu { model, net, recipe, buffers, images, labels } = self;
+        let Cpu { model, net, recipe, buffers, images, labels, .. } = self;
         let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
         let mut score = LossReport::default();
         while model.steps() < until {
@@ -122,7 +125,11 @@ impl Engine for Cpu {
         Ok(())
     }
 
-    fn gpu_mib(&self) -> Option<u64> {
+    fn gpu(&self) -> Option<&Device> {
         None
+    }
+
+    fn place(&self) -> String {
+        format!("{} thread{}", self.threads, if self.threads == 1 { "" } else { "s" })
     }
 }

@@ -4,12 +4,15 @@
 //! the same initial values on the same batches, and write the same checkpoints: a run may go on with the other one.
 
 mod cpu;
+mod gpu;
 
 use std::path::Path;
 
 pub(super) use cpu::Cpu;
+pub(super) use gpu::{Gpu, Options};
 use mgpu::checkpoint::Manifest;
 use mgpu::{Communicator, Sampler};
+use mgpu_kernels::cuda::Device;
 
 use crate::data::Dataset;
 use crate::nets::LossReport;
@@ -87,6 +90,9 @@ pub(super) trait Engine {
     /// If it cannot be read, or does not fit.
     fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()>;
 
-    /// MiB of GPU memory that this rank has held at most; `None` without a GPU.
-    fn gpu_mib(&self) -> Option<u64>;
+    /// The GPU; `None` on the CPU.
+    fn gpu(&self) -> Option<&Device>;
+
+    /// What a rank has to compute with, in words.
+    fn place(&self) -> String;
 }

@@ -64,7 +64,7 @@ pub(super) struct Timing {
 
 libraries::functions! {
     /// What is called of cuDNN.
-    Functions of crate::cuda::libraries::CUDNN {
+    pub(super) Functions of crate::cuda::libraries::CUDNN {
         version = cudnnGetVersion() -> usize;
         error_string = cudnnGetErrorString(Status) -> *const c_char;
         create = cudnnCreate(*mut Raw) -> Status;

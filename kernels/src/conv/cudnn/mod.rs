@@ -34,7 +34,7 @@ use library::{Address, Convolve, Descriptor, Find, Timing, WorkspaceSize};
 
 use super::Shape;
 use crate::DType;
-use crate::cuda::choice::{self, Candidate, Pass};
+use crate::cuda::choice::{self, Candidate, Note, Pass};
 use crate::cuda::{Precision, Result, Stream, View};
 
 /// What an algorithm of the library does beside the product.
@@ -194,7 +194,7 @@ impl Plan {
         stream: &Stream,
         deterministic: bool,
         buffers: &Buffers<'_>,
-    ) -> (Vec<Candidate<Algorithm>>, Vec<String>) {
+    ) -> (Vec<Candidate<Algorithm>>, Vec<Note>) {
         let forms: &[Form] = match (pass, self.precision) {
             (Pass::BackwardWeights, Precision::Bf16) => &[Form::Plain, Form::Narrow],
             _ => &[Form::Plain],
@@ -204,7 +204,7 @@ impl Plan {
             let found = match self.find(pass, form, stream, buffers) {
                 Ok(found) => found,
                 Err(error) => {
-                    notes.push(error.to_string());
+                    notes.push(Note::new("cuDNN", error));
                     continue;
                 }
             };
@@ -220,8 +220,9 @@ impl Plan {
                         Ok(workspace) if workspace <= buffers.workspace.bytes() => {
                             candidates.push(Candidate { algorithm, workspace });
                         }
-                        Ok(workspace) => notes.push(format!("{algorithm} wants {workspace} bytes")),
-                        Err(error) => notes.push(format!("{algorithm}: {error}")),
+                        Ok(workspace) => notes
+                            .push(Note::new(algorithm, format!("wants a workspace of {workspace} bytes"))),
+                        Err(error) => notes.push(Note::new(algorithm, error)),
                     }
                 }
             }
@@ -480,7 +481,8 @@ fn finalists(found: &[Timing], deterministic: bool) -> Vec<u32> {
     let mut numbers = Vec::new();
     for timing in found.iter().filter(|timing| timing.status == 0) {
         let number = timing.algorithm;
-        if !numbers.contains(&number) && !(deterministic && strays(number)) {
+        let out = numbers.contains(&number) || deterministic && strays(number);
+        if !out {
             numbers.push(number);
         }
     }

@@ -7,6 +7,7 @@
 //! Messages are agreed upon by the two ranks that they concern.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytemuck::{cast_slice, cast_slice_mut};
 use mgpu_kernels::cuda::{Device, Event, Memory, Pinned, Stream};
@@ -152,10 +153,21 @@ impl HostCommunicator {
             if theirs != expected.encode() {
                 let (rank, sequence) = (self.link().rank, doing.sequence);
                 let (ours, theirs) = (call.to_string(), describe(theirs));
+                self.let_all_know(kind);
                 return Err(Error::Mismatch { rank, peer: *peer, sequence, ours, theirs });
             }
         }
         Ok(())
+    }
+
+    /// All ranks learn of a disagreement, but not at once: an abort by one that knows already would take the news away from
+    /// one that does not.
+    fn let_all_know(&self, kind: Kind) {
+        if !matches!(kind, Kind::Send { .. } | Kind::Recv { .. }) {
+            let (link, sequence) = (self.link(), self.sequence);
+            let limit = link.timeout.min(Duration::from_secs(1));
+            let _ = link.membership.store().barrier(&format!("{}/disagree-{sequence}", link.name), limit);
+        }
     }
 
     /// Moves the payload through the stages.

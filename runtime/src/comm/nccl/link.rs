@@ -200,9 +200,9 @@ impl Link {
     }
 
     fn describe(&self, doing: &Doing) -> String {
-        let Doing { sequence, text, .. } = doing;
-        match sequence {
-            0 => format!("{text} of {}", self.name),
+        let Doing { operation, sequence, text, .. } = doing;
+        match (operation, sequence) {
+            (Operation::Connect, _) | (_, 0) => format!("{text}, {}", self.name),
             _ => format!("operation {sequence} of {}, {text}", self.name),
         }
     }

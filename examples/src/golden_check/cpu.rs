@@ -1,0 +1,75 @@
+//! A golden run on the CPU.
+
+use std::error::Error;
+
+use mgpu::{Communicator, DataParallel, Layout};
+
+use super::{Golden, Replay, norm};
+use crate::data::{Dataset, IMAGE_LEN};
+use crate::nets::{Mode, Net, Spec};
+
+pub(super) struct Cpu<'a> {
+    model: DataParallel,
+    net: Net,
+    train: &'a Dataset,
+    buffers: Vec<f32>,
+    images: Vec<f32>,
+    labels: Vec<u8>,
+}
+
+impl<'a> Cpu<'a> {
+    /// `batch` is this rank's part.
+    pub(super) fn new(
+        golden: &Golden,
+        train: &'a Dataset,
+        batch: usize,
+        comm: Box<dyn Communicator>,
+        threads: usize,
+    ) -> Result<Self, Box<dyn Error>> {
+        let net = Net::new(&Spec::named(&golden.net)?, batch, threads);
+        let parameters = net.golden_parameters(golden.seed);
+        let layout = net.layout().clone();
+        let model = DataParallel::new(comm, layout, parameters, golden.optimizer(), threads)?;
+        let buffers = net.initial_buffers();
+        let (images, labels) = (vec![0.0; batch * IMAGE_LEN], vec![0; batch]);
+        Ok(Cpu { model, net, train, buffers, images, labels })
+    }
+}
+
+impl Replay for Cpu<'_> {
+    fn layout(&self) -> &Layout {
+        self.net.layout()
+    }
+
+    fn comm(&mut self) -> &mut dyn Communicator {
+        self.model.comm()
+    }
+
+    fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
+        let Cpu { model, net, train, buffers, images, labels } = self;
+        train.gather(samples, images, labels);
+        let report = model.step(|parameters, sink| {
+            net.forward(parameters, buffers, images, Mode::Train { dropout: None }, sink)?;
+            net.backward(parameters, labels, sink)
+        })?;
+        Ok(report.loss())
+    }
+
+    fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>> {
+        let tensors = 0..self.layout().tensors().len();
+        Ok(tensors.map(|tensor| norm(self.model.gradient(tensor))).collect())
+    }
+
+    fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>> {
+        let tensors = self.layout().tensors().iter();
+        Ok(tensors.map(|tensor| norm(&self.model.parameters()[tensor.range()])).collect())
+    }
+
+    fn logits(&mut self) -> mgpu::Result<Vec<f64>> {
+        Ok(self.net.logits()[..self.net.classes()].iter().copied().map(f64::from).collect())
+    }
+
+    fn verify(&mut self) -> mgpu::Result<()> {
+        self.model.verify().map(|_| ())
+    }
+}

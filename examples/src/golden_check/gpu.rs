@@ -1,0 +1,92 @@
+//! A golden run on a GPU.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use mgpu::step::device::{BUCKET, DeviceConfig, DeviceDataParallel, Schedule};
+use mgpu::{Communicator, DeviceCommunicator, Layout};
+use mgpu_kernels::cuda::{Options, Precision, Stream};
+
+use super::{Args, Golden, Replay, norm};
+use crate::data::Dataset;
+use crate::nets::{DeviceData, DeviceNet, Spec};
+
+pub(super) struct Gpu {
+    model: DeviceDataParallel,
+    net: DeviceNet,
+    data: DeviceData,
+}
+
+impl Gpu {
+    /// `batch` is this rank's part.
+    pub(super) fn new(
+        golden: &Golden,
+        train: &Dataset,
+        batch: usize,
+        device: Arc<DeviceCommunicator>,
+        host: Box<dyn Communicator>,
+        args: &Args,
+    ) -> Result<Self, Box<dyn Error>> {
+        let set_up = Stream::new(device.device())?;
+        let options = Options { deterministic: true, libraries: args.kernels };
+        let net = DeviceNet::new(&Spec::named(&golden.net)?, batch, args.precision, options, &set_up)?;
+        let parameters = net.to_device(&net.golden_parameters(golden.seed));
+        let config = DeviceConfig {
+            optimizer: golden.optimizer(),
+            // Every step has its own order, and so is at the beginning of it.
+            schedule: Schedule { steps_per_epoch: 1, falling_steps: None },
+            bf16_copy: args.precision == Precision::Bf16,
+            bucket: BUCKET,
+        };
+        let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
+        let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;
+        Ok(Gpu { model, net, data })
+    }
+
+    /// The norms of tensors of the device's order.
+    fn norms(&self, values: &[f32]) -> Vec<f64> {
+        self.net.layout().tensors().iter().map(|tensor| norm(&values[tensor.range()])).collect()
+    }
+}
+
+impl Replay for Gpu {
+    fn layout(&self) -> &Layout {
+        self.net.host_layout()
+    }
+
+    fn comm(&mut self) -> &mut dyn Communicator {
+        self.model.comm()
+    }
+
+    fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
+        let Gpu { model, net, data } = self;
+        data.set_order(model.stream(), samples)?;
+        net.clear_score(model.stream())?;
+        net.step(model, data, None)?;
+        model.wait()?;
+        Ok(net.read_score(model.stream())?.loss())
+    }
+
+    fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>> {
+        let tensors = 0..self.net.layout().tensors().len();
+        let norms = tensors.map(|tensor| {
+            let gradient = self.model.gradient(tensor).to_vec::<f32>(self.model.stream())?;
+            Ok(norm(&gradient))
+        });
+        norms.collect()
+    }
+
+    fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>> {
+        let parameters = self.model.parameters()?;
+        Ok(self.norms(&parameters))
+    }
+
+    fn logits(&mut self) -> mgpu::Result<Vec<f64>> {
+        let logits = self.net.logits(self.model.stream(), 1)?;
+        Ok(logits.into_iter().map(f64::from).collect())
+    }
+
+    fn verify(&mut self) -> mgpu::Result<()> {
+        self.model.verify().map(|_| ())
+    }
+}

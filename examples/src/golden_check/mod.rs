@@ -1,0 +1,282 @@
+//! `mgpurun -n 2 golden_check FILE.json…`: repeats recorded training runs and compares.
+//!
+//! A golden file holds what five steps of a network gave in double precision, and how far single precision alone
+//! lands from that. A correct implementation stays within ten times that distance (or 1e-5, whichever is larger),
+//! also when the batch is split over ranks.
+
+mod cpu;
+mod gpu;
+
+use std::error::Error;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Parser;
+use cpu::Cpu;
+use gpu::Gpu;
+use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
+use mgpu::{Backend, Communicator, Layout, ReduceOp, World};
+use mgpu_kernels::cuda::{Libraries, Precision};
+use serde::Deserialize;
+
+use crate::data::{Dataset, Split, idx};
+
+/// Repeats golden runs and compares loss, gradients, parameters and logits. Exit code 1 past a bound.
+#[derive(Debug, Parser)]
+#[command(name = "golden_check", version)]
+struct Args {
+    /// Golden files.
+    #[arg(required = true, value_name = "FILE.json")]
+    files: Vec<PathBuf>,
+    /// Folder with the four MNIST files [default: $MGPU_DATA].
+    #[arg(long, value_name = "DIR")]
+    data: Option<PathBuf>,
+    /// Threads of each rank [default: the cores divided by the ranks].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Arithmetic: f32; on a GPU also tf32 and bf16, with wider bounds.
+    #[arg(long, value_name = "P", default_value_t = Precision::F32)]
+    precision: Precision,
+    /// Convolutions and dense layers on a GPU: auto (the fastest there are) or builtin (our own).
+    #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
+    kernels: Libraries,
+}
+
+/// What a golden file holds.
+#[derive(Debug, Deserialize)]
+struct Golden {
+    net: String,
+    seed: u64,
+    batch: usize,
+    steps: usize,
+    optimizer: GoldenOptimizer,
+    tensors: Vec<GoldenTensor>,
+    loss: Vec<f64>,
+    grad_norm: Vec<f64>,
+    param_norm: Vec<f64>,
+    logits: Vec<f64>,
+    torch_f32_deviation: Deviations,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "name", rename_all = "lowercase")]
+enum GoldenOptimizer {
+    Adam { lr: f64, beta1: f64, beta2: f64, eps: f64 },
+    RmsProp { lr: f64, rho: f64, eps: f64, momentum: f64 },
+}
+
+#[derive(Debug, PartialEq, Deserialize)]
+struct GoldenTensor {
+    name: String,
+    shape: Vec<usize>,
+}
+
+/// Largest deviation within each list: relative, but for the logits.
+#[derive(Debug, Clone, Copy, Deserialize)]
+struct Deviations {
+    loss: f64,
+    grad_norm: f64,
+    param_norm: f64,
+    logits: f64,
+}
+
+/// The lists of a run.
+#[derive(Debug, Default)]
+struct Lists {
+    loss: Vec<f64>,
+    grad_norm: Vec<f64>,
+    param_norm: Vec<f64>,
+    logits: Vec<f64>,
+}
+
+/// The program.
+pub fn main() -> ExitCode {
+    crate::exit::report("golden_check", run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+    let mut world = World::from_env()?;
+    let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
+    let folder = folder.ok_or("golden runs train on MNIST: name its folder with --data DIR or MGPU_DATA")?;
+    let train = idx::read_split(&folder, Split::Train)?;
+    if world.backend() == Backend::Cpu && args.precision != Precision::F32 {
+        return Err(
+            format!("--precision {} needs a GPU; the cpu backend computes in f32", args.precision).into()
+        );
+    }
+    let rank = world.rank();
+    if let Some(device) = world.device().filter(|_| rank == 0) {
+        println!("on {}, {}", device.name(), args.precision);
+    }
+    let mut failed = Vec::new();
+    for path in &args.files {
+        let golden = read(path)?;
+        let found = repeat(&golden, &train, &mut world, args)
+            .map_err(|error| format!("{}: {error}", path.display()))?;
+        if rank == 0 && !compare(&golden, &found, args.precision) {
+            failed.push(golden.net);
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(format!("past the bound: {}", failed.join(", ")).into()) }
+}
+
+fn read(path: &Path) -> Result<Golden, String> {
+    let file = File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let golden: Golden = serde_json::from_reader(BufReader::new(file))
+        .map_err(|error| format!("{}: not a golden file: {error}", path.display()))?;
+    Ok(golden)
+}
+
+/// A network that repeats a run on this rank's part of each batch.
+trait Replay {
+    /// Names and shapes of the parameters.
+    fn layout(&self) -> &Layout;
+    /// For collectives of the check's own.
+    fn comm(&mut self) -> &mut dyn Communicator;
+    /// Makes the next step, on `samples`, and returns this rank's loss.
+    fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64>;
+    /// The L2 norm of each tensor's gradient, averaged over ranks.
+    fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>>;
+    /// The L2 norm of each tensor.
+    fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>>;
+    /// The logits of the last batch's first image.
+    fn logits(&mut self) -> mgpu::Result<Vec<f64>>;
+    /// Checks that all ranks hold the same parameters.
+    fn verify(&mut self) -> mgpu::Result<()>;
+}
+
+/// Trains as the file says.
+fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> Result<Lists, Box<dyn Error>> {
+    let (rank, ranks) = (world.rank() as usize, world.size() as usize);
+    if !golden.batch.is_multiple_of(ranks) {
+        return Err(format!("a batch of {} cannot be split over {ranks} ranks", golden.batch).into());
+    }
+    if golden.batch == 0 || golden.steps == 0 {
+        return Err("a run without images".into());
+    }
+    if golden.batch.checked_mul(golden.steps).is_none_or(|images| images > train.len()) {
+        let (steps, batch) = (golden.steps, golden.batch);
+        return Err(format!("needs {steps} times {batch} training images of {}", train.len()).into());
+    }
+    let batch = golden.batch / ranks;
+    let mut replay: Box<dyn Replay + '_> = match world.backend() {
+        Backend::Cpu => {
+            let threads = args.threads.map_or_else(|| world.thread_share(), usize::from);
+            Box::new(Cpu::new(golden, train, batch, world.communicator()?, threads)?)
+        }
+        Backend::Nccl => {
+            let (device, host) = world.communicators()?;
+            Box::new(Gpu::new(golden, train, batch, device, host, args)?)
+        }
+    };
+    let tensors = replay.layout().tensors().iter();
+    let tensors: Vec<GoldenTensor> = tensors
+        .map(|tensor| GoldenTensor { name: tensor.name.clone(), shape: tensor.shape.clone() })
+        .collect();
+    if tensors != golden.tensors {
+        return Err("its tensors are not those of the network".into());
+    }
+    let mut lists = Lists::default();
+    for step in 0..golden.steps {
+        let first = step * golden.batch + rank * batch;
+        let samples: Vec<u32> = (first..first + batch).map(|sample| sample as u32).collect();
+        let mut loss = [replay.step(&samples)?];
+        replay.comm().all_reduce_slice(&mut loss, ReduceOp::Avg)?;
+        lists.loss.push(loss[0]);
+        if step == 0 {
+            lists.grad_norm = replay.gradient_norms()?;
+        }
+    }
+    // The last batch's first image is rank 0's.
+    lists.logits = replay.logits()?;
+    lists.param_norm = replay.parameter_norms()?;
+    replay.verify()?;
+    Ok(lists)
+}
+
+impl Golden {
+    fn optimizer(&self) -> OptimizerConfig {
+        OptimizerConfig::new(match self.optimizer {
+            GoldenOptimizer::Adam { lr, beta1, beta2, eps } => {
+                Rule::Adam(Adam { lr, beta1, beta2, eps, weight_decay: 0.0 })
+            }
+            GoldenOptimizer::RmsProp { lr, rho, eps, momentum } => {
+                Rule::RmsProp(RmsProp { lr, rho, eps, momentum, weight_decay: 0.0 })
+            }
+        })
+    }
+}
+
+/// The L2 norm, summed in double precision.
+fn norm(values: &[f32]) -> f64 {
+    values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt()
+}
+
+/// Bounds of a list: in f32 ten times what PyTorch's f32 deviates by, and at least 1e-5. Coarser arithmetic has the fixed
+/// ones in `coarse`: a rounding that changes which value of a window is the largest, or on which side of 0 one lies, moves
+/// a whole contribution to the gradient, so these bounds tell a wrong kernel from coarse rounding and no more.
+fn bound(precision: Precision, single: f64, coarse: f64) -> f64 {
+    match precision {
+        Precision::F32 => (10.0 * single).max(1e-5),
+        Precision::Tf32 | Precision::Bf16 => coarse,
+    }
+}
+
+/// Prints the largest deviation of each list beside its bound. True if all are within.
+fn compare(golden: &Golden, found: &Lists, precision: Precision) -> bool {
+    let relative = |expected: f64| expected.abs().max(1e-12);
+    let absolute = |_: f64| 1.0;
+    let single = golden.torch_f32_deviation;
+    type List<'a> = (&'a str, &'a [f64], &'a [f64], f64, f64, fn(f64) -> f64);
+    let lists: [List<'_>; 4] = [
+        ("loss", &golden.loss, &found.loss, single.loss, 0.03, relative),
+        ("grad_norm", &golden.grad_norm, &found.grad_norm, single.grad_norm, 0.1, relative),
+        ("param_norm", &golden.param_norm, &found.param_norm, single.param_norm, 0.1, relative),
+        ("logits", &golden.logits, &found.logits, single.logits, 1.5, absolute),
+    ];
+    let mut within_all = true;
+    for (name, expected, found, single, coarse, unit) in lists {
+        let distances =
+            expected.iter().zip(found).map(|(expected, found)| (expected - found).abs() / unit(*expected));
+        let distances: Vec<f64> = distances.collect();
+        let largest = distances.iter().copied().fold(0.0, largest_or_nan);
+        let bound = bound(precision, single, coarse);
+        // A NaN is not within.
+        let within = expected.len() == found.len() && largest <= bound;
+        within_all &= within;
+        let verdict = match distances.iter().position(|distance| distance.to_bits() == largest.to_bits()) {
+            _ if within => "ok".to_owned(),
+            Some(index) => format!("PAST THE BOUND ({})", place(golden, name, index)),
+            None => "PAST THE BOUND".to_owned(),
+        };
+        println!("{:<13} {name:<11} deviation {largest:9.2e}  bound {bound:9.2e}  {verdict}", golden.net);
+    }
+    within_all
+}
+
+/// What entry `index` of a list is about.
+fn place(golden: &Golden, list: &str, index: usize) -> String {
+    match list {
+        "loss" => format!("step {}", index + 1),
+        "logits" => format!("class {index}"),
+        _ => golden.tensors[index].name.clone(),
+    }
+}
+
+/// The larger of both, NaN if either is.
+fn largest_or_nan(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nan_never_passes() {
+        assert!([0.1, f64::NAN, 0.2].into_iter().fold(0.0, largest_or_nan).is_nan());
+        assert_eq!([0.1, 0.3, 0.2].into_iter().fold(0.0, largest_or_nan), 0.3);
+    }
+}

@@ -1,0 +1,301 @@
+//! Training on a GPU: the data set lies in its memory, and steps are replayed from graphs.
+//!
+//! The first steps are launched kernel by kernel, which also compiles and loads every kernel. Then two graphs are
+//! captured, of one step and of several, and the rest of the training is replays of them: the host says "ten more" now
+//! and then, and reads the losses that the GPU has added up. It never runs more than two launches ahead, so that it
+//! notices within moments when a rank is lost, and says so.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use mgpu::checkpoint::{self, Arena, Manifest};
+use mgpu::replicate::{checksum, replicate, verify_equal};
+use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Reading, Schedule, StepGraph};
+use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
+use mgpu_kernels::cuda::{self, Device, Libraries, Precision, Stream};
+use mgpu_kernels::loss::cuda::Score;
+
+use super::{Engine, Recipe, Seen};
+use crate::data::Dataset;
+use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport, Spec};
+
+/// Steps that are launched kernel by kernel.
+const FIRST_STEPS: u64 = 3;
+/// Steps of the longer graph.
+const STEPS_A_LAUNCH: u64 = 10;
+/// Launches that the host may be ahead of the GPU.
+const AHEAD: usize = 2;
+
+/// What the user may choose of how a GPU is used.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Options {
+    pub(in super::super) precision: Precision,
+    pub(in super::super) libraries: Libraries,
+    /// Replay steps from graphs.
+    pub(in super::super) graph: bool,
+    /// Bytes of gradients in one all-reduce; `None` for the backend's own.
+    pub(in super::super) bucket: Option<usize>,
+}
+
+/// A place in the stream's work, and the score as it was there.
+struct Mark {
+    score: Reading,
+    /// Steps that had been made.
+    step: u64,
+}
+
+/// A network on this rank's GPU.
+pub(in super::super) struct Gpu {
+    graphs: Vec<StepGraph>,
+    model: DeviceDataParallel,
+    net: DeviceNet,
+    recipe: Recipe,
+    options: Options,
+    train: Option<DeviceData>,
+    /// The epoch whose order the training data has.
+    epoch: Option<u64>,
+    test: Option<DeviceData>,
+    marks: Vec<Mark>,
+}
+
+impl Gpu {
+    pub(in super::super) fn new(
+        recipe: &Recipe,
+        spec: &Spec,
+        options: Options,
+        device: Arc<DeviceCommunicator>,
+        host: Box<dyn Communicator>,
+    ) -> mgpu::Result<Self> {
+        let set_up = Stream::new(device.device())?;
+        let choice = cuda::Options { deterministic: true, libraries: options.libraries };
+        let net = DeviceNet::new(spec, recipe.batch, options.precision, choice, &set_up)?;
+        let parameters = net.to_device(&net.initial_parameters(recipe.seed));
+        let mut optimizer = spec.optimizer;
+        optimizer.rule = optimizer.rule.with_lr(recipe.lr);
+        let config = DeviceConfig {
+            optimizer,
+            schedule: Schedule { steps_per_epoch: recipe.steps_per_epoch, falling_steps: recipe.lr_steps },
+            bf16_copy: options.precision == Precision::Bf16,
+            bucket: options.bucket.unwrap_or(mgpu::step::device::BUCKET),
+        };
+        let layout = net.layout().clone();
+        let model = DeviceDataParallel::new(device, host, layout, parameters, config)?;
+        let device = model.stream().device();
+        let mark =
+            |_| -> mgpu::Result<Mark> { Ok(Mark { score: Reading::new(device, Score::BYTES)?, step: 0 }) };
+        Ok(Gpu {
+            graphs: Vec::new(),
+            marks: (0..AHEAD).map(mark).collect::<mgpu::Result<_>>()?,
+            model,
+            net,
+            recipe: *recipe,
+            options,
+            train: None,
+            epoch: None,
+            test: None,
+        })
+    }
+
+    /// Brings the training set and this rank's order of `epoch` to the GPU, unless they are there.
+    fn load(&mut self, data: &Dataset, sampler: &mut Sampler, epoch: u64) -> mgpu::Result<()> {
+        if self.epoch == Some(epoch) {
+            return Ok(());
+        }
+        let stream = self.model.stream();
+        let steps = self.recipe.steps_per_epoch as usize;
+        if self.train.is_none() {
+            let places = steps * self.recipe.batch;
+            self.train = Some(DeviceData::new(stream, &data.images, &data.labels, places)?);
+        }
+        let order: Vec<u32> = (0..steps).flat_map(|step| sampler.batch(epoch, step).to_vec()).collect();
+        if let Some(train) = &self.train {
+            train.set_order(stream, &order)?;
+        }
+        self.epoch = Some(epoch);
+        Ok(())
+    }
+
+    /// Puts `steps` steps on the stream.
+    fn launch(&mut self, steps: u64) -> mgpu::Result<()> {
+        if let Some(graph) = self.graphs.iter().find(|graph| graph.steps() == steps) {
+            return self.model.replay(graph);
+        }
+        let Gpu { model, net, train, recipe, .. } = self;
+        launch_each(model, net, train.as_ref(), recipe, steps)
+    }
+
+    /// Captures the graphs, once every kernel has been launched.
+    fn capture(&mut self) -> mgpu::Result<()> {
+        for steps in [STEPS_A_LAUNCH, 1] {
+            let Gpu { model, net, train, recipe, .. } = self;
+            let graph = model.capture(|model| launch_each(model, net, train.as_ref(), recipe, steps))?;
+            self.graphs.push(graph);
+        }
+        Ok(())
+    }
+
+    /// Evaluates the first `images` places of the test set's order.
+    fn score(&mut self, images: usize) -> mgpu::Result<LossReport> {
+        let Gpu { model, net, test, .. } = self;
+        let test = test.as_ref().expect("the test set is on the GPU");
+        net.clear_score(model.stream())?;
+        for first in (0..images).step_by(net.max_batch()) {
+            net.evaluate(model, test, first, (images - first).min(net.max_batch()))?;
+        }
+        model.wait()?;
+        net.read_score(model.stream())
+    }
+
+    /// The arena `values` of the device, as it is in checkpoints.
+    fn host_layout(&self) -> &Layout {
+        self.net.host_layout()
+    }
+}
+
+/// Puts `steps` steps on the stream, kernel by kernel.
+fn launch_each(
+    model: &mut DeviceDataParallel,
+    net: &mut DeviceNet,
+    data: Option<&DeviceData>,
+    recipe: &Recipe,
+    steps: u64,
+) -> mgpu::Result<()> {
+    let data = data.expect("the training set is on the GPU");
+    let dropout = DeviceDropout { seed: recipe.seed, first_sample: recipe.first_sample };
+    (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
+}
+
+impl Engine for Gpu {
+    fn comm(&mut self) -> &mut dyn Communicator {
+        self.model.comm()
+    }
+
+    fn parameters(&self) -> usize {
+        self.host_layout().len()
+    }
+
+    fn steps(&self) -> u64 {
+        self.model.steps()
+    }
+
+    fn train(
+        &mut self,
+        data: &Dataset,
+        sampler: &mut Sampler,
+        until: u64,
+        seen: &mut Seen<'_>,
+    ) -> mgpu::Result<LossReport> {
+        let begin = self.model.steps();
+        self.load(data, sampler, begin / self.recipe.steps_per_epoch)?;
+        self.net.clear_score(self.model.stream())?;
+        // Told so far: steps, and the score as of the last mark that was read.
+        let (mut told, mut score) = (begin, LossReport::default());
+        let mut launches = 0;
+        while self.model.steps() < until {
+            let made = self.model.steps() - begin;
+            if self.options.graph && self.graphs.is_empty() && made >= FIRST_STEPS {
+                self.capture()?;
+            }
+            let longest = if self.graphs.is_empty() { 1 } else { STEPS_A_LAUNCH };
+            let steps = if self.model.steps() + longest <= until { longest } else { 1 };
+            let place = launches % AHEAD;
+            // The mark's last use is over before it is used again: that keeps the host from running ahead.
+            if launches >= AHEAD {
+                let step = self.marks[place].step;
+                score = self.read(place, score, told..step, seen)?;
+                told = step;
+            }
+            self.launch(steps)?;
+            let Gpu { model, net, marks, .. } = self;
+            let mark = &mut marks[place];
+            model.read_later(net.score(), &mut mark.score)?;
+            mark.step = model.steps();
+            launches += 1;
+            if self.graphs.is_empty() {
+                // Without a graph every step is told as it ends.
+                self.model.wait()?;
+            }
+        }
+        for launch in launches.saturating_sub(AHEAD)..launches {
+            let step = self.marks[launch % AHEAD].step;
+            score = self.read(launch % AHEAD, score, told..step, seen)?;
+            told = step;
+        }
+        Ok(score)
+    }
+
+    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
+        if self.test.is_none() {
+            let test = DeviceData::new(self.model.stream(), &data.images, &data.labels, shard.len())?;
+            test.set_order(self.model.stream(), shard)?;
+            self.test = Some(test);
+        }
+        let score = self.score(shard.len())?;
+        if !self.model.has_average() {
+            return Ok((score, None));
+        }
+        self.model.swap_average()?;
+        let average = self.score(shard.len())?;
+        self.model.swap_average()?;
+        Ok((score, Some(average)))
+    }
+
+    fn verify(&mut self) -> mgpu::Result<u64> {
+        let values = self.model.parameters()?;
+        let values = self.net.to_host(&values);
+        verify_equal(self.model.comm(), self.net.host_layout(), &values)?;
+        Ok(checksum(&values))
+    }
+
+    fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()> {
+        let arenas = self.model.arenas()?;
+        let arenas: Vec<_> =
+            arenas.into_iter().map(|(name, values)| (name, self.net.to_host(&values))).collect();
+        let buffers = self.net.buffers().to_vec::<f32>(self.model.stream())?;
+        let layout = self.host_layout();
+        let mut written: Vec<Arena<'_>> =
+            arenas.iter().map(|(name, values)| Arena { name, layout, values }).collect();
+        written.push(Arena { name: "buffers", layout: self.net.buffers_layout(), values: &buffers });
+        checkpoint::save(folder, self.model.steps(), state, &written, keep)?;
+        Ok(())
+    }
+
+    fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()> {
+        let Gpu { model, net, .. } = self;
+        let layout = net.host_layout();
+        model.restore(manifest.step, |name| {
+            Ok(net.to_device(&checkpoint::load(path, manifest, name, layout)?))
+        })?;
+        let layout = net.buffers_layout();
+        let mut buffers = checkpoint::load(path, manifest, "buffers", layout)?;
+        replicate(model.comm(), layout, &mut buffers)?;
+        Ok(model.stream().upload(&buffers, net.buffers())?)
+    }
+
+    fn gpu(&self) -> Option<&Device> {
+        Some(self.model.stream().device())
+    }
+
+    fn place(&self) -> String {
+        format!("one {}, {}", self.model.stream().device().name(), self.options.precision)
+    }
+}
+
+impl Gpu {
+    /// Waits for mark `place` and tells of its steps. Returns the score as it was there; `before` is that of the mark
+    /// before.
+    fn read(
+        &mut self,
+        place: usize,
+        before: LossReport,
+        steps: std::ops::Range<u64>,
+        seen: &mut Seen<'_>,
+    ) -> mgpu::Result<LossReport> {
+        let bytes = self.model.read(&mut self.marks[place].score)?;
+        let score: LossReport = Score::from_bytes(bytes).into();
+        let samples = (score.samples - before.samples).max(1);
+        let loss = (score.loss_sum - before.loss_sum) / samples as f64;
+        steps.for_each(|step| seen(step + 1, loss));
+        Ok(score)
+    }
+}

@@ -1,0 +1,86 @@
+//! What NCCL is told by its environment.
+//!
+//! All ranks are on this machine: they find each other over its loopback interface, and need no network. (The payload
+//! does not go that way, but from GPU to GPU.)
+//!
+//! Several ranks on one GPU it refuses by itself: kernels of two ranks that wait for each other may never run at the same time. With few
+//! thread blocks each they do, slowly. So this is for tests on machines with one GPU, never for timings.
+//!
+//! Up to 2.29 the refusal is a comparison of host and device. Ranks that claim to be on hosts of their own pass it, and
+//! then speak to each other over sockets, since what connects GPUs within a host makes no sense to them. From 2.30 on
+//! there is a switch.
+
+use nccl_sys::{Library, Version};
+
+/// First release that allows it when asked.
+const SWITCH: Version = Version { major: 2, minor: 30, patch: 0 };
+
+/// The version that ranks will find, if they find one.
+pub(crate) fn version() -> Option<Version> {
+    Library::open().ok()?.version().ok()
+}
+
+/// The variables of every rank.
+pub(crate) fn on_one_host() -> Vec<(&'static str, String)> {
+    vec![("NCCL_SOCKET_IFNAME", "lo".to_owned())]
+}
+
+/// The variables of `rank` besides, where ranks share a GPU.
+pub(crate) fn on_one_gpu(rank: u32, nccl: Option<Version>) -> Vec<(&'static str, String)> {
+    let fixed: &[(&str, &str)] = match nccl {
+        Some(version) if version >= SWITCH => {
+            &[("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "4"), ("NCCL_NVLS_ENABLE", "0")]
+        }
+        _ => &[
+            ("NCCL_NET", "Socket"),
+            ("NCCL_IB_DISABLE", "1"),
+            ("NCCL_P2P_DISABLE", "1"),
+            ("NCCL_SHM_DISABLE", "1"),
+            ("NCCL_NVLS_ENABLE", "0"),
+            ("NCCL_MNNVL_ENABLE", "0"),
+            ("NCCL_MAX_CTAS", "2"),
+        ],
+    };
+    let mut variables: Vec<(&'static str, String)> =
+        fixed.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+    if nccl.is_none_or(|version| version < SWITCH) {
+        variables.push(("NCCL_HOSTID", format!("mgpu-rank-{rank}")));
+    }
+    variables
+}
+
+/// All variables that a launcher may set for NCCL. Those that the user has set stay as they are.
+pub(crate) const NAMES: [&str; 10] = [
+    "NCCL_HOSTID",
+    "NCCL_IB_DISABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MNNVL_ENABLE",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL_NET",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_version_is_told_what_it_understands() {
+        let value = |nccl: Option<Version>, name: &str| {
+            on_one_gpu(3, nccl).into_iter().find(|(key, _)| *key == name).map(|(_, value)| value)
+        };
+        let (old, new) = (Some(Version::from_code(22999)), Some(Version::from_code(23000)));
+        for unknown in [None, old] {
+            assert_eq!(value(unknown, "NCCL_HOSTID").as_deref(), Some("mgpu-rank-3"));
+            assert_eq!(value(unknown, "NCCL_MULTI_RANK_GPU_ENABLE"), None);
+        }
+        assert_eq!(value(new, "NCCL_HOSTID"), None);
+        assert_eq!(value(new, "NCCL_MULTI_RANK_GPU_ENABLE").as_deref(), Some("1"));
+        for (name, _) in [on_one_gpu(0, old), on_one_gpu(0, new), on_one_host()].concat() {
+            assert!(NAMES.contains(&name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,449 @@
+// NCCL for the ranks of one machine: the functions, and a communicator's life.
+//
+// Faithful where a runtime can go wrong: a non-blocking communicator says "in progress" and goes on in a thread of its
+// own (initialisation, finalisation, and every launch), refuses calls meanwhile, writes its handle a second time at the
+// end of initialisation; a dead peer is never reported; what waits for one ends by abort only.
+//
+// Faults on demand, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: how many operations still go well; each replay of a
+// graph counts, except for faults of calls):
+//   hang_call_init    the call of initialisation never returns
+//   hang_init         initialisation never completes
+//   init_error        initialisation fails
+//   call_error        a collective's call fails
+//   hang_call         a collective's call never returns
+//   stuck_collective  a collective never completes; its stream is busy until abort
+//   async_error       the same, and the communicator's state says so
+//   stuck_finalize    finalisation never completes
+//   stuck_abort       the call of abort never returns
+#include "fake_nccl.h"
+
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <unistd.h>
+
+API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status);
+
+namespace fake_nccl {
+namespace {
+
+thread_local std::string last_error;
+
+ncclResult_t fail(ncclResult_t result, const std::string& why) {
+    last_error = why;
+    if (getenv("NCCL_DEBUG") != nullptr) fprintf(stderr, "FAKE NCCL: %s\n", why.c_str());
+    return result;
+}
+
+[[noreturn]] void hang() {
+    for (;;) pause();
+}
+
+// Whether the environment asks for a fault on this rank, after so many collectives.
+bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
+    const char* text = getenv("FAKE_NCCL_FAULT");
+    for (const char* at = text; at != nullptr && *at != 0;) {
+        const std::string entry(at, strcspn(at, ","));
+        const size_t rank_at = entry.find('@'), after_at = entry.find(":after=");
+        const std::string name = entry.substr(0, std::min(rank_at, after_at));
+        const bool here = rank_at == std::string::npos || atoi(entry.c_str() + rank_at + 1) == rank;
+        const long after = after_at == std::string::npos ? 0 : atol(entry.c_str() + after_at + 7);
+        if (name == fault && here && collectives >= after) return true;
+        at += entry.size();
+        if (*at == ',') ++at;
+    }
+    return false;
+}
+
+struct Comm {
+    int rank, world, device;
+    bool blocking;
+    Meeting meeting;
+    std::atomic<unsigned> state{ncclInProgress};
+    std::atomic<bool> aborted{false};
+    std::atomic<int> background{0};         // threads that are at work for it
+    std::mutex running;                     // one operation at a time
+    std::shared_ptr<fake::Moment> last;     // of the operations issued outside of captures
+    std::atomic<long> issued{0}, executed{0};
+    bool finalized = false;
+
+    // Ends "in progress"; an error that came up meanwhile stays.
+    void settle(ncclResult_t result) {
+        unsigned expected = ncclInProgress;
+        state.compare_exchange_strong(expected, result);
+    }
+
+    void wait_for_abort() {
+        while (!aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+};
+using CommPtr = std::shared_ptr<Comm>;
+
+}   // namespace
+}   // namespace fake_nccl
+
+using namespace fake_nccl;
+
+// What a handle points to. It is known here until it is destroyed or aborted.
+struct ncclComm {
+    CommPtr comm;
+};
+typedef ncclComm* ncclComm_t;
+
+namespace fake_nccl {
+namespace {
+
+std::mutex handles_mutex;
+std::set<ncclComm_t>& handles() {
+    static auto* all = new std::set<ncclComm_t>;
+    return *all;
+}
+
+CommPtr comm_of(ncclComm_t handle) {
+    std::lock_guard lock(handles_mutex);
+    return handles().count(handle) == 0 ? nullptr : handle->comm;
+}
+
+CommPtr take(ncclComm_t handle) {
+    std::lock_guard lock(handles_mutex);
+    if (handles().erase(handle) == 0) return nullptr;
+    CommPtr comm = handle->comm;
+    delete handle;
+    return comm;
+}
+
+// What a call finds that needs the communicator ready.
+ncclResult_t ready(const CommPtr& comm) {
+    if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
+    const auto state = (ncclResult_t)comm->state.load();
+    if (state == ncclInProgress) {
+        return fail(ncclInvalidArgument, "the communicator is used before the previous operation returned ncclSuccess");
+    }
+    if (comm->finalized) return fail(ncclInvalidUsage, "the communicator is used after its finalisation");
+    return state;
+}
+
+// Does something in the caller, or for a non-blocking communicator in a thread whose end its state tells.
+ncclResult_t perform(const CommPtr& comm, std::function<ncclResult_t()> work) {
+    if (comm->blocking) {
+        const ncclResult_t result = work();
+        comm->settle(result);
+        return result;
+    }
+    comm->state = ncclInProgress;
+    ++comm->background;
+    std::thread([comm, work] {
+        fake::use_device(comm->device);
+        fake::delay();
+        comm->settle(work());
+        --comm->background;
+    }).detach();
+    return ncclInProgress;
+}
+
+// ---- Operations ----
+
+struct Issued {
+    CommPtr comm;
+    CUstream stream;
+    Op op;
+};
+
+thread_local int depth = 0;
+thread_local std::vector<Issued> group;
+thread_local std::vector<std::thread> joining;   // blocking initialisations within a group
+thread_local ncclResult_t group_result = ncclSuccess;
+
+void run(Comm& comm, const std::vector<Op>& ops) {
+    std::lock_guard lock(comm.running);
+    const long before = comm.executed++;
+    const bool broken = is_faulty("async_error", comm.rank, before);
+    if (broken) comm.state = ncclRemoteError;
+    if (broken || is_faulty("stuck_collective", comm.rank, before)) return comm.wait_for_abort();
+    if (ops[0].is_pair()) {
+        comm.meeting.exchange(ops, comm.aborted);
+    } else {
+        comm.meeting.collective(ops[0], comm.aborted);
+    }
+}
+
+// One collective, or the sends and receives that go together, as a stream's work. The library itself keeps a
+// communicator's operations in order, whatever streams they are on.
+ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) {
+    const long before = comm->issued++;
+    if (is_faulty("hang_call", comm->rank, before)) hang();
+    if (is_faulty("call_error", comm->rank, before)) return fail(ncclInternalError, "call_error was asked for");
+    CUstreamCaptureStatus captured = CU_STREAM_CAPTURE_STATUS_NONE;
+    cuStreamIsCapturing(stream, &captured);
+    const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;
+    const auto previous = at_once ? comm->last : nullptr;
+    auto done = std::make_shared<fake::Moment>();
+    const CUresult result = fake::enqueue(stream, [=, ops = std::move(ops)] {
+        if (previous != nullptr) previous->wait();
+        run(*comm, ops);
+        if (!done->passed()) done->pass();
+    });
+    if (result == CUDA_SUCCESS && at_once) comm->last = done;
+    if (result == CUDA_SUCCESS) return ncclSuccess;
+    return fail(ncclUnhandledCudaError, "the stream refused the operation with error " + std::to_string(result));
+}
+
+ncclResult_t enqueue_all(const std::vector<Issued>& issued) {
+    std::vector<bool> gone(issued.size(), false);
+    for (size_t i = 0; i < issued.size(); ++i) {
+        if (gone[i]) continue;
+        const Issued& first = issued[i];
+        std::vector<Op> ops = {first.op};
+        for (size_t j = i + 1; first.op.is_pair() && j < issued.size(); ++j) {
+            if (!issued[j].op.is_pair() || issued[j].comm != first.comm) continue;
+            ops.push_back(issued[j].op);
+            gone[j] = true;
+        }
+        if (const ncclResult_t result = enqueue(first.comm, first.stream, std::move(ops))) return result;
+    }
+    return ncclSuccess;
+}
+
+ncclResult_t launch(std::vector<Issued> issued) {
+    // Each communicator gets its own part of the group.
+    ncclResult_t result = ncclSuccess;
+    while (!issued.empty()) {
+        const CommPtr comm = issued[0].comm;
+        std::vector<Issued> own, others;
+        for (auto& one : issued) (one.comm == comm ? own : others).push_back(one);
+        const ncclResult_t part = perform(comm, [own] { return enqueue_all(own); });
+        if (part != ncclSuccess) result = part;
+        issued = std::move(others);
+    }
+    return result;
+}
+
+ncclResult_t issue(ncclComm_t handle, CUstream stream, const Op& op) {
+    const CommPtr comm = comm_of(handle);
+    ncclResult_t result = ready(comm);
+    if (result == ncclSuccess && (size_of(op.type) == 0 || op.op >= ncclNumOps)) {
+        result = fail(ncclInvalidArgument, "no such type or operation");
+    }
+    if (result == ncclSuccess && (op.peer < 0 || op.peer >= comm->world)) {
+        result = fail(ncclInvalidArgument, "no such rank");
+    }
+    const bool gives = op.kind != Kind::Recv && (op.kind != Kind::Broadcast || op.peer == comm->rank);
+    const bool gets = op.kind != Kind::Send && (op.kind != Kind::Reduce || op.peer == comm->rank);
+    if (result == ncclSuccess && op.count > 0 && ((gives && op.send == nullptr) || (gets && op.recv == nullptr))) {
+        result = fail(ncclInvalidArgument, "a buffer is null");
+    }
+    if (result != ncclSuccess) {
+        group_result = result;
+        return result;
+    }
+    if (op.count == 0) return ncclSuccess;
+    if (depth == 0) return launch({{comm, stream, op}});
+    group.push_back({comm, stream, op});
+    return ncclSuccess;
+}
+
+ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
+    if (is_faulty("hang_init", comm->rank)) {
+        comm->wait_for_abort();
+        return ncclInternalError;
+    }
+    if (is_faulty("init_error", comm->rank)) return fail(ncclSystemError, "init_error was asked for");
+    std::string why;
+    const CUuuid device = fake::device_uuid(comm->device);
+    const ncclResult_t result = comm->meeting.join(id, comm->rank, comm->world, device, comm->aborted, why);
+    return result == ncclSuccess ? result : fail(result, why);
+}
+
+ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int rank, bool blocking) {
+    const int device = fake::current_device();
+    if (device < 0) return fail(ncclUnhandledCudaError, "no device is current");
+    if (handle == nullptr || world < 1 || world > MOST_RANKS || rank < 0 || rank >= world) {
+        return fail(ncclInvalidArgument, "no such rank");
+    }
+    if (is_faulty("hang_call_init", rank)) hang();
+    auto comm = std::make_shared<Comm>();
+    comm->rank = rank;
+    comm->world = world;
+    comm->device = device;
+    comm->blocking = blocking;
+    auto* made = new ncclComm{comm};
+    {
+        std::lock_guard lock(handles_mutex);
+        handles().insert(made);
+    }
+    *handle = made;
+    auto work = [comm, id, handle, made] {
+        const ncclResult_t result = initialize(comm, id);
+        // As the real library does, from whatever thread this is.
+        if (!comm->aborted) *handle = made;
+        return result;
+    };
+    if (!blocking || depth == 0) return perform(comm, work);
+    joining.emplace_back([comm, work] {
+        fake::use_device(comm->device);
+        comm->settle(work());
+    });
+    return ncclSuccess;
+}
+
+// Waits for what was issued and for the other ranks to come here too.
+ncclResult_t finish(const CommPtr& comm) {
+    if (is_faulty("stuck_finalize", comm->rank)) comm->wait_for_abort();
+    if (comm->last != nullptr) comm->last->wait();
+    comm->meeting.barrier(comm->aborted);
+    return ncclSuccess;
+}
+
+Op make(Kind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int peer) {
+    return {kind, (const unsigned char*)send, (unsigned char*)recv, count, type, op, peer};
+}
+
+}   // namespace
+}   // namespace fake_nccl
+
+// ---- Without a communicator ----
+
+API ncclResult_t ncclGetVersion(int* version) {
+    *version = (int)fake::number_asked_for("FAKE_NCCL_VERSION", 22809);
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+    return Meeting::found(id) ? ncclSuccess : fail(ncclSystemError, "no memory for the ranks to meet in");
+}
+
+API const char* ncclGetErrorString(ncclResult_t result) {
+    const char* texts[] = {"no error",         "unhandled cuda error", "unhandled system error",
+                           "internal error",   "invalid argument",     "invalid usage",
+                           "remote process exited or there was a network error", "NCCL operation in progress"};
+    return result < sizeof texts / sizeof *texts ? texts[result] : "unknown result code";
+}
+
+API const char* ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
+
+API ncclResult_t ncclMemAlloc(void** address, size_t bytes) {
+    return fake::allocate((CUdeviceptr*)address, bytes) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
+}
+API ncclResult_t ncclMemFree(void* address) {
+    return fake::release((CUdeviceptr)address) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+// ---- A communicator's life ----
+
+API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int world, ncclUniqueId id, int rank) {
+    return start(comm, world, id, rank, true);
+}
+
+API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueId id, int rank, ncclConfig_t* config) {
+    if (config == nullptr) return start(comm, world, id, rank, true);
+    if (config->magic != 0xcafebeef || config->size < sizeof(ncclConfig_t)) {
+        return fail(ncclInvalidArgument, "the configuration was not initialised");
+    }
+    const bool unset = config->max_ctas == INT_MIN;
+    if (!unset && config->max_ctas <= 0) return fail(ncclInvalidArgument, "maxCTAs must be positive");
+    return start(comm, world, id, rank, config->blocking != 0);
+}
+
+API ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* state) {
+    const CommPtr comm = comm_of(handle);
+    if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
+    *state = (ncclResult_t)comm->state.load();
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    comm->finalized = true;
+    return perform(comm, [comm] { return finish(comm); });
+}
+
+// Collective as well, unless the communicator is finalized or never came to be.
+API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
+    const CommPtr comm = take(handle);
+    if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
+    while (comm->background > 0) std::this_thread::yield();
+    if (!comm->finalized && comm->state == ncclSuccess) finish(comm);
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclCommAbort(ncclComm_t handle) {
+    const CommPtr comm = take(handle);
+    if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
+    if (is_faulty("stuck_abort", comm->rank)) hang();
+    comm->aborted = true;
+    comm->meeting.ring();
+    // Its threads write to the caller's memory.
+    while (comm->background > 0) std::this_thread::yield();
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclCommCount(ncclComm_t handle, int* count) {
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    *count = comm->world;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclCommUserRank(ncclComm_t handle, int* rank) {
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    *rank = comm->rank;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclCommCuDevice(ncclComm_t handle, int* device) {
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    *device = comm->device;
+    return ncclSuccess;
+}
+
+// ---- Groups and operations ----
+
+API ncclResult_t ncclGroupStart() {
+    if (depth++ == 0) group_result = ncclSuccess;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGroupEnd() {
+    if (depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+    if (--depth > 0) return ncclSuccess;
+    auto issued = std::move(group);
+    group.clear();
+    auto threads = std::move(joining);
+    joining.clear();
+    for (auto& thread : threads) thread.join();
+    if (group_result != ncclSuccess) return group_result;
+    return launch(std::move(issued));
+}
+
+API ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, CUstream stream) {
+    return issue(comm, stream, make(Kind::AllReduce, send, recv, count, type, op, 0));
+}
+API ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                            ncclComm_t comm, CUstream stream) {
+    return issue(comm, stream, make(Kind::Reduce, send, recv, count, type, op, root));
+}
+API ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root,
+                               ncclComm_t comm, CUstream stream) {
+    return issue(comm, stream, make(Kind::Broadcast, send, recv, count, type, ncclSum, root));
+}
+API ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                               CUstream stream) {
+    return issue(comm, stream, make(Kind::AllGather, send, recv, count, type, ncclSum, 0));
+}
+API ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                   ncclComm_t comm, CUstream stream) {
+    return issue(comm, stream, make(Kind::ReduceScatter, send, recv, count, type, op, 0));
+}
+API ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                          CUstream stream) {
+    return issue(comm, stream, make(Kind::Send, send, nullptr, count, type, ncclSum, peer));
+}
+API ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream) {
+    return issue(comm, stream, make(Kind::Recv, nullptr, recv, count, type, ncclSum, peer));
+}

@@ -1,0 +1,98 @@
+// The fake NCCL's parts: what the functions take, how ranks meet, how numbers are reduced.
+#pragma once
+
+#include "fake_cuda.h"
+
+enum ncclResult_t : unsigned {
+    ncclSuccess = 0,
+    ncclUnhandledCudaError = 1,
+    ncclSystemError = 2,
+    ncclInternalError = 3,
+    ncclInvalidArgument = 4,
+    ncclInvalidUsage = 5,
+    ncclRemoteError = 6,
+    ncclInProgress = 7,
+};
+
+enum ncclDataType_t : unsigned { ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16,
+                                 ncclFloat32, ncclFloat64, ncclBfloat16, ncclNumTypes };
+enum ncclRedOp_t : unsigned { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg, ncclNumOps };
+
+struct ncclUniqueId {
+    char internal[128];
+};
+
+// The beginning of ncclConfig_t, as far as anything is made of it.
+struct ncclConfig_t {
+    size_t size;
+    unsigned magic;
+    unsigned version;
+    int blocking;
+    int cga_cluster_size, min_ctas, max_ctas;
+};
+
+namespace fake_nccl {
+
+constexpr int MOST_RANKS = 64;
+
+size_t size_of(ncclDataType_t type);
+
+// Reduces `count` elements of `ranks` inputs in rank order into `out`. f16 and bf16 are accumulated in f32.
+void reduce(const unsigned char* const* in, int ranks, unsigned char* out, size_t count, ncclDataType_t type,
+            ncclRedOp_t op);
+
+enum class Kind : unsigned { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, Send, Recv };
+
+struct Op {
+    Kind kind;
+    const unsigned char* send;
+    unsigned char* recv;
+    size_t count;
+    ncclDataType_t type;
+    ncclRedOp_t op;
+    int peer;   // or root
+    bool is_pair() const { return kind == Kind::Send || kind == Kind::Recv; }
+};
+
+struct Region;
+
+// A rank's seat where the ranks of one id meet: memory that they share, and that is gone with the last of them.
+class Meeting {
+  public:
+    ~Meeting();
+
+    // Makes the memory, and the id by which others find it.
+    static bool found(ncclUniqueId* id);
+
+    // Takes the seat `rank` and waits for everyone. ncclInvalidUsage if two ranks are on one device.
+    ncclResult_t join(const ncclUniqueId& id, int rank, int world, const CUuuid& device,
+                      const std::atomic<bool>& aborted, std::string& why);
+
+    // Runs one collective, or sends and receives together. False if it was aborted first.
+    bool collective(const Op& op, const std::atomic<bool>& aborted);
+    bool exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted);
+
+    // Everybody comes here or nobody leaves.
+    bool barrier(const std::atomic<bool>& aborted);
+
+    // Wakes whoever waits, to see that it was aborted.
+    void ring();
+
+  private:
+    template <class Condition>
+    bool wait_until(const std::atomic<bool>& aborted, Condition condition);
+    bool arrive(const std::atomic<bool>& aborted);
+    ncclResult_t check_seats(std::string& why) const;
+    unsigned char* slot(int rank, unsigned turn) const;
+    void take_part(const Op& op, size_t first, size_t count, unsigned turn);
+    void make_result(const Op& op, size_t first, size_t count, unsigned turn);
+    void check_offers(unsigned turn) const;
+    bool advance(Op& pair, size_t& moved);
+
+    Region* region = nullptr;
+    size_t bytes = 0;
+    int rank = 0, world = 0;
+    uint64_t arrivals = 0;
+};
+
+}   // namespace fake_nccl

@@ -1,0 +1,340 @@
+// How the ranks of a communicator meet: in memory without a name, which goes with the last process that has it.
+//
+// Who makes the id makes the memory, and the id says where: the descriptor's number in that process. Each rank has a
+// seat with a count of its arrivals; a collective goes through the ranks' slots chunk by chunk, each chunk one arrival
+// of everyone. Two slots a rank, used in turn, make one arrival a chunk enough: who has arrived for a chunk has read all
+// of the one before. A rank that was killed never arrives, and nobody is told.
+#include "fake_nccl.h"
+
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace fake_nccl {
+
+constexpr size_t SLOT = 1 << 20;       // bytes a rank offers at a time
+constexpr size_t LETTER = 64 << 10;    // bytes of one message at a time
+constexpr char MAGIC[] = "FAKE NCCL ID";
+
+struct Offer {
+    Kind kind;
+    ncclDataType_t type;
+    ncclRedOp_t op;
+    int root;
+    size_t count;
+    bool operator==(const Offer&) const = default;
+};
+
+struct Seat {
+    std::atomic<unsigned> taken;
+    int world;
+    CUuuid device;
+    uint64_t host;
+    std::atomic<uint64_t> arrivals;
+    Offer offers[2];
+};
+
+// From one rank to another: `written` and `read` count letters; one may be under way.
+struct Mailbox {
+    std::atomic<uint64_t> written, read;
+    size_t total;
+    unsigned char letter[LETTER];
+};
+
+struct Region {
+    uint64_t cookie;
+    std::atomic<unsigned> bell;   // rung at every change
+    Seat seats[MOST_RANKS];
+};
+
+namespace {
+
+struct IdText {
+    char magic[16];
+    int process, descriptor;
+    uint64_t cookie;
+};
+
+size_t slots_at() { return (sizeof(Region) + 4095) / 4096 * 4096; }
+size_t mail_at(int world) { return slots_at() + (size_t)world * 2 * SLOT; }
+size_t end_of(int world) { return mail_at(world) + (size_t)world * (size_t)world * sizeof(Mailbox); }
+
+Mailbox& mailbox(Region* region, int world, int from, int to) {
+    auto* all = (Mailbox*)((unsigned char*)region + mail_at(world));
+    return all[from * world + to];
+}
+
+uint64_t host_hash() {
+    // Real NCCL takes its word for which ranks are on one machine.
+    const char* name = getenv("NCCL_HOSTID");
+    uint64_t hash = 0xcbf29ce484222325;
+    for (; name != nullptr && *name != 0; ++name) hash = (hash ^ (unsigned char)*name) * 0x100000001b3;
+    return hash;
+}
+
+// Descriptors of ids whose ranks have not all joined.
+std::mutex waiting_mutex;
+std::set<int>& waiting() {
+    static auto* all = new std::set<int>;
+    return *all;
+}
+
+void forget(int descriptor) {
+    std::lock_guard lock(waiting_mutex);
+    if (waiting().erase(descriptor) != 0) close(descriptor);
+}
+
+std::string describe(const Offer& offer) {
+    const char* names[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter"};
+    char text[120];
+    snprintf(text, sizeof text, "%s of %zu elements of type %u, operation %u, root %d", names[(unsigned)offer.kind],
+             offer.count, offer.type, offer.op, offer.root);
+    return text;
+}
+
+bool may_share_devices() {
+    return fake::number_asked_for("FAKE_NCCL_VERSION", 22809) >= 23000 &&
+           fake::number_asked_for("NCCL_MULTI_RANK_GPU_ENABLE", 0) == 1;
+}
+
+}   // namespace
+
+bool Meeting::found(ncclUniqueId* id) {
+    IdText text = {};
+    memcpy(text.magic, MAGIC, sizeof MAGIC);
+    text.process = getpid();
+    text.descriptor = (int)syscall(SYS_memfd_create, "fake-nccl", MFD_CLOEXEC);
+    if (text.descriptor < 0 || ftruncate(text.descriptor, (off_t)end_of(MOST_RANKS)) != 0) return false;
+    if (getrandom(&text.cookie, sizeof text.cookie, 0) != sizeof text.cookie) return false;
+    if (pwrite(text.descriptor, &text.cookie, sizeof text.cookie, 0) != sizeof text.cookie) return false;
+    std::lock_guard lock(waiting_mutex);
+    waiting().insert(text.descriptor);
+    memset(id, 0, sizeof *id);
+    memcpy(id, &text, sizeof text);
+    return true;
+}
+
+ncclResult_t Meeting::join(const ncclUniqueId& id, int own_rank, int ranks, const CUuuid& device,
+                           const std::atomic<bool>& aborted, std::string& why) {
+    rank = own_rank;
+    world = ranks;
+    IdText text;
+    memcpy(&text, &id, sizeof text);
+    if (memcmp(text.magic, MAGIC, sizeof MAGIC) != 0) {
+        why = "not an id that this library made";
+        return ncclInvalidArgument;
+    }
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", text.process, text.descriptor);
+    const int descriptor = open(path, O_RDWR | O_CLOEXEC);
+    if (descriptor < 0) {
+        why = "the process that made the id is gone";
+        return ncclSystemError;
+    }
+    bytes = end_of(world);
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+    close(descriptor);
+    if (memory == MAP_FAILED) {
+        why = "the ranks' shared memory cannot be mapped";
+        return ncclSystemError;
+    }
+    region = (Region*)memory;
+    if (region->cookie != text.cookie) {
+        why = "the id is that of an earlier meeting";
+        return ncclSystemError;
+    }
+    Seat& own = region->seats[rank];
+    unsigned vacant = 0;
+    if (!own.taken.compare_exchange_strong(vacant, 1)) {
+        why = "this rank has joined already";
+        return ncclInvalidUsage;
+    }
+    own.world = world;
+    own.device = device;
+    own.host = host_hash();
+    if (!barrier(aborted)) {
+        why = "aborted";
+        return ncclInternalError;
+    }
+    // All have mapped it: who made the id may close what others found it by.
+    if (text.process == getpid()) forget(text.descriptor);
+    return check_seats(why);
+}
+
+ncclResult_t Meeting::check_seats(std::string& why) const {
+    for (int a = 0; a < world; ++a) {
+        for (int b = a + 1; b < world; ++b) {
+            const Seat &x = region->seats[a], &y = region->seats[b];
+            if (x.world != y.world) {
+                why = "the ranks disagree on the number of ranks";
+                return ncclInvalidArgument;
+            }
+            if (x.host == y.host && memcmp(&x.device, &y.device, sizeof x.device) == 0 && !may_share_devices()) {
+                why = "Duplicate GPU detected : rank " + std::to_string(a) + " and rank " + std::to_string(b) +
+                      " both on the same CUDA device";
+                return ncclInvalidUsage;
+            }
+        }
+    }
+    return ncclSuccess;
+}
+
+Meeting::~Meeting() {
+    if (region != nullptr) munmap(region, bytes);
+}
+
+void Meeting::ring() {
+    if (region == nullptr) return;
+    region->bell.fetch_add(1);
+    syscall(SYS_futex, &region->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+template <class Condition>
+bool Meeting::wait_until(const std::atomic<bool>& aborted, Condition condition) {
+    for (;;) {
+        const unsigned heard = region->bell.load();
+        if (condition()) return true;
+        if (aborted) return false;
+        // An abort rings as well; the limit is for one that falls between the look and the wait.
+        const timespec limit = {0, 20'000'000};
+        syscall(SYS_futex, &region->bell, FUTEX_WAIT, heard, &limit, nullptr, 0);
+    }
+}
+
+bool Meeting::arrive(const std::atomic<bool>& aborted) {
+    ++arrivals;
+    region->seats[rank].arrivals.store(arrivals);
+    ring();
+    return wait_until(aborted, [&] {
+        for (int other = 0; other < world; ++other) {
+            if (region->seats[other].arrivals.load() < arrivals) return false;
+        }
+        return true;
+    });
+}
+
+unsigned char* Meeting::slot(int of, unsigned turn) const {
+    return (unsigned char*)region + slots_at() + ((size_t)of * 2 + turn) * SLOT;
+}
+
+bool Meeting::barrier(const std::atomic<bool>& aborted) { return arrive(aborted); }
+
+bool Meeting::collective(const Op& op, const std::atomic<bool>& aborted) {
+    const size_t size = size_of(op.type), parts = op.kind == Kind::ReduceScatter ? (size_t)world : 1;
+    const size_t most = SLOT / size / parts;
+    for (size_t first = 0; first < op.count; first += most) {
+        const size_t count = op.count - first < most ? op.count - first : most;
+        const unsigned turn = arrivals % 2;
+        if (aborted) return false;
+        region->seats[rank].offers[turn] = {op.kind, op.type, op.op, op.peer, op.count};
+        take_part(op, first, count, turn);
+        if (!arrive(aborted)) return false;
+        check_offers(turn);
+        make_result(op, first, count, turn);
+    }
+    return true;
+}
+
+void Meeting::take_part(const Op& op, size_t first, size_t count, unsigned turn) {
+    const size_t size = size_of(op.type);
+    const bool gives = op.kind != Kind::Broadcast || op.peer == rank;
+    const int parts = op.kind == Kind::ReduceScatter ? world : 1;
+    for (int part = 0; part < parts && gives; ++part) {
+        const unsigned char* from = op.send + ((size_t)part * op.count + first) * size;
+        memcpy(slot(rank, turn) + (size_t)part * count * size, from, count * size);
+    }
+}
+
+void Meeting::make_result(const Op& op, size_t first, size_t count, unsigned turn) {
+    const size_t size = size_of(op.type);
+    const unsigned char* in[MOST_RANKS];
+    for (int other = 0; other < world; ++other) in[other] = slot(other, turn);
+    unsigned char* out = op.recv + first * size;
+    switch (op.kind) {
+        case Kind::Broadcast: memcpy(out, in[op.peer], count * size); break;
+        case Kind::AllGather:
+            for (int other = 0; other < world; ++other) {
+                memcpy(out + (size_t)other * op.count * size, in[other], count * size);
+            }
+            break;
+        case Kind::ReduceScatter:
+            for (int other = 0; other < world; ++other) in[other] += (size_t)rank * count * size;
+            reduce(in, world, out, count, op.type, op.op);
+            break;
+        default:
+            if (op.kind == Kind::AllReduce || op.peer == rank) reduce(in, world, out, count, op.type, op.op);
+    }
+}
+
+// Ranks that call different collectives wait for each other for good, or get garbage: better said at once.
+void Meeting::check_offers(unsigned turn) const {
+    const Offer& own = region->seats[rank].offers[turn];
+    for (int other = 0; other < world; ++other) {
+        const Offer& theirs = region->seats[other].offers[turn];
+        if (theirs == own) continue;
+        fprintf(stderr, "FAKE NCCL: the ranks call different collectives: rank %d %s, rank %d %s\n", rank,
+                describe(own).c_str(), other, describe(theirs).c_str());
+        abort();
+    }
+}
+
+// One letter more of one message, if the mailbox lets it.
+bool Meeting::advance(Op& pair, size_t& moved) {
+    const size_t total = pair.count * size_of(pair.type);
+    const bool sends = pair.kind == Kind::Send;
+    Mailbox& box = sends ? mailbox(region, world, rank, pair.peer) : mailbox(region, world, pair.peer, rank);
+    const size_t now = total - moved < LETTER ? total - moved : LETTER;
+    if (sends) {
+        if (box.written.load() != box.read.load()) return false;
+        box.total = total;
+        memcpy(box.letter, pair.send + moved, now);
+        box.written.fetch_add(1);
+    } else {
+        if (box.written.load() == box.read.load()) return false;
+        if (box.total != total) {
+            fprintf(stderr, "FAKE NCCL: rank %d sends %zu bytes, rank %d receives %zu\n", pair.peer, box.total, rank,
+                    total);
+            abort();
+        }
+        memcpy(pair.recv + moved, box.letter, now);
+        box.read.fetch_add(1);
+    }
+    moved += now;
+    ring();
+    return true;
+}
+
+bool Meeting::exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted) {
+    std::vector<size_t> moved(pairs.size(), 0);
+    auto is_done = [&](size_t i) { return moved[i] == pairs[i].count * size_of(pairs[i].type); };
+    // Messages between the same two ranks in one direction go one after another.
+    auto is_first = [&](size_t i) {
+        for (size_t before = 0; before < i; ++before) {
+            const bool same = pairs[before].kind == pairs[i].kind && pairs[before].peer == pairs[i].peer;
+            if (same && !is_done(before)) return false;
+        }
+        return true;
+    };
+    return wait_until(aborted, [&] {
+        bool all = true, any = true;
+        while (any) {
+            any = false;
+            all = true;
+            for (size_t i = 0; i < pairs.size(); ++i) {
+                if (is_done(i)) continue;
+                if (is_first(i) && advance(pairs[i], moved[i])) any = true;
+                all = all && is_done(i);
+            }
+        }
+        return all;
+    });
+}
+
+}   // namespace fake_nccl

@@ -1,0 +1,125 @@
+//! A rank with a GPU: `t-device all`, `groups`, `capture` or `alone` check what its communicator does;
+//! `t-device loop [FAULT RANK]` reduces until an error comes, prints it, tries once more, prints what comes of that, and
+//! exits with code 9. RANK commits FAULT before its fourth turn.
+//!
+//! SIGTERM is ignored by all, so that the well-behaved have the time to report.
+
+use std::process::ExitCode;
+
+use mgpu::{ReduceOp, Result, World};
+use mgpu_kernels::cuda::{Memory, Stream};
+use mgpu_tests::device::{Bench, input, reduced};
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::Pid;
+
+/// Turns of a loop.
+const TURNS: usize = 20;
+/// Turns before a fault.
+const HEALTHY: usize = 3;
+
+fn main() -> ExitCode {
+    let mut stubborn = SigSet::empty();
+    stubborn.add(Signal::SIGTERM);
+    stubborn.thread_block().expect("SIGTERM can be blocked");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match run(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(9)
+        }
+    }
+}
+
+fn run(arguments: &[String]) -> Result<()> {
+    let mut world = World::from_env()?;
+    let device = world.device().expect("the nccl backend has a GPU").clone();
+    println!("rank {} of {} on {}", world.rank(), world.size(), device.name());
+    let comm = world.device_communicator()?;
+    let stream = Stream::new(&device)?;
+    let bench = Bench { comm: &comm, stream: &stream };
+    match arguments[0].as_str() {
+        "all" => bench.all(),
+        "groups" => bench.groups(),
+        "capture" => capture(&bench),
+        "loop" => {
+            let fault = arguments.get(1).map_or("none", String::as_str);
+            let culprit = arguments.get(2).map(|rank| rank.parse::<u32>().expect("RANK is a number"));
+            turns(&bench, culprit.filter(|rank| *rank == comm.rank()).map(|_| fault))
+        }
+        other => panic!("unknown body {other}"),
+    }
+}
+
+/// Several operations in a graph, repeated.
+fn capture(bench: &Bench<'_>) -> Result<()> {
+    let Bench { comm, stream } = *bench;
+    let (rank, ranks, len) = (comm.rank(), comm.size(), 1000);
+    let mine = Memory::from_slice(stream, &input::<f32>(rank, len))?;
+    let sum = Memory::zeroed(comm.device(), mgpu::DType::F32, len)?;
+    let shard = Memory::from_slice(stream, &input::<i32>(rank, 10))?;
+    let whole = Memory::zeroed(comm.device(), mgpu::DType::I32, 10 * ranks as usize)?;
+    let step = || -> Result<()> {
+        comm.all_reduce_into(stream, mine.view(), sum.view(), ReduceOp::Sum)?;
+        comm.group(|group| {
+            group.all_gather(stream, shard.view(), whole.view())?;
+            group.all_reduce(stream, sum.view(), ReduceOp::Avg)
+        })
+    };
+    // Connections are set up before the capture.
+    step()?;
+    comm.wait(stream, "the step before the capture")?;
+    stream.begin_capture()?;
+    let captured = step();
+    let graph = stream.end_capture()?;
+    captured?;
+    let expected = reduced::<f32>(ranks, len, ReduceOp::Sum);
+    for turn in 0..5 {
+        stream.zero(sum.view())?;
+        stream.zero(whole.view())?;
+        // SAFETY: the memory and the communicator live until the work has been waited for.
+        unsafe { stream.launch_graph(&graph) }?;
+        bench.expect(sum.view(), &expected, &format!("repetition {turn}"))?;
+        let gathered: Vec<i32> = (0..ranks).flat_map(|rank| input::<i32>(rank, 10)).collect();
+        bench.expect(whole.view(), &gathered, &format!("repetition {turn}"))?;
+    }
+    Ok(())
+}
+
+fn turns(bench: &Bench<'_>, fault: Option<&str>) -> Result<()> {
+    let Bench { comm, stream } = *bench;
+    let memory = Memory::zeroed(comm.device(), mgpu::DType::F32, 1000)?;
+    let turn = |turn: usize| {
+        comm.all_reduce(stream, memory.view(), ReduceOp::Sum)?;
+        comm.wait(stream, &format!("turn {turn}"))
+    };
+    for number in 0..TURNS {
+        if number == HEALTHY
+            && let Some(fault) = fault
+        {
+            misbehave(fault);
+        }
+        if let Err(error) = turn(number) {
+            match turn(number) {
+                Ok(()) => eprintln!("then: all is well"),
+                Err(error) => eprintln!("then: {error}"),
+            }
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+fn misbehave(fault: &str) {
+    let signal = |signal| kill(Pid::this(), signal).expect("a process may signal itself");
+    match fault {
+        "kill" => signal(Signal::SIGKILL),
+        "stop" => signal(Signal::SIGSTOP),
+        "exit-0" => std::process::exit(0),
+        "panic" => panic!("this rank panics"),
+        "hang" => loop {
+            std::thread::park();
+        },
+        other => panic!("unknown fault {other}"),
+    }
+}

@@ -1,0 +1,348 @@
+//! Sets up layers on GPU 0 and compares every pass with the CPU's: `t-gpu-libraries [nondeterministic]`. A line for each
+//! layer says who made its passes; a wrong number ends the program with a panic.
+//!
+//! Each layer runs directly, from a captured graph, with a smaller batch, and with operands that lie askew.
+
+use std::sync::Arc;
+
+use half::bf16;
+use mgpu_kernels::conv::gpu::Conv;
+use mgpu_kernels::conv::{self, Padding};
+use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Precision, Result, Stream, View};
+use mgpu_kernels::dense::gpu::Dense;
+use mgpu_kernels::{DType, Threads, activation, dense};
+
+/// Numbers of a layer on the host, rounded to what its precision stores.
+struct Host {
+    x: Vec<f32>,
+    w: Vec<f32>,
+    b: Vec<f32>,
+    dy: Vec<f32>,
+}
+
+/// What the passes come to.
+struct Expected {
+    y: Vec<f32>,
+    dx: Vec<f32>,
+    dw: Vec<f32>,
+    db: Vec<f32>,
+}
+
+fn main() -> Result<()> {
+    let deterministic = std::env::args().nth(1).is_none();
+    let options = Options { deterministic, libraries: Libraries::Auto };
+    let device = Device::open(0)?;
+    let stream = Stream::new(&device)?;
+    for precision in Precision::ALL {
+        for slope in [0.0, 1.0, activation::LEAKY_SLOPE] {
+            let shape = conv::Shape {
+                channels: 8,
+                height: 9,
+                width: 7,
+                filters: 16,
+                kernel: 3,
+                padding: if slope == 1.0 { Padding::Valid } else { Padding::Same },
+            };
+            check_conv(&stream, shape, 4, precision, slope, options)?;
+            // Ten classes are no multiple of anything.
+            let outputs = if slope == 1.0 { 10 } else { 48 };
+            check_dense(&stream, dense::Shape { inputs: 72, outputs }, 12, precision, slope, options)?;
+        }
+        let first =
+            conv::Shape { channels: 1, height: 12, width: 12, filters: 8, kernel: 5, padding: Padding::Same };
+        check_conv(&stream, first, 3, precision, 0.0, options)?;
+    }
+    Ok(())
+}
+
+/// Numbers from -1 to 1, rounded to `precision`'s storage.
+fn random(len: usize, seed: u64, precision: Precision) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let value = ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0;
+        if precision == Precision::Bf16 { bf16::from_f32(value).to_f32() } else { value }
+    };
+    std::iter::repeat_with(next).take(len).collect()
+}
+
+/// `values` of `images` times \[channels, pixels\] as \[pixels, channels\], which is how they lie on a GPU.
+fn channels_last(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
+    let turned = |image: &[f32]| -> Vec<f32> {
+        (0..channels * pixels).map(|at| image[at % channels * pixels + at / channels]).collect()
+    };
+    values.chunks(channels * pixels).flat_map(turned).collect()
+}
+
+/// A layer's numbers in `dtype` on the GPU, after `skip` elements of padding.
+fn upload(stream: &Stream, values: &[f32], dtype: DType, skip: usize) -> Result<Memory> {
+    let padded = [&vec![0.0; skip], values].concat();
+    match dtype {
+        DType::Bf16 => {
+            let padded: Vec<bf16> = padded.iter().map(|value| bf16::from_f32(*value)).collect();
+            Memory::from_slice(stream, &padded)
+        }
+        _ => Memory::from_slice(stream, &padded),
+    }
+}
+
+fn download(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
+    match view.dtype() {
+        DType::Bf16 => Ok(view.to_vec::<bf16>(stream)?.iter().map(|value| value.to_f32()).collect()),
+        _ => view.to_vec(stream),
+    }
+}
+
+#[track_caller]
+fn assert_close(what: &str, found: &[f32], expected: &[f32], precision: Precision) {
+    let tolerance = match precision {
+        Precision::F32 => 1e-5,
+        Precision::Tf32 => 3e-3,
+        Precision::Bf16 => 1e-2,
+    };
+    let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let difference = (found - expected).abs();
+        assert!(difference <= tolerance * largest, "{what}, element {at}: {found} instead of {expected}");
+    }
+}
+
+/// The passes of a layer, whatever kind it is of.
+trait Layer {
+    fn workspace_bytes(&self) -> usize;
+    fn forward(
+        &self,
+        s: &Stream,
+        n: usize,
+        x: View<'_>,
+        w: View<'_>,
+        b: View<'_>,
+        y: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()>;
+    fn backward_input(
+        &self,
+        s: &Stream,
+        n: usize,
+        w: View<'_>,
+        dy: View<'_>,
+        dx: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()>;
+    fn backward_weights(
+        &self,
+        s: &Stream,
+        n: usize,
+        x: View<'_>,
+        dy: View<'_>,
+        dw: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()>;
+    fn backward_bias(
+        &self,
+        s: &Stream,
+        n: usize,
+        dy: View<'_>,
+        db: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()>;
+}
+
+macro_rules! layer {
+    ($type:ty) => {
+        impl Layer for $type {
+            fn workspace_bytes(&self) -> usize {
+                self.workspace_bytes()
+            }
+            fn forward(
+                &self,
+                s: &Stream,
+                n: usize,
+                x: View<'_>,
+                w: View<'_>,
+                b: View<'_>,
+                y: View<'_>,
+                workspace: View<'_>,
+            ) -> Result<()> {
+                self.forward(s, n, x, w, b, y, workspace)
+            }
+            fn backward_input(
+                &self,
+                s: &Stream,
+                n: usize,
+                w: View<'_>,
+                dy: View<'_>,
+                dx: View<'_>,
+                workspace: View<'_>,
+            ) -> Result<()> {
+                self.backward_input(s, n, w, dy, dx, workspace)
+            }
+            fn backward_weights(
+                &self,
+                s: &Stream,
+                n: usize,
+                x: View<'_>,
+                dy: View<'_>,
+                dw: View<'_>,
+                workspace: View<'_>,
+            ) -> Result<()> {
+                self.backward_weights(s, n, x, dy, dw, workspace)
+            }
+            fn backward_bias(
+                &self,
+                s: &Stream,
+                n: usize,
+                dy: View<'_>,
+                db: View<'_>,
+                workspace: View<'_>,
+            ) -> Result<()> {
+                self.backward_bias(s, n, dy, db, workspace)
+            }
+        }
+    };
+}
+layer!(Conv);
+layer!(Dense);
+
+/// Runs all passes, with operands `skip` elements into their memory, and from a graph if `captured`.
+fn run(
+    stream: &Stream,
+    layer: &dyn Layer,
+    images: usize,
+    precision: Precision,
+    host: &Host,
+    skip: usize,
+    captured: bool,
+) -> Result<Expected> {
+    let dtype = precision.storage();
+    let device: &Arc<Device> = stream.device();
+    let [x, w, dy] = [&host.x, &host.w, &host.dy].map(|values| upload(stream, values, dtype, skip));
+    let (x, w, dy, b) = (x?, w?, dy?, upload(stream, &host.b, DType::F32, 0)?);
+    let zeroed = |dtype, len: usize| Memory::zeroed(device, dtype, len + skip);
+    let (y, dx) = (zeroed(dtype, host.dy.len())?, zeroed(dtype, host.x.len())?);
+    let (dw, db) = (zeroed(DType::F32, host.w.len())?, zeroed(DType::F32, host.b.len())?);
+    let workspace = Memory::zeroed(device, DType::F32, layer.workspace_bytes().div_ceil(4))?;
+    let [x, w, dy, y, dx, dw, db] =
+        [&x, &w, &dy, &y, &dx, &dw, &db].map(|memory| memory.slice(skip..memory.len()));
+    let (b, workspace) = (b.view(), workspace.view());
+    let passes = || -> Result<()> {
+        layer.forward(stream, images, x, w, b, y, workspace)?;
+        layer.backward_weights(stream, images, x, dy, dw, workspace)?;
+        layer.backward_bias(stream, images, dy, db, workspace)?;
+        layer.backward_input(stream, images, w, dy, dx, workspace)
+    };
+    passes()?;
+    if captured {
+        stream.synchronize()?;
+        for view in [y, dx, dw, db] {
+            stream.zero(view)?;
+        }
+        stream.begin_capture()?;
+        passes()?;
+        let graph = stream.end_capture()?;
+        // SAFETY: the memory outlives the downloads below, which wait for the graph.
+        unsafe { stream.launch_graph(&graph) }?;
+        stream.synchronize()?;
+    }
+    let [y, dx, dw, db] = [y, dx, dw, db].map(|view| download(stream, view));
+    Ok(Expected { y: y?, dx: dx?, dw: dw?, db: db? })
+}
+
+fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precision) {
+    assert_close(&format!("{what}: y"), &found.y, &expected.y, precision);
+    assert_close(&format!("{what}: dx"), &found.dx, &expected.dx, precision);
+    assert_close(&format!("{what}: dw"), &found.dw, &expected.dw, precision);
+    assert_close(&format!("{what}: db"), &found.db, &expected.db, precision);
+}
+
+/// Runs a layer in all ways; `cpu` gives the numbers of some images and what they come to.
+fn check(
+    stream: &Stream,
+    layer: &dyn Layer,
+    images: usize,
+    precision: Precision,
+    what: &str,
+    cpu: &dyn Fn(usize) -> (Host, Expected),
+) -> Result<()> {
+    let (host, expected) = cpu(images);
+    let direct = run(stream, layer, images, precision, &host, 0, false)?;
+    compare(what, &direct, &expected, precision);
+    let captured = run(stream, layer, images, precision, &host, 0, true)?;
+    for (direct, captured) in [
+        (&direct.y, &captured.y),
+        (&direct.dx, &captured.dx),
+        (&direct.dw, &captured.dw),
+        (&direct.db, &captured.db),
+    ] {
+        assert_eq!(direct, captured, "{what}: a graph computes the same");
+    }
+    let askew = run(stream, layer, images, precision, &host, 1, false)?;
+    compare(&format!("{what}, askew"), &askew, &expected, precision);
+    let (host, expected) = cpu(images - 1);
+    let fewer = run(stream, layer, images - 1, precision, &host, 0, false)?;
+    compare(&format!("{what}, fewer"), &fewer, &expected, precision);
+    Ok(())
+}
+
+fn check_conv(
+    stream: &Stream,
+    shape: conv::Shape,
+    images: usize,
+    precision: Precision,
+    slope: f32,
+    options: Options,
+) -> Result<()> {
+    let layer = Conv::new(stream, shape, images, precision, slope, true, options)?;
+    println!("slope {slope} {}", layer.describe());
+    let cpu = |images: usize| {
+        let threads = Threads::new(1);
+        let mut scratch = conv::cpu::Scratch::new(&threads);
+        let x = random(images * shape.input_len(), 1, precision);
+        let w = random(shape.weights_len(), 2, precision);
+        let b = random(shape.filters, 3, Precision::F32);
+        let dy = random(images * shape.output_len(), 4, precision);
+        let mut y = vec![0.0; dy.len()];
+        let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
+        conv::cpu::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
+        activation::cpu::forward(&threads, slope, &mut y);
+        conv::cpu::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
+        conv::cpu::backward_bias(&threads, &shape, &dy, &mut db);
+        conv::cpu::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
+        let input = |values: &[f32]| channels_last(values, shape.channels, shape.height * shape.width);
+        let output =
+            |values: &[f32]| channels_last(values, shape.filters, shape.out_height() * shape.out_width());
+        let weights = |values: &[f32]| channels_last(values, shape.channels, shape.kernel * shape.kernel);
+        let host = Host { x: input(&x), w: weights(&w), b, dy: output(&dy) };
+        (host, Expected { y: output(&y), dx: input(&dx), dw: weights(&dw), db })
+    };
+    check(stream, &layer, images, precision, &format!("conv, {precision}, slope {slope}"), &cpu)
+}
+
+fn check_dense(
+    stream: &Stream,
+    shape: dense::Shape,
+    samples: usize,
+    precision: Precision,
+    slope: f32,
+    options: Options,
+) -> Result<()> {
+    let layer = Dense::new(stream, shape, samples, precision, slope, true, options)?;
+    println!("slope {slope} {}", layer.describe());
+    let cpu = |samples: usize| {
+        let threads = Threads::new(1);
+        let x = random(samples * shape.inputs, 1, precision);
+        let w = random(shape.inputs * shape.outputs, 2, precision);
+        let b = random(shape.outputs, 3, Precision::F32);
+        let dy = random(samples * shape.outputs, 4, precision);
+        let mut y = vec![0.0; dy.len()];
+        let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
+        dense::cpu::forward(&threads, &shape, &x, &w, &b, &mut y);
+        activation::cpu::forward(&threads, slope, &mut y);
+        dense::cpu::backward_weights(&threads, &shape, &x, &dy, &mut dw);
+        dense::cpu::backward_bias(&threads, &shape, &dy, &mut db);
+        dense::cpu::backward_input(&threads, &shape, &w, &dy, &mut dx);
+        (Host { x, w, b, dy }, Expected { y, dx, dw, db })
+    };
+    check(stream, &layer, samples, precision, &format!("dense, {precision}, slope {slope}"), &cpu)
+}

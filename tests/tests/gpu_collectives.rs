@@ -1,0 +1,95 @@
+//! The NCCL backend's collectives, on host buffers and on device memory, over processes.
+//!
+//! Everything runs on the fakes of `tests/gpu`: what is tested is how NCCL is driven, not NCCL.
+
+use std::process::Command;
+
+use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, run};
+
+fn launcher(ranks: u32) -> Command {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", "4").env("MGPU_TIMEOUT", "60");
+    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl"]);
+    launcher
+}
+
+/// Runs `t-device BODY` on so many ranks.
+fn on_devices(ranks: u32, body: &str) -> Finished {
+    let finished = run(launcher(ranks).args([env!("CARGO_BIN_EXE_t-device"), body]));
+    finished.expect(0, &[&format!("rank 0 of {ranks} on FAKE GPU (tests only)")]);
+    finished
+}
+
+#[test]
+fn every_operation_type_and_reduction_on_device_memory() {
+    for ranks in [1, 2, 4] {
+        on_devices(ranks, "all");
+    }
+}
+
+#[test]
+fn operations_begin_together() {
+    for ranks in [1, 2, 4] {
+        on_devices(ranks, "groups");
+    }
+}
+
+#[test]
+fn operations_are_captured_and_repeated() {
+    for ranks in [1, 2, 4] {
+        on_devices(ranks, "capture");
+    }
+}
+
+#[test]
+fn host_buffers_go_through_the_device() {
+    for ranks in [1, 2, 3] {
+        run(launcher(ranks).args([env!("CARGO_BIN_EXE_t-collectives"), "all"])).expect(0, &[]);
+    }
+}
+
+#[test]
+fn two_communicators_take_turns() {
+    run(launcher(2).args([env!("CARGO_BIN_EXE_t-collectives"), "two-communicators"])).expect(0, &[]);
+}
+
+#[test]
+fn programs_need_not_know_the_backend() {
+    run(launcher(2).arg("t-hello_ring")).expect(
+        0,
+        &["hello from rank 1 of 2 (nccl backend): the ranks sum to 1", "the token came back with 1"],
+    );
+}
+
+#[test]
+fn a_world_of_one_needs_no_nccl() {
+    let mut alone = launcher(1);
+    alone.env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2");
+    run(alone.args([env!("CARGO_BIN_EXE_t-device"), "all"])).expect(0, &[]);
+    // Without a launcher, too.
+    let mut alone = fake_gpu::command(env!("CARGO_BIN_EXE_t-device"));
+    alone.env("MGPU_BACKEND", "nccl").env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2").arg("groups");
+    run(&mut alone).expect(0, &["rank 0 of 1 on FAKE GPU (tests only)"]);
+}
+
+#[test]
+fn each_rank_has_the_gpu_it_is_shown() {
+    let finished = run(launcher(2).args(["--isolate-gpus", "--dry-run", "true"]));
+    // The driver of the fakes lists no GPU, so there is nothing to narrow.
+    assert!(!finished.stdout.contains("CUDA_VISIBLE_DEVICES"), "{finished:#?}");
+    let mut narrowed = fake_gpu::command(env!("CARGO_BIN_EXE_t-device"));
+    narrowed.env("MGPU_BACKEND", "nccl").env("MGPU_DEVICE", "1").arg("groups");
+    run(&mut narrowed).expect(0, &["FAKE GPU"]);
+    narrowed.env("MGPU_DEVICE", "7");
+    run(&mut narrowed).expect(9, &["there is no GPU 7: CUDA sees 2"]);
+}
+
+#[test]
+fn ranks_share_a_gpu_only_when_told_to() {
+    let mut sharing = launcher(3);
+    sharing.env("FAKE_GPU_COUNT", "1").arg("--share-gpus");
+    run(sharing.args([env!("CARGO_BIN_EXE_t-device"), "groups"])).expect(0, &["rank 2 of 3"]);
+    let dry = run(launcher(2).args(["--share-gpus", "--dry-run", "true"]));
+    dry.expect(0, &["MGPU_SHARE_GPUS=1", "NCCL_SOCKET_IFNAME=lo", "NCCL_NVLS_ENABLE=0"]);
+}

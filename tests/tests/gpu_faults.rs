@@ -1,0 +1,249 @@
+//! Whatever goes wrong with a GPU, NCCL or a peer that uses them: every rank ends in bounded time, the error names what
+//! and whom, the exit code is that of the kind of failure, and nothing is left behind.
+//!
+//! Everything runs on the fakes of `tests/gpu`, which go wrong on demand.
+
+use std::fs;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, run, survivors};
+
+/// The deadline of a wait, in seconds, where a test is about one.
+const TIMEOUT: &str = "2";
+/// A run that waits for one deadline, an abort that does not return and a launcher's grace is over by then.
+const BOUND: Duration = Duration::from_secs(30);
+
+/// A run of `t-device` on a machine of its own.
+struct Case {
+    ranks: u32,
+    fault: &'static str,
+    timeout: &'static str,
+    environment: Vec<(&'static str, &'static str)>,
+    options: Vec<&'static str>,
+    arguments: Vec<&'static str>,
+}
+
+impl Case {
+    fn new(ranks: u32, arguments: &[&'static str]) -> Self {
+        let arguments = arguments.to_vec();
+        Case { ranks, fault: "", timeout: "60", environment: Vec::new(), options: Vec::new(), arguments }
+    }
+
+    /// NCCL goes wrong.
+    fn nccl(ranks: u32, fault: &'static str) -> Self {
+        Case { fault, timeout: TIMEOUT, ..Case::new(ranks, &["loop"]) }
+    }
+
+    fn run(&self) -> Finished {
+        let temporary = tempfile::tempdir().unwrap();
+        let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        launcher.env("TMPDIR", temporary.path()).env_remove("XDG_RUNTIME_DIR");
+        launcher.env("MGPU_TEST_MARK", temporary.path());
+        launcher.env("FAKE_GPU_COUNT", "4").env("MGPU_TIMEOUT", self.timeout);
+        if !self.fault.is_empty() {
+            launcher.env("FAKE_NCCL_FAULT", self.fault);
+        }
+        launcher.envs(self.environment.iter().copied());
+        launcher.args(["-n", &self.ranks.to_string(), "--backend", "nccl", "--grace", "5"]);
+        launcher.args(&self.options).arg(env!("CARGO_BIN_EXE_t-device")).args(&self.arguments);
+        let started = Instant::now();
+        let finished = run(&mut launcher);
+        assert!(started.elapsed() < BOUND, "it took {:?}: {finished:#?}", started.elapsed());
+        let mark = format!("MGPU_TEST_MARK={}", temporary.path().display());
+        assert_eq!(survivors(&mark), [] as [u32; 0], "{finished:#?}");
+        let left: Vec<_> = fs::read_dir(temporary.path()).unwrap().flatten().map(|e| e.file_name()).collect();
+        assert!(left.is_empty(), "{left:?} of {finished:#?}");
+        finished
+    }
+}
+
+/// What rank `rank` said of an error, and of the next call.
+fn said(finished: &Finished, rank: u32) -> (String, String) {
+    let line = |what: &str| {
+        let prefix = format!("[{rank}] {what}: ");
+        finished.stderr.lines().find_map(|line| line.strip_prefix(&prefix)).unwrap_or_default().to_owned()
+    };
+    (line("error"), line("then"))
+}
+
+/// Rank `rank` gives up with an error that has all `texts`, and its communicator is unusable from then on.
+#[track_caller]
+fn gives_up(finished: &Finished, rank: u32, texts: &[&str]) {
+    let (error, then) = said(finished, rank);
+    for text in texts {
+        assert!(error.contains(text), "rank {rank} should say `{text}`: {finished:#?}");
+    }
+    let poisoned = format!("communicator of rank {rank} is unusable since an earlier error: {error}");
+    assert!(then.contains(&poisoned), "rank {rank} should say so again: {finished:#?}");
+}
+
+#[test]
+fn a_rank_that_dies() {
+    for (ranks, culprit, fault, code, how) in [
+        (2, "1", "kill", 137, "was killed by SIGKILL"),
+        (3, "0", "kill", 137, "was killed by SIGKILL"),
+        (2, "0", "panic", 101, "panicked"),
+        (3, "1", "exit-0", 9, "exited with code 0"),
+    ] {
+        let finished = Case::new(ranks, &["loop", fault, culprit]).run();
+        finished.expect(code, &[&format!("mgpurun: rank {culprit} ")]);
+        for rank in (0..ranks).filter(|rank| rank.to_string() != culprit) {
+            let lost = format!("lost rank {culprit} in operation ");
+            gives_up(
+                &finished,
+                rank,
+                &[&lost, "of communicator-1, turn 3, after all_reduce(1000 f32, sum)", how],
+            );
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_silent() {
+    for fault in ["stop", "hang"] {
+        let finished = Case { timeout: TIMEOUT, ..Case::new(3, &["loop", fault, "2"]) }.run();
+        finished.expect(65, &["mgpurun: rank 2 made no progress"]);
+        for rank in [0, 1] {
+            gives_up(&finished, rank, &[" s for rank 2 in operation 4 of communicator-1, turn 3"]);
+        }
+    }
+}
+
+#[test]
+fn an_initialisation_that_never_ends() {
+    let finished = Case::nccl(2, "hang_init@1").run();
+    finished.expect(65, &["made no progress", "in the start of NCCL, communicator-1"]);
+}
+
+#[test]
+fn a_call_that_never_returns_is_its_own_ranks_fault() {
+    let finished = Case::nccl(2, "hang_call_init@0").run();
+    finished.expect(65, &["mgpurun: rank 0 made no progress"]);
+    let texts =
+        ["rank 0 is stuck in the start of NCCL", "ncclCommInitRankConfig has not returned", "for rank 0 in"];
+    assert!(texts.iter().any(|text| finished.stderr.contains(text)), "{finished:#?}");
+}
+
+#[test]
+fn an_initialisation_that_nccl_refuses() {
+    let finished = Case::nccl(2, "init_error").run();
+    finished.expect(9, &["in the start of NCCL, communicator-1: ", "NCCL result 2"]);
+}
+
+#[test]
+fn an_error_in_the_background() {
+    let finished = Case::nccl(2, "async_error@1:after=3").run();
+    finished.expect(9, &["mgpurun: rank 1 exited with code 9"]);
+    gives_up(&finished, 1, &["rank 1 in operation ", "all_reduce(1000 f32, sum)", "NCCL result 6"]);
+    gives_up(&finished, 0, &["lost rank 1 in operation ", "exited with code 9"]);
+}
+
+#[test]
+fn a_collective_that_never_ends() {
+    let finished = Case::nccl(2, "stuck_collective@0:after=2").run();
+    finished.expect(65, &["made no progress", "turn 2, after all_reduce(1000 f32, sum)"]);
+}
+
+#[test]
+fn an_abort_that_never_returns() {
+    let finished = Case { fault: "stuck_abort", ..Case::new(2, &["loop", "kill", "1"]) }.run();
+    finished.expect(137, &["mgpurun: rank 1 was killed by SIGKILL"]);
+    gives_up(&finished, 0, &["lost rank 1"]);
+}
+
+#[test]
+fn an_end_that_never_comes() {
+    // All work is done by then: that NCCL does not let go spoils nothing.
+    Case::nccl(2, "stuck_finalize").run().expect(0, &[]);
+}
+
+/// Runs `t-misbehave` on host buffers.
+fn misbehave(ranks: u32, arguments: &[&str]) -> Finished {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", "4").env("MGPU_TIMEOUT", "60");
+    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", env!("CARGO_BIN_EXE_t-misbehave")]);
+    run(launcher.args(arguments))
+}
+
+#[test]
+fn host_operations_that_differ_name_both_sides() {
+    let ours = "all_reduce(2048 f32, sum)";
+    for (fault, theirs) in [
+        ("wrong-count", "all_reduce(1024 f32, sum)"),
+        ("wrong-type", "all_reduce(2048 i32, sum)"),
+        ("wrong-reduction", "all_reduce(2048 f32, max)"),
+        ("barrier", "barrier"),
+        ("broadcast", "broadcast(2048 f32, root 0)"),
+    ] {
+        let finished = misbehave(3, &[fault, "1", "private"]);
+        finished.expect(9, &[]);
+        for rank in [0, 2] {
+            let (calls, other) = (format!("rank {rank} calls {ours}"), format!("rank 1 calls {theirs}"));
+            gives_up(&finished, rank, &["ranks disagree on operation 4", &calls, &other]);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_in_a_host_operation() {
+    for seed in ["1", "2", "3", "4"] {
+        let finished = misbehave(3, &["kill", "2", "staged", seed]);
+        finished.expect(137, &["mgpurun: rank 2 was killed by SIGKILL"]);
+        for rank in [0, 1] {
+            gives_up(&finished, rank, &["lost rank 2 in operation", "was killed by SIGKILL"]);
+        }
+    }
+}
+
+#[test]
+fn two_ranks_on_one_gpu() {
+    let one = Case { environment: vec![("MGPU_DEVICE", "0")], ..Case::new(2, &["loop"]) };
+    let finished = one.run();
+    finished.expect(69, &["both use GPU-", "give each rank a GPU of its own", "rank 0", "rank 1"]);
+    Case { options: vec!["--share-gpus"], ..one }.run().expect(0, &["share"]);
+}
+
+#[test]
+fn too_few_gpus() {
+    let case = Case { environment: vec![("FAKE_GPU_COUNT", "1")], ..Case::new(2, &["loop"]) };
+    case.run().expect(9, &["there is no GPU 1: CUDA sees 1"]);
+}
+
+#[test]
+fn what_is_missing_is_told_in_one_line() {
+    let missing = |command: &mut Command, code: i32, text: &str| {
+        let finished = run(command);
+        finished.expect(code, &[text]);
+        let lines = finished.stderr.lines().filter(|line| line.contains(text)).count();
+        assert!(lines >= 1, "{finished:#?}");
+    };
+    let launch = |command: &mut Command, ranks: &str| {
+        command.args(["-n", ranks, "--backend", "nccl", env!("CARGO_BIN_EXE_t-device"), "loop"]);
+    };
+    // No driver: a folder in which only NCCL is.
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(fake_gpu::folder().join("libnccl.so.2"), folder.path().join("libnccl.so.2"))
+        .unwrap();
+    let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    command.env("LD_LIBRARY_PATH", folder.path());
+    launch(&mut command, "1");
+    if !std::path::Path::new("/proc/driver/nvidia/version").exists() {
+        missing(&mut command, 9, "error: the NVIDIA driver is not there: libcuda.so.1");
+    }
+    // No NCCL where the user says it is.
+    let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    command.env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2");
+    launch(&mut command, "2");
+    missing(
+        &mut command,
+        9,
+        "error: NCCL could not be loaded from: MGPU_NCCL_LIBRARY (/nonexistent/libnccl.so.2)",
+    );
+    // Something else under its name.
+    let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    command.env("MGPU_NCCL_LIBRARY", "libc.so.6");
+    launch(&mut command, "2");
+    missing(&mut command, 9, "error: NCCL could not be loaded from: MGPU_NCCL_LIBRARY (libc.so.6)");
+}

@@ -1,0 +1,178 @@
+//! cuDNN and cuBLASLt serve where they are there and right, and are missed nowhere. All of it on fakes: see
+//! `tests/gpu/fake_cudnn.cpp` and `tests/gpu/fake_cublaslt.cpp` for what they refuse.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use mgpu_tests::process::Finished;
+use mgpu_tests::{fake_gpu, process};
+
+/// The program, which checks the numbers itself, with a cache of its own.
+fn program(cache: &Path) -> Command {
+    let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu-libraries"));
+    command.env("MGPU_CACHE_DIR", cache);
+    command
+}
+
+fn run(command: &mut Command) -> Finished {
+    let finished = process::run(command);
+    finished.expect(0, &[]);
+    finished
+}
+
+/// The lines about convolutions of several channels, or about dense layers.
+fn lines<'a>(finished: &'a Finished, kind: &str) -> Vec<&'a str> {
+    let ours = |line: &&str| line.contains(kind) && !line.contains("of 1x");
+    let lines: Vec<_> = finished.stdout.lines().filter(ours).collect();
+    assert_eq!(lines.len(), 9, "lines about `{kind}` in {finished:#?}");
+    lines
+}
+
+#[track_caller]
+fn assert_all(lines: &[&str], texts: &[&str]) {
+    for line in lines {
+        assert!(texts.iter().all(|text| line.contains(text)), "all of {texts:?} in `{line}`");
+    }
+}
+
+#[test]
+fn the_libraries_serve_every_pass_and_are_remembered() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let first = run(&mut program(cache.path()));
+    let passes = ["forward cuDNN ", "backward input cuDNN ", "backward weights cuDNN "];
+    assert_all(&lines(&first, "conv"), &passes);
+    let passes = ["forward cuBLASLt ", "backward input cuBLASLt ", "backward weights cuBLASLt "];
+    assert_all(&lines(&first, "dense"), &passes);
+    assert!(!first.stderr.contains("not deterministic"), "{first:#?}");
+    assert!(!first.stderr.contains("in place"), "{first:#?}");
+    for line in first.stdout.lines() {
+        let fused = line
+            .split(", backward")
+            .next()
+            .is_some_and(|forward| forward.ends_with("ms") && forward.contains("fused"));
+        assert!(
+            !(fused && (line.contains("slope 0.2") || line.contains("bf16:"))),
+            "no such epilogue: {line}"
+        );
+        assert!(
+            !line.contains("of 1x") || line.contains("forward built in, "),
+            "own kernels for one channel: {line}"
+        );
+        let narrow = line.contains("conv 16") && line.contains("bf16: ");
+        assert_eq!(
+            line.contains(" bf16 "),
+            narrow,
+            "the gradient is narrow where the library has no other: {line}"
+        );
+    }
+    let fused = |line: &&str| line.starts_with("slope 1 ") && line.contains(", f32: ");
+    let hidden = |line: &&str| line.starts_with("slope 0 ") && line.contains(", f32: ");
+    for line in lines(&first, "dense").into_iter().filter(fused) {
+        assert!(line.contains(" fused "), "the bias comes with the product: {line}");
+    }
+    for line in lines(&first, "dense").into_iter().filter(hidden) {
+        assert!(
+            line.contains(
+                "fused: comparison with the built-in kernel failed: what is not a number is hidden"
+            ),
+            "{line}"
+        );
+    }
+    // The same choices, to the digit of their times.
+    let second = run(&mut program(cache.path()));
+    let choices = |finished: &Finished| -> Vec<String> {
+        finished.stdout.lines().map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
+    };
+    assert_eq!(choices(&second), choices(&first));
+}
+
+#[test]
+fn chance_is_let_in_on_request_only() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let finished = run(program(cache.path()).arg("nondeterministic"));
+    finished.expect(0, &["algorithm 3 is not deterministic", "adds up in place"]);
+}
+
+#[test]
+fn without_the_libraries_everything_is_built_in() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let mut command = program(cache.path());
+    command.env("MGPU_CUDNN_LIBRARY", "/nowhere/libcudnn.so.9");
+    command.env("MGPU_CUBLASLT_LIBRARY", "/nowhere/libcublasLt.so.13");
+    let finished = run(&mut command);
+    let passes = ["forward built in, backward input built in, backward weights built in"];
+    assert_all(&lines(&finished, "conv"), &[passes[0], "libcudnn.so.9 (convolutions) is not there"]);
+    assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) is not there"]);
+}
+
+/// A library with nothing but the function by which it is recognised.
+fn stub(folder: &Path, function: &str) -> PathBuf {
+    let (source, library) = (folder.join(format!("{function}.cpp")), folder.join(format!("{function}.so")));
+    std::fs::write(&source, format!("extern \"C\" int {function}() {{ return 0; }}\n")).expect("a file");
+    let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()));
+    let compiled = compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    assert!(compiled.expect("a compiler").success());
+    library
+}
+
+#[test]
+fn a_library_that_lacks_a_function_is_left_alone() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let mut command = program(cache.path());
+    command.env("MGPU_CUDNN_LIBRARY", stub(cache.path(), "cudnnFindConvolutionForwardAlgorithmEx"));
+    command.env("MGPU_CUBLASLT_LIBRARY", stub(cache.path(), "cublasLtMatmul"));
+    let finished = run(&mut command);
+    assert_all(
+        &lines(&finished, "conv"),
+        &["forward built in, ", "has no cudnnGetVersion: it is another version"],
+    );
+    assert_all(
+        &lines(&finished, "dense"),
+        &["forward built in, ", "has no cublasLtGetVersion: it is another version"],
+    );
+}
+
+#[test]
+fn a_library_that_refuses_the_gpu_is_left_alone() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let finished = run(program(cache.path()).env("FAKE_CUDNN_CREATE", "0").env("FAKE_CUBLASLT_CREATE", "0"));
+    assert_all(
+        &lines(&finished, "conv"),
+        &["forward built in, ", "cudnnCreate failed: CUDNN_STATUS_NOT_INITIALIZED"],
+    );
+    assert_all(
+        &lines(&finished, "dense"),
+        &["forward built in, ", "cublasLtCreate failed: the library was not"],
+    );
+}
+
+#[test]
+fn what_the_library_leaves_out_is_added() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let mut command = program(cache.path());
+    command.env("FAKE_CUDNN_FUSED", "0").env("FAKE_CUBLASLT_FUSED", "0").env("FAKE_CUDNN_WIDE_GRADIENT", "1");
+    let finished = run(&mut command);
+    assert_all(&lines(&finished, "conv"), &["forward cuDNN ", "backward weights cuDNN "]);
+    assert_all(&lines(&finished, "dense"), &["forward cuBLASLt "]);
+    for line in finished.stdout.lines() {
+        let choices = line.split(" (").next().unwrap_or_default();
+        assert!(!choices.contains("fused") && !choices.contains(" bf16 "), "{line}");
+    }
+}
+
+#[test]
+fn a_library_with_other_results_is_not_chosen() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let finished = run(program(cache.path()).env("FAKE_CUDNN_WRONG", "1").env("FAKE_CUBLASLT_WRONG", "1"));
+    assert_all(
+        &lines(&finished, "conv"),
+        &["forward built in ", "backward input cuDNN ", "results deviate by 5e-1"],
+    );
+    let passes = [
+        "forward built in ",
+        "backward input built in ",
+        "backward weights built in ",
+        "results deviate by 5e-1",
+    ];
+    assert_all(&lines(&finished, "dense"), &passes);
+}

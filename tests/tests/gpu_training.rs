@@ -1,0 +1,196 @@
+//! The whole GPU path, from the launcher to the optimizer, on fakes of NVIDIA's libraries.
+//!
+//! The kernels run for real, as C++ on the CPU, on streams that are threads and graphs that are replayed; what a GPU would
+//! compute they compute. What it would take for that, nothing here says.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, command, run};
+use serde_json::Value;
+
+const LAUNCHER: &str = env!("CARGO_BIN_EXE_t-mgpurun");
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+const GOLDEN: &str = env!("CARGO_BIN_EXE_t-golden_check");
+
+/// Generated digits, small batches of the smallest network, our own kernels.
+const SMALL: [&str; 6] = ["--synthetic", "--json", "--batch", "8", "--kernels", "builtin"];
+
+/// `program` on `ranks` fake GPUs.
+fn on_gpus(ranks: u32, program: &str) -> Command {
+    let mut launcher = fake_gpu::command(LAUNCHER);
+    launcher.env("FAKE_GPU_COUNT", ranks.to_string());
+    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", "--no-prefix", program]);
+    launcher
+}
+
+fn train(ranks: u32, arguments: &[&str]) -> Finished {
+    let finished = run(on_gpus(ranks, TRAIN).args(SMALL).args(arguments));
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    finished
+}
+
+fn weights(finished: &Finished) -> String {
+    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+}
+
+#[test]
+fn two_ranks_train_on_a_gpu_each() {
+    let finished =
+        run(on_gpus(2, TRAIN).args(["--steps", "5", "--json", "--kernels", "builtin", "--skip-test"]));
+    finished.expect(0, &["on 2 ranks of one FAKE GPU (tests only), f32"]);
+    let json = finished.json();
+    let expected =
+        [("device", "cuda"), ("gpu", "FAKE GPU (tests only)"), ("dtype", "f32"), ("net", "lenet5")];
+    for (key, value) in expected {
+        assert_eq!(json[key], value, "{json:#}");
+    }
+    assert_eq!((&json["ranks"], &json["steps"]), (&2.into(), &5.into()));
+    assert!(json["max_gpu_mib"].as_u64().is_some_and(|mebibytes| mebibytes > 40), "{json:#}");
+}
+
+#[test]
+fn a_graph_gives_the_bits_of_single_launches() {
+    // Past the first steps, with a longer launch, and some single ones.
+    let arguments = ["--steps", "16", "--skip-test"];
+    for ranks in [1, 2] {
+        let graph = weights(&train(ranks, &arguments));
+        let single = train(ranks, &[&arguments[..], &["--no-graph"]].concat());
+        assert_eq!(graph, weights(&single), "{ranks} ranks");
+    }
+}
+
+#[test]
+fn work_that_comes_late_changes_nothing() {
+    let arguments = ["--steps", "5", "--skip-test"];
+    let prompt = weights(&train(2, &arguments));
+    let mut late = on_gpus(2, TRAIN);
+    late.env("FAKE_GPU_DELAY_US", "200").args(SMALL).args(arguments);
+    assert_eq!(prompt, weights(&run(&mut late)));
+}
+
+/// Loss of the only epoch in a file of metrics, and the test's.
+fn losses(metrics: &std::path::Path) -> [f64; 2] {
+    let text = fs::read_to_string(metrics).unwrap();
+    let epoch: Value = serde_json::from_str(text.lines().next().expect("an epoch")).unwrap();
+    [&epoch["train_loss"], &epoch["test_loss"]].map(|loss| loss.as_f64().expect("a loss"))
+}
+
+#[test]
+fn a_gpu_trains_as_the_cpu_does() {
+    let folder = tempfile::tempdir().unwrap();
+    // Dropout and batch normalisation, L2 and a moving average, pooling that rounds up.
+    for (net, tolerance) in [("lenet5", 1e-4), ("keras", 2e-3), ("deep", 1e-4), ("ensemble2400", 2e-3)] {
+        let train = |mut program: Command, name: &str| {
+            let metrics = folder.path().join(format!("{net}-{name}"));
+            program.args([
+                "--synthetic",
+                "--skip-test",
+                "--net",
+                net,
+                "--batch",
+                "2",
+                "--steps",
+                "3",
+                "--metrics",
+            ]);
+            let finished = run(program.arg(&metrics));
+            assert_eq!(finished.code, Some(0), "{net}: {finished:#?}");
+            let text = fs::read_to_string(metrics).unwrap();
+            let epoch: Value = serde_json::from_str(text.lines().next().expect("an epoch")).unwrap();
+            epoch["train_loss"].as_f64().expect("a loss")
+        };
+        let cpu = train(command(TRAIN), "cpu");
+        let mut program = on_gpus(1, TRAIN);
+        program.args(["--kernels", "builtin"]);
+        let gpu = train(program, "gpu");
+        assert!((cpu - gpu).abs() < tolerance * cpu, "{net}: {cpu} on the CPU, {gpu} on the GPU");
+    }
+}
+
+#[test]
+fn a_test_set_is_judged_whole_by_any_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut found = Vec::new();
+    for ranks in [1, 2] {
+        let metrics = folder.path().join(ranks.to_string());
+        let path = metrics.to_str().unwrap();
+        let batch = if ranks == 1 { "64" } else { "32" };
+        let mut program = on_gpus(ranks, TRAIN);
+        program.args([
+            "--synthetic",
+            "--kernels",
+            "builtin",
+            "--batch",
+            batch,
+            "--steps",
+            "2",
+            "--metrics",
+            path,
+        ]);
+        run(&mut program).expect(0, &["; test "]);
+        found.push(losses(&metrics));
+    }
+    let close = |a: f64, b: f64| (a - b).abs() < 1e-4;
+    assert!(close(found[0][0], found[1][0]) && close(found[0][1], found[1][1]), "{found:?}");
+}
+
+#[test]
+fn a_run_goes_on_from_its_checkpoint_to_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    // An epoch of generated digits is long; the steps of this run end within the first.
+    let whole = weights(&train(1, &["--steps", "9", "--schedule", "constant", "--skip-test"]));
+    let kept = ["--schedule", "constant", "--skip-test", "--checkpoint-dir", folder];
+    train(1, &[&["--steps", "5"], &kept[..]].concat());
+    let resumed = train(1, &[&["--steps", "9", "--resume"], &kept[..]].concat());
+    resumed.expect(0, &["resumed from", "after step 5"]);
+    assert_eq!(whole, weights(&resumed));
+}
+
+#[test]
+fn a_checkpoint_of_the_cpu_goes_on_on_a_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let kept =
+        ["--schedule", "constant", "--skip-test", "--checkpoint-dir", folder, "--batch", "8", "--synthetic"];
+    run(command(TRAIN).args(["--steps", "4"]).args(kept)).expect(0, &[]);
+    let mut program = on_gpus(1, TRAIN);
+    program.args(["--kernels", "builtin", "--steps", "6", "--resume"]).args(kept);
+    run(&mut program).expect(0, &["resumed from", "after step 4"]);
+}
+
+#[test]
+fn the_precisions_of_a_gpu_are_told_from_those_of_a_cpu() {
+    for precision in ["tf32", "bf16"] {
+        let finished = train(1, &["--steps", "4", "--precision", precision, "--skip-test"]);
+        assert_eq!(finished.json()["dtype"], precision);
+    }
+    let finished = run(command(TRAIN).args(["--synthetic", "--precision", "bf16", "--steps", "1"]));
+    finished.expect(1, &["--precision bf16 needs a GPU"]);
+}
+
+/// The golden run of lenet5 and the data, or a word on what is skipped.
+fn golden() -> Option<(PathBuf, PathBuf)> {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from);
+    let (Some(golden), Some(data)) = (folder("MGPU_GOLDEN"), folder("MGPU_DATA")) else {
+        println!("skipped: set MGPU_GOLDEN and MGPU_DATA to run the golden checks");
+        return None;
+    };
+    Some((golden.join("lenet5.json"), data))
+}
+
+#[test]
+fn a_golden_run_is_within_its_bounds_in_every_precision_and_split() {
+    let Some((file, data)) = golden() else { return };
+    for (ranks, precision) in [(1, "f32"), (2, "f32"), (1, "tf32"), (1, "bf16"), (2, "bf16")] {
+        let mut program = on_gpus(ranks, GOLDEN);
+        program.args(["--kernels", "builtin", "--precision", precision, "--data"]).arg(&data).arg(&file);
+        let finished = run(&mut program);
+        finished.expect(0, &[&format!("on FAKE GPU (tests only), {precision}")]);
+        let verdicts = finished.stdout.lines().filter(|line| line.ends_with("ok")).count();
+        assert_eq!(verdicts, 4, "{finished:#?}");
+    }
+}
