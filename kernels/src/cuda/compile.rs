@@ -1,13 +1,11 @@
 //! From CUDA C++ to an image for one GPU, at run time.
 //!
 //! NVRTC compiles for exactly the architecture at hand and gives a *cubin*, which the driver loads as it is. So a driver
-//! for CUDA 13.0 takes what any 13.x compiler made; only an architecture that the compiler does not know yet falls back
-//! to its newest virtual one (*PTX*), which the driver then translates.
+//! for CUDA 13.0 takes what any 13.x compiler made, and one for 12.x what a 12.x compiler made; only an architecture that
+//! the compiler does not know yet falls back to its newest virtual one (*PTX*), which the driver then translates.
 
-use std::ffi::{CStr, CString, c_char};
-
-use cudarc::nvrtc::result::NvrtcError;
-use cudarc::nvrtc::{result, sys};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr::{null, null_mut};
 
 use super::error::{Error, Result};
 use super::usage::{self, Usage};
@@ -55,11 +53,11 @@ pub(super) fn image(
     let (major, minor) = architecture;
     // Not by the compiler's version: what an older one made does as well, and with all kernels in the cache the library,
     // of a hundred megabytes, need not be opened, nor be there.
-    let key = cache::key(&[&text, &OPTIONS.join(" "), &format!("{major}.{minor}")]);
+    let key = cache::key(&[&text, &OPTIONS.join(" "), &format!("{major}.{minor} {}", driver.0)]);
     if let Some(image) = cache::read(source.name, &key) {
         return Ok(image);
     }
-    let (image, _) = Compiler::open()?.compile(source.name, &text, architecture, driver, &[])?;
+    let (image, _) = Compiler::open(driver)?.compile(source.name, &text, architecture, driver, &[])?;
     cache::write(source.name, &key, &image);
     Ok(image)
 }
@@ -85,7 +83,7 @@ impl Compiled {
 /// # Errors
 /// If there is no compiler, it does not know the architecture, or the source does not compile.
 pub fn compile_for(source: &'static Source, architecture: (u32, u32)) -> Result<Compiled> {
-    let compiler = Compiler::open()?;
+    let compiler = Compiler::open((0, 0))?;
     let (image, log) =
         compiler.compile(source.name, &source.whole(), architecture, (0, 0), &["--ptxas-options=-v"])?;
     Ok(Compiled { image, log })
@@ -96,33 +94,103 @@ pub fn compile_for(source: &'static Source, architecture: (u32, u32)) -> Result<
 /// # Errors
 /// If there is none.
 pub fn compiler_version() -> Result<(u32, u32)> {
-    Ok(Compiler::open()?.version)
+    Ok(Compiler::open((0, 0))?.version)
 }
 
 /// NVRTC, opened.
 struct Compiler {
+    functions: Functions,
     version: (u32, u32),
 }
 
-/// A program that is destroyed at the end.
-struct Program(sys::nvrtcProgram);
+/// `nvrtcProgram`.
+type Handle = *mut c_void;
+/// `nvrtcResult`; 0 is success.
+type Status = c_int;
 
-impl Drop for Program {
+libraries::functions! {
+    /// What is called of NVRTC.
+    Functions {
+        version = nvrtcVersion(*mut c_int, *mut c_int) -> Status;
+        error_string = nvrtcGetErrorString(Status) -> *const c_char;
+        architectures_len = nvrtcGetNumSupportedArchs(*mut c_int) -> Status;
+        architectures = nvrtcGetSupportedArchs(*mut c_int) -> Status;
+        create = nvrtcCreateProgram(*mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> Status;
+        destroy = nvrtcDestroyProgram(*mut Handle) -> Status;
+        compile = nvrtcCompileProgram(Handle, c_int, *const *const c_char) -> Status;
+        log_len = nvrtcGetProgramLogSize(Handle, *mut usize) -> Status;
+        log = nvrtcGetProgramLog(Handle, *mut c_char) -> Status;
+        ptx_len = nvrtcGetPTXSize(Handle, *mut usize) -> Status;
+        ptx = nvrtcGetPTX(Handle, *mut c_char) -> Status;
+        cubin_len = nvrtcGetCUBINSize(Handle, *mut usize) -> Status;
+        cubin = nvrtcGetCUBIN(Handle, *mut c_char) -> Status;
+    }
+}
+
+/// A program that is destroyed at the end.
+struct Program<'a> {
+    compiler: &'a Compiler,
+    handle: Handle,
+}
+
+impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: created by `create_program`, destroyed once.
-        let _ = unsafe { result::destroy_program(self.0) };
+        // SAFETY: created below, destroyed once.
+        unsafe { (self.compiler.functions.destroy)(&mut self.handle) };
+    }
+}
+
+/// The functions that tell how long something is, and that give it.
+type Len = unsafe extern "C" fn(Handle, *mut usize) -> Status;
+type Get = unsafe extern "C" fn(Handle, *mut c_char) -> Status;
+
+impl Program<'_> {
+    /// What `get` writes, as long as `len` says.
+    fn output(&self, call: &'static str, len: Len, get: Get) -> Result<Vec<u8>> {
+        let mut size = 0;
+        // SAFETY: the program is alive, `size` is writable.
+        self.compiler.check(call, unsafe { len(self.handle, &mut size) })?;
+        let mut bytes = vec![0u8; size];
+        // SAFETY: as above; there is room for as many bytes as the library said.
+        self.compiler.check(call, unsafe { get(self.handle, bytes.as_mut_ptr().cast()) })?;
+        Ok(bytes)
     }
 }
 
 impl Compiler {
-    fn open() -> Result<Self> {
-        libraries::open(&libraries::NVRTC)?;
+    /// The compiler for a driver of CUDA version `driver`; any for (0, 0).
+    fn open(driver: (u32, u32)) -> Result<Self> {
+        let library = if driver.0 == 12 { &libraries::NVRTC_12 } else { &libraries::NVRTC };
+        let mut compiler = Compiler { functions: Functions::load(library)?, version: (0, 0) };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: two writable integers.
-        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }
-            .result()
-            .map_err(|error| refused("nvrtcVersion", error))?;
-        Ok(Compiler { version: (major as u32, minor as u32) })
+        let status = unsafe { (compiler.functions.version)(&mut major, &mut minor) };
+        compiler.check("nvrtcVersion", status)?;
+        compiler.version = (major as u32, minor as u32);
+        if driver != (0, 0) && compiler.version.0 > driver.0 {
+            return Err(Error::Missing(format!(
+                "the kernel compiler libnvrtc {major}.{minor} is for drivers of CUDA {major}, and this one is for {}.{}: {}",
+                driver.0,
+                driver.1,
+                libraries::NVRTC_12.install
+            )));
+        }
+        Ok(compiler)
+    }
+
+    fn check(&self, call: &'static str, status: Status) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the function takes every number.
+        let text = unsafe { (self.functions.error_string)(status) };
+        let text = if text.is_null() {
+            format!("error {status}")
+        } else {
+            // SAFETY: not null, so one of the library's constants, which is never closed.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        };
+        Err(Error::Library { call, text })
     }
 
     /// The image and the compiler's log.
@@ -134,77 +202,63 @@ impl Compiler {
         driver: (u32, u32),
         more_options: &[&str],
     ) -> Result<(Vec<u8>, String)> {
-        let known = architectures()?;
-        let (major, minor) = architecture;
-        let exact = major * 10 + minor;
-        let target = if known.contains(&exact) {
-            format!("sm_{exact}")
-        } else {
-            let newest = known.iter().copied().filter(|known| *known < exact).max();
-            let Some(newest) = newest.filter(|_| self.version <= driver) else {
-                return Err(Error::Missing(format!(
-                    "the kernel compiler libnvrtc {}.{} knows no GPU of compute capability {major}.{minor}, and the driver is for CUDA {}.{}: install an NVRTC that knows it, or a newer driver",
-                    self.version.0, self.version.1, driver.0, driver.1
-                )));
-            };
-            format!("compute_{newest}")
-        };
-        let source = CString::new(text).expect("sources have no zero bytes");
-        let file = CString::new(format!("{name}.cu")).expect("names have no zero bytes");
-        let program = result::create_program(&source, Some(&file))
-            .map_err(|error| refused("nvrtcCreateProgram", error))?;
-        let program = Program(program);
-        let mut options: Vec<String> = OPTIONS.map(str::to_owned).to_vec();
-        options.push(format!("--gpu-architecture={target}"));
-        options.extend(more_options.iter().map(ToString::to_string));
-        // SAFETY: the program was created above and is alive.
-        let outcome = unsafe { result::compile_program(program.0, &options) };
-        // SAFETY: as above.
-        let log = text_of(&unsafe { result::get_program_log(program.0) }.unwrap_or_default());
-        if outcome.is_err() {
+        let target = self.target(architecture, driver)?;
+        let c_string = |text: String| CString::new(text).expect("sources and names have no zero bytes");
+        let (source, file) = (c_string(text.to_owned()), c_string(format!("{name}.cu")));
+        let mut program = Program { compiler: self, handle: null_mut() };
+        let (functions, none) = (&self.functions, null());
+        // SAFETY: two strings that live until the program has been created, which copies them, and no headers.
+        let status =
+            unsafe { (functions.create)(&mut program.handle, source.as_ptr(), file.as_ptr(), 0, none, none) };
+        self.check("nvrtcCreateProgram", status)?;
+        let architecture = format!("--gpu-architecture={target}");
+        let options = OPTIONS.iter().copied().chain([&architecture[..]]).chain(more_options.iter().copied());
+        let options: Vec<CString> = options.map(|option| c_string(option.to_owned())).collect();
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        // SAFETY: the program is alive, and there are as many options as said.
+        let status =
+            unsafe { (functions.compile)(program.handle, pointers.len() as c_int, pointers.as_ptr()) };
+        let log = program.output("nvrtcGetProgramLog", functions.log_len, functions.log)?;
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
+        if status != 0 {
             return Err(Error::Compile { kernels: name, architecture: target, log });
         }
-        if target.starts_with("compute") {
-            // SAFETY: as above.
-            let ptx = unsafe { result::get_ptx(program.0) }.map_err(|error| refused("nvrtcGetPTX", error))?;
-            return Ok((ptx.into_iter().map(|byte| byte as u8).collect(), log));
-        }
-        let mut size = 0;
-        // SAFETY: as above; `size` is writable.
-        unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }
-            .result()
-            .map_err(|error| refused("nvrtcGetCUBINSize", error))?;
-        let mut image = vec![0u8; size];
-        // SAFETY: as above; the image has as many bytes as the library said.
-        unsafe { sys::nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) }
-            .result()
-            .map_err(|error| refused("nvrtcGetCUBIN", error))?;
+        let image = if target.starts_with("compute") {
+            program.output("nvrtcGetPTX", functions.ptx_len, functions.ptx)?
+        } else {
+            program.output("nvrtcGetCUBIN", functions.cubin_len, functions.cubin)?
+        };
         Ok((image, log))
     }
-}
 
-/// The architectures that the compiler makes cubins for, as 90 for 9.0.
-fn architectures() -> Result<Vec<u32>> {
-    let mut count = 0;
-    // SAFETY: a writable integer.
-    unsafe { sys::nvrtcGetNumSupportedArchs(&mut count) }
-        .result()
-        .map_err(|error| refused("nvrtcGetNumSupportedArchs", error))?;
-    let mut known = vec![0; count.max(0) as usize];
-    // SAFETY: room for as many as the library said.
-    unsafe { sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }
-        .result()
-        .map_err(|error| refused("nvrtcGetSupportedArchs", error))?;
-    Ok(known.into_iter().map(|known| known as u32).collect())
-}
+    /// What to compile for: the architecture itself, or the newest virtual one that the compiler knows, if the driver can
+    /// translate that.
+    fn target(&self, (major, minor): (u32, u32), driver: (u32, u32)) -> Result<String> {
+        let known = self.architectures()?;
+        let exact = major * 10 + minor;
+        if known.contains(&exact) {
+            return Ok(format!("sm_{exact}"));
+        }
+        let newest = known.into_iter().filter(|known| *known < exact).max();
+        match newest.filter(|_| self.version <= driver) {
+            Some(newest) => Ok(format!("compute_{newest}")),
+            None => Err(Error::Missing(format!(
+                "the kernel compiler libnvrtc {}.{} knows no GPU of compute capability {major}.{minor}, and the driver is for CUDA {}.{}: install an NVRTC that knows it, or a newer driver",
+                self.version.0, self.version.1, driver.0, driver.1
+            ))),
+        }
+    }
 
-fn refused(call: &'static str, error: NvrtcError) -> Error {
-    Error::Library { call, text: error.to_string() }
-}
-
-/// The text up to its zero byte.
-fn text_of(bytes: &[c_char]) -> String {
-    let bytes: Vec<u8> = bytes.iter().map(|byte| *byte as u8).collect();
-    let text = CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy().into_owned());
-    text.unwrap_or_else(|_| String::from_utf8_lossy(&bytes).into_owned()).trim().to_owned()
+    /// The architectures that the compiler makes cubins for, as 90 for 9.0.
+    fn architectures(&self) -> Result<Vec<u32>> {
+        let mut count = 0;
+        // SAFETY: a writable integer.
+        let status = unsafe { (self.functions.architectures_len)(&mut count) };
+        self.check("nvrtcGetNumSupportedArchs", status)?;
+        let mut known = vec![0; count.max(0) as usize];
+        // SAFETY: room for as many as the library said.
+        let status = unsafe { (self.functions.architectures)(known.as_mut_ptr()) };
+        self.check("nvrtcGetSupportedArchs", status)?;
+        Ok(known.into_iter().map(|known| known as u32).collect())
+    }
 }

@@ -32,7 +32,7 @@ pub struct Library {
     symbol: &'static str,
 }
 
-/// Compiles kernels.
+/// Compiles kernels for drivers of CUDA 13 and newer.
 pub const NVRTC: Library = Library {
     purpose: "the kernel compiler",
     names: &["libnvrtc.so.13", "libnvrtc.so.12"],
@@ -40,8 +40,15 @@ pub const NVRTC: Library = Library {
     wheels: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
     // The compiler looks for it by its bare name.
     before: &["libnvrtc-builtins.so."],
-    install: "install it with `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a CUDA 12 driver) or the CUDA toolkit",
+    install: "install it with `pip install nvidia-cuda-nvrtc` or the CUDA toolkit",
     symbol: "nvrtcGetCUBIN",
+};
+
+/// Compiles kernels for drivers of CUDA 12, which do not take what a compiler of CUDA 13 makes.
+pub const NVRTC_12: Library = Library {
+    names: &["libnvrtc.so.12"],
+    install: "install it with `pip install nvidia-cuda-nvrtc-cu12` or the CUDA 12 toolkit",
+    ..NVRTC
 };
 
 /// Matrix products.
@@ -195,16 +202,16 @@ impl Opened {
 /// declarations; it panics where a function is missing, looks for libraries under names of its own, and makes a Rust
 /// enum of every number that comes back, which a newer library's numbers are no values of.
 macro_rules! functions {
-    ($(#[$doc:meta])* $seen:vis $table:ident of $library:path { $($name:ident = $symbol:ident($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $seen:vis $table:ident { $($name:ident = $symbol:ident($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
         $seen struct $table {
             $($seen $name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
         impl $table {
-            /// Opens the library.
-            fn load() -> crate::cuda::Result<Self> {
-                let library = crate::cuda::libraries::Opened::open(&$library)?;
+            /// Opens `library`, whose functions they are.
+            fn load(library: &'static crate::cuda::libraries::Library) -> crate::cuda::Result<Self> {
+                let library = crate::cuda::libraries::Opened::open(library)?;
                 Ok($table {$(
                     // SAFETY: the type is what the library's header declares.
                     $name: unsafe { library.function(stringify!($symbol)) }?,

@@ -55,7 +55,7 @@ struct Verdict {
 
 libraries::functions! {
     /// What is called of cuBLASLt.
-    Functions of crate::cuda::libraries::CUBLAS_LT {
+    Functions {
         version = cublasLtGetVersion() -> usize;
         status_string = cublasLtGetStatusString(Status) -> *const c_char;
         create = cublasLtCreate(*mut Raw) -> Status;
@@ -104,7 +104,7 @@ impl Library {
         if let Some(library) = known {
             return Ok(library);
         }
-        let functions = Functions::load()?;
+        let functions = Functions::load(&libraries::CUBLAS_LT)?;
         device.bind()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: a place for the handle.

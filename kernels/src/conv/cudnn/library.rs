@@ -64,7 +64,7 @@ pub(super) struct Timing {
 
 libraries::functions! {
     /// What is called of cuDNN.
-    pub(super) Functions of crate::cuda::libraries::CUDNN {
+    pub(super) Functions {
         version = cudnnGetVersion() -> usize;
         error_string = cudnnGetErrorString(Status) -> *const c_char;
         create = cudnnCreate(*mut Raw) -> Status;
@@ -147,7 +147,7 @@ impl Library {
         }
         // It needs this one, and finds it only where the loader does.
         let _ = libraries::open(&libraries::CUBLAS_LT);
-        let functions = Functions::load()?;
+        let functions = Functions::load(&libraries::CUDNN)?;
         device.bind()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: a place for the handle.
