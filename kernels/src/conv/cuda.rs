@@ -1,7 +1,7 @@
 //! Convolution on a GPU, by kernels of our own.
 //!
 //! They are matrix products whose operands are gathered as they are needed (`conv.cuh`, over the tiles of `tiles.cuh`);
-//! images of one channel, which would make thin products, have kernels of their own (`first.cu`). Every result is a function
+//! images of one channel, which would make thin products, have kernels of their own (`conv_first.cu`). Every result is a function
 //! of the operands alone: nothing is added up in an order that chance decides.
 //!
 //! On the device images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and the
@@ -43,10 +43,10 @@ pub static PRODUCTS: [Source; 3] =
     [product_source!("conv_f32"), product_source!("conv_tf32"), product_source!("conv_bf16")];
 
 /// The kernels for images of one channel.
-pub static FIRST: Source = Source { name: "conv_first", text: include_str!("first.cu") };
+pub static FIRST: Source = Source { name: "conv_first", text: include_str!("conv_first.cu") };
 
 /// Sums of rows.
-pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("sums.cu") };
+pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_sums.cu") };
 
 /// `struct Side` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
