@@ -8,6 +8,7 @@
 //! | [`embed`] | a program that starts its own ranks, and one that is handed a world |
 //! | [`train_mnist`] | data-parallel training with everything that belongs to it |
 //! | [`golden_check`] | the same networks against recorded reference runs |
+//! | `gpu_check` | every CUDA kernel against the CPU (with the feature `cuda`) |
 //! | [`allreduce_perf`] | how long an all-reduce takes |
 //!
 //! They share [`nets`], the networks, and [`data`], the digits.
@@ -18,6 +19,8 @@ pub mod data;
 pub mod embed;
 mod exit;
 pub mod golden_check;
+#[cfg(feature = "cuda")]
+pub mod gpu_check;
 pub mod hello_ring;
 pub mod nets;
 pub mod train_mnist;

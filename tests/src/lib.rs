@@ -5,7 +5,6 @@
 #![forbid(unsafe_code)]
 
 pub mod collectives;
-#[cfg(feature = "cuda")]
 pub mod device;
 pub mod fake_gpu;
 pub mod faults;

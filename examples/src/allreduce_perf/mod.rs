@@ -18,7 +18,6 @@
 mod args;
 mod bound;
 mod collective;
-#[cfg(feature = "cuda")]
 mod device;
 mod measure;
 mod pattern;
@@ -132,8 +131,7 @@ fn run(args: &Args) -> Result<(), Failure> {
 /// Where buffers lie, and what reaches them there.
 enum Place {
     Host(Buffers),
-    #[cfg(feature = "cuda")]
-    Device(device::Gpu),
+    Device(Box<device::Gpu>),
 }
 
 impl Place {
@@ -150,8 +148,7 @@ impl Place {
                 "--algo {} is of the cpu backend: NCCL chooses by itself (NCCL_ALGO)",
                 args.algo
             )),
-            #[cfg(feature = "cuda")]
-            Buffers::Device => Ok(Place::Device(device::Gpu::new(world)?)),
+            Buffers::Device => Ok(Place::Device(Box::new(device::Gpu::new(world)?))),
             buffers => Ok(Place::Host(buffers)),
         }
     }
@@ -159,7 +156,6 @@ impl Place {
     fn buffers(&self) -> Buffers {
         match self {
             Place::Host(buffers) => *buffers,
-            #[cfg(feature = "cuda")]
             Place::Device(_) => Buffers::Device,
         }
     }
@@ -167,7 +163,6 @@ impl Place {
     fn device(&self) -> Option<String> {
         match self {
             Place::Host(_) => None,
-            #[cfg(feature = "cuda")]
             Place::Device(gpu) => Some(gpu.name()),
         }
     }
@@ -223,7 +218,6 @@ fn measure_elements<T: Value>(
     let len = bytes / T::DTYPE.size();
     let times = match place {
         Place::Host(buffers) => measure_on_host::<T>(comm, args, *buffers, len)?,
-        #[cfg(feature = "cuda")]
         Place::Device(gpu) => gpu.measure::<T>(comm, collective, op, len, args.check)?,
     };
     let bound = if args.bound && collective == Collective::AllReduce {

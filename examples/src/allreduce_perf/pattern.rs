@@ -33,7 +33,6 @@ pub(super) enum Sums {
     /// In rank order, in an accumulator, rounded once.
     InRankOrder,
     /// In any order, in the element type, rounded at each step; sums of bytes wrap before they are divided.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Nccl,
 }
 

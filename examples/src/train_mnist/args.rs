@@ -56,6 +56,9 @@ pub(super) struct Args {
     /// Convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or builtin (our own).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
+    /// Say, before a training on a GPU, which kernels make each layer, and how long each takes.
+    #[arg(long)]
+    pub(super) show_kernels: bool,
     /// Launch every kernel by itself on a GPU, in place of replaying whole steps: for debugging.
     #[arg(long)]
     no_graph: bool,

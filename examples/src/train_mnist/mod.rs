@@ -17,7 +17,7 @@ use args::Args;
 use clap::Parser;
 use engine::{Cpu, Engine, Gpu};
 use mgpu::progress::Phase;
-use mgpu::{Backend, Communicator, ReduceOp, World, checkpoint};
+use mgpu::{Backend, ReduceOp, World, checkpoint};
 use mgpu_kernels::cuda::Precision;
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
@@ -76,6 +76,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             args.batch() * ranks as usize,
             data.origin
         );
+        if args.show_kernels {
+            trainer.engine().kernels().iter().for_each(|line| println!("{line}"));
+        }
     }
 
     let mut last = None;
@@ -102,11 +105,14 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         last = Some(report);
     }
     let checksum = trainer.engine().verify()?;
-    let rss_mib = peak_resident_mib(trainer.engine().comm())?;
+    let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
+    // Of the rank that has the most of each.
+    let mut memory = [peak_resident_mib()?, gpu_mib.unwrap_or(0.0)];
+    trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
     if rank == 0 {
         println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
         if args.json {
-            let summary = summary(args, &mut trainer, last.as_ref(), rss_mib, threads, checksum);
+            let summary = summary(args, &mut trainer, last.as_ref(), memory, threads, checksum);
             println!("{}", serde_json::to_string(&summary)?);
         }
     }
@@ -117,7 +123,7 @@ fn summary(
     args: &Args,
     trainer: &mut Trainer,
     last: Option<&EpochReport>,
-    rss_mib: f64,
+    [rss_mib, gpu_mib]: [f64; 2],
     threads: usize,
     checksum: u64,
 ) -> Summary {
@@ -139,7 +145,7 @@ fn summary(
         test_acc: last.and_then(|report| report.test_acc),
         test_loss: last.and_then(|report| report.test_loss),
         test_acc_average: last.and_then(|report| report.test_acc_average),
-        max_gpu_mib: trainer.engine().gpu().map(|gpu| gpu.memory_peak() >> 20),
+        max_gpu_mib: trainer.engine().gpu().map(|_| gpu_mib.ceil() as u64),
         gpu: trainer.engine().gpu().map(|gpu| gpu.name().to_owned()),
         rss_mib: round(rss_mib),
         threads,
@@ -149,12 +155,10 @@ fn summary(
     }
 }
 
-/// Peak resident memory of the largest rank, in MiB (VmHWM of `/proc/self/status`).
-fn peak_resident_mib(comm: &mut dyn Communicator) -> Result<f64, Box<dyn Error>> {
+/// Peak resident memory of this process, in MiB (VmHWM of `/proc/self/status`).
+fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
     let kib: f64 = line.split_whitespace().next().unwrap_or_default().parse().unwrap_or(0.0);
-    let mut most = [kib / 1024.0];
-    comm.all_reduce_slice(&mut most, ReduceOp::Max)?;
-    Ok(most[0])
+    Ok(kib / 1024.0)
 }

@@ -78,7 +78,7 @@ pub(super) struct Summary {
     pub(super) test_acc: Option<f64>,
     pub(super) test_loss: Option<f64>,
     pub(super) test_acc_average: Option<f64>,
-    /// The most memory that rank 0 has held on its GPU; nothing on the CPU.
+    /// Peak GPU memory of the largest rank, as far as it is this program's own; nothing on the CPU.
     pub(super) max_gpu_mib: Option<u64>,
     /// What rank 0's GPU is called.
     pub(super) gpu: Option<String>,

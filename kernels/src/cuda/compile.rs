@@ -10,10 +10,15 @@ use cudarc::nvrtc::result::NvrtcError;
 use cudarc::nvrtc::{result, sys};
 
 use super::error::{Error, Result};
+use super::usage::{self, Usage};
 use super::{cache, libraries};
 
 /// What every source begins with.
 pub const PRELUDE: &str = include_str!("device.cuh");
+
+/// The compute capabilities that kernels are made for, from Turing to Blackwell: those that differ in what a compiler
+/// makes of a kernel. GPUs between them run what it makes for them as well.
+pub const ARCHITECTURES: [(u32, u32); 7] = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)];
 
 /// CUDA C++ of one operation.
 #[derive(Debug)]
@@ -54,9 +59,44 @@ pub(super) fn image(
     if let Some(image) = cache::read(source.name, &key) {
         return Ok(image);
     }
-    let image = Compiler::open()?.compile(source.name, &text, architecture, driver)?;
+    let (image, _) = Compiler::open()?.compile(source.name, &text, architecture, driver, &[])?;
     cache::write(source.name, &key, &image);
     Ok(image)
+}
+
+/// A source compiled for one architecture.
+#[derive(Debug)]
+pub struct Compiled {
+    /// The cubin, as the driver loads it.
+    pub image: Vec<u8>,
+    /// What the compiler and the assembler have to say.
+    pub log: String,
+}
+
+impl Compiled {
+    /// Registers and memory of every kernel, by name. Empty if the compiler does not tell.
+    pub fn usage(&self) -> Vec<Usage> {
+        usage::parse(&self.log)
+    }
+}
+
+/// Compiles `source` for an architecture such as (9, 0). That needs no GPU, and passes the cache by.
+///
+/// # Errors
+/// If there is no compiler, it does not know the architecture, or the source does not compile.
+pub fn compile_for(source: &'static Source, architecture: (u32, u32)) -> Result<Compiled> {
+    let compiler = Compiler::open()?;
+    let (image, log) =
+        compiler.compile(source.name, &source.whole(), architecture, (0, 0), &["--ptxas-options=-v"])?;
+    Ok(Compiled { image, log })
+}
+
+/// Version of the compiler that is found, major and minor.
+///
+/// # Errors
+/// If there is none.
+pub fn compiler_version() -> Result<(u32, u32)> {
+    Ok(Compiler::open()?.version)
 }
 
 /// NVRTC, opened.
@@ -85,13 +125,15 @@ impl Compiler {
         Ok(Compiler { version: (major as u32, minor as u32) })
     }
 
+    /// The image and the compiler's log.
     fn compile(
         &self,
         name: &'static str,
         text: &str,
         architecture: (u32, u32),
         driver: (u32, u32),
-    ) -> Result<Vec<u8>> {
+        more_options: &[&str],
+    ) -> Result<(Vec<u8>, String)> {
         let known = architectures()?;
         let (major, minor) = architecture;
         let exact = major * 10 + minor;
@@ -114,16 +156,18 @@ impl Compiler {
         let program = Program(program);
         let mut options: Vec<String> = OPTIONS.map(str::to_owned).to_vec();
         options.push(format!("--gpu-architecture={target}"));
+        options.extend(more_options.iter().map(ToString::to_string));
         // SAFETY: the program was created above and is alive.
-        if unsafe { result::compile_program(program.0, &options) }.is_err() {
-            // SAFETY: as above.
-            let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
-            return Err(Error::Compile { kernels: name, architecture: target, log: text_of(&log) });
+        let outcome = unsafe { result::compile_program(program.0, &options) };
+        // SAFETY: as above.
+        let log = text_of(&unsafe { result::get_program_log(program.0) }.unwrap_or_default());
+        if outcome.is_err() {
+            return Err(Error::Compile { kernels: name, architecture: target, log });
         }
         if target.starts_with("compute") {
             // SAFETY: as above.
             let ptx = unsafe { result::get_ptx(program.0) }.map_err(|error| refused("nvrtcGetPTX", error))?;
-            return Ok(ptx.into_iter().map(|byte| byte as u8).collect());
+            return Ok((ptx.into_iter().map(|byte| byte as u8).collect(), log));
         }
         let mut size = 0;
         // SAFETY: as above; `size` is writable.
@@ -135,7 +179,7 @@ impl Compiler {
         unsafe { sys::nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) }
             .result()
             .map_err(|error| refused("nvrtcGetCUBIN", error))?;
-        Ok(image)
+        Ok((image, log))
     }
 }
 

@@ -298,6 +298,15 @@ impl Device {
         if captures.graphs == 0 { std::mem::take(&mut captures.kept) } else { Vec::new() }
     }
 
+    /// Names of all kernels that were asked for so far, sorted.
+    pub fn kernels(&self) -> Vec<String> {
+        let modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names: Vec<String> =
+            modules.values().flat_map(|module| module.functions.keys().cloned()).collect();
+        names.sort();
+        names
+    }
+
     /// Kernel `name` of `source`, compiled and loaded when it is asked for first. Not to be called first during a
     /// capture.
     ///

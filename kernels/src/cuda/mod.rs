@@ -9,6 +9,9 @@
 //! [`Stream::launch`] puts it behind the work that the stream has already. A captured [`Graph`] repeats a whole
 //! sequence of launches at the price of one.
 //!
+//! Matrix products and convolutions have a second way: the libraries' algorithms, where they are installed and win a race
+//! against this crate's kernels when a layer is set up, as [`Options`] say.
+//!
 //! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
 //! the work that may use it, and for the graphs that may. Order between streams is the caller's affair, by [`Event`]s.
 //!
@@ -26,16 +29,20 @@ mod graph;
 pub mod libraries;
 mod memory;
 mod precision;
+mod sources;
 mod state;
 mod stream;
+mod usage;
 
 pub use arguments::{Arg, Grid};
 pub use choice::{Libraries, Options};
-pub use compile::{PRELUDE, Source};
+pub use compile::{ARCHITECTURES, Compiled, PRELUDE, Source, compile_for, compiler_version};
 pub use device::{Device, Function};
 pub use error::{Error, Result};
 pub use graph::Graph;
 pub use memory::{Memory, Pinned, View};
 pub use precision::Precision;
+pub use sources::sources;
 pub use state::StepState;
 pub use stream::{Event, Stream};
+pub use usage::Usage;

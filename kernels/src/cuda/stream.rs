@@ -337,6 +337,26 @@ impl Stream {
         Graph::new(&self.device, graph)
     }
 
+    /// Captures what `work` puts on the stream and has it done `times` times; returns once it is over. `work` must have
+    /// run before, so that its kernels are loaded.
+    ///
+    /// # Errors
+    /// If something of `work` cannot be captured, or the driver refuses.
+    pub fn repeat(&self, times: u32, work: impl Fn() -> Result<()>) -> Result<()> {
+        self.begin_capture()?;
+        let captured = work();
+        // Ended in any case, so that the stream serves again.
+        let graph = self.end_capture();
+        captured?;
+        let graph = graph?;
+        for _ in 0..times {
+            // SAFETY: what `work` uses outlives it, since nothing is allocated or freed during a capture; it borrows that
+            // until the end of this call, which waits for the stream.
+            unsafe { self.launch_graph(&graph) }?;
+        }
+        self.synchronize()
+    }
+
     /// Repeats the work of a graph.
     ///
     /// # Errors

@@ -111,6 +111,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32], precision: Precisio
 /// The passes of a layer, whatever kind it is of.
 trait Layer {
     fn workspace_bytes(&self) -> usize;
+    #[expect(clippy::too_many_arguments, reason = "as in the layers")]
     fn forward(
         &self,
         s: &Stream,

@@ -132,4 +132,8 @@ impl Engine for Cpu {
     fn place(&self) -> String {
         format!("{} thread{}", self.threads, if self.threads == 1 { "" } else { "s" })
     }
+
+    fn kernels(&self) -> Vec<String> {
+        Vec::new()
+    }
 }

@@ -279,6 +279,10 @@ impl Engine for Gpu {
     fn place(&self) -> String {
         format!("one {}, {}", self.model.stream().device().name(), self.options.precision)
     }
+
+    fn kernels(&self) -> Vec<String> {
+        self.net.describe()
+    }
 }
 
 impl Gpu {

@@ -95,4 +95,7 @@ pub(super) trait Engine {
 
     /// What a rank has to compute with, in words.
     fn place(&self) -> String;
+
+    /// One line for each layer that there is a choice of kernels for: which was chosen.
+    fn kernels(&self) -> Vec<String>;
 }

@@ -1,0 +1,166 @@
+//! What goes element by element: activations, whole arenas, digests.
+
+use mgpu_kernels::activation::{self, LEAKY_SLOPE};
+use mgpu_kernels::{DType, arena, digest};
+
+use super::bench::{Bench, Outcome, Output, narrow};
+use super::values::to_bf16;
+
+pub(super) fn check(bench: &mut Bench) -> Outcome {
+    let mut lengths = vec![1, 7, 64, 1003, 4096];
+    if !bench.quick {
+        lengths.extend([100_003, 1 << 20]);
+        lengths.extend((0..6).map(|_| 1 + bench.random.below(50_000)));
+    }
+    for skew in [0, 1] {
+        bench.skew = skew;
+        let outcome = lengths.iter().try_for_each(|len| {
+            activations(bench, *len)?;
+            arenas(bench, *len)?;
+            digests(bench, *len)
+        });
+        bench.skew = 0;
+        outcome?;
+    }
+    Ok(())
+}
+
+/// Values of both types, as f32.
+fn random(bench: &mut Bench, dtype: DType, len: usize) -> Vec<f32> {
+    let mut values = bench.random.floats(len);
+    if dtype == DType::Bf16 {
+        values.iter_mut().for_each(|value| *value = to_bf16(*value));
+    }
+    // A zero of each sign is where activations bend.
+    values.iter_mut().step_by(11).for_each(|value| *value *= 0.0);
+    values
+}
+
+fn rounded(dtype: DType, values: &mut [f32]) {
+    if dtype == DType::Bf16 {
+        values.iter_mut().for_each(|value| *value = to_bf16(*value));
+    }
+}
+
+fn activations(bench: &mut Bench, len: usize) -> Outcome {
+    for (dtype, precision) in Bench::types() {
+        let slope = [0.0, LEAKY_SLOPE][bench.random.below(2)];
+        bench.check("activation forward", len, precision, |bench, judge| {
+            let values = random(bench, dtype, len);
+            let found = bench.twice(judge, &[Output::activations(dtype, &values)], |stream, outputs| {
+                activation::cuda::forward(stream, slope, outputs[0])
+            })?;
+            let mut expected = values;
+            activation::cpu::forward(&bench.threads, slope, &mut expected);
+            rounded(dtype, &mut expected);
+            judge.same("value", &found.floats(0), &expected);
+            Ok(())
+        })?;
+        bench.check("activation backward", len, precision, |bench, judge| {
+            let (y, dy) = (random(bench, dtype, len), random(bench, dtype, len));
+            let y_memory = bench.activations(dtype, &y)?;
+            let found = bench.twice(judge, &[Output::activations(dtype, &dy)], |stream, outputs| {
+                activation::cuda::backward(stream, slope, y_memory.view(), outputs[0])
+            })?;
+            let mut expected = dy;
+            activation::cpu::backward(&bench.threads, slope, &y, &mut expected);
+            rounded(dtype, &mut expected);
+            judge.same("gradient", &found.floats(0), &expected);
+            Ok(())
+        })?;
+        let channels = [1, 3, 8, 24][bench.random.below(4)];
+        bench.check("activation bias", format!("{len}x{channels}"), precision, |bench, judge| {
+            let (values, bias) = (random(bench, dtype, len * channels), bench.random.floats(channels));
+            let bias_memory = bench.input(&bias)?;
+            let found = bench.twice(judge, &[Output::activations(dtype, &values)], |stream, outputs| {
+                activation::cuda::bias(stream, slope, bias_memory.view(), outputs[0])
+            })?;
+            let mut expected: Vec<f32> =
+                values.iter().zip(bias.iter().cycle()).map(|(value, bias)| value + bias).collect();
+            activation::cpu::forward(&bench.threads, slope, &mut expected);
+            rounded(dtype, &mut expected);
+            judge.same("value", &found.floats(0), &expected);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn arenas(bench: &mut Bench, len: usize) -> Outcome {
+    for (dtype, precision) in Bench::types() {
+        let number = bench.random.floats(1)[0];
+        bench.check("arena fill", len, precision, |bench, judge| {
+            let found = bench.twice(judge, &[Output::of(dtype, len)], |stream, outputs| {
+                arena::cuda::fill(stream, outputs[0], number)
+            })?;
+            let mut expected = vec![number; len];
+            rounded(dtype, &mut expected);
+            judge.same("element", &found.floats(0), &expected);
+            Ok(())
+        })?;
+        bench.check("arena scale", len, precision, |bench, judge| {
+            let values = random(bench, dtype, len);
+            let found = bench.twice(judge, &[Output::activations(dtype, &values)], |stream, outputs| {
+                arena::cuda::scale(stream, outputs[0], number)
+            })?;
+            let mut expected = values;
+            arena::cpu::scale(&mut expected, number);
+            rounded(dtype, &mut expected);
+            judge.same("element", &found.floats(0), &expected);
+            Ok(())
+        })?;
+    }
+    bench.check("arena narrow", len, "bf16", |bench, judge| {
+        let mut values = bench.random.floats(len);
+        // Ties between neighbours, infinities, and a NaN whose upper half alone is an infinity.
+        let special =
+            [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::MAX, -f32::INFINITY, f32::from_bits(0x7f80_0001)];
+        values.iter_mut().skip(len / 2).zip(special).for_each(|(value, special)| *value = special);
+        let memory = bench.input(&values)?;
+        let found = bench.twice(judge, &[Output::of(DType::Bf16, len)], |stream, outputs| {
+            arena::cuda::narrow(stream, memory.view(), outputs[0])
+        })?;
+        let mut expected = narrow(&values);
+        arena::cpu::narrow(&values, &mut expected);
+        let expected: Vec<f32> = expected.iter().map(|value| value.to_f32()).collect();
+        judge.same("element", &found.floats(0), &expected);
+        Ok(())
+    })?;
+    bench.check("arena widen", len, "bf16", |bench, judge| {
+        let values = random(bench, DType::Bf16, len);
+        let memory = bench.activations(DType::Bf16, &values)?;
+        let found = bench.twice(judge, &[Output::of(DType::F32, len)], |stream, outputs| {
+            arena::cuda::widen(stream, memory.view(), outputs[0])
+        })?;
+        judge.same("element", &found.floats(0), &values);
+        Ok(())
+    })
+}
+
+fn digests(bench: &mut Bench, len: usize) -> Outcome {
+    for (dtype, precision) in Bench::types() {
+        bench.check("digest not_finite", len, precision, |bench, judge| {
+            let mut values = random(bench, dtype, len);
+            for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let at = bench.random.below(len);
+                values[at] = value;
+            }
+            let memory = bench.activations(dtype, &values)?;
+            let found = bench.twice(judge, &[Output::holding(&[5i64])], |stream, outputs| {
+                digest::cuda::count_not_finite(stream, memory.view(), outputs[0])
+            })?;
+            let expected = 5 + digest::cpu::not_finite(&values) as i64;
+            judge.equal("count", &found.values::<i64>(0), &[expected]);
+            Ok(())
+        })?;
+    }
+    bench.check("digest hash", len, "f32", |bench, judge| {
+        let values = random(bench, DType::F32, len);
+        let memory = bench.input(&values)?;
+        let found = bench.twice(judge, &[Output::of(DType::I64, 1)], |stream, outputs| {
+            digest::cuda::hash(stream, memory.view(), outputs[0])
+        })?;
+        judge.equal("hash", &found.values::<i64>(0), &[digest::cpu::hash(&values) as i64]);
+        Ok(())
+    })
+}

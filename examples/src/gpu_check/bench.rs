@@ -1,0 +1,303 @@
+//! Memory on the GPU for one check, the launch, twice, and the verdict.
+
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use half::bf16;
+use mgpu_kernels::cuda::{Error, Memory, Precision, Result, Stream, View};
+use mgpu_kernels::{DType, Element, Threads};
+
+use super::report::{Check, Report};
+use super::values::Random;
+
+/// Nothing, or what ended all checks.
+pub(super) type Outcome = Result<(), Error>;
+
+/// Bytes on both sides of every buffer that nobody may write to.
+const MARGIN: usize = 256;
+const MARGIN_BYTE: u8 = 0xa5;
+/// What outputs hold before the first and the second run: as f32 and bf16 a NaN, and a large number.
+const GARBAGE: [u8; 2] = [0xff, 0x55];
+
+pub(super) struct Bench {
+    pub(super) stream: Stream,
+    pub(super) threads: Threads,
+    pub(super) random: Random,
+    pub(super) quick: bool,
+    /// Elements by which buffers begin behind an address that 16 bytes may be moved from at once.
+    pub(super) skew: usize,
+    only: Option<String>,
+    report: Report,
+}
+
+/// Memory with margins.
+pub(super) struct Buffer {
+    memory: Memory,
+    dtype: DType,
+    begin: usize,
+    bytes: usize,
+}
+
+impl Buffer {
+    pub(super) fn view(&self) -> View<'_> {
+        self.memory.slice(self.begin..self.begin + self.bytes).cast(self.dtype)
+    }
+}
+
+/// Something that a kernel writes.
+pub(super) struct Output {
+    dtype: DType,
+    len: usize,
+    /// What it holds before; garbage if nothing matters.
+    holds: Option<Vec<u8>>,
+}
+
+impl Output {
+    pub(super) fn of(dtype: DType, len: usize) -> Self {
+        Output { dtype, len, holds: None }
+    }
+
+    /// An output that is read as well.
+    pub(super) fn holding<T: Element>(values: &[T]) -> Self {
+        let holds = bytes_of(values);
+        Output { dtype: T::DTYPE, len: values.len(), holds: Some(holds) }
+    }
+
+    /// Activations that are changed in place.
+    pub(super) fn activations(dtype: DType, values: &[f32]) -> Self {
+        match dtype {
+            DType::Bf16 => Self::holding(&narrow(values)),
+            _ => Self::holding(values),
+        }
+    }
+}
+
+/// What the outputs hold after a launch.
+#[derive(PartialEq)]
+pub(super) struct Found {
+    outputs: Vec<(DType, Vec<u8>)>,
+}
+
+impl Found {
+    pub(super) fn bytes(&self, output: usize) -> &[u8] {
+        &self.outputs[output].1
+    }
+
+    /// Output of f32 or bf16, as f32.
+    pub(super) fn floats(&self, output: usize) -> Vec<f32> {
+        let (dtype, bytes) = &self.outputs[output];
+        match dtype {
+            DType::Bf16 => elements(bytes).iter().map(|value: &bf16| value.to_f32()).collect(),
+            _ => elements(bytes),
+        }
+    }
+
+    pub(super) fn values<T: Element>(&self, output: usize) -> Vec<T> {
+        elements(self.bytes(output))
+    }
+}
+
+fn bytes_of<T: Element>(values: &[T]) -> Vec<u8> {
+    bytemuck::cast_slice(values).to_vec()
+}
+
+fn elements<T: Element>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
+pub(super) fn narrow(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|value| bf16::from_f32(*value)).collect()
+}
+
+/// What is said about one check.
+#[derive(Debug, Default)]
+pub(super) struct Judge {
+    error: f64,
+    bound: f64,
+    problem: Option<String>,
+}
+
+impl Judge {
+    /// Compares within `bound` times the element's scale.
+    pub(super) fn close(
+        &mut self,
+        what: &str,
+        found: impl IntoIterator<Item = impl Into<f64>>,
+        expected: &[f64],
+        scale: impl Fn(usize) -> f64,
+        bound: f64,
+    ) {
+        let mut worst = 0.0f64;
+        let mut count = 0;
+        for (i, found) in found.into_iter().enumerate() {
+            count += 1;
+            let (found, expected) = (found.into(), expected[i]);
+            let error = (found - expected).abs() / scale(i).max(f64::MIN_POSITIVE);
+            // What is no number compares as larger than anything.
+            if !(error <= worst) {
+                worst = error;
+                if !(error <= bound) {
+                    let text = format!("{what} {i} is {found:e} in place of {expected:e}");
+                    self.problem.get_or_insert(text);
+                }
+            }
+            if worst.is_nan() {
+                break;
+            }
+        }
+        if !worst.is_nan() && count != expected.len() {
+            self.problem = Some(format!("{count} elements of {what} in place of {}", expected.len()));
+        }
+        if !(worst * self.bound <= self.error * bound) || self.bound == 0.0 {
+            (self.error, self.bound) = (worst, bound);
+        }
+    }
+
+    /// Compares to the bit.
+    pub(super) fn equal<T: PartialEq + std::fmt::Debug>(&mut self, what: &str, found: &[T], expected: &[T]) {
+        let differ = found.iter().zip(expected).position(|(found, expected)| found != expected);
+        if let Some(i) = differ {
+            let text = format!("{what} {i} is {:?} in place of {:?}", found[i], expected[i]);
+            self.problem.get_or_insert(text);
+        }
+        if found.len() != expected.len() {
+            let text = format!("{} elements of {what} in place of {}", found.len(), expected.len());
+            self.problem.get_or_insert(text);
+        }
+    }
+
+    /// Compares f32 to the bit, NaNs as equal.
+    pub(super) fn same(&mut self, what: &str, found: &[f32], expected: &[f32]) {
+        let bits = |values: &[f32]| -> Vec<u32> {
+            values
+                .iter()
+                .map(|value| if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() })
+                .collect()
+        };
+        let (found_bits, expected_bits) = (bits(found), bits(expected));
+        if found_bits != expected_bits {
+            let i = found_bits.iter().zip(&expected_bits).position(|(a, b)| a != b).unwrap_or(0);
+            let text = format!("{what} {i} is {:e} in place of {:e}", found[i], expected[i]);
+            self.problem.get_or_insert(text);
+        }
+    }
+
+    pub(super) fn problem(&mut self, text: String) {
+        self.problem.get_or_insert(text);
+    }
+}
+
+impl Bench {
+    pub(super) fn new(stream: Stream, seed: u64, quick: bool, only: Option<String>) -> Self {
+        let threads = Threads::new(1);
+        let random = Random::new(seed);
+        Bench { stream, threads, random, quick, skew: 0, only, report: Report::default() }
+    }
+
+    pub(super) fn finish(self) -> Report {
+        self.report
+    }
+
+    /// True where products of TF32 and bf16 are made by tensor cores.
+    pub(super) fn tensor_cores(&self) -> bool {
+        self.stream.device().architecture() >= (8, 0)
+    }
+
+    /// A copy of values on the GPU.
+    pub(super) fn input<T: Element>(&self, values: &[T]) -> Result<Buffer> {
+        self.buffer(T::DTYPE, bytemuck::cast_slice(values))
+    }
+
+    /// A copy of activations, rounded to their type.
+    pub(super) fn activations(&self, dtype: DType, values: &[f32]) -> Result<Buffer> {
+        match dtype {
+            DType::Bf16 => self.input(&narrow(values)),
+            _ => self.input(values),
+        }
+    }
+
+    fn buffer(&self, dtype: DType, content: &[u8]) -> Result<Buffer> {
+        let begin = MARGIN + self.skew * dtype.size();
+        let mut all = vec![MARGIN_BYTE; begin + content.len() + MARGIN];
+        all[begin..begin + content.len()].copy_from_slice(content);
+        let memory = Memory::from_slice(&self.stream, &all)?;
+        Ok(Buffer { memory, dtype, begin, bytes: content.len() })
+    }
+
+    /// Runs `work` once on outputs that hold what they should, else `garbage`. The second result is true if all bytes around
+    /// them are as they were.
+    pub(super) fn once(
+        &self,
+        outputs: &[Output],
+        garbage: u8,
+        work: impl Fn(&Stream, &[View<'_>]) -> Result<()>,
+    ) -> Result<(Found, bool)> {
+        let buffers = outputs.iter().map(|output| match &output.holds {
+            Some(bytes) => self.buffer(output.dtype, bytes),
+            None => self.buffer(output.dtype, &vec![garbage; output.len * output.dtype.size()]),
+        });
+        let buffers = buffers.collect::<Result<Vec<_>>>()?;
+        let views: Vec<View<'_>> = buffers.iter().map(Buffer::view).collect();
+        work(&self.stream, &views)?;
+        let mut found = Vec::new();
+        let mut clean = true;
+        for buffer in &buffers {
+            let all: Vec<u8> = buffer.memory.to_vec(&self.stream)?;
+            let end = buffer.begin + buffer.bytes;
+            clean &= all[..buffer.begin].iter().chain(&all[end..]).all(|byte| *byte == MARGIN_BYTE);
+            found.push((buffer.dtype, all[buffer.begin..end].to_vec()));
+        }
+        Ok((Found { outputs: found }, clean))
+    }
+
+    /// Runs `work` twice, tells `judge` if results differ or something else was written, and gives the first result.
+    pub(super) fn twice(
+        &self,
+        judge: &mut Judge,
+        outputs: &[Output],
+        work: impl Fn(&Stream, &[View<'_>]) -> Result<()>,
+    ) -> Result<Found> {
+        let (first, clean) = self.once(outputs, GARBAGE[0], &work)?;
+        let (second, clean_again) = self.once(outputs, GARBAGE[1], &work)?;
+        if !clean || !clean_again {
+            judge.problem("it writes outside of its outputs".into());
+        }
+        if first != second {
+            judge.problem("two runs differ".into());
+        }
+        Ok(first)
+    }
+
+    /// Makes one check, unless it is not among those wanted. An error means that none can be made any more.
+    pub(super) fn check(
+        &mut self,
+        name: &str,
+        shape: impl Display,
+        precision: &'static str,
+        check: impl FnOnce(&mut Bench, &mut Judge) -> Result<()>,
+    ) -> Outcome {
+        if self.only.as_ref().is_some_and(|only| !name.contains(only.as_str())) {
+            return Ok(());
+        }
+        let mut judge = Judge::default();
+        let outcome = catch_unwind(AssertUnwindSafe(|| check(self, &mut judge)));
+        let problem = match outcome {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            // Its message is on standard error.
+            Err(_) => Some("a panic".to_owned()),
+        };
+        let Judge { error, bound, problem: found } = judge;
+        let problem = problem.or(found);
+        let ok = problem.is_none() && error <= bound;
+        let shape = if self.skew > 0 { format!("{shape}, askew") } else { shape.to_string() };
+        self.report.push(Check { name: name.to_owned(), shape, precision, error, bound, problem, ok });
+        // A GPU in disorder says so from now on.
+        self.stream.synchronize()
+    }
+
+    /// Both types of activations, with the names they have in a report.
+    pub(super) fn types() -> [(DType, &'static str); 2] {
+        [(DType::F32, Precision::F32.name()), (DType::Bf16, Precision::Bf16.name())]
+    }
+}

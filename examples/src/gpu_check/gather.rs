@@ -1,0 +1,83 @@
+//! Batches out of a data set.
+
+use mgpu_kernels::cuda::StepState;
+use mgpu_kernels::gather::{cpu, cuda};
+use mgpu_kernels::{DType, cuda::Result};
+
+use super::bench::{Bench, Judge, Outcome, Output};
+use super::values::to_bf16;
+
+/// What takes the place of a label where an order leads nowhere.
+const NO_LABEL: u8 = 255;
+
+pub(super) fn check(bench: &mut Bench) -> Outcome {
+    for (samples, len, batch) in [(40, 784, 8), (13, 49, 5), (7, 16, 7)] {
+        for skew in [0, 1] {
+            bench.skew = skew;
+            let outcome = [false, true].into_iter().try_for_each(|ordered| {
+                Bench::types().into_iter().try_for_each(|(dtype, precision)| {
+                    let order = if ordered { ", ordered" } else { "" };
+                    let text = format!("{batch} of {samples}x{len}{order}");
+                    let extents = [samples, len, batch];
+                    bench.check("gather batch", &text, precision, |bench, judge| {
+                        each(bench, judge, extents, ordered, dtype, true)
+                    })?;
+                    bench.check("gather range", &text, precision, |bench, judge| {
+                        each(bench, judge, extents, ordered, dtype, false)
+                    })
+                })
+            });
+            bench.skew = 0;
+            outcome?;
+        }
+    }
+    Ok(())
+}
+
+fn each(
+    bench: &mut Bench,
+    judge: &mut Judge,
+    [samples, len, batch]: [usize; 3],
+    ordered: bool,
+    dtype: DType,
+    by_position: bool,
+) -> Result<()> {
+    let (images, labels) = (bench.random.bytes(samples * len), bench.random.bytes(samples));
+    let order: Vec<u32> = (0..samples).map(|_| bench.random.below(samples) as u32).collect();
+    let signed: Vec<i32> = order.iter().map(|index| *index as i32).collect();
+    let [images_memory, labels_memory] = [bench.input(&images)?, bench.input(&labels)?];
+    let order_memory = bench.input(&signed)?;
+    let position = bench.random.below(samples / batch) as u64;
+    let state = StepState { step: 77, position, learning_rate: 0.0, constants: [0.0; 8] };
+    let state = state.upload(&bench.stream)?;
+    let source = cuda::Samples {
+        images: images_memory.view(),
+        labels: labels_memory.view(),
+        order: ordered.then(|| order_memory.view()),
+    };
+    let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
+    let first = position * batch as u64;
+    let found = bench.twice(judge, &outputs, |stream, outputs| match by_position {
+        true => cuda::batch(stream, &source, state.view(), outputs[0], outputs[1]),
+        false => cuda::range(stream, &source, first, outputs[0], outputs[1]),
+    })?;
+    let (mut x, mut expected) = (vec![0.0; batch * len], vec![0; batch]);
+    let order = ordered.then_some(order.as_slice());
+    cpu::range(&cpu::Samples { images: &images, labels: &labels, order }, first, &mut x, &mut expected);
+    if dtype == DType::Bf16 {
+        x.iter_mut().for_each(|x| *x = to_bf16(*x));
+    }
+    judge.same("pixel", &found.floats(0), &x);
+    judge.equal("label", found.bytes(1), &expected);
+
+    // One place behind the end.
+    let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
+    let behind = (samples - batch + 1) as u64;
+    let found = bench.twice(judge, &outputs, |stream, outputs| {
+        cuda::range(stream, &source, behind, outputs[0], outputs[1])
+    })?;
+    judge.equal("label behind the end", &found.bytes(1)[batch - 1..], &[NO_LABEL]);
+    let lost = found.floats(0)[(batch - 1) * len..].iter().all(|x| x.is_nan());
+    judge.equal("pixels behind the end", &[lost], &[true]);
+    Ok(())
+}

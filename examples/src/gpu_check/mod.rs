@@ -1,0 +1,118 @@
+//! `gpu_check`: does every kernel compute on this GPU what it should?
+//!
+//! Tests of the project run the CUDA kernels on a stand-in for a GPU, compiled by another compiler. This program runs
+//! them through their public launchers on whatever GPU there is, on fresh random numbers, for the shapes of the seven
+//! networks and for awkward ones, in all precisions. Each result is compared
+//!
+//! - with the CPU sibling of the operation, or with a plain sum in f64 where rounding matters ([`reference`]), of the
+//!   operands as the precision rounds them, within a bound that is derived rather than tried ([`bound`]);
+//! - with itself: every launch runs twice, on different garbage, and gives the same bits;
+//! - with its limits: the bytes around each output stay as they were.
+//!
+//! A line for each check says how large its error is, and which error is allowed. Exit code 1 means that one was larger.
+
+mod arena;
+mod args;
+mod bandwidth;
+mod bench;
+mod bound;
+mod compile;
+mod conv;
+mod dropout;
+mod gather;
+mod loss;
+mod norm;
+mod optimizer;
+mod pool;
+mod reference;
+mod replay;
+mod report;
+mod shapes;
+mod values;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::Parser;
+use mgpu_kernels::cuda::{Device, Stream, compiler_version, sources};
+
+use args::Args;
+use bench::Bench;
+use report::{Machine, Report};
+
+/// How a stand-in for a GPU is called. It is no GPU, and its times mean nothing.
+const FAKE: &str = "FAKE GPU";
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("gpu_check: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// True if nothing was wrong.
+fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
+    if args.list {
+        for source in sources() {
+            source.kernels().iter().for_each(|kernel| println!("{}/{kernel}", source.name));
+        }
+        return Ok(true);
+    }
+    if args.compile_only {
+        return Ok(compile::run(args.table)?);
+    }
+    let device = Device::open(args.device)?;
+    let machine = Machine::of(&device, compiler_version().ok());
+    println!("{machine}");
+    let fake = device.name().contains(FAKE);
+    let stream = Stream::new(&device)?;
+    if args.bandwidth {
+        if fake {
+            println!("a stand-in for a GPU is not measured");
+            return Ok(true);
+        }
+        let figures = bandwidth::measure(&stream)?;
+        figures.iter().for_each(|figure| println!("{}: {figure}", device.name()));
+        report::write(args.json.as_deref(), &(machine, figures))?;
+        return Ok(true);
+    }
+    let seed = args.seed();
+    println!("seed {seed}{}", if args.quick { ", quick" } else { "" });
+    let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
+    let checks: [fn(&mut Bench) -> bench::Outcome; 9] = [
+        arena::check,
+        pool::check,
+        norm::check,
+        dropout::check,
+        gather::check,
+        loss::check,
+        optimizer::check,
+        replay::check,
+        conv::check,
+    ];
+    // A kernel that harmed the GPU takes all later ones with it; what was found until then is told.
+    let ended = checks.into_iter().try_for_each(|check| check(&mut bench));
+    let Report { checks, failed } = bench.finish();
+    let launched = device.kernels();
+    let all = sources().into_iter().flat_map(|source| source.kernels());
+    let unreached: Vec<&str> = all.filter(|kernel| !launched.iter().any(|name| name == kernel)).collect();
+    let complete = args.only.is_none() && !args.quick && ended.is_ok();
+    if args.only.is_none() && !unreached.is_empty() {
+        println!("kernels that no check has launched: {}", unreached.join(", "));
+    }
+    if let Err(error) = &ended {
+        println!("FAILED: {error}; the checks behind it were not made");
+    }
+    println!("{} checks on {}, {failed} failed", checks.len(), device.name());
+    let good = failed == 0 && ended.is_ok() && (unreached.is_empty() || !complete);
+    let error = ended.err().map(|error| error.to_string());
+    let summary = report::Summary { machine, seed, quick: args.quick, failed, unreached, error, checks };
+    report::write(args.json.as_deref(), &summary)?;
+    Ok(good)
+}

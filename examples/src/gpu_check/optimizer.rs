@@ -1,0 +1,175 @@
+//! Every update rule, some steps long, from the beginning of a step to the copy in bf16.
+//!
+//! Each operation is rounded by itself on both sides, so that results are equal to the bit but for the powers of Adam's
+//! corrections, which come from different libraries.
+
+use std::ops::Range;
+
+use mgpu_kernels::cuda::{Result, StepState, Stream, View};
+use mgpu_kernels::optimizer::chunk::{LONGEST, chunks};
+use mgpu_kernels::optimizer::cuda::{Arenas, Schedule};
+use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer, RmsProp, Sgd, State, cpu, cuda};
+
+use super::bench::{Bench, Judge, Outcome, Output, narrow};
+use super::bound;
+
+const STEPS: u64 = 5;
+const AVERAGE: f64 = 0.9;
+const DECAY: f64 = 0.05;
+/// Gradients come as sums over two ranks.
+const SCALE: f32 = 0.5;
+
+/// All rules, by the names of their kernels.
+pub(super) fn rules() -> [(&'static str, Optimizer); 7] {
+    let sgd = Sgd { lr: 0.05, weight_decay: DECAY, ..Sgd::default() };
+    let rmsprop = RmsProp { weight_decay: DECAY, ..RmsProp::default() };
+    [
+        ("adam", Optimizer::Adam(Adam { weight_decay: DECAY, ..Adam::default() })),
+        ("adamw", Optimizer::AdamW(AdamW { weight_decay: DECAY, ..AdamW::default() })),
+        ("rmsprop", Optimizer::RmsProp(rmsprop)),
+        ("rmsprop momentum", Optimizer::RmsProp(RmsProp { momentum: 0.8, ..rmsprop })),
+        ("sgd", Optimizer::Sgd(sgd)),
+        ("sgd momentum", Optimizer::Sgd(Sgd { momentum: 0.9, dampening: 0.3, ..sgd })),
+        ("sgd nesterov", Optimizer::Sgd(Sgd { momentum: 0.9, nesterov: true, ..sgd })),
+    ]
+}
+
+pub(super) fn check(bench: &mut Bench) -> Outcome {
+    for (name, optimizer) in rules() {
+        for falling_steps in [None, Some(9)] {
+            let schedule = Schedule { steps_per_epoch: 3, falling_steps };
+            let falls = if falling_steps.is_some() { ", falling" } else { "" };
+            bench.check(&format!("step begin {name}"), format!("{STEPS} steps{falls}"), "f64", |b, j| {
+                begin(b, j, &optimizer, schedule)
+            })?;
+            let sizes: &[usize] = if bench.quick {
+                &[5, 100, 4200]
+            } else {
+                &[1, 130, 10, LONGEST, 3 * LONGEST + 5, 7, 150_000]
+            };
+            let text = format!("{} tensors{falls}", sizes.len());
+            bench.check(&format!("optimizer {name}"), text, "f32", |bench, judge| {
+                update(bench, judge, &optimizer, schedule, sizes)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// The rate of step `step`, which counts from 0.
+fn rate(optimizer: &Optimizer, schedule: Schedule, step: u64) -> f64 {
+    let left = |falling: u64| 1.0 - step as f64 / falling as f64;
+    optimizer.lr() * schedule.falling_steps.map_or(1.0, left)
+}
+
+fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, schedule: Schedule) -> Result<()> {
+    let start = StepState::after(0);
+    let found = bench.twice(judge, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
+        (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, schedule, outputs[0]))
+    })?;
+    let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
+    let step = STEPS - 1;
+    judge.equal("step and position", &[state.step, state.position], &[step, step % schedule.steps_per_epoch]);
+    let expected = [rate(optimizer, schedule, step)];
+    judge.close("learning rate", [state.learning_rate], &expected, |_| expected[0], 2.0 * f64::EPSILON);
+    Ok(())
+}
+
+/// Tensors one after another, each at a multiple of 64 elements; every other one decays.
+fn tensors(sizes: &[usize]) -> (Vec<(Range<usize>, bool)>, usize) {
+    let mut begin = 0;
+    let mut tensors = Vec::new();
+    for (i, len) in sizes.iter().enumerate() {
+        tensors.push((begin..begin + len, i % 2 == 0));
+        begin = (begin + len).next_multiple_of(64);
+    }
+    (tensors, begin)
+}
+
+fn update(
+    bench: &mut Bench,
+    judge: &mut Judge,
+    optimizer: &Optimizer,
+    schedule: Schedule,
+    sizes: &[usize],
+) -> Result<()> {
+    let (tensors, len) = tensors(sizes);
+    let gradients = bench.random.floats(len * STEPS as usize);
+    let mut params = bench.random.floats(len);
+    // Kernels pass over the padding.
+    let mut states = [vec![0.0f32; len], vec![0.0f32; len]];
+    let mut average = params.clone();
+    let gradients_memory = bench.input(&gradients)?;
+    let table = chunks(tensors.iter().cloned(), DECAY);
+    let table_memory = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
+    let outputs = [
+        Output::holding(bytemuck::bytes_of(&StepState::after(0))),
+        Output::holding(&params),
+        Output::holding(&states[0]),
+        Output::holding(&states[1]),
+        Output::holding(&average),
+        Output::holding(&narrow(&params)),
+    ];
+    let used = optimizer.states();
+    let found = bench.twice(judge, &outputs, |stream, outputs| {
+        for step in 0..STEPS as usize {
+            let gradients = gradients_memory.view().slice(step * len..(step + 1) * len);
+            one_step(stream, optimizer, schedule, table_memory.view(), gradients, outputs)?;
+        }
+        Ok(())
+    })?;
+    for step in 0..STEPS {
+        let gradients = &gradients[step as usize * len..][..len];
+        let gradients: Vec<f32> = gradients.iter().map(|gradient| gradient * SCALE).collect();
+        let now = optimizer.with_lr(rate(optimizer, schedule, step));
+        for (range, decays) in &tensors {
+            let now = if *decays { now } else { now.with_weight_decay(0.0) };
+            let [first, second] = &mut states;
+            let state = State {
+                first: if used > 0 { &mut first[range.clone()] } else { &mut [] },
+                second: if used > 1 { &mut second[range.clone()] } else { &mut [] },
+            };
+            let (params, gradients) = (&mut params[range.clone()], &gradients[range.clone()]);
+            cpu::update(&bench.threads, &now, step + 1, params, gradients, state);
+            cpu::average(&bench.threads, AVERAGE, params, &mut average[range.clone()]);
+        }
+    }
+    let bound = bound::chain(2 * STEPS as u32, false);
+    let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|value| f64::from(*value)).collect() };
+    for (output, what, expected) in [
+        (1, "parameter", &params),
+        (2, "first state", &states[0]),
+        (3, "second state", &states[1]),
+        (4, "average", &average),
+    ] {
+        let expected = wide(expected);
+        judge.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-3, bound);
+    }
+    // The copy is that of the GPU's own parameters.
+    let copy: Vec<f32> = narrow(&found.floats(1)).iter().map(|value| value.to_f32()).collect();
+    judge.same("copy", &found.floats(5), &copy);
+    Ok(())
+}
+
+/// Begins and makes a step. `outputs` are state, parameters, first and second state, average and copy.
+pub(super) fn one_step(
+    stream: &Stream,
+    optimizer: &Optimizer,
+    schedule: Schedule,
+    table: View<'_>,
+    gradients: View<'_>,
+    outputs: &[View<'_>],
+) -> Result<()> {
+    cuda::begin(stream, optimizer, schedule, outputs[0])?;
+    let used = optimizer.states();
+    let arenas = Arenas {
+        gradients,
+        scale: SCALE,
+        params: outputs[1],
+        first: (used > 0).then_some(outputs[2]),
+        second: (used > 1).then_some(outputs[3]),
+        average: Some((outputs[4], AVERAGE)),
+        copy: Some(outputs[5]),
+    };
+    cuda::update(stream, optimizer, outputs[0], table, &arenas)
+}

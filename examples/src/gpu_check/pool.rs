@@ -1,0 +1,146 @@
+//! Max-pooling, by itself and fused with bias and activation.
+
+use mgpu_kernels::activation::{self, LEAKY_SLOPE};
+use mgpu_kernels::cuda::Result;
+use mgpu_kernels::pool::{Rounding, Shape, cpu, cuda};
+use mgpu_kernels::{DType, activation::cpu as activate};
+
+use super::bench::{Bench, Judge, Outcome, Output};
+use super::shapes::{Images, Shapes, awkward_images};
+use super::values::{to_bf16, to_device, to_host};
+
+pub(super) fn check(bench: &mut Bench) -> Outcome {
+    let mut shapes = Vec::new();
+    if !bench.quick {
+        shapes = Shapes::of_networks(3).pools;
+    }
+    for _ in 0..if bench.quick { 2 } else { 8 } {
+        let images = awkward_images(&mut bench.random);
+        shapes.extend([Rounding::Floor, Rounding::Ceil].map(|rounding| (images, rounding)));
+    }
+    shapes.push((Images { images: 2, channels: 16, height: 7, width: 7 }, Rounding::Ceil));
+    shapes.iter().try_for_each(|(images, rounding)| each(bench, images, *rounding))?;
+    bench.skew = 1;
+    let images = Images { images: 2, channels: 8, height: 5, width: 6 };
+    let outcome = each(bench, &images, Rounding::Ceil);
+    bench.skew = 0;
+    outcome
+}
+
+fn each(bench: &mut Bench, images: &Images, rounding: Rounding) -> Outcome {
+    let shape = Shape { height: images.height, width: images.width, rounding };
+    let text = format!("{images} {}", if rounding == Rounding::Ceil { "ceil" } else { "floor" });
+    let slope = [activation_slope(), 0.0, LEAKY_SLOPE][bench.random.below(3)];
+    for (dtype, precision) in Bench::types() {
+        bench.check("pool forward", &text, precision, |bench, judge| {
+            forward(bench, judge, images, &shape, dtype, None)
+        })?;
+        bench.check("pool forward_fused", &text, precision, |bench, judge| {
+            forward(bench, judge, images, &shape, dtype, Some(slope))
+        })?;
+        bench.check("pool backward", &text, precision, |bench, judge| {
+            backward(bench, judge, images, &shape, dtype, None)
+        })?;
+        bench.check("pool backward_fused", &text, precision, |bench, judge| {
+            backward(bench, judge, images, &shape, dtype, Some(slope))
+        })?;
+    }
+    Ok(())
+}
+
+/// The slope that leaves values as they are.
+fn activation_slope() -> f32 {
+    1.0
+}
+
+fn values(bench: &mut Bench, dtype: DType, len: usize) -> Vec<f32> {
+    // Few different numbers, so that windows have ties.
+    let values = (0..len).map(|_| bench.random.below(64) as f32 / 16.0 - 2.0);
+    values.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect()
+}
+
+fn forward(
+    bench: &mut Bench,
+    judge: &mut Judge,
+    images: &Images,
+    shape: &Shape,
+    dtype: DType,
+    fused: Option<f32>,
+) -> Result<()> {
+    let (channels, plane) = (images.channels, images.plane());
+    let out_plane = shape.out_height() * shape.out_width();
+    let outputs_len = images.images * channels * out_plane;
+    let x = values(bench, dtype, images.len());
+    let bias = bench.random.floats(channels);
+    let (x_memory, bias_memory) = (bench.activations(dtype, &x)?, bench.input(&bias)?);
+    let outputs = [Output::of(dtype, outputs_len), Output::of(DType::U8, outputs_len)];
+    let found = bench.twice(judge, &outputs, |stream, outputs| {
+        let (x, y, chosen) = (x_memory.view(), outputs[0], outputs[1]);
+        match fused {
+            None => cuda::forward(stream, shape, channels, x, y, chosen),
+            Some(slope) => cuda::forward_fused(stream, shape, slope, bias_memory.view(), x, y, chosen),
+        }
+    })?;
+    let mut x = x;
+    if let Some(slope) = fused {
+        x.iter_mut().zip(bias.iter().cycle()).for_each(|(x, bias)| *x += bias);
+        if slope != activation_slope() {
+            activate::forward(&bench.threads, slope, &mut x);
+        }
+        if dtype == DType::Bf16 {
+            x.iter_mut().for_each(|x| *x = to_bf16(*x));
+        }
+    }
+    let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
+    cpu::forward(&bench.threads, shape, &to_host(&x, channels, plane), &mut y, &mut chosen);
+    judge.same("maximum", &found.floats(0), &to_device(&y, channels, out_plane));
+    judge.equal("place", found.bytes(1), &to_device(&chosen, channels, out_plane));
+    Ok(())
+}
+
+fn backward(
+    bench: &mut Bench,
+    judge: &mut Judge,
+    images: &Images,
+    shape: &Shape,
+    dtype: DType,
+    fused: Option<f32>,
+) -> Result<()> {
+    let (channels, plane) = (images.channels, images.plane());
+    let out_plane = shape.out_height() * shape.out_width();
+    let outputs_len = images.images * channels * out_plane;
+    // Places as a forward pass gives them: they lie inside the images.
+    let x = bench.random.floats(images.len());
+    let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
+    cpu::forward(&bench.threads, shape, &x, &mut y, &mut chosen);
+    if dtype == DType::Bf16 {
+        y.iter_mut().for_each(|y| *y = to_bf16(*y));
+    }
+    let dy = values(bench, dtype, outputs_len);
+    let [y_memory, dy_memory] =
+        [&y, &dy].map(|values| bench.activations(dtype, &to_device(values, channels, out_plane)));
+    let (y_memory, dy_memory) = (y_memory?, dy_memory?);
+    let chosen_memory = bench.input(&to_device(&chosen, channels, out_plane))?;
+    let found = bench.twice(judge, &[Output::of(dtype, images.len())], |stream, outputs| {
+        let (dy, chosen, dx) = (dy_memory.view(), chosen_memory.view(), outputs[0]);
+        match fused {
+            None => cuda::backward(stream, shape, channels, dy, chosen, dx),
+            Some(slope) => {
+                cuda::backward_fused(stream, shape, channels, slope, dy, y_memory.view(), chosen, dx)
+            }
+        }
+    })?;
+    let mut dy = dy;
+    if let Some(slope) = fused {
+        activation::cpu::backward(&bench.threads, slope, &y, &mut dy);
+        if dtype == DType::Bf16 {
+            dy.iter_mut().for_each(|dy| *dy = to_bf16(*dy));
+        }
+    }
+    let mut dx = vec![0.0; images.len()];
+    cpu::backward(&bench.threads, shape, &dy, &chosen, &mut dx);
+    // A product with slope 0 has the gradient's sign.
+    let plain = |values: Vec<f32>| values.into_iter().map(|value| value + 0.0).collect::<Vec<_>>();
+    judge.same("gradient", &plain(found.floats(0)), &plain(to_device(&dx, channels, plane)));
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! A captured step, replayed, is the step itself.
+//!
+//! The step is one of a small network: gather, convolution, dropout, loss, gradients, optimizer. Everything that differs
+//! from step to step comes out of the GPU's memory; what a launcher passed by value would stay as it was captured,
+//! and show here.
+
+use mgpu_kernels::conv::{Padding, Shape};
+use mgpu_kernels::cuda::{Precision, Result, StepState, Stream, View};
+use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
+use mgpu_kernels::optimizer::chunk::chunks;
+use mgpu_kernels::optimizer::cuda::Schedule;
+use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
+
+use super::bench::{Bench, Judge, Outcome, Output, narrow};
+use super::optimizer::{one_step, rules};
+use super::values::stored;
+
+const STEPS: u32 = 4;
+const BATCH: usize = 6;
+const SAMPLES: usize = 20;
+const EXTENT: usize = 8;
+const FILTERS: usize = 8;
+const CLASSES: usize = 10;
+
+pub(super) fn check(bench: &mut Bench) -> Outcome {
+    for precision in Precision::ALL {
+        let text = format!("{STEPS} steps of {BATCH}");
+        bench
+            .check("graph replay", text, precision.name(), |bench, judge| replay(bench, judge, precision))?;
+    }
+    Ok(())
+}
+
+fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<()> {
+    let dtype = precision.storage();
+    let shape = Shape {
+        channels: 1,
+        height: EXTENT,
+        width: EXTENT,
+        filters: FILTERS,
+        kernel: 3,
+        padding: Padding::Same,
+    };
+    let features = shape.output_len();
+    let layer = dense::Shape { inputs: features, outputs: CLASSES };
+    // Weights of the dense layer, then its bias; those of the convolution stay as they are.
+    let (weights, len) = (features * CLASSES, features * CLASSES + 64);
+    let params = stored(precision, bench.random.floats(len).into_iter().map(|value| value / 32.0).collect());
+    let filters = bench.random.floats(shape.weights_len());
+    let filters = bench.activations(dtype, &filters)?;
+    let bias = bench.random.floats(FILTERS);
+    let bias = bench.input(&bias)?;
+    let (images, labels) = (bench.random.bytes(SAMPLES * EXTENT * EXTENT), bench.random.bytes(SAMPLES));
+    let labels: Vec<u8> = labels.iter().map(|label| label % CLASSES as u8).collect();
+    let (images, labels) = (bench.input(&images)?, bench.input(&labels)?);
+    let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
+    let workspace = bench.input(&vec![0.0f32; workspace.max(1)])?;
+    let table = chunks([(0..weights, true), (weights..weights + CLASSES, false)], 0.01);
+    let table = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
+    let mask = dropout::cuda::Mask {
+        seed: 3,
+        stream: 1,
+        first_sample: 0,
+        channels: FILTERS,
+        plane: EXTENT * EXTENT,
+    };
+    let (_, optimizer) = rules()[0];
+    let schedule = Schedule { steps_per_epoch: 3, falling_steps: Some(50) };
+    let outputs = [
+        Output::holding(bytemuck::bytes_of(&StepState::after(0))),
+        Output::holding(&params),
+        Output::holding(&vec![0.0f32; len]),
+        Output::holding(&vec![0.0f32; len]),
+        Output::holding(&params),
+        Output::holding(&narrow(&params)),
+        Output::holding(&vec![0.0f32; len]),
+        Output::of(dtype, BATCH * EXTENT * EXTENT),
+        Output::of(DType::U8, BATCH),
+        Output::of(dtype, BATCH * features),
+        Output::of(dtype, BATCH * CLASSES),
+        Output::of(dtype, BATCH * CLASSES),
+        Output::holding(&[0u8; SCRATCH_BYTES]),
+        Output::holding(&[0u8; Score::BYTES]),
+    ];
+    let step = |stream: &Stream, outputs: &[View<'_>]| -> Result<()> {
+        let state = outputs[0];
+        let [gradients, x, labels_here, y, logits, dlogits, scratch, score] =
+            outputs[6..].try_into().expect("as many outputs as there are");
+        let copy = if dtype == DType::Bf16 { outputs[5] } else { outputs[1] };
+        let (w, b) = (copy.slice(0..weights), outputs[1].slice(weights..weights + CLASSES));
+        let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
+        // The gradients of the step before, for the optimizer to begin with.
+        one_step(stream, &optimizer, schedule, table.view(), gradients, &outputs[..6])?;
+        gather::cuda::batch(stream, &samples, state, x, labels_here)?;
+        conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
+        dropout::cuda::apply(stream, 0.5, &mask, state, y)?;
+        dense::cuda::forward(stream, &layer, BATCH, precision, y, w, b, dense::cuda::LINEAR, logits)?;
+        loss::cuda::gradient(stream, logits, labels_here, dlogits, scratch, score)?;
+        let (dw, db) = (gradients.slice(0..weights), gradients.slice(weights..weights + CLASSES));
+        let space = workspace.view();
+        dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, space, dw)?;
+        dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, space, db)
+    };
+    let eager =
+        bench.twice(judge, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
+    let graph =
+        bench.twice(judge, &outputs, |stream, outputs| stream.repeat(STEPS, || step(stream, outputs)))?;
+    if let Some(output) = (0..outputs.len()).find(|output| eager.bytes(*output) != graph.bytes(*output)) {
+        judge.problem(format!("memory {output} of the step differs when it is replayed"));
+    }
+    // Four steps later the parameters have moved.
+    judge.equal("parameters that stayed", &[eager.floats(1) == params], &[false]);
+    Ok(())
+}

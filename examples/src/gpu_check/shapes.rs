@@ -1,0 +1,155 @@
+//! The shapes that kernels are checked on: those of the networks, awkward ones at random, and some that choose a
+//! kernel no other shape chooses.
+
+use std::fmt;
+
+use mgpu_kernels::conv::{Padding, Shape};
+use mgpu_kernels::pool;
+
+use super::values::Random;
+use crate::nets::{Layer, Spec, names};
+
+/// A convolution of some images. Single pixels are a dense layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Conv {
+    pub(super) shape: Shape,
+    pub(super) images: usize,
+}
+
+impl Conv {
+    pub(super) fn dense(samples: usize, inputs: usize, outputs: usize) -> Self {
+        let padding = Padding::Valid;
+        let shape = Shape { channels: inputs, height: 1, width: 1, filters: outputs, kernel: 1, padding };
+        Conv { shape, images: samples }
+    }
+
+    pub(super) fn is_dense(&self) -> bool {
+        let Shape { height, width, kernel, .. } = self.shape;
+        (height, width, kernel) == (1, 1, 1)
+    }
+}
+
+impl fmt::Display for Conv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Conv { images, shape: Shape { channels, height, width, filters, kernel, padding } } = self;
+        if self.is_dense() {
+            return write!(f, "{images}x{channels} to {filters}");
+        }
+        let padding = if *padding == Padding::Same { "same" } else { "valid" };
+        write!(f, "{images}x{channels}x{height}x{width}, {filters} of {kernel}x{kernel} {padding}")
+    }
+}
+
+/// Images of some channels.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Images {
+    pub(super) images: usize,
+    pub(super) channels: usize,
+    pub(super) height: usize,
+    pub(super) width: usize,
+}
+
+impl Images {
+    pub(super) fn plane(&self) -> usize {
+        self.height * self.width
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.images * self.channels * self.plane()
+    }
+}
+
+impl fmt::Display for Images {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Images { images, channels, height, width } = self;
+        write!(f, "{images}x{channels}x{height}x{width}")
+    }
+}
+
+/// What layers of the networks there are, each once.
+#[derive(Debug, Default)]
+pub(super) struct Shapes {
+    pub(super) convs: Vec<Conv>,
+    pub(super) pools: Vec<(Images, pool::Rounding)>,
+    pub(super) norms: Vec<Images>,
+    pub(super) dropouts: Vec<Images>,
+}
+
+impl Shapes {
+    pub(super) fn of_networks(images: usize) -> Self {
+        let mut shapes = Shapes::default();
+        for name in names() {
+            let spec = Spec::named(name).expect("a known name");
+            let [mut channels, mut height, mut width] = spec.input;
+            for layer in &spec.layers {
+                let here = Images { images, channels, height, width };
+                match *layer {
+                    Layer::Conv { filters, kernel, padding } => {
+                        let shape = Shape { channels, height, width, filters, kernel, padding };
+                        push(&mut shapes.convs, Conv { shape, images });
+                        (channels, height, width) = (filters, shape.out_height(), shape.out_width());
+                    }
+                    Layer::Dense(outputs) => {
+                        push(&mut shapes.convs, Conv::dense(images, channels, outputs));
+                        channels = outputs;
+                    }
+                    Layer::MaxPool(rounding) => {
+                        push(&mut shapes.pools, (here, rounding));
+                        let shape = pool::Shape { height, width, rounding };
+                        (height, width) = (shape.out_height(), shape.out_width());
+                    }
+                    Layer::BatchNorm => push(&mut shapes.norms, here),
+                    Layer::Dropout(_) => push(&mut shapes.dropouts, here),
+                    Layer::Flatten => (channels, height, width) = (channels * height * width, 1, 1),
+                    Layer::Relu | Layer::LeakyRelu => {}
+                }
+            }
+        }
+        shapes
+    }
+}
+
+fn push<T: PartialEq>(all: &mut Vec<T>, one: T) {
+    if !all.contains(&one) {
+        all.push(one);
+    }
+}
+
+/// A small convolution with nothing even about it.
+pub(super) fn awkward_conv(random: &mut Random) -> Conv {
+    let kernel = 1 + 2 * random.below(3);
+    let shape = Shape {
+        channels: 1 + random.below(9),
+        height: 5 + random.below(13),
+        width: 5 + random.below(13),
+        filters: 1 + random.below(70),
+        kernel,
+        padding: if random.below(2) == 0 { Padding::Same } else { Padding::Valid },
+    };
+    Conv { shape, images: 1 + random.below(5) }
+}
+
+pub(super) fn awkward_images(random: &mut Random) -> Images {
+    let [height, width] = [2 + random.below(14), 2 + random.below(14)];
+    Images { images: 1 + random.below(5), channels: 1 + random.below(40), height, width }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_networks_have_the_layers_that_they_are_known_for() {
+        let shapes = Shapes::of_networks(2);
+        let described: Vec<String> = shapes.convs.iter().map(ToString::to_string).collect();
+        for expected in ["2x128x28x28, 128 of 5x5 same", "2x6272 to 1024", "2x256x10x10, 512 of 3x3 valid"] {
+            assert!(described.iter().any(|shape| shape == expected), "{expected} in {described:?}");
+        }
+        assert!(
+            shapes
+                .pools
+                .contains(&(Images { images: 2, channels: 128, height: 7, width: 7 }, pool::Rounding::Ceil))
+        );
+        assert_eq!(shapes.norms.len(), 1);
+    }
+}
