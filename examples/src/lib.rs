@@ -19,7 +19,6 @@ pub mod data;
 pub mod embed;
 mod exit;
 pub mod golden_check;
-#[cfg(feature = "cuda")]
 pub mod gpu_check;
 pub mod hello_ring;
 pub mod nets;
