@@ -131,6 +131,21 @@ impl Library {
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
+    /// What NCCL noted of the last error in this process, in more words than the result has. Empty if there is nothing, or
+    /// the library is older than 2.13.
+    pub fn last_error(&self) -> String {
+        let Ok(function) = self.function("ncclGetLastError", |symbols| &symbols.ncclGetLastError) else {
+            return String::new();
+        };
+        // SAFETY: the function takes no communicator as well as any, and touches no memory of ours.
+        let text = unsafe { function(std::ptr::null_mut()) };
+        if text.is_null() {
+            return String::new();
+        }
+        // SAFETY: not null, so it is the library's buffer for this text: always terminated, and mapped for good.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
+    }
+
     fn check(&self, result: ncclResult_t, function: &'static str) -> Result<Progress, NcclError> {
         check(result, function, |result| self.error_string(result))
     }

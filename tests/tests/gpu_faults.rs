@@ -243,3 +243,21 @@ fn what_is_missing_is_told_in_one_line() {
     launch(&mut command, "2");
     missing(&mut command, 9, "error: NCCL could not be loaded from: MGPU_NCCL_LIBRARY (libc.so.6)");
 }
+
+/// An NCCL that has next to nothing in it.
+#[test]
+fn a_function_that_is_missing_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, library) = (folder.path().join("old.c"), folder.path().join("libnccl-old.so"));
+    let text = "int ncclGetVersion(int* v) { *v = 21000; return 0; }\n\
+                int ncclGetUniqueId(char* id) { id[0] = 1; return 0; }\n";
+    fs::write(&source, text).unwrap();
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "gcc".into());
+    let built = Command::new(compiler).args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    assert!(built.unwrap().success());
+    let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    command.env("MGPU_NCCL_LIBRARY", &library);
+    command.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-device"), "loop"]);
+    run(&mut command)
+        .expect(9, &["in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "]);
+}

@@ -113,6 +113,7 @@ const DRIVER: &[&str] = &[
     "cuGetErrorString",
     "cuStreamBeginCapture_v2",
     "cuStreamEndCapture",
+    "cuStreamIsCapturing",
     "cuGraphLaunch",
     "cuGraphDestroy",
     "cuGraphExecDestroy",

@@ -315,6 +315,18 @@ impl Stream {
         unsafe { result::stream::begin_capture(self.raw, mode) }.context("cuStreamBeginCapture")
     }
 
+    /// True between [`begin_capture`](Self::begin_capture) and [`end_capture`](Self::end_capture), here or on a stream that
+    /// this one waits for.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn is_capturing(&self) -> Result<bool> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is this object's; a writable status.
+        unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }.result().context("cuStreamIsCapturing")?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Ends what [`begin_capture`](Self::begin_capture) began, in the same thread.
     ///
     /// # Errors

@@ -7,11 +7,15 @@
 //! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then
 //!   peers may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
 //! - **Result.** Reductions combine in rank order 0…n−1 for every element (see
-//!   [`mgpu_kernels::reduce`]): the same bits on every rank, from run to run, with every algorithm.
+//!   [`mgpu_kernels::reduce`]): the same bits on every rank, from run to run, with every algorithm. Under `nccl` the order
+//!   is NCCL's, and each step is rounded to the element type: an all-reduce leaves the same bits on every rank, but not
+//!   those of the other backends; sums of integers wrap before an average divides them.
 //! - **Failure.** A lost peer, a mismatch or a passed deadline makes the communicator unusable: the call returns
 //!   an error that names the rank, the buffer is gone (a peer may still be writing to it), and every later call
 //!   returns [`Error::Poisoned`](crate::Error::Poisoned). No call waits longer than the world's timeout without
 //!   any peer making progress. Invalid arguments are told before anything is sent and poison nothing.
+//! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first wait
+//!   for each other until the deadline. A communicator's end is collective there: all ranks come together in its drop.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass
 //!   the same part of the same allocation, or all pass private buffers.
 //!

@@ -6,7 +6,7 @@
 
 use std::process::ExitCode;
 
-use mgpu::{ReduceOp, Result, World};
+use mgpu::{DType, ReduceOp, Result, World};
 use mgpu_kernels::cuda::{Memory, Stream};
 use mgpu_tests::device::{Bench, input, reduced};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -56,39 +56,34 @@ fn capture(bench: &Bench<'_>) -> Result<()> {
     let Bench { comm, stream } = *bench;
     let (rank, ranks, len) = (comm.rank(), comm.size(), 1000);
     let mine = Memory::from_slice(stream, &input::<f32>(rank, len))?;
-    let sum = Memory::zeroed(comm.device(), mgpu::DType::F32, len)?;
+    let sum = Memory::zeroed(comm.device(), DType::F32, len)?;
     let shard = Memory::from_slice(stream, &input::<i32>(rank, 10))?;
-    let whole = Memory::zeroed(comm.device(), mgpu::DType::I32, 10 * ranks as usize)?;
-    let step = || -> Result<()> {
-        comm.all_reduce_into(stream, mine.view(), sum.view(), ReduceOp::Sum)?;
-        comm.group(|group| {
-            group.all_gather(stream, shard.view(), whole.view())?;
-            group.all_reduce(stream, sum.view(), ReduceOp::Avg)
-        })
-    };
+    let whole = Memory::zeroed(comm.device(), DType::I32, 10 * ranks as usize)?;
     // Connections are set up before the capture.
-    step()?;
-    comm.wait(stream, "the step before the capture")?;
-    stream.begin_capture()?;
-    let captured = step();
-    let graph = stream.end_capture()?;
-    captured?;
+    comm.all_reduce_into(stream, mine.view(), sum.view(), ReduceOp::Sum)?;
+    comm.all_gather(stream, shard.view(), whole.view())?;
+    comm.wait(stream, "what comes before the capture")?;
+    let captured = comm.capture(2, |group| {
+        group.all_reduce_into(stream, mine.view(), sum.view(), ReduceOp::Sum)?;
+        group.all_gather(stream, shard.view(), whole.view())
+    })?;
     let expected = reduced::<f32>(ranks, len, ReduceOp::Sum);
+    let gathered: Vec<i32> = (0..ranks).flat_map(|rank| input::<i32>(rank, 10)).collect();
     for turn in 0..5 {
         stream.zero(sum.view())?;
         stream.zero(whole.view())?;
-        // SAFETY: the memory and the communicator live until the work has been waited for.
-        unsafe { stream.launch_graph(&graph) }?;
+        captured.launch(stream)?;
         bench.expect(sum.view(), &expected, &format!("repetition {turn}"))?;
-        let gathered: Vec<i32> = (0..ranks).flat_map(|rank| input::<i32>(rank, 10)).collect();
         bench.expect(whole.view(), &gathered, &format!("repetition {turn}"))?;
     }
-    Ok(())
+    // What is not captured goes on as before.
+    comm.all_reduce(stream, mine.view(), ReduceOp::Sum)?;
+    bench.expect(mine.view(), &expected, "an operation after the repetitions")
 }
 
 fn turns(bench: &Bench<'_>, fault: Option<&str>) -> Result<()> {
     let Bench { comm, stream } = *bench;
-    let memory = Memory::zeroed(comm.device(), mgpu::DType::F32, 1000)?;
+    let memory = Memory::zeroed(comm.device(), DType::F32, 1000)?;
     let turn = |turn: usize| {
         comm.all_reduce(stream, memory.view(), ReduceOp::Sum)?;
         comm.wait(stream, &format!("turn {turn}"))

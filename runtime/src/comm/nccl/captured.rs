@@ -33,6 +33,7 @@ impl DeviceCommunicator {
         // A stream that nobody else knows: nothing but these operations gets into the graph.
         let stream = Stream::new(self.device())?;
         group.calls.iter_mut().for_each(|call| call.stream = RawStream(stream.raw().cast()));
+        self.note_capture();
         stream.begin_capture()?;
         let turns = (0..times).try_for_each(|_| self.submit(group.calls.clone()));
         // The capture has to be ended whatever has come of it.

@@ -211,6 +211,13 @@ impl DeviceCommunicator {
         self.submit(group.calls)
     }
 
+    /// Notes that operations are being captured.
+    pub(super) fn note_capture(&self) {
+        if let Some(link) = &self.link {
+            link.owner.note_capture();
+        }
+    }
+
     /// What `fill` collects, if it may still be carried out.
     pub(super) fn collect<'a>(
         &'a self,

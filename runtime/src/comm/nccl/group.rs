@@ -140,6 +140,9 @@ impl<'a> Group<'a> {
             }
             return Ok(());
         }
+        if stream.is_capturing()? {
+            self.comm.note_capture();
+        }
         self.push(kind, stream, (from.address(), to.address()), count, from.dtype());
         Ok(())
     }

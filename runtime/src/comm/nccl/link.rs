@@ -9,9 +9,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda;
-use nccl_sys::NcclError;
 
-use super::owner::{Ended, Owner};
+use super::owner::{Answer, Ended, Owner};
 use crate::membership::Membership;
 use crate::progress::{Operation, RankState};
 use crate::{Error, Result};
@@ -90,12 +89,12 @@ impl Link {
     }
 
     /// Waits for an answer of the owner.
-    pub(super) fn answer<R>(&self, answer: &Receiver<Result<R, NcclError>>, doing: &Doing) -> Result<R> {
+    pub(super) fn answer<R>(&self, answer: &Receiver<Answer<R>>, doing: &Doing) -> Result<R> {
         let (began, mut slice) = (Instant::now(), MOMENT);
         loop {
             match answer.recv_timeout(slice) {
                 Ok(Ok(value)) => return Ok(value),
-                Ok(Err(error)) => return Err(self.refused(doing, &error)),
+                Ok(Err(error)) => return Err(self.refused(doing, error)),
                 Err(RecvTimeoutError::Disconnected) => {
                     let problem = "the thread that owns the communicator has ended".into();
                     return Err(Error::Nccl { rank: self.rank, operation: self.describe(doing), problem });
@@ -145,7 +144,7 @@ impl Link {
     fn look_around(&self, doing: &Doing, waited: Duration) -> Result<()> {
         self.check()?;
         if let Some(error) = self.owner.failure() {
-            return Err(self.refused(doing, error));
+            return Err(self.refused(doing, error.to_owned()));
         }
         let page = self.membership.page();
         // A rank whose own call does not return waits for nobody; others see that, and know whom to blame.
@@ -189,14 +188,10 @@ impl Link {
     }
 
     /// The error of something that NCCL refused.
-    fn refused(&self, doing: &Doing, error: &NcclError) -> Error {
+    fn refused(&self, doing: &Doing, problem: String) -> Error {
         // A peer that has ended is the better explanation of what NCCL says then.
         let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
-        lost.unwrap_or_else(|| Error::Nccl {
-            rank: self.rank,
-            operation: self.describe(doing),
-            problem: error.to_string(),
-        })
+        lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(doing), problem })
     }
 
     fn describe(&self, doing: &Doing) -> String {

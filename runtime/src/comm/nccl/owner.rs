@@ -28,11 +28,18 @@ const LOOK_EVERY: Duration = Duration::from_millis(3);
 /// How long an abort may take before the GPU is given up. Whoever launched this process has little more patience.
 const ABORT_LIMIT: Duration = Duration::from_secs(3);
 
+/// The same for a communicator whose operations were captured: NCCL does not free it before the graphs are gone, which
+/// their owner drops only when it has been told. What runs is ended before that.
+const ABORT_LIMIT_WITH_GRAPHS: Duration = Duration::from_millis(600);
+
 /// How long the owner may take to come to an abort before another thread makes it.
 const OWNER_LIMIT: Duration = Duration::from_millis(300);
 
 /// Something that the owner is to do.
 type Task = Box<dyn FnOnce(&Shared) + Send>;
+
+/// What comes of it, or NCCL's reason why nothing does.
+pub(super) type Answer<R> = Result<R, String>;
 
 /// What the owner's thread and the others know in common.
 pub(super) struct Shared {
@@ -47,10 +54,12 @@ pub(super) struct Shared {
     /// Nobody waits for the owner any more: it is to touch no address that was lent to it.
     given_up: AtomicBool,
     abort_begun: AtomicBool,
+    /// Graphs may have some of its operations.
+    captured: AtomicBool,
     /// Those who wait for more than a moment, so that NCCL is to be asked how it is.
     watchers: AtomicU32,
     /// What NCCL said had gone wrong in the background.
-    failure: OnceLock<NcclError>,
+    failure: OnceLock<String>,
 }
 
 impl Shared {
@@ -65,6 +74,14 @@ impl Shared {
 
     fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::SeqCst)
+    }
+
+    /// An error with all that NCCL says of it.
+    fn explain(&self, error: &NcclError) -> String {
+        match self.nccl.last_error() {
+            more if more.is_empty() => error.to_string(),
+            more => format!("{error}: {more}"),
+        }
     }
 
     fn unique_id(&self) -> Result<UniqueId, NcclError> {
@@ -158,7 +175,7 @@ impl Shared {
             return;
         }
         if let Err(error) = self.state(comm) {
-            let _ = self.failure.set(error);
+            let _ = self.failure.set(self.explain(&error));
         }
     }
 
@@ -240,6 +257,7 @@ impl Owner {
             call: Mutex::default(),
             given_up: AtomicBool::default(),
             abort_begun: AtomicBool::default(),
+            captured: AtomicBool::default(),
             watchers: AtomicU32::default(),
             failure: OnceLock::new(),
         });
@@ -252,6 +270,14 @@ impl Owner {
     }
 
     /// Hands a task over. The answer comes through the receiver, or never.
+    fn ask_nccl<R: Send + 'static>(
+        &self,
+        task: impl FnOnce(&Shared) -> Result<R, NcclError> + Send + 'static,
+    ) -> Receiver<Answer<R>> {
+        self.ask(move |shared| task(shared).map_err(|error| shared.explain(&error)))
+    }
+
+    /// Hands any task over.
     fn ask<R: Send + 'static>(&self, task: impl FnOnce(&Shared) -> R + Send + 'static) -> Receiver<R> {
         let (sender, receiver): (SyncSender<R>, _) = sync_channel(1);
         let task: Task = Box::new(move |shared| {
@@ -264,18 +290,18 @@ impl Owner {
     }
 
     /// Has a new unique id made.
-    pub(super) fn unique_id(&self) -> Receiver<Result<UniqueId, NcclError>> {
-        self.ask(Shared::unique_id)
+    pub(super) fn unique_id(&self) -> Receiver<Answer<UniqueId>> {
+        self.ask_nccl(Shared::unique_id)
     }
 
     /// Has the communicator made.
-    pub(super) fn init(&self, id: UniqueId, size: u32, rank: u32) -> Receiver<Result<(), NcclError>> {
-        self.ask(move |shared| shared.init(id, size, rank))
+    pub(super) fn init(&self, id: UniqueId, size: u32, rank: u32) -> Receiver<Answer<()>> {
+        self.ask_nccl(move |shared| shared.init(id, size, rank))
     }
 
     /// Has operations put on their streams.
-    pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Result<(), NcclError>> {
-        self.ask(move |shared| shared.enqueue(&calls))
+    pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Answer<()>> {
+        self.ask_nccl(move |shared| shared.enqueue(&calls))
     }
 
     /// Has NCCL asked how it is, from now on until the watcher is dropped.
@@ -285,9 +311,14 @@ impl Owner {
         Watcher(&self.shared)
     }
 
+    /// Notes that operations are being captured.
+    pub(super) fn note_capture(&self) {
+        self.shared.captured.store(true, Ordering::SeqCst);
+    }
+
     /// What has gone wrong in the background, as far as is known.
-    pub(super) fn failure(&self) -> Option<&NcclError> {
-        self.shared.failure.get()
+    pub(super) fn failure(&self) -> Option<&str> {
+        self.shared.failure.get().map(String::as_str)
     }
 
     /// The call that the owner has been in for longer than `limit`: in non-blocking mode none of them should take time.
@@ -307,7 +338,9 @@ impl Owner {
 
     /// Ends the communicator by force, whatever state it is in. Returns within a few seconds.
     pub(super) fn abort(&self) -> Ended {
-        let deadline = Instant::now() + ABORT_LIMIT;
+        let captured = self.shared.captured.load(Ordering::SeqCst);
+        let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
+        let deadline = Instant::now() + limit;
         self.shared.given_up.store(true, Ordering::SeqCst);
         let by_owner = self.ask(Shared::abort);
         if by_owner.recv_timeout(OWNER_LIMIT).is_ok() {
