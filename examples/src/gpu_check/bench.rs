@@ -127,28 +127,23 @@ impl Judge {
         scale: impl Fn(usize) -> f64,
         bound: f64,
     ) {
-        let mut worst = 0.0f64;
-        let mut count = 0;
-        for (i, found) in found.into_iter().enumerate() {
+        let (mut worst, mut count) = (0.0f64, 0);
+        for (i, found) in found.into_iter().enumerate().take(expected.len()) {
             count += 1;
             let (found, expected) = (found.into(), expected[i]);
             let error = (found - expected).abs() / scale(i).max(f64::MIN_POSITIVE);
-            // What is no number compares as larger than anything.
-            if !(error <= worst) {
-                worst = error;
-                if !(error <= bound) {
-                    let text = format!("{what} {i} is {found:e} in place of {expected:e}");
-                    self.problem.get_or_insert(text);
-                }
-            }
-            if worst.is_nan() {
-                break;
+            // What is no number is farther off than anything.
+            let error = if error.is_nan() { f64::INFINITY } else { error };
+            worst = worst.max(error);
+            if error > bound {
+                self.problem(format!("{what} {i} is {found:e} in place of {expected:e}"));
             }
         }
-        if !worst.is_nan() && count != expected.len() {
-            self.problem = Some(format!("{count} elements of {what} in place of {}", expected.len()));
+        if count != expected.len() {
+            self.problem(format!("{count} elements of {what} in place of {}", expected.len()));
         }
-        if !(worst * self.bound <= self.error * bound) || self.bound == 0.0 {
+        // Of several comparisons, the one that comes closest to its bound is told.
+        if worst * self.bound >= self.error * bound {
             (self.error, self.bound) = (worst, bound);
         }
     }

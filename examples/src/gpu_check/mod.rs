@@ -20,6 +20,7 @@ mod compile;
 mod conv;
 mod dropout;
 mod gather;
+mod layers;
 mod loss;
 mod norm;
 mod optimizer;
@@ -85,7 +86,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     println!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Bench) -> bench::Outcome; 9] = [
+    let checks: [fn(&mut Bench) -> bench::Outcome; 10] = [
         arena::check,
         pool::check,
         norm::check,
@@ -95,6 +96,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         optimizer::check,
         replay::check,
         conv::check,
+        layers::check,
     ];
     // A kernel that harmed the GPU takes all later ones with it; what was found until then is told.
     let ended = checks.into_iter().try_for_each(|check| check(&mut bench));

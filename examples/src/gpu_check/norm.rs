@@ -44,7 +44,7 @@ fn activations(bench: &mut Bench, dtype: DType, len: usize) -> Vec<f32> {
 /// Means, then inverse deviations.
 fn statistics(bench: &mut Bench, channels: usize) -> Vec<f32> {
     let mut values = bench.random.floats(2 * channels);
-    values[channels..].iter_mut().for_each(|value| *value = 1.5 + *value);
+    values[channels..].iter_mut().for_each(|value| *value += 1.5);
     values
 }
 

@@ -55,7 +55,7 @@ pub(super) struct Check {
     pub(super) name: String,
     pub(super) shape: String,
     pub(super) precision: &'static str,
-    /// The largest error, as a part of what the bound is a part of; null if it is no number.
+    /// The largest error, as a part of what the bound is a part of; null if something is no number.
     pub(super) error: f64,
     pub(super) bound: f64,
     /// What is wrong beside that.

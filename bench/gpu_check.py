@@ -1,0 +1,402 @@
+"""Checks and measures on a machine with a GPU: parts, each with a limit, of which none stops the others.
+
+    gpu_check.sh [--fake FOLDER] [--limit SECONDS] [--out FOLDER] [--nets A,B] [--steps N] [PART...]
+
+Parts, in the order in which they run unless some are named:
+  kernels      gpu_check: every CUDA kernel against the CPU
+  golden       golden_check of every network, precision and choice of kernels
+  nccl         NCCL with one rank, and with 2 and 4 ranks that share the GPU: sums, training, a killed peer
+  bandwidth    memory bandwidth, the optimizer's share of it, large products
+  throughput   training of every network beside PyTorch (eager, compiled, graphed), taking turns
+  accuracy     conv6, deep and keras trained to the end, in bf16
+  sanitizer    compute-sanitizer, where the toolkit has it
+
+Folders, each looked for beside this script too: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), PEERS
+(train_torch.py and nets_torch.py), BIN (the programs). NVIDIA's libraries may lie in a Python environment: activate it.
+
+Prints a line for every run and a table at the end, and writes gpu-<date>-<device>.json. On the fakes of the tests
+(--fake FOLDER, or found as the device) all is small, nothing is timed, and everything is labelled.
+Exit code: 1 if something failed.
+"""
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+FAKE = "FAKE GPU"
+NETS = ["conv6", "keras", "deep", "layers", "ensemble2400", "ensemble4800", "lenet5"]
+PRECISIONS = ["bf16", "tf32", "f32"]
+PROGRAMS = ["mgpurun", "train_mnist", "golden_check", "gpu_check", "allreduce_perf"]
+
+
+def folder(variable, *candidates):
+    """The folder in a variable, or the first candidate that is there."""
+    named = [os.environ[variable]] if variable in os.environ else []
+    return next((path for path in named + list(candidates) if os.path.isdir(path)), None)
+
+
+class Session:
+    """Runs programs, keeps what came of them."""
+
+    def __init__(self, options):
+        self.options = options
+        self.env = dict(os.environ)
+        self.runs, self.skipped, self.part, self.deadline = [], [], None, 0.0
+        binaries = [HERE, os.path.join(HERE, "../target/release")]
+        self.bin = next(
+            (path for path in [os.environ.get("BIN"), *binaries]
+             if path and os.path.exists(os.path.join(path, "gpu_check"))), None)
+        if self.bin is None:
+            sys.exit("gpu_check.py: no gpu_check in BIN, beside this script or in target/release")
+        self.data = folder("MGPU_DATA", os.path.join(HERE, "data/mnist"), os.path.join(HERE, "../../shared/data/mnist"))
+        self.golden = folder("MGPU_GOLDEN", os.path.join(HERE, "golden"), os.path.join(HERE, "../../shared/golden"))
+        self.peers = folder("PEERS", os.path.join(HERE, "peers"), os.path.join(HERE, "../../shared/peers"))
+        if options.fake:
+            paths = [os.path.abspath(options.fake), self.env.get("LD_LIBRARY_PATH", "")]
+            self.env["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
+            self.env["MGPU_CACHE_DIR"] = os.path.join(os.path.abspath(options.fake), "kernels")
+        self.scratch = tempfile.mkdtemp(prefix="gpu-check-")
+        self.machine = self.find_machine()
+        self.fake = FAKE in self.machine["device"]
+
+    def program(self, name):
+        return os.path.join(self.bin, name)
+
+    def find_machine(self):
+        path = os.path.join(self.scratch, "machine.json")
+        # No check has such a name, so that only the machine is told.
+        done = subprocess.run([self.program("gpu_check"), "--only", "no check", "--json", path], env=self.env,
+                              capture_output=True, text=True, timeout=120)
+        if not os.path.exists(path):
+            sys.exit("gpu_check.py: no GPU: " + (done.stderr.strip() or done.stdout.strip()))
+        with open(path) as file:
+            keys = ["device", "architecture", "multiprocessors", "driver", "compiler", "version"]
+            result = json.load(file)
+        machine = {key: result[key] for key in keys}
+        machine["cores"] = os.cpu_count()
+        with open("/proc/cpuinfo") as file:
+            names = re.findall(r"model name\s*:\s*(.*)", file.read())
+        machine["processor"] = names[0] if names else None
+        return machine
+
+    def begin(self, part):
+        self.part, self.deadline = part, time.monotonic() + self.options.limit
+        print(f"\n=== {part}", flush=True)
+
+    def skip(self, what, why):
+        self.skipped.append({"part": self.part, "what": what, "why": why})
+        print(f"skipped {what}: {why}", flush=True)
+
+    def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None):
+        """One program. Its last line of JSON, if any, is the result; `judge` may find a problem in it."""
+        left = self.deadline - time.monotonic()
+        if left < 5:
+            self.skip(name, f"the part's {self.options.limit} s are over")
+            return None
+        limit = min(limit, left)
+        start = time.monotonic()
+        with tempfile.TemporaryFile("w+") as output:
+            child = subprocess.Popen(command, env={**self.env, **(env or {})}, stdout=output, stderr=subprocess.STDOUT,
+                                     stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.scratch)
+            try:
+                code = child.wait(limit)
+            except subprocess.TimeoutExpired:
+                # mgpurun cleans up after itself when it is asked to end.
+                child.terminate()
+                try:
+                    child.wait(10)
+                except subprocess.TimeoutExpired:
+                    pass
+                code = None
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            child.wait()
+            output.seek(0)
+            text = output.read()
+        result = None
+        for line in text.splitlines():
+            # A launcher may have put the rank in front.
+            at = line.find("{")
+            if at >= 0 and line.rstrip().endswith("}"):
+                try:
+                    result = json.loads(line[at:])
+                except ValueError:
+                    pass
+        problem = None
+        if code is None:
+            problem = f"stopped after {limit:.0f} s"
+        elif code != expect:
+            problem = f"exit code {code} in place of {expect}"
+        elif contains and not re.search(contains, text):
+            problem = f"it does not say {contains!r}"
+        elif judge:
+            problem = judge(result)
+        seconds = round(time.monotonic() - start, 1)
+        # On a machine of somebody's own, paths are nobody's business.
+        words = [os.path.basename(word) if os.path.isabs(word) else word for word in command]
+        tail = text.splitlines()[-12:] if problem else []
+        run = {"part": self.part, "name": name, "command": " ".join(words), "seconds": seconds, "code": code,
+               "problem": problem, "result": result, "tail": tail}
+        self.runs.append(run)
+        print(f"{'FAILED' if problem else 'ok    '} {name:<60} {seconds:7.1f} s  {problem or self.figure(run)}", flush=True)
+        for line in tail:
+            print("       | " + line, flush=True)
+        self.write()
+        return run
+
+    def figure(self, run):
+        """What is worth telling of a run. On a fake, no time is."""
+        result = run["result"] or {}
+        words = []
+        if "images_per_s" in result and not self.fake:
+            words.append(f"{result['images_per_s']:,.0f} images/s")
+        if result.get("test_acc") is not None and not self.fake:
+            words.append(f"{100 * result['test_acc']:.2f}%")
+        return ", ".join(words)
+
+    def path(self):
+        slug = re.sub("[^a-z0-9]+", "-", self.machine["device"].lower()).strip("-")
+        return os.path.join(self.options.out, f"gpu-{datetime.date.today()}-{slug}.json")
+
+    def write(self):
+        """After every run, so that a session that is cut off leaves what it had."""
+        runs = self.runs
+        if self.fake:
+            # Times of a fake are not to be mistaken for figures.
+            timed = ("seconds", "images_per_s", "ms_per_step", "train_s", "test_s", "us_p50", "us_min", "busbw_gbps",
+                     "algbw_gbps", "images_per_second")
+            runs = [{**run, "seconds": None, "result": {key: value for key, value in (run["result"] or {}).items()
+                                                       if key not in timed}} for run in runs]
+        summary = {"machine": self.machine, "fake": self.fake, "date": str(datetime.date.today()), "runs": runs,
+                   "skipped": self.skipped}
+        partial = self.path() + ".part"
+        with open(partial, "w") as file:
+            json.dump(summary, file, indent=1)
+        os.replace(partial, self.path())
+
+
+def kernels(s):
+    """Every kernel; on a fake the quick ones."""
+    path = os.path.join(s.scratch, "kernels.json")
+    quick = ["--quick"] if s.fake else []
+    run = s.run("gpu_check", [s.program("gpu_check"), *quick, "--json", path], limit=900)
+    if run and os.path.exists(path):
+        with open(path) as file:
+            found = json.load(file)
+        checks = found.pop("checks")
+        found["checks"] = len(checks)
+        found["failures"] = [check for check in checks if not check["ok"]]
+        # By operation and precision, how close the largest error came to its bound.
+        nearest = {}
+        for check in checks:
+            if check["error"] is not None and check["bound"] > 0:
+                key = f"{check['name']} {check['precision']}"
+                nearest[key] = max(nearest.get(key, 0.0), round(check["error"] / check["bound"], 4))
+        found["largest_share_of_bound"] = nearest
+        run["result"] = found
+
+
+def golden(s):
+    if not (s.golden and s.data):
+        return s.skip("golden runs", "MGPU_GOLDEN and MGPU_DATA are needed")
+    nets = ["lenet5"] if s.fake else s.options.nets
+    for net in nets:
+        file = os.path.join(s.golden, net + ".json")
+        if not os.path.exists(file):
+            s.skip(net, "no golden run of it")
+            continue
+        for precision in ["f32", "tf32", "bf16"]:
+            for choice in ["builtin", "auto"]:
+                s.run(f"{net} {precision} {choice}", [s.program("golden_check"), "--data", s.data, "--precision", precision,
+                                                      "--kernels", choice, file], limit=120)
+
+
+def launcher(s, ranks):
+    share = ["--share-gpus"] if ranks > 1 else []
+    return [s.program("mgpurun"), "-n", str(ranks), *share, "--backend", "nccl", "--no-prefix"]
+
+
+def digits(s):
+    return ["--data", s.data] if s.data else ["--synthetic"]
+
+
+def nccl(s):
+    """Correctness alone: ranks that share a GPU say nothing about speed."""
+    most = 1 << 14 if s.fake else 1 << 26
+    weights = {}
+    for ranks in [1, 2, 4]:
+        for dtype in ["f32", "bf16"]:
+            s.run(f"{ranks} ranks, sums of {dtype}", [*launcher(s, ranks), s.program("allreduce_perf"), "--check", "--dtype",
+                                                      dtype, "--max", str(most)], limit=120)
+        batch = 64 // ranks
+        run = s.run(f"{ranks} ranks, training", [*launcher(s, ranks), s.program("train_mnist"), *digits(s), "--batch",
+                                                 str(batch), "--steps", "6" if s.fake else "50", "--skip-test", "--json"])
+        weights[ranks] = (run or {}).get("result")
+    s.run("2 ranks, training, again", [*launcher(s, 2), s.program("train_mnist"), *digits(s), "--batch", "32", "--steps",
+                                       "6" if s.fake else "50", "--skip-test", "--json"],
+          judge=lambda now: None if now and weights[2] and now.get("weights") == weights[2].get("weights")
+          else "two equal runs end with different weights")
+    for fault, code in [("sigkill", 137), ("exit:7", 7)]:
+        s.run(f"2 ranks, rank 1 ends by {fault}", [
+            s.program("mgpurun"), "-n", "2", "--share-gpus", "--backend", "nccl", "--inject",
+            f"rank=1,step=4,fault={fault}", s.program("train_mnist"), *digits(s), "--steps", "100000", "--skip-test",
+        ], limit=90, expect=code, contains=r"rank 1")
+
+
+def bandwidth(s):
+    if s.fake:
+        return s.skip("bandwidth", "a fake is not measured")
+    path = os.path.join(s.scratch, "bandwidth.json")
+    run = s.run("gpu_check --bandwidth", [s.program("gpu_check"), "--bandwidth", "--json", path])
+    if run and os.path.exists(path):
+        with open(path) as file:
+            run["result"] = json.load(file)
+        for figure in run["result"][1]:
+            print(f"       {figure['what']}: {figure['value']:.0f} {figure['unit']}")
+
+
+def throughput(s):
+    nets = ["lenet5"] if s.fake else s.options.nets
+    batches = [16] if s.fake else [128, 1024]
+    torch = s.peers and not s.fake and subprocess.run(
+        [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"], capture_output=True).returncode == 0
+    if not torch:
+        s.skip("PyTorch", "a fake is not measured" if s.fake else "no PEERS folder, or no torch that sees the GPU")
+
+    def steps(batch):
+        return s.options.steps or (3 if s.fake else 300 if batch < 1024 else 100)
+
+    def ours(net, batch, precision, choice, graph):
+        name = f"{net} {batch} {precision} ours {choice} {'graph' if graph else 'eager'}"
+        s.run(name, [s.program("train_mnist"), *digits(s), "--net", net, "--batch", str(batch), "--steps", str(steps(batch)),
+                     "--precision", precision, "--kernels", choice, *([] if graph else ["--no-graph"]), "--skip-test",
+                     "--json"])
+
+    def theirs(net, batch, precision, mode):
+        if not torch or net == "ensemble4800":
+            return
+        dtype = "bf16" if precision == "bf16" else "f32"
+        # The script lets products be TF32, unless the libraries are told otherwise.
+        env = {"NVIDIA_TF32_OVERRIDE": "0"} if precision == "f32" else {}
+        flags = {"eager": [], "compiled": ["--compile"], "graphed": ["--graph"]}[mode]
+        data = ["--data", s.data] if s.data else []
+        s.run(f"{net} {batch} {precision} torch {mode}", [
+            sys.executable, os.path.join(s.peers, "train_torch.py"), "--device", "cuda", "--net", net, "--batch", str(batch),
+            "--steps", str(steps(batch)), "--warm", "10", "--dtype", dtype, *flags, *data], limit=240, env=env)
+
+    # What matters most comes first, in case time runs out: bf16 and graphs, then everything else.
+    for precision in PRECISIONS:
+        for batch in batches:
+            for net in nets:
+                ours(net, batch, precision, "auto", True)
+                theirs(net, batch, precision, "graphed")
+                ours(net, batch, precision, "builtin", True)
+    for precision in PRECISIONS:
+        for batch in batches:
+            for net in nets:
+                ours(net, batch, precision, "auto", False)
+                theirs(net, batch, precision, "eager")
+                theirs(net, batch, precision, "compiled")
+                ours(net, batch, precision, "builtin", False)
+
+
+def accuracy(s):
+    if s.fake:
+        return s.skip("accuracy", "a fake would need days")
+    if not s.data:
+        return s.skip("accuracy", "MGPU_DATA is needed")
+    for net, reach, flags in [
+        ("conv6", 0.989, ["--epochs", "10", "--batch", "1024"]),
+        ("deep", 0.990, ["--steps", "2000", "--batch", "256"]),
+        ("keras", 0.989, ["--epochs", "12"]),
+    ]:
+        def judge(result):
+            reached = max((result or {}).get("test_acc") or 0.0, (result or {}).get("test_acc_average") or 0.0)
+            return None if reached >= reach else f"accuracy {100 * reached:.2f}%, below {100 * reach:.1f}%"
+        s.run(f"{net} {' '.join(flags)}", [s.program("train_mnist"), "--data", s.data, "--net", net, "--precision", "bf16",
+                                           *flags, "--json"], limit=600, judge=judge)
+
+
+def sanitizer(s):
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    tools = [shutil.which("compute-sanitizer")] + [os.path.join(home, "bin/compute-sanitizer") for home in homes if home]
+    tool = next((path for path in tools if path and os.path.exists(path)), None)
+    if s.fake or not tool:
+        return s.skip("compute-sanitizer", "a fake has none" if s.fake else "not installed")
+    for kind in ["memcheck", "racecheck", "synccheck", "initcheck"]:
+        s.run(kind, [tool, "--tool", kind, "--error-exitcode", "9", s.program("gpu_check"), "--quick", "--seed", "1"],
+              limit=600)
+
+
+PARTS = [kernels, golden, nccl, bandwidth, throughput, accuracy, sanitizer]
+
+
+def table(s):
+    """Training throughput in one line for each network, batch and precision; then what failed and what was left out."""
+    print(f"\n=== {s.machine['device']}, driver for CUDA {s.machine['driver']}")
+    if s.fake:
+        print(f"{FAKE}: nothing here says anything about a GPU; times are left out")
+    columns = ["ours auto graph", "ours builtin graph", "ours auto eager", "ours builtin eager", "torch graphed",
+               "torch compiled", "torch eager"]
+    rows = {}
+    for run in s.runs:
+        if run["part"] == "throughput" and not run["problem"] and run["result"] and not s.fake:
+            net, batch, precision, rest = run["name"].split(" ", 3)
+            rows.setdefault((net, batch, precision), {})[rest] = run["result"]["images_per_s"]
+    if rows:
+        print("images/s".ljust(24) + "".join(column.rjust(20) for column in columns) + "   best of ours / of torch")
+        for key, row in rows.items():
+            cells = "".join((f"{row[column]:,.0f}" if column in row else "-").rjust(20) for column in columns)
+            best = [max((row[c] for c in row if c.startswith(who)), default=None) for who in ("ours", "torch")]
+            ratio = f"{best[0] / best[1]:.2f}" if all(best) else "-"
+            print(" ".join(key).ljust(24) + cells + ratio.rjust(12))
+    for part in PARTS:
+        runs = [run for run in s.runs if run["part"] == part.__name__]
+        failed = [run for run in runs if run["problem"]]
+        left_out = [entry for entry in s.skipped if entry["part"] == part.__name__]
+        if runs or left_out:
+            print(f"{part.__name__:<12} {len(runs):4} runs, {len(failed)} failed, {len(left_out)} left out")
+        for run in failed:
+            print(f"    FAILED {run['name']}: {run['problem']}")
+        for entry in left_out[:6]:
+            print(f"    left out {entry['what']}: {entry['why']}")
+    print(f"wrote {s.path()}")
+
+
+def main():
+    names = [part.__name__ for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of " + ", ".join(names))
+    parser.add_argument("--fake", metavar="FOLDER", help="the folder with the fakes of the tests")
+    parser.add_argument("--limit", type=float, default=1500, metavar="SECONDS", help="for each part [default: 1500]")
+    parser.add_argument("--out", default=".", metavar="FOLDER", help="where the JSON goes [default: here]")
+    parser.add_argument("--nets", type=lambda text: text.split(","), default=NETS, help="networks, separated by commas")
+    parser.add_argument("--steps", type=int, help="steps of a throughput run")
+    options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in names]
+    if unknown:
+        parser.error(f"there is no part {unknown[0]}; known are {', '.join(names)}")
+    session = Session(options)
+    print(f"{session.machine['device']}, compute capability {session.machine['architecture']}")
+    for part in PARTS:
+        if not options.parts or part.__name__ in options.parts:
+            session.begin(part.__name__)
+            part(session)
+            session.write()
+    table(session)
+    shutil.rmtree(session.scratch, ignore_errors=True)
+    sys.exit(1 if any(run["problem"] for run in session.runs) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+//! Layers as networks use them: by whichever kernels won, those of a library among them.
+//!
+//! A library may add up in blocks (Winograd's and Fourier's ways even transform), cuts operands off where TF32 is asked
+//! for instead of rounding them, and hands results over in bf16 before a bias is added or a gradient widened. So the bound is wider here: it is
+//! meant to find a result that is wrong, in its layout or its type, and not one that is rounded otherwise.
+
+use mgpu_kernels::activation::LEAKY_SLOPE;
+use mgpu_kernels::conv::gpu::Conv as ConvLayer;
+use mgpu_kernels::conv::{Padding, Shape};
+use mgpu_kernels::cuda::{Memory, Options, Precision, Result, Stream, View};
+use mgpu_kernels::dense::gpu::Dense as DenseLayer;
+use mgpu_kernels::{DType, dense};
+
+use super::bench::{Bench, Judge, Outcome, Output};
+use super::shapes::{Conv, Shapes};
+use super::values::stored;
+use super::{bound, reference};
+
+pub(super) fn check(bench: &mut Bench) -> Outcome {
+    let mut convs = vec![Conv::dense(6, 72, 40)];
+    if bench.quick {
+        let shape =
+            Shape { channels: 8, height: 7, width: 6, filters: 16, kernel: 3, padding: Padding::Same };
+        convs.push(Conv { shape, images: 2 });
+    } else {
+        convs.extend(Shapes::of_networks(4).convs);
+    }
+    for conv in convs.into_iter().filter(|conv| conv.shape.channels > 1) {
+        for precision in Precision::ALL {
+            let name = if conv.is_dense() { "dense layer" } else { "conv layer" };
+            bench.check(name, conv, precision.name(), |bench, judge| each(bench, judge, &conv, precision))?;
+        }
+    }
+    Ok(())
+}
+
+/// Either kind of layer.
+enum Layer {
+    Conv(ConvLayer),
+    Dense(DenseLayer),
+}
+
+impl Layer {
+    fn new(stream: &Stream, conv: &Conv, precision: Precision, slope: f32) -> Result<Self> {
+        let &Conv { shape, images } = conv;
+        let options = Options::default();
+        Ok(if conv.is_dense() {
+            let shape = dense::Shape { inputs: shape.channels, outputs: shape.filters };
+            Layer::Dense(DenseLayer::new(stream, shape, images, precision, slope, true, options)?)
+        } else {
+            Layer::Conv(ConvLayer::new(stream, shape, images, precision, slope, true, options)?)
+        })
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        match self {
+            Layer::Conv(layer) => layer.workspace_bytes(),
+            Layer::Dense(layer) => layer.workspace_bytes(),
+        }
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Layer::Conv(layer) => layer.describe(),
+            Layer::Dense(layer) => layer.describe(),
+        }
+    }
+
+    /// Output, gradient of the input, of the weights, of the bias.
+    fn run(
+        &self,
+        stream: &Stream,
+        images: usize,
+        [x, w, b, dy, space]: [View<'_>; 5],
+        [y, dx, dw, db]: [View<'_>; 4],
+    ) -> Result<()> {
+        match self {
+            Layer::Conv(layer) => {
+                layer.forward(stream, images, x, w, b, y, space)?;
+                layer.backward_input(stream, images, w, dy, dx, space)?;
+                layer.backward_weights(stream, images, x, dy, dw, space)?;
+                layer.backward_bias(stream, images, dy, db, space)
+            }
+            Layer::Dense(layer) => {
+                layer.forward(stream, images, x, w, b, y, space)?;
+                layer.backward_input(stream, images, w, dy, dx, space)?;
+                layer.backward_weights(stream, images, x, dy, dw, space)?;
+                layer.backward_bias(stream, images, dy, db, space)
+            }
+        }
+    }
+}
+
+/// [`bound::sum`], with room for what libraries do.
+fn bound(terms: usize, precision: Precision) -> f64 {
+    let operands = match precision {
+        Precision::F32 => 0.0,
+        // Cut off, each of both operands is too small by up to 2^-10 of its size.
+        Precision::Tf32 => 6.0 / f64::from(1 << 10),
+        // The product, with the bias, activated.
+        Precision::Bf16 => 3.0 * bound::kept(true),
+    };
+    16.0 * bound::sum(terms, false) + operands
+}
+
+fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision) -> Result<()> {
+    let &Conv { shape, images } = conv;
+    let dtype = precision.storage();
+    let slope = [1.0, 0.0, LEAKY_SLOPE][bench.random.below(3)];
+    let layer = Layer::new(&bench.stream, conv, precision, slope)?;
+    println!("       {}", layer.describe());
+    let x = stored(precision, bench.random.floats(images * shape.input_len()));
+    let w = stored(precision, bench.random.floats(shape.weights_len()));
+    let dy = stored(precision, bench.random.floats(images * shape.output_len()));
+    let b = bench.random.floats(shape.filters);
+    let [x_memory, w_memory, dy_memory] = [&x, &w, &dy].map(|values| bench.activations(dtype, values));
+    let (x_memory, w_memory, dy_memory) = (x_memory?, w_memory?, dy_memory?);
+    let b_memory = bench.input(&b)?;
+    let space = layer.workspace_bytes().div_ceil(4).max(1);
+    let space = Memory::from_slice(&bench.stream, &vec![f32::NAN; space])?;
+    let inputs = [x_memory.view(), w_memory.view(), b_memory.view(), dy_memory.view(), space.view()];
+    let outputs = [
+        Output::of(dtype, dy.len()),
+        Output::of(dtype, x.len()),
+        Output::of(DType::F32, w.len()),
+        Output::of(DType::F32, shape.filters),
+    ];
+    let found = bench.twice(judge, &outputs, |stream, outputs| {
+        layer.run(stream, images, inputs, outputs.try_into().expect("four outputs"))
+    })?;
+    let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|value| f64::from(*value)).collect() };
+    let (x, w, b, dy) = (wide(&x), wide(&w), wide(&b), wide(&dy));
+    let in_place = shape.kernel * shape.kernel;
+    let pixels = dy.len() / shape.filters;
+
+    let y = reference::forward(&shape, images, &x, &w, &b);
+    let activate = |value: &f64| if *value > 0.0 { *value } else { value * f64::from(slope) };
+    let expected: Vec<f64> = y.values.iter().map(activate).collect();
+    let allowed = bound(shape.filter_len(), precision);
+    judge.close("output", found.floats(0), &expected, |i| y.scale(i), allowed);
+    let dx = reference::backward_input(&shape, images, &w, &dy);
+    let allowed = bound(shape.filters * in_place, precision);
+    judge.close("input's gradient", found.floats(1), &dx.values, |i| dx.scale(i), allowed);
+    let dw = reference::backward_weights(&shape, images, &x, &dy);
+    judge.close("weights' gradient", found.floats(2), &dw.values, |i| dw.scale(i), bound(pixels, precision));
+    let db = reference::backward_bias(&shape, &dy);
+    judge.close("bias's gradient", found.floats(3), &db.values, |i| db.scale(i), bound(pixels, precision));
+    Ok(())
+}

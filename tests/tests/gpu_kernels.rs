@@ -1,0 +1,89 @@
+//! Every CUDA kernel computes what the CPU does, whatever order its threads run in, and one that does not is found.
+//!
+//! All of it on the fakes of `tests/gpu`: the kernels are the real ones, compiled for the CPU.
+
+use std::process::Command;
+
+use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, run};
+
+fn gpu_check() -> Command {
+    fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu_check"))
+}
+
+/// Runs the quick checks, with the order of threads and a seed.
+fn quick(order: &str, seed: &str) -> Finished {
+    let folder = tempfile::tempdir().expect("a folder");
+    let json = folder.path().join("results.json");
+    let mut command = gpu_check();
+    command.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
+    let finished = run(command.args(["--quick", "--seed", seed, "--json"]).arg(&json));
+    finished.expect(0, &["on FAKE GPU (tests only), 0 failed", &format!("seed {seed}")]);
+    let text = std::fs::read_to_string(json).expect("the results");
+    let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(results["device"], "FAKE GPU (tests only)");
+    assert_eq!(results["unreached"], serde_json::json!([]), "kernels that no check has launched");
+    let checks = results["checks"].as_array().expect("an array");
+    assert!(checks.len() > 300 && checks.iter().all(|check| check["ok"] == true));
+    finished
+}
+
+#[test]
+fn all_kernels_are_right_with_threads_forward() {
+    quick("forward", "1");
+}
+
+#[test]
+fn all_kernels_are_right_with_threads_in_reverse() {
+    quick("reverse", "2");
+}
+
+#[test]
+fn all_kernels_are_right_with_threads_shuffled() {
+    quick("shuffled", "3");
+}
+
+/// A kernel whose last block does nothing is found by the checks of its operation.
+#[test]
+fn a_kernel_that_is_wrong_is_found() {
+    for (kernel, only) in [
+        ("activation_bias_bf16", "activation bias"),
+        ("arena_narrow_bf16", "arena narrow"),
+        ("conv_backward_weights_tf32_small", "conv backward_weights"),
+        ("conv_first_forward_f32_k5_x1", "conv forward"),
+        ("conv_forward_bf16_scalar", "dense forward"),
+        ("conv_sum_f32", "conv backward_bias"),
+        ("digest_hash_f32", "digest hash"),
+        ("dropout_apply_f32", "dropout"),
+        ("gather_batch_bf16", "gather batch"),
+        ("loss_gradient_f32", "loss gradient"),
+        ("norm_backward_input_f32", "norm backward_input"),
+        ("norm_total_gradients", "norm sum_gradients"),
+        ("optimizer_update_adamw", "optimizer adamw"),
+        ("pool_backward_fused_f32", "pool backward_fused"),
+        ("step_begin", "step begin"),
+        ("step_begin", "graph replay"),
+    ] {
+        let mut command = gpu_check();
+        command.env("FAKE_GPU_LAME", kernel).args(["--quick", "--seed", "1", "--only", only]);
+        let finished = run(&mut command);
+        finished.expect(1, &["FAILED"]);
+        // The same without the mistake.
+        run(gpu_check().args(["--quick", "--seed", "1", "--only", only])).expect(0, &[", 0 failed"]);
+    }
+}
+
+#[test]
+fn nothing_is_measured_on_what_is_no_gpu() {
+    let finished = run(gpu_check().arg("--bandwidth"));
+    finished.expect(0, &["FAKE GPU (tests only)", "is not measured"]);
+    assert!(!finished.stdout.contains("GB/s"));
+}
+
+#[test]
+fn kernels_are_listed_and_compiled_without_a_gpu() {
+    let listed = run(gpu_check().arg("--list").env("CUDA_VISIBLE_DEVICES", ""));
+    listed.expect(0, &["conv_bf16/conv_forward_bf16_large\n", "optimizer/step_begin\n"]);
+    let compiled = run(gpu_check().args(["--compile-only", "--table"]).env("CUDA_VISIBLE_DEVICES", ""));
+    compiled.expect(0, &[&format!("{} kernels of ", listed.stdout.lines().count()), "0 failed"]);
+}
