@@ -158,7 +158,7 @@ fn allreduce_perf_refuses_arguments_that_make_no_sense() {
             &["--collective", "sort"],
             "[possible values: all_reduce, reduce_scatter, all_gather, broadcast, reduce]",
         ),
-        (&["--buffers", "shared"], "[possible values: arena, private]"),
+        (&["--buffers", "shared"], "[possible values: arena, private, device]"),
         (&["--collective", "reduce", "--algo", "ring"], "--algo ring is for all_reduce alone"),
     ] {
         run(command(ALLREDUCE_PERF).args(arguments)).expect(2, &[problem]);

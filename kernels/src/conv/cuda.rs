@@ -30,8 +30,11 @@ macro_rules! product_source {
         Source {
             name: $name,
             text: concat!(
+                "#line 1 \"tiles.cuh\"\n",
                 include_str!("tiles.cuh"),
+                "#line 1 \"conv.cuh\"\n",
                 include_str!("conv.cuh"),
+                concat!("#line 1 \"", $name, ".cu\"\n"),
                 include_str!(concat!($name, ".cu"))
             ),
         }

@@ -8,8 +8,7 @@
 //! - a batch of another size than was set up, such as the last of an epoch: the library's algorithms were chosen for one
 //!   size, and a step that is captured has no time to choose.
 //!
-//! All calls put work on a stream, allocate nothing, and can be captured once they have run. A captured graph needs the
-//! layer as long as it is launched.
+//! All calls put work on a stream, allocate nothing, and can be captured once they have run.
 
 use super::cudnn::{Algorithm, Buffers, Form, Library, Plan};
 use super::{Shape, cuda};

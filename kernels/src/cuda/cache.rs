@@ -46,6 +46,13 @@ pub(super) fn write(name: &str, key: &str, content: &[u8]) {
     }
 }
 
+/// As [`write`], but leaves what is there already: of processes that write at the same time the first decides.
+pub(super) fn write_first(name: &str, key: &str, content: &[u8]) {
+    if let Some(folder) = folder() {
+        let _ = write_first_in(&folder, name, key, content);
+    }
+}
+
 fn path(folder: &Path, name: &str, key: &str) -> PathBuf {
     folder.join(format!("{name}-{}.bin", &key[..32]))
 }
@@ -60,17 +67,35 @@ fn read_in(folder: &Path, name: &str, key: &str) -> Option<Vec<u8>> {
 }
 
 fn write_in(folder: &Path, name: &str, key: &str, content: &[u8]) -> std::io::Result<()> {
-    fs::create_dir_all(folder)?;
     let target = path(folder, name, key);
+    place(folder, &target, content, |own| fs::rename(own, &target))
+}
+
+/// As [`write_in`], but leaves what is there already, if that is whole.
+fn write_first_in(folder: &Path, name: &str, key: &str, content: &[u8]) -> std::io::Result<()> {
+    let target = path(folder, name, key);
+    place(folder, &target, content, |own| match fs::hard_link(own, &target) {
+        // A cut file is no choice of anybody's.
+        Err(_) if read_in(folder, name, key).is_none() => fs::rename(own, &target),
+        linked => linked,
+    })
+}
+
+/// Writes a file of this process's own beside `target`, and has it put into its place.
+fn place(
+    folder: &Path,
+    target: &Path,
+    content: &[u8],
+    put: impl FnOnce(&Path) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    fs::create_dir_all(folder)?;
     let own = target.with_extension(format!("{}.partial", std::process::id()));
     let mut file = fs::File::create(&own)?;
     file.write_all(&Sha256::digest(content))?;
     file.write_all(content)?;
-    let renamed = fs::rename(&own, &target);
-    if renamed.is_err() {
-        let _ = fs::remove_file(&own);
-    }
-    renamed
+    let outcome = put(&own);
+    let _ = fs::remove_file(&own);
+    outcome
 }
 
 #[cfg(test)]
@@ -92,6 +117,19 @@ mod tests {
             assert_eq!(read_in(&folder, "pool", &key), None, "{len} bytes");
         }
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "no partial file is left");
+    }
+
+    #[test]
+    fn the_first_choice_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = key(&["problem"]);
+        write_first_in(folder.path(), "choice", &key, b"first").unwrap();
+        assert!(write_first_in(folder.path(), "choice", &key, b"second").is_err());
+        assert_eq!(read_in(folder.path(), "choice", &key).as_deref(), Some(&b"first"[..]));
+        fs::write(path(folder.path(), "choice", &key), "cut").unwrap();
+        write_first_in(folder.path(), "choice", &key, b"third").unwrap();
+        assert_eq!(read_in(folder.path(), "choice", &key).as_deref(), Some(&b"third"[..]));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no partial file is left");
     }
 
     #[test]

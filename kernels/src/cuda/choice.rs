@@ -151,11 +151,9 @@ pub(crate) fn settle<A: Algorithm>(
         return Ok(Some(earlier));
     }
     let Some(choice) = race()? else { return Ok(None) };
-    if let Some(earlier) = recall(key).filter(holds) {
-        return Ok(Some(earlier));
-    }
-    cache::write(FILE, key, line(&choice).as_bytes());
-    Ok(Some(choice))
+    cache::write_first(FILE, key, line(&choice).as_bytes());
+    // Another rank's, if it was quicker.
+    Ok(Some(recall(key).filter(holds).unwrap_or(choice)))
 }
 
 fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {

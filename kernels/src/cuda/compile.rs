@@ -39,27 +39,44 @@ impl Source {
 /// and denormals are not.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
-/// The image of `source` for an architecture: from the cache, or compiled now. `driver` is the newest CUDA version that the
-/// driver understands.
-///
-/// # Errors
-/// If there is no compiler, or the source does not compile.
-pub(super) fn image(
+/// The image of a source for one kind of GPU, made or still to be.
+pub(super) struct Image {
     source: &'static Source,
+    text: String,
     architecture: (u32, u32),
+    /// The newest CUDA version that the driver understands.
     driver: (u32, u32),
-) -> Result<Vec<u8>> {
-    let text = source.whole();
-    let (major, minor) = architecture;
-    // Not by the compiler's version: what an older one made does as well, and with all kernels in the cache the library,
-    // of a hundred megabytes, need not be opened, nor be there.
-    let key = cache::key(&[&text, &OPTIONS.join(" "), &format!("{major}.{minor} {}", driver.0)]);
-    if let Some(image) = cache::read(source.name, &key) {
-        return Ok(image);
+    key: String,
+}
+
+impl Image {
+    pub(super) fn new(source: &'static Source, architecture: (u32, u32), driver: (u32, u32)) -> Self {
+        let text = source.whole();
+        let machine = format!("{architecture:?} {}", driver.0);
+        // Not by the compiler's version: what an older one made does as well, and with all kernels in the cache the
+        // library, of a hundred megabytes, need not be opened, nor be there.
+        let key = cache::key(&[&text, &OPTIONS.join(" "), &machine]);
+        Image { source, text, architecture, driver, key }
     }
-    let (image, _) = Compiler::open(driver)?.compile(source.name, &text, architecture, driver, &[])?;
-    cache::write(source.name, &key, &image);
-    Ok(image)
+
+    /// What was kept earlier.
+    pub(super) fn kept(&self) -> Option<Vec<u8>> {
+        cache::read(self.source.name, &self.key)
+    }
+
+    /// # Errors
+    /// If there is no compiler, or the source does not compile.
+    pub(super) fn compile(&self) -> Result<Vec<u8>> {
+        let compiler = Compiler::open(self.driver)?;
+        let (image, _) =
+            compiler.compile(self.source.name, &self.text, self.architecture, self.driver, &[])?;
+        Ok(image)
+    }
+
+    /// Keeps what [`compile`](Self::compile) made, now that it is known to load.
+    pub(super) fn keep(&self, image: &[u8]) {
+        cache::write(self.source.name, &self.key, image);
+    }
 }
 
 /// A source compiled for one architecture.

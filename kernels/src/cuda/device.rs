@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
+use super::captures::{Block, Captures};
 use super::compile::{self, Source};
 use super::error::{Context, Error, Result};
 use super::libraries;
@@ -15,10 +16,10 @@ use super::libraries;
 /// Dynamic shared memory that a block gets without having asked for more.
 const SHARED_BY_DEFAULT: u32 = 48 << 10;
 
-/// A GPU with its primary context, which all of this process share. Never closed before the last user has let go.
+/// A GPU with its primary context, which all of this process share. Opened once, and closed by the process's end: handles
+/// that libraries, threads and graphs have of it are good for ever.
 pub struct Device {
     ordinal: u32,
-    handle: sys::CUdevice,
     context: sys::CUcontext,
     name: String,
     uuid: String,
@@ -31,20 +32,6 @@ pub struct Device {
     abandoned: AtomicBool,
     modules: Mutex<HashMap<&'static str, Module>>,
     captures: Mutex<Captures>,
-}
-
-/// Graphs hold addresses. So memory that was there when one was captured is not freed before the last graph is gone,
-/// even if its owner is.
-#[derive(Debug, Default)]
-struct Captures {
-    /// Allocations and captures so far, in one count.
-    clock: u64,
-    /// The count at the end of the latest capture.
-    latest: u64,
-    /// Graphs that there are.
-    graphs: usize,
-    /// Memory without an owner.
-    kept: Vec<sys::CUdeviceptr>,
 }
 
 // SAFETY: the handles are the driver's, which takes calls from all threads; everything that changes is atomic or locked.
@@ -68,8 +55,7 @@ pub struct Function {
     shared: Arc<AtomicU32>,
 }
 
-// SAFETY: a handle that may be used from all threads, valid as long as its module, which is never unloaded before its
-// device is closed; launching checks that the stream belongs to that device, and so keeps it open.
+// SAFETY: a handle that may be used from all threads, of a module that is never unloaded.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
@@ -146,6 +132,18 @@ impl Device {
     /// # Errors
     /// If there is no such GPU, or the driver refuses.
     pub fn open(ordinal: u32) -> Result<Arc<Device>> {
+        static OPEN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = open.iter().find(|device| device.ordinal == ordinal).map(Arc::clone);
+        let device = known.map_or_else(|| Self::first(ordinal).map(Arc::new), Ok)?;
+        if !open.iter().any(|known| Arc::ptr_eq(known, &device)) {
+            open.push(Arc::clone(&device));
+        }
+        device.bind()?;
+        Ok(device)
+    }
+
+    fn first(ordinal: u32) -> Result<Device> {
         let count = Self::count()?;
         if ordinal >= count {
             return Err(Error::NoDevice { ordinal, count });
@@ -164,11 +162,10 @@ impl Device {
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
         let name = result::device::get_name(handle).context("cuDeviceGetName")?;
         let uuid = format_uuid(result::device::get_uuid(handle).context("cuDeviceGetUuid")?.bytes);
-        // SAFETY: a device as `cuDeviceGet` returns it; released when the last user lets go.
+        // SAFETY: a device as `cuDeviceGet` returns it. Released with the process.
         let context = unsafe { result::primary_ctx::retain(handle) }.context("cuDevicePrimaryCtxRetain")?;
-        let device = Device {
+        Ok(Device {
             ordinal,
-            handle,
             context,
             name,
             uuid,
@@ -180,9 +177,7 @@ impl Device {
             abandoned: AtomicBool::new(false),
             modules: Mutex::default(),
             captures: Mutex::default(),
-        };
-        device.bind()?;
-        Ok(Arc::new(device))
+        })
     }
 
     /// Makes this GPU the calling thread's. Every thread that uses it does so once.
@@ -190,7 +185,7 @@ impl Device {
     /// # Errors
     /// If the driver refuses.
     pub fn bind(&self) -> Result<()> {
-        // SAFETY: the context is retained as long as `self` lives.
+        // SAFETY: the context is retained and never released.
         unsafe { result::ctx::set_current(self.context) }.context("cuCtxSetCurrent")
     }
 
@@ -259,43 +254,52 @@ impl Device {
         self.captures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts an allocation of `bytes` and returns when it was made.
+    /// Counts an allocation of `bytes` on the GPU and returns when it was made.
     pub(super) fn took(&self, bytes: u64) -> u64 {
         let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak.fetch_max(used, Ordering::Relaxed);
-        let mut captures = self.captures();
-        captures.clock += 1;
-        captures.clock
+        self.captures().allocated()
     }
 
-    /// Takes back an allocation made at `born`. Returns the address if it is to be freed now.
-    pub(super) fn gave_back(
-        &self,
-        bytes: u64,
-        born: u64,
-        address: sys::CUdeviceptr,
-    ) -> Option<sys::CUdeviceptr> {
-        self.used.fetch_sub(bytes, Ordering::Relaxed);
-        let mut captures = self.captures();
-        if captures.graphs > 0 && born <= captures.latest {
-            captures.kept.push(address);
-            return None;
+    /// Frees an allocation made at `born`, unless a graph may need it: then the last of the graphs does.
+    pub(super) fn give_back(&self, block: Block, born: u64) {
+        if self.is_abandoned() {
+            return;
         }
-        Some(address)
+        let block = self.captures().released(block, born);
+        block.into_iter().for_each(|block| self.free(block));
     }
 
     pub(super) fn graph_captured(&self) {
-        let mut captures = self.captures();
-        captures.clock += 1;
-        captures.latest = captures.clock;
-        captures.graphs += 1;
+        self.captures().captured();
     }
 
-    /// Returns what is to be freed now.
-    pub(super) fn graph_gone(&self) -> Vec<sys::CUdeviceptr> {
-        let mut captures = self.captures();
-        captures.graphs -= 1;
-        if captures.graphs == 0 { std::mem::take(&mut captures.kept) } else { Vec::new() }
+    pub(super) fn graph_gone(&self) {
+        let blocks = self.captures().gone();
+        blocks.into_iter().for_each(|block| self.free(block));
+    }
+
+    fn free(&self, block: Block) {
+        let _ = self.bind();
+        match block {
+            Block::Device { address, bytes } => {
+                // SAFETY: allocated by `Memory`, whose owner is gone; the call waits for work that may still use it, and no
+                // graph will.
+                let _ = unsafe { result::free_sync(address) };
+                self.used.fetch_sub(bytes, Ordering::Relaxed);
+            }
+            Block::Host(address) => {
+                // Freeing it does not wait by itself for copies under way.
+                let _ = result::ctx::synchronize();
+                // SAFETY: allocated by `Pinned`, whose owner is gone.
+                let _ = unsafe { result::free_host(address as *mut _) };
+            }
+        }
+    }
+
+    /// Forgets the peak of what has been given back: set-up takes memory to time kernels with.
+    pub fn reset_memory_peak(&self) {
+        self.peak.store(self.memory_used(), Ordering::Relaxed);
     }
 
     /// Names of all kernels that were asked for so far, sorted.
@@ -305,6 +309,20 @@ impl Device {
             modules.values().flat_map(|module| module.functions.keys().cloned()).collect();
         names.sort();
         names
+    }
+
+    /// Loads `source`, from the cache or compiled now. Only what has been loaded is kept.
+    fn load(&self, source: &'static Source) -> Result<sys::CUmodule> {
+        // SAFETY: an image of the compiler, whole (its digest was compared where it comes from a file).
+        let load = |image: &[u8]| unsafe { result::module::load_data(image.as_ptr().cast()) };
+        let image = compile::Image::new(source, self.architecture, self.driver);
+        if let Some(module) = image.kept().and_then(|kept| load(&kept).ok()) {
+            return Ok(module);
+        }
+        let compiled = image.compile()?;
+        let module = load(&compiled).context("cuModuleLoadData")?;
+        image.keep(&compiled);
+        Ok(module)
     }
 
     /// Kernel `name` of `source`, compiled and loaded when it is asked for first. Not to be called first during a
@@ -319,10 +337,7 @@ impl Device {
         }
         self.bind()?;
         if !modules.contains_key(source.name) {
-            let image = compile::image(source, self.architecture, self.driver)?;
-            // SAFETY: an image of the compiler, whole (its digest was compared where it comes from a file).
-            let handle =
-                unsafe { result::module::load_data(image.as_ptr().cast()) }.context("cuModuleLoadData")?;
+            let handle = self.load(source)?;
             modules.insert(source.name, Module { handle, functions: HashMap::new() });
         }
         let module = modules.get_mut(source.name).expect("it was inserted");
@@ -334,21 +349,6 @@ impl Device {
         let function = Function { raw, context: self.context, name: name.into(), shared };
         module.functions.insert(name.to_owned(), function.clone());
         Ok(function)
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        if self.is_abandoned() {
-            return;
-        }
-        let _ = self.bind();
-        for module in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).values() {
-            // SAFETY: loaded here, and nobody launches its kernels any more: streams keep their device.
-            let _ = unsafe { result::module::unload(module.handle) };
-        }
-        // SAFETY: retained in `open`.
-        let _ = unsafe { result::primary_ctx::release(self.handle) };
     }
 }
 

@@ -9,7 +9,8 @@ use super::error::{Context, Result};
 
 /// A captured graph, ready to be launched by [`Stream::launch_graph`](super::Stream::launch_graph).
 ///
-/// It keeps the [`Memory`](super::Memory) that was there when it was captured, even if that is dropped.
+/// It keeps the [`Memory`](super::Memory) and [`Pinned`](super::Pinned) memory that was there when it was captured, even if
+/// those are dropped.
 #[derive(Debug)]
 pub struct Graph {
     device: Arc<Device>,
@@ -57,9 +58,6 @@ impl Drop for Graph {
         let _ = unsafe { result::graph::exec_destroy(self.exec) };
         // SAFETY: as above.
         let _ = unsafe { result::graph::destroy(self.graph) };
-        for address in self.device.graph_gone() {
-            // SAFETY: memory that has lost its owner and now the last graph; the call waits for work that still uses it.
-            let _ = unsafe { result::free_sync(address) };
-        }
+        self.device.graph_gone();
     }
 }

@@ -96,6 +96,8 @@ const DRIVER: &[&str] = &[
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoDAsync_v2",
     "cuStreamCreate",
+    "cuStreamCreateWithPriority",
+    "cuCtxGetStreamPriorityRange",
     "cuStreamDestroy_v2",
     "cuStreamQuery",
     "cuStreamSynchronize",
@@ -126,21 +128,25 @@ const DRIVER: &[&str] = &[
 /// # Errors
 /// If there is none, or one too old.
 pub(super) fn open_driver() -> Result<()> {
-    let name = "libcuda.so.1";
-    // SAFETY: opening runs the initialisers of the library that the system's loader has under the driver's name.
-    let library = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) }.map_err(|error| {
-        Error::Missing(format!(
-            "the NVIDIA driver is not there: {}; install it (in a container, start with the GPUs: `--gpus all`), or use the cpu backend",
-            reason(&error)
-        ))
-    })?;
+    // `cudarc` takes the first of these names that the loader knows; what it takes is what is checked.
+    let names = cudarc::get_lib_name_candidates("cuda");
+    let opened = names.iter().find_map(|name| {
+        // SAFETY: opening runs the initialisers of the library that the system's loader has under the driver's name.
+        let library = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) };
+        Some((name, library.ok()?))
+    });
+    let Some((name, library)) = opened else {
+        return Err(Error::Missing(
+            "the NVIDIA driver is not there: no libcuda.so.1; install it (in a container, start with the GPUs: `--gpus all`), or train without a GPU (--backend cpu)".into(),
+        ));
+    };
     let missing = DRIVER.iter().find(|symbol| !has(&library, symbol));
     // Never closed: the driver starts threads of its own.
     std::mem::forget(library);
     match missing {
         None => Ok(()),
         Some(symbol) => Err(Error::Missing(format!(
-            "the NVIDIA driver is too old: {name} has no {symbol}; a driver for CUDA 12.0 (525.60.13) or newer is needed, or the cpu backend"
+            "the NVIDIA driver is too old: {name} has no {symbol}; a driver for CUDA 12.0 (525.60.13) or newer is needed, or train without a GPU (--backend cpu)"
         ))),
     }
 }

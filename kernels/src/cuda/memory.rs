@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{DriverError, result, sys};
 
+use super::captures::Block;
 use super::error::{Context, Error, Result};
 use super::{Device, Stream};
 use crate::{DType, Element};
@@ -117,15 +118,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.device.is_abandoned() {
-            return;
-        }
-        let _ = self.device.bind();
         let bytes = (self.len as u64 * self.dtype.size() as u64).max(1);
-        if let Some(address) = self.device.gave_back(bytes, self.born, self.address) {
-            // SAFETY: allocated in `zeroed`; the call waits for work that may still use it, and no graph will.
-            let _ = unsafe { result::free_sync(address) };
-        }
+        self.device.give_back(Block::Device { address: self.address, bytes }, self.born);
     }
 }
 
@@ -201,6 +195,8 @@ pub struct Pinned {
     device: Arc<Device>,
     address: *mut u8,
     len: usize,
+    /// When it was allocated, as the device counts.
+    born: u64,
 }
 
 // SAFETY: memory that belongs to this object alone.
@@ -217,7 +213,7 @@ impl Pinned {
         let address = unsafe { result::malloc_host(len.max(1), 0) }.context("cuMemHostAlloc")?.cast::<u8>();
         // SAFETY: `len` bytes that were just allocated.
         unsafe { address.write_bytes(0, len) };
-        Ok(Pinned { device: Arc::clone(device), address, len })
+        Ok(Pinned { device: Arc::clone(device), address, len, born: device.took(0) })
     }
 
     /// Number of bytes.
@@ -255,13 +251,6 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.device.is_abandoned() {
-            return;
-        }
-        let _ = self.device.bind();
-        // Freeing it does not wait by itself for copies under way.
-        let _ = result::ctx::synchronize();
-        // SAFETY: allocated in `zeroed`.
-        let _ = unsafe { result::free_host(self.address.cast()) };
+        self.device.give_back(Block::Host(self.address as usize), self.born);
     }
 }

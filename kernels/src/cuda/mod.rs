@@ -20,6 +20,7 @@
 
 mod arguments;
 mod cache;
+mod captures;
 pub(crate) mod choice;
 mod compile;
 mod device;

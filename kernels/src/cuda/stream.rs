@@ -88,6 +88,19 @@ impl Stream {
         Ok(Stream { device: Arc::clone(device), raw })
     }
 
+    /// As [`new`](Self::new), with its work before that of other streams wherever both could start: for what other ranks
+    /// wait for.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn urgent(device: &Arc<Device>) -> Result<Self> {
+        device.bind()?;
+        let (_, most) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
+        let kind = result::stream::StreamKind::NonBlocking;
+        let raw = result::stream::create_with_priority(kind, most).context("cuStreamCreateWithPriority")?;
+        Ok(Stream { device: Arc::clone(device), raw })
+    }
+
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
         &self.device

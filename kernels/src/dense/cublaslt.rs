@@ -23,7 +23,7 @@
 //! understands again: so it is remembered, and checked before it is used.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::cublaslt::sys::{
     cublasComputeType_t as Compute, cublasLtEpilogue_t as Epilogue,
@@ -59,7 +59,6 @@ libraries::functions! {
         version = cublasLtGetVersion() -> usize;
         status_string = cublasLtGetStatusString(Status) -> *const c_char;
         create = cublasLtCreate(*mut Raw) -> Status;
-        destroy = cublasLtDestroy(Raw) -> Status;
         create_product = cublasLtMatmulDescCreate(*mut Raw, Compute, DataType) -> Status;
         set_product = cublasLtMatmulDescSetAttribute(Raw, Property, Address, usize) -> Status;
         destroy_product = cublasLtMatmulDescDestroy(Raw) -> Status;
@@ -97,12 +96,11 @@ impl Library {
     /// # Errors
     /// If the library is not there, lacks a function, or refuses this GPU.
     pub(super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
-        static OPEN: Mutex<Vec<Weak<Library>>> = Mutex::new(Vec::new());
+        // Kept to the end of the process: captured graphs may use what belongs to the handle.
+        static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|library| library.strong_count() > 0);
-        let known = open.iter().filter_map(Weak::upgrade).find(|known| Arc::ptr_eq(&known.device, device));
-        if let Some(library) = known {
-            return Ok(library);
+        if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
+            return Ok(Arc::clone(known));
         }
         let functions = Functions::load(&libraries::CUBLAS_LT)?;
         device.bind()?;
@@ -111,7 +109,7 @@ impl Library {
         let status = unsafe { (functions.create)(&mut handle) };
         functions.check("cublasLtCreate", status)?;
         let library = Arc::new(Library { functions, device: Arc::clone(device), handle });
-        open.push(Arc::downgrade(&library));
+        open.push(Arc::clone(&library));
         Ok(library)
     }
 
@@ -119,15 +117,6 @@ impl Library {
     pub(super) fn version(&self) -> String {
         // SAFETY: takes nothing.
         format!("cuBLASLt {}", unsafe { (self.functions.version)() })
-    }
-}
-
-impl Drop for Library {
-    fn drop(&mut self) {
-        if !self.device.is_abandoned() && self.device.bind().is_ok() {
-            // SAFETY: created in `on`, and nobody uses it any more.
-            unsafe { (self.functions.destroy)(self.handle) };
-        }
     }
 }
 

@@ -5,8 +5,7 @@
 //! size, such as the last of an epoch, is left to this crate's kernels: the library's algorithms were chosen for one size,
 //! and a step that is captured has no time to choose.
 //!
-//! All calls put work on a stream, allocate nothing, and can be captured once they have run. A captured graph needs the
-//! layer as long as it is launched.
+//! All calls put work on a stream, allocate nothing, and can be captured once they have run.
 
 use super::cublaslt::{ALIGNMENT, Algorithm, Library, Plan};
 use super::{Shape, cuda};

@@ -147,7 +147,7 @@ impl DeviceDataParallel {
         }
         replicate(&mut *host, &layout, &mut parameters)?;
         let device = comm.device().clone();
-        let (compute, exchange) = (Stream::new(&device)?, Stream::new(&device)?);
+        let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
         let OptimizerConfig { rule, decay_weights_only, average } = config.optimizer;
         let len = layout.len();
         let arena = |used: bool, dtype| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();

@@ -83,6 +83,8 @@ impl Gpu {
         let device = model.stream().device();
         let mark =
             |_| -> mgpu::Result<Mark> { Ok(Mark { score: Reading::new(device, Score::BYTES)?, step: 0 }) };
+        // What set-up took to time kernels with is not the training's.
+        device.reset_memory_peak();
         Ok(Gpu {
             graphs: Vec::new(),
             marks: (0..AHEAD).map(mark).collect::<mgpu::Result<_>>()?,

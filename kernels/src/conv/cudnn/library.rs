@@ -1,7 +1,7 @@
 //! What is called of cuDNN, and its objects.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::cudnn::sys::{
     cudnnActivationMode_t as Activation, cudnnConvolutionMode_t as Mode, cudnnDataType_t as DataType,
@@ -68,7 +68,6 @@ libraries::functions! {
         version = cudnnGetVersion() -> usize;
         error_string = cudnnGetErrorString(Status) -> *const c_char;
         create = cudnnCreate(*mut Raw) -> Status;
-        destroy = cudnnDestroy(Raw) -> Status;
         set_stream = cudnnSetStream(Raw, Raw) -> Status;
         create_tensor = cudnnCreateTensorDescriptor(*mut Raw) -> Status;
         set_tensor = cudnnSetTensor4dDescriptor(Raw, Format, DataType, c_int, c_int, c_int, c_int) -> Status;
@@ -138,12 +137,11 @@ impl Library {
     /// # Errors
     /// If the library is not there, lacks a function, or refuses this GPU.
     pub(in super::super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
-        static OPEN: Mutex<Vec<Weak<Library>>> = Mutex::new(Vec::new());
+        // Kept to the end of the process: captured graphs may use what belongs to the handle.
+        static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|library| library.strong_count() > 0);
-        let known = open.iter().filter_map(Weak::upgrade).find(|known| Arc::ptr_eq(&known.device, device));
-        if let Some(library) = known {
-            return Ok(library);
+        if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
+            return Ok(Arc::clone(known));
         }
         // It needs this one, and finds it only where the loader does.
         let _ = libraries::open(&libraries::CUBLAS_LT);
@@ -154,7 +152,7 @@ impl Library {
         let status = unsafe { (functions.create)(&mut handle) };
         functions.check("cudnnCreate", status)?;
         let library = Arc::new(Library { functions, device: Arc::clone(device), handle: Mutex::new(handle) });
-        open.push(Arc::downgrade(&library));
+        open.push(Arc::clone(&library));
         Ok(library)
     }
 
@@ -182,17 +180,6 @@ impl Library {
     pub(super) fn ask(&self, name: &'static str, call: impl FnOnce(Raw) -> Status) -> Result<()> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         self.functions.check(name, call(*handle))
-    }
-}
-
-impl Drop for Library {
-    fn drop(&mut self) {
-        // It waits for the GPU.
-        if !self.device.is_abandoned() && self.device.bind().is_ok() {
-            let handle = *self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: created in `on`, and nobody uses it any more.
-            unsafe { (self.functions.destroy)(handle) };
-        }
     }
 }
 
