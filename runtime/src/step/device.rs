@@ -69,6 +69,33 @@ struct Slot {
 /// Used in the order of a step: [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which
 /// write every [`gradient`](Self::gradient) and announce it by [`ready`](Self::ready); [`finish_step`](Self::finish_step).
 /// None of these waits for the GPU.
+///
+/// ```no_run
+/// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+/// use mgpu::step::device::{ALIGNMENT, BUCKET, DeviceConfig, DeviceDataParallel, Schedule};
+/// # fn main() -> mgpu::Result<()> {
+/// let mut world = mgpu::World::from_env()?; // under `mgpurun --backend nccl`
+/// let (device, host) = world.communicators()?;
+/// let mut layout = mgpu::Layout::new();
+/// layout.push_aligned("slope", [1], ALIGNMENT);
+/// let config = DeviceConfig {
+///     optimizer: OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() })),
+///     schedule: Schedule { steps_per_epoch: 100, falling_steps: None },
+///     bf16_copy: false,
+///     bucket: BUCKET,
+/// };
+/// let mut model = DeviceDataParallel::new(device, host, layout, vec![0.0], config)?;
+/// for _ in 0..100 {
+///     model.begin_step()?;
+///     // Kernels of the model on `model.stream()` write `model.gradient(0)`. Here: the parameter itself.
+///     model.stream().copy(model.parameter(0), model.gradient(0))?;
+///     model.ready(0)?;
+///     model.finish_step()?;
+/// }
+/// println!("{:?}", model.parameters()?);
+/// # Ok(())
+/// # }
+/// ```
 pub struct DeviceDataParallel {
     // The first to go: ending a communicator ends what its collectives still do to the memory below.
     host: Box<dyn Communicator>,
