@@ -55,6 +55,11 @@ impl Call {
         }
     }
 
+    /// True unless only two ranks take part.
+    pub(super) fn is_collective(&self) -> bool {
+        !matches!(self.kind, Kind::Send { .. } | Kind::Recv { .. })
+    }
+
     /// Payload of this rank.
     pub(super) fn bytes(&self) -> usize {
         self.count * self.dtype.size()

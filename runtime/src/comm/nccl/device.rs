@@ -98,6 +98,7 @@ impl DeviceCommunicator {
             membership: Arc::clone(membership),
             rank: membership.rank(),
             size,
+            number,
             name: format!("communicator-{number}"),
             timeout,
             owner: Owner::start(nccl, device)?,
@@ -211,6 +212,17 @@ impl DeviceCommunicator {
         self.submit(group.calls)
     }
 
+    /// Checks whether a graph of operations may be launched, and counts it.
+    ///
+    /// # Errors
+    /// If an error has made the communicator unusable.
+    pub(crate) fn begin_launch(&self) -> Result<()> {
+        let Some(link) = &self.link else { return Ok(()) };
+        link.check()?;
+        link.membership.standing.count_turn(link.number);
+        Ok(())
+    }
+
     /// Notes that operations are being captured.
     pub(super) fn note_capture(&self) {
         if let Some(link) = &self.link {
@@ -238,6 +250,9 @@ impl DeviceCommunicator {
         last.call = calls.last().copied();
         if last.sequence == 1 {
             link.membership.come_to(Moment::Collective);
+        }
+        if calls.iter().any(Call::is_collective) {
+            link.membership.standing.count_turn(link.number);
         }
         let doing = Doing { peers: link.peers(), ..self.doing(&last, &calls) };
         let answer = link.owner.enqueue(calls);

@@ -90,7 +90,10 @@ impl HostCommunicator {
         }
         let peers = match kind {
             Kind::Send { to: peer } | Kind::Recv { from: peer } => vec![peer],
-            _ => self.link().peers(),
+            _ => {
+                self.link().membership.standing.count_turn(self.link().number);
+                self.link().peers()
+            }
         };
         let doing = Doing {
             operation: call.kind,

@@ -33,6 +33,7 @@ pub(super) struct Link {
     pub(super) membership: Arc<Membership>,
     pub(super) rank: u32,
     pub(super) size: u32,
+    pub(super) number: u32,
     pub(super) name: String,
     pub(super) timeout: Duration,
     pub(super) owner: Owner,
@@ -82,6 +83,7 @@ impl Link {
             // Another thread was faster, and ends it.
             return error;
         }
+        self.membership.standing.fail();
         // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
         self.membership.page().blame(self.rank, &error);
         self.owner.abort();
@@ -152,9 +154,14 @@ impl Link {
         let suspects = self.suspects(doing);
         if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
             page.wait(self.rank, *peer);
+            page.wait_in(self.rank, self.place());
         }
         if let Some(error) = self.membership.lost_peer(&doing.peers, || self.describe(doing)) {
             return Err(error);
+        }
+        if let Some(peer) = self.deserter(&doing.peers) {
+            let (rank, operation, how) = (self.rank, self.describe(doing), "has let go of the communicator");
+            return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
         if waited < self.timeout {
             return Ok(());
@@ -217,21 +224,10 @@ impl Drop for Link {
         if self.poison.get().is_some() {
             return;
         }
-        let all_are_well = || {
-            let (page, store) = (self.membership.page(), self.membership.store());
-            if std::thread::panicking() || page.first_failed().is_some() {
-                return false;
-            }
-            page.enter(self.rank, Operation::Barrier, 0, 0);
-            // So that nobody takes a rank that is early for a silent one.
-            page.wait(self.rank, u32::from(self.rank == 0));
-            let together = store.barrier(&format!("{}/end", self.name), self.timeout).is_ok();
-            page.leave(self.rank);
-            together
-        };
-        let _: Ended = if all_are_well() {
+        let _: Ended = if self.come_to_the_end() {
             self.owner.finalise(FINALISE_LIMIT.min(self.timeout))
         } else {
+            self.membership.standing.fail();
             self.owner.abort()
         };
     }
