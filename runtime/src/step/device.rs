@@ -337,13 +337,15 @@ impl DeviceDataParallel {
     /// Makes the steps of a graph that was captured from this model.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If an error has made the communicator unusable, or the driver refuses.
     ///
     /// # Panics
     /// If it was captured from another one.
     pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
         assert!(Arc::ptr_eq(&graph.comm, &self.comm), "a graph of another model");
-        // SAFETY: the graph has its communicator.
+        self.comm.begin_launch()?;
+        // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread
+        // aborts it now, NCCL keeps what captured operations use until the graph is gone.
         unsafe { self.compute.launch_graph(&graph.graph)? };
         self.steps += graph.steps;
         Ok(())
