@@ -70,7 +70,7 @@ struct Slot {
 /// write every [`gradient`](Self::gradient) and announce it by [`ready`](Self::ready); [`finish_step`](Self::finish_step).
 /// None of these waits for the GPU.
 pub struct DeviceDataParallel {
-    // The first to go: ending a communicator ends what its collectives still do to the memory below.
+    // Both go before the memory below, after `drop` has seen to it that collectives do nothing to it any more.
     host: Box<dyn Communicator>,
     comm: Arc<DeviceCommunicator>,
     layout: Layout,
@@ -121,6 +121,14 @@ impl Reading {
     /// If memory is short.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
         Ok(Reading { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+    }
+}
+
+impl Drop for DeviceDataParallel {
+    /// The communicator may have other holders, so it need not end here: the work does.
+    fn drop(&mut self) {
+        self.comm.come_to_rest(&self.exchange);
+        self.comm.come_to_rest(&self.compute);
     }
 }
 

@@ -40,9 +40,10 @@ use crate::{Error, Result};
 /// In a world of one there is no NCCL: every operation is the identity.
 #[derive(Debug)]
 pub struct DeviceCommunicator {
-    device: Arc<Device>,
     /// `None` in a world of one.
     link: Option<Link>,
+    /// Goes after the link: NCCL works on it.
+    device: Arc<Device>,
     last: Mutex<Last>,
 }
 
@@ -103,6 +104,7 @@ impl DeviceCommunicator {
             timeout,
             owner: Owner::start(nccl, device)?,
             poison: OnceLock::new(),
+            aborting: Mutex::default(),
         };
         let doing = Doing {
             operation: Operation::Connect,
@@ -284,6 +286,20 @@ impl DeviceCommunicator {
             }
         };
         link.during(&doing, || link.device(|| work.is_done(), &doing))
+    }
+
+    /// Returns once all work on `stream` is over, in whatever way: before memory is freed that collectives on it use.
+    /// Freeing it waits for the GPU, and for ever if a peer does not come, unless the communicator was ended before.
+    pub(crate) fn come_to_rest(&self, stream: &Stream) {
+        let Some(link) = &self.link else { return };
+        if std::thread::panicking() {
+            if !matches!(stream.is_done(), Ok(true)) {
+                link.end_by_force("a panic");
+            }
+            return;
+        }
+        // An error has ended the communicator.
+        let _ = self.wait(stream, "the end of its work");
     }
 
     /// What the last operations are to those who look.

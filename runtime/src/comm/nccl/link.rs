@@ -5,7 +5,7 @@
 //! clock. Whatever ends a wait early ends the communicator: it is aborted, and says why from then on.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda;
@@ -39,6 +39,8 @@ pub(super) struct Link {
     pub(super) owner: Owner,
     /// The error that made the communicator unusable.
     pub(super) poison: OnceLock<String>,
+    /// Locked as long as the communicator is being ended because of that.
+    pub(super) aborting: Mutex<()>,
 }
 
 /// What a rank waits in, for the page and for errors.
@@ -59,12 +61,16 @@ impl Link {
         (0..self.size).filter(|peer| *peer != self.rank).collect()
     }
 
-    /// The error of a communicator that had one.
+    /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
+    /// free memory, which waits for the GPU unless that was given up.
     pub(super) fn check(&self) -> Result<()> {
-        match self.poison.get() {
-            None => Ok(()),
-            Some(cause) => Err(Error::Poisoned { rank: self.rank, cause: cause.clone() }),
-        }
+        let Some(cause) = self.poison.get() else { return Ok(()) };
+        drop(self.aborting());
+        Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
+    }
+
+    fn aborting(&self) -> MutexGuard<'_, ()> {
+        self.aborting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `wait` with a note on the page for its time. Its error is the end of the communicator.
@@ -79,15 +85,31 @@ impl Link {
         if matches!(error, Error::InvalidArgument { .. } | Error::Poisoned { .. }) {
             return error;
         }
-        if self.poison.set(error.to_string()).is_err() {
-            // Another thread was faster, and ends it.
+        // If another thread is faster, its abort is waited for.
+        let _aborting = self.aborting();
+        if self.poison.get().is_some() {
             return error;
         }
+        // No call that is still queued is made once anybody has seen the error: it was lent memory that may be gone.
+        self.owner.give_up();
+        let _ = self.poison.set(error.to_string());
         self.membership.standing.fail();
         // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
         self.membership.page().blame(self.rank, &error);
         self.owner.abort();
         error
+    }
+
+    /// Ends the communicator at once, without an error to report.
+    pub(super) fn end_by_force(&self, why: &str) {
+        let _aborting = self.aborting();
+        if self.poison.get().is_some() {
+            return;
+        }
+        self.owner.give_up();
+        let _ = self.poison.set(why.to_owned());
+        self.membership.standing.fail();
+        self.owner.abort();
     }
 
     /// Waits for an answer of the owner.
