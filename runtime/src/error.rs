@@ -149,7 +149,7 @@ pub enum Error {
         operation: String,
         /// The function.
         call: &'static str,
-        /// How long it has waited.
+        /// How long ago that call began.
         after: Duration,
     },
     /// A checkpoint cannot be written or read.

@@ -190,7 +190,7 @@ impl Link {
         }
         let (rank, operation) = (self.rank, self.describe(doing));
         Err(match stuck {
-            Some(call) => Error::Stuck { rank, operation, call, after: waited },
+            Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
             None => Error::Timeout { rank, waited_for: suspects, operation, after: waited },
         })
     }
