@@ -34,6 +34,9 @@ pub const ALIGNMENT: usize = 64;
 /// several are under way in a backward pass.
 pub const BUCKET: usize = 16 << 20;
 
+/// What is waited for mostly, in the words of errors.
+const STEP: &str = "training step";
+
 /// What the moving average is called among the arenas.
 const AVERAGE: &str = "average";
 
@@ -376,17 +379,26 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
     pub fn read<'a>(&self, reading: &'a mut Reading) -> Result<&'a [u8]> {
-        self.comm.wait(&reading.done, "training step")?;
+        self.comm.wait(&reading.done, STEP)?;
         // SAFETY: the event lies behind the copy, and none is begun while the bytes are lent.
         Ok(unsafe { reading.bytes.bytes() })
     }
 
-    /// Waits until all work on the stream is over, as far as the other ranks are alive and come along.
+    /// Waits until all work on the stream is over, as far as the other ranks are alive and come along. `what` is what it
+    /// is, in the words of an error.
     ///
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
-    pub fn wait(&self) -> Result<()> {
-        self.comm.wait(&self.compute, "training step")
+    pub fn wait(&self, what: &str) -> Result<()> {
+        self.comm.wait(&self.compute, what)
+    }
+
+    /// As [`wait`](Self::wait), where no other rank has a part in the work on the stream, as in an evaluation.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait_local`].
+    pub fn wait_local(&self, what: &str) -> Result<()> {
+        self.comm.wait_local(&self.compute, what)
     }
 
     /// Names, shapes and offsets of the parameters.
@@ -409,7 +421,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn parameters(&mut self) -> Result<Vec<f32>> {
-        self.wait()?;
+        self.wait(STEP)?;
         Ok(self.parameters.to_vec(&self.compute)?)
     }
 
@@ -450,7 +462,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn arenas(&mut self) -> Result<Vec<(&'static str, Vec<f32>)>> {
-        self.wait()?;
+        self.wait(STEP)?;
         let named = self.named();
         named.into_iter().map(|(name, memory)| Ok((name, memory.to_vec(&self.compute)?))).collect()
     }
@@ -468,7 +480,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As `read`, and the communicator's.
     pub fn restore(&mut self, steps: u64, mut read: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<()> {
-        self.wait()?;
+        self.wait(STEP)?;
         let names: Vec<&'static str> = self.named().into_iter().map(|(name, _)| name).collect();
         for (index, name) in names.into_iter().enumerate() {
             let mut values = read(name)?;

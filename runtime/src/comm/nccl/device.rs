@@ -269,13 +269,7 @@ impl DeviceCommunicator {
     /// If a peer fails, NCCL reports an error, the GPU does, or it is not done before the world's timeout. The
     /// communicator is unusable then: its operations have been aborted, and what they were to write is not defined.
     pub fn wait(&self, work: &impl Awaited, what: &str) -> Result<()> {
-        let Some(link) = &self.link else {
-            // No other rank: it ends when the GPU is done.
-            while !work.is_done()? {
-                std::thread::park_timeout(Duration::from_micros(50));
-            }
-            return Ok(());
-        };
+        let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
         let doing = {
             let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -286,6 +280,20 @@ impl DeviceCommunicator {
             }
         };
         link.during(&doing, || link.device(|| work.is_done(), &doing))
+    }
+
+    /// As [`wait`](Self::wait), for work that needs no other rank, all collectives before it being over. No peer is held
+    /// responsible if it does not end, and none waits for this rank in vain without a sign of it.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait); past the world's timeout, [`Error::Stuck`] with this rank.
+    pub fn wait_local(&self, work: &impl Awaited, what: &str) -> Result<()> {
+        let Some(link) = &self.link else { return wait_alone(work) };
+        link.check()?;
+        let operation = Operation::Barrier;
+        let doing = Doing { operation, sequence: 0, bytes: 0, text: what.to_owned(), peers: Vec::new() };
+        // Nothing is noted on the page: to the peers this rank is busy.
+        link.device(|| work.is_done(), &doing).map_err(|error| link.fail(error))
     }
 
     /// Returns once all work on `stream` is over, in whatever way: before memory is freed that collectives on it use.
@@ -322,6 +330,14 @@ impl DeviceCommunicator {
     pub(super) fn link(&self) -> Option<&Link> {
         self.link.as_ref()
     }
+}
+
+/// Waits where there is no other rank: until the GPU is done.
+fn wait_alone(work: &impl Awaited) -> Result<()> {
+    while !work.is_done()? {
+        std::thread::park_timeout(Duration::from_micros(50));
+    }
+    Ok(())
 }
 
 /// The id of the communicator: made by rank 0, the same on all ranks.

@@ -51,7 +51,7 @@ pub(super) struct Doing {
     pub(super) sequence: u32,
     pub(super) bytes: usize,
     pub(super) text: String,
-    /// The ranks without which it does not end.
+    /// The ranks without which it does not end; none where it is this rank's own affair.
     pub(super) peers: Vec<u32>,
 }
 
@@ -131,14 +131,15 @@ impl Link {
 
     /// Waits until the GPU has come to where `is_done` asks for.
     pub(super) fn device(&self, is_done: impl Fn() -> cuda::Result<bool>, doing: &Doing) -> Result<()> {
-        if is_done()? {
+        let is_over = || is_done().map_err(|error| self.broken(doing, error));
+        if is_over()? {
             return Ok(());
         }
         let began = Instant::now();
         let mut next_look = LOOK_EVERY;
         let mut watcher = None;
         loop {
-            if is_done()? {
+            if is_over()? {
                 return Ok(());
             }
             let waited = began.elapsed();
@@ -190,6 +191,9 @@ impl Link {
         }
         let (rank, operation) = (self.rank, self.describe(doing));
         Err(match stuck {
+            None if doing.peers.is_empty() => {
+                Error::Stuck { rank, operation, call: "the GPU's own work", after: waited }
+            }
             Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
             None => Error::Timeout { rank, waited_for: suspects, operation, after: waited },
         })
@@ -223,9 +227,17 @@ impl Link {
         lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(doing), problem })
     }
 
+    /// The error of the GPU's work. A peer that dies can surface as one, too.
+    fn broken(&self, doing: &Doing, error: cuda::Error) -> Error {
+        let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
+        let place = || format!("rank {} in {}", self.rank, self.describe(doing));
+        lost.unwrap_or_else(|| Error::Gpu(error.noticed_in(&place())))
+    }
+
     fn describe(&self, doing: &Doing) -> String {
-        let Doing { operation, sequence, text, .. } = doing;
+        let Doing { operation, sequence, text, peers, .. } = doing;
         match (operation, sequence) {
+            _ if peers.is_empty() => text.clone(),
             (Operation::Connect, _) | (_, 0) => format!("{text}, {}", self.name),
             _ => format!("operation {sequence} of {}, {text}", self.name),
         }
