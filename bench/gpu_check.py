@@ -95,8 +95,9 @@ class Session:
         self.skipped.append({"part": self.part, "what": what, "why": why})
         print(f"skipped {what}: {why}", flush=True)
 
-    def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None):
-        """One program. Its last line of JSON, if any, is the result; `judge` may find a problem in it."""
+    def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None, keep=None):
+        """One program. Its last line of JSON, if any, is the result; `judge` may find a problem in it. Lines that match
+        `keep` are kept."""
         left = self.deadline - time.monotonic()
         if left < 5:
             self.skip(name, f"the part's {self.options.limit} s are over")
@@ -123,6 +124,9 @@ class Session:
             child.wait()
             output.seek(0)
             text = output.read()
+        if self.data:
+            # On a machine of somebody's own, paths are nobody's business.
+            text = text.replace(self.data, "DATA")
         result = None
         for line in text.splitlines():
             # A launcher may have put the rank in front.
@@ -142,13 +146,15 @@ class Session:
         elif judge:
             problem = judge(result)
         seconds = round(time.monotonic() - start, 1)
-        # On a machine of somebody's own, paths are nobody's business.
         words = [os.path.basename(word) if os.path.isabs(word) else word for word in command]
         tail = text.splitlines()[-12:] if problem else []
         run = {"part": self.part, "name": name, "command": " ".join(words), "seconds": seconds, "code": code,
                "problem": problem, "result": result, "tail": tail}
+        if keep:
+            lines = [" ".join(line.split()) for line in text.splitlines() if re.search(keep, line)]
+            run["lines"] = [re.sub(r" [0-9.]+ ms", "", line) for line in lines] if self.fake else lines
         self.runs.append(run)
-        print(f"{'FAILED' if problem else 'ok    '} {name:<60} {seconds:7.1f} s  {problem or self.figure(run)}", flush=True)
+        print(f"{'FAILED' if problem else 'ok    '} {name:<60} {'' if self.fake else f'{seconds:7.1f} s'}  {problem or self.figure(run)}", flush=True)
         for line in tail:
             print("       | " + line, flush=True)
         self.write()
@@ -217,13 +223,19 @@ def golden(s):
             continue
         for precision in ["f32", "tf32", "bf16"]:
             for choice in ["builtin", "auto"]:
-                s.run(f"{net} {precision} {choice}", [s.program("golden_check"), "--data", s.data, "--precision", precision,
-                                                      "--kernels", choice, file], limit=120)
+                s.run(f"{net} {precision} {choice}", [
+                    *launcher(s, 1), s.program("golden_check"), "--data", s.data, "--precision", precision, "--kernels", choice,
+                    file], limit=120, contains="on " + re.escape(s.machine["device"]), keep=" deviation .* bound ")
 
 
 def launcher(s, ranks):
     share = ["--share-gpus"] if ranks > 1 else []
     return [s.program("mgpurun"), "-n", str(ranks), *share, "--backend", "nccl", "--no-prefix"]
+
+
+def on_gpu(result):
+    """What is wrong with the summary of a training."""
+    return None if (result or {}).get("device") == "cuda" else "it did not run on the GPU"
 
 
 def digits(s):
@@ -240,7 +252,8 @@ def nccl(s):
                                                       dtype, "--max", str(most)], limit=120)
         batch = 64 // ranks
         run = s.run(f"{ranks} ranks, training", [*launcher(s, ranks), s.program("train_mnist"), *digits(s), "--batch",
-                                                 str(batch), "--steps", "6" if s.fake else "50", "--skip-test", "--json"])
+                                                 str(batch), "--steps", "6" if s.fake else "50", "--skip-test", "--json"],
+                    judge=on_gpu)
         weights[ranks] = (run or {}).get("result")
     s.run("2 ranks, training, again", [*launcher(s, 2), s.program("train_mnist"), *digits(s), "--batch", "32", "--steps",
                                        "6" if s.fake else "50", "--skip-test", "--json"],
@@ -278,9 +291,9 @@ def throughput(s):
 
     def ours(net, batch, precision, choice, graph):
         name = f"{net} {batch} {precision} ours {choice} {'graph' if graph else 'eager'}"
-        s.run(name, [s.program("train_mnist"), *digits(s), "--net", net, "--batch", str(batch), "--steps", str(steps(batch)),
-                     "--precision", precision, "--kernels", choice, *([] if graph else ["--no-graph"]), "--skip-test",
-                     "--json"])
+        s.run(name, [*launcher(s, 1), s.program("train_mnist"), *digits(s), "--net", net, "--batch", str(batch), "--steps",
+                     str(steps(batch)), "--precision", precision, "--kernels", choice, *([] if graph else ["--no-graph"]),
+                     "--skip-test", "--show-kernels", "--json"], limit=240, judge=on_gpu, keep="^(conv|dense) ")
 
     def theirs(net, batch, precision, mode):
         if not torch or net == "ensemble4800":
@@ -323,8 +336,8 @@ def accuracy(s):
         def judge(result):
             reached = max((result or {}).get("test_acc") or 0.0, (result or {}).get("test_acc_average") or 0.0)
             return None if reached >= reach else f"accuracy {100 * reached:.2f}%, below {100 * reach:.1f}%"
-        s.run(f"{net} {' '.join(flags)}", [s.program("train_mnist"), "--data", s.data, "--net", net, "--precision", "bf16",
-                                           *flags, "--json"], limit=600, judge=judge)
+        s.run(f"{net} {' '.join(flags)}", [*launcher(s, 1), s.program("train_mnist"), "--data", s.data, "--net", net,
+                                           "--precision", "bf16", *flags, "--json"], limit=600, judge=judge)
 
 
 def sanitizer(s):

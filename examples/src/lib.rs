@@ -8,7 +8,7 @@
 //! | [`embed`] | a program that starts its own ranks, and one that is handed a world |
 //! | [`train_mnist`] | data-parallel training with everything that belongs to it |
 //! | [`golden_check`] | the same networks against recorded reference runs |
-//! | `gpu_check` | every CUDA kernel against the CPU (with the feature `cuda`) |
+//! | [`gpu_check`] | every CUDA kernel against the CPU |
 //! | [`allreduce_perf`] | how long an all-reduce takes |
 //!
 //! They share [`nets`], the networks, and [`data`], the digits.

@@ -73,6 +73,39 @@ fn a_kernel_that_is_wrong_is_found() {
     }
 }
 
+/// `bench/gpu_check.sh` itself, dry: small, without times, and labelled.
+#[test]
+fn the_script_for_machines_with_a_gpu_runs_dry() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, program) in [
+        ("mgpurun", env!("CARGO_BIN_EXE_t-mgpurun")),
+        ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
+        ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
+        ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
+        ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
+    ] {
+        std::os::unix::fs::symlink(program, folder.path().join(name)).expect("a link");
+    }
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/gpu_check.sh");
+    let mut command = fake_gpu::command(script);
+    command.env("BIN", folder.path()).env("PYTHONDONTWRITEBYTECODE", "1");
+    command
+        .args(["throughput", "bandwidth", "accuracy", "sanitizer", "--limit", "120", "--out"])
+        .arg(folder.path());
+    let finished = run(&mut command);
+    finished
+        .expect(0, &["FAKE GPU: nothing here says anything about a GPU", "throughput     12 runs, 0 failed"]);
+    let written = std::fs::read_dir(folder.path()).expect("a folder").filter_map(Result::ok);
+    let names: Vec<_> = written.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let name = names.iter().find(|name| name.ends_with("-fake-gpu-tests-only.json"));
+    let text = std::fs::read_to_string(folder.path().join(name.expect("a result"))).expect("a result");
+    let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(results["fake"], true);
+    let runs = results["runs"].as_array().expect("an array");
+    assert!(runs.iter().all(|run| run["result"]["gpu"] == "FAKE GPU (tests only)"));
+    assert!(!text.contains("images_per_s") && !text.contains(" ms"), "times of a fake in {text}");
+}
+
 #[test]
 fn nothing_is_measured_on_what_is_no_gpu() {
     let finished = run(gpu_check().arg("--bandwidth"));

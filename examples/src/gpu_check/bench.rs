@@ -193,6 +193,10 @@ impl Bench {
         self.report
     }
 
+    pub(super) fn fake(&self) -> bool {
+        self.stream.device().name().contains(super::FAKE)
+    }
+
     /// True where products of TF32 and bf16 are made by tensor cores.
     pub(super) fn tensor_cores(&self) -> bool {
         self.stream.device().architecture() >= (8, 0)

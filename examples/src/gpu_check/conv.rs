@@ -51,7 +51,7 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 fn large_tiles(bench: &mut Bench) -> Outcome {
     let multiprocessors = bench.stream.device().multiprocessors() as usize;
     // Of 128 by 128 results there is one tile for each multiprocessor.
-    let rows = 128 * multiprocessors.div_ceil(2);
+    let rows = 128 * (multiprocessors / 2).max(1);
     for precision in Precision::ALL {
         pass(bench, &Conv::dense(rows, 16, 256), precision, Pass::Forward)?;
         pass(bench, &Conv::dense(rows, 256, 16), precision, Pass::BackwardInput)?;

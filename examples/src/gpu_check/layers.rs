@@ -108,7 +108,10 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
     let dtype = precision.storage();
     let slope = [1.0, 0.0, LEAKY_SLOPE][bench.random.below(3)];
     let layer = Layer::new(&bench.stream, conv, precision, slope)?;
-    println!("       {}", layer.describe());
+    // It tells times, which mean nothing on what is no GPU.
+    if !bench.fake() {
+        println!("       {}", layer.describe());
+    }
     let x = stored(precision, bench.random.floats(images * shape.input_len()));
     let w = stored(precision, bench.random.floats(shape.weights_len()));
     let dy = stored(precision, bench.random.floats(images * shape.output_len()));

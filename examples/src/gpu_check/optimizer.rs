@@ -143,7 +143,7 @@ fn update(
         (4, "average", &average),
     ] {
         let expected = wide(expected);
-        judge.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-3, bound);
+        judge.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-2, bound);
     }
     // The copy is that of the GPU's own parameters.
     let copy: Vec<f32> = narrow(&found.floats(1)).iter().map(|value| value.to_f32()).collect();
