@@ -119,6 +119,8 @@ pub struct DeviceDataParallel {
     compute: Stream,
     exchange: Stream,
     steps: u64,
+    /// Tells this model from others.
+    identity: Arc<()>,
 }
 
 /// Captured steps. Dropped before the model's communicator, which waits for that.
@@ -128,6 +130,8 @@ pub struct StepGraph {
     steps: u64,
     /// Its collectives are part of the graph.
     comm: Arc<DeviceCommunicator>,
+    /// Who it was captured from.
+    model: Arc<()>,
 }
 
 impl StepGraph {
@@ -226,6 +230,7 @@ impl DeviceDataParallel {
             compute,
             exchange,
             steps: 0,
+            identity: Arc::default(),
         };
         model.renew_copy()?;
         Ok(model)
@@ -369,7 +374,8 @@ impl DeviceDataParallel {
         let graph = self.compute.end_capture();
         let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
-        Ok(StepGraph { graph: graph?, steps, comm: Arc::clone(&self.comm) })
+        let model = Arc::clone(&self.identity);
+        Ok(StepGraph { graph: graph?, steps, comm: Arc::clone(&self.comm), model })
     }
 
     /// Makes the steps of a graph that was captured from this model.
@@ -380,7 +386,7 @@ impl DeviceDataParallel {
     /// # Panics
     /// If it was captured from another one.
     pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
-        assert!(Arc::ptr_eq(&graph.comm, &self.comm), "a graph of another model");
+        assert!(Arc::ptr_eq(&graph.model, &self.identity), "a graph of another model");
         self.comm.begin_launch()?;
         // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread
         // aborts it now, NCCL keeps what captured operations use until the graph is gone.
