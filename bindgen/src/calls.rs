@@ -131,8 +131,8 @@ impl Library {
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
-    /// What NCCL noted of the last error in this process, in more words than the result has. Empty if there is nothing, or
-    /// the library is older than 2.13.
+    /// The last warning of NCCL in this process, whichever communicator or thread it was about: often in more words why a
+    /// call failed. Empty if there is none, or the library is older than 2.13.
     pub fn last_error(&self) -> String {
         let Ok(function) = self.function("ncclGetLastError", |symbols| &symbols.ncclGetLastError) else {
             return String::new();
@@ -142,7 +142,8 @@ impl Library {
         if text.is_null() {
             return String::new();
         }
-        // SAFETY: not null, so it is the library's buffer for this text: always terminated, and mapped for good.
+        // SAFETY: not null, so it is the one buffer that the library has for this text in a process: mapped for good, and its
+        // last byte is never written, so that it is terminated even while another thread's warning changes the rest.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
     }
 

@@ -15,17 +15,21 @@ impl Machine {
     }
 
     fn new(mut topology: Topology, variable: impl Fn(&str) -> Option<String>) -> Self {
-        let gpus = visible_gpus(&list_gpus(Path::new("/")), variable("CUDA_VISIBLE_DEVICES").as_deref());
+        let mut present = list_gpus(Path::new("/"));
+        // As CUDA, which counts those that it can open.
+        present.retain(|gpu| gpu.reachable);
+        let gpus = visible_gpus(&present, variable("CUDA_VISIBLE_DEVICES").as_deref());
         let set = |name: &&str| variable(name).is_some_and(|value| !value.is_empty());
         let mut thread_variables: Vec<&'static str> =
             [MGPU_THREADS, OMP_NUM_THREADS].into_iter().filter(set).collect();
+        let mut nccl_variables: Vec<&'static str> = nccl::NAMES.into_iter().filter(set).collect();
         if set(&MGPU_RENDEZVOUS) {
             // This launcher is a rank of another one, which has set them: they say what there is to divide.
             thread_variables.clear();
+            nccl_variables.clear();
             let share = variable(MGPU_THREADS).and_then(|text| text.trim().parse().ok());
             topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
         }
-        let nccl_variables = nccl::NAMES.into_iter().filter(set).collect();
         Machine { gpus, topology, thread_variables, nccl_variables, nccl: None }
     }
 }

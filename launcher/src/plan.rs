@@ -230,8 +230,15 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
     let near: Vec<_> = (0..ranks).map(|rank| gpu(rank).and_then(|gpu| gpu.node)).collect();
     let places = place(&machine.topology, request.bind, &near);
     let unmet = placement::unmet(&machine.topology, request.bind, &places);
+    let shares_gpus = request.share_gpus && backend == "nccl" && gpus < ranks as usize;
+    let idle = (request.share_gpus && !shares_gpus).then(|| match backend {
+        "nccl" => format!("--share-gpus has no effect: {gpus} GPUs are enough for {ranks} ranks"),
+        _ => "--share-gpus has no effect: no GPU is used".to_owned(),
+    });
+    // CUDA shows a process the first part of a GPU only, of whatever list.
+    let isolates = request.isolate_gpus || machine.gpus.iter().any(|gpu| gpu.name.starts_with("MIG-"));
     let faults = request.injections.iter().map(|injection| format!("a fault will be injected: {injection}"));
-    let notices = notice.into_iter().chain(unmet).chain(faults).collect();
+    let notices = notice.into_iter().chain(idle).chain(unmet).chain(faults).collect();
     let rank_plan = |(rank, place): (u32, placement::Placement)| {
         let mut environment = vec![
             (RANK, rank.to_string()),
@@ -241,15 +248,13 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
             (MGPU_BACKEND, backend.to_string()),
         ];
         let isolated = if uses_gpus { gpu(rank) } else { machine.gpus.get(rank as usize) };
-        if request.isolate_gpus
-            && let Some(gpu) = isolated
-        {
+        if isolates && let Some(gpu) = isolated {
             // It sees that one alone, whatever its rank.
             environment.extend([("CUDA_VISIBLE_DEVICES", gpu.name.clone()), (MGPU_DEVICE, "0".into())]);
         }
         if backend == "nccl" {
             let mut variables = nccl::on_one_host();
-            if request.share_gpus {
+            if shares_gpus {
                 environment.push((MGPU_SHARE_GPUS, "1".into()));
                 variables.extend(nccl::on_one_gpu(rank, machine.nccl));
             }
@@ -437,6 +442,28 @@ mod tests {
         );
         assert_eq!(rank.value("NCCL_SOCKET_IFNAME"), "lo");
         assert!(rank.location.ends_with("GPU GPU-0"), "{}", rank.location);
+    }
+
+    #[test]
+    fn sharing_that_is_not_needed_is_said_and_changes_nothing() {
+        let request = Request { share_gpus: true, ..request(Ranks::Count(2)) };
+        for (gpus, text) in [(2, "2 GPUs are enough for 2 ranks"), (0, "no GPU is used")] {
+            let plan = plan(&request, &machine(gpus)).unwrap();
+            assert_eq!(plan.notices, [format!("--share-gpus has no effect: {text}")]);
+            assert_eq!(plan.ranks[1].value("NCCL_HOSTID") + &plan.ranks[1].value(MGPU_SHARE_GPUS), "");
+        }
+    }
+
+    #[test]
+    fn a_rank_sees_its_own_part_of_a_gpu_alone() {
+        let gpu = |name: &str| Gpu { name: name.into(), ..Gpu::default() };
+        let machine = Machine { gpus: vec![gpu("MIG-a"), gpu("MIG-b")], ..Machine::default() };
+        let plan = plan(&request(Ranks::Count(2)), &machine).unwrap();
+        let rank = &plan.ranks[1];
+        assert_eq!(
+            (rank.value("CUDA_VISIBLE_DEVICES"), rank.value(MGPU_DEVICE)),
+            ("MIG-b".into(), "0".into())
+        );
     }
 
     #[test]

@@ -137,7 +137,8 @@ pub enum Error {
         /// NCCL's own text.
         problem: String,
     },
-    /// A call into NCCL or the driver did not return, which no peer can be the reason of.
+    /// A call into NCCL or the driver, or a rank's own work on its GPU, did not come to an end, which no peer can be the
+    /// reason of.
     #[error(
         "rank {rank} is stuck in {operation}: {call} has not returned for {:.1} s, although it waits for nobody",
         after.as_secs_f64()
@@ -147,9 +148,9 @@ pub enum Error {
         rank: u32,
         /// What it was doing.
         operation: String,
-        /// The function.
+        /// The function, or the work.
         call: &'static str,
-        /// How long it has waited.
+        /// How long ago that call began.
         after: Duration,
     },
     /// A checkpoint cannot be written or read.

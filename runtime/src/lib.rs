@@ -38,8 +38,8 @@
 //!
 //! # What it does not do to its host
 //! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
-//! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`], one for each NCCL communicator, and those the CPU kernels are asked
-//! to use.
+//! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`], one for each
+//! NCCL communicator, and those the CPU kernels are asked to use.
 
 pub mod bucket;
 pub mod checkpoint;
@@ -67,5 +67,7 @@ pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use sampler::Sampler;
+#[cfg(feature = "cuda")]
+pub use step::device::DeviceDataParallel;
 pub use step::{DataParallel, GradientSink};
 pub use world::{Backend, World};

@@ -13,11 +13,21 @@ pub(crate) struct Membership {
     page: ProgressPage,
     /// Faults this rank is to commit.
     injections: Vec<Injection>,
+    /// How it stands with this rank's communicators on the GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) standing: crate::comm::nccl::Standing,
 }
 
 impl Membership {
     pub(crate) fn new(rank: u32, store: Store, page: ProgressPage, injections: Vec<Injection>) -> Self {
-        Membership { rank, store, page, injections }
+        Membership {
+            rank,
+            store,
+            page,
+            injections,
+            #[cfg(feature = "cuda")]
+            standing: crate::comm::nccl::Standing::default(),
+        }
     }
 
     pub(crate) fn rank(&self) -> u32 {

@@ -107,6 +107,21 @@ fn a_rank_that_is_silent() {
     }
 }
 
+/// The peers are in a collective that the rank with the error never comes to, and that rank at the end that they never come
+/// to: both know better than to wait for a deadline.
+#[test]
+fn a_rank_with_an_error_of_its_own() {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    // Longer than any program may take here: if somebody waited for this deadline, it would be noticed.
+    launcher.env("MGPU_TIMEOUT", "600");
+    launcher.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-train_mnist")]);
+    launcher.args(["--net", "lenet5", "--synthetic", "--steps", "3", "--batch", "4", "--skip-test"]);
+    launcher.args(["--kernels", "builtin", "--metrics", "/dev/full"]);
+    let finished = run(&mut launcher);
+    finished.expect(1, &["mgpurun: rank 0 exited with code 1", "No space left on device"]);
+    assert!(!finished.stderr.contains("made no progress"), "{finished:#?}");
+}
+
 #[test]
 fn an_initialisation_that_never_ends() {
     let finished = Case::nccl(2, "hang_init@1").run();

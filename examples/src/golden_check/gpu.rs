@@ -63,7 +63,7 @@ impl Replay for Gpu {
         data.set_order(model.stream(), samples)?;
         net.clear_score(model.stream())?;
         net.step(model, data, None)?;
-        model.wait()?;
+        model.wait("training step")?;
         Ok(net.read_score(model.stream())?.loss())
     }
 

@@ -6,8 +6,8 @@
 
 template <class T>
 __device__ inline void sum_rows(const T* matrix, u32 rows, u32 columns, u32 slice, f32* sums) {
-    // Loads on their way at once, in sums of their own.
-    constexpr u32 AHEAD = 4;
+    // Loads on their way at once, in sums of their own: as many bytes for either type.
+    constexpr u32 AHEAD = 16 / sizeof(T);
     __shared__ f32 parts[SUM_WARPS][WARP];
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     const u32 start = blockIdx.y * slice, end = least(start + slice, rows);
@@ -21,7 +21,12 @@ __device__ inline void sum_rows(const T* matrix, u32 rows, u32 columns, u32 slic
             }
         }
     }
-    parts[warp][lane] = (own[0] + own[1]) + (own[2] + own[3]);
+#pragma unroll
+    for (u32 half = AHEAD / 2; half > 0; half /= 2) {
+#pragma unroll
+        for (u32 i = 0; i < half; i++) own[i] += own[i + half];
+    }
+    parts[warp][lane] = own[0];
     __syncthreads();
     if (warp != 0 || column >= columns) return;
     f32 sum = parts[0][lane];

@@ -72,6 +72,15 @@ fn visible() -> String {
 }
 
 impl Error {
+    /// The same error, with a word on where it came up if it is the driver's.
+    #[must_use]
+    pub fn noticed_in(mut self, place: &str) -> Self {
+        if let Error::Driver { text, .. } = &mut self {
+            *text = format!("{text}; noticed by {place}");
+        }
+        self
+    }
+
     /// The error of `call`.
     pub(super) fn driver(call: &'static str, error: DriverError) -> Self {
         let text = |text: std::result::Result<&CStr, DriverError>| {

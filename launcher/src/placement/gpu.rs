@@ -29,6 +29,9 @@ pub(crate) struct Listed {
     pub(crate) model: Option<String>,
     /// NUMA node, where the machine tells.
     pub(crate) node: Option<u32>,
+    /// Whether its device file is there: a container sees all GPUs of the machine in `/proc`, and has been given some or
+    /// none of them.
+    pub(crate) reachable: bool,
 }
 
 /// All GPUs of the machine whose file system begins at `root`, in the order of their addresses.
@@ -47,7 +50,10 @@ pub(crate) fn list(root: &Path) -> Vec<Listed> {
         // -1 where the firmware does not say.
         let node =
             fs::read_to_string(device.join("numa_node")).ok().and_then(|text| text.trim().parse().ok());
-        Listed { uuid: field("GPU UUID"), model: field("Model"), node, bus }
+        // Drivers that do not tell the number are taken at their word.
+        let file = field("Device Minor").map(|minor| root.join(format!("dev/nvidia{minor}")));
+        let reachable = file.is_none_or(|file| file.exists());
+        Listed { uuid: field("GPU UUID"), model: field("Model"), node, reachable, bus }
     };
     buses.into_iter().map(listed).collect()
 }
@@ -89,6 +95,7 @@ mod tests {
             uuid: Some(format!("GPU-{index}abc")),
             model: None,
             node: Some(index as u32 / 2),
+            reachable: true,
         };
         (0..count).map(listed).collect()
     }
@@ -132,5 +139,11 @@ mod tests {
         assert_eq!((gpus[0].bus.as_str(), gpus[0].node, &gpus[0].model), ("0000:3b:00.0", None, &None));
         assert_eq!((gpus[1].uuid.as_deref(), gpus[1].node), (Some("GPU-ab12"), Some(1)));
         assert_eq!(gpus[1].model.as_deref(), Some("NVIDIA H100 80GB HBM3"));
+        assert!(gpus.iter().all(|gpu| gpu.reachable));
+        write("proc/driver/nvidia/gpus/0000:3b:00.0/information", "Device Minor: \t 1\n");
+        write("proc/driver/nvidia/gpus/0000:AF:00.0/information", "Device Minor: \t 0\n");
+        write("dev/nvidia0", "");
+        let reachable: Vec<bool> = list(root.path()).iter().map(|gpu| gpu.reachable).collect();
+        assert_eq!(reachable, [false, true]);
     }
 }

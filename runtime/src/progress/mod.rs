@@ -53,7 +53,7 @@ struct Header {
 }
 
 /// Tells a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0002;
+const MAGIC: u64 = 0x6d67_7075_0000_0003;
 
 /// One rank's slot: a multiple of the cache line, so that no rank's writes disturb another's.
 #[repr(C, align(128))]
@@ -66,6 +66,10 @@ struct Slot {
     operation: AtomicU32,
     /// The rank it waits for, plus one; 0 while it does not.
     waits_for: AtomicU32,
+    /// The [`Place`] that it waits for a peer in; 0 while it does not.
+    waits_in: AtomicU64,
+    /// The [`Place`] at which it came to the end of a communicator last; 0 before the first.
+    ends_at: AtomicU64,
     /// When something changed last, in milliseconds of [`now`].
     changed: AtomicU64,
     /// Training step, from 1.
@@ -88,6 +92,27 @@ unsafe impl Shared for Slot {}
 /// Bit of a slot's operation.
 const RUNNING: u32 = 1 << 31;
 const TIMED_OUT: u32 = 1 << 31;
+
+/// How far a rank is in a communicator whose peers cannot see that for themselves.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The communicator's number, from 1.
+    pub(crate) communicator: u32,
+    /// Collectives that the rank has begun in it.
+    pub(crate) turns: u32,
+}
+
+#[cfg(feature = "cuda")]
+impl Place {
+    fn to_number(self) -> u64 {
+        u64::from(self.communicator) << 32 | u64::from(self.turns)
+    }
+
+    fn from_number(number: u64) -> Option<Self> {
+        (number != 0).then_some(Place { communicator: (number >> 32) as u32, turns: number as u32 })
+    }
+}
 
 /// The slots of all ranks.
 #[derive(Debug)]
@@ -268,6 +293,30 @@ impl ProgressPage {
         self.slot(rank).waits_for.store(peer + 1, Ordering::Relaxed);
     }
 
+    /// Notes how far `rank` is in the communicator that it [waits](Self::wait) in.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn wait_in(&self, rank: u32, place: Place) {
+        self.slot(rank).waits_in.store(place.to_number(), Ordering::Relaxed);
+    }
+
+    /// How far `rank` is in the communicator that it has waited in for more than a moment.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn waits_in(&self, rank: u32) -> Option<Place> {
+        Place::from_number(self.slot(rank).waits_in.load(Ordering::Relaxed))
+    }
+
+    /// Notes that `rank` has come to the end of a communicator: it begins no more operations in it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn end_at(&self, rank: u32, place: Place) {
+        self.slot(rank).ends_at.store(place.to_number(), Ordering::Relaxed);
+    }
+
+    /// Where `rank` came to the end of a communicator last.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn ends_at(&self, rank: u32) -> Option<Place> {
+        Place::from_number(self.slot(rank).ends_at.load(Ordering::Relaxed))
+    }
+
     /// Notes that `rank` has left the operation.
     pub(crate) fn leave(&self, rank: u32) {
         let slot = self.slot(rank);
@@ -275,6 +324,7 @@ impl ProgressPage {
         // A short operation was entered a moment ago: the clock need not be read again.
         if slot.waits_for.load(Ordering::Relaxed) != 0 {
             slot.waits_for.store(0, Ordering::Relaxed);
+            slot.waits_in.store(0, Ordering::Relaxed);
             slot.touch();
         }
     }

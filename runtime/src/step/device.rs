@@ -34,6 +34,9 @@ pub const ALIGNMENT: usize = 64;
 /// several are under way in a backward pass.
 pub const BUCKET: usize = 16 << 20;
 
+/// What is waited for mostly, in the words of errors.
+const STEP: &str = "training step";
+
 /// What the moving average is called among the arenas.
 const AVERAGE: &str = "average";
 
@@ -69,8 +72,35 @@ struct Slot {
 /// Used in the order of a step: [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which
 /// write every [`gradient`](Self::gradient) and announce it by [`ready`](Self::ready); [`finish_step`](Self::finish_step).
 /// None of these waits for the GPU.
+///
+/// ```no_run
+/// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+/// use mgpu::step::device::{ALIGNMENT, BUCKET, DeviceConfig, DeviceDataParallel, Schedule};
+/// # fn main() -> mgpu::Result<()> {
+/// let mut world = mgpu::World::from_env()?; // under `mgpurun --backend nccl`
+/// let (device, host) = world.communicators()?;
+/// let mut layout = mgpu::Layout::new();
+/// layout.push_aligned("slope", [1], ALIGNMENT);
+/// let config = DeviceConfig {
+///     optimizer: OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() })),
+///     schedule: Schedule { steps_per_epoch: 100, falling_steps: None },
+///     bf16_copy: false,
+///     bucket: BUCKET,
+/// };
+/// let mut model = DeviceDataParallel::new(device, host, layout, vec![0.0], config)?;
+/// for _ in 0..100 {
+///     model.begin_step()?;
+///     // Kernels of the model on `model.stream()` write `model.gradient(0)`. Here: the parameter itself.
+///     model.stream().copy(model.parameter(0), model.gradient(0))?;
+///     model.ready(0)?;
+///     model.finish_step()?;
+/// }
+/// println!("{:?}", model.parameters()?);
+/// # Ok(())
+/// # }
+/// ```
 pub struct DeviceDataParallel {
-    // The first to go: ending a communicator ends what its collectives still do to the memory below.
+    // Both go before the memory below, after `drop` has seen to it that collectives do nothing to it any more.
     host: Box<dyn Communicator>,
     comm: Arc<DeviceCommunicator>,
     layout: Layout,
@@ -89,6 +119,8 @@ pub struct DeviceDataParallel {
     compute: Stream,
     exchange: Stream,
     steps: u64,
+    /// Tells this model from others.
+    identity: Arc<()>,
 }
 
 /// Captured steps. Dropped before the model's communicator, which waits for that.
@@ -98,6 +130,8 @@ pub struct StepGraph {
     steps: u64,
     /// Its collectives are part of the graph.
     comm: Arc<DeviceCommunicator>,
+    /// Who it was captured from.
+    model: Arc<()>,
 }
 
 impl StepGraph {
@@ -121,6 +155,14 @@ impl Reading {
     /// If memory is short.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
         Ok(Reading { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+    }
+}
+
+impl Drop for DeviceDataParallel {
+    /// The communicator may have other holders, so it need not end here: the work does.
+    fn drop(&mut self) {
+        self.comm.come_to_rest(&self.exchange);
+        self.comm.come_to_rest(&self.compute);
     }
 }
 
@@ -188,6 +230,7 @@ impl DeviceDataParallel {
             compute,
             exchange,
             steps: 0,
+            identity: Arc::default(),
         };
         model.renew_copy()?;
         Ok(model)
@@ -331,19 +374,22 @@ impl DeviceDataParallel {
         let graph = self.compute.end_capture();
         let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
-        Ok(StepGraph { graph: graph?, steps, comm: Arc::clone(&self.comm) })
+        let model = Arc::clone(&self.identity);
+        Ok(StepGraph { graph: graph?, steps, comm: Arc::clone(&self.comm), model })
     }
 
     /// Makes the steps of a graph that was captured from this model.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If an error has made the communicator unusable, or the driver refuses.
     ///
     /// # Panics
     /// If it was captured from another one.
     pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
-        assert!(Arc::ptr_eq(&graph.comm, &self.comm), "a graph of another model");
-        // SAFETY: the graph has its communicator.
+        assert!(Arc::ptr_eq(&graph.model, &self.identity), "a graph of another model");
+        self.comm.begin_launch()?;
+        // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread
+        // aborts it now, NCCL keeps what captured operations use until the graph is gone.
         unsafe { self.compute.launch_graph(&graph.graph)? };
         self.steps += graph.steps;
         Ok(())
@@ -366,17 +412,26 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
     pub fn read<'a>(&self, reading: &'a mut Reading) -> Result<&'a [u8]> {
-        self.comm.wait(&reading.done, "training step")?;
+        self.comm.wait(&reading.done, STEP)?;
         // SAFETY: the event lies behind the copy, and none is begun while the bytes are lent.
         Ok(unsafe { reading.bytes.bytes() })
     }
 
-    /// Waits until all work on the stream is over, as far as the other ranks are alive and come along.
+    /// Waits until all work on the stream is over, as far as the other ranks are alive and come along. `what` is what it
+    /// is, in the words of an error.
     ///
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
-    pub fn wait(&self) -> Result<()> {
-        self.comm.wait(&self.compute, "training step")
+    pub fn wait(&self, what: &str) -> Result<()> {
+        self.comm.wait(&self.compute, what)
+    }
+
+    /// As [`wait`](Self::wait), where no other rank has a part in the work on the stream, as in an evaluation.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait_local`].
+    pub fn wait_local(&self, what: &str) -> Result<()> {
+        self.comm.wait_local(&self.compute, what)
     }
 
     /// Names, shapes and offsets of the parameters.
@@ -399,7 +454,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn parameters(&mut self) -> Result<Vec<f32>> {
-        self.wait()?;
+        self.wait(STEP)?;
         Ok(self.parameters.to_vec(&self.compute)?)
     }
 
@@ -440,7 +495,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn arenas(&mut self) -> Result<Vec<(&'static str, Vec<f32>)>> {
-        self.wait()?;
+        self.wait(STEP)?;
         let named = self.named();
         named.into_iter().map(|(name, memory)| Ok((name, memory.to_vec(&self.compute)?))).collect()
     }
@@ -458,7 +513,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As `read`, and the communicator's.
     pub fn restore(&mut self, steps: u64, mut read: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<()> {
-        self.wait()?;
+        self.wait(STEP)?;
         let names: Vec<&'static str> = self.named().into_iter().map(|(name, _)| name).collect();
         for (index, name) in names.into_iter().enumerate() {
             let mut values = read(name)?;

@@ -6,11 +6,40 @@
 use std::sync::Arc;
 
 use mgpu_kernels::cuda::{self, Device};
-use nccl_sys::Library;
+use nccl_sys::{Library, Version};
 
 use super::Identity;
 use crate::rendezvous::message::Manifest;
 use crate::{Error, Result};
+
+/// The oldest NCCL whose communicators can be configured as ours are.
+const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
+
+/// What else there is for who lacks a library.
+const WITHOUT: &str = "`--backend cpu` trains without a GPU";
+
+fn missing(text: String) -> Error {
+    Error::Gpu(cuda::Error::Missing(text))
+}
+
+fn version(nccl: &Library, rank: u32) -> Result<Version> {
+    let refused = |error: nccl_sys::NcclError| Error::Nccl {
+        rank,
+        operation: "the start".into(),
+        problem: error.to_string(),
+    };
+    nccl.version().map_err(refused)
+}
+
+fn open_nccl(rank: u32) -> Result<Library> {
+    let nccl = Library::open().map_err(|error| missing(error.summary()))?;
+    let found = version(&nccl, rank)?;
+    if found < OLDEST {
+        let origin = nccl.origin();
+        return Err(missing(format!("NCCL {found} from {origin} is too old, {OLDEST} or newer is needed")));
+    }
+    Ok(nccl)
+}
 
 /// What a rank under the nccl backend works with.
 #[derive(Debug)]
@@ -23,6 +52,13 @@ pub(super) struct Gpu {
 impl Gpu {
     /// Opens what the rank needs.
     pub(super) fn open(identity: &Identity) -> Result<Self> {
+        Self::find(identity).map_err(|error| match error {
+            Error::Gpu(cuda::Error::Missing(text)) => missing(format!("{text}; {WITHOUT}")),
+            other => other,
+        })
+    }
+
+    fn find(identity: &Identity) -> Result<Self> {
         let ordinal = identity.device.unwrap_or(identity.local_rank);
         let ordinal = match identity.share_gpus {
             true => ordinal % Device::count()?.max(1),
@@ -31,21 +67,14 @@ impl Gpu {
         let device = Device::open(ordinal)?;
         let nccl = match identity.world_size {
             1 => None,
-            _ => Some(Library::open().map_err(|error| cuda::Error::Missing(error.summary()))?),
+            _ => Some(open_nccl(identity.rank)?),
         };
         Ok(Gpu { device, nccl })
     }
 
     /// What the other ranks are to know of it.
     pub(super) fn manifest(&self, identity: &Identity) -> Result<Manifest> {
-        let version = |nccl: &Library| {
-            let version = nccl.version().map_err(|error| Error::Nccl {
-                rank: identity.rank,
-                operation: "the start".into(),
-                problem: error.to_string(),
-            })?;
-            Ok::<_, Error>(version.to_string())
-        };
+        let version = |nccl: &Library| Ok::<_, Error>(version(nccl, identity.rank)?.to_string());
         let (major, minor) = self.device.driver();
         Ok(Manifest {
             gpu: Some(self.device.uuid().to_owned()),

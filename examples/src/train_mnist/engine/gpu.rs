@@ -139,12 +139,14 @@ impl Gpu {
     /// Evaluates the first `images` places of the test set's order.
     fn score(&mut self, images: usize) -> mgpu::Result<LossReport> {
         let Gpu { model, net, test, .. } = self;
+        // What follows is this rank's own affair.
+        model.wait("training step")?;
         let test = test.as_ref().expect("the test set is on the GPU");
         net.clear_score(model.stream())?;
         for first in (0..images).step_by(net.max_batch()) {
             net.evaluate(model, test, first, (images - first).min(net.max_batch()))?;
         }
-        model.wait()?;
+        model.wait_local("evaluation")?;
         net.read_score(model.stream())
     }
 
@@ -215,7 +217,7 @@ impl Engine for Gpu {
             launches += 1;
             if self.graphs.is_empty() {
                 // Without a graph every step is told as it ends.
-                self.model.wait()?;
+                self.model.wait("training step")?;
             }
         }
         for launch in launches.saturating_sub(AHEAD)..launches {

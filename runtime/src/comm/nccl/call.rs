@@ -25,7 +25,7 @@ pub(super) enum Kind {
 pub(super) struct RawStream(pub(super) cudaStream_t);
 
 // SAFETY: a handle that the driver takes from all threads. It is used while the caller that lent it waits for the answer,
-// or not at all: see `Shared::is_given_up`.
+// or not at all: see `Shared::within`.
 unsafe impl Send for RawStream {}
 
 /// One operation.
@@ -53,6 +53,24 @@ impl Call {
             Kind::Reduce { .. } => Operation::Reduce,
             Kind::Send { .. } | Kind::Recv { .. } => Operation::Send,
         }
+    }
+
+    /// The function of NCCL.
+    pub(super) fn function(&self) -> &'static str {
+        match self.kind {
+            Kind::AllReduce(_) => "ncclAllReduce",
+            Kind::ReduceScatter(_) => "ncclReduceScatter",
+            Kind::AllGather => "ncclAllGather",
+            Kind::Broadcast { .. } => "ncclBroadcast",
+            Kind::Reduce { .. } => "ncclReduce",
+            Kind::Send { .. } => "ncclSend",
+            Kind::Recv { .. } => "ncclRecv",
+        }
+    }
+
+    /// True unless only two ranks take part.
+    pub(super) fn is_collective(&self) -> bool {
+        !matches!(self.kind, Kind::Send { .. } | Kind::Recv { .. })
     }
 
     /// Payload of this rank.

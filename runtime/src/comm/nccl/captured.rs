@@ -1,7 +1,5 @@
 //! Operations that are captured once and repeated at the price of one launch.
 
-use std::marker::PhantomData;
-
 use mgpu_kernels::cuda::{Graph, Stream};
 
 use super::call::RawStream;
@@ -15,7 +13,7 @@ use crate::Result;
 pub struct Captured<'a> {
     graph: Graph,
     copies: Copies<'a>,
-    borrowed: PhantomData<&'a DeviceCommunicator>,
+    comm: &'a DeviceCommunicator,
 }
 
 impl DeviceCommunicator {
@@ -39,7 +37,7 @@ impl DeviceCommunicator {
         // The capture has to be ended whatever has come of it.
         let graph = stream.end_capture();
         turns?;
-        Ok(Captured { graph: graph?, copies: group.copies, borrowed: PhantomData })
+        Ok(Captured { graph: graph?, copies: group.copies, comm: self })
     }
 }
 
@@ -47,13 +45,15 @@ impl Captured<'_> {
     /// Puts all of it on `stream`.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If an error has made the communicator unusable, or the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.comm.begin_launch()?;
         for (from, to, _) in &self.copies {
             stream.copy(*from, *to)?;
         }
-        // SAFETY: the memory and the communicator that the operations use are borrowed as long as this exists, and nothing
-        // else is in the graph.
+        // SAFETY: nothing is in the graph but operations of the communicator, which was not aborted when it was looked at
+        // and is borrowed, as is the memory. If another thread aborts it now, NCCL keeps what captured operations use until
+        // the graph is gone.
         Ok(unsafe { stream.launch_graph(&self.graph) }?)
     }
 }

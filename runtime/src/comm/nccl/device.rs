@@ -40,9 +40,10 @@ use crate::{Error, Result};
 /// In a world of one there is no NCCL: every operation is the identity.
 #[derive(Debug)]
 pub struct DeviceCommunicator {
-    device: Arc<Device>,
     /// `None` in a world of one.
     link: Option<Link>,
+    /// Goes after the link: NCCL works on it.
+    device: Arc<Device>,
     last: Mutex<Last>,
 }
 
@@ -98,10 +99,12 @@ impl DeviceCommunicator {
             membership: Arc::clone(membership),
             rank: membership.rank(),
             size,
+            number,
             name: format!("communicator-{number}"),
             timeout,
             owner: Owner::start(nccl, device)?,
             poison: OnceLock::new(),
+            aborting: Mutex::default(),
         };
         let doing = Doing {
             operation: Operation::Connect,
@@ -211,6 +214,17 @@ impl DeviceCommunicator {
         self.submit(group.calls)
     }
 
+    /// Checks whether a graph of operations may be launched, and counts it.
+    ///
+    /// # Errors
+    /// If an error has made the communicator unusable.
+    pub(crate) fn begin_launch(&self) -> Result<()> {
+        let Some(link) = &self.link else { return Ok(()) };
+        link.check()?;
+        link.membership.standing.count_turn(link.number);
+        Ok(())
+    }
+
     /// Notes that operations are being captured.
     pub(super) fn note_capture(&self) {
         if let Some(link) = &self.link {
@@ -239,6 +253,9 @@ impl DeviceCommunicator {
         if last.sequence == 1 {
             link.membership.come_to(Moment::Collective);
         }
+        if calls.iter().any(Call::is_collective) {
+            link.membership.standing.count_turn(link.number);
+        }
         let doing = Doing { peers: link.peers(), ..self.doing(&last, &calls) };
         let answer = link.owner.enqueue(calls);
         drop(last);
@@ -252,13 +269,7 @@ impl DeviceCommunicator {
     /// If a peer fails, NCCL reports an error, the GPU does, or it is not done before the world's timeout. The
     /// communicator is unusable then: its operations have been aborted, and what they were to write is not defined.
     pub fn wait(&self, work: &impl Awaited, what: &str) -> Result<()> {
-        let Some(link) = &self.link else {
-            // No other rank: it ends when the GPU is done.
-            while !work.is_done()? {
-                std::thread::park_timeout(Duration::from_micros(50));
-            }
-            return Ok(());
-        };
+        let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
         let doing = {
             let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -269,6 +280,34 @@ impl DeviceCommunicator {
             }
         };
         link.during(&doing, || link.device(|| work.is_done(), &doing))
+    }
+
+    /// As [`wait`](Self::wait), for work that needs no other rank, all collectives before it being over. No peer is held
+    /// responsible if it does not end, and none waits for this rank in vain without a sign of it.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait); past the world's timeout, [`Error::Stuck`] with this rank.
+    pub fn wait_local(&self, work: &impl Awaited, what: &str) -> Result<()> {
+        let Some(link) = &self.link else { return wait_alone(work) };
+        link.check()?;
+        let operation = Operation::Barrier;
+        let doing = Doing { operation, sequence: 0, bytes: 0, text: what.to_owned(), peers: Vec::new() };
+        // Nothing is noted on the page: to the peers this rank is busy.
+        link.device(|| work.is_done(), &doing).map_err(|error| link.fail(error))
+    }
+
+    /// Returns once all work on `stream` is over, in whatever way: before memory is freed that collectives on it use.
+    /// Freeing it waits for the GPU, and for ever if a peer does not come, unless the communicator was ended before.
+    pub(crate) fn come_to_rest(&self, stream: &Stream) {
+        let Some(link) = &self.link else { return };
+        if std::thread::panicking() {
+            if !matches!(stream.is_done(), Ok(true)) {
+                link.end_by_force("a panic");
+            }
+            return;
+        }
+        // An error has ended the communicator.
+        let _ = self.wait(stream, "the end of its work");
     }
 
     /// What the last operations are to those who look.
@@ -291,6 +330,14 @@ impl DeviceCommunicator {
     pub(super) fn link(&self) -> Option<&Link> {
         self.link.as_ref()
     }
+}
+
+/// Waits where there is no other rank: until the GPU is done.
+fn wait_alone(work: &impl Awaited) -> Result<()> {
+    while !work.is_done()? {
+        std::thread::park_timeout(Duration::from_micros(50));
+    }
+    Ok(())
 }
 
 /// The id of the communicator: made by rank 0, the same on all ranks.

@@ -30,6 +30,8 @@ const WORDS: usize = CALL_WORDS * size_of::<u64>();
 
 /// The communicator of one rank of several.
 pub(crate) struct HostCommunicator {
+    /// The first to go: freeing the memory below waits for the GPU, which may wait for a peer until the communicator ends.
+    device: Arc<DeviceCommunicator>,
     stages: [Stage; 2],
     /// Every rank's call.
     calls: Memory,
@@ -37,7 +39,6 @@ pub(crate) struct HostCommunicator {
     stream: Stream,
     done: Event,
     sequence: u32,
-    device: Arc<DeviceCommunicator>,
 }
 
 /// A place that a chunk goes through.
@@ -90,7 +91,10 @@ impl HostCommunicator {
         }
         let peers = match kind {
             Kind::Send { to: peer } | Kind::Recv { from: peer } => vec![peer],
-            _ => self.link().peers(),
+            _ => {
+                self.link().membership.standing.count_turn(self.link().number);
+                self.link().peers()
+            }
         };
         let doing = Doing {
             operation: call.kind,

@@ -5,7 +5,7 @@
 //! clock. Whatever ends a wait early ends the communicator: it is aborted, and says why from then on.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda;
@@ -33,11 +33,14 @@ pub(super) struct Link {
     pub(super) membership: Arc<Membership>,
     pub(super) rank: u32,
     pub(super) size: u32,
+    pub(super) number: u32,
     pub(super) name: String,
     pub(super) timeout: Duration,
     pub(super) owner: Owner,
     /// The error that made the communicator unusable.
     pub(super) poison: OnceLock<String>,
+    /// Locked as long as the communicator is being ended because of that.
+    pub(super) aborting: Mutex<()>,
 }
 
 /// What a rank waits in, for the page and for errors.
@@ -48,7 +51,7 @@ pub(super) struct Doing {
     pub(super) sequence: u32,
     pub(super) bytes: usize,
     pub(super) text: String,
-    /// The ranks without which it does not end.
+    /// The ranks without which it does not end; none where it is this rank's own affair.
     pub(super) peers: Vec<u32>,
 }
 
@@ -58,12 +61,16 @@ impl Link {
         (0..self.size).filter(|peer| *peer != self.rank).collect()
     }
 
-    /// The error of a communicator that had one.
+    /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
+    /// free memory, which waits for the GPU unless that was given up.
     pub(super) fn check(&self) -> Result<()> {
-        match self.poison.get() {
-            None => Ok(()),
-            Some(cause) => Err(Error::Poisoned { rank: self.rank, cause: cause.clone() }),
-        }
+        let Some(cause) = self.poison.get() else { return Ok(()) };
+        drop(self.aborting());
+        Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
+    }
+
+    fn aborting(&self) -> MutexGuard<'_, ()> {
+        self.aborting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `wait` with a note on the page for its time. Its error is the end of the communicator.
@@ -78,14 +85,31 @@ impl Link {
         if matches!(error, Error::InvalidArgument { .. } | Error::Poisoned { .. }) {
             return error;
         }
-        if self.poison.set(error.to_string()).is_err() {
-            // Another thread was faster, and ends it.
+        // If another thread is faster, its abort is waited for.
+        let _aborting = self.aborting();
+        if self.poison.get().is_some() {
             return error;
         }
+        // No call that is still queued is made once anybody has seen the error: it was lent memory that may be gone.
+        self.owner.give_up();
+        let _ = self.poison.set(error.to_string());
+        self.membership.standing.fail();
         // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
         self.membership.page().blame(self.rank, &error);
         self.owner.abort();
         error
+    }
+
+    /// Ends the communicator at once, without an error to report.
+    pub(super) fn end_by_force(&self, why: &str) {
+        let _aborting = self.aborting();
+        if self.poison.get().is_some() {
+            return;
+        }
+        self.owner.give_up();
+        let _ = self.poison.set(why.to_owned());
+        self.membership.standing.fail();
+        self.owner.abort();
     }
 
     /// Waits for an answer of the owner.
@@ -107,14 +131,15 @@ impl Link {
 
     /// Waits until the GPU has come to where `is_done` asks for.
     pub(super) fn device(&self, is_done: impl Fn() -> cuda::Result<bool>, doing: &Doing) -> Result<()> {
-        if is_done()? {
+        let is_over = || is_done().map_err(|error| self.broken(doing, error));
+        if is_over()? {
             return Ok(());
         }
         let began = Instant::now();
         let mut next_look = LOOK_EVERY;
         let mut watcher = None;
         loop {
-            if is_done()? {
+            if is_over()? {
                 return Ok(());
             }
             let waited = began.elapsed();
@@ -152,16 +177,24 @@ impl Link {
         let suspects = self.suspects(doing);
         if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
             page.wait(self.rank, *peer);
+            page.wait_in(self.rank, self.place());
         }
         if let Some(error) = self.membership.lost_peer(&doing.peers, || self.describe(doing)) {
             return Err(error);
+        }
+        if let Some(peer) = self.deserter(&doing.peers) {
+            let (rank, operation, how) = (self.rank, self.describe(doing), "has let go of the communicator");
+            return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
         if waited < self.timeout {
             return Ok(());
         }
         let (rank, operation) = (self.rank, self.describe(doing));
         Err(match stuck {
-            Some(call) => Error::Stuck { rank, operation, call, after: waited },
+            None if doing.peers.is_empty() => {
+                Error::Stuck { rank, operation, call: "the GPU's own work", after: waited }
+            }
+            Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
             None => Error::Timeout { rank, waited_for: suspects, operation, after: waited },
         })
     }
@@ -194,9 +227,17 @@ impl Link {
         lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(doing), problem })
     }
 
+    /// The error of the GPU's work. A peer that dies can surface as one, too.
+    fn broken(&self, doing: &Doing, error: cuda::Error) -> Error {
+        let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
+        let place = || format!("rank {} in {}", self.rank, self.describe(doing));
+        lost.unwrap_or_else(|| Error::Gpu(error.noticed_in(&place())))
+    }
+
     fn describe(&self, doing: &Doing) -> String {
-        let Doing { operation, sequence, text, .. } = doing;
+        let Doing { operation, sequence, text, peers, .. } = doing;
         match (operation, sequence) {
+            _ if peers.is_empty() => text.clone(),
             (Operation::Connect, _) | (_, 0) => format!("{text}, {}", self.name),
             _ => format!("operation {sequence} of {}, {text}", self.name),
         }
@@ -217,21 +258,10 @@ impl Drop for Link {
         if self.poison.get().is_some() {
             return;
         }
-        let all_are_well = || {
-            let (page, store) = (self.membership.page(), self.membership.store());
-            if std::thread::panicking() || page.first_failed().is_some() {
-                return false;
-            }
-            page.enter(self.rank, Operation::Barrier, 0, 0);
-            // So that nobody takes a rank that is early for a silent one.
-            page.wait(self.rank, u32::from(self.rank == 0));
-            let together = store.barrier(&format!("{}/end", self.name), self.timeout).is_ok();
-            page.leave(self.rank);
-            together
-        };
-        let _: Ended = if all_are_well() {
+        let _: Ended = if self.come_to_the_end() {
             self.owner.finalise(FINALISE_LIMIT.min(self.timeout))
         } else {
+            self.membership.standing.fail();
             self.owner.abort()
         };
     }

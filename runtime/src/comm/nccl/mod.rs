@@ -8,6 +8,7 @@
 //! | [`call`] | which function of NCCL is that? |
 //! | [`owner`] | who calls it, and how is it brought to an end? |
 //! | [`link`] | how does one wait for it without ever hanging? |
+//! | [`ending`] | how do ranks part, in peace or not? |
 //! | [`host`], [`staging`] | how do buffers of the host get there? |
 //!
 //! Every communicator has a thread of its own, the [`owner`], which alone enters NCCL. A call goes: arguments are checked
@@ -17,6 +18,7 @@
 mod call;
 mod captured;
 mod device;
+mod ending;
 mod group;
 mod host;
 mod link;
@@ -25,5 +27,6 @@ mod staging;
 
 pub use captured::Captured;
 pub use device::{Awaited, DeviceCommunicator};
+pub(crate) use ending::Standing;
 pub use group::Group;
 pub(crate) use host::HostCommunicator;

@@ -3,16 +3,19 @@
 //! NCCL wants all calls of a communicator from one thread at a time, and any of them may turn out not to return: a peer
 //! that died in the midst of the set-up, a driver that hangs. So one thread makes all of them, and nobody else ever
 //! enters NCCL; whoever wants a call made hands it over and waits with a deadline of its own. When that passes, the
-//! waiting thread goes on. Only the abort may come from another thread, and does if the owner does not answer.
+//! waiting thread goes on. That holds for the abort, too: at its end NCCL frees the communicator, and a call that another
+//! thread is in would return into freed memory. If the owner does not come to the abort, the GPU is given up instead, and
+//! all that is left goes with the process.
 //!
-//! The owner holds nothing that the rest of the process waits for at its end: not the membership, whose last holder says
-//! goodbye. A thread that is stuck for good is left behind.
+//! The owner holds nothing that the rest of the process waits for at its end, nor anything that takes the GPU away when it
+//! lets go: not the membership, whose last holder says goodbye, and not the device. A thread that is stuck for good is left
+//! behind.
 
 use std::ffi::c_int;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda::Device;
@@ -32,8 +35,11 @@ const ABORT_LIMIT: Duration = Duration::from_secs(3);
 /// their owner drops only when it has been told. What runs is ended before that.
 const ABORT_LIMIT_WITH_GRAPHS: Duration = Duration::from_millis(600);
 
-/// How long the owner may take to come to an abort before another thread makes it.
+/// How long the owner may still be in another call when it is to abort. In non-blocking mode none of them takes time.
 const OWNER_LIMIT: Duration = Duration::from_millis(300);
+
+/// How long the thread may take to begin.
+const START_LIMIT: Duration = Duration::from_secs(5);
 
 /// Something that the owner is to do.
 type Task = Box<dyn FnOnce(&Shared) + Send>;
@@ -41,19 +47,36 @@ type Task = Box<dyn FnOnce(&Shared) + Send>;
 /// What comes of it, or NCCL's reason why nothing does.
 pub(super) type Answer<R> = Result<R, String>;
 
+/// Why a task came to nothing.
+enum Trouble {
+    Nccl(NcclError),
+    /// Nobody waits for it any more.
+    GivenUp,
+}
+
+impl From<NcclError> for Trouble {
+    fn from(error: NcclError) -> Self {
+        Trouble::Nccl(error)
+    }
+}
+
+type Outcome<R> = Result<R, Trouble>;
+
+/// A call of NCCL's, and since when the owner has been in it.
+pub(super) type Entered = (&'static str, Instant);
+
 /// What the owner's thread and the others know in common.
 pub(super) struct Shared {
     nccl: Library,
-    device: Arc<Device>,
-    /// Null before NCCL has written it, and again once the communicator is destroyed or aborted.
+    /// Null before NCCL has written it, and again once the communicator is destroyed or aborted. Only the owner destroys or
+    /// aborts it.
     comm: AtomicPtr<ncclComm>,
     /// NCCL will not write to `comm` any more.
     handle_is_final: AtomicBool,
     /// The call that the owner is in, and since when.
-    call: Mutex<Option<(&'static str, Instant)>>,
-    /// Nobody waits for the owner any more: it is to touch no address that was lent to it.
+    call: Mutex<Option<Entered>>,
+    /// Nobody waits for the owner any more: it is to touch no address that was lent to it. Set while `call` is locked.
     given_up: AtomicBool,
-    abort_begun: AtomicBool,
     /// Graphs may have some of its operations.
     captured: AtomicBool,
     /// Those who wait for more than a moment, so that NCCL is to be asked how it is.
@@ -63,13 +86,35 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Makes a call, and lets everybody see which.
-    fn within<R>(&self, name: &'static str, call: impl FnOnce() -> R) -> R {
-        let note = |value| *self.call.lock().unwrap_or_else(PoisonError::into_inner) = value;
-        note(Some((name, Instant::now())));
+    fn call(&self) -> MutexGuard<'_, Option<Entered>> {
+        self.call.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call, unless the owner was given up, and lets everybody see which.
+    fn within<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
+        let mut entered = self.call();
+        // Looked at under the lock: who gives up knows then whether the owner is in a call or makes no other.
+        if self.is_given_up() {
+            return Err(Trouble::GivenUp);
+        }
+        *entered = Some((name, Instant::now()));
+        drop(entered);
         let result = call();
-        note(None);
-        result
+        *self.call() = None;
+        Ok(result?)
+    }
+
+    /// Makes a call come what may, and lets everybody see which.
+    fn note<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
+        *self.call() = Some((name, Instant::now()));
+        let result = call();
+        *self.call() = None;
+        Ok(result?)
+    }
+
+    fn give_up(&self) {
+        let _entered = self.call();
+        self.given_up.store(true, Ordering::SeqCst);
     }
 
     fn is_given_up(&self) -> bool {
@@ -84,11 +129,11 @@ impl Shared {
         }
     }
 
-    fn unique_id(&self) -> Result<UniqueId, NcclError> {
+    fn unique_id(&self) -> Outcome<UniqueId> {
         self.within("ncclGetUniqueId", || self.nccl.unique_id())
     }
 
-    fn init(&self, id: UniqueId, size: u32, rank: u32) -> Result<(), NcclError> {
+    fn init(&self, id: UniqueId, size: u32, rank: u32) -> Outcome<()> {
         self.handle_is_final.store(false, Ordering::SeqCst);
         let progress = self.within("ncclCommInitRankConfig", || {
             let config = InitConfig::non_blocking();
@@ -103,7 +148,7 @@ impl Shared {
         Ok(())
     }
 
-    fn enqueue(&self, calls: &[Call]) -> Result<(), NcclError> {
+    fn enqueue(&self, calls: &[Call]) -> Outcome<()> {
         let group = calls.len() > 1;
         if group {
             // SAFETY: takes no arguments; ended below, in this thread.
@@ -112,14 +157,14 @@ impl Shared {
         let mut outcome = Ok(Progress::Done);
         for call in calls {
             let comm = self.comm.load(Ordering::SeqCst);
-            if comm.is_null() || self.is_given_up() {
+            if comm.is_null() {
+                outcome = Err(Trouble::GivenUp);
                 break;
             }
-            // SAFETY: the communicator is alive and this is its thread; the views that the addresses were taken from
-            // were checked for their lengths, and are alive while their owner waits for the answer. If it has given up,
-            // memory is not freed before the communicator was aborted, or never.
-            let progress =
-                self.within("a call of an operation", || unsafe { call.enqueue(&self.nccl, comm) });
+            // SAFETY: the communicator is alive, and this is its thread, which alone ends it; the views that the addresses
+            // were taken from were checked for their lengths, and are alive while their owner waits for the answer. If it
+            // gives up meanwhile, memory is not freed before the communicator was aborted, or never.
+            let progress = self.within(call.function(), || unsafe { call.enqueue(&self.nccl, comm) });
             match progress {
                 Ok(Progress::Done) => {}
                 Ok(Progress::InProgress) => outcome = Ok(Progress::InProgress),
@@ -129,12 +174,10 @@ impl Shared {
                 }
             }
         }
-        // An abort from another thread has freed the communicator that the group would begin to use; the thread makes no
-        // other call after it.
-        let aborted = self.comm.load(Ordering::SeqCst).is_null();
-        if group && !aborted {
-            // SAFETY: as for its start.
-            let end = self.within("ncclGroupEnd", || unsafe { self.nccl.group_end() });
+        if group {
+            // Made in any case, since a group that is open defers the abort.
+            // SAFETY: as for its start. What has been collected may begin, which does no harm: see above.
+            let end = self.note("ncclGroupEnd", || unsafe { self.nccl.group_end() });
             outcome = match (outcome, end) {
                 (Err(error), _) | (Ok(_), Err(error)) => Err(error),
                 (Ok(Progress::InProgress), _) | (_, Ok(Progress::InProgress)) => Ok(Progress::InProgress),
@@ -144,10 +187,13 @@ impl Shared {
         self.settle(outcome?)
     }
 
-    /// Waits until what is in progress is done. Returns early if nobody waits for it any more.
-    fn settle(&self, mut progress: Progress) -> Result<(), NcclError> {
+    /// Waits until what is in progress is done, unless nobody waits for it any more.
+    fn settle(&self, mut progress: Progress) -> Outcome<()> {
         let began = Instant::now();
-        while progress == Progress::InProgress && !self.is_given_up() {
+        while progress == Progress::InProgress {
+            if self.is_given_up() {
+                return Err(Trouble::GivenUp);
+            }
             match began.elapsed() {
                 waited if waited < Duration::from_micros(200) => std::thread::yield_now(),
                 waited => std::thread::park_timeout((waited / 16).min(Duration::from_millis(1))),
@@ -162,54 +208,45 @@ impl Shared {
     }
 
     /// What NCCL says of the communicator.
-    fn state(&self, comm: *mut ncclComm) -> Result<Progress, NcclError> {
-        // SAFETY: the handle is alive: only this thread destroys it, and an abort from elsewhere is preceded by
-        // `given_up`, which was looked at; NCCL takes a question that comes during an abort.
+    fn state(&self, comm: *mut ncclComm) -> Outcome<Progress> {
+        // SAFETY: the handle is alive, since only this thread destroys or aborts it.
         self.within("ncclCommGetAsyncError", || unsafe { self.nccl.comm_async_error(comm) })
     }
 
     /// Asks NCCL whether something has gone wrong, and lets everybody see the answer.
     fn look(&self) {
         let comm = self.comm.load(Ordering::SeqCst);
-        if comm.is_null() || self.is_given_up() || self.failure.get().is_some() {
+        if comm.is_null() || self.failure.get().is_some() {
             return;
         }
-        if let Err(error) = self.state(comm) {
+        if let Err(Trouble::Nccl(error)) = self.state(comm) {
             let _ = self.failure.set(self.explain(&error));
         }
     }
 
     /// Ends the communicator properly. All ranks do.
-    fn finalise(&self) -> Result<(), NcclError> {
+    fn finalise(&self) -> Outcome<()> {
         let comm = self.comm.load(Ordering::SeqCst);
-        if comm.is_null() || self.is_given_up() {
+        if comm.is_null() {
             return Ok(());
         }
         // SAFETY: the handle is alive and this is its thread.
         let progress = self.within("ncclCommFinalize", || unsafe { self.nccl.comm_finalize(comm) })?;
         self.settle(progress)?;
-        if self.is_given_up() || self.abort_begun.swap(true, Ordering::SeqCst) {
-            return Ok(());
-        }
-        self.comm.store(ptr::null_mut(), Ordering::SeqCst);
-        // SAFETY: as above; nobody finds the handle any more.
-        self.within("ncclCommDestroy", || unsafe { self.nccl.comm_destroy(comm) }).map(drop)
+        let destroyed = self.within("ncclCommDestroy", || {
+            self.comm.store(ptr::null_mut(), Ordering::SeqCst);
+            // SAFETY: the handle is alive, this is its thread, and nobody finds it any more.
+            unsafe { self.nccl.comm_destroy(comm) }
+        });
+        destroyed.map(drop)
     }
 
-    /// Aborts the communicator, if nobody else does or has.
+    /// Aborts the communicator, if there still is one.
     fn abort(&self) {
-        let initialising = || {
-            let call = self.call.lock().unwrap_or_else(PoisonError::into_inner);
-            call.is_some_and(|(name, _)| name == "ncclCommInitRankConfig")
-        };
-        // While the call that makes the handle has not returned, it is NCCL's alone.
-        if initialising() || self.abort_begun.swap(true, Ordering::SeqCst) {
-            return;
-        }
         let comm = self.comm.swap(ptr::null_mut(), Ordering::SeqCst);
         if !comm.is_null() {
-            // SAFETY: the handle was alive and is found by nobody from now on. This is the call that another thread may
-            // make while the owner is in one.
+            // SAFETY: the handle was alive and is found by nobody from now on; this is its thread, which is in no other
+            // call.
             let _ = unsafe { self.nccl.comm_abort(comm) };
         }
     }
@@ -227,6 +264,8 @@ pub(super) enum Ended {
 /// The others' side.
 pub(super) struct Owner {
     shared: Arc<Shared>,
+    /// The last to let go of it is not the thread, which may do so while the process ends.
+    device: Arc<Device>,
     tasks: Mutex<Sender<Task>>,
 }
 
@@ -251,30 +290,41 @@ impl Owner {
         let (sender, receiver) = channel();
         let shared = Arc::new(Shared {
             nccl,
-            device: Arc::clone(device),
             comm: AtomicPtr::default(),
             handle_is_final: AtomicBool::new(true),
             call: Mutex::default(),
             given_up: AtomicBool::default(),
-            abort_begun: AtomicBool::default(),
             captured: AtomicBool::default(),
             watchers: AtomicU32::default(),
             failure: OnceLock::new(),
         });
-        let owned = Arc::clone(&shared);
+        let (owned, bound) = (Arc::clone(&shared), Arc::clone(device));
+        let (ready, is_ready) = sync_channel(1);
         std::thread::Builder::new()
             .name("mgpu-nccl".into())
-            .spawn(move || serve(&owned, &receiver))
+            .spawn(move || {
+                // If the driver refuses, NCCL's first call says so. The context stays as long as the other side.
+                let _ = bound.bind();
+                drop(bound);
+                let _ = ready.send(());
+                serve(&owned, &receiver);
+            })
             .map_err(|error| Error::system("start the thread that owns NCCL", error))?;
-        Ok(Owner { shared, tasks: Mutex::new(sender) })
+        let _ = is_ready.recv_timeout(START_LIMIT);
+        Ok(Owner { shared, device: Arc::clone(device), tasks: Mutex::new(sender) })
     }
 
     /// Hands a task over. The answer comes through the receiver, or never.
     fn ask_nccl<R: Send + 'static>(
         &self,
-        task: impl FnOnce(&Shared) -> Result<R, NcclError> + Send + 'static,
+        task: impl FnOnce(&Shared) -> Outcome<R> + Send + 'static,
     ) -> Receiver<Answer<R>> {
-        self.ask(move |shared| task(shared).map_err(|error| shared.explain(&error)))
+        self.ask(move |shared| {
+            task(shared).map_err(|trouble| match trouble {
+                Trouble::Nccl(error) => shared.explain(&error),
+                Trouble::GivenUp => "the communicator was given up".into(),
+            })
+        })
     }
 
     /// Hands any task over.
@@ -322,9 +372,13 @@ impl Owner {
     }
 
     /// The call that the owner has been in for longer than `limit`: in non-blocking mode none of them should take time.
-    pub(super) fn stuck_call(&self, limit: Duration) -> Option<&'static str> {
-        let call = *self.shared.call.lock().unwrap_or_else(PoisonError::into_inner);
-        call.filter(|(_, since)| since.elapsed() >= limit).map(|(name, _)| name)
+    pub(super) fn stuck_call(&self, limit: Duration) -> Option<Entered> {
+        self.shared.call().filter(|(_, since)| since.elapsed() >= limit)
+    }
+
+    /// No call is made any more but the abort.
+    pub(super) fn give_up(&self) {
+        self.shared.give_up();
     }
 
     /// Ends the communicator together with all other ranks; aborts it if that does not come to an end.
@@ -340,27 +394,16 @@ impl Owner {
     pub(super) fn abort(&self) -> Ended {
         let captured = self.shared.captured.load(Ordering::SeqCst);
         let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
-        let deadline = Instant::now() + limit;
-        self.shared.given_up.store(true, Ordering::SeqCst);
-        let by_owner = self.ask(Shared::abort);
-        if by_owner.recv_timeout(OWNER_LIMIT).is_ok() {
+        self.give_up();
+        let aborted = self.ask(Shared::abort);
+        if aborted.recv_timeout(OWNER_LIMIT).is_ok() {
             return self.ended();
         }
-        let (sender, by_other) = sync_channel(1);
-        let shared = Arc::clone(&self.shared);
-        let helper = std::thread::Builder::new().name("mgpu-nccl-abort".into()).spawn(move || {
-            let _ = shared.device.bind();
-            shared.abort();
-            let _ = sender.send(());
-        });
-        let left = deadline.saturating_duration_since(Instant::now());
-        // After the other's abort the owner comes back from what it was in; if the owner is in the abort, it alone counts.
-        let aborted = helper.is_ok() && by_other.recv_timeout(left).is_ok();
-        let left = deadline.saturating_duration_since(Instant::now());
-        if aborted && by_owner.recv_timeout(left).is_ok() {
+        let is_in_another_call = self.shared.call().is_some();
+        if !is_in_another_call && aborted.recv_timeout(limit.saturating_sub(OWNER_LIMIT)).is_ok() {
             return self.ended();
         }
-        self.shared.device.abandon();
+        self.device.abandon();
         Ended::Abandoned
     }
 
@@ -369,7 +412,7 @@ impl Owner {
         if self.shared.comm.load(Ordering::SeqCst).is_null() {
             return Ended::Yes;
         }
-        self.shared.device.abandon();
+        self.device.abandon();
         Ended::Abandoned
     }
 }
@@ -385,8 +428,6 @@ impl Drop for Owner {
 
 /// The thread: does what it is asked for, and while somebody waits asks NCCL how it is.
 fn serve(shared: &Shared, tasks: &Receiver<Task>) {
-    // If the driver refuses, NCCL's first call says so.
-    let _ = shared.device.bind();
     loop {
         let task = if shared.watchers.load(Ordering::SeqCst) > 0 {
             tasks.recv_timeout(LOOK_EVERY)
