@@ -128,8 +128,8 @@ pub struct DeviceDataParallel {
 pub struct StepGraph {
     graph: Graph,
     steps: u64,
-    /// Its collectives are part of the graph.
-    comm: Arc<DeviceCommunicator>,
+    /// Its collectives are part of the graph, which is held for that alone.
+    _comm: Arc<DeviceCommunicator>,
     /// Who it was captured from.
     model: Arc<()>,
 }
@@ -375,7 +375,7 @@ impl DeviceDataParallel {
         let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
         let model = Arc::clone(&self.identity);
-        Ok(StepGraph { graph: graph?, steps, comm: Arc::clone(&self.comm), model })
+        Ok(StepGraph { graph: graph?, steps, _comm: Arc::clone(&self.comm), model })
     }
 
     /// Makes the steps of a graph that was captured from this model.
