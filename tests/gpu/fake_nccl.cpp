@@ -2,7 +2,8 @@
 //
 // Faithful where a runtime can go wrong: a non-blocking communicator says "in progress" and goes on in a thread of its
 // own (initialisation, finalisation, and every launch), refuses calls meanwhile, writes its handle a second time at the
-// end of initialisation; a dead peer is never reported; what waits for one ends by abort only.
+// end of initialisation; a dead peer is never reported; what waits for one ends by abort only; neither abort nor
+// destruction returns before the graphs are gone that have operations of the communicator.
 //
 // Faults on demand, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: how many operations still go well; each replay of a
 // graph counts, except for faults of calls):
@@ -67,12 +68,18 @@ struct Comm {
     std::mutex running;                     // one operation at a time
     std::shared_ptr<fake::Moment> last;     // of the operations issued outside of captures
     std::atomic<long> issued{0}, executed{0};
+    std::atomic<int> captured{0};           // operations in graphs
     bool finalized = false;
 
     // Ends "in progress"; an error that came up meanwhile stays.
     void settle(ncclResult_t result) {
         unsigned expected = ncclInProgress;
         state.compare_exchange_strong(expected, result);
+    }
+
+    // What graphs refer to is not freed, whatever way the communicator ends.
+    void wait_for_graphs() {
+        while (captured > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 
     void wait_for_abort() {
@@ -169,6 +176,14 @@ void run(Comm& comm, const std::vector<Op>& ops) {
     }
 }
 
+// Counts an operation that a graph has, as long as it has it.
+struct InGraph {
+    CommPtr comm;
+    explicit InGraph(const CommPtr& of) : comm(of) { ++comm->captured; }
+    ~InGraph() { --comm->captured; }
+    InGraph(const InGraph&) = delete;
+};
+
 // One collective, or the sends and receives that go together, as a stream's work. The library itself keeps a
 // communicator's operations in order, whatever streams they are on.
 ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) {
@@ -180,7 +195,9 @@ ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) 
     const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;
     const auto previous = at_once ? comm->last : nullptr;
     auto done = std::make_shared<fake::Moment>();
+    const auto in_graph = at_once ? nullptr : std::make_shared<InGraph>(comm);
     const CUresult result = fake::enqueue(stream, [=, ops = std::move(ops)] {
+        (void)in_graph;
         if (previous != nullptr) previous->wait();
         run(*comm, ops);
         if (!done->passed()) done->pass();
@@ -366,6 +383,7 @@ API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     while (comm->background > 0) std::this_thread::yield();
     if (!comm->finalized && comm->state == ncclSuccess) finish(comm);
+    comm->wait_for_graphs();
     return ncclSuccess;
 }
 
@@ -377,6 +395,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
     comm->meeting.ring();
     // Its threads write to the caller's memory.
     while (comm->background > 0) std::this_thread::yield();
+    comm->wait_for_graphs();
     return ncclSuccess;
 }
 

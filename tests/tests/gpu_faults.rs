@@ -111,6 +111,12 @@ fn a_rank_that_is_silent() {
 /// to: both know better than to wait for a deadline.
 #[test]
 fn a_rank_with_an_error_of_its_own() {
+    // Two communicators, of which the one that nobody waits in ends first.
+    let finished = Case::new(3, &["loop", "error", "1"]).run();
+    finished.expect(9, &["mgpurun: rank 1 exited with code 9", "error: turn: an error of its own"]);
+    for rank in [0, 2] {
+        gives_up(&finished, rank, &["lost rank 1 in operation 4 of communicator-1"]);
+    }
     let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
     // Longer than any program may take here: if somebody waited for this deadline, it would be noticed.
     launcher.env("MGPU_TIMEOUT", "600");
@@ -120,6 +126,32 @@ fn a_rank_with_an_error_of_its_own() {
     let finished = run(&mut launcher);
     finished.expect(1, &["mgpurun: rank 0 exited with code 1", "No space left on device"]);
     assert!(!finished.stderr.contains("made no progress"), "{finished:#?}");
+}
+
+/// Steps are replayed from graphs by then, and more are under way than the GPU has made: letting go of the model, its graphs
+/// and its memory comes to an end nevertheless.
+#[test]
+fn a_rank_that_goes_missing_between_replays() {
+    for (fault, code, texts) in [
+        (
+            "sigstop",
+            65,
+            ["mgpurun: rank 1 made no progress", " s for rank 1 in operation ", ", training step"],
+        ),
+        // The launcher stops the other rank before or after it has seen what happened.
+        ("sigkill", 137, ["mgpurun: rank 1 was killed by SIGKILL"; 3]),
+    ] {
+        let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        launcher.env("MGPU_TIMEOUT", TIMEOUT).args(["-n", "2", "--backend", "nccl", "--inject"]);
+        launcher.arg(format!("rank=1,step=15,fault={fault}")).arg(env!("CARGO_BIN_EXE_t-train_mnist"));
+        launcher.args(["--net", "lenet5", "--synthetic", "--steps", "60", "--batch", "4", "--skip-test"]);
+        launcher.args(["--kernels", "builtin"]);
+        let started = Instant::now();
+        let finished = run(&mut launcher);
+        finished.expect(code, &texts);
+        assert!(!finished.stderr.contains("did not end within"), "{finished:#?}");
+        assert!(started.elapsed() < BOUND, "it took {:?}: {finished:#?}", started.elapsed());
+    }
 }
 
 #[test]
@@ -155,6 +187,16 @@ fn an_error_in_the_background() {
 fn a_collective_that_never_ends() {
     let finished = Case::nccl(2, "stuck_collective@0:after=2").run();
     finished.expect(65, &["made no progress", "turn 2, after all_reduce(1000 f32, sum)"]);
+}
+
+#[test]
+fn work_of_a_ranks_own_that_never_ends() {
+    let stuck = Case { fault: "stuck_collective@1:after=3", ..Case::new(2, &["loop", "local", "1"]) };
+    let finished = Case { timeout: TIMEOUT, ..stuck }.run();
+    finished.expect(65, &["mgpurun: rank 1 made no progress"]);
+    let texts =
+        ["rank 1 is stuck in turn 3: the GPU's own work has not returned", " s for rank 1 in operation 4"];
+    assert!(texts.iter().any(|text| finished.stderr.contains(text)), "{finished:#?}");
 }
 
 #[test]
@@ -261,18 +303,28 @@ fn what_is_missing_is_told_in_one_line() {
 
 /// An NCCL that has next to nothing in it.
 #[test]
-fn a_function_that_is_missing_is_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let (source, library) = (folder.path().join("old.c"), folder.path().join("libnccl-old.so"));
-    let text = "int ncclGetVersion(int* v) { *v = 21000; return 0; }\n\
-                int ncclGetUniqueId(char* id) { id[0] = 1; return 0; }\n";
-    fs::write(&source, text).unwrap();
-    let compiler = std::env::var_os("CC").unwrap_or_else(|| "gcc".into());
-    let built = Command::new(compiler).args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
-    assert!(built.unwrap().success());
-    let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    command.env("MGPU_NCCL_LIBRARY", &library);
-    command.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-device"), "loop"]);
-    run(&mut command)
-        .expect(9, &["in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "]);
+fn an_nccl_that_will_not_do_is_told_what_it_lacks() {
+    for (version, text) in [
+        (
+            "21000",
+            "libnccl-old.so is too old, 2.18.0 or newer is needed; `--backend cpu` trains without a GPU",
+        ),
+        ("21805", "in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let (source, library) = (folder.path().join("old.c"), folder.path().join("libnccl-old.so"));
+        let code = format!(
+            "int ncclGetVersion(int* v) {{ *v = {version}; return 0; }}\n\
+             int ncclGetUniqueId(char* id) {{ id[0] = 1; return 0; }}\n"
+        );
+        fs::write(&source, code).unwrap();
+        let compiler = std::env::var_os("CC").unwrap_or_else(|| "gcc".into());
+        let built =
+            Command::new(compiler).args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+        assert!(built.unwrap().success());
+        let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        command.env("MGPU_NCCL_LIBRARY", &library);
+        command.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-device"), "loop"]);
+        run(&mut command).expect(9, &[text]);
+    }
 }

@@ -6,7 +6,7 @@
 
 use std::process::ExitCode;
 
-use mgpu::{DType, ReduceOp, Result, World};
+use mgpu::{DType, Error, ReduceOp, Result, World};
 use mgpu_kernels::cuda::{Memory, Stream};
 use mgpu_tests::device::{Bench, input, reduced};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -36,6 +36,8 @@ fn run(arguments: &[String]) -> Result<()> {
     let device = world.device().expect("the nccl backend has a GPU").clone();
     println!("rank {} of {} on {}", world.rank(), world.size(), device.name());
     let comm = world.device_communicator()?;
+    // Ends before the other.
+    let _second = world.device_communicator()?;
     let stream = Stream::new(&device)?;
     let bench = Bench { comm: &comm, stream: &stream };
     match arguments[0].as_str() {
@@ -86,12 +88,19 @@ fn turns(bench: &Bench<'_>, fault: Option<&str>) -> Result<()> {
     let memory = Memory::zeroed(comm.device(), DType::F32, 1000)?;
     let turn = |turn: usize| {
         comm.all_reduce(stream, memory.view(), ReduceOp::Sum)?;
-        comm.wait(stream, &format!("turn {turn}"))
+        let what = format!("turn {turn}");
+        if fault == Some("local") { comm.wait_local(stream, &what) } else { comm.wait(stream, &what) }
     };
     for number in 0..TURNS {
         if number == HEALTHY
             && let Some(fault) = fault
         {
+            if fault == "error" {
+                return Err(Error::InvalidArgument {
+                    operation: "turn",
+                    problem: "an error of its own".into(),
+                });
+            }
             misbehave(fault);
         }
         if let Err(error) = turn(number) {
@@ -112,6 +121,8 @@ fn misbehave(fault: &str) {
         "stop" => signal(Signal::SIGSTOP),
         "exit-0" => std::process::exit(0),
         "panic" => panic!("this rank panics"),
+        // It takes all its work for its own.
+        "local" => {}
         "hang" => loop {
             std::thread::park();
         },

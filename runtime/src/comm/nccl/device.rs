@@ -34,7 +34,8 @@ use crate::{Error, Result};
 ///
 /// # The end
 /// Dropping it is collective: all ranks come together before NCCL lets go, in the same order where there are several.
-/// After an error it was aborted already, and nobody is waited for. Graphs that its operations were captured in are
+/// After an error it was aborted already, and nobody is waited for; nor is a peer that waits in a collective which this rank
+/// lets go of the communicator without, because of an error of the program's own. Graphs that its operations were captured in are
 /// dropped before it.
 ///
 /// In a world of one there is no NCCL: every operation is the identity.

@@ -395,6 +395,10 @@ impl Owner {
         let captured = self.shared.captured.load(Ordering::SeqCst);
         let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
         self.give_up();
+        if self.device.is_abandoned() {
+            // Because of another communicator, most likely: there is nothing left to be saved.
+            return Ended::Abandoned;
+        }
         let aborted = self.ask(Shared::abort);
         if aborted.recv_timeout(OWNER_LIMIT).is_ok() {
             return self.ended();
