@@ -5,15 +5,12 @@
 
 use std::fs;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, run, survivors};
 
 /// The deadline of a wait, in seconds, where a test is about one.
-const TIMEOUT: &str = "2";
-/// A run that waits for one deadline, an abort that does not return and a launcher's grace is over by then.
-const BOUND: Duration = Duration::from_secs(30);
+const TIMEOUT: &str = "4";
 
 /// A run of `t-device` on a machine of its own.
 struct Case {
@@ -48,9 +45,7 @@ impl Case {
         launcher.envs(self.environment.iter().copied());
         launcher.args(["-n", &self.ranks.to_string(), "--backend", "nccl", "--grace", "5"]);
         launcher.args(&self.options).arg(env!("CARGO_BIN_EXE_t-device")).args(&self.arguments);
-        let started = Instant::now();
         let finished = run(&mut launcher);
-        assert!(started.elapsed() < BOUND, "it took {:?}: {finished:#?}", started.elapsed());
         let mark = format!("MGPU_TEST_MARK={}", temporary.path().display());
         assert_eq!(survivors(&mark), [] as [u32; 0], "{finished:#?}");
         let left: Vec<_> = fs::read_dir(temporary.path()).unwrap().flatten().map(|e| e.file_name()).collect();
@@ -146,11 +141,9 @@ fn a_rank_that_goes_missing_between_replays() {
         launcher.arg(format!("rank=1,step=15,fault={fault}")).arg(env!("CARGO_BIN_EXE_t-train_mnist"));
         launcher.args(["--net", "lenet5", "--synthetic", "--steps", "60", "--batch", "4", "--skip-test"]);
         launcher.args(["--kernels", "builtin"]);
-        let started = Instant::now();
         let finished = run(&mut launcher);
         finished.expect(code, &texts);
         assert!(!finished.stderr.contains("did not end within"), "{finished:#?}");
-        assert!(started.elapsed() < BOUND, "it took {:?}: {finished:#?}", started.elapsed());
     }
 }
 
@@ -301,23 +294,21 @@ fn what_is_missing_is_told_in_one_line() {
     missing(&mut command, 9, "error: NCCL could not be loaded from: MGPU_NCCL_LIBRARY (libc.so.6)");
 }
 
-/// An NCCL that has next to nothing in it.
+/// NCCLs that have next to nothing in them: one too old, and one that lacks what its version should have.
 #[test]
-fn an_nccl_that_will_not_do_is_told_what_it_lacks() {
+fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
     for (version, text) in [
-        (
-            "21000",
-            "libnccl-old.so is too old, 2.18.0 or newer is needed; `--backend cpu` trains without a GPU",
-        ),
-        ("21805", "in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
+        (21000, "libnccl-odd.so is too old, 2.18.0 or newer is needed"),
+        (21900, "in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
     ] {
         let folder = tempfile::tempdir().unwrap();
-        let (source, library) = (folder.path().join("old.c"), folder.path().join("libnccl-old.so"));
-        let code = format!(
-            "int ncclGetVersion(int* v) {{ *v = {version}; return 0; }}\n\
-             int ncclGetUniqueId(char* id) {{ id[0] = 1; return 0; }}\n"
-        );
-        fs::write(&source, code).unwrap();
+        let (source, library) = (folder.path().join("odd.c"), folder.path().join("libnccl-odd.so"));
+        let functions = "int ncclGetUniqueId(char* id) { id[0] = 1; return 0; }";
+        fs::write(
+            &source,
+            format!("int ncclGetVersion(int* v) {{ *v = {version}; return 0; }}\n{functions}\n"),
+        )
+        .unwrap();
         let compiler = std::env::var_os("CC").unwrap_or_else(|| "gcc".into());
         let built =
             Command::new(compiler).args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
