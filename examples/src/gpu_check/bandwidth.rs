@@ -6,6 +6,7 @@
 use std::fmt;
 use std::time::Instant;
 
+use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::cuda::{Memory, Options, Precision, Result, StepState, Stream};
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::{Arenas, Schedule};
@@ -104,7 +105,8 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         let value = 2.0 * (SIDE as f64).powi(3) / seconds / 1e12;
         figures.push(Figure { what: "bf16 product 8192^3, built in", value, unit: "TFLOP/s", share: None });
         let options = Options::default();
-        let layer = dense::gpu::Dense::new(stream, shape, SIDE, Precision::Bf16, 1.0, false, options)?;
+        let layer =
+            Conv::new(stream, dense::cuda::convolution(&shape), SIDE, Precision::Bf16, 1.0, false, options)?;
         println!("{}", layer.describe());
         let space = Memory::zeroed(device, DType::F32, layer.workspace_bytes().div_ceil(4))?;
         let seconds = time(stream, || {

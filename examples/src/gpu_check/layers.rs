@@ -4,12 +4,10 @@
 //! for instead of rounding them, and hands results over in bf16 before a bias is added or a gradient widened. So the bound is wider here: it is
 //! meant to find a result that is wrong, in its layout or its type, and not one that is rounded otherwise.
 
+use mgpu_kernels::DType;
 use mgpu_kernels::activation::LEAKY_SLOPE;
-use mgpu_kernels::conv::gpu::Conv as ConvLayer;
-use mgpu_kernels::conv::{Padding, Shape};
-use mgpu_kernels::cuda::{Memory, Options, Precision, Result, Stream, View};
-use mgpu_kernels::dense::gpu::Dense as DenseLayer;
-use mgpu_kernels::{DType, dense};
+use mgpu_kernels::conv::{Padding, Shape, gpu};
+use mgpu_kernels::cuda::{Memory, Options, Precision, Result};
 
 use super::bench::{Bench, Judge, Outcome, Output};
 use super::shapes::{Conv, Shapes};
@@ -34,63 +32,6 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
     Ok(())
 }
 
-/// Either kind of layer.
-enum Layer {
-    Conv(ConvLayer),
-    Dense(DenseLayer),
-}
-
-impl Layer {
-    fn new(stream: &Stream, conv: &Conv, precision: Precision, slope: f32) -> Result<Self> {
-        let &Conv { shape, images } = conv;
-        let options = Options::default();
-        Ok(if conv.is_dense() {
-            let shape = dense::Shape { inputs: shape.channels, outputs: shape.filters };
-            Layer::Dense(DenseLayer::new(stream, shape, images, precision, slope, true, options)?)
-        } else {
-            Layer::Conv(ConvLayer::new(stream, shape, images, precision, slope, true, options)?)
-        })
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        match self {
-            Layer::Conv(layer) => layer.workspace_bytes(),
-            Layer::Dense(layer) => layer.workspace_bytes(),
-        }
-    }
-
-    fn describe(&self) -> String {
-        match self {
-            Layer::Conv(layer) => layer.describe(),
-            Layer::Dense(layer) => layer.describe(),
-        }
-    }
-
-    /// Output, gradient of the input, of the weights, of the bias.
-    fn run(
-        &self,
-        stream: &Stream,
-        images: usize,
-        [x, w, b, dy, space]: [View<'_>; 5],
-        [y, dx, dw, db]: [View<'_>; 4],
-    ) -> Result<()> {
-        match self {
-            Layer::Conv(layer) => {
-                layer.forward(stream, images, x, w, b, y, space)?;
-                layer.backward_input(stream, images, w, dy, dx, space)?;
-                layer.backward_weights(stream, images, x, dy, dw, space)?;
-                layer.backward_bias(stream, images, dy, db, space)
-            }
-            Layer::Dense(layer) => {
-                layer.forward(stream, images, x, w, b, y, space)?;
-                layer.backward_input(stream, images, w, dy, dx, space)?;
-                layer.backward_weights(stream, images, x, dy, dw, space)?;
-                layer.backward_bias(stream, images, dy, db, space)
-            }
-        }
-    }
-}
-
 /// [`bound::sum`], with room for what libraries do.
 fn bound(terms: usize, precision: Precision) -> f64 {
     let operands = match precision {
@@ -107,7 +48,7 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
     let &Conv { shape, images } = conv;
     let dtype = precision.storage();
     let slope = [1.0, 0.0, LEAKY_SLOPE][bench.random.below(3)];
-    let layer = Layer::new(&bench.stream, conv, precision, slope)?;
+    let layer = gpu::Conv::new(&bench.stream, shape, images, precision, slope, true, Options::default())?;
     // It tells times, which mean nothing on what is no GPU.
     if !bench.fake() {
         println!("       {}", layer.describe());
@@ -121,7 +62,8 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
     let b_memory = bench.input(&b)?;
     let space = layer.workspace_bytes().div_ceil(4).max(1);
     let space = Memory::from_slice(&bench.stream, &vec![f32::NAN; space])?;
-    let inputs = [x_memory.view(), w_memory.view(), b_memory.view(), dy_memory.view(), space.view()];
+    let (x_view, w_view, b_view) = (x_memory.view(), w_memory.view(), b_memory.view());
+    let (dy_view, space) = (dy_memory.view(), space.view());
     let outputs = [
         Output::of(dtype, dy.len()),
         Output::of(dtype, x.len()),
@@ -129,7 +71,11 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
         Output::of(DType::F32, shape.filters),
     ];
     let found = bench.twice(judge, &outputs, |stream, outputs| {
-        layer.run(stream, images, inputs, outputs.try_into().expect("four outputs"))
+        let &[y, dx, dw, db] = outputs else { unreachable!("four outputs") };
+        layer.forward(stream, images, x_view, w_view, b_view, y, space)?;
+        layer.backward_input(stream, images, w_view, dy_view, dx, space)?;
+        layer.backward_weights(stream, images, x_view, dy_view, dw, space)?;
+        layer.backward_bias(stream, images, dy_view, db, space)
     })?;
     let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|value| f64::from(*value)).collect() };
     let (x, w, b, dy) = (wide(&x), wide(&w), wide(&b), wide(&dy));

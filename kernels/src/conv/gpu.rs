@@ -1,8 +1,9 @@
-//! A convolutional layer on a GPU, by whichever kernels are fastest there.
+//! A convolutional or dense layer on a GPU, by whichever kernels are fastest there.
 //!
-//! [`Conv`] is set up once for a layer and a batch size. Where cuDNN is installed its algorithms race against this crate's
-//! kernels, pass by pass ([`Options`] says whether they may); the winners serve from then on. Two cases are this crate's
-//! own without a race:
+//! [`Conv`] is set up once for a layer and a batch size. Where NVIDIA's library for it is installed, its algorithms race
+//! against this crate's kernels, pass by pass ([`Options`] says whether they may); the winners serve from then on. The
+//! library is cuBLASLt for a dense layer, which is a convolution with a kernel of 1 × 1 of images of one pixel, and cuDNN
+//! for any other. Two cases are this crate's own without a race:
 //!
 //! - images with one channel, on which cuDNN spends most of its time rearranging them;
 //! - a batch of another size than was set up, such as the last of an epoch: the library's algorithms were chosen for one
@@ -10,28 +11,66 @@
 //!
 //! All calls put work on a stream, allocate nothing, and can be captured once they have run.
 
-use super::cudnn::{Algorithm, Buffers, Form, Library, Plan};
-use super::{Shape, cuda};
-use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
-use crate::cuda::elements::{aligned, check};
+use super::{Shape, cublaslt, cuda, cudnn};
+use crate::cuda::algorithm::{Algorithm, Form, Library};
+use crate::cuda::choice::{self, Candidate, Choice, Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::elements::{aligned, check, pack};
 use crate::cuda::{Error, Libraries, Memory, Options, Precision, Result, Stream, View};
-use crate::{DType, activation, arena};
+use crate::{DType, activation};
 
-/// A convolutional layer, set up for one GPU and one size of batches.
+/// The passes of one layer by a library, to which it has been described.
 ///
-/// Images lie as \[N, H, W, C\] and weights as \[F, K, K, C\], both in the precision's [storage](Precision::storage) type.
-/// Bias and the gradients of weights and bias are f32, and so is the workspace, which may be shared by all that runs on
-/// one stream.
+/// A pass has three operands, two factors and a result: x, w, y forward, w, dy, dx for the gradient of the input, and x,
+/// dy, dw for that of the weights.
+pub(super) trait Passes: Send + Sync {
+    /// The library's name and version.
+    fn version(&self) -> String;
+
+    /// Algorithms that are worth a race, and notes about what is not. The contents of the operands are lost.
+    fn candidates(
+        &self,
+        pass: Pass,
+        stream: &Stream,
+        deterministic: bool,
+        operands: [View<'_>; 3],
+        workspace: View<'_>,
+    ) -> (Vec<Candidate>, Vec<Note>);
+
+    /// Bytes of workspace of an algorithm.
+    ///
+    /// # Errors
+    /// If the library does not support it for this layer.
+    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize>;
+
+    /// Makes a pass. The forward one has a bias, which a [fused](Form::Fused) algorithm adds before it activates the
+    /// output; other algorithms leave both to the caller.
+    ///
+    /// # Errors
+    /// If the library refuses.
+    fn run(
+        &self,
+        pass: Pass,
+        stream: &Stream,
+        algorithm: &Algorithm,
+        operands: [View<'_>; 3],
+        bias: Option<View<'_>>,
+        workspace: View<'_>,
+    ) -> Result<()>;
+}
+
+/// A convolutional or dense layer, set up for one GPU and one size of batches.
+///
+/// Images lie as \[N, H, W, C\] and weights as \[F, K, K, C\], both in the precision's [storage](Precision::storage) type;
+/// for a dense layer that makes rows \[N, C\] and \[F, C\]. Bias and the gradients of weights and bias are f32, and so is
+/// the workspace, which may be shared by all that runs on one stream.
 pub struct Conv {
     shape: Shape,
     images: usize,
     precision: Precision,
     slope: f32,
-    plan: Option<Plan>,
-    forward: Choice<Algorithm>,
-    /// None where nobody asks for it.
-    backward_input: Option<Choice<Algorithm>>,
-    backward_weights: Choice<Algorithm>,
+    library: Option<Box<dyn Passes>>,
+    /// By [`Pass`]; none where nobody asks for it.
+    choices: [Option<Choice>; 3],
     workspace: usize,
     notes: Vec<Note>,
 }
@@ -67,53 +106,47 @@ impl Conv {
         shape.check();
         // Fewer images are cut into slices in another way.
         let own = (1..=images).map(|images| cuda::workspace_bytes(&shape, images, precision)).max();
+        let asked_for = |pass| input_gradient || pass != Pass::BackwardInput;
         let mut conv = Conv {
             shape,
             images,
             precision,
             slope,
-            plan: None,
-            forward: Choice::builtin(),
-            backward_input: input_gradient.then_some(Choice::builtin()),
-            backward_weights: Choice::builtin(),
+            library: None,
+            choices: Pass::ALL.map(|pass| asked_for(pass).then(Choice::builtin)),
             workspace: own.unwrap_or(0),
             notes: Vec::new(),
         };
-        if options.libraries == Libraries::Builtin || shape.channels == 1 || images == 0 {
+        let thin = shape.channels == 1 && !shape.is_dense();
+        if options.libraries == Libraries::Builtin || thin || images == 0 {
             return Ok(conv);
         }
-        let opened = Library::on(stream.device()).and_then(|library| {
-            let version = library.version();
-            Ok((Plan::new(library, &shape, images, precision, slope)?, version))
-        });
-        let version = match opened {
-            Ok((plan, version)) => {
-                conv.plan = Some(plan);
-                version
-            }
-            Err(error) => {
-                conv.notes.push(Note::new("cuDNN", error));
-                return Ok(conv);
-            }
-        };
-        let own_kernels = &cuda::PRODUCTS[precision as usize];
-        let problem = format!("conv {shape:?} {images} {precision} {slope} {}", options.deterministic);
+        match conv.open(stream) {
+            Ok(library) => conv.library = Some(library),
+            Err(error) => conv.notes.push(Note::new(conv.library_name(), error)),
+        }
         // There from the first race on.
         let mut bench = None;
-        for pass in [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights] {
-            if pass == Pass::BackwardInput && !input_gradient {
-                continue;
-            }
-            let key = choice::key(stream.device(), &version, &problem, own_kernels, pass);
-            let choice = conv.settle(stream, pass, &key, options.deterministic, &mut bench)?;
+        for pass in Pass::ALL.into_iter().filter(|pass| asked_for(*pass)) {
+            let choice = conv.settle(stream, pass, options.deterministic, &mut bench)?;
             conv.workspace = conv.workspace.max(choice.workspace);
-            match pass {
-                Pass::Forward => conv.forward = choice,
-                Pass::BackwardInput => conv.backward_input = Some(choice),
-                Pass::BackwardWeights => conv.backward_weights = choice,
-            }
+            conv.choices[pass as usize] = Some(choice);
         }
         Ok(conv)
+    }
+
+    fn library_name(&self) -> Library {
+        if self.shape.is_dense() { Library::CublasLt } else { Library::CuDnn }
+    }
+
+    /// Describes the layer to its library.
+    fn open(&self, stream: &Stream) -> Result<Box<dyn Passes>> {
+        let &Conv { ref shape, images, precision, slope, .. } = self;
+        let device = stream.device();
+        Ok(match self.library_name() {
+            Library::CublasLt => Box::new(cublaslt::Plan::new(device, shape, images, precision, slope)?),
+            Library::CuDnn => Box::new(cudnn::Plan::new(device, shape, images, precision, slope)?),
+        })
     }
 
     /// The choice for a pass, remembered or made now.
@@ -121,50 +154,45 @@ impl Conv {
         &mut self,
         stream: &Stream,
         pass: Pass,
-        key: &str,
         deterministic: bool,
         bench: &mut Option<Bench>,
-    ) -> Result<Choice<Algorithm>> {
-        let Some(plan) = &self.plan else { return Ok(Choice::builtin()) };
+    ) -> Result<Choice> {
+        let Some(library) = &self.library else { return Ok(Choice::builtin()) };
+        let &Conv { shape, images, precision, slope, .. } = &*self;
+        let problem = format!("layer {shape:?} {images} {precision} {slope} {deterministic}");
+        let own_kernels = &cuda::PRODUCTS[precision as usize];
+        let key = choice::key(stream.device(), &library.version(), &problem, own_kernels, pass);
         let mut notes = Vec::new();
-        let supported = |algorithm: &Algorithm| plan.workspace(pass, algorithm);
-        let choice = choice::settle(key, supported, || {
+        let supported = |algorithm: &Algorithm| library.workspace(pass, algorithm);
+        let choice = choice::settle(&key, supported, || {
             if bench.is_none() {
-                match Bench::new(stream, &self.shape, self.images, self.precision, self.workspace) {
+                match Bench::new(stream, self) {
                     Ok(new) => *bench = Some(new),
                     // The race alone has this price; without it the layer still works.
                     Err(Error::OutOfMemory { .. }) => {
-                        notes.push(Note::new("cuDNN", "too little memory to try its algorithms"));
+                        let why = "too little memory to try its algorithms";
+                        notes.push(Note::new(self.library_name(), why));
                         return Ok(None);
                     }
                     Err(error) => return Err(error),
                 }
             }
             let Some(bench) = bench else { return Ok(None) };
-            let buffers = bench.buffers();
-            let (candidates, refused) = plan.candidates(pass, stream, deterministic, &buffers);
+            let [x, w, y, bias, dx, dw, workspace] = bench.0.each_ref().map(Memory::view);
+            let (operands, bias_of_pass) = match pass {
+                Pass::Forward => ([x, w, y], Some(bias)),
+                Pass::BackwardInput => ([w, y, dx], None),
+                Pass::BackwardWeights => ([x, y, dw], None),
+            };
+            let (candidates, refused) = library.candidates(pass, stream, deterministic, operands, workspace);
             notes.extend(refused);
-            for (seed, view) in [buffers.x, buffers.w, buffers.y, bench.bias.view()].into_iter().enumerate() {
+            for (seed, view) in [x, w, y, bias].into_iter().enumerate() {
                 choice::fill(stream, view, seed as u64)?;
             }
-            let Buffers { x, w, y, dx, dw, workspace } = buffers;
-            let bias = bench.bias.view();
-            let run = |algorithm: Option<&Algorithm>| match pass {
-                Pass::Forward => self.run_forward(algorithm, stream, self.images, x, w, bias, y, workspace),
-                Pass::BackwardInput => {
-                    self.run_backward_input(algorithm, stream, self.images, w, y, dx, workspace)
-                }
-                Pass::BackwardWeights => {
-                    self.run_backward_weights(algorithm, stream, self.images, x, y, dw, workspace)
-                }
+            let run = |algorithm: Option<&Algorithm>| {
+                self.run(pass, algorithm, stream, images, operands, bias_of_pass, workspace)
             };
-            let output = match pass {
-                Pass::Forward => y,
-                Pass::BackwardInput => dx,
-                Pass::BackwardWeights => dw,
-            };
-            let poison = (pass == Pass::Forward).then_some(bias);
-            let outcome = choice::race(stream, self.precision, output, poison, candidates, &run)?;
+            let outcome = choice::race(stream, precision, operands[2], bias_of_pass, candidates, &run)?;
             notes.extend(outcome.rejected);
             Ok(Some(outcome.choice))
         })?;
@@ -180,27 +208,12 @@ impl Conv {
     /// One line for a log: who makes each pass, how long it takes, and what was wrong with other candidates.
     pub fn describe(&self) -> String {
         let Shape { channels, height, width, filters, kernel, .. } = self.shape;
-        choice::describe(
-            &format!(
-                "conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}, {} images",
-                self.images
-            ),
-            self.precision,
-            [Some(&self.forward), self.backward_input.as_ref(), Some(&self.backward_weights)],
-            &self.notes,
-        )
-    }
-
-    /// The library's algorithm, if the batch and the memory are what it was chosen for.
-    fn chosen<'a>(
-        &self,
-        choice: &'a Choice<Algorithm>,
-        images: usize,
-        views: &[View<'_>],
-    ) -> Option<&'a Algorithm> {
-        let fits =
-            images == self.images && views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]));
-        choice.algorithm.as_ref().filter(|_| fits)
+        let layer = if self.shape.is_dense() {
+            format!("dense {filters} of {channels}, {} samples", self.images)
+        } else {
+            format!("conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}, {} images", self.images)
+        };
+        choice::describe(&layer, self.precision, &self.choices, &self.notes)
     }
 
     /// Overwrites `y` \[N, H', W', F\] with the layer's activated output.
@@ -222,38 +235,7 @@ impl Conv {
         y: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.check_batch(images, workspace);
-        let algorithm = self.chosen(&self.forward, images, &[x, weights, bias, y]);
-        self.run_forward(algorithm, stream, images, x, weights, bias, y, workspace)
-    }
-
-    #[track_caller]
-    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
-    fn run_forward(
-        &self,
-        algorithm: Option<&Algorithm>,
-        stream: &Stream,
-        images: usize,
-        x: View<'_>,
-        weights: View<'_>,
-        bias: View<'_>,
-        y: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let (shape, precision) = (&self.shape, self.precision);
-        let (Some(plan), Some(algorithm)) = (&self.plan, algorithm) else {
-            return cuda::forward(stream, shape, images, precision, x, weights, bias, self.slope, y);
-        };
-        let dtype = precision.storage();
-        check("a convolution's input", x, dtype, images * shape.input_len());
-        check("a convolution's weights", weights, dtype, shape.weights_len());
-        check("a convolution's bias", bias, DType::F32, shape.filters);
-        check("a convolution's output", y, dtype, images * shape.output_len());
-        plan.forward(stream, algorithm, x, weights, bias, y, workspace)?;
-        match algorithm.form {
-            Form::Fused => Ok(()),
-            _ => activation::cuda::bias(stream, self.slope, bias, y),
-        }
+        self.run_chosen(Pass::Forward, stream, images, [x, weights, y], Some(bias), workspace)
     }
 
     /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, given that of the output before its activation.
@@ -273,33 +255,7 @@ impl Conv {
         dx: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.check_batch(images, workspace);
-        let choice = self.backward_input.as_ref();
-        let algorithm = choice.and_then(|choice| self.chosen(choice, images, &[weights, dy, dx]));
-        self.run_backward_input(algorithm, stream, images, weights, dy, dx, workspace)
-    }
-
-    #[track_caller]
-    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
-    fn run_backward_input(
-        &self,
-        algorithm: Option<&Algorithm>,
-        stream: &Stream,
-        images: usize,
-        weights: View<'_>,
-        dy: View<'_>,
-        dx: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let (shape, precision) = (&self.shape, self.precision);
-        let (Some(plan), Some(algorithm)) = (&self.plan, algorithm) else {
-            return cuda::backward_input(stream, shape, images, precision, weights, dy, dx);
-        };
-        let dtype = precision.storage();
-        check("a convolution's weights", weights, dtype, shape.weights_len());
-        check("the gradient of a convolution's output", dy, dtype, images * shape.output_len());
-        check("the gradient of a convolution's input", dx, dtype, images * shape.input_len());
-        plan.backward_input(stream, algorithm, weights, dy, dx, workspace)
+        self.run_chosen(Pass::BackwardInput, stream, images, [weights, dy, dx], None, workspace)
     }
 
     /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images, given that of the
@@ -320,36 +276,7 @@ impl Conv {
         dw: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.check_batch(images, workspace);
-        let algorithm = self.chosen(&self.backward_weights, images, &[x, dy, dw]);
-        self.run_backward_weights(algorithm, stream, images, x, dy, dw, workspace)
-    }
-
-    #[track_caller]
-    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
-    fn run_backward_weights(
-        &self,
-        algorithm: Option<&Algorithm>,
-        stream: &Stream,
-        images: usize,
-        x: View<'_>,
-        dy: View<'_>,
-        dw: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let (shape, precision) = (&self.shape, self.precision);
-        let (Some(plan), Some(algorithm)) = (&self.plan, algorithm) else {
-            return cuda::backward_weights(stream, shape, images, precision, x, dy, workspace, dw);
-        };
-        let dtype = precision.storage();
-        check("a convolution's input", x, dtype, images * shape.input_len());
-        check("the gradient of a convolution's output", dy, dtype, images * shape.output_len());
-        check("the gradient of a convolution's weights", dw, DType::F32, shape.weights_len());
-        plan.backward_weights(stream, algorithm, x, dy, dw, workspace)?;
-        match algorithm.form {
-            Form::Narrow => arena::cuda::widen(stream, plan.narrow_gradient(workspace), dw),
-            _ => Ok(()),
-        }
+        self.run_chosen(Pass::BackwardWeights, stream, images, [x, dy, dw], None, workspace)
     }
 
     /// Overwrites `db` \[F\], in f32, with the gradient of the bias.
@@ -368,56 +295,96 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.check_batch(images, workspace);
+        choice::check_batch(images, self.images, workspace, self.workspace);
         cuda::backward_bias(stream, &self.shape, images, self.precision, dy, workspace, db)
     }
 
+    /// Makes a pass by the library's algorithm, if it won and the batch and the memory are what it was chosen for.
     #[track_caller]
-    fn check_batch(&self, images: usize, workspace: View<'_>) {
+    fn run_chosen(
+        &self,
+        pass: Pass,
+        stream: &Stream,
+        images: usize,
+        operands: [View<'_>; 3],
+        bias: Option<View<'_>>,
+        workspace: View<'_>,
+    ) -> Result<()> {
         choice::check_batch(images, self.images, workspace, self.workspace);
+        let mut views = operands.into_iter().chain(bias);
+        let fits = images == self.images && views.all(|view| aligned(pack(view.dtype()), &[view]));
+        let choice = self.choices[pass as usize].as_ref().filter(|_| fits);
+        let algorithm = choice.and_then(|choice| choice.algorithm.as_ref());
+        self.run(pass, algorithm, stream, images, operands, bias, workspace)
+    }
+
+    /// Makes a pass, by this crate's kernel where no algorithm is given.
+    #[track_caller]
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    fn run(
+        &self,
+        pass: Pass,
+        algorithm: Option<&Algorithm>,
+        stream: &Stream,
+        images: usize,
+        operands: [View<'_>; 3],
+        bias: Option<View<'_>>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let &Conv { ref shape, precision, slope, .. } = self;
+        let [from, by, to] = operands;
+        let (Some(library), Some(algorithm)) = (&self.library, algorithm) else {
+            return match pass {
+                Pass::Forward => {
+                    let bias = bias.expect("a forward pass has a bias");
+                    cuda::forward(stream, shape, images, precision, from, by, bias, slope, to)
+                }
+                Pass::BackwardInput => cuda::backward_input(stream, shape, images, precision, from, by, to),
+                Pass::BackwardWeights => {
+                    cuda::backward_weights(stream, shape, images, precision, from, by, workspace, to)
+                }
+            };
+        };
+        let dtype = precision.storage();
+        let x = ("a layer's input or its gradient", dtype, images * shape.input_len());
+        let y = ("a layer's output or its gradient", dtype, images * shape.output_len());
+        let w = ("a layer's weights", dtype, shape.weights_len());
+        let dw = ("the gradient of a layer's weights", DType::F32, shape.weights_len());
+        let expected = match pass {
+            Pass::Forward => [x, w, y],
+            Pass::BackwardInput => [w, y, x],
+            Pass::BackwardWeights => [x, y, dw],
+        };
+        for ((what, dtype, len), view) in expected.into_iter().zip(operands) {
+            check(what, view, dtype, len);
+        }
+        if let Some(bias) = bias {
+            check("a layer's bias", bias, DType::F32, shape.filters);
+        }
+        library.run(pass, stream, algorithm, operands, bias, workspace)?;
+        match bias {
+            Some(bias) if algorithm.form != Form::Fused => activation::cuda::bias(stream, slope, bias, to),
+            _ => Ok(()),
+        }
     }
 }
 
-/// Memory to try algorithms on.
-struct Bench {
-    x: Memory,
-    w: Memory,
-    bias: Memory,
-    y: Memory,
-    dx: Memory,
-    dw: Memory,
-    workspace: Memory,
-}
+/// Memory to try algorithms on: x, w, y, bias, dx, dw and the workspace.
+struct Bench([Memory; 7]);
 
 impl Bench {
-    fn new(
-        stream: &Stream,
-        shape: &Shape,
-        images: usize,
-        precision: Precision,
-        workspace: usize,
-    ) -> Result<Self> {
+    fn new(stream: &Stream, layer: &Conv) -> Result<Self> {
         let zeroed = |dtype, len| Memory::zeroed(stream.device(), dtype, len);
+        let &Conv { ref shape, images, precision, .. } = layer;
         let dtype = precision.storage();
-        Ok(Bench {
-            x: zeroed(dtype, images * shape.input_len())?,
-            w: zeroed(dtype, shape.weights_len())?,
-            bias: zeroed(DType::F32, shape.filters)?,
-            y: zeroed(dtype, images * shape.output_len())?,
-            dx: zeroed(dtype, images * shape.input_len())?,
-            dw: zeroed(DType::F32, shape.weights_len())?,
-            workspace: zeroed(DType::F32, workspace.max(WORKSPACE_LIMIT).div_ceil(4))?,
-        })
-    }
-
-    fn buffers(&self) -> Buffers<'_> {
-        Buffers {
-            x: self.x.view(),
-            w: self.w.view(),
-            y: self.y.view(),
-            dx: self.dx.view(),
-            dw: self.dw.view(),
-            workspace: self.workspace.view(),
-        }
+        Ok(Bench([
+            zeroed(dtype, images * shape.input_len())?,
+            zeroed(dtype, shape.weights_len())?,
+            zeroed(dtype, images * shape.output_len())?,
+            zeroed(DType::F32, shape.filters)?,
+            zeroed(dtype, images * shape.input_len())?,
+            zeroed(DType::F32, shape.weights_len())?,
+            zeroed(DType::F32, layer.workspace.max(WORKSPACE_LIMIT).div_ceil(4))?,
+        ]))
     }
 }

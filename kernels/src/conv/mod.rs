@@ -23,6 +23,8 @@
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
+mod cublaslt;
+#[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cuda")]
 mod cudnn;
@@ -58,6 +60,11 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// True for a dense layer: one weight for each pair of channels, of images of one pixel.
+    pub fn is_dense(&self) -> bool {
+        (self.height, self.width, self.kernel) == (1, 1, 1)
+    }
+
     /// Rows or columns of zeros added on each side, P.
     pub fn pad(&self) -> usize {
         match self.padding {

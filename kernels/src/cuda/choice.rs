@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use half::bf16;
 
+use super::algorithm::Algorithm;
 use super::error::{Error, Result};
 use super::{Device, Precision, Source, Stream, View, cache};
 use crate::DType;
@@ -77,6 +78,8 @@ pub(crate) enum Pass {
 }
 
 impl Pass {
+    pub(crate) const ALL: [Pass; 3] = [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights];
+
     pub(crate) fn name(self) -> &'static str {
         match self {
             Pass::Forward => "forward",
@@ -89,32 +92,25 @@ impl Pass {
 /// Most bytes of workspace that an algorithm may ask for.
 pub(crate) const WORKSPACE_LIMIT: usize = 256 << 20;
 
-/// What identifies a library's algorithm.
-pub(crate) trait Algorithm: Clone + std::fmt::Display {
-    /// As text without white space that `decode` understands, in this version of the library.
-    fn encode(&self) -> String;
-    fn decode(text: &str) -> Option<Self>;
-}
-
 /// A way to make a pass, chosen.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Choice<A> {
+pub(crate) struct Choice {
     /// The library's algorithm; none for this crate's own kernel.
-    pub(crate) algorithm: Option<A>,
+    pub(crate) algorithm: Option<Algorithm>,
     /// Bytes of workspace that the algorithm needs.
     pub(crate) workspace: usize,
     /// How long it takes; none where there was nothing to choose from.
     pub(crate) milliseconds: Option<f64>,
 }
 
-impl<A> Choice<A> {
+impl Choice {
     /// This crate's own kernel, since there is no other.
     pub(crate) fn builtin() -> Self {
         Choice { algorithm: None, workspace: 0, milliseconds: None }
     }
 }
 
-impl<A: Algorithm> std::fmt::Display for Choice<A> {
+impl std::fmt::Display for Choice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.algorithm {
             Some(algorithm) => write!(f, "{algorithm}")?,
@@ -138,12 +134,12 @@ const FILE: &str = "choice";
 
 /// What was chosen before, or else what `race` ends with, if there is one. An algorithm counts only if `supported` says that it needs no
 /// more than it did.
-pub(crate) fn settle<A: Algorithm>(
+pub(crate) fn settle(
     key: &str,
-    supported: impl Fn(&A) -> Result<usize>,
-    race: impl FnOnce() -> Result<Option<Choice<A>>>,
-) -> Result<Option<Choice<A>>> {
-    let holds = |choice: &Choice<A>| match &choice.algorithm {
+    supported: impl Fn(&Algorithm) -> Result<usize>,
+    race: impl FnOnce() -> Result<Option<Choice>>,
+) -> Result<Option<Choice>> {
+    let holds = |choice: &Choice| match &choice.algorithm {
         Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= choice.workspace),
         None => true,
     };
@@ -156,22 +152,22 @@ pub(crate) fn settle<A: Algorithm>(
     Ok(Some(recall(key).filter(holds).unwrap_or(choice)))
 }
 
-fn recall<A: Algorithm>(key: &str) -> Option<Choice<A>> {
+fn recall(key: &str) -> Option<Choice> {
     let content = cache::read(FILE, key)?;
     parse(std::str::from_utf8(&content).ok()?)
 }
 
 /// A choice as it is written down.
-fn line<A: Algorithm>(choice: &Choice<A>) -> String {
+fn line(choice: &Choice) -> String {
     let algorithm = choice.algorithm.as_ref().map_or("built-in".to_owned(), Algorithm::encode);
     format!("{algorithm} {} {}\n", choice.workspace, choice.milliseconds.unwrap_or_default())
 }
 
-fn parse<A: Algorithm>(line: &str) -> Option<Choice<A>> {
+fn parse(line: &str) -> Option<Choice> {
     let mut words = line.split_whitespace();
     let algorithm = match words.next()? {
         "built-in" => None,
-        word => Some(A::decode(word)?),
+        word => Some(Algorithm::decode(word)?),
     };
     let workspace = words.next()?.parse().ok()?;
     Some(Choice { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
@@ -209,14 +205,15 @@ impl std::fmt::Display for Note {
 }
 
 /// One line about a layer: what it is, who makes its passes, and notes about what was not chosen.
-pub(crate) fn describe<A: Algorithm>(
+pub(crate) fn describe(
     layer: &str,
     precision: Precision,
-    passes: [Option<&Choice<A>>; 3],
+    passes: &[Option<Choice>; 3],
     notes: &[Note],
 ) -> String {
-    let names = [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights].map(Pass::name);
-    let passes = names.iter().zip(passes).filter_map(|(name, choice)| Some(format!("{name} {}", choice?)));
+    let made =
+        |(pass, choice): (Pass, &Option<Choice>)| Some(format!("{} {}", pass.name(), choice.as_ref()?));
+    let passes = Pass::ALL.into_iter().zip(passes).filter_map(made);
     let mut line = format!("{layer}, {precision}: {}", passes.collect::<Vec<_>>().join(", "));
     if !notes.is_empty() {
         let notes: Vec<_> = notes.iter().map(Note::to_string).collect();
@@ -240,14 +237,14 @@ pub(crate) fn check_batch(images: usize, most: usize, workspace: View<'_>, bytes
 const COMPARISON: &str = "comparison with the built-in kernel";
 
 /// An algorithm of a library that takes part in a race.
-pub(crate) struct Candidate<A> {
-    pub(crate) algorithm: A,
+pub(crate) struct Candidate {
+    pub(crate) algorithm: Algorithm,
     pub(crate) workspace: usize,
 }
 
 /// How a race went.
-pub(crate) struct Outcome<A> {
-    pub(crate) choice: Choice<A>,
+pub(crate) struct Outcome {
+    pub(crate) choice: Choice,
     /// Candidates that are out.
     pub(crate) rejected: Vec<Note>,
 }
@@ -255,20 +252,20 @@ pub(crate) struct Outcome<A> {
 /// Runs this crate's own kernel (`run(None)`) and every candidate, and chooses the fastest that writes the same to
 /// `output`, up to rounding. Where `bias` (f32) takes part, a bias that is no number has to be seen in the results as well:
 /// a rectified linear unit may make zeros of such values, and a run that diverges would go on as if nothing had happened.
-pub(crate) fn race<A: Algorithm>(
+pub(crate) fn race(
     stream: &Stream,
     precision: Precision,
     output: View<'_>,
     bias: Option<View<'_>>,
-    candidates: Vec<Candidate<A>>,
-    run: &dyn Fn(Option<&A>) -> Result<()>,
-) -> Result<Outcome<A>> {
+    candidates: Vec<Candidate>,
+    run: &dyn Fn(Option<&Algorithm>) -> Result<()>,
+) -> Result<Outcome> {
     stream.zero(output)?;
     run(None)?;
     let expected = sample(stream, output)?;
     let milliseconds = Some(time(stream, &|| run(None))?);
     // Which of the elements are no numbers when the first bias is none.
-    let spoilt = |algorithm: Option<&A>| -> Result<Option<Vec<bool>>> {
+    let spoilt = |algorithm: Option<&Algorithm>| -> Result<Option<Vec<bool>>> {
         let Some(bias) = bias else { return Ok(None) };
         let first = bias.slice(0..1);
         let value = first.to_vec::<f32>(stream)?;
@@ -399,41 +396,27 @@ pub(crate) fn fill(stream: &Stream, view: View<'_>, seed: u64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::algorithm::Form;
 
-    #[derive(Debug, Clone, PartialEq)]
-    struct Number(u32);
-
-    impl std::fmt::Display for Number {
-        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            write!(f, "library {}", self.0)
-        }
-    }
-
-    impl Algorithm for Number {
-        fn encode(&self) -> String {
-            self.0.to_string()
-        }
-
-        fn decode(text: &str) -> Option<Self> {
-            text.parse().ok().map(Number)
-        }
+    fn cudnn() -> Algorithm {
+        Algorithm::cudnn(7, Form::Plain)
     }
 
     #[test]
     fn a_choice_is_read_as_it_was_written() {
-        for algorithm in [None, Some(Number(7))] {
+        for algorithm in [None, Some(cudnn())] {
             let choice = Choice { algorithm, workspace: 512, milliseconds: Some(0.125) };
             assert_eq!(parse(&line(&choice)), Some(choice));
         }
-        for broken in ["", "7", "7 512", "seven 512 1", "7 -1 1", "7 512 soon"] {
-            assert_eq!(parse::<Number>(broken), None, "{broken}");
+        for broken in ["", "built-in", "built-in 512", "seven 512 1", "built-in -1 1", "built-in 512 soon"] {
+            assert_eq!(parse(broken), None, "{broken}");
         }
     }
 
     #[test]
     fn a_choice_says_who_and_how_long() {
         let choice = |algorithm, milliseconds| Choice { algorithm, workspace: 0, milliseconds }.to_string();
-        assert_eq!(choice(Some(Number(7)), Some(0.1254)), "library 7 0.125 ms");
+        assert_eq!(choice(Some(cudnn()), Some(0.1254)), "cuDNN 7 0.125 ms");
         assert_eq!(choice(None, Some(2.0)), "built in 2.000 ms");
         assert_eq!(choice(None, None), "built in");
     }

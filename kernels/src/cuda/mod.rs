@@ -18,6 +18,7 @@
 //! `cudarc` provides the bindings and opens libraries by names of its own. It panics where a library or a function is
 //! missing, so nothing of it is called before [`Device::count`] has looked at both.
 
+pub(crate) mod algorithm;
 mod arguments;
 mod cache;
 mod captures;

@@ -1,7 +1,8 @@
 //! Dense layers on a GPU: a dense layer is a convolution with a kernel of 1 × 1 of images of one pixel.
 //!
 //! So every pass is the convolution's; what is said [there](crate::conv::cuda) about types, workspace, panics and errors
-//! holds here.
+//! holds here. A layer by the fastest kernels there are, a library's among them, is a
+//! [`Conv`](crate::conv::gpu::Conv) of the same [convolution].
 
 use super::Shape;
 use crate::conv::{self, Padding};

@@ -5,11 +5,7 @@
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
-mod cublaslt;
-#[cfg(feature = "cuda")]
 pub mod cuda;
-#[cfg(feature = "cuda")]
-pub mod gpu;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,6 @@ use half::bf16;
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
 use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Precision, Result, Stream, View};
-use mgpu_kernels::dense::gpu::Dense;
 use mgpu_kernels::{DType, Threads, activation, dense};
 
 /// Numbers of a layer on the host, rounded to what its precision stores.
@@ -21,6 +20,7 @@ struct Host {
 }
 
 /// What the passes come to.
+#[derive(Debug, PartialEq)]
 struct Expected {
     y: Vec<f32>,
     dx: Vec<f32>,
@@ -43,14 +43,15 @@ fn main() -> Result<()> {
                 kernel: 3,
                 padding: if slope == 1.0 { Padding::Valid } else { Padding::Same },
             };
-            check_conv(&stream, shape, 4, precision, slope, options)?;
+            check(&stream, shape, 4, precision, slope, options)?;
             // Ten classes are no multiple of anything.
             let outputs = if slope == 1.0 { 10 } else { 48 };
-            check_dense(&stream, dense::Shape { inputs: 72, outputs }, 12, precision, slope, options)?;
+            let shape = dense::cuda::convolution(&dense::Shape { inputs: 72, outputs });
+            check(&stream, shape, 12, precision, slope, options)?;
         }
         let first =
             conv::Shape { channels: 1, height: 12, width: 12, filters: 8, kernel: 5, padding: Padding::Same };
-        check_conv(&stream, first, 3, precision, 0.0, options)?;
+        check(&stream, first, 3, precision, 0.0, options)?;
     }
     Ok(())
 }
@@ -108,108 +109,10 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32], precision: Precisio
     }
 }
 
-/// The passes of a layer, whatever kind it is of.
-trait Layer {
-    fn workspace_bytes(&self) -> usize;
-    #[expect(clippy::too_many_arguments, reason = "as in the layers")]
-    fn forward(
-        &self,
-        s: &Stream,
-        n: usize,
-        x: View<'_>,
-        w: View<'_>,
-        b: View<'_>,
-        y: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()>;
-    fn backward_input(
-        &self,
-        s: &Stream,
-        n: usize,
-        w: View<'_>,
-        dy: View<'_>,
-        dx: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()>;
-    fn backward_weights(
-        &self,
-        s: &Stream,
-        n: usize,
-        x: View<'_>,
-        dy: View<'_>,
-        dw: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()>;
-    fn backward_bias(
-        &self,
-        s: &Stream,
-        n: usize,
-        dy: View<'_>,
-        db: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()>;
-}
-
-macro_rules! layer {
-    ($type:ty) => {
-        impl Layer for $type {
-            fn workspace_bytes(&self) -> usize {
-                self.workspace_bytes()
-            }
-            fn forward(
-                &self,
-                s: &Stream,
-                n: usize,
-                x: View<'_>,
-                w: View<'_>,
-                b: View<'_>,
-                y: View<'_>,
-                workspace: View<'_>,
-            ) -> Result<()> {
-                self.forward(s, n, x, w, b, y, workspace)
-            }
-            fn backward_input(
-                &self,
-                s: &Stream,
-                n: usize,
-                w: View<'_>,
-                dy: View<'_>,
-                dx: View<'_>,
-                workspace: View<'_>,
-            ) -> Result<()> {
-                self.backward_input(s, n, w, dy, dx, workspace)
-            }
-            fn backward_weights(
-                &self,
-                s: &Stream,
-                n: usize,
-                x: View<'_>,
-                dy: View<'_>,
-                dw: View<'_>,
-                workspace: View<'_>,
-            ) -> Result<()> {
-                self.backward_weights(s, n, x, dy, dw, workspace)
-            }
-            fn backward_bias(
-                &self,
-                s: &Stream,
-                n: usize,
-                dy: View<'_>,
-                db: View<'_>,
-                workspace: View<'_>,
-            ) -> Result<()> {
-                self.backward_bias(s, n, dy, db, workspace)
-            }
-        }
-    };
-}
-layer!(Conv);
-layer!(Dense);
-
 /// Runs all passes, with operands `skip` elements into their memory, and from a graph if `captured`.
 fn run(
     stream: &Stream,
-    layer: &dyn Layer,
+    layer: &Conv,
     images: usize,
     precision: Precision,
     host: &Host,
@@ -257,36 +160,31 @@ fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precisi
     assert_close(&format!("{what}: db"), &found.db, &expected.db, precision);
 }
 
-/// Runs a layer in all ways; `cpu` gives the numbers of some images and what they come to.
-fn check(
-    stream: &Stream,
-    layer: &dyn Layer,
-    images: usize,
-    precision: Precision,
-    what: &str,
-    cpu: &dyn Fn(usize) -> (Host, Expected),
-) -> Result<()> {
-    let (host, expected) = cpu(images);
-    let direct = run(stream, layer, images, precision, &host, 0, false)?;
-    compare(what, &direct, &expected, precision);
-    let captured = run(stream, layer, images, precision, &host, 0, true)?;
-    for (direct, captured) in [
-        (&direct.y, &captured.y),
-        (&direct.dx, &captured.dx),
-        (&direct.dw, &captured.dw),
-        (&direct.db, &captured.db),
-    ] {
-        assert_eq!(direct, captured, "{what}: a graph computes the same");
-    }
-    let askew = run(stream, layer, images, precision, &host, 1, false)?;
-    compare(&format!("{what}, askew"), &askew, &expected, precision);
-    let (host, expected) = cpu(images - 1);
-    let fewer = run(stream, layer, images - 1, precision, &host, 0, false)?;
-    compare(&format!("{what}, fewer"), &fewer, &expected, precision);
-    Ok(())
+/// What the passes of `images` images come to on the CPU.
+fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
+    let threads = Threads::new(1);
+    let mut scratch = conv::cpu::Scratch::new(&threads);
+    let x = random(images * shape.input_len(), 1, precision);
+    let w = random(shape.weights_len(), 2, precision);
+    let b = random(shape.filters, 3, Precision::F32);
+    let dy = random(images * shape.output_len(), 4, precision);
+    let mut y = vec![0.0; dy.len()];
+    let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
+    conv::cpu::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
+    activation::cpu::forward(&threads, slope, &mut y);
+    conv::cpu::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
+    conv::cpu::backward_bias(&threads, &shape, &dy, &mut db);
+    conv::cpu::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
+    let input = |values: &[f32]| channels_last(values, shape.channels, shape.height * shape.width);
+    let output =
+        |values: &[f32]| channels_last(values, shape.filters, shape.out_height() * shape.out_width());
+    let weights = |values: &[f32]| channels_last(values, shape.channels, shape.kernel * shape.kernel);
+    let host = Host { x: input(&x), w: weights(&w), b, dy: output(&dy) };
+    (host, Expected { y: output(&y), dx: input(&dx), dw: weights(&dw), db })
 }
 
-fn check_conv(
+/// Runs a layer in all ways.
+fn check(
     stream: &Stream,
     shape: conv::Shape,
     images: usize,
@@ -295,55 +193,17 @@ fn check_conv(
     options: Options,
 ) -> Result<()> {
     let layer = Conv::new(stream, shape, images, precision, slope, true, options)?;
-    println!("slope {slope} {}", layer.describe());
-    let cpu = |images: usize| {
-        let threads = Threads::new(1);
-        let mut scratch = conv::cpu::Scratch::new(&threads);
-        let x = random(images * shape.input_len(), 1, precision);
-        let w = random(shape.weights_len(), 2, precision);
-        let b = random(shape.filters, 3, Precision::F32);
-        let dy = random(images * shape.output_len(), 4, precision);
-        let mut y = vec![0.0; dy.len()];
-        let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
-        conv::cpu::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
-        activation::cpu::forward(&threads, slope, &mut y);
-        conv::cpu::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
-        conv::cpu::backward_bias(&threads, &shape, &dy, &mut db);
-        conv::cpu::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
-        let input = |values: &[f32]| channels_last(values, shape.channels, shape.height * shape.width);
-        let output =
-            |values: &[f32]| channels_last(values, shape.filters, shape.out_height() * shape.out_width());
-        let weights = |values: &[f32]| channels_last(values, shape.channels, shape.kernel * shape.kernel);
-        let host = Host { x: input(&x), w: weights(&w), b, dy: output(&dy) };
-        (host, Expected { y: output(&y), dx: input(&dx), dw: weights(&dw), db })
-    };
-    check(stream, &layer, images, precision, &format!("conv, {precision}, slope {slope}"), &cpu)
-}
-
-fn check_dense(
-    stream: &Stream,
-    shape: dense::Shape,
-    samples: usize,
-    precision: Precision,
-    slope: f32,
-    options: Options,
-) -> Result<()> {
-    let layer = Dense::new(stream, shape, samples, precision, slope, true, options)?;
-    println!("slope {slope} {}", layer.describe());
-    let cpu = |samples: usize| {
-        let threads = Threads::new(1);
-        let x = random(samples * shape.inputs, 1, precision);
-        let w = random(shape.inputs * shape.outputs, 2, precision);
-        let b = random(shape.outputs, 3, Precision::F32);
-        let dy = random(samples * shape.outputs, 4, precision);
-        let mut y = vec![0.0; dy.len()];
-        let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
-        dense::cpu::forward(&threads, &shape, &x, &w, &b, &mut y);
-        activation::cpu::forward(&threads, slope, &mut y);
-        dense::cpu::backward_weights(&threads, &shape, &x, &dy, &mut dw);
-        dense::cpu::backward_bias(&threads, &shape, &dy, &mut db);
-        dense::cpu::backward_input(&threads, &shape, &w, &dy, &mut dx);
-        (Host { x, w, b, dy }, Expected { y, dx, dw, db })
-    };
-    check(stream, &layer, samples, precision, &format!("dense, {precision}, slope {slope}"), &cpu)
+    let what = format!("slope {slope} {}", layer.describe());
+    println!("{what}");
+    let (host, expected) = on_cpu(shape, images, precision, slope);
+    let direct = run(stream, &layer, images, precision, &host, 0, false)?;
+    compare(&what, &direct, &expected, precision);
+    let captured = run(stream, &layer, images, precision, &host, 0, true)?;
+    assert_eq!(direct, captured, "{what}: a graph computes the same");
+    let askew = run(stream, &layer, images, precision, &host, 1, false)?;
+    compare(&format!("{what}, askew"), &askew, &expected, precision);
+    let (host, expected) = on_cpu(shape, images - 1, precision, slope);
+    let fewer = run(stream, &layer, images - 1, precision, &host, 0, false)?;
+    compare(&format!("{what}, fewer"), &fewer, &expected, precision);
+    Ok(())
 }

@@ -5,15 +5,14 @@
 //! memory (which step it is, and so which samples and which dropout masks).
 
 mod order;
-mod products;
 mod stages;
 
 use mgpu::step::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
+use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::cuda::{Memory, Options, Precision, Stream, View};
 use mgpu_kernels::{activation, dropout, gather, loss, norm, pool};
 use order::Order;
-use products::Product;
 use stages::{Pooled, Stage, Stages, Step};
 
 use super::plan::Plan;
@@ -82,7 +81,7 @@ pub struct DeviceNet {
     order: Order,
     precision: Precision,
     max_batch: usize,
-    products: Vec<Product>,
+    products: Vec<Conv>,
     /// Activations; the last slot holds the logits.
     slots: Vec<Memory>,
     /// Output of the product being pooled, and its gradient.
@@ -134,11 +133,11 @@ impl DeviceNet {
         for (place, stage) in stages.stages.iter().enumerate() {
             if let Step::Product { shape, slope, .. } = stage.step {
                 let below = place > stages.first_with_parameters();
-                let product = Product::new(stream, shape, max_batch, precision, slope, below, options)?;
+                let product = Conv::new(stream, shape, max_batch, precision, slope, below, options)?;
                 products.push(product);
             }
         }
-        let workspace = products.iter().map(Product::workspace_bytes).max().unwrap_or(0);
+        let workspace = products.iter().map(Conv::workspace_bytes).max().unwrap_or(0);
         let widest = plan.norms.iter().max().copied().unwrap_or(0);
         let largest = stages.slots[1..].iter().max().copied().unwrap_or(0) * max_batch;
         let norm = |&channels: &usize| -> Result<Norm> {
@@ -264,7 +263,7 @@ impl DeviceNet {
 
     /// One line for each convolution and dense layer: what computes it.
     pub fn describe(&self) -> Vec<String> {
-        self.products.iter().map(Product::describe).collect()
+        self.products.iter().map(Conv::describe).collect()
     }
 
     /// Puts one training step on the model's stream: the batch that is the step's turn, with its labels, forward,

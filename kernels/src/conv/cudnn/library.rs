@@ -119,7 +119,7 @@ libraries::functions! {
 }
 
 /// The library on one GPU, for all layers of it.
-pub(in super::super) struct Library {
+pub(super) struct Library {
     pub(super) functions: Functions,
     device: Arc<Device>,
     /// The library's own state: one call at a time.
@@ -136,7 +136,7 @@ impl Library {
     ///
     /// # Errors
     /// If the library is not there, lacks a function, or refuses this GPU.
-    pub(in super::super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
+    pub(super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
         // Kept to the end of the process: captured graphs may use what belongs to the handle.
         static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,7 +157,7 @@ impl Library {
     }
 
     /// Name and version.
-    pub(in super::super) fn version(&self) -> String {
+    pub(super) fn version(&self) -> String {
         // SAFETY: takes nothing.
         format!("cuDNN {}", unsafe { (self.functions.version)() })
     }

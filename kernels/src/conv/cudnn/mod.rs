@@ -13,8 +13,8 @@
 //!   linear unit, with all algorithms, and without an activation, with a single one. The leaky one is not among what it
 //!   knows. [`Form::Plain`] leaves both to the caller.
 //! - *The gradient of weights* from bfloat16 operands is wanted in f32. The library documents a bfloat16 result only,
-//!   so both are tried: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace, for the caller to
-//!   widen, at the price of one more rounding, to 8 bits, before the sum over ranks.
+//!   so both are tried: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
+//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks.
 //!
 //! The functions used are the library's older ones, which version 9 marks as deprecated and still has. A version
 //! without them is no error: the layer then takes this crate's kernels.
@@ -29,73 +29,19 @@ use cudarc::cudnn::sys::{
     cudnnMathType_t as Math, cudnnNanPropagation_t as Nan, cudnnTensorFormat_t as Format,
 };
 
-pub(super) use library::Library;
-use library::{Address, Convolve, Descriptor, Find, Timing, WorkspaceSize};
+use library::{Address, Convolve, Descriptor, Find, Library, Timing, WorkspaceSize};
 
 use super::Shape;
-use crate::DType;
-use crate::cuda::choice::{self, Candidate, Note, Pass};
-use crate::cuda::{Precision, Result, Stream, View};
-
-/// What an algorithm of the library does beside the product.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
-    /// Nothing.
-    Plain,
-    /// Bias and activation.
-    Fused,
-    /// The result, which is to be f32, comes in bfloat16.
-    Narrow,
-}
-
-/// One of the library's algorithms for a pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Algorithm {
-    /// The library's number.
-    number: u32,
-    pub(super) form: Form,
-}
-
-impl std::fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let form = match self.form {
-            Form::Plain => "",
-            Form::Fused => " fused",
-            Form::Narrow => " bf16",
-        };
-        write!(f, "cuDNN {}{form}", self.number)
-    }
-}
-
-impl choice::Algorithm for Algorithm {
-    fn encode(&self) -> String {
-        format!("{}/{}", self.number, self.form as u8)
-    }
-
-    fn decode(text: &str) -> Option<Self> {
-        let (number, form) = text.split_once('/')?;
-        let form = [Form::Plain, Form::Fused, Form::Narrow]
-            .into_iter()
-            .find(|known| form.parse() == Ok(*known as u8))?;
-        Some(Algorithm { number: number.parse().ok()?, form })
-    }
-}
+use super::gpu::Passes;
+use crate::cuda::algorithm::{Algorithm, Form};
+use crate::cuda::choice::{Candidate, Note, Pass};
+use crate::cuda::{Device, Precision, Result, Stream, View};
+use crate::{DType, arena};
 
 /// The library's algorithm for fused bias without an activation.
 const IMPLICIT_PRECOMPUTED_GEMM: u32 = 1;
 /// Algorithms of a pass that go on to the race.
 const FINALISTS: usize = 3;
-
-/// Memory of a layer, to try algorithms on.
-#[derive(Clone, Copy)]
-pub(super) struct Buffers<'a> {
-    pub(super) x: View<'a>,
-    pub(super) w: View<'a>,
-    pub(super) y: View<'a>,
-    pub(super) dx: View<'a>,
-    pub(super) dw: View<'a>,
-    pub(super) workspace: View<'a>,
-}
 
 /// One layer, described to the library.
 pub(super) struct Plan {
@@ -122,14 +68,15 @@ impl Plan {
     /// Describes a layer for batches of `images`, whose activation has `slope` for negative values.
     ///
     /// # Errors
-    /// If the library does not take the description.
+    /// If the library is not there, or does not take the description.
     pub(super) fn new(
-        library: Arc<Library>,
+        device: &Arc<Device>,
         shape: &Shape,
         images: usize,
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
+        let library = Library::on(device)?;
         let functions = &library.functions;
         let (storage, math) = match precision {
             Precision::F32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_FMA_MATH),
@@ -187,21 +134,166 @@ impl Plan {
         })
     }
 
-    /// Algorithms that are worth a race, and notes about what is not. The contents of `buffers` are lost.
-    pub(super) fn candidates(
+    /// Factors and result of a pass.
+    fn descriptors(&self, pass: Pass, form: Form) -> [&Descriptor; 3] {
+        match (pass, form) {
+            (Pass::Forward, _) => [&self.x, &self.w, &self.y],
+            (Pass::BackwardInput, _) => [&self.w, &self.y, &self.x],
+            (Pass::BackwardWeights, Form::Narrow) => [&self.x, &self.y, &self.w],
+            (Pass::BackwardWeights, _) => [&self.x, &self.y, &self.dw],
+        }
+    }
+
+    /// What the library finds out about its algorithms, fastest first.
+    fn find(
+        &self,
+        pass: Pass,
+        form: Form,
+        stream: &Stream,
+        operands: [View<'_>; 3],
+        workspace: View<'_>,
+    ) -> Result<Vec<Timing>> {
+        let f = &self.library.functions;
+        let (name, find): (_, Find) = match pass {
+            Pass::Forward => ("cudnnFindConvolutionForwardAlgorithmEx", f.find_forward),
+            Pass::BackwardInput => ("cudnnFindConvolutionBackwardDataAlgorithmEx", f.find_backward_data),
+            Pass::BackwardWeights => {
+                ("cudnnFindConvolutionBackwardFilterAlgorithmEx", f.find_backward_filter)
+            }
+        };
+        let [from, by, to] = self.descriptors(pass, form);
+        let [a, b, result] = operands.map(|view| view.address());
+        let mut found = [Timing::default(); 32];
+        let mut count: c_int = 0;
+        self.library.call(name, stream, |handle| {
+            // SAFETY: descriptors that fit the memory they are given with, room for as many results as are asked for, and
+            // the workspace's size.
+            unsafe {
+                find(
+                    handle,
+                    from.raw,
+                    a as Address,
+                    by.raw,
+                    b as Address,
+                    self.convolution.raw,
+                    to.raw,
+                    result as *mut c_void,
+                    found.len() as c_int,
+                    &mut count,
+                    found.as_mut_ptr(),
+                    workspace.address() as *mut c_void,
+                    workspace.bytes(),
+                )
+            }
+        })?;
+        Ok(found[..(count.max(0) as usize).min(found.len())].to_vec())
+    }
+
+    /// Bytes of the narrow gradient of weights, which is at the workspace's beginning, before what the library asks for.
+    fn narrow_bytes(&self) -> usize {
+        // The library's part begins where an allocation might.
+        (self.weights * 2).next_multiple_of(256)
+    }
+
+    /// A product of the first two operands, written to the third.
+    fn convolve(
+        &self,
+        pass: Pass,
+        stream: &Stream,
+        algorithm: &Algorithm,
+        operands: [View<'_>; 3],
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let f = &self.library.functions;
+        let (name, run): (_, Convolve) = match pass {
+            Pass::Forward => ("cudnnConvolutionForward", f.forward),
+            Pass::BackwardInput => ("cudnnConvolutionBackwardData", f.backward_data),
+            Pass::BackwardWeights => ("cudnnConvolutionBackwardFilter", f.backward_filter),
+        };
+        let [from, by, to] = self.descriptors(pass, algorithm.form);
+        let [a, b, result] = operands.map(|view| view.address());
+        let (one, zero) = (1.0f32, 0.0f32);
+        self.library.call(name, stream, |handle| {
+            // SAFETY: descriptors that fit the memory they are given with; the factors are read during the call.
+            unsafe {
+                run(
+                    handle,
+                    (&raw const one).cast(),
+                    from.raw,
+                    a as Address,
+                    by.raw,
+                    b as Address,
+                    self.convolution.raw,
+                    number(algorithm),
+                    workspace.address() as *mut c_void,
+                    workspace.bytes(),
+                    (&raw const zero).cast(),
+                    to.raw,
+                    result as *mut c_void,
+                )
+            }
+        })
+    }
+
+    /// `y = w ∗ x`, with bias and activation.
+    fn convolve_fused(
+        &self,
+        stream: &Stream,
+        algorithm: &Algorithm,
+        [x, w, y]: [View<'_>; 3],
+        bias: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let (one, zero) = (1.0f32, 0.0f32);
+        self.library.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
+            // SAFETY: descriptors that fit the memory they are given with; `y` also stands for the addend, which is
+            // multiplied by zero; the factors are read during the call.
+            unsafe {
+                (self.library.functions.forward_fused)(
+                    handle,
+                    (&raw const one).cast(),
+                    self.x.raw,
+                    x.address() as Address,
+                    self.w.raw,
+                    w.address() as Address,
+                    self.convolution.raw,
+                    number(algorithm),
+                    workspace.address() as *mut c_void,
+                    workspace.bytes(),
+                    (&raw const zero).cast(),
+                    self.y.raw,
+                    y.address() as Address,
+                    self.bias.raw,
+                    bias.address() as Address,
+                    self.activation.raw,
+                    self.y.raw,
+                    y.address() as *mut c_void,
+                )
+            }
+        })
+    }
+}
+
+impl Passes for Plan {
+    fn version(&self) -> String {
+        self.library.version()
+    }
+
+    fn candidates(
         &self,
         pass: Pass,
         stream: &Stream,
         deterministic: bool,
-        buffers: &Buffers<'_>,
-    ) -> (Vec<Candidate<Algorithm>>, Vec<Note>) {
+        operands: [View<'_>; 3],
+        space: View<'_>,
+    ) -> (Vec<Candidate>, Vec<Note>) {
         let forms: &[Form] = match (pass, self.precision) {
             (Pass::BackwardWeights, Precision::Bf16) => &[Form::Plain, Form::Narrow],
             _ => &[Form::Plain],
         };
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for &form in forms {
-            let found = match self.find(pass, form, stream, buffers) {
+            let found = match self.find(pass, form, stream, operands, space) {
                 Ok(found) => found,
                 Err(error) => {
                     notes.push(Note::new("cuDNN", error));
@@ -215,9 +307,9 @@ impl Plan {
                     forms.push(Form::Fused);
                 }
                 for form in forms {
-                    let algorithm = Algorithm { number, form };
+                    let algorithm = Algorithm::cudnn(number, form);
                     match self.workspace(pass, &algorithm) {
-                        Ok(workspace) if workspace <= buffers.workspace.bytes() => {
+                        Ok(workspace) if workspace <= space.bytes() => {
                             candidates.push(Candidate { algorithm, workspace });
                         }
                         Ok(workspace) => notes
@@ -234,245 +326,53 @@ impl Plan {
         (candidates, notes)
     }
 
-    /// What the library finds out about its algorithms, fastest first.
-    fn find(&self, pass: Pass, form: Form, stream: &Stream, buffers: &Buffers<'_>) -> Result<Vec<Timing>> {
-        let Buffers { x, w, y, dx, dw, workspace } = *buffers;
+    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
         let f = &self.library.functions;
-        type Operand<'a> = (&'a Descriptor, View<'a>);
-        let (name, find, from, by, to): (_, Find, Operand<'_>, Operand<'_>, Operand<'_>) = match pass {
-            Pass::Forward => (
-                "cudnnFindConvolutionForwardAlgorithmEx",
-                f.find_forward,
-                (&self.x, x),
-                (&self.w, w),
-                (&self.y, y),
-            ),
-            Pass::BackwardInput => (
-                "cudnnFindConvolutionBackwardDataAlgorithmEx",
-                f.find_backward_data,
-                (&self.w, w),
-                (&self.y, y),
-                (&self.x, dx),
-            ),
-            Pass::BackwardWeights => (
-                "cudnnFindConvolutionBackwardFilterAlgorithmEx",
-                f.find_backward_filter,
-                (&self.x, x),
-                (&self.y, y),
-                (self.gradient(form), dw),
-            ),
-        };
-        let mut found = [Timing::default(); 32];
-        let mut count: c_int = 0;
-        self.library.call(name, stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with, room for as many results as are asked for, and
-            // the workspace's size.
-            unsafe {
-                find(
-                    handle,
-                    from.0.raw,
-                    from.1.address() as Address,
-                    by.0.raw,
-                    by.1.address() as Address,
-                    self.convolution.raw,
-                    to.0.raw,
-                    to.1.address() as *mut c_void,
-                    found.len() as c_int,
-                    &mut count,
-                    found.as_mut_ptr(),
-                    workspace.address() as *mut c_void,
-                    workspace.bytes(),
-                )
+        let (name, size): (_, WorkspaceSize) = match pass {
+            Pass::Forward => ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace),
+            Pass::BackwardInput => {
+                ("cudnnGetConvolutionBackwardDataWorkspaceSize", f.backward_data_workspace)
             }
-        })?;
-        Ok(found[..(count.max(0) as usize).min(found.len())].to_vec())
-    }
-
-    /// The filter that the gradient of weights is written as.
-    fn gradient(&self, form: Form) -> &Descriptor {
-        if form == Form::Narrow { &self.w } else { &self.dw }
-    }
-
-    /// Bytes of workspace of an algorithm.
-    ///
-    /// # Errors
-    /// If the library does not support it for this layer.
-    pub(super) fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
-        let f = &self.library.functions;
-        let (name, size, from, by, to): (_, WorkspaceSize, _, _, _) = match pass {
-            Pass::Forward => {
-                ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace, &self.x, &self.w, &self.y)
+            Pass::BackwardWeights => {
+                ("cudnnGetConvolutionBackwardFilterWorkspaceSize", f.backward_filter_workspace)
             }
-            Pass::BackwardInput => (
-                "cudnnGetConvolutionBackwardDataWorkspaceSize",
-                f.backward_data_workspace,
-                &self.w,
-                &self.y,
-                &self.x,
-            ),
-            Pass::BackwardWeights => (
-                "cudnnGetConvolutionBackwardFilterWorkspaceSize",
-                f.backward_filter_workspace,
-                &self.x,
-                &self.y,
-                self.gradient(algorithm.form),
-            ),
         };
-        let (convolution, number) = (self.convolution.raw, algorithm.number);
+        let [from, by, to] = self.descriptors(pass, algorithm.form).map(|descriptor| descriptor.raw);
         let mut bytes = 0;
         self.library.ask(name, |handle| {
             // SAFETY: descriptors of this layer, and a place for the number.
-            unsafe { size(handle, from.raw, by.raw, convolution, to.raw, number, &mut bytes) }
+            unsafe { size(handle, from, by, self.convolution.raw, to, number(algorithm), &mut bytes) }
         })?;
-        Ok(match algorithm.form {
-            Form::Narrow => self.narrow().end + bytes,
-            _ => bytes,
-        })
+        Ok(if algorithm.form == Form::Narrow { self.narrow_bytes() + bytes } else { bytes })
     }
 
-    /// Where in the workspace the narrow gradient of weights is: at its beginning, before what the library asks for.
-    fn narrow(&self) -> std::ops::Range<usize> {
-        // The library's part begins where an allocation might.
-        0..(self.weights * 2).next_multiple_of(256)
-    }
-
-    /// The narrow gradient of weights in `workspace`, in bfloat16.
-    pub(super) fn narrow_gradient<'a>(&self, workspace: View<'a>) -> View<'a> {
-        workspace.cast(DType::U8).slice(0..self.weights * 2).cast(DType::Bf16)
-    }
-
-    /// `y = w ∗ x`, with bias and activation if the algorithm is fused.
-    ///
-    /// # Errors
-    /// If the library refuses.
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn forward(
+    fn run(
         &self,
+        pass: Pass,
         stream: &Stream,
         algorithm: &Algorithm,
-        x: View<'_>,
-        w: View<'_>,
-        bias: View<'_>,
-        y: View<'_>,
+        operands: [View<'_>; 3],
+        bias: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
-        let f = &self.library.functions;
-        if algorithm.form != Form::Fused {
-            let operands = [(&self.x, x), (&self.w, w), (&self.y, y)];
-            return self.convolve(
-                "cudnnConvolutionForward",
-                f.forward,
-                stream,
-                algorithm,
-                operands,
-                workspace,
-            );
+        match (algorithm.form, bias) {
+            (Form::Fused, Some(bias)) => self.convolve_fused(stream, algorithm, operands, bias, workspace),
+            (Form::Narrow, _) => {
+                let [x, dy, dw] = operands;
+                let workspace = workspace.cast(DType::U8);
+                let narrow = workspace.slice(0..self.weights * 2).cast(DType::Bf16);
+                let rest = workspace.slice(self.narrow_bytes()..workspace.len());
+                self.convolve(pass, stream, algorithm, [x, dy, narrow], rest)?;
+                arena::cuda::widen(stream, narrow, dw)
+            }
+            _ => self.convolve(pass, stream, algorithm, operands, workspace),
         }
-        let (one, zero) = (1.0f32, 0.0f32);
-        self.library.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with; `y` also stands for the addend, which is
-            // multiplied by zero; the factors are read during the call.
-            unsafe {
-                (f.forward_fused)(
-                    handle,
-                    (&raw const one).cast(),
-                    self.x.raw,
-                    x.address() as Address,
-                    self.w.raw,
-                    w.address() as Address,
-                    self.convolution.raw,
-                    algorithm.number,
-                    workspace.address() as *mut c_void,
-                    workspace.bytes(),
-                    (&raw const zero).cast(),
-                    self.y.raw,
-                    y.address() as Address,
-                    self.bias.raw,
-                    bias.address() as Address,
-                    self.activation.raw,
-                    self.y.raw,
-                    y.address() as *mut c_void,
-                )
-            }
-        })
     }
+}
 
-    /// The gradient of the input.
-    ///
-    /// # Errors
-    /// If the library refuses.
-    pub(super) fn backward_input(
-        &self,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        w: View<'_>,
-        dy: View<'_>,
-        dx: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let operands = [(&self.w, w), (&self.y, dy), (&self.x, dx)];
-        let run = self.library.functions.backward_data;
-        self.convolve("cudnnConvolutionBackwardData", run, stream, algorithm, operands, workspace)
-    }
-
-    /// The gradient of the weights: to `dw`, or where the algorithm is narrow to [`narrow_gradient`](Self::narrow_gradient)
-    /// of the workspace.
-    ///
-    /// # Errors
-    /// If the library refuses.
-    pub(super) fn backward_weights(
-        &self,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        x: View<'_>,
-        dy: View<'_>,
-        dw: View<'_>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let (to, rest) = match algorithm.form {
-            Form::Narrow => {
-                let bytes = workspace.cast(DType::U8);
-                (self.narrow_gradient(workspace), bytes.slice(self.narrow().end..bytes.len()))
-            }
-            _ => (dw, workspace),
-        };
-        let operands = [(&self.x, x), (&self.y, dy), (self.gradient(algorithm.form), to)];
-        let run = self.library.functions.backward_filter;
-        self.convolve("cudnnConvolutionBackwardFilter", run, stream, algorithm, operands, rest)
-    }
-
-    /// A product of the first two operands, written to the third.
-    fn convolve(
-        &self,
-        name: &'static str,
-        run: Convolve,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        [from, by, to]: [(&Descriptor, View<'_>); 3],
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let (one, zero) = (1.0f32, 0.0f32);
-        self.library.call(name, stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with; the factors are read during the call.
-            unsafe {
-                run(
-                    handle,
-                    (&raw const one).cast(),
-                    from.0.raw,
-                    from.1.address() as Address,
-                    by.0.raw,
-                    by.1.address() as Address,
-                    self.convolution.raw,
-                    algorithm.number,
-                    workspace.address() as *mut c_void,
-                    workspace.bytes(),
-                    (&raw const zero).cast(),
-                    to.0.raw,
-                    to.1.address() as *mut c_void,
-                )
-            }
-        })
-    }
+/// What the library calls an algorithm.
+fn number(algorithm: &Algorithm) -> u32 {
+    algorithm.id[0] as u32
 }
 
 /// The fastest algorithms that worked. One counts as deterministic if it was in every trial.
@@ -493,7 +393,6 @@ fn finalists(found: &[Timing], deterministic: bool) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::choice::Algorithm as _;
 
     #[test]
     fn the_fastest_that_work_and_repeat_go_on() {
@@ -516,15 +415,5 @@ mod tests {
         ];
         assert_eq!(finalists(&found, true), [1, 4, 6]);
         assert_eq!(finalists(&found, false), [0, 1, 3]);
-    }
-
-    #[test]
-    fn an_algorithm_is_read_as_it_was_written() {
-        for form in [Form::Plain, Form::Fused, Form::Narrow] {
-            let algorithm = Algorithm { number: 6, form };
-            assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
-        }
-        assert_eq!(Algorithm::decode("6/3"), None);
-        assert_eq!(Algorithm::decode("fused"), None);
     }
 }

@@ -32,7 +32,9 @@ use cudarc::cublaslt::sys::{
 };
 
 use super::Shape;
-use crate::cuda::choice::{self, Candidate, Note, Pass, WORKSPACE_LIMIT};
+use super::gpu::Passes;
+use crate::cuda::algorithm::{Algorithm, Form};
+use crate::cuda::choice::{Candidate, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::{Device, Error, Precision, Result, Stream, View, libraries};
 
 /// An object of the library's.
@@ -79,7 +81,7 @@ libraries::functions! {
 }
 
 /// The library on one GPU, for all layers of it.
-pub(super) struct Library {
+struct Library {
     functions: Functions,
     device: Arc<Device>,
     handle: Raw,
@@ -95,7 +97,7 @@ impl Library {
     ///
     /// # Errors
     /// If the library is not there, lacks a function, or refuses this GPU.
-    pub(super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
+    fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
         // Kept to the end of the process: captured graphs may use what belongs to the handle.
         static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -111,12 +113,6 @@ impl Library {
         let library = Arc::new(Library { functions, device: Arc::clone(device), handle });
         open.push(Arc::clone(&library));
         Ok(library)
-    }
-
-    /// Name and version.
-    pub(super) fn version(&self) -> String {
-        // SAFETY: takes nothing.
-        format!("cuBLASLt {}", unsafe { (self.functions.version)() })
     }
 }
 
@@ -150,48 +146,11 @@ impl Drop for Descriptor {
     }
 }
 
-/// One of the library's algorithms for a pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Algorithm {
-    bytes: [u64; 8],
-    /// Bias and activation come with the product.
-    pub(super) fused: bool,
-}
-
-impl std::fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // The bytes have no names. These digits tell one from another.
-        let digest = self
-            .bytes
-            .iter()
-            .fold(0u64, |digest, word| (digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95));
-        write!(f, "cuBLASLt {:04x}{}", digest >> 48, if self.fused { " fused" } else { "" })
-    }
-}
-
-impl choice::Algorithm for Algorithm {
-    fn encode(&self) -> String {
-        let words: Vec<_> = self.bytes.iter().map(|word| format!("{word:x}")).collect();
-        format!("{}/{}", words.join("."), u8::from(self.fused))
-    }
-
-    fn decode(text: &str) -> Option<Self> {
-        let (words, fused) = text.split_once('/')?;
-        let words: Option<Vec<_>> = words.split('.').map(|word| u64::from_str_radix(word, 16).ok()).collect();
-        let fused = match fused {
-            "0" => false,
-            "1" => true,
-            _ => return None,
-        };
-        Some(Algorithm { bytes: words?.try_into().ok()?, fused })
-    }
-}
-
 /// Algorithms of a pass, with and without the epilogue each, that go on to the race.
 const FINALISTS: usize = 4;
 /// What operands' addresses are multiples of. As an address it stands for a bias when algorithms are proposed: the library
 /// asks it for its alignment only.
-pub(super) const ALIGNMENT: u32 = 16;
+const ALIGNMENT: u32 = 16;
 
 /// One layer, described to the library.
 pub(super) struct Plan {
@@ -218,14 +177,15 @@ impl Plan {
     /// Describes a layer for batches of `samples`, whose activation has `slope` for negative values.
     ///
     /// # Errors
-    /// If the library does not take the description.
+    /// If the library is not there, or does not take the description.
     pub(super) fn new(
-        library: Arc<Library>,
+        device: &Arc<Device>,
         shape: &Shape,
         samples: usize,
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
+        let library = Library::on(device)?;
         let f = &library.functions;
         let (storage, compute) = match precision {
             Precision::F32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F),
@@ -268,7 +228,7 @@ impl Plan {
             (Property::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue as u32),
             (Property::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, DataType::CUDA_R_32F as u32),
         ];
-        let Shape { inputs, outputs } = *shape;
+        let Shape { channels: inputs, filters: outputs, .. } = *shape;
         Ok(Plan {
             slope,
             x: layout(storage, inputs, samples)?,
@@ -298,11 +258,11 @@ impl Plan {
     fn with_product<T>(
         &self,
         pass: Pass,
-        fused: bool,
+        form: Form,
         bias: u64,
         with: impl FnOnce(Raw) -> Result<T>,
     ) -> Result<T> {
-        if fused {
+        if form == Form::Fused {
             let f = &self.library.functions;
             let product = self.forward_fused.lock().unwrap_or_else(PoisonError::into_inner);
             let property = Property::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
@@ -320,28 +280,8 @@ impl Plan {
         })
     }
 
-    /// Algorithms that are worth a race, and notes about what is not.
-    pub(super) fn candidates(
-        &self,
-        pass: Pass,
-        deterministic: bool,
-    ) -> (Vec<Candidate<Algorithm>>, Vec<Note>) {
-        let (mut candidates, mut notes) = (Vec::new(), Vec::new());
-        for fused in [true, false] {
-            let possible = pass == Pass::Forward && (self.slope == 0.0 || self.slope == 1.0);
-            if fused && !possible {
-                continue;
-            }
-            match self.propose(pass, fused, deterministic) {
-                Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
-                Err(error) => notes.push(Note::new(if fused { "cuBLASLt fused" } else { "cuBLASLt" }, error)),
-            }
-        }
-        (candidates, notes)
-    }
-
     /// What the library's heuristics propose, best first.
-    fn propose(&self, pass: Pass, fused: bool, deterministic: bool) -> Result<Vec<Candidate<Algorithm>>> {
+    fn propose(&self, pass: Pass, form: Form, deterministic: bool) -> Result<Vec<Candidate>> {
         let f = &self.library.functions;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a place for the preference.
@@ -370,7 +310,7 @@ impl Plan {
         let [a, b, d] = self.layouts(pass);
         let mut found = [Verdict::default(); 16];
         let mut count: c_int = 0;
-        self.with_product(pass, fused, ALIGNMENT.into(), |product| {
+        self.with_product(pass, form, ALIGNMENT.into(), |product| {
             // SAFETY: descriptors of this layer, and room for as many verdicts as are asked for.
             let status = unsafe {
                 (f.propose)(
@@ -392,49 +332,71 @@ impl Plan {
         Ok(found
             .filter(|verdict| verdict.status == 0 && verdict.workspace <= WORKSPACE_LIMIT)
             .map(|verdict| Candidate {
-                algorithm: Algorithm { bytes: verdict.algorithm, fused },
+                algorithm: Algorithm::cublaslt(verdict.algorithm, form),
                 workspace: verdict.workspace,
             })
             .collect())
     }
+}
 
-    /// Bytes of workspace of an algorithm.
-    ///
-    /// # Errors
-    /// If the library does not support it for this layer.
-    pub(super) fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
+impl Passes for Plan {
+    fn version(&self) -> String {
+        // SAFETY: takes nothing.
+        format!("cuBLASLt {}", unsafe { (self.library.functions.version)() })
+    }
+
+    fn candidates(
+        &self,
+        pass: Pass,
+        _stream: &Stream,
+        deterministic: bool,
+        _operands: [View<'_>; 3],
+        _workspace: View<'_>,
+    ) -> (Vec<Candidate>, Vec<Note>) {
+        let (mut candidates, mut notes) = (Vec::new(), Vec::new());
+        for (form, name) in [(Form::Fused, "cuBLASLt fused"), (Form::Plain, "cuBLASLt")] {
+            let possible = pass == Pass::Forward && (self.slope == 0.0 || self.slope == 1.0);
+            if form == Form::Fused && !possible {
+                continue;
+            }
+            match self.propose(pass, form, deterministic) {
+                Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
+                Err(error) => notes.push(Note::new(name, error)),
+            }
+        }
+        (candidates, notes)
+    }
+
+    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
         let f = &self.library.functions;
         let [a, b, d] = self.layouts(pass);
         let mut verdict = Verdict::default();
-        self.with_product(pass, algorithm.fused, ALIGNMENT.into(), |product| {
+        self.with_product(pass, algorithm.form, ALIGNMENT.into(), |product| {
             // SAFETY: descriptors of this layer, and a place for the verdict.
-            let status = unsafe {
-                (f.judge)(self.library.handle, product, a, b, d, d, &algorithm.bytes, &mut verdict)
-            };
+            let status =
+                unsafe { (f.judge)(self.library.handle, product, a, b, d, d, &algorithm.id, &mut verdict) };
             f.check("cublasLtMatmulAlgoCheck", status)?;
             f.check("cublasLtMatmulAlgoCheck", verdict.status)
         })?;
         Ok(verdict.workspace)
     }
 
-    /// The product of a pass: operands as in the table above, and the result. `bias` is what a fused forward product adds.
-    ///
-    /// # Errors
-    /// If the library refuses.
-    pub(super) fn multiply(
+    fn run(
         &self,
         pass: Pass,
         stream: &Stream,
         algorithm: &Algorithm,
-        [a, b, to]: [View<'_>; 3],
+        [from, by, to]: [View<'_>; 3],
         bias: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
         let f = &self.library.functions;
         let [a_layout, b_layout, to_layout] = self.layouts(pass);
+        // The table above has the weights first.
+        let (a, b) = if pass == Pass::Forward { (by, from) } else { (from, by) };
         let (one, zero) = (1.0f32, 0.0f32);
         let bias = bias.map_or(0, |bias| bias.address());
-        self.with_product(pass, algorithm.fused, bias, |product| {
+        self.with_product(pass, algorithm.form, bias, |product| {
             // SAFETY: layouts that fit the memory they are given with; the result also stands for the addend, which is
             // multiplied by zero; the factors are read during the call.
             let status = unsafe {
@@ -451,7 +413,7 @@ impl Plan {
                     to_layout,
                     to.address() as *mut c_void,
                     to_layout,
-                    &algorithm.bytes,
+                    &algorithm.id,
                     workspace.address() as *mut c_void,
                     workspace.bytes(),
                     stream.raw().cast(),
@@ -459,21 +421,5 @@ impl Plan {
             };
             f.check("cublasLtMatmul", status)
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cuda::choice::Algorithm as _;
-
-    #[test]
-    fn an_algorithm_is_read_as_it_was_written() {
-        for fused in [false, true] {
-            let algorithm = Algorithm { bytes: [0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], fused };
-            assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
-        }
-        assert_eq!(Algorithm::decode("1.2.3/0"), None);
-        assert_eq!(Algorithm::decode("0.0.0.0.0.0.0.0/2"), None);
     }
 }

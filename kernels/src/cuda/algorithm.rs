@@ -1,0 +1,103 @@
+//! An algorithm of a library: what the library calls it, and its names in a log and in the cache of choices.
+
+/// Whose algorithm it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Library {
+    CuDnn,
+    CublasLt,
+}
+
+impl std::fmt::Display for Library {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Library::CuDnn => "cuDNN",
+            Library::CublasLt => "cuBLASLt",
+        })
+    }
+}
+
+/// What an algorithm does beside the product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Nothing.
+    Plain,
+    /// Bias and activation.
+    Fused,
+    /// The result, which is to be f32, comes in bfloat16.
+    Narrow,
+}
+
+/// One of a library's algorithms for a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Algorithm {
+    library: Library,
+    /// cuDNN's number and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
+    pub(crate) id: [u64; 8],
+    pub(crate) form: Form,
+}
+
+impl Algorithm {
+    pub(crate) fn cudnn(number: u32, form: Form) -> Self {
+        Algorithm { library: Library::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
+    }
+
+    pub(crate) fn cublaslt(id: [u64; 8], form: Form) -> Self {
+        Algorithm { library: Library::CublasLt, id, form }
+    }
+
+    /// As text without white space that [`decode`](Self::decode) understands, in this version of the library.
+    pub(crate) fn encode(&self) -> String {
+        let words = self.id.map(|word| format!("{word:x}"));
+        format!("{}/{}/{}", self.library, words.join("."), self.form as u8)
+    }
+
+    pub(crate) fn decode(text: &str) -> Option<Self> {
+        let [library, id, form] = text.split('/').collect::<Vec<_>>().try_into().ok()?;
+        let library =
+            [Library::CuDnn, Library::CublasLt].into_iter().find(|known| library == known.to_string())?;
+        let words: Option<Vec<_>> = id.split('.').map(|word| u64::from_str_radix(word, 16).ok()).collect();
+        let form = [Form::Plain, Form::Fused, Form::Narrow]
+            .into_iter()
+            .find(|known| form.parse() == Ok(*known as u8))?;
+        Some(Algorithm { library, id: words?.try_into().ok()?, form })
+    }
+}
+
+impl std::fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.library {
+            Library::CuDnn => write!(f, "cuDNN {}", self.id[0])?,
+            Library::CublasLt => {
+                // The bytes have no names. These digits tell one from another.
+                let digest = self.id.iter().fold(0u64, |digest, word| {
+                    (digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
+                });
+                write!(f, "cuBLASLt {:04x}", digest >> 48)?;
+            }
+        }
+        f.write_str(match self.form {
+            Form::Plain => "",
+            Form::Fused => " fused",
+            Form::Narrow => " bf16",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_algorithm_is_read_as_it_was_written() {
+        for form in [Form::Plain, Form::Fused, Form::Narrow] {
+            let opaque = Algorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
+            for algorithm in [Algorithm::cudnn(6, form), opaque] {
+                assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
+            }
+        }
+        let broken = ["fused", "cuDNN/6/0", "cuDNN/6.0.0.0.0.0.0.0/3", "cuFFT/6.0.0.0.0.0.0.0/0"];
+        for text in broken {
+            assert_eq!(Algorithm::decode(text), None, "{text}");
+        }
+    }
+}
