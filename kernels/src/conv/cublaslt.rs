@@ -154,7 +154,7 @@ const ALIGNMENT: u32 = 16;
 
 /// One layer, described to the library.
 pub(super) struct Plan {
-    library: Arc<Library>,
+    on: Arc<Library>,
     slope: f32,
     /// I × N, O × N and I × O in the type of activations, and I × O in f32.
     x: Descriptor,
@@ -240,7 +240,7 @@ impl Plan {
             forward_fused: Mutex::new(product(&fused[..if precision == Precision::Bf16 { 3 } else { 2 }])?),
             backward_input: product(&[])?,
             backward_weights: product(&[turn_b])?,
-            library,
+            on: library,
         })
     }
 
@@ -263,7 +263,7 @@ impl Plan {
         with: impl FnOnce(Raw) -> Result<T>,
     ) -> Result<T> {
         if form == Form::Fused {
-            let f = &self.library.functions;
+            let f = &self.on.functions;
             let product = self.forward_fused.lock().unwrap_or_else(PoisonError::into_inner);
             let property = Property::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             // SAFETY: this property is an address.
@@ -282,7 +282,7 @@ impl Plan {
 
     /// What the library's heuristics propose, best first.
     fn propose(&self, pass: Pass, form: Form, deterministic: bool) -> Result<Vec<Candidate>> {
-        let f = &self.library.functions;
+        let f = &self.on.functions;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a place for the preference.
         let status = unsafe { (f.create_preference)(&mut raw) };
@@ -314,7 +314,7 @@ impl Plan {
             // SAFETY: descriptors of this layer, and room for as many verdicts as are asked for.
             let status = unsafe {
                 (f.propose)(
-                    self.library.handle,
+                    self.on.handle,
                     product,
                     a,
                     b,
@@ -342,7 +342,7 @@ impl Plan {
 impl Passes for Plan {
     fn version(&self) -> String {
         // SAFETY: takes nothing.
-        format!("cuBLASLt {}", unsafe { (self.library.functions.version)() })
+        format!("cuBLASLt {}", unsafe { (self.on.functions.version)() })
     }
 
     fn candidates(
@@ -368,13 +368,13 @@ impl Passes for Plan {
     }
 
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
-        let f = &self.library.functions;
+        let f = &self.on.functions;
         let [a, b, d] = self.layouts(pass);
         let mut verdict = Verdict::default();
         self.with_product(pass, algorithm.form, ALIGNMENT.into(), |product| {
             // SAFETY: descriptors of this layer, and a place for the verdict.
             let status =
-                unsafe { (f.judge)(self.library.handle, product, a, b, d, d, &algorithm.id, &mut verdict) };
+                unsafe { (f.judge)(self.on.handle, product, a, b, d, d, &algorithm.id, &mut verdict) };
             f.check("cublasLtMatmulAlgoCheck", status)?;
             f.check("cublasLtMatmulAlgoCheck", verdict.status)
         })?;
@@ -390,7 +390,7 @@ impl Passes for Plan {
         bias: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
-        let f = &self.library.functions;
+        let f = &self.on.functions;
         let [a_layout, b_layout, to_layout] = self.layouts(pass);
         // The table above has the weights first.
         let (a, b) = if pass == Pass::Forward { (by, from) } else { (from, by) };
@@ -401,7 +401,7 @@ impl Passes for Plan {
             // multiplied by zero; the factors are read during the call.
             let status = unsafe {
                 (f.multiply)(
-                    self.library.handle,
+                    self.on.handle,
                     product,
                     (&raw const one).cast(),
                     a.address() as Address,

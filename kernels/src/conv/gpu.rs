@@ -68,7 +68,7 @@ pub struct Conv {
     images: usize,
     precision: Precision,
     slope: f32,
-    library: Option<Box<dyn Passes>>,
+    vendor: Option<Box<dyn Passes>>,
     /// By [`Pass`]; none where nobody asks for it.
     choices: [Option<Choice>; 3],
     workspace: usize,
@@ -112,7 +112,7 @@ impl Conv {
             images,
             precision,
             slope,
-            library: None,
+            vendor: None,
             choices: Pass::ALL.map(|pass| asked_for(pass).then(Choice::builtin)),
             workspace: own.unwrap_or(0),
             notes: Vec::new(),
@@ -122,8 +122,8 @@ impl Conv {
             return Ok(conv);
         }
         match conv.open(stream) {
-            Ok(library) => conv.library = Some(library),
-            Err(error) => conv.notes.push(Note::new(conv.library_name(), error)),
+            Ok(library) => conv.vendor = Some(library),
+            Err(error) => conv.notes.push(Note::new(conv.vendor_name(), error)),
         }
         // There from the first race on.
         let mut bench = None;
@@ -135,7 +135,7 @@ impl Conv {
         Ok(conv)
     }
 
-    fn library_name(&self) -> Library {
+    fn vendor_name(&self) -> Library {
         if self.shape.is_dense() { Library::CublasLt } else { Library::CuDnn }
     }
 
@@ -143,7 +143,7 @@ impl Conv {
     fn open(&self, stream: &Stream) -> Result<Box<dyn Passes>> {
         let &Conv { ref shape, images, precision, slope, .. } = self;
         let device = stream.device();
-        Ok(match self.library_name() {
+        Ok(match self.vendor_name() {
             Library::CublasLt => Box::new(cublaslt::Plan::new(device, shape, images, precision, slope)?),
             Library::CuDnn => Box::new(cudnn::Plan::new(device, shape, images, precision, slope)?),
         })
@@ -157,7 +157,7 @@ impl Conv {
         deterministic: bool,
         bench: &mut Option<Bench>,
     ) -> Result<Choice> {
-        let Some(library) = &self.library else { return Ok(Choice::builtin()) };
+        let Some(library) = &self.vendor else { return Ok(Choice::builtin()) };
         let &Conv { shape, images, precision, slope, .. } = &*self;
         let problem = format!("layer {shape:?} {images} {precision} {slope} {deterministic}");
         let own_kernels = &cuda::PRODUCTS[precision as usize];
@@ -171,7 +171,7 @@ impl Conv {
                     // The race alone has this price; without it the layer still works.
                     Err(Error::OutOfMemory { .. }) => {
                         let why = "too little memory to try its algorithms";
-                        notes.push(Note::new(self.library_name(), why));
+                        notes.push(Note::new(self.vendor_name(), why));
                         return Ok(None);
                     }
                     Err(error) => return Err(error),
@@ -333,7 +333,7 @@ impl Conv {
     ) -> Result<()> {
         let &Conv { ref shape, precision, slope, .. } = self;
         let [from, by, to] = operands;
-        let (Some(library), Some(algorithm)) = (&self.library, algorithm) else {
+        let (Some(library), Some(algorithm)) = (&self.vendor, algorithm) else {
             return match pass {
                 Pass::Forward => {
                     let bias = bias.expect("a forward pass has a bias");

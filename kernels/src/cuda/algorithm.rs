@@ -30,7 +30,7 @@ pub(crate) enum Form {
 /// One of a library's algorithms for a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Algorithm {
-    library: Library,
+    of: Library,
     /// cuDNN's number and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
     pub(crate) id: [u64; 8],
     pub(crate) form: Form,
@@ -38,17 +38,17 @@ pub(crate) struct Algorithm {
 
 impl Algorithm {
     pub(crate) fn cudnn(number: u32, form: Form) -> Self {
-        Algorithm { library: Library::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
+        Algorithm { of: Library::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
     }
 
     pub(crate) fn cublaslt(id: [u64; 8], form: Form) -> Self {
-        Algorithm { library: Library::CublasLt, id, form }
+        Algorithm { of: Library::CublasLt, id, form }
     }
 
     /// As text without white space that [`decode`](Self::decode) understands, in this version of the library.
     pub(crate) fn encode(&self) -> String {
         let words = self.id.map(|word| format!("{word:x}"));
-        format!("{}/{}/{}", self.library, words.join("."), self.form as u8)
+        format!("{}/{}/{}", self.of, words.join("."), self.form as u8)
     }
 
     pub(crate) fn decode(text: &str) -> Option<Self> {
@@ -59,13 +59,13 @@ impl Algorithm {
         let form = [Form::Plain, Form::Fused, Form::Narrow]
             .into_iter()
             .find(|known| form.parse() == Ok(*known as u8))?;
-        Some(Algorithm { library, id: words?.try_into().ok()?, form })
+        Some(Algorithm { of: library, id: words?.try_into().ok()?, form })
     }
 }
 
 impl std::fmt::Display for Algorithm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.library {
+        match self.of {
             Library::CuDnn => write!(f, "cuDNN {}", self.id[0])?,
             Library::CublasLt => {
                 // The bytes have no names. These digits tell one from another.

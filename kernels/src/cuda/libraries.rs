@@ -171,7 +171,7 @@ pub fn open(library: &'static Library) -> Result<PathBuf> {
 pub(crate) struct Opened {
     name: &'static str,
     file: PathBuf,
-    library: std::mem::ManuallyDrop<unix::Library>,
+    handle: std::mem::ManuallyDrop<unix::Library>,
 }
 
 impl Opened {
@@ -183,7 +183,7 @@ impl Opened {
         let file = open(library)?;
         // It is open already: this is the same one again.
         let again = open_for_all(&file, RTLD_NOW).map_err(Error::Missing)?;
-        Ok(Opened { name: library.names[0], file, library: again })
+        Ok(Opened { name: library.names[0], file, handle: again })
     }
 
     /// The function of that name.
@@ -195,7 +195,7 @@ impl Opened {
     /// `F` is the type of a pointer to that very function.
     pub(crate) unsafe fn function<F: Copy>(&self, symbol: &str) -> Result<F> {
         // SAFETY: the type is the caller's promise; the library is never closed.
-        unsafe { self.library.get::<F>(symbol.as_bytes()) }.map(|function| *function).map_err(|_| {
+        unsafe { self.handle.get::<F>(symbol.as_bytes()) }.map(|function| *function).map_err(|_| {
             Error::Missing(format!(
                 "{} at {} has no {symbol}: it is another version than this program can use",
                 self.name,

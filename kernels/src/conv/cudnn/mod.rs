@@ -45,7 +45,7 @@ const FINALISTS: usize = 3;
 
 /// One layer, described to the library.
 pub(super) struct Plan {
-    library: Arc<Library>,
+    on: Arc<Library>,
     precision: Precision,
     slope: f32,
     weights: usize,
@@ -130,7 +130,7 @@ impl Plan {
             bias: tensor(float, [1, shape.filters, 1, 1])?,
             convolution,
             activation,
-            library,
+            on: library,
         })
     }
 
@@ -153,7 +153,7 @@ impl Plan {
         operands: [View<'_>; 3],
         workspace: View<'_>,
     ) -> Result<Vec<Timing>> {
-        let f = &self.library.functions;
+        let f = &self.on.functions;
         let (name, find): (_, Find) = match pass {
             Pass::Forward => ("cudnnFindConvolutionForwardAlgorithmEx", f.find_forward),
             Pass::BackwardInput => ("cudnnFindConvolutionBackwardDataAlgorithmEx", f.find_backward_data),
@@ -165,7 +165,7 @@ impl Plan {
         let [a, b, result] = operands.map(|view| view.address());
         let mut found = [Timing::default(); 32];
         let mut count: c_int = 0;
-        self.library.call(name, stream, |handle| {
+        self.on.call(name, stream, |handle| {
             // SAFETY: descriptors that fit the memory they are given with, room for as many results as are asked for, and
             // the workspace's size.
             unsafe {
@@ -204,7 +204,7 @@ impl Plan {
         operands: [View<'_>; 3],
         workspace: View<'_>,
     ) -> Result<()> {
-        let f = &self.library.functions;
+        let f = &self.on.functions;
         let (name, run): (_, Convolve) = match pass {
             Pass::Forward => ("cudnnConvolutionForward", f.forward),
             Pass::BackwardInput => ("cudnnConvolutionBackwardData", f.backward_data),
@@ -213,7 +213,7 @@ impl Plan {
         let [from, by, to] = self.descriptors(pass, algorithm.form);
         let [a, b, result] = operands.map(|view| view.address());
         let (one, zero) = (1.0f32, 0.0f32);
-        self.library.call(name, stream, |handle| {
+        self.on.call(name, stream, |handle| {
             // SAFETY: descriptors that fit the memory they are given with; the factors are read during the call.
             unsafe {
                 run(
@@ -245,11 +245,11 @@ impl Plan {
         workspace: View<'_>,
     ) -> Result<()> {
         let (one, zero) = (1.0f32, 0.0f32);
-        self.library.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
+        self.on.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
             // SAFETY: descriptors that fit the memory they are given with; `y` also stands for the addend, which is
             // multiplied by zero; the factors are read during the call.
             unsafe {
-                (self.library.functions.forward_fused)(
+                (self.on.functions.forward_fused)(
                     handle,
                     (&raw const one).cast(),
                     self.x.raw,
@@ -276,7 +276,7 @@ impl Plan {
 
 impl Passes for Plan {
     fn version(&self) -> String {
-        self.library.version()
+        self.on.version()
     }
 
     fn candidates(
@@ -327,7 +327,7 @@ impl Passes for Plan {
     }
 
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
-        let f = &self.library.functions;
+        let f = &self.on.functions;
         let (name, size): (_, WorkspaceSize) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace),
             Pass::BackwardInput => {
@@ -339,7 +339,7 @@ impl Passes for Plan {
         };
         let [from, by, to] = self.descriptors(pass, algorithm.form).map(|descriptor| descriptor.raw);
         let mut bytes = 0;
-        self.library.ask(name, |handle| {
+        self.on.ask(name, |handle| {
             // SAFETY: descriptors of this layer, and a place for the number.
             unsafe { size(handle, from, by, self.convolution.raw, to, number(algorithm), &mut bytes) }
         })?;
