@@ -40,14 +40,14 @@ pub const NVRTC: Library = Library {
     wheels: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
     // The compiler looks for it by its bare name.
     before: &["libnvrtc-builtins.so."],
-    install: "install it with `pip install nvidia-cuda-nvrtc` or the CUDA toolkit",
+    install: "train without a GPU (--backend cpu), install it with `pip install nvidia-cuda-nvrtc` or the CUDA toolkit",
     symbol: "nvrtcGetCUBIN",
 };
 
 /// Compiles kernels for drivers of CUDA 12, which do not take what a compiler of CUDA 13 makes.
 pub const NVRTC_12: Library = Library {
     names: &["libnvrtc.so.12"],
-    install: "install it with `pip install nvidia-cuda-nvrtc-cu12` or the CUDA 12 toolkit",
+    install: "train without a GPU (--backend cpu), install it with `pip install nvidia-cuda-nvrtc-cu12` or the CUDA 12 toolkit",
     ..NVRTC
 };
 
