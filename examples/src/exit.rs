@@ -3,6 +3,20 @@
 use std::fmt::Display;
 use std::process::ExitCode;
 
+use mgpu::protocol::MGPU_BACKEND;
+use mgpu_kernels::cuda::Precision;
+
+/// The exit code of a usage error, and its line, if a precision is asked for that only a GPU has and there is none.
+pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
+    let on_gpu = std::env::var_os(MGPU_BACKEND).is_some_and(|backend| backend == "nccl");
+    if on_gpu || precision == Precision::F32 {
+        return None;
+    }
+    let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend computes in f32";
+    eprintln!("{program}: --precision {precision} {problem}");
+    Some(ExitCode::from(2))
+}
+
 /// Success, or the error as one line on standard error and exit code 1.
 pub(crate) fn report<E: Display>(program: &str, result: Result<(), E>) -> ExitCode {
     match result {

@@ -169,7 +169,7 @@ fn the_precisions_of_a_gpu_are_told_from_those_of_a_cpu() {
         assert_eq!(finished.json()["dtype"], precision);
     }
     let finished = run(command(TRAIN).args(["--synthetic", "--precision", "bf16", "--steps", "1"]));
-    finished.expect(1, &["--precision bf16 needs a GPU"]);
+    finished.expect(2, &["--precision bf16 needs a GPU"]);
 }
 
 /// The golden run of lenet5 and the data, or a word on what is skipped.

@@ -93,7 +93,9 @@ struct Lists {
 
 /// The program.
 pub fn main() -> ExitCode {
-    crate::exit::report("golden_check", run(&Args::parse()))
+    let args = Args::parse();
+    let refused = crate::exit::refuse("golden_check", args.precision);
+    refused.unwrap_or_else(|| crate::exit::report("golden_check", run(&args)))
 }
 
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
@@ -101,11 +103,6 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
     let folder = folder.ok_or("golden runs train on MNIST: name its folder with --data DIR or MGPU_DATA")?;
     let train = idx::read_split(&folder, Split::Train)?;
-    if world.backend() == Backend::Cpu && args.precision != Precision::F32 {
-        return Err(
-            format!("--precision {} needs a GPU; the cpu backend computes in f32", args.precision).into()
-        );
-    }
     let rank = world.rank();
     if let Some(device) = world.device().filter(|_| rank == 0) {
         println!("on {}, {}", device.name(), args.precision);

@@ -18,23 +18,20 @@ use clap::Parser;
 use engine::{Cpu, Engine, Gpu};
 use mgpu::progress::Phase;
 use mgpu::{Backend, ReduceOp, World, checkpoint};
-use mgpu_kernels::cuda::Precision;
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
 
 /// The program.
 pub fn main() -> ExitCode {
-    crate::exit::report("train_mnist", run(&Args::parse()))
+    let args = Args::parse();
+    let refused = crate::exit::refuse("train_mnist", args.precision);
+    refused.unwrap_or_else(|| crate::exit::report("train_mnist", run(&args)))
 }
 
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks) = (world.rank(), world.size());
     let threads = args.threads(world.thread_share());
-    if world.backend() == Backend::Cpu && args.precision != Precision::F32 {
-        let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend computes in f32";
-        return Err(format!("--precision {} {problem}", args.precision).into());
-    }
     let (device, mut comm) = match world.backend() {
         Backend::Cpu => (None, world.communicator()?),
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
