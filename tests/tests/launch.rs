@@ -252,16 +252,15 @@ fn no_folder_is_left() {
         run(shell(2, &[], script).env("XDG_RUNTIME_DIR", base.path()));
         assert_eq!(left(), 0);
     }
-    // A killed launcher cannot remove its folder; the next one does.
+    // Of a launcher that is killed, the process that is left removes it, or if it comes to nothing either, the next launch.
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = shell(1, &[], ": > ready-0; sleep 1000");
     let mut child = launcher.current_dir(folder.path()).env("XDG_RUNTIME_DIR", base.path()).spawn().unwrap();
     until(|| folder.path().join("ready-0").exists());
     child.kill().unwrap();
     child.wait().unwrap();
-    assert_eq!(left(), 1);
     run(shell(2, &[], "true").env("XDG_RUNTIME_DIR", base.path()));
-    assert_eq!(left(), 0);
+    until(|| left() == 0);
 }
 
 #[test]
