@@ -4,11 +4,11 @@ use mgpu_kernels::Threads;
 pub use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer as Rule, RmsProp, Sgd};
 use mgpu_kernels::optimizer::{State, cpu};
 
-use crate::Layout;
 use crate::bucket::Bucket;
+use crate::{Layout, TensorSpec};
 
 /// Name of the moving average's arena in a checkpoint.
-const AVERAGE: &str = "average";
+pub(crate) const AVERAGE: &str = "average";
 
 /// How parameters follow their gradients.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -25,6 +25,11 @@ impl OptimizerConfig {
     /// `rule` for all tensors alike, without a moving average.
     pub fn new(rule: Rule) -> Self {
         OptimizerConfig { rule, decay_weights_only: false, average: None }
+    }
+
+    /// Whether the rule's weight decay is for `tensor`.
+    pub(crate) fn decays(&self, tensor: &TensorSpec) -> bool {
+        !self.decay_weights_only || tensor.shape.len() > 1
     }
 }
 
@@ -76,8 +81,7 @@ impl Optimizer {
         parameters: &mut [f32],
         gradients: &[f32],
     ) {
-        let decays =
-            |tensor: usize| !self.config.decay_weights_only || layout.tensors()[tensor].shape.len() > 1;
+        let decays = |tensor: usize| self.config.decays(&layout.tensors()[tensor]);
         let begin = bucket.elements.start;
         // Neighbouring tensors with the same decay are updated in one pass.
         let mut tensor = bucket.tensors.start;

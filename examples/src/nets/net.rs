@@ -36,10 +36,15 @@ pub struct DropoutKey {
 impl DropoutKey {
     /// The mask of spec layer `layer`, whose samples hold `len` elements.
     fn mask(&self, layer: usize, len: usize) -> dropout::Mask {
-        // The top bit keeps clear of the streams of initial values.
-        let stream = 1 << 63 | self.step << 16 | layer as u64;
+        let stream = mask_stream(layer) | self.step << 16;
         dropout::Mask { seed: self.seed, stream, first: self.first_sample * len as u64 }
     }
+}
+
+/// The random numbers of spec layer `layer`'s masks, to which the step is added 16 bits higher. The top bit keeps clear of
+/// the streams of initial values.
+pub(super) fn mask_stream(layer: usize) -> u64 {
+    1 << 63 | layer as u64
 }
 
 /// Batch statistics of one normalisation, kept from the forward to the backward pass.

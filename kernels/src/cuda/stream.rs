@@ -249,26 +249,7 @@ impl Stream {
     /// If the sizes differ.
     pub fn download_later(&self, from: View<'_>, to: &mut Pinned) -> Result<()> {
         assert_eq!(to.len(), from.bytes(), "sizes of a copy");
-        // SAFETY: the view lies within its memory; pinned memory waits for the GPU's work before it is freed, and is
-        // read by `unsafe` calls only, whose callers know that the copy is over.
-        unsafe { sys::cuMemcpyDtoHAsync_v2(to.address().cast(), from.address(), from.bytes(), self.raw) }
-            .result()
-            .context("cuMemcpyDtoHAsync")
-    }
-
-    /// Copies from pinned memory of the host and does not wait.
-    ///
-    /// # Errors
-    /// If the driver refuses.
-    ///
-    /// # Panics
-    /// If the sizes differ.
-    pub fn upload_later(&self, from: &Pinned, to: View<'_>) -> Result<()> {
-        assert_eq!(from.len(), to.bytes(), "sizes of a copy");
-        // SAFETY: as in `download_later`.
-        unsafe { sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().cast(), to.bytes(), self.raw) }
-            .result()
-            .context("cuMemcpyHtoDAsync")
+        self.download_part_later(from, to, 0)
     }
 
     /// Copies to bytes `at..` of pinned memory of the host and does not wait.
@@ -285,7 +266,8 @@ impl Stream {
             from.bytes(),
             to.len()
         );
-        // SAFETY: both ranges lie within their memories; else as in `download_later`.
+        // SAFETY: both ranges lie within their memories; pinned memory waits for the GPU's work before it is freed, and is
+        // read by `unsafe` calls only, whose callers know that the copy is over.
         unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.address().add(at).cast(), from.address(), from.bytes(), self.raw)
         }
@@ -307,7 +289,7 @@ impl Stream {
             to.bytes(),
             from.len()
         );
-        // SAFETY: both ranges lie within their memories; else as in `download_later`.
+        // SAFETY: both ranges lie within their memories; else as in `download_part_later`.
         unsafe {
             sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
         }

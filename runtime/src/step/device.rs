@@ -23,7 +23,7 @@ use mgpu_kernels::optimizer::cuda::{Arenas, begin, update};
 use super::FIRST_BUCKET;
 use crate::bucket::{self, Bucket};
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
-use crate::optimizer::OptimizerConfig;
+use crate::optimizer::{AVERAGE, OptimizerConfig};
 use crate::replicate::{replicate, verify_equal};
 use crate::{Layout, Result};
 
@@ -36,9 +36,6 @@ pub const BUCKET: usize = 16 << 20;
 
 /// What is waited for mostly, in the words of errors.
 const STEP: &str = "training step";
-
-/// What the moving average is called among the arenas.
-const AVERAGE: &str = "average";
 
 /// How a [`DeviceDataParallel`] trains.
 #[derive(Debug, Clone, Copy)]
@@ -190,7 +187,7 @@ impl DeviceDataParallel {
         replicate(&mut *host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
-        let OptimizerConfig { rule, decay_weights_only, average } = config.optimizer;
+        let OptimizerConfig { rule, average, .. } = config.optimizer;
         let len = layout.len();
         let arena = |used: bool, dtype| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
 
@@ -198,8 +195,8 @@ impl DeviceDataParallel {
         let mut slots = Vec::new();
         let mut slot_of = vec![0; layout.tensors().len()];
         for bucket in bucket::plan(&layout, FIRST_BUCKET.min(config.bucket), config.bucket) {
-            let decays = |tensor: usize| !decay_weights_only || layout.tensors()[tensor].shape.len() > 1;
-            let tensors = bucket.tensors.clone().map(|tensor| (layout.range(tensor), decays(tensor)));
+            let tensors = layout.tensors()[bucket.tensors.clone()].iter();
+            let tensors = tensors.map(|tensor| (tensor.range(), config.optimizer.decays(tensor)));
             let from = mem::size_of_val(&table[..]);
             table.extend(chunks(tensors, rule.weight_decay()));
             slot_of[bucket.tensors.clone()].fill(slots.len());

@@ -15,6 +15,7 @@ use mgpu_kernels::{activation, dropout, gather, loss, norm, pool};
 use order::Order;
 use stages::{Pooled, Stage, Stages, Step};
 
+use super::net::mask_stream;
 use super::plan::Plan;
 use super::spec::Spec;
 use super::{LossReport, initial};
@@ -380,8 +381,7 @@ impl DeviceNet {
         let Step::Dropout { probability, layer, image } = step else { return Ok(()) };
         let mask = dropout::cuda::Mask {
             seed: key.seed,
-            // As the CPU's masks: see `DropoutKey`.
-            stream: 1 << 63 | layer as u64,
+            stream: mask_stream(layer),
             first_sample: key.first_sample,
             channels: image.channels,
             plane: image.plane,

@@ -4,12 +4,12 @@
 //! convolution's own output is then needed for a moment only, so all such layers share one piece of memory for it, and
 //! of their outputs the pooled ones are kept.
 
-use mgpu_kernels::{conv, pool};
+use mgpu_kernels::{conv, dense, pool};
 
 use super::super::plan::{Image, Op, Plan};
 
 /// What an activation function that is none multiplies negative values with.
-pub(super) const NO_ACTIVATION: f32 = 1.0;
+pub(super) use conv::cuda::LINEAR as NO_ACTIVATION;
 
 /// One layer, with those behind it that it takes along.
 #[derive(Debug, Clone, Copy)]
@@ -96,14 +96,7 @@ fn step(op: Op, index: usize) -> Step {
             Step::Product { index, shape, weight, slope: NO_ACTIVATION, pool: None }
         }
         Op::Dense { shape, weight, .. } => {
-            let shape = conv::Shape {
-                channels: shape.inputs,
-                height: 1,
-                width: 1,
-                filters: shape.outputs,
-                kernel: 1,
-                padding: conv::Padding::Valid,
-            };
+            let shape = dense::cuda::convolution(&shape);
             Step::Product { index, shape, weight, slope: NO_ACTIVATION, pool: None }
         }
         Op::Norm { index, weight, mean, .. } => Step::Norm { index, weight, mean },
