@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// What every processor of the architecture has.
 pub(crate) const BASELINE: u8 = 1;
-/// AVX2 and F16C.
+/// AVX2, FMA and F16C.
 pub(crate) const AVX2: u8 = 2;
 /// AVX-512 F, BW, VL and DQ.
 pub(crate) const AVX512: u8 = 3;
@@ -28,10 +28,13 @@ pub(crate) fn detect() -> u8 {
     }
 }
 
-fn best() -> u8 {
+/// The best level of this processor.
+pub(crate) fn best() -> u8 {
     #[cfg(target_arch = "x86_64")]
     {
-        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
         let avx512 = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")

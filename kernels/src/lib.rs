@@ -32,6 +32,7 @@ pub mod pool;
 pub mod reduce;
 pub mod rng;
 pub mod scale;
+mod simd;
 mod sum;
 pub mod threads;
 

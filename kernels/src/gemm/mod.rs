@@ -4,6 +4,8 @@
 //! cuts the result into blocks of rows or columns, whichever side is longer, one a thread: each thread then
 //! streams only its share of the larger operand. This is the only file of the crate's layers with `unsafe`.
 
+pub(crate) mod tile;
+
 use std::marker::PhantomData;
 
 use crate::threads::{Divide, Threads};

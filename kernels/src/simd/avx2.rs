@@ -1,0 +1,111 @@
+//! AVX2 with FMA: 8 lanes, 16 registers.
+
+use std::arch::x86_64::*;
+
+use super::{Simd, Task};
+
+/// Proof that the processor has AVX2 and FMA.
+#[derive(Clone, Copy)]
+pub(super) struct Avx2(());
+
+/// Runs `task` with AVX2 and FMA.
+///
+/// # Safety
+/// The processor has AVX2 and FMA.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn run<T: Task>(task: T) -> T::Output {
+    task.run(Avx2(()))
+}
+
+/// All bits set in the first `count` lanes.
+#[inline(always)]
+unsafe fn first(count: usize) -> __m256i {
+    const ENDS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+    assert!(count <= 8);
+    // SAFETY: 8 of the 16 elements, from 8 − `count`; the caller has AVX.
+    unsafe { _mm256_loadu_si256(ENDS.as_ptr().add(8 - count).cast()) }
+}
+
+// SAFETY of every block: the value `self` exists only in `run`, whose caller vouches for the instructions; pointers are
+// vouched for by the caller of the method.
+impl Simd for Avx2 {
+    type F32 = __m256;
+    type Mask = __m256;
+    const LANES: usize = 8;
+    const ROWS: usize = 6;
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_set1_ps(value) }
+    }
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn load_first(self, from: *const f32, count: usize) -> __m256 {
+        // SAFETY: above; masked lanes are not touched.
+        unsafe { _mm256_maskload_ps(from, first(count)) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, values: __m256, to: *mut f32) {
+        // SAFETY: above.
+        unsafe { _mm256_storeu_ps(to, values) }
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, values: __m256, to: *mut f32, count: usize) {
+        // SAFETY: above; masked lanes are not touched.
+        unsafe { _mm256_maskstore_ps(to, first(count), values) }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(self, from: *const u8) -> __m256 {
+        // SAFETY: above; 8 bytes.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, values: __m256, to: *mut u8) {
+        // SAFETY: above; 8 bytes.
+        unsafe {
+            let whole = _mm256_cvttps_epi32(values);
+            let words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256::<1>(whole));
+            _mm_storel_epi64(to.cast(), _mm_packus_epi16(words, words));
+        }
+    }
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn greater(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_cmp_ps::<_CMP_GT_OQ>(a, b) }
+    }
+    #[inline(always)]
+    fn equal(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b) }
+    }
+    #[inline(always)]
+    fn select(self, mask: __m256, then: __m256, otherwise: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_blendv_ps(otherwise, then, mask) }
+    }
+}

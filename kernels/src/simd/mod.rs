@@ -1,0 +1,172 @@
+//! Vectors of `f32` at the width that the processor has.
+//!
+//! Loops whose speed hangs on registers are written once, against [`Simd`], and compiled for AVX-512, AVX2 with FMA
+//! and every other processor. A value of a type that implements it proves that the processor has the instructions,
+//! so arithmetic is safe; it comes from [`dispatch`], which picks the best there are (or what `MGPU_SIMD` allows, see
+//! `level`) and runs a [`Task`] compiled for them.
+//!
+//! Each lane does what the scalar operation does, and no operation mixes lanes. A loop that sums in an order which
+//! does not depend on the number of lanes therefore gives the same bits with AVX2 and AVX-512; on processors without
+//! fused multiply-add, [`Simd::mul_add`] rounds twice.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use crate::level;
+
+/// The most lanes that any implementation has.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// Instructions on vectors of [`LANES`](Simd::LANES) `f32`.
+///
+/// All methods must be inlined into a [`Task`], where the instructions are enabled.
+pub(crate) trait Simd: Copy + Send + Sync {
+    /// A vector.
+    type F32: Copy;
+    /// The result of a comparison, lane by lane.
+    type Mask: Copy;
+    /// Elements of a vector: a divisor of [`MAX_LANES`].
+    const LANES: usize;
+    /// Rows of a matrix product's register tile, whose rows have two vectors: what fits the register file.
+    const ROWS: usize;
+
+    /// The same value in all lanes.
+    fn splat(self, value: f32) -> Self::F32;
+
+    /// Reads `LANES` elements.
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load(self, from: *const f32) -> Self::F32;
+
+    /// Reads `count` elements, at most `LANES`; the other lanes are zero.
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load_first(self, from: *const f32, count: usize) -> Self::F32;
+
+    /// Writes all lanes.
+    ///
+    /// # Safety
+    /// The elements can be written.
+    unsafe fn store(self, values: Self::F32, to: *mut f32);
+
+    /// Writes the first `count` lanes, at most `LANES`.
+    ///
+    /// # Safety
+    /// The elements can be written.
+    unsafe fn store_first(self, values: Self::F32, to: *mut f32, count: usize);
+
+    /// Reads `LANES` bytes as numbers.
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load_bytes(self, from: *const u8) -> Self::F32;
+
+    /// Writes all lanes, whole numbers from 0 to 127, as bytes.
+    ///
+    /// # Safety
+    /// The bytes can be written.
+    unsafe fn store_bytes(self, values: Self::F32, to: *mut u8);
+
+    /// `a + b`.
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a − b`.
+    fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a · b`.
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a · b + c`, rounded once where the processor can.
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `a > b`; false for NaN.
+    fn greater(self, a: Self::F32, b: Self::F32) -> Self::Mask;
+    /// `a == b`.
+    fn equal(self, a: Self::F32, b: Self::F32) -> Self::Mask;
+    /// `then` where the mask is set, else `otherwise`.
+    fn select(self, mask: Self::Mask, then: Self::F32, otherwise: Self::F32) -> Self::F32;
+}
+
+/// A computation to be compiled for each instruction set.
+pub(crate) trait Task {
+    /// What it returns.
+    type Output;
+    /// Runs it. Implementations carry `#[inline(always)]`, so that they are compiled where the instructions are enabled.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// Runs `task` with the best instructions of this processor.
+#[inline]
+pub(crate) fn dispatch<T: Task>(task: T) -> T::Output {
+    match level::detect() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the processor has the instructions.
+        level::AVX512 => unsafe { avx512::run(task) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        level::AVX2 => unsafe { avx2::run(task) },
+        _ => task.run(portable::Portable),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All operations on all levels that the processor has, against the scalar ones.
+    struct Operations;
+
+    impl Task for Operations {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) {
+            let a: Vec<f32> = (0..S::LANES).map(|lane| lane as f32 - 2.5).collect();
+            let b: Vec<f32> = (0..S::LANES).map(|lane| 3.0 - lane as f32 * 0.75).collect();
+            let bytes: Vec<u8> = (0..S::LANES as u8).map(|lane| lane * 7).collect();
+            // SAFETY: the slices have as many elements as a vector has lanes.
+            unsafe {
+                let (va, vb) = (simd.load(a.as_ptr()), simd.load(b.as_ptr()));
+                let check = |values: S::F32, expected: &dyn Fn(f32, f32) -> f32| {
+                    let mut out = vec![f32::NAN; S::LANES];
+                    simd.store(values, out.as_mut_ptr());
+                    let expected: Vec<f32> = a.iter().zip(&b).map(|(a, b)| expected(*a, *b)).collect();
+                    assert_eq!(out, expected);
+                };
+                check(simd.add(va, vb), &|a, b| a + b);
+                check(simd.sub(va, vb), &|a, b| a - b);
+                check(simd.mul(va, vb), &|a, b| a * b);
+                check(simd.mul_add(va, vb, simd.splat(0.5)), &|a, b| a * b + 0.5);
+                check(simd.select(simd.greater(va, vb), va, vb), &f32::max);
+                check(simd.select(simd.equal(va, va), va, vb), &|a, _| a);
+                for count in 0..=S::LANES {
+                    let mut out = vec![9.0; S::LANES];
+                    simd.store_first(va, out.as_mut_ptr(), count);
+                    let kept = |lane: usize| if lane < count { a[lane] } else { 9.0 };
+                    assert_eq!(out, (0..S::LANES).map(kept).collect::<Vec<_>>());
+                    simd.store(simd.load_first(a.as_ptr(), count), out.as_mut_ptr());
+                    let read = |lane: usize| if lane < count { a[lane] } else { 0.0 };
+                    assert_eq!(out, (0..S::LANES).map(read).collect::<Vec<_>>());
+                }
+                let mut back = vec![0; S::LANES];
+                simd.store_bytes(simd.load_bytes(bytes.as_ptr()), back.as_mut_ptr());
+                assert_eq!(back, bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn every_level_computes_the_same() {
+        Operations.run(portable::Portable);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: each runs only where the processor has the instructions.
+        unsafe {
+            if level::best() >= level::AVX2 {
+                avx2::run(Operations);
+            }
+            if level::best() >= level::AVX512 {
+                avx512::run(Operations);
+            }
+        }
+    }
+}

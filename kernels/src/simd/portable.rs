@@ -1,0 +1,97 @@
+//! Plain Rust, four lanes: what every processor has, as SSE2 or NEON.
+
+use super::Simd;
+
+/// Needs no proof.
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+const LANES: usize = 4;
+
+#[inline(always)]
+fn zip<A: Copy, B: Copy, C>(a: [A; LANES], b: [B; LANES], each: impl Fn(A, B) -> C) -> [C; LANES] {
+    [each(a[0], b[0]), each(a[1], b[1]), each(a[2], b[2]), each(a[3], b[3])]
+}
+
+impl Simd for Portable {
+    type F32 = [f32; LANES];
+    type Mask = [bool; LANES];
+    const LANES: usize = LANES;
+    const ROWS: usize = 6;
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> [f32; LANES] {
+        [value; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> [f32; LANES] {
+        // SAFETY: the caller vouches for four elements.
+        unsafe { from.cast::<[f32; LANES]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn load_first(self, from: *const f32, count: usize) -> [f32; LANES] {
+        let mut values = [0.0; LANES];
+        for (lane, value) in values.iter_mut().enumerate().take(count) {
+            // SAFETY: the caller vouches for `count` elements.
+            *value = unsafe { from.add(lane).read() };
+        }
+        values
+    }
+    #[inline(always)]
+    unsafe fn store(self, values: [f32; LANES], to: *mut f32) {
+        // SAFETY: the caller vouches for four elements.
+        unsafe { to.cast::<[f32; LANES]>().write_unaligned(values) }
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, values: [f32; LANES], to: *mut f32, count: usize) {
+        for (lane, value) in values.into_iter().enumerate().take(count) {
+            // SAFETY: the caller vouches for `count` elements.
+            unsafe { to.add(lane).write(value) }
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(self, from: *const u8) -> [f32; LANES] {
+        // SAFETY: the caller vouches for four bytes.
+        unsafe { from.cast::<[u8; LANES]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, values: [f32; LANES], to: *mut u8) {
+        // SAFETY: the caller vouches for four bytes.
+        unsafe { to.cast::<[u8; LANES]>().write_unaligned(values.map(|value| value as u8)) }
+    }
+    #[inline(always)]
+    fn add(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        zip(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn mul_add(self, a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
+        // Without the instruction, `f32::mul_add` is a call that takes fifty times as long.
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+            zip(zip(a, b, |a, b| (a, b)), c, |(a, b), c| a.mul_add(b, c))
+        } else {
+            zip(zip(a, b, |a, b| a * b), c, |product, c| product + c)
+        }
+    }
+    #[inline(always)]
+    fn greater(self, a: [f32; LANES], b: [f32; LANES]) -> [bool; LANES] {
+        zip(a, b, |a, b| a > b)
+    }
+    #[inline(always)]
+    fn equal(self, a: [f32; LANES], b: [f32; LANES]) -> [bool; LANES] {
+        zip(a, b, |a, b| a == b)
+    }
+    #[inline(always)]
+    fn select(self, mask: [bool; LANES], then: [f32; LANES], otherwise: [f32; LANES]) -> [f32; LANES] {
+        zip(mask, zip(then, otherwise, |then, otherwise| (then, otherwise)), |mask, (then, otherwise)| {
+            if mask { then } else { otherwise }
+        })
+    }
+}
