@@ -14,6 +14,7 @@
 //! shape that does not fit is a mistake of the program and panics.
 
 pub mod activation;
+mod aligned;
 pub mod arena;
 pub mod conv;
 #[cfg(feature = "cuda")]
@@ -39,6 +40,7 @@ pub mod threads;
 #[cfg(test)]
 mod reference;
 
+pub use aligned::AlignedVec;
 pub use dtype::{DType, Element};
 pub use reduce::ReduceOp;
 pub use threads::Threads;

@@ -67,7 +67,7 @@ pub struct Net {
     /// For every output of each pooling layer, which of its window was the largest.
     chosen: Vec<Vec<u8>>,
     norms: Vec<Norm>,
-    scratch: conv::cpu::Scratch,
+    scratch: conv::columns::Scratch,
     /// Images in the current batch.
     batch: usize,
     /// How the current batch was run; `None` before the first.
@@ -95,7 +95,7 @@ impl Net {
             gradients: [vec![0.0; largest * max_batch], vec![0.0; largest * max_batch]],
             chosen: plan.pools.iter().map(|len| vec![0; len * max_batch]).collect(),
             norms: plan.norms.iter().map(norm).collect(),
-            scratch: conv::cpu::Scratch::new(&threads),
+            scratch: conv::columns::Scratch::new(&threads),
             batch: 0,
             mode: None,
             plan,
@@ -221,7 +221,15 @@ impl Net {
             let x = before.get(input).map_or(&[][..], |x| &x[..n * plan.slots[input]]);
             match op {
                 Op::Conv { shape, weight } => {
-                    conv::cpu::forward(threads, scratch, &shape, x, tensor(weight), tensor(weight + 1), y);
+                    conv::columns::forward(
+                        threads,
+                        scratch,
+                        &shape,
+                        x,
+                        tensor(weight),
+                        tensor(weight + 1),
+                        y,
+                    );
                 }
                 Op::Dense { shape, weight, .. } => {
                     dense::cpu::forward(threads, &shape, x, tensor(weight), tensor(weight + 1), y);
@@ -296,12 +304,12 @@ impl Net {
             let dx = if place == first { &mut [][..] } else { &mut other[..x.len()] };
             match op {
                 Op::Conv { shape, weight } => {
-                    conv::cpu::backward_bias(threads, &shape, dy, sink.gradient(weight + 1));
+                    conv::columns::backward_bias(threads, &shape, dy, sink.gradient(weight + 1));
                     sink.ready(weight + 1)?;
-                    conv::cpu::backward_weights(threads, scratch, &shape, x, dy, sink.gradient(weight));
+                    conv::columns::backward_weights(threads, scratch, &shape, x, dy, sink.gradient(weight));
                     sink.ready(weight)?;
                     if place > first {
-                        conv::cpu::backward_input(threads, scratch, &shape, tensor(weight), dy, dx);
+                        conv::columns::backward_input(threads, scratch, &shape, tensor(weight), dy, dx);
                     }
                 }
                 Op::Dense { shape, weight, .. } => {

@@ -21,6 +21,7 @@
 //!
 //! The three are separate calls: a first layer needs no `dx`, and the all-reduce of `dw` may run under `dx`.
 
+pub mod columns;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cublaslt;
@@ -161,7 +162,7 @@ mod tests {
             shape in shapes(), images in 1usize..5, count in 1usize..5, budget in 1usize..4000,
         ) {
             let threads = Threads::new(count);
-            let mut scratch = cpu::Scratch::with_tile_budget(&threads, budget);
+            let mut scratch = columns::Scratch::with_tile_budget(&threads, budget);
             let x = random(images * shape.input_len(), 1);
             let w = random(shape.weights_len(), 2);
             let b = random(shape.filters, 3);
@@ -172,7 +173,7 @@ mod tests {
                 (0..dy.len()).map(|at| f64::from(b[at / plane % shape.filters])).collect();
             for_each_product(&shape, images, |at, wi, xi| expected[at] += f64::from(w[wi]) * f64::from(x[xi]));
             let mut y = vec![f32::NAN; dy.len()];
-            cpu::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
+            columns::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
             assert_close(&y, &expected, 1e-5);
 
             let (mut edw, mut edx) = (vec![0.0; w.len()], vec![0.0; x.len()]);
@@ -181,13 +182,13 @@ mod tests {
                 edx[xi] += f64::from(dy[at]) * f64::from(w[wi]);
             });
             let (mut dw, mut dx, mut db) = (vec![f32::NAN; w.len()], vec![f32::NAN; x.len()], vec![f32::NAN; b.len()]);
-            cpu::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
+            columns::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
             assert_close(&dw, &edw, 1e-5);
-            cpu::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
+            columns::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
             assert_close(&dx, &edx, 1e-5);
             let mut edb = vec![0.0; b.len()];
             dy.iter().enumerate().for_each(|(at, &v)| edb[at / plane % shape.filters] += f64::from(v));
-            cpu::backward_bias(&threads, &shape, &dy, &mut db);
+            columns::backward_bias(&threads, &shape, &dy, &mut db);
             assert_close(&db, &edb, 1e-6);
         }
     }
@@ -199,11 +200,11 @@ mod tests {
         let (x, w) = (random(6 * shape.input_len(), 1), random(shape.weights_len(), 2));
         let run = || {
             let threads = Threads::new(3);
-            let mut scratch = cpu::Scratch::new(&threads);
+            let mut scratch = columns::Scratch::new(&threads);
             let mut y = vec![0.0; 6 * shape.output_len()];
             let mut dw = vec![0.0; w.len()];
-            cpu::forward(&threads, &mut scratch, &shape, &x, &w, &[0.5; 8], &mut y);
-            cpu::backward_weights(&threads, &mut scratch, &shape, &x, &y, &mut dw);
+            columns::forward(&threads, &mut scratch, &shape, &x, &w, &[0.5; 8], &mut y);
+            columns::backward_weights(&threads, &mut scratch, &shape, &x, &y, &mut dw);
             (y, dw)
         };
         assert_eq!(run(), run());

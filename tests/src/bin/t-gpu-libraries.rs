@@ -163,18 +163,18 @@ fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precisi
 /// What the passes of `images` images come to on the CPU.
 fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
     let threads = Threads::new(1);
-    let mut scratch = conv::cpu::Scratch::new(&threads);
+    let mut scratch = conv::columns::Scratch::new(&threads);
     let x = random(images * shape.input_len(), 1, precision);
     let w = random(shape.weights_len(), 2, precision);
     let b = random(shape.filters, 3, Precision::F32);
     let dy = random(images * shape.output_len(), 4, precision);
     let mut y = vec![0.0; dy.len()];
     let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
-    conv::cpu::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
+    conv::columns::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
     activation::cpu::forward(&threads, slope, &mut y);
-    conv::cpu::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
-    conv::cpu::backward_bias(&threads, &shape, &dy, &mut db);
-    conv::cpu::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
+    conv::columns::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
+    conv::columns::backward_bias(&threads, &shape, &dy, &mut db);
+    conv::columns::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
     let input = |values: &[f32]| channels_last(values, shape.channels, shape.height * shape.width);
     let output =
         |values: &[f32]| channels_last(values, shape.filters, shape.out_height() * shape.out_width());

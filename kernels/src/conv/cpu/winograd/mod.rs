@@ -1,0 +1,59 @@
+//! Convolution by tiles in the Winograd domain.
+
+use super::{Backward, Scratch, Tail};
+use crate::conv::Shape;
+use crate::threads::Threads;
+
+/// Rows and columns of the tiles that `shape` should be computed in, if it should.
+pub(super) fn tile(_shape: &Shape) -> Option<usize> {
+    None
+}
+
+/// A convolution computed on transformed tiles.
+#[derive(Debug)]
+pub(super) struct Winograd {
+    shape: Shape,
+    tail: Tail,
+    tile: usize,
+}
+
+impl Winograd {
+    pub(super) fn new(shape: Shape, tail: Tail, tile: usize) -> Self {
+        Winograd { shape, tail, tile }
+    }
+
+    pub(super) fn tile(&self) -> usize {
+        self.tile
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
+    pub(super) fn forward(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        images: usize,
+        x: &[f32],
+        weights: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+        chosen: &mut [u8],
+    ) {
+        let _ = (threads, scratch, images, x, weights, bias, y, chosen, self.shape, self.tail);
+        todo!()
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
+    pub(super) fn backward(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        images: usize,
+        from: Backward<'_>,
+        dw: &mut [f32],
+        db: &mut [f32],
+        dx: Option<&mut [f32]>,
+    ) {
+        let _ = (threads, scratch, images, from, dw, db, dx);
+        todo!()
+    }
+}
