@@ -5,8 +5,8 @@
 //!
 //! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
 //! - Around them: [`gather`] fills batches, [`arena`] and [`digest`] treat all parameters of a network as one slice.
-//! - Beneath them: [`gemm`] for matrix products, [`threads`] for the cores of one rank, [`rng`] for numbers
-//!   that do not depend on who draws them.
+//! - Beneath them: [`gemm`] for matrix products, [`transpose`] for the order of images, [`threads`] for the cores of one rank
+//!   and the [`peak`] they have, [`rng`] for numbers that do not depend on who draws them.
 //! - Collectives: [`dtype`] and [`reduce`].
 //! - GPUs, with the feature `cuda` (on by default; nothing is needed to build): [`cuda`].
 //!
@@ -29,6 +29,7 @@ mod level;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;
+pub mod peak;
 pub mod pool;
 pub mod reduce;
 pub mod rng;
@@ -36,6 +37,7 @@ pub mod scale;
 mod simd;
 mod sum;
 pub mod threads;
+pub mod transpose;
 
 #[cfg(test)]
 mod reference;

@@ -6,8 +6,9 @@
 //! up to a given size: it allocates everything once and nothing in a training step.
 //!
 //! ```text
-//! spec (catalogue) ── shapes, names, offsets (plan) ── initial values (initial)
-//!                                     ├── forward and backward (net), by the CPU's kernels of `mgpu_kernels`
+//! spec (catalogue) ── shapes, names, offsets, stages (plan) ── initial values (initial)
+//!                                     ├── forward and backward (net), in `memory`, by the CPU's kernels of `mgpu_kernels`,
+//!                                     │   with the time that each stage takes (profile)
 //!                                     └── the same on a GPU (device)
 //! ```
 //!
@@ -28,8 +29,10 @@
 mod catalogue;
 mod device;
 mod initial;
+mod memory;
 mod net;
 mod plan;
+mod profile;
 mod spec;
 #[cfg(test)]
 mod tests;
@@ -37,7 +40,9 @@ mod tests;
 pub use catalogue::{UnknownNet, names};
 pub use device::{DeviceData, DeviceDropout, DeviceNet};
 pub use mgpu_kernels::conv::Padding;
+pub use mgpu_kernels::conv::cpu::Choice;
 pub use mgpu_kernels::loss::Report as LossReport;
 pub use mgpu_kernels::pool::Rounding;
 pub use net::{DropoutKey, Mode, Net};
+pub use profile::{Profile, StageTimes};
 pub use spec::{Layer, Spec};

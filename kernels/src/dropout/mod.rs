@@ -5,20 +5,26 @@
 //! stream, i)` alone, with `i` counted over the batch of all ranks: a batch split over ranks or threads drops
 //! what a single thread would have dropped. The backward pass applies the same mask to the gradient, regenerated
 //! rather than stored.
+//!
+//! Elements are counted as \[N, C, P\] (P = H·W), though they lie as \[N, P, C\]: a mask does not change with the layout.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// Names one mask and the place of a slice in it.
+/// Names one mask and the place of this rank's samples in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mask {
     /// The run's seed.
     pub seed: u64,
     /// Distinguishes layers and steps of a run.
     pub stream: u64,
-    /// Number of elements of the mask that precede the slice.
-    pub first: u64,
+    /// Index in the batch of all ranks of the first sample here.
+    pub first_sample: u64,
+    /// Channels of a sample, C.
+    pub channels: usize,
+    /// Positions of a sample, P = H·W.
+    pub plane: usize,
 }
 
 /// Of 2^24 equally likely numbers, how many mean that an element is dropped.
@@ -41,39 +47,51 @@ mod tests {
     use crate::threads::Threads;
     use proptest::prelude::*;
 
-    const MASK: Mask = Mask { seed: 3, stream: 9, first: 0 };
+    const MASK: Mask = Mask { seed: 3, stream: 9, first_sample: 0, channels: 10, plane: 7 };
 
     #[test]
     fn the_share_of_dropped_elements_is_the_probability_and_the_rest_is_scaled() {
         for p in [0.2f32, 0.5, 0.75] {
-            let mut values = vec![1.0; 100_000];
-            cpu::apply(&Threads::new(2), p, MASK, &mut values);
+            let mut values = vec![1.0; 105_000];
+            cpu::apply(&Threads::new(2), p, &MASK, &mut values);
             let dropped = values.iter().filter(|&&value| value == 0.0).count() as f32;
             // The standard deviation of the share is below 0.0016.
-            assert!((dropped / 100_000.0 - p).abs() < 0.008, "{dropped}");
+            assert!((dropped / 105_000.0 - p).abs() < 0.008, "{dropped}");
             assert!(values.iter().all(|&value| value == 0.0 || value == 1.0 / (1.0 - p)));
         }
     }
 
     #[test]
     fn probability_zero_keeps_everything() {
-        let mut values = vec![1.5; 100];
-        cpu::apply(&Threads::new(1), 0.0, MASK, &mut values);
-        assert_eq!(values, [1.5; 100]);
+        let mut values = vec![1.5; 140];
+        cpu::apply(&Threads::new(1), 0.0, &MASK, &mut values);
+        assert_eq!(values, [1.5; 140]);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(16))]
         #[test]
-        fn any_split_over_threads_and_ranks_draws_the_same_mask(cut in 0usize..70_000, count in 2usize..5) {
+        fn any_split_over_threads_and_ranks_draws_the_same_mask(cut in 0usize..1000, count in 2usize..5) {
             let mut whole = vec![1.0; 70_000];
-            cpu::apply(&Threads::new(1), 0.3, MASK, &mut whole);
+            cpu::apply(&Threads::new(1), 0.3, &MASK, &mut whole);
             let mut halves = vec![1.0; 70_000];
-            let (left, right) = halves.split_at_mut(cut);
+            let (left, right) = halves.split_at_mut(cut * 70);
             let threads = Threads::new(count);
-            cpu::apply(&threads, 0.3, MASK, left);
-            cpu::apply(&threads, 0.3, Mask { first: cut as u64, ..MASK }, right);
+            cpu::apply(&threads, 0.3, &MASK, left);
+            cpu::apply(&threads, 0.3, &Mask { first_sample: cut as u64, ..MASK }, right);
             prop_assert!(whole == halves);
+        }
+    }
+
+    #[test]
+    fn elements_are_counted_channel_by_channel() {
+        let mut values = vec![1.0; 3 * 70];
+        cpu::apply(&Threads::new(1), 0.5, &Mask { first_sample: 4, ..MASK }, &mut values);
+        let stream = crate::rng::Stream::new(MASK.seed, MASK.stream);
+        for (at, value) in values.iter().enumerate() {
+            let (sample, position, channel) = (at / 70, at % 70 / 10, at % 10);
+            let element = (4 + sample) * 70 + channel * 7 + position;
+            assert_eq!(*value == 0.0, stream.uniform(element as u64) < 0.5, "{at}");
         }
     }
 }

@@ -1,50 +1,111 @@
-//! Batch normalisation on the CPU: threads own channels for the sums, images for the rest.
+//! Batch normalisation on the CPU: threads own pixels, vectors are channels.
+//!
+//! Every pass reads the batch once and keeps up with the memory: sums in `f64` cost no more than `f32` ones there.
 
 use super::{Statistics, Sums};
-use crate::sum::{sum, sum_pairs, sum_squares};
-use crate::threads::{Rows, Threads};
+use crate::simd::{Simd, Task, dispatch};
+use crate::threads::{PerPart, Rows, Threads};
 
 /// Elements below which another thread does not pay.
 const GRAIN: usize = 1 << 14;
+/// Channels whose sums are held in registers.
+const LANES: usize = 16;
+/// Pixels visited for one group of channels before the next group's turn: few enough that they stay in the cache.
+const BLOCK: usize = 16;
 
-fn images(len: usize, channels: usize, plane: usize) -> usize {
-    let image = channels * plane;
-    assert_eq!(len % image, 0, "{len} elements are no whole number of images of {channels}x{plane}");
-    len / image
+fn pixels(len: usize, channels: usize) -> usize {
+    assert_eq!(len % channels, 0, "{len} elements are no whole number of pixels of {channels} channels");
+    len / channels
 }
 
-/// Overwrites `sums` by `terms(image and channel)`, a pair for every plane, added up over images.
-fn sum_planes(
-    threads: &Threads,
-    images: usize,
-    plane: usize,
-    sums: &mut Sums,
-    terms: impl Fn(usize) -> (f64, f64) + Sync,
-) {
+/// Overwrites `sums` with two sums for every channel over the pixels: of `term(x, dy, mean)`, which returns a term of each.
+fn sum_pixels<F>(threads: &Threads, x: &[f32], dy: &[f32], mean: &[f32], sums: &mut Sums, term: F)
+where
+    F: Fn(f64, f64, f64) -> [f64; 2] + Copy + Sync,
+{
     let channels = sums.channels();
-    let (first, rest) = sums.values.split_at_mut(channels);
-    let (second, count) = rest.split_at_mut(channels);
-    count[0] = (images * plane) as f64;
-    let grain = GRAIN / (images * plane).max(1) + 1;
-    threads.divide(channels, grain, (Rows::new(first, 1), Rows::new(second, 1)), |range, (first, second)| {
-        for ((channel, first), second) in range.zip(first.values).zip(second.values) {
-            (*first, *second) = (0..images)
-                .map(|image| terms(image * channels + channel))
-                .fold((0.0, 0.0), |(a, b), (c, d)| (a + c, b + d));
-        }
+    let pixels = pixels(x.len(), channels);
+    assert_eq!(dy.len(), x.len());
+    assert!(mean.len() >= channels);
+    let grain = GRAIN / channels + 1;
+    let Sums { values, partial } = sums;
+    // Taken in the first step, kept for all others.
+    partial.resize_with(threads.count(), Vec::new);
+    threads.divide(pixels, grain, PerPart::new(partial), |range, partial| {
+        let partial = partial.own();
+        partial.clear();
+        partial.resize(2 * channels, 0.0);
+        let part = range.start * channels..range.end * channels;
+        dispatch(Sum { x: &x[part.clone()], dy: &dy[part], mean, sums: partial, term });
     });
+    values.fill(0.0);
+    for partial in &partial[..threads.parts(pixels, grain)] {
+        values.iter_mut().zip(partial).for_each(|(sum, partial)| *sum += partial);
+    }
+    values[2 * channels] = pixels as f64;
 }
 
-/// Overwrites `sums` with this rank's sums of `x` and `x²` and their number. `plane` is H·W.
+struct Sum<'a, F> {
+    x: &'a [f32],
+    dy: &'a [f32],
+    mean: &'a [f32],
+    /// First sums of all channels, then the second ones.
+    sums: &'a mut [f64],
+    term: F,
+}
+
+impl<F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, F> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Sum { x, dy, mean, sums, term } = self;
+        let channels = sums.len() / 2;
+        let (first, second) = sums.split_at_mut(channels);
+        for (x, dy) in x.chunks(BLOCK * channels).zip(dy.chunks(BLOCK * channels)) {
+            for channel in (0..channels).step_by(LANES) {
+                let width = LANES.min(channels - channel);
+                let lanes = channel..channel + width;
+                let (first, second) = (&mut first[lanes.clone()], &mut second[lanes.clone()]);
+                let pixels = x.chunks_exact(channels).zip(dy.chunks_exact(channels));
+                let pixels = pixels.map(|(x, dy)| (&x[lanes.clone()], &dy[lanes.clone()]));
+                let mean = &mean[lanes.clone()];
+                // With a constant width the sums stay in registers.
+                if let (Ok(first), Ok(second), Ok(mean)) =
+                    (first.try_into(), second.try_into(), mean.try_into())
+                {
+                    let (first, second): (&mut [f64; LANES], &mut [f64; LANES]) = (first, second);
+                    let mean: &[f32; LANES] = mean;
+                    let (mut a, mut b) = (*first, *second);
+                    for (x, dy) in pixels {
+                        let (x, dy) = (&x[..LANES], &dy[..LANES]);
+                        for lane in 0..LANES {
+                            let [p, q] = term(x[lane].into(), dy[lane].into(), mean[lane].into());
+                            a[lane] += p;
+                            b[lane] += q;
+                        }
+                    }
+                    (*first, *second) = (a, b);
+                } else {
+                    for (x, dy) in pixels {
+                        for lane in 0..width {
+                            let [p, q] = term(x[lane].into(), dy[lane].into(), mean[lane].into());
+                            first[lane] += p;
+                            second[lane] += q;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Overwrites `sums` with this rank's sums of `x` and `x²` and their number.
 ///
 /// # Panics
-/// If the lengths do not fit each other.
-pub fn sum_inputs(threads: &Threads, x: &[f32], plane: usize, sums: &mut Sums) {
-    let images = images(x.len(), sums.channels(), plane);
-    sum_planes(threads, images, plane, sums, |at| {
-        let x = &x[at * plane..][..plane];
-        (sum(x), sum_squares(x))
-    });
+/// If `x` is no whole number of pixels.
+pub fn sum_inputs(threads: &Threads, x: &[f32], sums: &mut Sums) {
+    // Neither a gradient nor a mean is asked for.
+    sum_pixels(threads, x, x, x, sums, |x, _, _| [x, x * x]);
 }
 
 /// Overwrites `y` with `x` normalised by `statistics`, scaled by `gamma` and shifted by `beta`.
@@ -57,22 +118,19 @@ pub fn normalise(
     gamma: &[f32],
     beta: &[f32],
     x: &[f32],
-    plane: usize,
     y: &mut [f32],
 ) {
     let Statistics { mean, inv_std } = statistics;
     let channels = mean.len();
-    let images = images(x.len(), channels, plane);
+    let pixels = pixels(x.len(), channels);
     assert_eq!([gamma.len(), beta.len()], [channels; 2]);
     assert_eq!(y.len(), x.len());
-    threads.divide(images * channels, GRAIN / plane + 1, Rows::new(y, plane), |range, y| {
-        for (at, y) in range.zip(y.values.chunks_exact_mut(plane)) {
-            let c = at % channels;
-            let (mean, scale, shift) = (mean[c], gamma[c] * inv_std[c], beta[c]);
-            for (y, &x) in y.iter_mut().zip(&x[at * plane..]) {
-                *y = (x - mean) * scale + shift;
-            }
-        }
+    let coefficients = |c: usize| [mean[c], gamma[c] * inv_std[c], beta[c]];
+    threads.divide(pixels, GRAIN / channels + 1, Rows::new(y, channels), |range, y| {
+        let x = &x[range.start * channels..range.end * channels];
+        dispatch(Scale { channels, x, y: y.values, coefficients, value: |x: f32, _, [mean, scale, shift]: [f32; 3]| {
+            (x - mean) * scale + shift
+        } });
     });
 }
 
@@ -80,24 +138,14 @@ pub fn normalise(
 ///
 /// # Panics
 /// If the lengths do not fit each other.
-pub fn sum_gradients(
-    threads: &Threads,
-    statistics: &Statistics,
-    x: &[f32],
-    dy: &[f32],
-    plane: usize,
-    sums: &mut Sums,
-) {
+pub fn sum_gradients(threads: &Threads, statistics: &Statistics, x: &[f32], dy: &[f32], sums: &mut Sums) {
     let Statistics { mean, inv_std } = statistics;
+    assert_eq!(mean.len(), sums.channels());
+    sum_pixels(threads, x, dy, mean, sums, |x, dy, mean| [dy, (x - mean) * dy]);
     let channels = mean.len();
-    let images = images(x.len(), channels, plane);
-    assert_eq!(sums.channels(), channels);
-    assert_eq!(dy.len(), x.len());
-    sum_planes(threads, images, plane, sums, |at| {
-        let (x, dy) = (&x[at * plane..][..plane], &dy[at * plane..][..plane]);
-        let (mean, inv_std) = (f64::from(mean[at % channels]), f64::from(inv_std[at % channels]));
-        (sum(dy), sum_pairs(x, dy, |x, dy| (x - mean) * dy) * inv_std)
-    });
+    for (sum, &inv_std) in sums.values[channels..2 * channels].iter_mut().zip(inv_std) {
+        *sum *= f64::from(inv_std);
+    }
 }
 
 /// Writes the gradient of `gamma`, from the sums of [`sum_gradients`] *before* they are added up over ranks: the
@@ -134,23 +182,61 @@ pub fn backward_input(
     sums: &Sums,
     gamma: &[f32],
     x: &[f32],
-    plane: usize,
     gradient: &mut [f32],
 ) {
     let Statistics { mean, inv_std } = statistics;
     let channels = mean.len();
-    let images = images(x.len(), channels, plane);
+    let pixels = pixels(x.len(), channels);
     assert_eq!([gamma.len(), sums.channels()], [channels; 2]);
     assert_eq!(gradient.len(), x.len());
-    threads.divide(images * channels, GRAIN / plane + 1, Rows::new(gradient, plane), |range, gradient| {
-        for (at, gradient) in range.zip(gradient.values.chunks_exact_mut(plane)) {
-            let c = at % channels;
-            let (mean, scale) = (mean[c], gamma[c] * inv_std[c]);
-            let shift = (sums.first()[c] / sums.count()) as f32;
-            let slope = (sums.second()[c] / sums.count() * f64::from(inv_std[c])) as f32;
-            for (gradient, &x) in gradient.iter_mut().zip(&x[at * plane..]) {
-                *gradient = scale * (*gradient - shift - (x - mean) * slope);
+    let coefficients = |c: usize| {
+        let shift = (sums.first()[c] / sums.count()) as f32;
+        let slope = (sums.second()[c] / sums.count() * f64::from(inv_std[c])) as f32;
+        [mean[c], gamma[c] * inv_std[c], shift, slope]
+    };
+    threads.divide(pixels, GRAIN / channels + 1, Rows::new(gradient, channels), |range, gradient| {
+        let x = &x[range.start * channels..range.end * channels];
+        let value = |x: f32, dy: f32, [mean, scale, shift, slope]: [f32; 4]| scale * (dy - shift - (x - mean) * slope);
+        dispatch(Scale { channels, x, y: gradient.values, coefficients, value });
+    });
+}
+
+/// Replaces every `y` by `value(x, y, coefficients(channel))`.
+struct Scale<'a, C, V> {
+    channels: usize,
+    x: &'a [f32],
+    y: &'a mut [f32],
+    coefficients: C,
+    value: V,
+}
+
+impl<const N: usize, C, V> Task for Scale<'_, C, V>
+where
+    C: Fn(usize) -> [f32; N],
+    V: Fn(f32, f32, [f32; N]) -> f32,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        /// Channels whose coefficients are at hand, and pixels for which they are worked out once.
+        const TILE: (usize, usize) = (64, 64);
+        let Scale { channels, x, y, coefficients, value } = self;
+        let blocks = x.chunks(TILE.1 * channels).zip(y.chunks_mut(TILE.1 * channels));
+        for (x, y) in blocks {
+            for channel in (0..channels).step_by(TILE.0) {
+                let width = TILE.0.min(channels - channel);
+                let mut at = [[0.0; TILE.0]; N];
+                for lane in 0..width {
+                    let all = coefficients(channel + lane);
+                    (0..N).for_each(|i| at[i][lane] = all[i]);
+                }
+                for (x, y) in x.chunks_exact(channels).zip(y.chunks_exact_mut(channels)) {
+                    let pixels = x[channel..][..width].iter().zip(&mut y[channel..][..width]);
+                    for (lane, (x, y)) in pixels.enumerate().take(TILE.0) {
+                        *y = value(*x, *y, std::array::from_fn(|i| at[i][lane]));
+                    }
+                }
             }
         }
-    });
+    }
 }

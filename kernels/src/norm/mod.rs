@@ -1,6 +1,6 @@
 //! Batch normalisation of images, with statistics that may span ranks.
 //!
-//! Contract, for `x` and `y` of shape \[N, C, P\] (P = H·W) and per channel `gamma` (weight) and `beta` (bias)
+//! Contract, for `x` and `y` of shape \[N, P, C\] (P = H·W) and per channel `gamma` (weight) and `beta` (bias)
 //! (Ioffe and Szegedy, "Batch Normalization", ICML 2015; semantics of PyTorch's `BatchNorm2d`):
 //!
 //! - With m = N·P summed over all ranks, `mean = Σx/m`, `var = Σx²/m − mean²`, `inv_std = 1/√(var + ε)`:
@@ -27,12 +27,14 @@ pub const MOMENTUM: f64 = 0.1;
 #[derive(Debug, Clone)]
 pub struct Sums {
     values: Vec<f64>,
+    /// The sums of each thread's pixels.
+    partial: Vec<Vec<f64>>,
 }
 
 impl Sums {
     /// Sums for `channels` channels.
     pub fn new(channels: usize) -> Self {
-        Self { values: vec![0.0; 2 * channels + 1] }
+        Self { values: vec![0.0; 2 * channels + 1], partial: Vec::new() }
     }
 
     /// Everything that is to be added up element-wise over ranks: first sums, second sums, count.
@@ -111,9 +113,9 @@ mod tests {
     use proptest::prelude::*;
 
     /// Loss Σ y·weights for the batch-norm of `x`, straight from the definition.
-    fn reference_loss(x: &[f64], gamma: &[f64], beta: &[f64], plane: usize, weights: &[f32]) -> f64 {
+    fn reference_loss(x: &[f64], gamma: &[f64], beta: &[f64], weights: &[f32]) -> f64 {
         let channels = gamma.len();
-        let channel_of = |at: usize| at / plane % channels;
+        let channel_of = |at: usize| at % channels;
         (0..channels)
             .map(|c| {
                 let mine: Vec<usize> = (0..x.len()).filter(|&at| channel_of(at) == c).collect();
@@ -139,14 +141,14 @@ mod tests {
             let mut statistics = Statistics::new(channels);
             let (mut mean, mut var) = (vec![0.0; channels], vec![1.0; channels]);
             let mut sums = Sums::new(channels);
-            cpu::sum_inputs(&threads, &x, plane, &mut sums);
+            cpu::sum_inputs(&threads, &x, &mut sums);
             statistics.of_batch(&sums, &mut mean, &mut var);
             let (mut dgamma, mut dbeta) = (vec![f32::NAN; channels], vec![f32::NAN; channels]);
-            cpu::sum_gradients(&threads, &statistics, &x, &dy, plane, &mut sums);
+            cpu::sum_gradients(&threads, &statistics, &x, &dy, &mut sums);
             cpu::scale_gradient(&sums, &mut dgamma);
             cpu::shift_gradient(&sums, &mut dbeta);
             let mut dx = dy.clone();
-            cpu::backward_input(&threads, &statistics, &sums, &gamma, &x, plane, &mut dx);
+            cpu::backward_input(&threads, &statistics, &sums, &gamma, &x, &mut dx);
 
             let wide = |v: &[f32]| v.iter().map(|&v| f64::from(v)).collect::<Vec<_>>();
             let at = [wide(&x), wide(&gamma), wide(&beta)];
@@ -154,7 +156,7 @@ mod tests {
                 let moved = |by: f64| {
                     let mut at = at.clone();
                     at[which][i] += by;
-                    reference_loss(&at[0], &at[1], &at[2], plane, &dy)
+                    reference_loss(&at[0], &at[1], &at[2], &dy)
                 };
                 (moved(1e-5) - moved(-1e-5)) / 2e-5
             };
@@ -167,15 +169,15 @@ mod tests {
         }
 
         #[test]
-        fn halves_of_a_batch_sum_to_the_whole(images in 1usize..4, channels in 1usize..4, plane in 1usize..20) {
+        fn halves_of_a_batch_sum_to_the_whole(images in 1usize..4, channels in 1usize..40, plane in 1usize..20) {
             let threads = Threads::new(1);
             let x = random(2 * images * channels * plane, 1);
             let mut whole = Sums::new(channels);
-            cpu::sum_inputs(&threads, &x, plane, &mut whole);
+            cpu::sum_inputs(&threads, &x, &mut whole);
             let (left, right) = x.split_at(x.len() / 2);
             let (mut a, mut b) = (Sums::new(channels), Sums::new(channels));
-            cpu::sum_inputs(&threads, left, plane, &mut a);
-            cpu::sum_inputs(&threads, right, plane, &mut b);
+            cpu::sum_inputs(&threads, left, &mut a);
+            cpu::sum_inputs(&threads, right, &mut b);
             for ((whole, a), b) in whole.values.iter().zip(&a.values).zip(&b.values) {
                 prop_assert!((whole - (a + b)).abs() < 1e-9);
             }
@@ -189,17 +191,17 @@ mod tests {
         let x = [0.0, 2.0, 4.0, 6.0];
         let (mut mean, mut var) = ([1.0], [2.0]);
         let (mut sums, mut statistics) = (Sums::new(1), Statistics::new(1));
-        cpu::sum_inputs(&threads, &x, 2, &mut sums);
+        cpu::sum_inputs(&threads, &x, &mut sums);
         statistics.of_batch(&sums, &mut mean, &mut var);
         assert_close(&mean, &[0.9 + 0.3], 1e-6);
         assert_close(&var, &[1.8 + 2.0 / 3.0], 1e-6);
         let mut y = [f32::NAN; 4];
-        cpu::normalise(&threads, &statistics, &[2.0], &[0.5], &x, 2, &mut y);
+        cpu::normalise(&threads, &statistics, &[2.0], &[0.5], &x, &mut y);
         let expected: Vec<f64> =
             x.iter().map(|&x| 2.0 * (f64::from(x) - 3.0) / (5.0 + EPSILON).sqrt() + 0.5).collect();
         assert_close(&y, &expected, 1e-6);
         statistics.of_running(&[1.0], &[4.0]);
-        cpu::normalise(&threads, &statistics, &[1.0], &[0.0], &x, 2, &mut y);
+        cpu::normalise(&threads, &statistics, &[1.0], &[0.0], &x, &mut y);
         let expected: Vec<f64> = x.iter().map(|&x| (f64::from(x) - 1.0) / (4.0 + EPSILON).sqrt()).collect();
         assert_close(&y, &expected, 1e-6);
     }

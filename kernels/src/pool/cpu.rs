@@ -1,56 +1,71 @@
-//! Max-pooling on the CPU: threads own planes.
+//! Max-pooling on the CPU: threads own images, vectors are channels.
+//!
+//! For pooling layers that stand by themselves. Behind a convolution, [`crate::conv::cpu`] pools its outputs while they
+//! are at hand.
 
 use super::Shape;
+use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
 /// Input elements below which another thread does not pay.
 const GRAIN: usize = 1 << 14;
 
-fn planes(shape: &Shape, input: usize, output: usize, choices: usize) -> usize {
-    let planes = input / shape.input_len();
-    assert_eq!(input, planes * shape.input_len(), "input of a pooling layer");
-    assert_eq!(output, planes * shape.output_len(), "output of a pooling layer");
+fn images(shape: &Shape, channels: usize, input: usize, output: usize, choices: usize) -> usize {
+    let image = shape.input_len() * channels;
+    let images = input / image;
+    assert_eq!(input, images * image, "input of a pooling layer");
+    assert_eq!(output, images * shape.output_len() * channels, "output of a pooling layer");
     assert_eq!(choices, output, "choices of a pooling layer");
-    planes
+    images
 }
 
 /// Overwrites `y` with the maxima and `chosen` with their places in the windows.
 ///
 /// # Panics
 /// If the lengths do not fit `shape`.
-pub fn forward(threads: &Threads, shape: &Shape, x: &[f32], y: &mut [f32], chosen: &mut [u8]) {
-    let planes = planes(shape, x.len(), y.len(), chosen.len());
-    let (width, out) = (shape.width, shape.out_width());
-    let outputs = (Rows::new(y, shape.output_len()), Rows::new(chosen, shape.output_len()));
-    threads.divide(planes, GRAIN / shape.input_len() + 1, outputs, |range, (y, chosen)| {
-        let x = &x[range.start * shape.input_len()..range.end * shape.input_len()];
-        let y = y.values.chunks_exact_mut(shape.output_len());
-        let chosen = chosen.values.chunks_exact_mut(shape.output_len());
-        for ((x, y), chosen) in x.chunks_exact(shape.input_len()).zip(y).zip(chosen) {
-            let rows = y.chunks_exact_mut(out).zip(chosen.chunks_exact_mut(out));
-            for ((y, chosen), pair) in rows.zip(x.chunks(2 * width)) {
-                // With one input row left, the window's lower half repeats the upper and is never chosen.
-                let (upper, lower) = pair.split_at(width);
-                pool_rows(upper, if lower.is_empty() { upper } else { lower }, y, chosen);
-            }
-        }
+pub fn forward(
+    threads: &Threads,
+    shape: &Shape,
+    channels: usize,
+    x: &[f32],
+    y: &mut [f32],
+    chosen: &mut [u8],
+) {
+    let images = images(shape, channels, x.len(), y.len(), chosen.len());
+    let (input, output) = (shape.input_len() * channels, shape.output_len() * channels);
+    let outputs = (Rows::new(y, output), Rows::new(chosen, output));
+    threads.divide(images, GRAIN / input.max(1) + 1, outputs, |range, (y, chosen)| {
+        let x = &x[range.start * input..range.end * input];
+        dispatch(Forward { shape, channels, x, y: y.values, chosen: chosen.values });
     });
 }
 
-/// One row of outputs from two rows of inputs.
-fn pool_rows(upper: &[f32], lower: &[f32], y: &mut [f32], chosen: &mut [u8]) {
-    let windows = upper.chunks_exact(2).zip(lower.chunks_exact(2));
-    for (((y, chosen), upper), lower) in
-        y.iter_mut().zip(chosen.iter_mut()).zip(upper.chunks(2)).zip(lower.chunks(2)).skip(windows.len())
-    {
-        // The half window of the last column under ceiling rounding.
-        let below = lower[0] > upper[0];
-        (*y, *chosen) = if below { (lower[0], 2) } else { (upper[0], 0) };
-    }
-    for ((y, chosen), (upper, lower)) in y.iter_mut().zip(chosen).zip(windows) {
-        let (top, top_place) = if upper[1] > upper[0] { (upper[1], 1) } else { (upper[0], 0) };
-        let (bottom, bottom_place) = if lower[1] > lower[0] { (lower[1], 3) } else { (lower[0], 2) };
-        (*y, *chosen) = if bottom > top { (bottom, bottom_place) } else { (top, top_place) };
+struct Forward<'a> {
+    shape: &'a Shape,
+    channels: usize,
+    x: &'a [f32],
+    y: &'a mut [f32],
+    chosen: &'a mut [u8],
+}
+
+impl Task for Forward<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Forward { shape, channels, x, y, chosen } = self;
+        let pixels = y.chunks_exact_mut(channels).zip(chosen.chunks_exact_mut(channels));
+        for (at, (y, chosen)) in pixels.enumerate() {
+            let pixel = |place: usize| &x[shape.pixel(at, place) * channels..][..channels];
+            // Places beyond the border repeat another one, than which they are not larger.
+            let window = [pixel(0), pixel(1), pixel(2), pixel(3)];
+            for c in 0..channels {
+                let (mut best, mut place) = (window[0][c], 0);
+                for (value, number) in [(window[1][c], 1), (window[2][c], 2), (window[3][c], 3)] {
+                    (best, place) = if value > best { (value, number) } else { (best, place) };
+                }
+                (y[c], chosen[c]) = (best, place);
+            }
+        }
     }
 }
 
@@ -58,22 +73,49 @@ fn pool_rows(upper: &[f32], lower: &[f32], y: &mut [f32], chosen: &mut [u8]) {
 ///
 /// # Panics
 /// If the lengths do not fit `shape`.
-pub fn backward(threads: &Threads, shape: &Shape, dy: &[f32], chosen: &[u8], dx: &mut [f32]) {
-    let planes = planes(shape, dx.len(), dy.len(), chosen.len());
-    let (width, out) = (shape.width, shape.out_width());
-    let outputs = Rows::new(dx, shape.input_len());
-    threads.divide(planes, GRAIN / shape.input_len() + 1, outputs, |range, dx| {
-        dx.values.fill(0.0);
-        let of_part = range.start * shape.output_len()..range.end * shape.output_len();
-        let dy = dy[of_part.clone()].chunks_exact(shape.output_len());
-        let chosen = chosen[of_part].chunks_exact(shape.output_len());
-        for ((dx, dy), chosen) in dx.values.chunks_exact_mut(shape.input_len()).zip(dy).zip(chosen) {
-            let rows = dy.chunks_exact(out).zip(chosen.chunks_exact(out));
-            for ((dy, chosen), pair) in rows.zip(dx.chunks_mut(2 * width)) {
-                for (j, (&gradient, &place)) in dy.iter().zip(chosen).enumerate() {
-                    pair[usize::from(place / 2) * width + 2 * j + usize::from(place % 2)] = gradient;
+pub fn backward(
+    threads: &Threads,
+    shape: &Shape,
+    channels: usize,
+    dy: &[f32],
+    chosen: &[u8],
+    dx: &mut [f32],
+) {
+    let images = images(shape, channels, dx.len(), dy.len(), chosen.len());
+    let (input, output) = (shape.input_len() * channels, shape.output_len() * channels);
+    threads.divide(images, GRAIN / input.max(1) + 1, Rows::new(dx, input), |range, dx| {
+        let part = range.start * output..range.end * output;
+        dispatch(Backward { shape, channels, dy: &dy[part.clone()], chosen: &chosen[part], dx: dx.values });
+    });
+}
+
+struct Backward<'a> {
+    shape: &'a Shape,
+    channels: usize,
+    dy: &'a [f32],
+    chosen: &'a [u8],
+    dx: &'a mut [f32],
+}
+
+impl Task for Backward<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Backward { shape, channels, dy, chosen, dx } = self;
+        dx.fill(0.0);
+        let pixels = dy.chunks_exact(channels).zip(chosen.chunks_exact(channels));
+        for (at, (dy, chosen)) in pixels.enumerate() {
+            let own = shape.pixel(at, 0);
+            for place in 0..4u8 {
+                let pixel = shape.pixel(at, place.into());
+                // A place beyond the border is never chosen, and the pixel in its stead is another place's.
+                if place > 0 && pixel == own {
+                    continue;
+                }
+                for ((dx, dy), chosen) in dx[pixel * channels..][..channels].iter_mut().zip(dy).zip(chosen) {
+                    *dx = if *chosen == place { *dy } else { *dx };
                 }
             }
         }
-    });
+    }
 }

@@ -5,18 +5,17 @@
 //! memory (which step it is, and so which samples and which dropout masks).
 
 mod order;
-mod stages;
 
 use mgpu::step::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
+use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::cuda::{Memory, Options, Precision, Stream, View};
-use mgpu_kernels::{activation, dropout, gather, loss, norm, pool};
+use mgpu_kernels::{activation, conv, dense, dropout, gather, loss, norm, pool};
 use order::Order;
-use stages::{Pooled, Stage, Stages, Step};
 
 use super::net::mask_stream;
-use super::plan::Plan;
+use super::plan::{Op, Plan, Pool, Stage};
 use super::spec::Spec;
 use super::{LossReport, initial};
 
@@ -78,11 +77,11 @@ struct Norm {
 /// A network with all the memory that batches of up to a given size need on a GPU.
 pub struct DeviceNet {
     plan: Plan,
-    stages: Stages,
     order: Order,
     precision: Precision,
     max_batch: usize,
-    products: Vec<Conv>,
+    /// For each stage, what computes it if it is a convolution or a dense layer.
+    products: Vec<Option<Product>>,
     /// Activations; the last slot holds the logits.
     slots: Vec<Memory>,
     /// Output of the product being pooled, and its gradient.
@@ -100,6 +99,30 @@ pub struct DeviceNet {
     labels: Memory,
     scratch: Memory,
     score: Memory,
+}
+
+/// A convolution, or a dense layer, which is one of 1×1 on images of 1×1.
+struct Product {
+    conv: Conv,
+    shape: conv::Shape,
+    weight: usize,
+    /// Of the activation function behind it; [`LINEAR`] for none.
+    slope: f32,
+    /// The pooling layer behind that.
+    pool: Option<Pool>,
+}
+
+impl Product {
+    /// None for other operations. `make` is given shape and slope.
+    fn of(op: Op, make: impl FnOnce(conv::Shape, f32) -> Result<Conv>) -> Result<Option<Self>> {
+        let (shape, weight, slope, pool) = match op {
+            Op::Conv { shape, weight, slope, pool } => (shape, weight, slope, pool),
+            Op::Dense { shape, weight, slope } => (dense::cuda::convolution(&shape), weight, slope, None),
+            _ => return Ok(None),
+        };
+        let slope = slope.unwrap_or(LINEAR);
+        Ok(Some(Product { conv: make(shape, slope)?, shape, weight, slope, pool }))
+    }
 }
 
 /// What a forward pass is for.
@@ -126,29 +149,35 @@ impl DeviceNet {
         stream: &Stream,
     ) -> Result<DeviceNet> {
         let plan = Plan::new(spec);
-        let stages = Stages::of(&plan);
         let device = stream.device();
         let zeroed = |dtype, len| Memory::zeroed(device, dtype, len);
         let dtype = precision.storage();
+        let first = plan.first_with_parameters();
         let mut products = Vec::new();
-        for (place, stage) in stages.stages.iter().enumerate() {
-            if let Step::Product { shape, slope, .. } = stage.step {
-                let below = place > stages.first_with_parameters();
-                let product = Conv::new(stream, shape, max_batch, precision, slope, below, options)?;
-                products.push(product);
-            }
+        for (place, stage) in plan.stages.iter().enumerate() {
+            let reordered = matches!(stage.op, Op::Dense { .. }) || stage.flattened.is_none();
+            assert!(reordered, "layer {}: on a GPU only dense layers follow a flattened image", stage.layer);
+            products.push(Product::of(stage.op, |shape, slope| {
+                Ok(Conv::new(stream, shape, max_batch, precision, slope, place > first, options)?)
+            })?);
         }
-        let workspace = products.iter().map(Conv::workspace_bytes).max().unwrap_or(0);
+        let convs = || products.iter().flatten().map(|product| &product.conv);
+        let workspace = convs().map(Conv::workspace_bytes).max().unwrap_or(0);
+        let unpooled = plan.stages.iter().filter_map(|stage| match stage.op {
+            Op::Conv { shape, pool: Some(_), .. } => Some(shape.output_len()),
+            _ => None,
+        });
+        let unpooled = unpooled.max().unwrap_or(0);
         let widest = plan.norms.iter().max().copied().unwrap_or(0);
-        let largest = stages.slots[1..].iter().max().copied().unwrap_or(0) * max_batch;
+        let largest = plan.slots[1..].iter().max().copied().unwrap_or(0) * max_batch;
         let norm = |&channels: &usize| -> Result<Norm> {
             let statistics = zeroed(DType::F32, 2 * channels)?;
             Ok(Norm { statistics, sums: zeroed(DType::F64, 2 * channels + 1)? })
         };
         Ok(DeviceNet {
             order: Order::of_parameters(&plan),
-            slots: stages.slots.iter().map(|len| zeroed(dtype, len * max_batch)).collect::<Result<_, _>>()?,
-            unpooled: zeroed(dtype, stages.unpooled() * max_batch)?,
+            slots: plan.slots.iter().map(|len| zeroed(dtype, len * max_batch)).collect::<Result<_, _>>()?,
+            unpooled: zeroed(dtype, unpooled * max_batch)?,
             gradients: [zeroed(dtype, largest)?, zeroed(dtype, largest)?],
             chosen: plan
                 .pools
@@ -164,7 +193,6 @@ impl DeviceNet {
             score: zeroed(DType::U8, loss::cuda::Score::BYTES)?,
             products,
             plan,
-            stages,
             precision,
             max_batch,
         })
@@ -240,7 +268,7 @@ impl DeviceNet {
 
     /// Number of classes: logits of one image.
     pub fn classes(&self) -> usize {
-        self.stages.slots[self.stages.slots.len() - 1]
+        self.plan.slots[self.plan.slots.len() - 1]
     }
 
     /// The largest batch there is memory for.
@@ -253,7 +281,7 @@ impl DeviceNet {
     /// # Errors
     /// If work on the stream failed.
     pub fn logits(&self, stream: &Stream, images: usize) -> Result<Vec<f32>> {
-        let logits = self.output(self.stages.slots.len() - 1, images);
+        let logits = self.output(self.plan.slots.len() - 1, images);
         if logits.dtype() == DType::F32 {
             return Ok(logits.to_vec(stream)?);
         }
@@ -264,7 +292,7 @@ impl DeviceNet {
 
     /// One line for each convolution and dense layer: what computes it.
     pub fn describe(&self) -> Vec<String> {
-        self.products.iter().map(Conv::describe).collect()
+        self.products.iter().flatten().map(|product| product.conv.describe()).collect()
     }
 
     /// Puts one training step on the model's stream: the batch that is the step's turn, with its labels, forward,
@@ -313,28 +341,19 @@ impl DeviceNet {
 
     /// The elements of slot `slot` for `images` images.
     fn output(&self, slot: usize, images: usize) -> View<'_> {
-        self.slots[slot].slice(0..self.stages.slots[slot] * images)
+        self.slots[slot].slice(0..self.plan.slots[slot] * images)
     }
 
     fn forward(&self, model: &mut DeviceDataParallel, n: usize, pass: Pass) -> Result<()> {
-        let dtype = self.precision.storage();
-        for &Stage { step, input, output } in &self.stages.stages {
+        for (&Stage { op, input, output, .. }, product) in self.plan.stages.iter().zip(&self.products) {
             let (x, y) = (self.output(input, n), self.output(output, n));
-            match step {
-                Step::Product { index, shape, weight, pool, .. } => {
-                    let product = &self.products[index];
-                    let raw = match pool {
-                        Some(_) => self.unpooled.slice(0..shape.output_len() * n),
-                        None => y,
-                    };
-                    let (w, b) = (model.parameter_as(weight, dtype), model.parameter(weight + 1));
-                    product.forward(model.stream(), n, x, w, b, raw, self.workspace.view())?;
-                    if let Some(Pooled { index, shape, channels }) = pool {
-                        let chosen = self.chosen[index].slice(0..y.len());
-                        pool::cuda::forward(model.stream(), &shape, channels, raw, y, chosen)?;
-                    }
-                }
-                Step::Norm { index, weight, mean } => {
+            if let Some(product) = product {
+                self.forward_product(model, n, product, x, y)?;
+                continue;
+            }
+            match op {
+                Op::Conv { .. } | Op::Dense { .. } => unreachable!("a product"),
+                Op::Norm { index, weight, mean } => {
                     let Norm { statistics, sums } = &self.norms[index];
                     let (statistics, sums) = (statistics.view(), sums.view());
                     let running = |tensor| self.buffers.slice(self.plan.buffers.range(tensor));
@@ -355,14 +374,14 @@ impl DeviceNet {
                     let (gamma, beta) = (model.parameter(weight), model.parameter(weight + 1));
                     norm::cuda::normalise(model.stream(), statistics, gamma, beta, x, y)?;
                 }
-                Step::Activation { slope } => activation::cuda::forward(model.stream(), slope, y)?,
-                Step::Pool(Pooled { index, shape, channels }) => {
+                Op::Activation { slope } => activation::cuda::forward(model.stream(), slope, y)?,
+                Op::Pool(Pool { index, shape, channels }) => {
                     let chosen = self.chosen[index].slice(0..y.len());
                     pool::cuda::forward(model.stream(), &shape, channels, x, y, chosen)?;
                 }
-                Step::Dropout { .. } => {
+                Op::Dropout { .. } => {
                     if let Pass::Train(Some(key)) = pass {
-                        self.drop(model, key, step, y)?;
+                        self.drop(model, key, op, y)?;
                     }
                 }
             }
@@ -370,15 +389,32 @@ impl DeviceNet {
         Ok(())
     }
 
-    /// Zeroes what the step's mask says, in values or their gradients.
-    fn drop(
+    fn forward_product(
         &self,
         model: &DeviceDataParallel,
-        key: DeviceDropout,
-        step: Step,
-        values: View<'_>,
+        n: usize,
+        product: &Product,
+        x: View<'_>,
+        y: View<'_>,
     ) -> Result<()> {
-        let Step::Dropout { probability, layer, image } = step else { return Ok(()) };
+        let &Product { ref conv, shape, weight, pool, .. } = product;
+        let raw = match pool {
+            Some(_) => self.unpooled.slice(0..shape.output_len() * n),
+            None => y,
+        };
+        let w = model.parameter_as(weight, self.precision.storage());
+        let b = model.parameter(weight + 1);
+        conv.forward(model.stream(), n, x, w, b, raw, self.workspace.view())?;
+        if let Some(Pool { index, shape, channels }) = pool {
+            let chosen = self.chosen[index].slice(0..y.len());
+            pool::cuda::forward(model.stream(), &shape, channels, raw, y, chosen)?;
+        }
+        Ok(())
+    }
+
+    /// Zeroes what the mask of the operation says, in values or their gradients.
+    fn drop(&self, model: &DeviceDataParallel, key: DeviceDropout, op: Op, values: View<'_>) -> Result<()> {
+        let Op::Dropout { probability, layer, image } = op else { return Ok(()) };
         let mask = dropout::cuda::Mask {
             seed: key.seed,
             stream: mask_stream(layer),
@@ -391,49 +427,23 @@ impl DeviceNet {
 
     fn backward(&self, model: &mut DeviceDataParallel, key: Option<DeviceDropout>) -> Result<()> {
         let n = self.max_batch;
-        let dtype = self.precision.storage();
         let [mut current, mut other] = [&self.gradients[0], &self.gradients[1]];
         let logits = self.output(self.slots.len() - 1, n);
         let (scratch, score) = (self.scratch.view(), self.score.view());
         let gradient = current.slice(0..logits.len());
         loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
-        // Below the first layer with parameters nobody asks for gradients.
-        let first = self.stages.first_with_parameters();
-        for (place, &Stage { step, input, output }) in self.stages.stages.iter().enumerate().skip(first).rev()
-        {
+        let first = self.plan.first_with_parameters();
+        let stages = self.plan.stages.iter().zip(&self.products).enumerate();
+        for (place, (&Stage { op, input, output, .. }, product)) in stages.skip(first).rev() {
             let (x, y) = (self.output(input, n), self.output(output, n));
             let dy = current.slice(0..y.len());
             let dx = other.slice(0..if place == first { 0 } else { x.len() });
-            match step {
-                Step::Product { index, shape, weight, slope, pool } => {
-                    let raw = match pool {
-                        Some(Pooled { index, shape: window, channels }) => {
-                            let (raw, chosen) = (
-                                self.unpooled.slice(0..shape.output_len() * n),
-                                self.chosen[index].slice(0..y.len()),
-                            );
-                            let stream = model.stream();
-                            pool::cuda::backward_fused(stream, &window, channels, slope, dy, y, chosen, raw)?;
-                            raw
-                        }
-                        None => {
-                            if slope != stages::NO_ACTIVATION {
-                                activation::cuda::backward(model.stream(), slope, y, dy)?;
-                            }
-                            dy
-                        }
-                    };
-                    let (product, workspace) = (&self.products[index], self.workspace.view());
-                    product.backward_bias(model.stream(), n, raw, model.gradient(weight + 1), workspace)?;
-                    model.ready(weight + 1)?;
-                    product.backward_weights(model.stream(), n, x, raw, model.gradient(weight), workspace)?;
-                    model.ready(weight)?;
-                    if place > first {
-                        let w = model.parameter_as(weight, dtype);
-                        product.backward_input(model.stream(), n, w, raw, dx, workspace)?;
-                    }
+            match op {
+                Op::Conv { .. } | Op::Dense { .. } => {
+                    let product = product.as_ref().expect("a product");
+                    self.backward_product(model, n, product, x, y, dy, Some(dx).filter(|_| place > first))?;
                 }
-                Step::Norm { index, weight, .. } => {
+                Op::Norm { index, weight, .. } => {
                     let Norm { statistics, sums } = &self.norms[index];
                     let (statistics, sums) = (statistics.view(), sums.view());
                     let (dgamma, dbeta) = (model.gradient(weight), model.gradient(weight + 1));
@@ -447,20 +457,59 @@ impl DeviceNet {
                         norm::cuda::backward_input(model.stream(), statistics, sums, gamma, x, dy)?;
                     }
                 }
-                Step::Activation { slope } => activation::cuda::backward(model.stream(), slope, y, dy)?,
-                Step::Pool(Pooled { index, shape, channels }) => {
+                Op::Activation { slope } => activation::cuda::backward(model.stream(), slope, y, dy)?,
+                Op::Pool(Pool { index, shape, channels }) => {
                     let chosen = self.chosen[index].slice(0..y.len());
                     pool::cuda::backward(model.stream(), &shape, channels, dy, chosen, dx)?;
                 }
-                Step::Dropout { .. } => {
+                Op::Dropout { .. } => {
                     if let Some(key) = key {
-                        self.drop(model, key, step, dy)?;
+                        self.drop(model, key, op, dy)?;
                     }
                 }
             }
-            if matches!(step, Step::Product { .. } | Step::Pool(_)) {
+            if !op.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);
             }
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    fn backward_product(
+        &self,
+        model: &mut DeviceDataParallel,
+        n: usize,
+        product: &Product,
+        x: View<'_>,
+        y: View<'_>,
+        dy: View<'_>,
+        dx: Option<View<'_>>,
+    ) -> Result<()> {
+        let &Product { ref conv, shape, weight, slope, pool } = product;
+        let raw = match pool {
+            Some(Pool { index, shape: window, channels }) => {
+                let raw = self.unpooled.slice(0..shape.output_len() * n);
+                let chosen = self.chosen[index].slice(0..y.len());
+                let stream = model.stream();
+                pool::cuda::backward_fused(stream, &window, channels, slope, dy, y, chosen, raw)?;
+                raw
+            }
+            None => {
+                if slope != LINEAR {
+                    activation::cuda::backward(model.stream(), slope, y, dy)?;
+                }
+                dy
+            }
+        };
+        let workspace = self.workspace.view();
+        conv.backward_bias(model.stream(), n, raw, model.gradient(weight + 1), workspace)?;
+        model.ready(weight + 1)?;
+        conv.backward_weights(model.stream(), n, x, raw, model.gradient(weight), workspace)?;
+        model.ready(weight)?;
+        if let Some(dx) = dx {
+            let w = model.parameter_as(weight, self.precision.storage());
+            conv.backward_input(model.stream(), n, w, raw, dx, workspace)?;
         }
         Ok(())
     }

@@ -8,7 +8,7 @@
 use mgpu::Layout;
 use mgpu::step::device::ALIGNMENT;
 
-use super::super::plan::{Op, Plan};
+use super::super::plan::{Image, Op, Plan};
 
 /// The elements of one tensor, the same ones in both orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,13 +35,14 @@ impl Order {
         let mut tensors: Vec<Transposed> = lens.map(as_it_is).collect();
         for stage in &plan.stages {
             match stage.op {
-                Op::Conv { shape, weight } => {
+                Op::Conv { shape, weight, .. } => {
                     let plane = shape.kernel * shape.kernel;
                     tensors[weight] = Transposed { outer: shape.filters, channels: shape.channels, plane };
                 }
-                Op::Dense { shape, weight, image } => {
-                    let (channels, plane) = (image.channels, image.plane);
-                    tensors[weight] = Transposed { outer: shape.outputs, channels, plane };
+                Op::Dense { shape, weight, .. } => {
+                    if let Some(Image { channels, plane }) = stage.flattened {
+                        tensors[weight] = Transposed { outer: shape.outputs, channels, plane };
+                    }
                 }
                 _ => {}
             }
