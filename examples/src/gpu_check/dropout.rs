@@ -5,7 +5,7 @@ use mgpu_kernels::dropout::{Mask, cpu, cuda};
 
 use super::bench::{Bench, Outcome, Output};
 use super::shapes::{Images, Shapes, awkward_images};
-use super::values::{to_bf16, to_device};
+use super::values::to_bf16;
 
 pub(super) fn check(bench: &mut Bench) -> Outcome {
     let mut shapes = Vec::new();
@@ -37,18 +37,17 @@ fn each(bench: &mut Bench, images: &Images) -> Outcome {
             let state = StepState { step, position: 0, learning_rate: 0.0, constants: [0.0; 8] };
             let state = state.upload(&bench.stream)?;
             let mask = cuda::Mask { seed, stream: layer, first_sample, channels, plane };
-            let outputs = [Output::activations(dtype, &to_device(&values, channels, plane))];
+            let outputs = [Output::activations(dtype, &values)];
             let found = bench.twice(judge, &outputs, |stream, outputs| {
                 cuda::apply(stream, probability, &mask, state.view(), outputs[0])
             })?;
-            let first = first_sample * (channels * plane) as u64;
-            let mask = Mask { seed, stream: layer | step << 16, first };
+            let mask = Mask { seed, stream: layer | step << 16, first_sample, channels, plane };
             let mut expected = values;
-            cpu::apply(&bench.threads, probability, mask, &mut expected);
+            cpu::apply(&bench.threads, probability, &mask, &mut expected);
             if dtype == mgpu_kernels::DType::Bf16 {
                 expected.iter_mut().for_each(|value| *value = to_bf16(*value));
             }
-            judge.same("value", &found.floats(0), &to_device(&expected, channels, plane));
+            judge.same("value", &found.floats(0), &expected);
             Ok(())
         })?;
     }

@@ -7,7 +7,7 @@ use mgpu_kernels::{DType, activation::cpu as activate};
 
 use super::bench::{Bench, Judge, Outcome, Output};
 use super::shapes::{Images, Shapes, awkward_images};
-use super::values::{to_bf16, to_device, to_host};
+use super::values::to_bf16;
 
 pub(super) fn check(bench: &mut Bench) -> Outcome {
     let mut shapes = Vec::new();
@@ -67,9 +67,8 @@ fn forward(
     dtype: DType,
     fused: Option<f32>,
 ) -> Result<()> {
-    let (channels, plane) = (images.channels, images.plane());
-    let out_plane = shape.out_height() * shape.out_width();
-    let outputs_len = images.images * channels * out_plane;
+    let channels = images.channels;
+    let outputs_len = images.images * channels * shape.out_height() * shape.out_width();
     let x = values(bench, dtype, images.len());
     let bias = bench.random.floats(channels);
     let (x_memory, bias_memory) = (bench.activations(dtype, &x)?, bench.input(&bias)?);
@@ -92,9 +91,9 @@ fn forward(
         }
     }
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
-    cpu::forward(&bench.threads, shape, &to_host(&x, channels, plane), &mut y, &mut chosen);
-    judge.same("maximum", &found.floats(0), &to_device(&y, channels, out_plane));
-    judge.equal("place", found.bytes(1), &to_device(&chosen, channels, out_plane));
+    cpu::forward(&bench.threads, shape, channels, &x, &mut y, &mut chosen);
+    judge.same("maximum", &found.floats(0), &y);
+    judge.equal("place", found.bytes(1), &chosen);
     Ok(())
 }
 
@@ -106,21 +105,18 @@ fn backward(
     dtype: DType,
     fused: Option<f32>,
 ) -> Result<()> {
-    let (channels, plane) = (images.channels, images.plane());
-    let out_plane = shape.out_height() * shape.out_width();
-    let outputs_len = images.images * channels * out_plane;
+    let channels = images.channels;
+    let outputs_len = images.images * channels * shape.out_height() * shape.out_width();
     // Places as a forward pass gives them: they lie inside the images.
     let x = bench.random.floats(images.len());
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
-    cpu::forward(&bench.threads, shape, &x, &mut y, &mut chosen);
+    cpu::forward(&bench.threads, shape, channels, &x, &mut y, &mut chosen);
     if dtype == DType::Bf16 {
         y.iter_mut().for_each(|y| *y = to_bf16(*y));
     }
     let dy = values(bench, dtype, outputs_len);
-    let [y_memory, dy_memory] =
-        [&y, &dy].map(|values| bench.activations(dtype, &to_device(values, channels, out_plane)));
-    let (y_memory, dy_memory) = (y_memory?, dy_memory?);
-    let chosen_memory = bench.input(&to_device(&chosen, channels, out_plane))?;
+    let (y_memory, dy_memory) = (bench.activations(dtype, &y)?, bench.activations(dtype, &dy)?);
+    let chosen_memory = bench.input(&chosen)?;
     let found = bench.twice(judge, &[Output::of(dtype, images.len())], |stream, outputs| {
         let (dy, chosen, dx) = (dy_memory.view(), chosen_memory.view(), outputs[0]);
         match fused {
@@ -138,9 +134,9 @@ fn backward(
         }
     }
     let mut dx = vec![0.0; images.len()];
-    cpu::backward(&bench.threads, shape, &dy, &chosen, &mut dx);
+    cpu::backward(&bench.threads, shape, channels, &dy, &chosen, &mut dx);
     // A product with slope 0 has the gradient's sign.
     let plain = |values: Vec<f32>| values.into_iter().map(|value| value + 0.0).collect::<Vec<_>>();
-    judge.same("gradient", &plain(found.floats(0)), &plain(to_device(&dx, channels, plane)));
+    judge.same("gradient", &plain(found.floats(0)), &plain(dx));
     Ok(())
 }

@@ -132,25 +132,20 @@ mod tests {
             let mut random = Random::new(1);
             let (x, w) = (random.floats(images * shape.input_len()), random.floats(shape.weights_len()));
             let (b, dy) = (random.floats(5), random.floats(images * shape.output_len()));
-            let plane = shape.out_height() * shape.out_width();
-            let [x_device, dy_device, w_device] = [(&x, 3, 42), (&dy, 5, plane), (&w, 3, 9)]
-                .map(|(values, c, p)| wide(&to_device(values, c, p)));
+            let (wide_x, wide_dy, wide_w) = (wide(&x), wide(&dy), wide(&to_device(&w, 3, 9)));
             let threads = Threads::new(1);
             let mut scratch = cpu::Scratch::new(&threads);
+            let mut conv = cpu::Conv::new(shape, cpu::Tail::NONE, cpu::Choice::Direct);
 
             let mut y = vec![0.0; dy.len()];
-            cpu::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
-            let found = forward(&shape, images, &x_device, &w_device, &wide(&b));
-            assert_close(&found, &to_device(&y, 5, plane));
-            let mut dx = vec![0.0; x.len()];
-            cpu::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
-            assert_close(&backward_input(&shape, images, &w_device, &dy_device), &to_device(&dx, 3, 42));
-            let mut dw = vec![0.0; w.len()];
-            cpu::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
-            assert_close(&backward_weights(&shape, images, &x_device, &dy_device), &to_device(&dw, 3, 9));
-            let mut db = vec![0.0; 5];
-            cpu::backward_bias(&threads, &shape, &dy, &mut db);
-            assert_close(&backward_bias(&shape, &dy_device), &db);
+            conv.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);
+            assert_close(&forward(&shape, images, &wide_x, &wide_w, &wide(&b)), &y);
+            let (mut dw, mut db, mut dx) = (vec![0.0; w.len()], vec![0.0; 5], vec![0.0; x.len()]);
+            let from = cpu::Backward { x: &x, weights: &w, y: &y, chosen: &[], dy: &dy };
+            conv.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
+            assert_close(&backward_input(&shape, images, &wide_w, &wide_dy), &dx);
+            assert_close(&backward_weights(&shape, images, &wide_x, &wide_dy), &to_device(&dw, 3, 9));
+            assert_close(&backward_bias(&shape, &wide_dy), &db);
         }
     }
 }

@@ -43,7 +43,11 @@ impl Slots {
     pub(super) fn of_stage(&mut self, stage: &Stage, images: usize) -> (&[f32], &mut [f32]) {
         let (input, output) = (stage.input, stage.output);
         let (before, from_output) = self.values.split_at_mut(self.begins[output]);
-        let x = if input == output { &[][..] } else { &before[self.begins[input]..][..self.lens[input] * images] };
+        let x = if input == output {
+            &[][..]
+        } else {
+            &before[self.begins[input]..][..self.lens[input] * images]
+        };
         (x, &mut from_output[..self.lens[output] * images])
     }
 }

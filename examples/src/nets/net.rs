@@ -126,7 +126,8 @@ impl Net {
         let plan = Plan::new(spec);
         let threads = Threads::new(threads);
         let tensors = plan.parameters.tensors();
-        let biases = plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
+        let biases =
+            plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
             machines: plan.stages.iter().map(|stage| Machine::new(&plan, stage, max_batch, choice)).collect(),
             slots: Slots::new(&plan, max_batch),

@@ -164,7 +164,10 @@ impl Plan {
             }
             extents = after;
         }
-        assert!(image.channels == 1 || image.plane == 1, "a network ends in a number for each class, not in {image:?}");
+        assert!(
+            image.channels == 1 || image.plane == 1,
+            "a network ends in a number for each class, not in {image:?}"
+        );
         plan
     }
 
@@ -264,7 +267,13 @@ mod tests {
                 other => format!("{other:?}"),
             })
             .collect();
-        let expected = ["0 conv Some(0.0) true", "3 conv Some(0.2) true", "7 dense Some(0.0)", "9 dropout", "10 dense None"];
+        let expected = [
+            "0 conv Some(0.0) true",
+            "3 conv Some(0.2) true",
+            "7 dense Some(0.0)",
+            "9 dropout",
+            "10 dense None",
+        ];
         assert_eq!(kinds, expected);
         assert_eq!(plan.slots, [784, 64 * 14 * 14, 128 * 7 * 7, 1024, 10]);
         assert_eq!(plan.stages[2].flattened, Some(Image { channels: 128, plane: 49 }));

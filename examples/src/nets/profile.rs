@@ -122,7 +122,9 @@ pub(super) fn describe(stage: &Stage) -> String {
                 k = shape.kernel
             )
         }
-        Op::Dense { shape, slope, .. } => format!("dense {} of {}{}", shape.outputs, shape.inputs, activation(slope)),
+        Op::Dense { shape, slope, .. } => {
+            format!("dense {} of {}{}", shape.outputs, shape.inputs, activation(slope))
+        }
         Op::Norm { .. } => "batch norm".to_owned(),
         Op::Activation { slope } => activation(Some(slope)).trim_start_matches(", ").to_owned(),
         Op::Pool(pool) => format!("pool of {}x{}x{}", pool.channels, pool.shape.height, pool.shape.width),

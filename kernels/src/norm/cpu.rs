@@ -128,9 +128,13 @@ pub fn normalise(
     let coefficients = |c: usize| [mean[c], gamma[c] * inv_std[c], beta[c]];
     threads.divide(pixels, GRAIN / channels + 1, Rows::new(y, channels), |range, y| {
         let x = &x[range.start * channels..range.end * channels];
-        dispatch(Scale { channels, x, y: y.values, coefficients, value: |x: f32, _, [mean, scale, shift]: [f32; 3]| {
-            (x - mean) * scale + shift
-        } });
+        dispatch(Scale {
+            channels,
+            x,
+            y: y.values,
+            coefficients,
+            value: |x: f32, _, [mean, scale, shift]: [f32; 3]| (x - mean) * scale + shift,
+        });
     });
 }
 
@@ -196,7 +200,9 @@ pub fn backward_input(
     };
     threads.divide(pixels, GRAIN / channels + 1, Rows::new(gradient, channels), |range, gradient| {
         let x = &x[range.start * channels..range.end * channels];
-        let value = |x: f32, dy: f32, [mean, scale, shift, slope]: [f32; 4]| scale * (dy - shift - (x - mean) * slope);
+        let value = |x: f32, dy: f32, [mean, scale, shift, slope]: [f32; 4]| {
+            scale * (dy - shift - (x - mean) * slope)
+        };
         dispatch(Scale { channels, x, y: gradient.values, coefficients, value });
     });
 }

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use half::bf16;
+use mgpu_kernels::conv::cpu::{self, Backward, Choice, Scratch, Tail};
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
 use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Precision, Result, Stream, View};
@@ -163,24 +164,22 @@ fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precisi
 /// What the passes of `images` images come to on the CPU.
 fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
     let threads = Threads::new(1);
-    let mut scratch = conv::columns::Scratch::new(&threads);
+    let mut scratch = Scratch::new(&threads);
     let x = random(images * shape.input_len(), 1, precision);
     let w = random(shape.weights_len(), 2, precision);
     let b = random(shape.filters, 3, Precision::F32);
     let dy = random(images * shape.output_len(), 4, precision);
     let mut y = vec![0.0; dy.len()];
     let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
-    conv::columns::forward(&threads, &mut scratch, &shape, &x, &w, &b, &mut y);
+    // The backward passes here begin before the activation.
+    let mut layer = cpu::Conv::new(shape, Tail::NONE, Choice::Direct);
+    layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);
+    let from = Backward { x: &x, weights: &w, y: &y, chosen: &[], dy: &dy };
+    layer.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
     activation::cpu::forward(&threads, slope, &mut y);
-    conv::columns::backward_weights(&threads, &mut scratch, &shape, &x, &dy, &mut dw);
-    conv::columns::backward_bias(&threads, &shape, &dy, &mut db);
-    conv::columns::backward_input(&threads, &mut scratch, &shape, &w, &dy, &mut dx);
-    let input = |values: &[f32]| channels_last(values, shape.channels, shape.height * shape.width);
-    let output =
-        |values: &[f32]| channels_last(values, shape.filters, shape.out_height() * shape.out_width());
     let weights = |values: &[f32]| channels_last(values, shape.channels, shape.kernel * shape.kernel);
-    let host = Host { x: input(&x), w: weights(&w), b, dy: output(&dy) };
-    (host, Expected { y: output(&y), dx: input(&dx), dw: weights(&dw), db })
+    let host = Host { x, w: weights(&w), b, dy };
+    (host, Expected { y, dx, dw: weights(&dw), db })
 }
 
 /// Runs a layer in all ways.
