@@ -13,6 +13,8 @@
 //! Which one depends on the shape alone, so a run repeats bit for bit.
 
 mod direct;
+#[cfg(test)]
+mod tests;
 mod winograd;
 
 use std::fmt;

@@ -1,0 +1,294 @@
+//! Convolution by its definition, as products of register tiles.
+//!
+//! With channels last, the inputs that one kernel row sees, K·C of them, lie together, and the next kernel row sees those
+//! one row of the image further on. So everything is a [`Product`] whose segments are rows:
+//!
+//! - A row of outputs is the product of W' runs of K·C inputs, C apart, and the filters, summed over K kernel rows.
+//! - The weight gradient of a kernel row is the product of K·C inputs and F gradients, summed over W'·H' pixels.
+//! - The input gradient is a convolution of the result's gradient, with the filters turned by half a turn.
+//!
+//! Nothing is gathered into columns. Where the kernel may look over the border, an image is copied into the middle of
+//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`).
+
+mod border;
+mod tail;
+mod weights;
+
+use super::{Backward, Scratch, Tail};
+use crate::AlignedVec;
+use crate::conv::Shape;
+use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
+use crate::simd::{MAX_LANES, Simd, Task, dispatch};
+use crate::threads::{PerPart, Rows, Threads};
+
+use border::Bordered;
+
+/// A convolution computed directly.
+#[derive(Debug)]
+pub(super) struct Direct {
+    shape: Shape,
+    tail: Tail,
+    /// The filters as the right operand of the forward pass, or of the input gradient.
+    packed: AlignedVec,
+    /// Gradients of the bias, for each thread.
+    bias: Vec<Vec<f64>>,
+}
+
+/// Cuts `len` elements off scratch memory; the rest begins a cache line again.
+fn cut<'a>(memory: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (first, rest) = std::mem::take(memory).split_at_mut(lines(len));
+    *memory = rest;
+    &mut first[..len]
+}
+
+/// `len` rounded up to whole cache lines.
+fn lines(len: usize) -> usize {
+    len.next_multiple_of(MAX_LANES)
+}
+
+impl Direct {
+    pub(super) fn new(shape: Shape, tail: Tail) -> Self {
+        Direct { shape, tail, packed: AlignedVec::default(), bias: Vec::new() }
+    }
+
+    /// Elements of the result for one image.
+    fn result_len(&self) -> usize {
+        let (height, width) = self.tail.result(&self.shape);
+        height * width * self.shape.filters
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
+    pub(super) fn forward(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        images: usize,
+        x: &[f32],
+        weights: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+        chosen: &mut [u8],
+    ) {
+        let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
+        let packed = self.packed.reserve(weights::packed_len(shape.channels, shape.filters, shape.kernel));
+        weights::pack(&shape, weights, packed);
+        let chosen_len = if tail.pool.is_some() { result_len } else { 0 };
+        let outputs =
+            (Rows::new(y, result_len), Rows::new(chosen, chosen_len), PerPart::new(&mut scratch.parts));
+        threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
+            let x = &x[range.start * shape.input_len()..range.end * shape.input_len()];
+            let memory = part.own();
+            dispatch(Forward { shape, tail, x, packed, bias, y: y.values, chosen: chosen.values, memory });
+        });
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
+    pub(super) fn backward(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        images: usize,
+        from: Backward<'_>,
+        dw: &mut [f32],
+        db: &mut [f32],
+        mut dx: Option<&mut [f32]>,
+    ) {
+        let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
+        let packed: &[f32] = if dx.is_some() {
+            let packed =
+                self.packed.reserve(weights::packed_len(shape.filters, shape.channels, shape.kernel));
+            weights::pack_turned(&shape, from.weights, packed);
+            packed
+        } else {
+            &[]
+        };
+        let chosen_len = if tail.pool.is_some() { result_len } else { 0 };
+        let parts = threads.parts(images, 1);
+        self.bias.resize(threads.count(), Vec::new());
+        let dx_len = if dx.is_some() { shape.input_len() } else { 0 };
+        let dx = Rows::new(dx.as_deref_mut().unwrap_or(&mut []), dx_len);
+        let outputs = (dx, PerPart::new(&mut scratch.parts), PerPart::new(&mut self.bias));
+        threads.divide(images, 1, outputs, |range, (dx, part, bias)| {
+            let result = range.start * result_len..range.end * result_len;
+            let from = Backward {
+                x: &from.x[range.start * shape.input_len()..range.end * shape.input_len()],
+                weights: from.weights,
+                y: &from.y[result.clone()],
+                chosen: &from.chosen[range.start * chosen_len..range.end * chosen_len],
+                dy: &from.dy[result],
+            };
+            let bias = bias.own();
+            bias.clear();
+            bias.resize(shape.filters, 0.0);
+            let dx = (dx_len > 0).then_some(dx.values);
+            let memory = part.own();
+            dispatch(Gradients { shape, tail, images: range.len(), from, packed, bias, dx, memory });
+        });
+        for (filter, db) in db.iter_mut().enumerate() {
+            *db = self.bias[..parts].iter().map(|sums| sums[filter]).sum::<f64>() as f32;
+        }
+        let parts = &scratch.parts[..parts];
+        let grain = (1 << 14) / shape.filter_len() + 1;
+        threads.divide(shape.filters, grain, Rows::new(dw, shape.filter_len()), |filters, dw| {
+            weights::sum_parts(&shape, parts, filters, dw.values);
+        });
+    }
+}
+
+/// The forward pass of a thread's images.
+struct Forward<'a> {
+    shape: Shape,
+    tail: Tail,
+    x: &'a [f32],
+    packed: &'a [f32],
+    bias: &'a [f32],
+    y: &'a mut [f32],
+    chosen: &'a mut [u8],
+    memory: &'a mut AlignedVec,
+}
+
+impl Task for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Forward { shape, tail, x, packed, bias, y, mut chosen, memory } = self;
+        let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
+        let bordered = Bordered::input(&shape);
+        let line = width * filters;
+        let mut memory = memory.reserve(lines(bordered.len()) + lines(2 * line));
+        let (image, pair) = (cut(&mut memory, bordered.len()), cut(&mut memory, 2 * line));
+        if bordered.border > 0 {
+            image.fill(0.0);
+        }
+        let (rows, columns) = tail.result(&shape);
+        let result = columns * filters;
+        for (x, y) in x.chunks_exact(shape.input_len()).zip(y.chunks_exact_mut(rows * result)) {
+            let x: &[f32] = if bordered.border > 0 {
+                bordered.copy(x, image);
+                image
+            } else {
+                x
+            };
+            let convolve = |row: usize, count: usize, to: &mut [f32]| {
+                for (i, to) in (row..row + count).zip(to.chunks_exact_mut(line)) {
+                    let product = convolution_row(&bordered, shape.kernel, x, i, packed, filters);
+                    let product =
+                        Product { start: Start::Bias(bias), slope: tail.slope.unwrap_or(1.0), ..product };
+                    product.compute_with(simd, to, filters);
+                }
+            };
+            if tail.pool.is_none() {
+                convolve(0, height, y);
+                continue;
+            }
+            for (row, y) in y.chunks_exact_mut(result).enumerate() {
+                let count = (height - 2 * row).min(2);
+                convolve(2 * row, count, pair);
+                tail::pool(simd, &pair[..count * line], (width, filters), y, chosen);
+                chosen = &mut chosen[result..];
+            }
+        }
+    }
+}
+
+/// The product that gives row `i` of a convolution of a bordered image.
+#[inline(always)]
+fn convolution_row<'a>(
+    image: &Bordered,
+    kernel: usize,
+    x: &'a [f32],
+    i: usize,
+    packed: &'a [f32],
+    columns: usize,
+) -> Product<'a> {
+    let (channels, line) = (image.channels, image.line());
+    let depth = kernel * channels;
+    Product {
+        rows: image.width + 1 - kernel,
+        columns,
+        depth,
+        segments: kernel,
+        left: Left { values: &x[i * line..], row: channels, depth: 1, segment: line },
+        right: Right { values: packed, depth: PANEL, segment: depth * PANEL, panel: kernel * depth * PANEL },
+        start: Start::Zero,
+        slope: 1.0,
+    }
+}
+
+/// The backward pass of a thread's images. The weight gradient, \[K, K·C, filters\], is left at the beginning of `memory`.
+struct Gradients<'a> {
+    shape: Shape,
+    tail: Tail,
+    images: usize,
+    from: Backward<'a>,
+    packed: &'a [f32],
+    bias: &'a mut [f64],
+    dx: Option<&'a mut [f32]>,
+    memory: &'a mut AlignedVec,
+}
+
+impl Task for Gradients<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Gradients { shape, tail, images, from, packed, bias, mut dx, memory } = self;
+        let Shape { channels, filters, kernel, .. } = shape;
+        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape, dx.is_some()));
+        let dw_len = weights::gradient_len(&shape);
+        let needed = lines(dw_len) + lines(input.len()) + lines(gradient.len()) + lines(filters);
+        let mut memory = memory.reserve(needed);
+        memory.fill(0.0);
+        let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, input.len()));
+        let (g, db) = (cut(&mut memory, gradient.len()), cut(&mut memory, filters));
+        let result_len = if images == 0 { 0 } else { from.y.len() / images };
+        let interior = gradient.interior();
+        let stride = lines(filters);
+        for n in 0..images {
+            let x = &from.x[n * shape.input_len()..][..shape.input_len()];
+            let result = n * result_len..(n + 1) * result_len;
+            let chosen = if tail.pool.is_some() { &from.chosen[result.clone()] } else { &[] };
+            let results = tail::Results { y: &from.y[result.clone()], dy: &from.dy[result], chosen };
+            db.fill(0.0);
+            tail::spread(simd, &shape, &tail, results, &gradient, g, db);
+            bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
+            let x: &[f32] = if input.border > 0 {
+                input.copy(x, image);
+                image
+            } else {
+                x
+            };
+            for (u, dw) in dw.chunks_exact_mut(kernel * channels * stride).enumerate() {
+                let product = Product {
+                    rows: kernel * channels,
+                    columns: filters,
+                    depth: shape.out_width(),
+                    segments: shape.out_height(),
+                    left: Left {
+                        values: &x[u * input.line()..],
+                        row: 1,
+                        depth: channels,
+                        segment: input.line(),
+                    },
+                    right: Right {
+                        values: &g[interior..],
+                        depth: filters,
+                        segment: gradient.line(),
+                        panel: PANEL,
+                    },
+                    start: Start::Existing,
+                    slope: 1.0,
+                };
+                product.compute_with(simd, dw, stride);
+            }
+            if let Some(dx) = &mut dx {
+                let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
+                for (i, dx) in dx.chunks_exact_mut(shape.width * channels).enumerate() {
+                    convolution_row(&gradient, kernel, g, i, packed, channels)
+                        .compute_with(simd, dx, channels);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! All passes against their definition, and algorithms against each other.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::conv::Padding;
+use crate::reference::{assert_close, random};
+
+/// What the definition gives, in `f64`.
+struct Expected {
+    y: Vec<f64>,
+    /// Outputs before activation and pooling.
+    outputs: Vec<f64>,
+}
+
+/// Calls `visit(output index, w index, x index)` for every product in the definition, images with channels last.
+fn for_each_product(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
+    let Shape { channels, height, width, filters, kernel, .. } = *shape;
+    let (oh, ow, pad) = (shape.out_height(), shape.out_width(), shape.pad());
+    for (n, i, j) in (0..images * oh * ow).map(|at| (at / (oh * ow), at / ow % oh, at % ow)) {
+        for (u, v) in (0..kernel * kernel).map(|at| (at / kernel, at % kernel)) {
+            let (row, col) = ((i + u).wrapping_sub(pad), (j + v).wrapping_sub(pad));
+            if row < height && col < width {
+                for (f, c) in (0..filters * channels).map(|at| (at / channels, at % channels)) {
+                    let y = ((n * oh + i) * ow + j) * filters + f;
+                    let w = ((f * channels + c) * kernel + u) * kernel + v;
+                    let x = ((n * height + row) * width + col) * channels + c;
+                    visit(y, w, x);
+                }
+            }
+        }
+    }
+}
+
+fn forward(shape: &Shape, tail: &Tail, images: usize, x: &[f32], w: &[f32], b: &[f32]) -> Expected {
+    let f = shape.filters;
+    let mut outputs: Vec<f64> = (0..images * shape.output_len()).map(|at| f64::from(b[at % f])).collect();
+    for_each_product(shape, images, |y, wi, xi| outputs[y] += f64::from(w[wi]) * f64::from(x[xi]));
+    let slope = f64::from(tail.slope.unwrap_or(1.0));
+    let active: Vec<f64> = outputs.iter().map(|&v| if v > 0.0 { v } else { v * slope }).collect();
+    let (oh, ow) = (shape.out_height(), shape.out_width());
+    let (rows, columns) = tail.result(shape);
+    if tail.pool.is_none() {
+        return Expected { y: active, outputs };
+    }
+    let y = (0..images * rows * columns * f).map(|at| {
+        let (n, i, j, f) = (at / f / columns / rows, at / f / columns % rows, at / f % columns, at % f);
+        let inside = (0..4).map(|p| (2 * i + p / 2, 2 * j + p % 2)).filter(|&(r, c)| r < oh && c < ow);
+        let values = inside.map(|(r, c)| active[((n * oh + r) * ow + c) * shape.filters + f]);
+        values.fold(f64::NEG_INFINITY, f64::max)
+    });
+    Expected { y: y.collect(), outputs }
+}
+
+/// The gradient before activation and pooling, given what the forward pass chose.
+fn before_tail(shape: &Shape, tail: &Tail, y: &[f32], chosen: &[u8], dy: &[f32], outputs: usize) -> Vec<f32> {
+    let slope = tail.slope.unwrap_or(1.0);
+    let active = dy.iter().zip(y).map(|(&dy, &y)| if y > 0.0 { dy } else { dy * slope });
+    if tail.pool.is_none() {
+        return active.collect();
+    }
+    let mut gradient = vec![0.0; outputs];
+    let (oh, ow, f) = (shape.out_height(), shape.out_width(), shape.filters);
+    let (rows, columns) = tail.result(shape);
+    for (at, value) in active.enumerate() {
+        let (n, i, j) = (at / f / columns / rows, at / f / columns % rows, at / f % columns);
+        let (u, v) = (usize::from(chosen[at]) / 2, usize::from(chosen[at]) % 2);
+        assert!(2 * i + u < oh && 2 * j + v < ow, "a choice outside the image");
+        gradient[((n * oh + 2 * i + u) * ow + 2 * j + v) * f + at % f] = value;
+    }
+    gradient
+}
+
+/// Everything that a convolution computes.
+#[derive(Debug, PartialEq)]
+struct Passes {
+    y: Vec<f32>,
+    chosen: Vec<u8>,
+    dw: Vec<f32>,
+    db: Vec<f32>,
+    dx: Vec<f32>,
+}
+
+/// Inputs of a batch: x, w, b, dy.
+fn inputs(shape: &Shape, tail: &Tail, images: usize) -> [Vec<f32>; 4] {
+    let (rows, columns) = tail.result(shape);
+    [
+        random(images * shape.input_len(), 1),
+        random(shape.weights_len(), 2),
+        random(shape.filters, 3),
+        random(images * rows * columns * shape.filters, 4),
+    ]
+}
+
+/// All passes, twice with the same memory, with the same result.
+fn compute(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize) -> Passes {
+    let [x, w, b, dy] = inputs(&shape, &tail, images);
+    let threads = Threads::new(count);
+    let mut scratch = Scratch::new(&threads);
+    let mut conv = Conv::new(shape, tail, choice);
+    let mut run = || {
+        let (mut y, mut chosen) = (vec![f32::NAN; dy.len()], vec![9; dy.len()]);
+        chosen.truncate(if tail.pool.is_some() { dy.len() } else { 0 });
+        conv.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut chosen);
+        let from = Backward { x: &x, weights: &w, y: &y, chosen: &chosen, dy: &dy };
+        let (mut dw, mut db, mut dx) =
+            (vec![f32::NAN; w.len()], vec![f32::NAN; b.len()], vec![f32::NAN; x.len()]);
+        conv.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
+        let (mut only_dw, mut only_db) = (dw.clone(), db.clone());
+        conv.backward(&threads, &mut scratch, from, &mut only_dw, &mut only_db, None);
+        assert_eq!((&only_dw, &only_db), (&dw, &db), "without the gradient of the input");
+        Passes { y, chosen, dw, db, dx }
+    };
+    let first = run();
+    assert_eq!(run(), first, "a run does not repeat");
+    first
+}
+
+fn check(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize, tolerance: f64) {
+    let [x, w, b, dy] = inputs(&shape, &tail, images);
+    let passes = compute(shape, tail, choice, images, count);
+    let expected = forward(&shape, &tail, images, &x, &w, &b);
+    assert_close(&passes.y, &expected.y, tolerance);
+    let outputs = images * shape.output_len();
+    let gradient = before_tail(&shape, &tail, &passes.y, &passes.chosen, &dy, outputs);
+    // The chosen place holds the maximum.
+    if tail.pool.is_some() {
+        let ones = vec![1.0; dy.len()];
+        let linear = Tail { slope: None, ..tail };
+        let marks = before_tail(&shape, &linear, &passes.y, &passes.chosen, &ones, outputs);
+        let marked: f64 = expected
+            .outputs
+            .iter()
+            .zip(&marks)
+            .map(|(v, m)| {
+                let v = if *v > 0.0 { *v } else { v * f64::from(tail.slope.unwrap_or(1.0)) };
+                v * f64::from(*m)
+            })
+            .sum();
+        let maxima: f64 = expected.y.iter().sum();
+        assert!((marked - maxima).abs() <= tolerance * dy.len() as f64, "{marked} instead of {maxima}");
+    }
+    let (mut dw, mut db, mut dx) = (vec![0.0; w.len()], vec![0.0; b.len()], vec![0.0; x.len()]);
+    for_each_product(&shape, images, |at, wi, xi| {
+        dw[wi] += f64::from(gradient[at]) * f64::from(x[xi]);
+        dx[xi] += f64::from(gradient[at]) * f64::from(w[wi]);
+    });
+    gradient.iter().enumerate().for_each(|(at, &value)| db[at % shape.filters] += f64::from(value));
+    assert_close(&passes.dw, &dw, tolerance);
+    assert_close(&passes.dx, &dx, tolerance);
+    assert_close(&passes.db, &db, tolerance);
+}
+
+fn tails() -> impl Strategy<Value = Tail> {
+    (0usize..3, 0usize..3).prop_map(|(slope, pool)| Tail {
+        slope: [None, Some(0.0), Some(0.2)][slope],
+        pool: [None, Some(Rounding::Floor), Some(Rounding::Ceil)][pool],
+    })
+}
+
+/// Shapes with channels and filters below the given numbers.
+fn shapes(channels: usize, filters: usize) -> impl Strategy<Value = Shape> {
+    let extents = (1..channels, 5usize..13, 5usize..13, 1..filters);
+    (extents, 1usize..6, any::<bool>()).prop_map(|((channels, height, width, filters), kernel, same)| Shape {
+        channels,
+        height,
+        width,
+        filters,
+        kernel,
+        padding: if same && kernel % 2 == 1 { Padding::Same } else { Padding::Valid },
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn few_channels_match_the_definition(
+        shape in shapes(9, 20), tail in tails(), images in 0usize..6, count in 1usize..5,
+    ) {
+        check(shape, tail, Choice::Direct, images, count, 1e-5);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn many_channels_match_the_definition(
+        shape in shapes(50, 70), tail in tails(), images in 1usize..4, count in 1usize..4,
+    ) {
+        check(shape, tail, Choice::Direct, images, count, 2e-5);
+    }
+}
+
+/// The first layers of the networks, which have paths of their own.
+#[test]
+fn networks_match_the_definition() {
+    let valid = Padding::Valid;
+    for (channels, extent, filters, kernel, padding, pool) in [
+        (1, 28, 6, 5, Padding::Same, true),
+        (6, 14, 16, 5, valid, true),
+        (1, 28, 64, 5, Padding::Same, true),
+        (1, 28, 32, 3, valid, false),
+    ] {
+        let shape = Shape { channels, height: extent, width: extent, filters, kernel, padding };
+        let tail = Tail { slope: Some(0.0), pool: pool.then_some(Rounding::Floor) };
+        check(shape, tail, Choice::Direct, 5, 2, 2e-5);
+    }
+}
