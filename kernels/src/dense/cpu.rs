@@ -1,80 +1,420 @@
-//! Dense layers as matrix products, shared among threads by the longer side of the result.
+//! Dense layers on the CPU, with the activation that follows them.
+//!
+//! All three passes are products on the register tile of `gemm`, which wants one operand with its columns together in
+//! panels, and the other with rows that do not fall on the same few lines of the cache, as rows of a power of two of
+//! elements do. So each operand is copied in blocks, which are then used from the L1 and L2 caches; of the weights, by far
+//! the largest, each element is read from memory once a pass.
+//!
+//! - Forward, both operands are contiguous along the sum. The smaller one is transposed to panels: the samples as a rule,
+//!   which makes yᵀ, transposed back at the end; the weights, if there are fewer outputs than samples. Threads own rows of
+//!   the other.
+//! - Backward, the inputs are the columns of both products, dw = dyᵀ·x and dx = dy·W, and threads own inputs.
+//!
+//! Which thread computes an element does not show in it: sums run over blocks of the depth in order.
 
 use super::Shape;
-use crate::gemm::{Existing, Matrix, multiply_parallel};
-use crate::threads::{Rows, Threads};
+use crate::gemm::block::{Block, Columns};
+use crate::gemm::panels::{Panels, copy_rows};
+use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
+use crate::gemm::transpose::Transpose;
+use crate::simd::{Simd, Task, dispatch};
+use crate::threads::{PerPart, Rows, Threads};
 
-fn samples(len: usize, features: usize) -> usize {
-    assert_eq!(len % features, 0, "{len} elements are no whole number of samples of {features}");
-    len / features
+pub use super::separate::{backward_bias, backward_input, backward_weights, forward};
+pub use crate::scratch::Scratch;
+
+/// Multiply-adds below which another thread does not pay: about 10 microseconds.
+const WORTH_ANOTHER_THREAD: usize = 1 << 20;
+
+/// The depth of a block: a panel of it is 32 KiB.
+const DEPTH: usize = 256;
+
+/// Columns of the inputs or weights that the backward pass packs at a time.
+const WIDTH: usize = 512;
+
+/// A dense layer and the activation that follows it.
+#[derive(Debug)]
+pub struct Dense {
+    shape: Shape,
+    slope: Option<f32>,
 }
 
-/// Overwrites `y` with `x · Wᵀ + b`.
+/// What the backward pass starts from: all of the last forward pass, and the gradient of its result.
+#[derive(Debug, Clone, Copy)]
+pub struct Backward<'a> {
+    /// Input, \[N, I\].
+    pub x: &'a [f32],
+    /// Weights, \[O, I\]: those of the forward pass.
+    pub weights: &'a [f32],
+    /// Result \[N, O\], after the activation; only the signs of its elements matter. Not read without an activation.
+    pub y: &'a [f32],
+    /// Gradient of `y`.
+    pub dy: &'a [f32],
+}
+
+/// Elements from one row to the next of a copy: whole cache lines, of an odd number, so that rows fall on all of a cache.
+fn apart(columns: usize) -> usize {
+    columns.next_multiple_of(16) | 16
+}
+
+/// `depth` in equal blocks of at most [`DEPTH`], whole cache lines each but for the last: the length of a block.
+fn block_of(depth: usize) -> usize {
+    depth.div_ceil(depth.div_ceil(DEPTH).max(1)).next_multiple_of(16).max(16)
+}
+
+impl Dense {
+    /// Gets ready to compute a layer of `shape`, activated with `slope` for negative values (see [`crate::activation`]);
+    /// `None` for no activation.
+    pub fn new(shape: Shape, slope: Option<f32>) -> Dense {
+        assert!(shape.inputs > 0 && shape.outputs > 0, "a dense layer has inputs and outputs");
+        Dense { shape, slope }
+    }
+
+    /// Overwrites `y` \[N, O\] with `activation(x · Wᵀ + b)`.
+    ///
+    /// # Panics
+    /// If lengths do not fit the shape.
+    pub fn forward(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        x: &[f32],
+        weights: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+    ) {
+        let Shape { inputs, outputs } = self.shape;
+        let samples = self.samples(x.len(), y.len());
+        assert_eq!(weights.len(), outputs * inputs, "weights of a dense layer");
+        assert_eq!(bias.len(), outputs, "bias of a dense layer");
+        let Scratch { parts, shared } = scratch;
+        let slope = self.slope.unwrap_or(1.0);
+        if outputs < samples {
+            let columns = RowsAsColumns { count: outputs, depth: inputs };
+            let packed = shared.reserve(columns.packed_len());
+            columns.pack(threads, weights, packed);
+            columns.multiply(threads, parts, samples, x, packed, Start::Bias(bias), slope, y, outputs);
+            return;
+        }
+        let columns = RowsAsColumns { count: samples, depth: inputs };
+        let row = apart(samples);
+        let (packed, transposed) =
+            shared.reserve(columns.packed_len() + outputs * row).split_at_mut(columns.packed_len());
+        columns.pack(threads, x, packed);
+        columns.multiply(threads, parts, outputs, weights, packed, Start::Zero, 1.0, transposed, row);
+        let grain = (1 << 15) / outputs + 1;
+        threads.divide(samples, grain, Rows::new(y, outputs), |range, y| {
+            let from = &transposed[range.start..];
+            Transpose { from, rows: outputs, columns: range.len(), row }.to(y.values, outputs);
+            dispatch(Finish { y: y.values, bias, slope });
+        });
+    }
+
+    /// Overwrites `dw` and `db` with the gradients of weights and bias, summed over all samples, and `dx` with that of the
+    /// input if it is asked for.
+    ///
+    /// # Panics
+    /// If lengths do not fit the shape.
+    pub fn backward(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        from: Backward<'_>,
+        dw: &mut [f32],
+        db: &mut [f32],
+        dx: Option<&mut [f32]>,
+    ) {
+        let Shape { inputs, outputs } = self.shape;
+        let Backward { x, weights, y, dy } = from;
+        let samples = self.samples(x.len(), dy.len());
+        assert!(self.slope.is_none() || y.len() == dy.len(), "result of a dense layer");
+        assert_eq!(weights.len(), outputs * inputs, "weights of a dense layer");
+        assert_eq!(dw.len(), outputs * inputs, "gradient of a dense layer's weights");
+        assert_eq!(db.len(), outputs, "gradient of a dense layer's bias");
+        assert!(dx.as_ref().is_none_or(|dx| dx.len() == x.len()), "gradient of a dense layer's input");
+        let Scratch { parts, shared } = scratch;
+
+        // The gradient before the activation, in rows that suit both products.
+        let row = apart(outputs);
+        let dz = shared.reserve(samples * row);
+        let grain = (1 << 15) / (samples * PANEL).max(1) + 1;
+        let columns = Columns::new(Block::new(dz, samples, outputs, row), PANEL);
+        threads.divide(
+            outputs.div_ceil(PANEL),
+            grain,
+            (columns, Rows::new(db, PANEL)),
+            |range, (mut dz, db)| {
+                let first = range.start * PANEL;
+                dispatch(Activation {
+                    slope: self.slope,
+                    y,
+                    dy,
+                    outputs,
+                    first,
+                    dz: &mut dz.block,
+                    db: db.values,
+                });
+            },
+        );
+
+        let dz = &*dz;
+        let passes = if dx.is_some() { 2 } else { 1 };
+        let rows = if dx.is_some() { samples } else { 0 };
+        let dx = Columns::new(Block::new(dx.unwrap_or_default(), rows, inputs, inputs), PANEL);
+        let dw = Columns::new(Block::new(dw, outputs, inputs, inputs), PANEL);
+        let work = samples * outputs * PANEL * passes;
+        let grain = WORTH_ANOTHER_THREAD.div_ceil(work.max(1));
+        let results = (dw, dx, PerPart::new(parts));
+        threads.divide(inputs.div_ceil(PANEL), grain, results, |range, (mut dw, mut dx, part)| {
+            let scratch = part.own();
+            let end = inputs.min(range.end * PANEL);
+            for first in (range.start * PANEL..end).step_by(WIDTH) {
+                let columns = first..end.min(first + WIDTH);
+                let at = first - range.start * PANEL;
+                let inputs = Panels { from: x, row: inputs, columns };
+                weight_gradient(scratch, &inputs, dz, row, &mut dw.block, at, samples);
+                if passes == 2 {
+                    let weights = Panels { from: weights, ..inputs };
+                    input_gradient(scratch, &weights, dz, row, &mut dx.block, at, outputs);
+                }
+            }
+        });
+    }
+
+    /// Number of samples in a batch.
+    fn samples(&self, x: usize, y: usize) -> usize {
+        let samples = x / self.shape.inputs;
+        assert_eq!(x, samples * self.shape.inputs, "input of a dense layer");
+        assert_eq!(y, samples * self.shape.outputs, "result of a dense layer");
+        samples
+    }
+}
+
+/// A matrix \[count, depth\] whose rows become the columns of a product.
 ///
-/// # Panics
-/// If the lengths do not fit `shape`.
-pub fn forward(threads: &Threads, shape: &Shape, x: &[f32], weights: &[f32], bias: &[f32], y: &mut [f32]) {
-    let samples = samples(x.len(), shape.inputs);
-    assert_eq!(weights.len(), shape.outputs * shape.inputs);
-    assert_eq!(bias.len(), shape.outputs);
-    assert_eq!(y.len(), samples * shape.outputs);
-    let x = Matrix::new(x, samples, shape.inputs);
-    let weights = Matrix::new(weights, shape.outputs, shape.inputs);
-    multiply_parallel(threads, y, x, weights.transposed(), Existing::Replace);
-    for row in y.chunks_exact_mut(shape.outputs) {
-        for (y, &bias) in row.iter_mut().zip(bias) {
-            *y += bias;
+/// Packed, it consists of blocks of the depth, each of panels of [`PANEL`] columns.
+struct RowsAsColumns {
+    count: usize,
+    depth: usize,
+}
+
+impl RowsAsColumns {
+    fn padded(&self) -> usize {
+        self.count.next_multiple_of(PANEL)
+    }
+
+    fn packed_len(&self) -> usize {
+        self.padded() * self.depth
+    }
+
+    /// Transposes `values` to panels.
+    fn pack(&self, threads: &Threads, values: &[f32], packed: &mut [f32]) {
+        let (padded, block) = (self.padded(), block_of(self.depth));
+        let grain = (1 << 15) / (padded * block).max(1) + 1;
+        threads.divide(
+            self.depth.div_ceil(block),
+            grain,
+            Rows::new(packed, padded * block),
+            |range, part| {
+                for (index, packed) in range.zip(part.values.chunks_mut((padded * block).max(1))) {
+                    let start = index * block;
+                    let depth = block.min(self.depth - start);
+                    for (first, panel) in
+                        (0..self.count).step_by(PANEL).zip(packed.chunks_exact_mut(PANEL * depth))
+                    {
+                        let rows = PANEL.min(self.count - first);
+                        let from = &values[first * self.depth + start..];
+                        Transpose { from, rows, columns: depth, row: self.depth }.to(panel, PANEL);
+                    }
+                }
+            },
+        );
+    }
+
+    /// Multiplies `rows` rows of the same depth with the packed columns.
+    #[expect(clippy::too_many_arguments, reason = "two operands and a result")]
+    fn multiply(
+        &self,
+        threads: &Threads,
+        parts: &mut [crate::AlignedVec],
+        rows: usize,
+        values: &[f32],
+        packed: &[f32],
+        start: Start<'_>,
+        slope: f32,
+        c: &mut [f32],
+        c_row: usize,
+    ) {
+        let (padded, block) = (self.padded(), block_of(self.depth));
+        let grain = WORTH_ANOTHER_THREAD.div_ceil((self.count * self.depth).max(1));
+        let results = (Rows::new(c, c_row), PerPart::new(parts));
+        threads.divide(rows, grain, results, |range, (c, part)| {
+            let tiles = tiles(range.len());
+            let row = apart(block);
+            let copy = part.own().reserve(range.len().div_ceil(tiles.max(1)) * row);
+            for first in (0..self.depth).step_by(block) {
+                let depth = block.min(self.depth - first);
+                let columns = &packed[first * padded..];
+                let last = first + depth == self.depth;
+                for tile in 0..tiles {
+                    let (from, to) = (range.len() * tile / tiles, range.len() * (tile + 1) / tiles);
+                    copy_rows(
+                        &values[(range.start + from) * self.depth + first..],
+                        self.depth,
+                        to - from,
+                        depth,
+                        copy,
+                        row,
+                    );
+                    Product {
+                        rows: to - from,
+                        columns: self.count,
+                        depth,
+                        segments: 1,
+                        left: Left { values: copy, row, depth: 1, segment: 0 },
+                        right: Right { values: columns, depth: PANEL, segment: 0, panel: PANEL * depth },
+                        start: if first == 0 { start } else { Start::Existing },
+                        slope: if last { slope } else { 1.0 },
+                    }
+                    .compute(&mut c.values[from * c_row..], c_row);
+                }
+            }
+        });
+    }
+}
+
+/// dw = dzᵀ · x for some columns, `at` columns into `dw`.
+fn weight_gradient(
+    scratch: &mut crate::AlignedVec,
+    inputs: &Panels<'_>,
+    dz: &[f32],
+    row: usize,
+    dw: &mut Block<'_>,
+    at: usize,
+    samples: usize,
+) {
+    let block = block_of(samples);
+    let packed = scratch.reserve(inputs.packed_len(block));
+    let tiles = tiles(dw.rows());
+    let starts = if samples == 0 { 0..1 } else { 0..samples };
+    for first in starts.step_by(block) {
+        let depth = block.min(samples - first);
+        inputs.pack(first..first + depth, packed);
+        for tile in 0..tiles {
+            let (from, to) = (dw.rows() * tile / tiles, dw.rows() * (tile + 1) / tiles);
+            Product {
+                rows: to - from,
+                columns: inputs.columns.len(),
+                depth,
+                segments: 1,
+                left: Left {
+                    values: &dz[(first * row + from).min(dz.len())..],
+                    row: 1,
+                    depth: row,
+                    segment: 0,
+                },
+                right: Right { values: packed, depth: PANEL, segment: 0, panel: PANEL * depth },
+                start: if first == 0 { Start::Zero } else { Start::Existing },
+                slope: 1.0,
+            }
+            .compute_block(&mut dw.from(from, at));
         }
     }
 }
 
-/// Overwrites `dw` with the gradient of the weights, summed over all samples.
-///
-/// # Panics
-/// If the lengths do not fit `shape`.
-pub fn backward_weights(threads: &Threads, shape: &Shape, x: &[f32], dy: &[f32], dw: &mut [f32]) {
-    let samples = samples(x.len(), shape.inputs);
-    assert_eq!(dy.len(), samples * shape.outputs);
-    assert_eq!(dw.len(), shape.outputs * shape.inputs);
-    let dy = Matrix::new(dy, samples, shape.outputs);
-    let x = Matrix::new(x, samples, shape.inputs);
-    multiply_parallel(threads, dw, dy.transposed(), x, Existing::Replace);
+/// dx = dz · W for some columns, `at` columns into `dx`.
+fn input_gradient(
+    scratch: &mut crate::AlignedVec,
+    weights: &Panels<'_>,
+    dz: &[f32],
+    row: usize,
+    dx: &mut Block<'_>,
+    at: usize,
+    outputs: usize,
+) {
+    if dx.rows() == 0 {
+        return;
+    }
+    let block = block_of(outputs);
+    let packed = scratch.reserve(weights.packed_len(block));
+    for first in (0..outputs).step_by(block) {
+        let depth = block.min(outputs - first);
+        weights.pack(first..first + depth, packed);
+        Product {
+            rows: dx.rows(),
+            columns: weights.columns.len(),
+            depth,
+            segments: 1,
+            left: Left { values: &dz[first..], row, depth: 1, segment: 0 },
+            right: Right { values: packed, depth: PANEL, segment: 0, panel: PANEL * depth },
+            start: if first == 0 { Start::Zero } else { Start::Existing },
+            slope: 1.0,
+        }
+        .compute_block(&mut dx.from(0, at));
+    }
 }
 
-/// Overwrites `db` with the gradient of the bias, summed over all samples.
-///
-/// # Panics
-/// If the lengths do not fit `shape`.
-pub fn backward_bias(threads: &Threads, shape: &Shape, dy: &[f32], db: &mut [f32]) {
-    /// Columns summed together, so that each visit of a row of `dy` uses a whole run of it.
-    const COLUMNS: usize = 16;
-    let samples = samples(dy.len(), shape.outputs);
-    assert_eq!(db.len(), shape.outputs);
-    let grain = (1 << 15) / samples.max(1) + 1;
-    threads.divide(shape.outputs, grain, Rows::new(db, 1), |range, db| {
-        for (start, db) in range.step_by(COLUMNS).zip(db.values.chunks_mut(COLUMNS)) {
-            let mut sums = [0.0f64; COLUMNS];
-            for row in dy.chunks_exact(shape.outputs) {
-                for (sum, &value) in sums.iter_mut().zip(&row[start..start + db.len()]) {
-                    *sum += f64::from(value);
+/// Adds the bias to all rows and activates them.
+struct Finish<'a> {
+    y: &'a mut [f32],
+    bias: &'a [f32],
+    slope: f32,
+}
+
+impl Task for Finish<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        for row in self.y.chunks_exact_mut(self.bias.len()) {
+            for (y, &bias) in row.iter_mut().zip(self.bias) {
+                let sum = *y + bias;
+                let scaled = sum * self.slope;
+                *y = if sum > 0.0 { sum } else { scaled };
+            }
+        }
+    }
+}
+
+/// Copies some columns of `dy` to `dz`, through the activation, and sums them up.
+struct Activation<'a, 'b> {
+    slope: Option<f32>,
+    y: &'a [f32],
+    dy: &'a [f32],
+    outputs: usize,
+    /// The first column.
+    first: usize,
+    dz: &'a mut Block<'b>,
+    db: &'a mut [f32],
+}
+
+impl Task for Activation<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let (rows, columns) = (self.dz.rows(), self.dz.columns());
+        for start in (0..columns).step_by(PANEL) {
+            let end = columns.min(start + PANEL);
+            let mut sums = [0.0f64; PANEL];
+            for n in 0..rows {
+                let at = n * self.outputs + self.first + start;
+                let dy = &self.dy[at..at + end - start];
+                let dz = &mut self.dz.row(n)[start..end];
+                match self.slope {
+                    None => dz.copy_from_slice(dy),
+                    Some(slope) => {
+                        for ((dz, &dy), &y) in dz.iter_mut().zip(dy).zip(&self.y[at..at + end - start]) {
+                            let scaled = dy * slope;
+                            *dz = if y > 0.0 { dy } else { scaled };
+                        }
+                    }
+                }
+                for (sum, &dz) in sums.iter_mut().zip(&*dz) {
+                    *sum += f64::from(dz);
                 }
             }
-            for (db, sum) in db.iter_mut().zip(sums) {
+            for (db, sum) in self.db[start..end].iter_mut().zip(sums) {
                 *db = sum as f32;
             }
         }
-    });
-}
-
-/// Overwrites `dx` with the gradient of the input.
-///
-/// # Panics
-/// If the lengths do not fit `shape`.
-pub fn backward_input(threads: &Threads, shape: &Shape, weights: &[f32], dy: &[f32], dx: &mut [f32]) {
-    let samples = samples(dy.len(), shape.outputs);
-    assert_eq!(weights.len(), shape.outputs * shape.inputs);
-    assert_eq!(dx.len(), samples * shape.inputs);
-    let dy = Matrix::new(dy, samples, shape.outputs);
-    let weights = Matrix::new(weights, shape.outputs, shape.inputs);
-    multiply_parallel(threads, dx, dy, weights, Existing::Replace);
+    }
 }

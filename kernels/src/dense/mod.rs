@@ -6,6 +6,7 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod separate;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,42 +24,88 @@ mod tests {
     use crate::threads::Threads;
     use proptest::prelude::*;
 
+    /// A layer's results by the definition, in f64.
+    struct Expected {
+        y: Vec<f64>,
+        dw: Vec<f64>,
+        db: Vec<f64>,
+        dx: Vec<f64>,
+    }
+
+    /// `signs` are those of the result that the backward pass is given.
+    fn reference(shape: Shape, slope: f32, [x, w, b, dy, signs]: [&[f32]; 5]) -> Expected {
+        let Shape { inputs, outputs } = shape;
+        let mut y: Vec<f64> = (0..dy.len()).map(|at| f64::from(b[at % outputs])).collect();
+        let (mut dw, mut db, mut dx) = (vec![0.0; w.len()], vec![0.0; outputs], vec![0.0; x.len()]);
+        for (at, y) in y.iter_mut().enumerate() {
+            let (n, o) = (at / outputs, at % outputs);
+            let gradient = f64::from(dy[at]) * if signs[at] > 0.0 { 1.0 } else { f64::from(slope) };
+            db[o] += gradient;
+            for i in 0..inputs {
+                let (xi, wi) = (f64::from(x[n * inputs + i]), f64::from(w[o * inputs + i]));
+                *y += xi * wi;
+                dw[o * inputs + i] += gradient * xi;
+                dx[n * inputs + i] += gradient * wi;
+            }
+            if *y <= 0.0 {
+                *y *= f64::from(slope);
+            }
+        }
+        Expected { y, dw, db, dx }
+    }
+
+    /// Two layers in turn, so that scratch memory holds something else, against the definition and against each other.
+    fn check(shape: Shape, samples: usize, counts: &[usize], slope: Option<f32>, off: f64) {
+        let Shape { inputs, outputs } = shape;
+        let (x, w) = (random(samples * inputs, 1), random(outputs * inputs, 2));
+        let (b, dy) = (random(outputs, 3), random(samples * outputs, 4));
+        let mut first = None;
+        for &count in counts {
+            let threads = Threads::new(count);
+            let mut scratch = cpu::Scratch::new(&threads);
+            let mut layer = cpu::Dense::new(shape, slope);
+            for _ in 0..2 {
+                let mut y = vec![f32::NAN; dy.len()];
+                layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y);
+                let result = y.clone();
+                // What dropout may do to a result before it is given back.
+                y.iter_mut().for_each(|y| *y *= 2.0);
+                let (mut dw, mut db) = (vec![f32::NAN; w.len()], vec![f32::NAN; outputs]);
+                let (mut dx, mut same) = (vec![f32::NAN; x.len()], vec![f32::NAN; w.len()]);
+                let from = cpu::Backward { x: &x, weights: &w, y: &y, dy: &dy };
+                layer.backward(&threads, &mut scratch, from, &mut same, &mut db, None);
+                layer.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
+                assert_eq!(dw, same);
+                let results = (result, dw, db, dx);
+                let Some(first) = &first else {
+                    let expected = reference(shape, slope.unwrap_or(1.0), [&x, &w, &b, &dy, &y]);
+                    assert_close(&results.0, &expected.y, off);
+                    assert_close(&results.1, &expected.dw, off);
+                    assert_close(&results.2, &expected.db, 1e-6);
+                    assert_close(&results.3, &expected.dx, off);
+                    first = Some(results);
+                    continue;
+                };
+                assert!(*first == results, "other bits on {count} threads or in another step");
+            }
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
         #[test]
-        fn all_four_passes_match_the_definition(
-            inputs in 1usize..90, outputs in 1usize..90, samples in 1usize..40, count in 1usize..5,
+        fn all_passes_match_the_definition_on_any_number_of_threads(
+            inputs in 1usize..90, outputs in 1usize..90, samples in 0usize..70,
+            slope in prop::option::of(0.0f32..0.5),
         ) {
-            let threads = Threads::new(count);
-            let shape = Shape { inputs, outputs };
-            let x = random(samples * inputs, 1);
-            let w = random(outputs * inputs, 2);
-            let b = random(outputs, 3);
-            let dy = random(samples * outputs, 4);
-            let mut ey: Vec<f64> = (0..dy.len()).map(|at| f64::from(b[at % outputs])).collect();
-            let (mut edw, mut edx, mut edb) = (vec![0.0; w.len()], vec![0.0; x.len()], vec![0.0; outputs]);
-            for n in 0..samples {
-                for o in 0..outputs {
-                    let g = f64::from(dy[n * outputs + o]);
-                    edb[o] += g;
-                    for i in 0..inputs {
-                        let (xi, wi) = (f64::from(x[n * inputs + i]), f64::from(w[o * inputs + i]));
-                        ey[n * outputs + o] += xi * wi;
-                        edw[o * inputs + i] += g * xi;
-                        edx[n * inputs + i] += g * wi;
-                    }
-                }
-            }
-            let (mut y, mut dw) = (vec![f32::NAN; dy.len()], vec![f32::NAN; w.len()]);
-            let (mut dx, mut db) = (vec![f32::NAN; x.len()], vec![f32::NAN; outputs]);
-            cpu::forward(&threads, &shape, &x, &w, &b, &mut y);
-            cpu::backward_weights(&threads, &shape, &x, &dy, &mut dw);
-            cpu::backward_input(&threads, &shape, &w, &dy, &mut dx);
-            cpu::backward_bias(&threads, &shape, &dy, &mut db);
-            assert_close(&y, &ey, 1e-5);
-            assert_close(&dw, &edw, 1e-5);
-            assert_close(&dx, &edx, 1e-5);
-            assert_close(&db, &edb, 1e-6);
+            check(Shape { inputs, outputs }, samples, &[1, 2, 3], slope, 1e-5);
+        }
+    }
+
+    #[test]
+    fn large_layers_are_shared_among_threads() {
+        for (inputs, outputs, samples) in [(700, 300, 60), (1100, 40, 150), (513, 600, 33)] {
+            check(Shape { inputs, outputs }, samples, &[1, 2, 3], Some(0.1), 5e-5);
         }
     }
 }

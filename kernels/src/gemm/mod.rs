@@ -4,7 +4,10 @@
 //! cuts the result into blocks of rows or columns, whichever side is longer, one a thread: each thread then
 //! streams only its share of the larger operand. This is the only file of the crate's layers with `unsafe`.
 
+pub(crate) mod block;
+pub(crate) mod panels;
 pub(crate) mod tile;
+pub(crate) mod transpose;
 
 use std::marker::PhantomData;
 

@@ -9,6 +9,7 @@
 //! The sum of an element runs over segments and depth in order, whatever the shape of the tile: the number of rows that
 //! are computed together and the width of vectors do not show in the result.
 
+use super::block::Block;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Columns that lie together in packed operands: two of the widest vectors.
@@ -67,15 +68,39 @@ impl Product<'_> {
         dispatch(Compute { product: *self, c, row });
     }
 
+    /// Writes the product to the upper left corner of `c`.
+    ///
+    /// # Panics
+    /// If an operand or `c` is too small.
+    pub(crate) fn compute_block(&self, c: &mut Block<'_>) {
+        assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
+        let (corner, row) = (c.corner(), c.row_stride());
+        dispatch(ComputeAt { product: *self, c: corner, row });
+    }
+
     /// As [`compute`](Self::compute), within a task.
     #[inline(always)]
     pub(crate) fn compute_with<S: Simd>(&self, simd: S, c: &mut [f32], row: usize) {
-        let Product { rows, columns, depth, segments, left, right, start, slope } = *self;
+        let Product { rows, columns, .. } = *self;
         if rows == 0 || columns == 0 {
             return;
         }
         assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
         assert!(c.len() > (rows - 1) * row + columns - 1, "a product's destination");
+        // SAFETY: the last element exists, and so do those before it.
+        unsafe { self.compute_at(simd, c.as_mut_ptr(), row) }
+    }
+
+    /// Writes the product from `c` on.
+    ///
+    /// # Safety
+    /// Rows `row` elements apart of as many columns as the product has can be written.
+    #[inline(always)]
+    unsafe fn compute_at<S: Simd>(&self, simd: S, c: *mut f32, row: usize) {
+        let Product { rows, columns, depth, segments, left, right, start, slope } = *self;
+        if rows == 0 || columns == 0 {
+            return;
+        }
         if let Start::Bias(bias) = start {
             assert!(bias.len() >= columns, "a product's bias");
         }
@@ -100,7 +125,7 @@ impl Product<'_> {
                     let place = Place {
                         a: left.values.as_ptr().add(first * left.row),
                         b: right.values.as_ptr().add(column / PANEL * right.panel + column % PANEL),
-                        c: c.as_mut_ptr().add(first * row + column),
+                        c: c.add(first * row + column),
                         row,
                         bias: match start {
                             Start::Bias(bias) => bias.as_ptr().add(column),
@@ -129,6 +154,34 @@ impl Task for Compute<'_> {
     fn run<S: Simd>(self, simd: S) {
         self.product.compute_with(simd, self.c, self.row);
     }
+}
+
+struct ComputeAt<'a> {
+    product: Product<'a>,
+    c: *mut f32,
+    row: usize,
+}
+
+impl Task for ComputeAt<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        // SAFETY: made by `compute_block` only, for a block of at least the product's extents.
+        unsafe { self.product.compute_at(simd, self.c, self.row) }
+    }
+}
+
+/// The number of register tiles that `rows` rows are cut into, of about equal height.
+pub(crate) fn tiles(rows: usize) -> usize {
+    struct Tiles(usize);
+    impl Task for Tiles {
+        type Output = usize;
+        #[inline(always)]
+        fn run<S: Simd>(self, _: S) -> usize {
+            self.0.div_ceil(S::ROWS)
+        }
+    }
+    dispatch(Tiles(rows))
 }
 
 /// Where a tile begins in each operand.

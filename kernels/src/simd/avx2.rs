@@ -74,6 +74,27 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // SAFETY: above; quarters of rows i and i + 4 make a vector, so that only lanes of one half are to be mixed.
+        unsafe {
+            let pair = |i: usize, half: usize| {
+                let at = from.add(i * from_row + 4 * half);
+                let low = _mm256_castps128_ps256(_mm_loadu_ps(at));
+                _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(at.add(4 * from_row)))
+            };
+            for half in 0..2 {
+                let rows = [pair(0, half), pair(1, half), pair(2, half), pair(3, half)];
+                let (a, b) = (_mm256_unpacklo_ps(rows[0], rows[1]), _mm256_unpackhi_ps(rows[0], rows[1]));
+                let (c, d) = (_mm256_unpacklo_ps(rows[2], rows[3]), _mm256_unpackhi_ps(rows[2], rows[3]));
+                let to = to.add(4 * half * to_row);
+                _mm256_storeu_ps(to, _mm256_shuffle_ps::<0x44>(a, c));
+                _mm256_storeu_ps(to.add(to_row), _mm256_shuffle_ps::<0xEE>(a, c));
+                _mm256_storeu_ps(to.add(2 * to_row), _mm256_shuffle_ps::<0x44>(b, d));
+                _mm256_storeu_ps(to.add(3 * to_row), _mm256_shuffle_ps::<0xEE>(b, d));
+            }
+        }
+    }
+    #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
         // SAFETY: above.
         unsafe { _mm256_add_ps(a, b) }

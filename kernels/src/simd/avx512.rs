@@ -66,6 +66,30 @@ impl Simd for Avx512 {
         unsafe { _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(values))) }
     }
     #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // SAFETY: above; quarters of rows i, i + 4, i + 8 and i + 12 make a vector, so that only lanes of one quarter are
+        // to be mixed.
+        unsafe {
+            let four = |i: usize, quarter: usize| {
+                let at = from.add(i * from_row + 4 * quarter);
+                let values = _mm512_castps128_ps512(_mm_loadu_ps(at));
+                let values = _mm512_insertf32x4::<1>(values, _mm_loadu_ps(at.add(4 * from_row)));
+                let values = _mm512_insertf32x4::<2>(values, _mm_loadu_ps(at.add(8 * from_row)));
+                _mm512_insertf32x4::<3>(values, _mm_loadu_ps(at.add(12 * from_row)))
+            };
+            for quarter in 0..4 {
+                let rows = [four(0, quarter), four(1, quarter), four(2, quarter), four(3, quarter)];
+                let (a, b) = (_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
+                let (c, d) = (_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
+                let to = to.add(4 * quarter * to_row);
+                _mm512_storeu_ps(to, _mm512_shuffle_ps::<0x44>(a, c));
+                _mm512_storeu_ps(to.add(to_row), _mm512_shuffle_ps::<0xEE>(a, c));
+                _mm512_storeu_ps(to.add(2 * to_row), _mm512_shuffle_ps::<0x44>(b, d));
+                _mm512_storeu_ps(to.add(3 * to_row), _mm512_shuffle_ps::<0xEE>(b, d));
+            }
+        }
+    }
+    #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: above.
         unsafe { _mm512_add_ps(a, b) }

@@ -72,6 +72,13 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// The bytes can be written.
     unsafe fn store_bytes(self, values: Self::F32, to: *mut u8);
 
+    /// Writes row i of a square of `LANES` rows, `from_row` elements apart, to column i of one whose rows are `to_row`
+    /// elements apart.
+    ///
+    /// # Safety
+    /// The elements can be read and written.
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize);
+
     /// `a + b`.
     fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a − b`.

@@ -60,6 +60,15 @@ impl Simd for Portable {
         unsafe { to.cast::<[u8; LANES]>().write_unaligned(values.map(|value| value as u8)) }
     }
     #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        for i in 0..LANES {
+            for j in 0..LANES {
+                // SAFETY: the caller vouches for the elements of both squares.
+                unsafe { to.add(j * to_row + i).write(from.add(i * from_row + j).read()) }
+            }
+        }
+    }
+    #[inline(always)]
     fn add(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
         zip(a, b, |a, b| a + b)
     }

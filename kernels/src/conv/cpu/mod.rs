@@ -21,12 +21,13 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::Shape;
-use crate::AlignedVec;
 use crate::pool::{self, Rounding};
 use crate::threads::Threads;
 
 use direct::Direct;
 use winograd::Winograd;
+
+pub use crate::scratch::Scratch;
 
 /// What follows a convolution and is made with it, while its outputs are at hand: `y = pool(activation(conv + bias))`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,19 +58,6 @@ pub enum Choice {
     Auto,
     /// `direct` for all.
     Direct,
-}
-
-/// Memory that all layers of a network share, for each thread; it grows to the largest layer's needs once.
-#[derive(Debug)]
-pub struct Scratch {
-    parts: Vec<AlignedVec>,
-}
-
-impl Scratch {
-    /// Empty scratch memory for the threads of a rank.
-    pub fn new(threads: &Threads) -> Self {
-        Self { parts: vec![AlignedVec::default(); threads.count()] }
-    }
 }
 
 /// A convolution with what follows it.

@@ -1,29 +1,87 @@
-//! Convolution by tiles in the Winograd domain.
+//! Convolution on transformed tiles.
+//!
+//! ```text
+//! forward    x ── Bᵀ x B ─→ v ─┐                    backward   dy ── A dz Aᵀ ─→ dm ─┬─ vᵀ · dm, summed ─→ du ── Gᵀ du G ─→ dw
+//!            w ── G w Gᵀ ─→ u ─┴─ v · u ─→ m ── Aᵀ m A ─→ y      x ── Bᵀ x B ─→ v ──┘
+//!                                                                                   └─ dm · uᵀ ─→ dv ── B dv Bᵀ ─→ dx
+//! ```
+//!
+//! Images go through in blocks, so that a block's matrices stay in the cache between transforms and products, and the
+//! filters' are read once for many tiles. The backward pass is the transpose of the forward one, step by step: one transform
+//! of the output's gradient serves weights and input, and the transform of the input is made again, since its n²/m² times as
+//! many values are dearer to keep than to compute.
+//!
+//! Points are listed in [`points`], one-dimensional transforms in [`transform`], tiles of images in [`tiles`], filters in
+//! [`weights`].
+
+mod points;
+mod tiles;
+mod transform;
+mod weights;
 
 use super::{Backward, Scratch, Tail};
 use crate::conv::Shape;
-use crate::threads::Threads;
+use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
+use crate::simd::{self, MAX_LANES};
+use crate::threads::{PerPart, Rows, Threads};
+use tiles::{InputGradients, Inputs, OutputGradients, Outputs, Tiling};
+use weights::{Filters, Orientation, weight_gradients};
 
-/// Rows and columns of the tiles that `shape` should be computed in, if it should.
-pub(super) fn tile(_shape: &Shape) -> Option<usize> {
-    None
+/// Tiles of a block, about: enough that reading the filters' matrices is little beside the arithmetic.
+const BLOCK_TILES: usize = 128;
+
+/// Rows and columns of the tiles that `shape` should be computed in, if it should: with few channels, the transforms cost
+/// more than they save, and vectors are of whole channels.
+pub(super) fn tile(shape: &Shape) -> Option<usize> {
+    let channels = shape.channels.min(shape.filters);
+    let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
+    (vectors && channels >= 32 && matches!(shape.kernel, 3 | 5)).then_some(4)
+}
+
+/// Calls a task with the numbers of pairs and outputs as constants.
+macro_rules! with_points {
+    ($tiling:expr, $task:ident $fields:tt) => {
+        match ($tiling.points.count(), $tiling.points.tile) {
+            (6, 4) => simd::dispatch($task::<2, 4> $fields),
+            (8, 4) => simd::dispatch($task::<3, 4> $fields),
+            (points, tile) => unreachable!("tiles of {tile} from {points} points"),
+        }
+    };
+    ($tiling:expr, input $task:ident $fields:tt) => {
+        match $tiling.points.count() {
+            6 => simd::dispatch($task::<2> $fields),
+            8 => simd::dispatch($task::<3> $fields),
+            points => unreachable!("{points} points"),
+        }
+    };
 }
 
 /// A convolution computed on transformed tiles.
 #[derive(Debug)]
 pub(super) struct Winograd {
-    shape: Shape,
-    tail: Tail,
-    tile: usize,
+    tiling: Tiling,
+    /// Filters at the points, for the forward pass and for the input's gradient.
+    forward: Filters,
+    backward: Option<Filters>,
+    /// Each thread's sums of the bias' gradient.
+    sums: Vec<Vec<f64>>,
 }
 
 impl Winograd {
     pub(super) fn new(shape: Shape, tail: Tail, tile: usize) -> Self {
-        Winograd { shape, tail, tile }
+        let tiling = Tiling::new(shape, tail, tile);
+        let forward = Filters::new(&shape, tiling.points(), Orientation::Forward);
+        Winograd { tiling, forward, backward: None, sums: Vec::new() }
     }
 
     pub(super) fn tile(&self) -> usize {
-        self.tile
+        self.tiling.points.tile
+    }
+
+    /// Images of a block of a part with `images`: blocks of about equal size.
+    fn block(&self, images: usize) -> usize {
+        let blocks = (images * self.tiling.tiles()).div_ceil(BLOCK_TILES).clamp(1, images.max(1));
+        images.div_ceil(blocks).max(1)
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
@@ -38,8 +96,43 @@ impl Winograd {
         y: &mut [f32],
         chosen: &mut [u8],
     ) {
-        let _ = (threads, scratch, images, x, weights, bias, y, chosen, self.shape, self.tail);
-        todo!()
+        self.forward.transform(threads, &self.tiling.shape, &self.tiling.points, weights);
+        let Winograd { tiling, forward, .. } = &*self;
+        let Shape { channels, filters, .. } = tiling.shape;
+        let (image, result) = (tiling.shape.input_len(), y.len() / images.max(1));
+        let choices = chosen.len() / images.max(1);
+        let outputs = (Rows::new(y, result), Rows::new(chosen, choices), PerPart::new(&mut scratch.parts));
+        threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
+            let part = part.own();
+            let (images, x) = (range.len(), &x[range.start * image..range.end * image]);
+            let block = self.block(images);
+            for first in (0..images).step_by(block) {
+                let count = block.min(images - first);
+                let tiles = count * tiling.tiles();
+                let (inputs, outputs) = (Tiling::stride(tiles, channels), Tiling::stride(tiles, filters));
+                let scratch = part.reserve(tiling.points() * (inputs + outputs));
+                let (v, m) = scratch.split_at_mut(tiling.points() * inputs);
+                let x = &x[first * image..][..count * image];
+                with_points!(tiling, input Inputs { tiling, x, v: &mut *v });
+                for point in 0..tiling.points() {
+                    let (u, panel) = forward.at(point);
+                    let product = Product {
+                        rows: tiles,
+                        columns: filters,
+                        depth: channels,
+                        segments: 1,
+                        left: Left { values: &v[point * inputs..], row: channels, depth: 1, segment: 0 },
+                        right: Right { values: u, depth: PANEL, segment: 0, panel },
+                        start: Start::Zero,
+                        slope: 1.0,
+                    };
+                    product.compute(&mut m[point * outputs..][..outputs], filters);
+                }
+                let y = &mut y.values[first * result..][..count * result];
+                let chosen = &mut chosen.values[first * choices..][..count * choices];
+                with_points!(tiling, Outputs { tiling, m: &*m, bias, y, chosen });
+            }
+        });
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
@@ -53,7 +146,220 @@ impl Winograd {
         db: &mut [f32],
         dx: Option<&mut [f32]>,
     ) {
-        let _ = (threads, scratch, images, from, dw, db, dx);
-        todo!()
+        let Backward { x, weights, y, chosen, dy } = from;
+        let shape = self.tiling.shape;
+        let Shape { channels, filters, .. } = shape;
+        let points = self.tiling.points();
+        let (image, result) = (shape.input_len(), y.len() / images.max(1));
+        let choices = chosen.len() / images.max(1);
+        if dx.is_some() {
+            let backward =
+                self.backward.get_or_insert_with(|| Filters::new(&shape, points, Orientation::Backward));
+            backward.transform(threads, &shape, &self.tiling.points, weights);
+        }
+        self.sums.resize_with(threads.count(), || vec![0.0; filters]);
+        let mut sums = std::mem::take(&mut self.sums);
+        let Winograd { tiling, backward, .. } = &*self;
+        let gradients = Tiling::stride(channels, filters);
+        let input_len = if dx.is_some() { image } else { 0 };
+        let outputs = (
+            Rows::new(dx.unwrap_or_default(), input_len),
+            PerPart::new(&mut scratch.parts),
+            PerPart::new(&mut sums),
+        );
+        let parts = threads.parts(images, 1);
+        threads.divide(images, 1, outputs, |range, (dx, part, sums)| {
+            let (part, sums) = (part.own(), sums.own());
+            sums.fill(0.0);
+            let images = range.len();
+            let block = self.block(images);
+            let mut start = Start::Zero;
+            for first in (range.start..range.end).step_by(block) {
+                let count = block.min(range.end - first);
+                let tiles = count * tiling.tiles();
+                let (inputs, outputs) = (Tiling::stride(tiles, channels), Tiling::stride(tiles, filters));
+                let scratch = part.reserve(points * (gradients + inputs + outputs));
+                let (du, rest) = scratch.split_at_mut(points * gradients);
+                let (v, dm) = rest.split_at_mut(points * inputs);
+                let results = first * result..(first + count) * result;
+                let chosen = &chosen[first * choices..(first + count) * choices];
+                let (y, dy) = (&y[results.clone()], &dy[results]);
+                with_points!(
+                    tiling,
+                    OutputGradients { tiling, y, chosen, dy, dm: &mut *dm, sums: &mut *sums }
+                );
+                let x = &x[first * image..][..count * image];
+                with_points!(tiling, input Inputs { tiling, x, v: &mut *v });
+                for point in 0..points {
+                    let (v, dm) = (&mut v[point * inputs..][..inputs], &dm[point * outputs..]);
+                    let product = Product {
+                        rows: channels,
+                        columns: filters,
+                        depth: tiles,
+                        segments: 1,
+                        left: Left { values: v, row: 1, depth: channels, segment: 0 },
+                        right: Right { values: dm, depth: filters, segment: 0, panel: PANEL },
+                        start,
+                        slope: 1.0,
+                    };
+                    product.compute(&mut du[point * gradients..][..gradients], filters);
+                    // The values of the input have served, and make room for their gradient.
+                    if let Some(backward) = backward.as_ref().filter(|_| input_len > 0) {
+                        let (u, panel) = backward.at(point);
+                        let product = Product {
+                            rows: tiles,
+                            columns: channels,
+                            depth: filters,
+                            segments: 1,
+                            left: Left { values: dm, row: filters, depth: 1, segment: 0 },
+                            right: Right { values: u, depth: PANEL, segment: 0, panel },
+                            start: Start::Zero,
+                            slope: 1.0,
+                        };
+                        product.compute(v, channels);
+                    }
+                }
+                start = Start::Existing;
+                if input_len > 0 {
+                    let dx = &mut dx.values[(first - range.start) * image..][..count * image];
+                    with_points!(tiling, input InputGradients { tiling, dv: &*v, dx });
+                }
+            }
+        });
+        self.sums = sums;
+        db.fill(0.0);
+        if images == 0 {
+            return dw.fill(0.0);
+        }
+        for (filter, db) in db.iter_mut().enumerate() {
+            *db = self.sums[..parts].iter().map(|sums| sums[filter]).sum::<f64>() as f32;
+        }
+        weight_gradients(threads, &shape, &self.tiling.points, &scratch.parts[..parts], gradients, dw);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv::Padding;
+    use crate::pool::Rounding;
+    use crate::reference::{assert_close, random};
+
+    /// Everything about a convolution in double precision, from its definition.
+    struct Expected {
+        y: Vec<f64>,
+        chosen: Vec<u8>,
+        dw: Vec<f64>,
+        db: Vec<f64>,
+        dx: Vec<f64>,
+    }
+
+    fn define(shape: &Shape, tail: Tail, x: &[f32], w: &[f32], b: &[f32], dy: &[f32]) -> Expected {
+        let Shape { channels, height, width, filters, kernel, .. } = *shape;
+        let images = x.len() / shape.input_len();
+        let (oh, ow, pad) = (shape.out_height(), shape.out_width(), shape.pad());
+        let slope = f64::from(tail.slope.unwrap_or(1.0));
+        let visit = |each: &mut dyn FnMut(usize, usize, usize)| {
+            for (n, i, j) in (0..images * oh * ow).map(|at| (at / (oh * ow), at / ow % oh, at % ow)) {
+                for (u, v) in (0..kernel * kernel).map(|at| (at / kernel, at % kernel)) {
+                    let (row, col) = ((i + u).wrapping_sub(pad), (j + v).wrapping_sub(pad));
+                    if row >= height || col >= width {
+                        continue;
+                    }
+                    for (f, c) in (0..filters * channels).map(|at| (at / channels, at % channels)) {
+                        let y = ((n * oh + i) * ow + j) * filters + f;
+                        let w = ((f * channels + c) * kernel + u) * kernel + v;
+                        each(y, w, ((n * height + row) * width + col) * channels + c);
+                    }
+                }
+            }
+        };
+        let mut z: Vec<f64> = (0..images * oh * ow * filters).map(|at| f64::from(b[at % filters])).collect();
+        visit(&mut |y, wi, xi| z[y] += f64::from(w[wi]) * f64::from(x[xi]));
+        let active: Vec<f64> = z.iter().map(|z| if *z > 0.0 { *z } else { z * slope }).collect();
+        let mut dz = vec![0.0; z.len()];
+        let (mut y, mut chosen) = (Vec::new(), Vec::new());
+        match tail.pooling(shape) {
+            None => {
+                y.clone_from(&active);
+                dz.iter_mut().zip(dy).for_each(|(dz, dy)| *dz = f64::from(*dy));
+            }
+            Some(pool) => {
+                let (ph, pw) = (pool.out_height(), pool.out_width());
+                for (at, (n, i, j)) in
+                    (0..images * ph * pw).map(|at| (at, (at / (ph * pw), at / pw % ph, at % pw)))
+                {
+                    for f in 0..filters {
+                        let places = [(0, 0), (0, 1), (1, 0), (1, 1)].into_iter();
+                        let places = places.filter(|(u, v)| 2 * i + u < oh && 2 * j + v < ow);
+                        let place =
+                            |(u, v): (usize, usize)| ((n * oh + 2 * i + u) * ow + 2 * j + v) * filters + f;
+                        let best = places
+                            .reduce(|a, b| if active[place(b)] > active[place(a)] { b } else { a })
+                            .unwrap();
+                        y.push(active[place(best)]);
+                        chosen.push((2 * best.0 + best.1) as u8);
+                        dz[place(best)] = f64::from(dy[at * filters + f]);
+                    }
+                }
+            }
+        }
+        dz.iter_mut().zip(&z).for_each(|(dz, z)| *dz *= if *z > 0.0 { 1.0 } else { slope });
+        let (mut dw, mut dx, mut db) = (vec![0.0; w.len()], vec![0.0; x.len()], vec![0.0; filters]);
+        visit(&mut |y, wi, xi| {
+            dw[wi] += dz[y] * f64::from(x[xi]);
+            dx[xi] += dz[y] * f64::from(w[wi]);
+        });
+        dz.iter().enumerate().for_each(|(at, dz)| db[at % filters] += dz);
+        Expected { y, chosen, dw, db, dx }
+    }
+
+    /// Within a few roundings of the largest element: transforms mix large and small ones.
+    #[track_caller]
+    fn near(actual: &[f32], expected: &[f64]) {
+        let largest = expected.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
+        let scaled: Vec<f64> = expected.iter().map(|value| value / largest).collect();
+        let actual: Vec<f32> = actual.iter().map(|value| value / largest as f32).collect();
+        assert_close(&actual, &scaled, 1e-5);
+    }
+
+    #[test]
+    fn all_passes_match_the_definition() {
+        let tails = [
+            Tail::NONE,
+            Tail { slope: Some(0.2), pool: Some(Rounding::Floor) },
+            Tail { slope: Some(0.0), pool: Some(Rounding::Ceil) },
+        ];
+        let cases = [(32, 48, 3, 7), (48, 32, 5, 9), (32, 32, 3, 12), (32, 32, 5, 14)];
+        for (index, (channels, filters, kernel, extent)) in cases.into_iter().enumerate() {
+            for (tail, padding) in tails.into_iter().zip([Padding::Same, Padding::Valid, Padding::Same]) {
+                let shape = Shape { channels, height: extent, width: extent + 1, filters, kernel, padding };
+                let mut conv = Winograd::new(shape, tail, 4);
+                let images = 3;
+                let x = random(images * shape.input_len(), 1);
+                let w: Vec<f32> = random(shape.weights_len(), 2).iter().map(|w| w / 16.0).collect();
+                let b = random(filters, 3);
+                let (rows, columns) = tail.result(&shape);
+                let len = images * rows * columns * filters;
+                let dy = random(len, 4);
+                let expected = define(&shape, tail, &x, &w, &b, &dy);
+                let (mut y, mut chosen) = (vec![f32::NAN; len], vec![9; expected.chosen.len()]);
+                let threads = Threads::new(1 + index % 3);
+                let mut scratch = Scratch::new(&threads);
+                conv.forward(&threads, &mut scratch, images, &x, &w, &b, &mut y, &mut chosen);
+                near(&y, &expected.y);
+                assert_eq!(chosen, expected.chosen);
+                let (mut dw, mut db) = (vec![f32::NAN; w.len()], vec![f32::NAN; filters]);
+                let mut dx = vec![f32::NAN; x.len()];
+                let from = Backward { x: &x, weights: &w, y: &y, chosen: &chosen, dy: &dy };
+                conv.backward(&threads, &mut scratch, images, from, &mut dw, &mut db, Some(&mut dx));
+                near(&dw, &expected.dw);
+                assert_close(&db, &expected.db, 1e-6);
+                near(&dx, &expected.dx);
+                dw.fill(f32::NAN);
+                conv.backward(&threads, &mut scratch, images, from, &mut dw, &mut db, None);
+                near(&dw, &expected.dw);
+            }
+        }
     }
 }

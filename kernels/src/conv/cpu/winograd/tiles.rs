@@ -1,0 +1,377 @@
+//! Tiles of images to values at the points and back: the two-dimensional transforms.
+//!
+//! A tile of outputs needs the n×n pixels around it. The transform of a tile is that of its columns, then of the rows of
+//! the result, for a vector of channels at a time. Values at the points lie by point: one matrix \[tiles, channels\] for
+//! each of the n² points, so that all tiles of a block meet all filters in n² matrix products. Matrices are one cache line
+//! further apart than they are long: else the n² places of a tile's values would share a few sets of the cache.
+//!
+//! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image, the
+//! gradient of a pixel is the sum of theirs.
+
+use super::points::{MAX_POINTS, Points};
+use super::transform::{Line, input, input_gradient, output, output_gradient};
+use crate::conv::Shape;
+use crate::conv::cpu::Tail;
+use crate::pool;
+use crate::simd::{MAX_LANES, Simd, Task};
+
+/// A tiling of the outputs of a convolution.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tiling {
+    pub(super) shape: Shape,
+    pub(super) slope: f32,
+    /// Pooling of the outputs; within a tile, since tiles have an even extent.
+    pub(super) pool: Option<pool::Shape>,
+    pub(super) points: Points,
+    /// Tiles of an image, down and across.
+    rows: usize,
+    columns: usize,
+}
+
+/// The part of a line of positions, from `first`, that lies within `0..extent`.
+#[inline(always)]
+fn within(first: isize, count: usize, extent: usize) -> std::ops::Range<usize> {
+    let start = (-first).clamp(0, count as isize) as usize;
+    let end = (extent as isize - first).clamp(start as isize, count as isize) as usize;
+    start..end
+}
+
+impl Tiling {
+    pub(super) fn new(shape: Shape, tail: Tail, tile: usize) -> Self {
+        Tiling {
+            shape,
+            slope: tail.slope.unwrap_or(1.0),
+            pool: tail.pooling(&shape),
+            points: Points::new(tile, shape.kernel),
+            rows: shape.out_height().div_ceil(tile),
+            columns: shape.out_width().div_ceil(tile),
+        }
+    }
+
+    /// Tiles of an image.
+    pub(super) fn tiles(&self) -> usize {
+        self.rows * self.columns
+    }
+
+    /// Points in two dimensions, n².
+    pub(super) fn points(&self) -> usize {
+        self.points.count() * self.points.count()
+    }
+
+    /// Elements from one point's matrix of `tiles` rows to the next one's.
+    pub(super) fn stride(tiles: usize, channels: usize) -> usize {
+        (tiles * channels).next_multiple_of(16) + 16
+    }
+
+    /// Rows, columns and elements of an image of the result.
+    fn result(&self) -> (usize, usize, usize) {
+        let (height, width) = match self.pool {
+            Some(pool) => (pool.out_height(), pool.out_width()),
+            None => (self.shape.out_height(), self.shape.out_width()),
+        };
+        (height, width, height * width * self.shape.filters)
+    }
+
+    /// The tiles of `images` images: number, image, first output row and column.
+    #[inline(always)]
+    fn each(&self, images: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
+        let Tiling { rows, columns, points: Points { tile, .. }, .. } = *self;
+        (0..images * rows * columns).map(move |number| {
+            let (image, place) = (number / (rows * columns), number % (rows * columns));
+            (number, image, place / columns * tile, place % columns * tile)
+        })
+    }
+}
+
+/// Images to values at the points: `v = Bᵀ x B`.
+pub(super) struct Inputs<'a, const PAIRS: usize> {
+    pub(super) tiling: &'a Tiling,
+    /// Whole images.
+    pub(super) x: &'a [f32],
+    pub(super) v: &'a mut [f32],
+}
+
+impl<const PAIRS: usize> Task for Inputs<'_, PAIRS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Inputs { tiling, x, v } = self;
+        let Shape { channels, height, width, .. } = tiling.shape;
+        let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
+        let images = x.len() / tiling.shape.input_len();
+        let stride = Tiling::stride(images * tiling.tiles(), channels);
+        assert!(x.len() == images * tiling.shape.input_len() && v.len() >= n * n * stride);
+        assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
+        let zero = simd.splat(0.0);
+        for (number, image, row, column) in tiling.each(images) {
+            let (row, column) = (row as isize - pad, column as isize - pad);
+            let (rows, columns) = (within(row, n, height), within(column, n, width));
+            for channel in (0..channels).step_by(S::LANES) {
+                let mut half = [[zero; MAX_POINTS]; MAX_POINTS];
+                for j in columns.clone() {
+                    let mut line = [zero; MAX_POINTS];
+                    let across = (column + j as isize) as usize;
+                    for i in 0..n {
+                        if rows.contains(&i) {
+                            let down = (row + i as isize) as usize;
+                            let at = ((image * height + down) * width + across) * channels + channel;
+                            // SAFETY: a pixel of one of the images, whose channels are whole vectors.
+                            line[i] = unsafe { simd.load(x.as_ptr().add(at)) };
+                        }
+                    }
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &line);
+                    for i in 0..n {
+                        half[i][j] = line[i];
+                    }
+                }
+                for i in 0..n {
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &half[i]);
+                    for j in 0..n {
+                        let at = (i * n + j) * stride + number * channels + channel;
+                        // SAFETY: `stride` holds all tiles, and `v` has n² of them.
+                        unsafe { simd.store(line[j], v.as_mut_ptr().add(at)) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Gradients of values at the points to those of images: `dx = Σ B dv Bᵀ` over tiles.
+pub(super) struct InputGradients<'a, const PAIRS: usize> {
+    pub(super) tiling: &'a Tiling,
+    pub(super) dv: &'a [f32],
+    /// Whole images.
+    pub(super) dx: &'a mut [f32],
+}
+
+impl<const PAIRS: usize> Task for InputGradients<'_, PAIRS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let InputGradients { tiling, dv, dx } = self;
+        let Shape { channels, height, width, .. } = tiling.shape;
+        let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
+        let images = dx.len() / tiling.shape.input_len();
+        let stride = Tiling::stride(images * tiling.tiles(), channels);
+        assert!(dx.len() == images * tiling.shape.input_len() && dv.len() >= n * n * stride);
+        assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
+        dx.fill(0.0);
+        let zero = simd.splat(0.0);
+        for (number, image, row, column) in tiling.each(images) {
+            let (row, column) = (row as isize - pad, column as isize - pad);
+            let (rows, columns) = (within(row, n, height), within(column, n, width));
+            for channel in (0..channels).step_by(S::LANES) {
+                let mut half = [[zero; MAX_POINTS]; MAX_POINTS];
+                for i in 0..n {
+                    let mut line = [zero; MAX_POINTS];
+                    for j in 0..n {
+                        let at = (i * n + j) * stride + number * channels + channel;
+                        // SAFETY: `stride` holds all tiles, and `dv` has n² of them.
+                        line[j] = unsafe { simd.load(dv.as_ptr().add(at)) };
+                    }
+                    half[i] = input_gradient::<S, PAIRS>(simd, &tiling.points, &line);
+                }
+                for j in columns.clone() {
+                    let mut line = [zero; MAX_POINTS];
+                    for i in 0..n {
+                        line[i] = half[i][j];
+                    }
+                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &line);
+                    let across = (column + j as isize) as usize;
+                    for i in 0..n {
+                        if rows.contains(&i) {
+                            let down = (row + i as isize) as usize;
+                            let at = ((image * height + down) * width + across) * channels + channel;
+                            // SAFETY: a pixel of one of the images, whose channels are whole vectors.
+                            unsafe {
+                                let sum = simd.add(simd.load(dx.as_ptr().add(at)), line[i]);
+                                simd.store(sum, dx.as_mut_ptr().add(at));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Products at the points to results: `y = pool(activation(Aᵀ m A + bias))`.
+pub(super) struct Outputs<'a, const PAIRS: usize, const TILE: usize> {
+    pub(super) tiling: &'a Tiling,
+    pub(super) m: &'a [f32],
+    pub(super) bias: &'a [f32],
+    /// Whole images.
+    pub(super) y: &'a mut [f32],
+    pub(super) chosen: &'a mut [u8],
+}
+
+impl<const PAIRS: usize, const TILE: usize> Task for Outputs<'_, PAIRS, TILE> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Outputs { tiling, m, bias, y, chosen } = self;
+        let n = 2 * PAIRS + 2;
+        let filters = tiling.shape.filters;
+        let (out_height, out_width) = (tiling.shape.out_height(), tiling.shape.out_width());
+        let (height, width, len) = tiling.result();
+        let images = y.len() / len;
+        let stride = Tiling::stride(images * tiling.tiles(), filters);
+        assert!(y.len() == images * len && m.len() >= n * n * stride && bias.len() == filters);
+        assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
+        assert!(tiling.pool.is_none() || chosen.len() == y.len());
+        let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
+        for (number, image, row, column) in tiling.each(images) {
+            for filter in (0..filters).step_by(S::LANES) {
+                let mut half = [[zero; MAX_POINTS]; TILE];
+                for j in 0..n {
+                    let mut line = [zero; MAX_POINTS];
+                    for i in 0..n {
+                        let at = (i * n + j) * stride + number * filters + filter;
+                        // SAFETY: `stride` holds all tiles, and `m` has n² of them.
+                        line[i] = unsafe { simd.load(m.as_ptr().add(at)) };
+                    }
+                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &line);
+                    for i in 0..TILE {
+                        half[i][j] = line[i];
+                    }
+                }
+                // SAFETY: filters are whole vectors.
+                let bias = unsafe { simd.load(bias.as_ptr().add(filter)) };
+                let mut tile = [[zero; TILE]; TILE];
+                for i in 0..TILE {
+                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &half[i]);
+                    for j in 0..TILE {
+                        let value = simd.add(line[j], bias);
+                        tile[i][j] = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
+                    }
+                }
+                if tiling.pool.is_none() {
+                    for i in 0..TILE.min(out_height - row) {
+                        for j in 0..TILE.min(out_width - column) {
+                            let at = ((image * height + row + i) * width + column + j) * filters + filter;
+                            // SAFETY: a pixel of one of the images.
+                            unsafe { simd.store(tile[i][j], y.as_mut_ptr().add(at)) };
+                        }
+                    }
+                    continue;
+                }
+                for i in (0..TILE).step_by(2).take_while(|i| (row + i) / 2 < height) {
+                    for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
+                        let (mut best, mut place) = (tile[i][j], zero);
+                        for (u, v) in [(0, 1), (1, 0), (1, 1)] {
+                            if row + i + u < out_height && column + j + v < out_width {
+                                let value = tile[i + u][j + v];
+                                let larger = simd.greater(value, best);
+                                best = simd.select(larger, value, best);
+                                place = simd.select(larger, simd.splat((2 * u + v) as f32), place);
+                            }
+                        }
+                        let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
+                        // SAFETY: a pixel of one of the images, of which there are as many choices.
+                        unsafe {
+                            simd.store(best, y.as_mut_ptr().add(pixel * filters + filter));
+                            simd.store_bytes(place, chosen.as_mut_ptr().add(pixel * filters + filter));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before activation
+/// and pooling; and the sum of `dz` for each filter.
+pub(super) struct OutputGradients<'a, const PAIRS: usize, const TILE: usize> {
+    pub(super) tiling: &'a Tiling,
+    /// Whole images.
+    pub(super) y: &'a [f32],
+    pub(super) chosen: &'a [u8],
+    pub(super) dy: &'a [f32],
+    pub(super) dm: &'a mut [f32],
+    /// Gets this block's sums added.
+    pub(super) sums: &'a mut [f64],
+}
+
+impl<const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, PAIRS, TILE> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let OutputGradients { tiling, y, chosen, dy, dm, sums } = self;
+        let n = 2 * PAIRS + 2;
+        let filters = tiling.shape.filters;
+        let (height, width, len) = tiling.result();
+        let images = y.len() / len;
+        let stride = Tiling::stride(images * tiling.tiles(), filters);
+        assert!(y.len() == images * len && dy.len() == y.len() && dm.len() >= n * n * stride);
+        assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
+        assert!((tiling.pool.is_none() || chosen.len() == y.len()) && sums.len() == filters);
+        let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(tiling.slope));
+        // Gradient before the activation of the element at `at`.
+        let gradient = |at: usize| {
+            // SAFETY: a pixel of one of the images, whose filters are whole vectors.
+            let (y, dy) = unsafe { (simd.load(y.as_ptr().add(at)), simd.load(dy.as_ptr().add(at))) };
+            simd.mul(dy, simd.select(simd.greater(y, zero), one, slope))
+        };
+        for (number, image, row, column) in tiling.each(images) {
+            for filter in (0..filters).step_by(S::LANES) {
+                let mut sum = zero;
+                let mut tile = [[zero; MAX_POINTS]; TILE];
+                if tiling.pool.is_none() {
+                    for i in 0..TILE.min(height - row) {
+                        for j in 0..TILE.min(width - column) {
+                            let at = ((image * height + row + i) * width + column + j) * filters + filter;
+                            tile[i][j] = gradient(at);
+                            sum = simd.add(sum, tile[i][j]);
+                        }
+                    }
+                } else {
+                    for i in (0..TILE).step_by(2).take_while(|i| (row + i) / 2 < height) {
+                        for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
+                            let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
+                            let at = pixel * filters + filter;
+                            let value = gradient(at);
+                            sum = simd.add(sum, value);
+                            // SAFETY: there are as many choices as results.
+                            let place = unsafe { simd.load_bytes(chosen.as_ptr().add(at)) };
+                            for (u, v) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                                let here = simd.equal(place, simd.splat((2 * u + v) as f32));
+                                tile[i + u][j + v] = simd.select(here, value, zero);
+                            }
+                        }
+                    }
+                }
+                let mut half = [[zero; MAX_POINTS]; MAX_POINTS];
+                for j in 0..TILE {
+                    let mut line = [zero; MAX_POINTS];
+                    for i in 0..TILE {
+                        line[i] = tile[i][j];
+                    }
+                    let line: Line<S::F32> = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &line);
+                    for i in 0..n {
+                        half[i][j] = line[i];
+                    }
+                }
+                for i in 0..n {
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &half[i]);
+                    for j in 0..n {
+                        let at = (i * n + j) * stride + number * filters + filter;
+                        // SAFETY: `stride` holds all tiles, and `dm` has n² of them.
+                        unsafe { simd.store(line[j], dm.as_mut_ptr().add(at)) };
+                    }
+                }
+                // Few terms at a time in single precision.
+                let mut lanes = [0.0; MAX_LANES];
+                // SAFETY: no vector has more lanes.
+                unsafe { simd.store(sum, lanes.as_mut_ptr()) };
+                for (total, lane) in sums[filter..].iter_mut().zip(&lanes[..S::LANES]) {
+                    *total += f64::from(*lane);
+                }
+            }
+        }
+    }
+}
