@@ -16,11 +16,11 @@ import tempfile
 import time
 
 import summarise_train
+from summarise_train import BF16
 from train_work import NETS, work
 
 # Steps that are timed in a run, on two cores: PyTorch takes 5 to 10 s for them. More cores make more steps.
 STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
-BF16 = ("deep", "keras", "conv6")
 IMAGES = 128
 # Steps before the clock starts: train_mnist's own number, and what train_torch.py is told.
 WARM_UP = 3
@@ -31,30 +31,14 @@ WRONG_USAGE = 2
 
 
 def status(pid):
-    """Peak resident memory of a process and how much of what it holds now is mapped from files, in KiB."""
+    """Peak of a process's resident memory, what it holds now, and how much of that is mapped from files, in KiB."""
     found = {}
     with open(f"/proc/{pid}/status") as lines:
         for line in lines:
             name, _, value = line.partition(":")
-            if name in ("VmHWM", "RssFile"):
+            if name in ("VmHWM", "VmRSS", "RssFile"):
                 found[name] = int(value.split()[0])
-    return found.get("VmHWM", 0), found.get("RssFile", 0)
-
-
-def descendants(pid):
-    """The processes below `pid`, at any depth."""
-    below, parents = [], [pid]
-    while parents:
-        parent = parents.pop()
-        try:
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as children:
-                    found = [int(child) for child in children.read().split()]
-                below += found
-                parents += found
-        except OSError:
-            continue  # It has just ended.
-    return below
+    return [found.get(name, 0) for name in ("VmHWM", "VmRSS", "RssFile")]
 
 
 def is_rank(pid):
@@ -66,39 +50,59 @@ def is_rank(pid):
         return False
 
 
-class Memory:
-    """Peak resident memory of the ranks of a run, by looking from time to time.
+def ranks_below(pid):
+    """The ranks among the descendants of a launcher, without what they have started themselves."""
+    found, parents = [], [pid]
+    while parents:
+        parent = parents.pop()
+        try:
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as children:
+                    for child in map(int, children.read().split()):
+                        (found if is_rank(child) else parents).append(child)
+        except OSError:
+            continue  # It has just ended.
+    return found
 
-    Both sides are measured alike: VmHWM of each rank's process, the sum over ranks, without the launcher. The kernel keeps
-    that peak, so that nothing between two looks is missed but what a process takes in its last moments. Pages that ranks
-    share, or that are mapped from files, count once in every rank; `file_mib` says how much is the latter (programs and
-    libraries).
+
+class Memory:
+    """Resident memory of the ranks of a run, by looking from time to time; launchers are left out.
+
+    Both sides are measured alike. `memory_mib` is the peak: VmHWM of each rank's process, the sum over ranks. The kernel
+    keeps it, so that nothing between two looks is missed but what a process takes in its last moments. It may be that of
+    the start: train_torch.py holds the data set three times for a moment while it makes floats of it. So `training_mib` is
+    the most that all ranks held in one look during the second half of the run. Pages that ranks share, or that are mapped
+    from files, count once in every rank; `file_mib` says how much is the latter (programs and libraries).
     """
 
     def __init__(self, process, ranks):
         self.process, self.ranks = process, ranks
-        self.peaks = {}
+        self.peaks, self.looks = {}, []
 
     def look(self):
         if self.ranks == 1:
             pids = [self.process.pid]
         else:
             # Looking for ranks costs more than looking at them, and takes time from them.
-            pids = list(self.peaks) if len(self.peaks) == self.ranks else \
-                [pid for pid in descendants(self.process.pid) if is_rank(pid)]
+            pids = list(self.peaks) if len(self.peaks) == self.ranks else ranks_below(self.process.pid)
+        held = 0
         for pid in pids:
             try:
-                peak, files = status(pid)
+                peak, resident, files = status(pid)
             except OSError:
                 continue
             before = self.peaks.get(pid, (0, 0))
             self.peaks[pid] = max(peak, before[0]), max(files, before[1])
+            held += resident
+        self.looks.append(held)
 
     def mib(self):
-        """Nothing if not every rank was seen."""
+        """The figures of a line; none if not every rank was seen."""
         if len(self.peaks) != self.ranks:
-            return None, None
-        return tuple(round(sum(kib) / 1024, 1) for kib in zip(*self.peaks.values()))
+            return {"memory_mib": None, "training_mib": None, "file_mib": None}
+        peaks, files = (sum(kib) for kib in zip(*self.peaks.values()))
+        kib = {"memory_mib": peaks, "training_mib": max(self.looks[len(self.looks) // 2:]), "file_mib": files}
+        return {name: round(amount / 1024, 1) for name, amount in kib.items()}
 
 
 def stop(process, ranks):
@@ -144,7 +148,7 @@ class Session:
         self.options = options
         self.lines, self.profiles, self.skipped, self.absent = [], {}, [], set()
         self.torch = os.path.join(options.peers, "v/bin") if options.peers else None
-        self.versions = {}
+        self.versions, self.failed = {}, False
         if options.peers is None:
             self.skip("PyTorch: PEERS names no folder with train_torch.py and v/bin/torchrun")
         else:
@@ -180,7 +184,7 @@ class Session:
         """One run of one side; its line is kept. False if there is nothing to compare with."""
         ranks, threads = mode
         name = f"{net} {dtype} {ranks}x{threads}"
-        code, result, said, (memory, files) = getattr(self, who)(net, ranks, threads, dtype)
+        code, result, said, memory = getattr(self, who)(net, ranks, threads, dtype)
         if who == "ours" and dtype != "f32" and code == WRONG_USAGE:
             self.absent.add(dtype)
             self.skip(f"{dtype}: train_mnist refuses it on the CPU")
@@ -189,6 +193,7 @@ class Session:
             tail = " / ".join(said.strip().splitlines()[-3:])
             how = f"stopped after {LIMIT_S} s" if code is None else f"ended with exit code {code}"
             self.skip(f"round {round_ + 1}: {who}, {name}, {how}: {tail}")
+            self.failed |= who == "ours"
             return who != "ours"
         counted = re.search(r"\((\d+) parameters\)", said)
         parameters = int(counted[1]) if counted else result.get("params")
@@ -197,9 +202,10 @@ class Session:
         self.lines.append({
             "who": who, "round": round_, "net": net, "dtype": dtype, "ranks": ranks, "threads": threads,
             "steps": self.steps(net), "images_per_s": result["images_per_s"], "ms_per_step": result["ms_per_step"],
-            "memory_mib": memory, "file_mib": files,
+            **memory,
         })
-        print(f"round {round_ + 1}: {name:<24} {who:<7} {result['images_per_s']:>10,.1f} images/s {memory} MiB",
+        print(f"round {round_ + 1}: {name:<24} {who:<7} {result['images_per_s']:>10,.1f} images/s "
+              f"{memory['memory_mib']} MiB",
               file=sys.stderr)
         return True
 
@@ -217,13 +223,16 @@ class Session:
         options = self.options
         result = {
             "what": "training on the processor, 128 images a step in all; medians of the rounds; ratio is ours by PyTorch's",
-            "memory": "VmHWM of every rank's process, the sum over ranks, without launchers; what ranks share or map from "
-                      "files counts once in each. train_torch.py holds MNIST as f32 (179 MiB a rank), train_mnist as bytes",
+            "memory": "memory_mib: VmHWM of every rank's process, the sum over ranks, without launchers; training_mib: the "
+                      "most that the ranks held together in the second half of a run; file_mib: of it, mapped from files. "
+                      "What ranks share counts once in each. train_torch.py holds MNIST as f32 (179 MiB a rank), "
+                      "train_mnist as bytes",
             "work": "FLOP of forward pass, weight gradients and input gradients (none for the first layer), a convolution "
                     "counted as a sum over its taps",
             "data": "MNIST" if options.data else "generated digits",
             "machine": options.machine, "date": options.date, "commit": options.commit, "rounds": options.rounds,
-            "cores": options.cores, "versions": self.versions, "skipped": self.skipped,
+            "cores": options.cores, "modes": [f"{ranks}x{threads}" for ranks, threads in options.modes],
+            "nets": options.nets, "dtypes": options.dtypes, "versions": self.versions, "skipped": self.skipped,
             "figures": summarise_train.summarise(self.lines, self.profiles), "profiles": self.profiles,
         }
         os.makedirs(os.path.dirname(os.path.abspath(options.out)), exist_ok=True)
@@ -284,6 +293,7 @@ def main():
             session.profile(net)
     summarise_train.report(session.write())
     print(f"wrote {options.out}", file=sys.stderr)
+    sys.exit(1 if session.failed else 0)
 
 
 if __name__ == "__main__":
