@@ -1,4 +1,9 @@
 //! The instruction sets that vectorised loops are compiled for.
+//!
+//! Each loop is compiled for every level below and runs on the best one that the processor has. The environment variable
+//! [`VARIABLE`] lowers that, so that tests and comparisons reach the other levels, too. The variable is read once, deep in a
+//! loop where no error can be returned: who starts a program checks it with [`is_known`] (`World::from_env` of the runtime
+//! does), and a name that is not known lowers nothing.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -9,13 +14,28 @@ pub(crate) const AVX2: u8 = 2;
 /// AVX-512 F, BW, VL and DQ.
 pub(crate) const AVX512: u8 = 3;
 
-/// The best level of this processor, or the lower one that `MGPU_SIMD` (`portable`, `avx2`) asks for: for tests
-/// and comparisons.
+/// The environment variable with the highest level that may be used.
+pub const VARIABLE: &str = "MGPU_SIMD";
+
+/// Names of the levels, from the lowest. Asking for one that the processor lacks is no mistake: it asks for at most that.
+pub const NAMES: [&str; 3] = ["portable", "avx2", "avx512"];
+
+/// Whether `name` is the name of a level, so that [`VARIABLE`] may have that value.
+///
+/// ```
+/// assert!(mgpu_kernels::level::is_known("avx2"));
+/// assert!(!mgpu_kernels::level::is_known("AVX2"));
+/// ```
+pub fn is_known(name: &str) -> bool {
+    NAMES.contains(&name)
+}
+
+/// The best level of this processor, or the lower one that [`VARIABLE`] asks for.
 pub(crate) fn detect() -> u8 {
     static DETECTED: AtomicU8 = AtomicU8::new(0);
     match DETECTED.load(Ordering::Relaxed) {
         0 => {
-            let allowed = match std::env::var("MGPU_SIMD").as_deref() {
+            let allowed = match std::env::var(VARIABLE).as_deref() {
                 Ok("portable") => BASELINE,
                 Ok("avx2") => AVX2,
                 _ => AVX512,

@@ -7,6 +7,7 @@
 //! - Around them: [`gather`] fills batches, [`arena`] and [`digest`] treat all parameters of a network as one slice.
 //! - Beneath them: [`gemm`] for matrix products, [`transpose`] for the order of images, [`threads`] for the cores of one rank
 //!   and the [`peak`] they have, [`rng`] for numbers that do not depend on who draws them.
+//! - [`level`] names the instruction sets they are all compiled for.
 //! - Collectives: [`dtype`] and [`reduce`].
 //! - GPUs, with the feature `cuda` (on by default; nothing is needed to build): [`cuda`].
 //!
@@ -25,7 +26,7 @@ pub mod dropout;
 pub mod dtype;
 pub mod gather;
 pub mod gemm;
-mod level;
+pub mod level;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;

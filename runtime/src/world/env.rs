@@ -3,6 +3,8 @@
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
+use mgpu_kernels::level;
+
 use crate::inject::{self, Injection};
 use crate::protocol::*;
 use crate::{Error, Result};
@@ -87,6 +89,10 @@ impl Identity {
             Some("nccl") => Backend::Nccl,
             Some(other) => return Err(wrong(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl"))),
         };
+        if let Some(text) = variable(level::VARIABLE).filter(|text| !level::is_known(text)) {
+            let problem = format!("is `{text}`; known are {}", level::NAMES.join(", "));
+            return Err(wrong(level::VARIABLE, problem));
+        }
         let device = number(MGPU_DEVICE)?;
         let share_gpus = variable(MGPU_SHARE_GPUS).is_some_and(|value| value.trim() == "1");
         let Some(world_size) = number(WORLD_SIZE)? else {
@@ -198,6 +204,7 @@ mod tests {
                 "LOCAL_RANK is 1 where LOCAL_WORLD_SIZE is 1",
             ),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
+            (&[(level::VARIABLE, "sse")], "MGPU_SIMD is `sse`; known are portable, avx2, avx512"),
             (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
             (&[(MGPU_THREADS, "all")], "MGPU_THREADS is `all` where a number of threads from 1 is expected"),
             (&[(MGPU_TIMEOUT, "-1")], "MGPU_TIMEOUT is `-1` where seconds are expected"),

@@ -8,6 +8,8 @@
 //! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image, the
 //! gradient of a pixel is the sum of theirs.
 
+use std::array::from_fn;
+
 use super::points::{MAX_POINTS, Points};
 use super::transform::{Line, input, input_gradient, output, output_gradient};
 use crate::conv::Shape;
@@ -108,25 +110,21 @@ impl<const PAIRS: usize> Task for Inputs<'_, PAIRS> {
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
             for channel in (0..channels).step_by(S::LANES) {
-                let mut half = [[zero; MAX_POINTS]; MAX_POINTS];
-                for j in columns.clone() {
+                let down: [Line<S::F32>; MAX_POINTS] = from_fn(|j| {
                     let mut line = [zero; MAX_POINTS];
-                    let across = (column + j as isize) as usize;
-                    for i in 0..n {
-                        if rows.contains(&i) {
-                            let down = (row + i as isize) as usize;
-                            let at = ((image * height + down) * width + across) * channels + channel;
-                            // SAFETY: a pixel of one of the images, whose channels are whole vectors.
-                            line[i] = unsafe { simd.load(x.as_ptr().add(at)) };
-                        }
+                    if !columns.contains(&j) {
+                        return line;
                     }
-                    let line = input::<S, PAIRS>(simd, &tiling.points, &line);
-                    for i in 0..n {
-                        half[i][j] = line[i];
+                    for i in rows.clone() {
+                        let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
+                        let at = (image * height * width + place) * channels + channel;
+                        // SAFETY: a pixel of one of the images, whose channels are whole vectors.
+                        line[i] = unsafe { simd.load(x.as_ptr().add(at)) };
                     }
-                }
+                    input::<S, PAIRS>(simd, &tiling.points, &line)
+                });
                 for i in 0..n {
-                    let line = input::<S, PAIRS>(simd, &tiling.points, &half[i]);
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &from_fn(|j| down[j][i]));
                     for j in 0..n {
                         let at = (i * n + j) * stride + number * channels + channel;
                         // SAFETY: `stride` holds all tiles, and `v` has n² of them.
@@ -164,32 +162,27 @@ impl<const PAIRS: usize> Task for InputGradients<'_, PAIRS> {
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
             for channel in (0..channels).step_by(S::LANES) {
-                let mut half = [[zero; MAX_POINTS]; MAX_POINTS];
-                for i in 0..n {
+                let across: [Line<S::F32>; MAX_POINTS] = from_fn(|i| {
                     let mut line = [zero; MAX_POINTS];
+                    if i >= n {
+                        return line;
+                    }
                     for j in 0..n {
                         let at = (i * n + j) * stride + number * channels + channel;
                         // SAFETY: `stride` holds all tiles, and `dv` has n² of them.
                         line[j] = unsafe { simd.load(dv.as_ptr().add(at)) };
                     }
-                    half[i] = input_gradient::<S, PAIRS>(simd, &tiling.points, &line);
-                }
+                    input_gradient::<S, PAIRS>(simd, &tiling.points, &line)
+                });
                 for j in columns.clone() {
-                    let mut line = [zero; MAX_POINTS];
-                    for i in 0..n {
-                        line[i] = half[i][j];
-                    }
-                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &line);
-                    let across = (column + j as isize) as usize;
-                    for i in 0..n {
-                        if rows.contains(&i) {
-                            let down = (row + i as isize) as usize;
-                            let at = ((image * height + down) * width + across) * channels + channel;
-                            // SAFETY: a pixel of one of the images, whose channels are whole vectors.
-                            unsafe {
-                                let sum = simd.add(simd.load(dx.as_ptr().add(at)), line[i]);
-                                simd.store(sum, dx.as_mut_ptr().add(at));
-                            }
+                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &from_fn(|i| across[i][j]));
+                    for i in rows.clone() {
+                        let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
+                        let at = (image * height * width + place) * channels + channel;
+                        // SAFETY: a pixel of one of the images, whose channels are whole vectors.
+                        unsafe {
+                            let sum = simd.add(simd.load(dx.as_ptr().add(at)), line[i]);
+                            simd.store(sum, dx.as_mut_ptr().add(at));
                         }
                     }
                 }
@@ -226,29 +219,27 @@ impl<const PAIRS: usize, const TILE: usize> Task for Outputs<'_, PAIRS, TILE> {
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         for (number, image, row, column) in tiling.each(images) {
             for filter in (0..filters).step_by(S::LANES) {
-                let mut half = [[zero; MAX_POINTS]; TILE];
-                for j in 0..n {
+                let down: [Line<S::F32>; MAX_POINTS] = from_fn(|j| {
                     let mut line = [zero; MAX_POINTS];
+                    if j >= n {
+                        return line;
+                    }
                     for i in 0..n {
                         let at = (i * n + j) * stride + number * filters + filter;
                         // SAFETY: `stride` holds all tiles, and `m` has n² of them.
                         line[i] = unsafe { simd.load(m.as_ptr().add(at)) };
                     }
-                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &line);
-                    for i in 0..TILE {
-                        half[i][j] = line[i];
-                    }
-                }
+                    output::<S, PAIRS, TILE>(simd, &tiling.points, &line)
+                });
                 // SAFETY: filters are whole vectors.
                 let bias = unsafe { simd.load(bias.as_ptr().add(filter)) };
-                let mut tile = [[zero; TILE]; TILE];
-                for i in 0..TILE {
-                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &half[i]);
-                    for j in 0..TILE {
+                let tile: [[S::F32; TILE]; TILE] = from_fn(|i| {
+                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &from_fn(|j| down[j][i]));
+                    from_fn(|j| {
                         let value = simd.add(line[j], bias);
-                        tile[i][j] = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
-                    }
-                }
+                        simd.select(simd.greater(value, zero), value, simd.mul(value, slope))
+                    })
+                });
                 if tiling.pool.is_none() {
                     for i in 0..TILE.min(out_height - row) {
                         for j in 0..TILE.min(out_width - column) {
@@ -320,7 +311,7 @@ impl<const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, PAIRS, 
         for (number, image, row, column) in tiling.each(images) {
             for filter in (0..filters).step_by(S::LANES) {
                 let mut sum = zero;
-                let mut tile = [[zero; MAX_POINTS]; TILE];
+                let mut tile = [[zero; TILE]; TILE];
                 if tiling.pool.is_none() {
                     for i in 0..TILE.min(height - row) {
                         for j in 0..TILE.min(width - column) {
@@ -345,19 +336,13 @@ impl<const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, PAIRS, 
                         }
                     }
                 }
-                let mut half = [[zero; MAX_POINTS]; MAX_POINTS];
-                for j in 0..TILE {
-                    let mut line = [zero; MAX_POINTS];
-                    for i in 0..TILE {
-                        line[i] = tile[i][j];
-                    }
-                    let line: Line<S::F32> = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &line);
-                    for i in 0..n {
-                        half[i][j] = line[i];
-                    }
-                }
+                let down: [Line<S::F32>; TILE] = from_fn(|j| {
+                    let line = from_fn(|i| if i < TILE { tile[i][j] } else { zero });
+                    output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &line)
+                });
                 for i in 0..n {
-                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &half[i]);
+                    let line = from_fn(|j| if j < TILE { down[j][i] } else { zero });
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &line);
                     for j in 0..n {
                         let at = (i * n + j) * stride + number * filters + filter;
                         // SAFETY: `stride` holds all tiles, and `dm` has n² of them.
