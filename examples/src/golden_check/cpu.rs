@@ -6,7 +6,7 @@ use mgpu::{Communicator, DataParallel, Layout};
 
 use super::{Golden, Replay, norm};
 use crate::data::{Dataset, IMAGE_LEN};
-use crate::nets::{Mode, Net, Spec};
+use crate::nets::{Choice, Mode, Net, Spec};
 
 pub(super) struct Cpu<'a> {
     model: DataParallel,
@@ -25,8 +25,9 @@ impl<'a> Cpu<'a> {
         batch: usize,
         comm: Box<dyn Communicator>,
         threads: usize,
+        conv: Choice,
     ) -> Result<Self, Box<dyn Error>> {
-        let net = Net::new(&Spec::named(&golden.net)?, batch, threads);
+        let net = Net::with_choice(&Spec::named(&golden.net)?, batch, threads, conv);
         let parameters = net.golden_parameters(golden.seed);
         let layout = net.layout().clone();
         let model = DataParallel::new(comm, layout, parameters, golden.optimizer(), threads)?;

@@ -22,6 +22,7 @@ use mgpu_kernels::cuda::{Libraries, Precision};
 use serde::Deserialize;
 
 use crate::data::{Dataset, Split, idx};
+use crate::nets::Choice;
 
 /// Repeats golden runs and compares loss, gradients, parameters and logits. Exit code 1 past a bound.
 #[derive(Debug, Parser)]
@@ -42,6 +43,9 @@ struct Args {
     /// Convolutions and dense layers on a GPU: auto (the fastest there are) or builtin (our own).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
+    /// Convolutions on the CPU: auto (what is expected to be the fastest for each layer) or direct (by their definition).
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    conv: Choice,
 }
 
 /// What a golden file holds.
@@ -161,7 +165,7 @@ fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> R
     let mut replay: Box<dyn Replay + '_> = match world.backend() {
         Backend::Cpu => {
             let threads = args.threads.map_or_else(|| world.thread_share(), usize::from);
-            Box::new(Cpu::new(golden, train, batch, world.communicator()?, threads)?)
+            Box::new(Cpu::new(golden, train, batch, world.communicator()?, threads, args.conv)?)
         }
         Backend::Nccl => {
             let (device, host) = world.communicators()?;

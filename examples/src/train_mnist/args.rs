@@ -7,7 +7,7 @@ use clap::{ArgGroup, Parser, ValueEnum};
 use mgpu_kernels::cuda::{Libraries, Precision};
 
 use super::engine::Options;
-use crate::nets::Spec;
+use crate::nets::{Choice, Spec};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
 ///
@@ -56,9 +56,15 @@ pub(super) struct Args {
     /// Convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or builtin (our own).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
-    /// Say, before a training on a GPU, which kernels make each layer, and how long each takes.
+    /// Convolutions on the CPU: auto (what is expected to be the fastest for each layer) or direct (by their definition).
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub(super) conv: Choice,
+    /// Say, before the training, which kernels make each layer; on a GPU also how long each takes.
     #[arg(long)]
     pub(super) show_kernels: bool,
+    /// Say, after a training on the CPU, what each layer and all else took of a step, and how near that is to the peak.
+    #[arg(long)]
+    pub(super) profile: bool,
     /// Launch every kernel by itself on a GPU, in place of replaying whole steps: for debugging.
     #[arg(long)]
     no_graph: bool,

@@ -6,6 +6,7 @@
 
 mod args;
 mod engine;
+mod profile;
 mod report;
 mod source;
 mod trainer;
@@ -45,7 +46,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             Some(device) => {
                 Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
             }
-            None => Box::new(Cpu::new(recipe, &args.net, comm, threads, args.bucket_bytes())?),
+            None => Box::new(Cpu::new(recipe, args, comm, threads)?),
         })
     })?;
     if let Some(folder) = &args.checkpoint_dir {
@@ -108,8 +109,13 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
     if rank == 0 {
         println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
+        let profile = trainer.engine().profile();
+        if let Some(profile) = &profile {
+            print!("{profile}");
+        }
         if args.json {
-            let summary = summary(args, &mut trainer, last.as_ref(), memory, threads, checksum);
+            let mut summary = summary(args, &mut trainer, last.as_ref(), memory, threads, checksum);
+            summary.profile = profile;
             println!("{}", serde_json::to_string(&summary)?);
         }
     }
@@ -149,6 +155,7 @@ fn summary(
         seed: args.seed,
         data: last.map_or_else(String::new, |report| report.data.clone()),
         weights: format!("{checksum:016x}"),
+        profile: None,
     }
 }
 

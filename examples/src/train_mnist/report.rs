@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::profile::StepProfile;
 use crate::nets::LossReport;
 
 /// One epoch, or the part of it that was trained.
@@ -89,6 +90,9 @@ pub(super) struct Summary {
     pub(super) data: String,
     /// XXH3 of the weights, equal on all ranks.
     pub(super) weights: String,
+    /// With `--profile`.
+    #[serde(flatten)]
+    pub(super) profile: Option<StepProfile>,
 }
 
 /// Metrics of each epoch, appended to a file.

@@ -15,7 +15,7 @@ use crate::data::Dataset;
 use crate::nets::LossReport;
 
 /// Steps at the beginning that no throughput counts: first touches of memory, caches, clock speeds.
-const WARM_UP: u64 = 3;
+pub(super) const WARM_UP: u64 = 3;
 /// Checkpoints kept.
 const KEEP: usize = 2;
 

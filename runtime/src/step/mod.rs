@@ -9,6 +9,8 @@
 #[cfg(feature = "cuda")]
 pub mod device;
 
+use std::time::{Duration, Instant};
+
 use crate::bucket::{self, Bucket};
 use crate::checkpoint::Arena;
 use crate::comm::{Buffer, Communicator, DType, Pending, ReduceOp};
@@ -83,6 +85,15 @@ impl Slot {
     }
 }
 
+/// What steps took beside their forward and backward passes, summed over steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    /// Waiting for gradients that were still on their way.
+    pub communication: Duration,
+    /// Updating the parameters.
+    pub optimizer: Duration,
+}
+
 /// A model's parameters, replicated on every rank and updated together.
 ///
 /// ```
@@ -112,6 +123,8 @@ pub struct DataParallel {
     /// The slot of each tensor.
     slot_of: Vec<usize>,
     optimizer: Optimizer,
+    /// Where they are asked for.
+    times: Option<StepTimes>,
 }
 
 impl DataParallel {
@@ -157,7 +170,7 @@ impl DataParallel {
             slots.push(Slot { bucket, gradient: Gradient::Here(gradient), open });
         }
         let optimizer = Optimizer::new(optimizer, &layout, &parameters, threads);
-        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer })
+        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer, times: None })
     }
 
     /// Makes one step. `compute` runs forward and backward with the current parameters and hands over every
@@ -184,11 +197,27 @@ impl DataParallel {
         }
         self.optimizer.begin_step();
         for slot in &mut self.slots {
+            let start = self.times.map(|_| Instant::now());
             let gradient = slot.take()?;
+            let here = self.times.map(|_| Instant::now());
             self.optimizer.update(&self.layout, &slot.bucket, &mut self.parameters, gradient.as_slice());
             slot.gradient = Gradient::Here(gradient);
+            if let (Some(times), Some(start), Some(here)) = (&mut self.times, start, here) {
+                times.communication += here - start;
+                times.optimizer += here.elapsed();
+            }
         }
         Ok(result)
+    }
+
+    /// Measures from now on what steps take beside their passes, from zero.
+    pub fn start_times(&mut self) {
+        self.times = Some(StepTimes::default());
+    }
+
+    /// What the steps took since [`start_times`](Self::start_times).
+    pub fn times(&self) -> Option<StepTimes> {
+        self.times
     }
 
     /// This rank's copy of the parameters, equal on all ranks.

@@ -1,15 +1,19 @@
 //! Training on the CPU.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
 use mgpu::{Communicator, DataParallel, Sampler};
 use mgpu_kernels::cuda::Device;
 
+use super::super::args::Args;
+use super::super::profile::StepProfile;
+use super::super::trainer::WARM_UP;
 use super::{Engine, Recipe, Seen};
 use crate::data::{Dataset, IMAGE_LEN};
-use crate::nets::{DropoutKey, LossReport, Mode, Net, Spec};
+use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
 /// A network with its memory, and its parameters.
 pub(in super::super) struct Cpu {
@@ -21,20 +25,31 @@ pub(in super::super) struct Cpu {
     buffers: Vec<f32>,
     images: Vec<f32>,
     labels: Vec<u8>,
+    /// Whether to measure where the time goes, and that, once the first steps are over.
+    profile: bool,
+    measured: Option<Measured>,
+}
+
+/// Time of the steps that are measured, but for what the network and the model measure.
+#[derive(Debug, Default)]
+struct Measured {
+    /// For filling batches.
+    gather: Duration,
+    /// In all.
+    steps: Duration,
 }
 
 impl Cpu {
-    /// `bucket` is the size of an all-reduce in bytes, where the backend is not to choose.
     pub(in super::super) fn new(
         recipe: &Recipe,
-        spec: &Spec,
+        args: &Args,
         comm: Box<dyn Communicator>,
         threads: usize,
-        bucket: Option<usize>,
     ) -> mgpu::Result<Self> {
-        let net = Net::new(spec, recipe.batch, threads);
+        let spec = &args.net;
+        let net = Net::with_choice(spec, recipe.batch, threads, args.conv);
         let parameters = net.initial_parameters(recipe.seed);
-        let (layout, bucket) = (net.layout().clone(), bucket.unwrap_or(mgpu::step::BUCKET));
+        let (layout, bucket) = (net.layout().clone(), args.bucket_bytes().unwrap_or(mgpu::step::BUCKET));
         let model =
             DataParallel::with_bucket_size(comm, layout, parameters, spec.optimizer, threads, bucket)?;
         Ok(Cpu {
@@ -45,6 +60,8 @@ impl Cpu {
             threads,
             images: vec![0.0; recipe.batch * IMAGE_LEN],
             labels: vec![0; recipe.batch],
+            profile: args.profile,
+            measured: None,
         })
     }
 }
@@ -69,13 +86,20 @@ impl Engine for Cpu {
         until: u64,
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
-        let Cpu { model, net, recipe, buffers, images, labels, .. } = self;
+        let Cpu { model, net, recipe, buffers, images, labels, profile, measured, .. } = self;
         let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
+            if *profile && measured.is_none() && step >= WARM_UP {
+                *measured = Some(Measured::default());
+                net.start_profile();
+                model.start_times();
+            }
+            let begin = measured.as_ref().map(|_| Instant::now());
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
             data.gather(samples, images, labels);
+            let gathered = begin.map(|begin| begin.elapsed());
 
             model.set_learning_rate(recipe.learning_rate(step));
             let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
@@ -84,6 +108,10 @@ impl Engine for Cpu {
                 net.backward(parameters, labels, ranks)
             })?;
 
+            if let (Some(measured), Some(begin), Some(gathered)) = (measured.as_mut(), begin, gathered) {
+                measured.gather += gathered;
+                measured.steps += begin.elapsed();
+            }
             score += report;
             seen(step + 1, report.loss());
         }
@@ -134,6 +162,13 @@ impl Engine for Cpu {
     }
 
     fn kernels(&self) -> Vec<String> {
-        Vec::new()
+        self.net.describe()
+    }
+
+    fn profile(&self) -> Option<StepProfile> {
+        let Measured { gather, steps } = self.measured.as_ref()?;
+        let (net, stages) = self.net.profile()?;
+        let times = self.model.times()?;
+        Some(StepProfile::new(self.net.threads(), (net, stages), times, *gather, *steps))
     }
 }

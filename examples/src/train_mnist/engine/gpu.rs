@@ -15,6 +15,7 @@ use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::cuda::{self, Device, Libraries, Precision, Stream};
 use mgpu_kernels::loss::cuda::Score;
 
+use super::super::profile::StepProfile;
 use super::{Engine, Recipe, Seen};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport, Spec};
@@ -286,6 +287,10 @@ impl Engine for Gpu {
 
     fn kernels(&self) -> Vec<String> {
         self.net.describe()
+    }
+
+    fn profile(&self) -> Option<StepProfile> {
+        None
     }
 }
 

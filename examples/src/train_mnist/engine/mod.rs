@@ -14,6 +14,7 @@ use mgpu::checkpoint::Manifest;
 use mgpu::{Communicator, Sampler};
 use mgpu_kernels::cuda::Device;
 
+use super::profile::StepProfile;
 use crate::data::Dataset;
 use crate::nets::LossReport;
 
@@ -98,4 +99,7 @@ pub(super) trait Engine {
 
     /// One line for each layer that there is a choice of kernels for: which was chosen.
     fn kernels(&self) -> Vec<String>;
+
+    /// Where the time of the steps so far went, if that was asked for and is known.
+    fn profile(&self) -> Option<StepProfile>;
 }

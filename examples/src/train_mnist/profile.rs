@@ -1,0 +1,125 @@
+//! Where the time of a step goes: a table for people, and the same for programs.
+//!
+//! The layers' passes are measured by the network, the rest of a step by the model and the engine; what none of them has
+//! seen is a row of its own, so that the rows add up to the step. What a layer computes in a second is counted by its
+//! definition, three products of weights and activations, however its kernel gets there: an algorithm that needs fewer
+//! multiplications can pass the processor's peak.
+
+use std::fmt;
+use std::time::Duration;
+
+use mgpu::step::StepTimes;
+use mgpu_kernels::{Threads, peak};
+use serde::Serialize;
+
+use crate::nets::{Profile, StageTimes};
+
+/// What steps took, on average.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct StepProfile {
+    #[serde(rename = "profile")]
+    layers: Vec<LayerProfile>,
+    #[serde(rename = "profile_ms")]
+    rest: Rest,
+    /// What this rank's threads can do at most.
+    peak_gflops: f64,
+    #[serde(skip)]
+    steps: u32,
+}
+
+/// One layer, with those that are computed with it.
+#[derive(Debug, Clone, Serialize)]
+struct LayerProfile {
+    layer: String,
+    kernel: String,
+    forward_ms: f64,
+    backward_ms: f64,
+    /// Of the layer's definition; none where it does not multiply.
+    gflops: Option<f64>,
+    peak_share: Option<f64>,
+}
+
+/// Milliseconds of the rest of a step.
+#[derive(Debug, Clone, Serialize)]
+struct Rest {
+    gather: f64,
+    loss: f64,
+    communication: f64,
+    optimizer: f64,
+    other: f64,
+    step: f64,
+}
+
+impl StepProfile {
+    /// `gather` and `steps` are sums over all steps, as `times` are. Measures the processor's peak.
+    pub(super) fn new(
+        threads: &Threads,
+        (net, stages): (&Profile, Vec<StageTimes>),
+        times: StepTimes,
+        gather: Duration,
+        steps: Duration,
+    ) -> Self {
+        let round = |value: f64| (value * 1e4).round() / 1e4;
+        let mean = |sum: Duration| sum.as_secs_f64() * 1e3 / f64::from(net.steps().max(1));
+        let peak_gflops = peak::measure(threads);
+        let layers: Vec<_> = stages
+            .into_iter()
+            .map(|StageTimes { name, kernel, forward, backward, operations }| {
+                let gflops = (operations > 0.0).then(|| operations / (forward + backward).max(1e-9) / 1e9);
+                LayerProfile {
+                    layer: name,
+                    kernel,
+                    forward_ms: round(forward * 1e3),
+                    backward_ms: round(backward * 1e3),
+                    gflops: gflops.map(round),
+                    peak_share: gflops.map(|gflops| round(gflops / peak_gflops)),
+                }
+            })
+            .collect();
+        let of_layers: f64 = layers.iter().map(|layer| layer.forward_ms + layer.backward_ms).sum();
+        let (gather, loss, step) = (mean(gather), net.loss() * 1e3, mean(steps));
+        let communication = net.communication() * 1e3 + mean(times.communication);
+        let optimizer = mean(times.optimizer);
+        let other = step - of_layers - gather - loss - communication - optimizer;
+        let [gather, loss, communication, optimizer, other, step] =
+            [gather, loss, communication, optimizer, other, step].map(round);
+        let rest = Rest { gather, loss, communication, optimizer, other, step };
+        StepProfile { layers, rest, peak_gflops: round(peak_gflops), steps: net.steps() }
+    }
+}
+
+impl fmt::Display for StepProfile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StepProfile { layers, rest, peak_gflops, steps } = self;
+        let names = layers.iter().map(|layer| layer.layer.len());
+        let name = names.chain(["communication".len()]).max().unwrap_or(0);
+        let kernel = layers.iter().map(|layer| layer.kernel.len()).chain(["kernel".len()]).max().unwrap_or(0);
+        writeln!(f, "means of {steps} steps on rank 0, whose threads reach {peak_gflops:.0} GFLOP/s")?;
+        writeln!(
+            f,
+            "{:<name$}  {:<kernel$}  {:>10}  {:>11}  {:>7}  {:>5}",
+            "layer", "kernel", "forward ms", "backward ms", "GFLOP/s", "peak"
+        )?;
+        for layer in layers {
+            let LayerProfile { layer, kernel: by, forward_ms, backward_ms, gflops, peak_share } = layer;
+            write!(f, "{layer:<name$}  {by:<kernel$}  {forward_ms:>10.3}  {backward_ms:>11.3}")?;
+            if let (Some(gflops), Some(share)) = (gflops, peak_share) {
+                write!(f, "  {gflops:>7.1}  {:>4.0}%", share * 100.0)?;
+            }
+            writeln!(f)?;
+        }
+        let Rest { gather, loss, communication, optimizer, other, step } = *rest;
+        let rows = [
+            ("gather", gather),
+            ("loss", loss),
+            ("communication", communication),
+            ("optimizer", optimizer),
+            ("other", other),
+            ("step", step),
+        ];
+        for (what, ms) in rows {
+            writeln!(f, "{what:<name$}  {:<kernel$}  {ms:>10.3}", "")?;
+        }
+        Ok(())
+    }
+}
