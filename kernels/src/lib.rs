@@ -36,6 +36,7 @@ pub mod rng;
 pub mod scale;
 mod scratch;
 mod simd;
+mod storage;
 mod sum;
 pub mod threads;
 
@@ -46,4 +47,5 @@ pub use aligned::AlignedVec;
 pub use dtype::{DType, Element};
 pub use reduce::ReduceOp;
 pub use scratch::Scratch;
+pub use storage::Storage;
 pub use threads::Threads;
