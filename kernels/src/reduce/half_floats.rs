@@ -54,13 +54,13 @@ pub(super) fn narrow_f16<const LEVEL: u8, const N: usize>(values: [f32; N]) -> [
 
 /// Widens to f32, exactly.
 #[inline(always)]
-pub(super) fn widen_bf16(element: bf16) -> f32 {
+pub(crate) fn widen_bf16(element: bf16) -> f32 {
     f32::from_bits(u32::from(element.to_bits()) << 16)
 }
 
 /// Rounds to nearest even. NaN stays NaN and becomes quiet.
 #[inline(always)]
-pub(super) fn narrow_bf16(value: f32) -> bf16 {
+pub(crate) fn narrow_bf16(value: f32) -> bf16 {
     let bits = value.to_bits();
     // Just below half a unit of the last place, or half a unit if that makes the result even: the carry rounds.
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;

@@ -16,7 +16,7 @@
 //! `min` and `max` return NaN when any rank has NaN there: a diverged rank must not be masked by a healthy one.
 
 mod cpu;
-mod half_floats;
+pub(crate) mod half_floats;
 
 pub use cpu::{accumulate, finish, reduce, start};
 

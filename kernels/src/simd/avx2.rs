@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use half::bf16;
+
 use super::{Simd, Task};
 
 /// Proof that the processor has AVX2 and FMA.
@@ -33,6 +35,7 @@ impl Simd for Avx2 {
     type Mask = __m256;
     const LANES: usize = 8;
     const ROWS: usize = 6;
+    const WIDE_ROWS: usize = 0;
 
     #[inline(always)]
     fn splat(self, value: f32) -> __m256 {
@@ -63,6 +66,31 @@ impl Simd for Avx2 {
     unsafe fn load_bytes(self, from: *const u8) -> __m256 {
         // SAFETY: above; 8 bytes.
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m256 {
+        // SAFETY: above; 16 bytes.
+        unsafe {
+            let upper = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(upper))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, values: __m256, to: *mut bf16) {
+        // SAFETY: above; 16 bytes.
+        unsafe {
+            let bits = _mm256_castps_si256(values);
+            let upper = _mm256_srli_epi32::<16>(bits);
+            // As `reduce::half_floats` explains.
+            let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+            let carried = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+            let rounded = _mm256_srli_epi32::<16>(carried);
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
+            let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+            let rounded = _mm256_blendv_epi8(rounded, quiet, nan);
+            let (low, high) = (_mm256_castsi256_si128(rounded), _mm256_extracti128_si256::<1>(rounded));
+            _mm_storeu_si128(to.cast(), _mm_packus_epi32(low, high));
+        }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: __m256, to: *mut u8) {

@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use half::bf16;
+
 use super::{Simd, Task};
 
 /// Proof that the processor has AVX-512 F, BW, VL and DQ.
@@ -29,6 +31,7 @@ impl Simd for Avx512 {
     type Mask = __mmask16;
     const LANES: usize = 16;
     const ROWS: usize = 14;
+    const WIDE_ROWS: usize = 6;
 
     #[inline(always)]
     fn splat(self, value: f32) -> __m512 {
@@ -59,6 +62,29 @@ impl Simd for Avx512 {
     unsafe fn load_bytes(self, from: *const u8) -> __m512 {
         // SAFETY: above; 16 bytes.
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m512 {
+        // SAFETY: above; 32 bytes.
+        unsafe {
+            let upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(upper))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, values: __m512, to: *mut bf16) {
+        // SAFETY: above; 32 bytes.
+        unsafe {
+            let bits = _mm512_castps_si512(values);
+            let upper = _mm512_srli_epi32::<16>(bits);
+            // As `reduce::half_floats` explains; the instruction for it takes denormals for zero.
+            let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+            let carried = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+            let rounded = _mm512_srli_epi32::<16>(carried);
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+            let rounded = _mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40));
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(rounded));
+        }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: __m512, to: *mut u8) {

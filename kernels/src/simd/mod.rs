@@ -15,6 +15,8 @@ mod avx2;
 mod avx512;
 mod portable;
 
+use half::bf16;
+
 use crate::level;
 
 /// The most lanes that any implementation has.
@@ -23,7 +25,7 @@ pub(crate) const MAX_LANES: usize = 16;
 /// Instructions on vectors of [`LANES`](Simd::LANES) `f32`.
 ///
 /// All methods must be inlined into a [`Task`], where the instructions are enabled.
-pub(crate) trait Simd: Copy + Send + Sync {
+pub trait Simd: Copy + Send + Sync {
     /// A vector.
     type F32: Copy;
     /// The result of a comparison, lane by lane.
@@ -32,6 +34,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Rows of a matrix product's register tile, whose rows have two vectors: what fits the register file.
     const ROWS: usize;
+    /// Rows of a tile of four vectors; 0 if it would not pay.
+    const WIDE_ROWS: usize;
 
     /// The same value in all lanes.
     fn splat(self, value: f32) -> Self::F32;
@@ -65,6 +69,18 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// They can be read.
     unsafe fn load_bytes(self, from: *const u8) -> Self::F32;
+
+    /// Reads `LANES` elements of half the width, exactly.
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load_bf16(self, from: *const bf16) -> Self::F32;
+
+    /// Writes all lanes, rounded to nearest even.
+    ///
+    /// # Safety
+    /// The elements can be written.
+    unsafe fn store_bf16(self, values: Self::F32, to: *mut bf16);
 
     /// Writes all lanes, whole numbers from 0 to 127, as bytes.
     ///
@@ -155,6 +171,16 @@ mod tests {
                     let read = |lane: usize| if lane < count { a[lane] } else { 0.0 };
                     assert_eq!(out, (0..S::LANES).map(read).collect::<Vec<_>>());
                 }
+                let halves: Vec<bf16> = a.iter().map(|a| bf16::from_f32(a * 1.001)).collect();
+                let mut narrow = vec![bf16::NAN; S::LANES];
+                let exact: Vec<f32> = a.iter().map(|a| a * 1.001).collect();
+                simd.store_bf16(simd.load(exact.as_ptr()), narrow.as_mut_ptr());
+                assert_eq!(narrow, halves);
+                let mut wide = vec![f32::NAN; S::LANES];
+                simd.store(simd.load_bf16(halves.as_ptr()), wide.as_mut_ptr());
+                assert_eq!(wide, halves.iter().map(|half| half.to_f32()).collect::<Vec<_>>());
+                simd.store_bf16(simd.splat(f32::NAN), narrow.as_mut_ptr());
+                assert!(narrow.iter().all(|value| value.is_nan()));
                 let mut back = vec![0; S::LANES];
                 simd.store_bytes(simd.load_bytes(bytes.as_ptr()), back.as_mut_ptr());
                 assert_eq!(back, bytes);

@@ -1,6 +1,9 @@
 //! Plain Rust, four lanes: what every processor has, as SSE2 or NEON.
 
+use half::bf16;
+
 use super::Simd;
+use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
 
 /// Needs no proof.
 #[derive(Clone, Copy)]
@@ -18,6 +21,7 @@ impl Simd for Portable {
     type Mask = [bool; LANES];
     const LANES: usize = LANES;
     const ROWS: usize = 6;
+    const WIDE_ROWS: usize = 0;
 
     #[inline(always)]
     fn splat(self, value: f32) -> [f32; LANES] {
@@ -53,6 +57,16 @@ impl Simd for Portable {
     unsafe fn load_bytes(self, from: *const u8) -> [f32; LANES] {
         // SAFETY: the caller vouches for four bytes.
         unsafe { from.cast::<[u8; LANES]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> [f32; LANES] {
+        // SAFETY: the caller vouches for four elements.
+        unsafe { from.cast::<[bf16; LANES]>().read_unaligned() }.map(widen_bf16)
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, values: [f32; LANES], to: *mut bf16) {
+        // SAFETY: the caller vouches for four elements.
+        unsafe { to.cast::<[bf16; LANES]>().write_unaligned(values.map(narrow_bf16)) }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: [f32; LANES], to: *mut u8) {

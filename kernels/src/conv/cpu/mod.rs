@@ -76,17 +76,17 @@ enum Kind {
 
 /// What the backward pass starts from: all of the last forward pass, and the gradient of its result.
 #[derive(Debug, Clone, Copy)]
-pub struct Backward<'a> {
+pub struct Backward<'a, E = f32> {
     /// Input, \[N, H, W, C\].
-    pub x: &'a [f32],
+    pub x: &'a [E],
     /// Weights, \[F, C, K, K\]: those of the forward pass.
     pub weights: &'a [f32],
     /// Result, after activation and pooling.
-    pub y: &'a [f32],
+    pub y: &'a [E],
     /// For each element of `y` its place in the pooling window; empty without pooling.
     pub chosen: &'a [u8],
     /// Gradient of `y`.
-    pub dy: &'a [f32],
+    pub dy: &'a [E],
 }
 
 impl Tail {

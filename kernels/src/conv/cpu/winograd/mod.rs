@@ -20,6 +20,7 @@ mod transform;
 mod weights;
 
 use super::{Backward, Scratch, Tail};
+use crate::Storage;
 use crate::conv::Shape;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
@@ -42,15 +43,15 @@ pub(super) fn tile(shape: &Shape) -> Option<usize> {
 macro_rules! with_points {
     ($tiling:expr, $task:ident $fields:tt) => {
         match ($tiling.points.count(), $tiling.points.tile) {
-            (6, 4) => simd::dispatch($task::<2, 4> $fields),
-            (8, 4) => simd::dispatch($task::<3, 4> $fields),
+            (6, 4) => simd::dispatch($task::<_, 2, 4> $fields),
+            (8, 4) => simd::dispatch($task::<_, 3, 4> $fields),
             (points, tile) => unreachable!("tiles of {tile} from {points} points"),
         }
     };
     ($tiling:expr, input $task:ident $fields:tt) => {
         match $tiling.points.count() {
-            6 => simd::dispatch($task::<2> $fields),
-            8 => simd::dispatch($task::<3> $fields),
+            6 => simd::dispatch($task::<_, 2> $fields),
+            8 => simd::dispatch($task::<_, 3> $fields),
             points => unreachable!("{points} points"),
         }
     };
@@ -85,15 +86,15 @@ impl Winograd {
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
-    pub(super) fn forward(
+    pub(super) fn forward<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
         images: usize,
-        x: &[f32],
+        x: &[E],
         weights: &[f32],
         bias: &[f32],
-        y: &mut [f32],
+        y: &mut [E],
         chosen: &mut [u8],
     ) {
         self.forward.transform(threads, &self.tiling.shape, &self.tiling.points, weights);
@@ -136,15 +137,15 @@ impl Winograd {
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
-    pub(super) fn backward(
+    pub(super) fn backward<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
         images: usize,
-        from: Backward<'_>,
+        from: Backward<'_, E>,
         dw: &mut [f32],
         db: &mut [f32],
-        dx: Option<&mut [f32]>,
+        dx: Option<&mut [E]>,
     ) {
         let Backward { x, weights, y, chosen, dy } = from;
         let shape = self.tiling.shape;
@@ -178,8 +179,9 @@ impl Winograd {
                 let count = block.min(range.end - first);
                 let tiles = count * tiling.tiles();
                 let (inputs, outputs) = (Tiling::stride(tiles, channels), Tiling::stride(tiles, filters));
-                let scratch = part.reserve(points * (gradients + inputs + outputs));
+                let scratch = part.reserve(points * (gradients + inputs + outputs) + input_len);
                 let (du, rest) = scratch.split_at_mut(points * gradients);
+                let (image_sums, rest) = rest.split_at_mut(input_len);
                 let (v, dm) = rest.split_at_mut(points * inputs);
                 let results = first * result..(first + count) * result;
                 let chosen = &chosen[first * choices..(first + count) * choices];
@@ -222,7 +224,7 @@ impl Winograd {
                 start = Start::Existing;
                 if input_len > 0 {
                     let dx = &mut dx.values[(first - range.start) * image..][..count * image];
-                    with_points!(tiling, input InputGradients { tiling, dv: &*v, dx });
+                    with_points!(tiling, input InputGradients { tiling, dv: &*v, sums: &mut *image_sums, dx });
                 }
             }
         });

@@ -12,6 +12,7 @@ use std::array::from_fn;
 
 use super::points::{MAX_POINTS, Points};
 use super::transform::{Line, input, input_gradient, output, output_gradient};
+use crate::Storage;
 use crate::conv::Shape;
 use crate::conv::cpu::Tail;
 use crate::pool;
@@ -86,14 +87,14 @@ impl Tiling {
 }
 
 /// Images to values at the points: `v = Bᵀ x B`.
-pub(super) struct Inputs<'a, const PAIRS: usize> {
+pub(super) struct Inputs<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
     /// Whole images.
-    pub(super) x: &'a [f32],
+    pub(super) x: &'a [E],
     pub(super) v: &'a mut [f32],
 }
 
-impl<const PAIRS: usize> Task for Inputs<'_, PAIRS> {
+impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
     type Output = ();
 
     #[inline(always)]
@@ -119,7 +120,7 @@ impl<const PAIRS: usize> Task for Inputs<'_, PAIRS> {
                         let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
                         let at = (image * height * width + place) * channels + channel;
                         // SAFETY: a pixel of one of the images, whose channels are whole vectors.
-                        line[i] = unsafe { simd.load(x.as_ptr().add(at)) };
+                        line[i] = unsafe { E::load(simd, x.as_ptr().add(at)) };
                     }
                     input::<S, PAIRS>(simd, &tiling.points, &line)
                 });
@@ -137,28 +138,34 @@ impl<const PAIRS: usize> Task for Inputs<'_, PAIRS> {
 }
 
 /// Gradients of values at the points to those of images: `dx = Σ B dv Bᵀ` over tiles.
-pub(super) struct InputGradients<'a, const PAIRS: usize> {
+pub(super) struct InputGradients<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) dv: &'a [f32],
+    /// Room for an image.
+    pub(super) sums: &'a mut [f32],
     /// Whole images.
-    pub(super) dx: &'a mut [f32],
+    pub(super) dx: &'a mut [E],
 }
 
-impl<const PAIRS: usize> Task for InputGradients<'_, PAIRS> {
+impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let InputGradients { tiling, dv, dx } = self;
+        let InputGradients { tiling, dv, sums, dx } = self;
         let Shape { channels, height, width, .. } = tiling.shape;
         let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
-        let images = dx.len() / tiling.shape.input_len();
+        let len = tiling.shape.input_len();
+        let images = dx.len() / len;
         let stride = Tiling::stride(images * tiling.tiles(), channels);
-        assert!(dx.len() == images * tiling.shape.input_len() && dv.len() >= n * n * stride);
+        assert!(dx.len() == images * len && sums.len() == len && dv.len() >= n * n * stride);
         assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
-        dx.fill(0.0);
         let zero = simd.splat(0.0);
         for (number, image, row, column) in tiling.each(images) {
+            // The first tile of an image.
+            if number % tiling.tiles() == 0 {
+                sums.fill(0.0);
+            }
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
             for channel in (0..channels).step_by(S::LANES) {
@@ -178,13 +185,26 @@ impl<const PAIRS: usize> Task for InputGradients<'_, PAIRS> {
                     let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &from_fn(|i| across[i][j]));
                     for i in rows.clone() {
                         let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
-                        let at = (image * height * width + place) * channels + channel;
-                        // SAFETY: a pixel of one of the images, whose channels are whole vectors.
+                        let at = place * channels + channel;
+                        // SAFETY: a pixel of the image, whose channels are whole vectors.
                         unsafe {
-                            let sum = simd.add(simd.load(dx.as_ptr().add(at)), line[i]);
-                            simd.store(sum, dx.as_mut_ptr().add(at));
+                            let sum = simd.add(simd.load(sums.as_ptr().add(at)), line[i]);
+                            simd.store(sum, sums.as_mut_ptr().add(at));
                         }
                     }
+                }
+            }
+            // The last one.
+            if (number + 1) % tiling.tiles() == 0 {
+                for at in (0..len).step_by(S::LANES) {
+                    // SAFETY: pixels of the image, whose channels are whole vectors.
+                    unsafe {
+                        E::store(
+                            simd,
+                            simd.load(sums.as_ptr().add(at)),
+                            dx.as_mut_ptr().add(image * len + at),
+                        )
+                    };
                 }
             }
         }
@@ -192,16 +212,16 @@ impl<const PAIRS: usize> Task for InputGradients<'_, PAIRS> {
 }
 
 /// Products at the points to results: `y = pool(activation(Aᵀ m A + bias))`.
-pub(super) struct Outputs<'a, const PAIRS: usize, const TILE: usize> {
+pub(super) struct Outputs<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) m: &'a [f32],
     pub(super) bias: &'a [f32],
     /// Whole images.
-    pub(super) y: &'a mut [f32],
+    pub(super) y: &'a mut [E],
     pub(super) chosen: &'a mut [u8],
 }
 
-impl<const PAIRS: usize, const TILE: usize> Task for Outputs<'_, PAIRS, TILE> {
+impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, PAIRS, TILE> {
     type Output = ();
 
     #[inline(always)]
@@ -245,7 +265,7 @@ impl<const PAIRS: usize, const TILE: usize> Task for Outputs<'_, PAIRS, TILE> {
                         for j in 0..TILE.min(out_width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
                             // SAFETY: a pixel of one of the images.
-                            unsafe { simd.store(tile[i][j], y.as_mut_ptr().add(at)) };
+                            unsafe { E::store(simd, tile[i][j], y.as_mut_ptr().add(at)) };
                         }
                     }
                     continue;
@@ -264,7 +284,7 @@ impl<const PAIRS: usize, const TILE: usize> Task for Outputs<'_, PAIRS, TILE> {
                         let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
                         // SAFETY: a pixel of one of the images, of which there are as many choices.
                         unsafe {
-                            simd.store(best, y.as_mut_ptr().add(pixel * filters + filter));
+                            E::store(simd, best, y.as_mut_ptr().add(pixel * filters + filter));
                             simd.store_bytes(place, chosen.as_mut_ptr().add(pixel * filters + filter));
                         }
                     }
@@ -276,18 +296,18 @@ impl<const PAIRS: usize, const TILE: usize> Task for Outputs<'_, PAIRS, TILE> {
 
 /// Gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before activation
 /// and pooling; and the sum of `dz` for each filter.
-pub(super) struct OutputGradients<'a, const PAIRS: usize, const TILE: usize> {
+pub(super) struct OutputGradients<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
     /// Whole images.
-    pub(super) y: &'a [f32],
+    pub(super) y: &'a [E],
     pub(super) chosen: &'a [u8],
-    pub(super) dy: &'a [f32],
+    pub(super) dy: &'a [E],
     pub(super) dm: &'a mut [f32],
     /// Gets this block's sums added.
     pub(super) sums: &'a mut [f64],
 }
 
-impl<const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, PAIRS, TILE> {
+impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, E, PAIRS, TILE> {
     type Output = ();
 
     #[inline(always)]
@@ -305,7 +325,7 @@ impl<const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, PAIRS, 
         // Gradient before the activation of the element at `at`.
         let gradient = |at: usize| {
             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-            let (y, dy) = unsafe { (simd.load(y.as_ptr().add(at)), simd.load(dy.as_ptr().add(at))) };
+            let (y, dy) = unsafe { (E::load(simd, y.as_ptr().add(at)), E::load(simd, dy.as_ptr().add(at))) };
             simd.mul(dy, simd.select(simd.greater(y, zero), one, slope))
         };
         for (number, image, row, column) in tiling.each(images) {
