@@ -33,6 +33,7 @@ impl Simd for Avx2 {
     type Mask = __m256;
     const LANES: usize = 8;
     const ROWS: usize = 6;
+    const WIDE_ROWS: usize = 0;
 
     #[inline(always)]
     fn splat(self, value: f32) -> __m256 {

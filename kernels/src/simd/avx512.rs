@@ -29,6 +29,7 @@ impl Simd for Avx512 {
     type Mask = __mmask16;
     const LANES: usize = 16;
     const ROWS: usize = 14;
+    const WIDE_ROWS: usize = 6;
 
     #[inline(always)]
     fn splat(self, value: f32) -> __m512 {

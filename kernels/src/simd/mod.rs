@@ -32,6 +32,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Rows of a matrix product's register tile, whose rows have two vectors: what fits the register file.
     const ROWS: usize;
+    /// Rows of a tile of four vectors; 0 if it would not pay.
+    const WIDE_ROWS: usize;
 
     /// The same value in all lanes.
     fn splat(self, value: f32) -> Self::F32;

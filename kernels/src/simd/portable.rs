@@ -18,6 +18,7 @@ impl Simd for Portable {
     type Mask = [bool; LANES];
     const LANES: usize = LANES;
     const ROWS: usize = 6;
+    const WIDE_ROWS: usize = 0;
 
     #[inline(always)]
     fn splat(self, value: f32) -> [f32; LANES] {
