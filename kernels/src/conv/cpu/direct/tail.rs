@@ -30,19 +30,13 @@ pub(super) fn pool<S: Simd>(
             unsafe {
                 let window = rows.as_ptr().add(from);
                 let (mut best, mut place) = (simd.load_first(window, count), places[0]);
-                let mut consider = |offset: usize, at: usize| {
-                    let value = simd.load_first(window.add(offset), count);
-                    let greater = simd.greater(value, best);
-                    best = simd.select(greater, value, best);
-                    place = simd.select(greater, places[at], place);
-                };
-                if second {
-                    consider(channels, 1);
-                }
-                if two {
-                    consider(line, 2);
-                    if second {
-                        consider(line + channels, 3);
+                let others = [(second, channels), (two, line), (second && two, line + channels)];
+                for (at, (exists, offset)) in others.into_iter().enumerate() {
+                    if exists {
+                        let value = simd.load_first(window.add(offset), count);
+                        let greater = simd.greater(value, best);
+                        best = simd.select(greater, value, best);
+                        place = simd.select(greater, places[at + 1], place);
                     }
                 }
                 simd.store_first(best, y.as_mut_ptr().add(to), count);
