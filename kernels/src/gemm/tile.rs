@@ -54,6 +54,10 @@ pub(crate) struct Lines {
     pub(crate) c: usize,
 }
 
+impl Lines {
+    const ONE: Lines = Lines { count: 1, left: 0, c: 0 };
+}
+
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -74,18 +78,23 @@ impl Product<'_> {
     /// # Panics
     /// If an operand or `c` is too short.
     pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        dispatch(Compute { product: *self, c, row });
+        dispatch(Compute { product: *self, lines: Lines::ONE, c, row });
     }
 
     /// As [`compute`](Self::compute), within a task.
     #[inline(always)]
     pub(crate) fn compute_with<S: Simd>(&self, simd: S, c: &mut [f32], row: usize) {
-        self.compute_lines(simd, Lines { count: 1, left: 0, c: 0 }, c, row);
+        self.compute_lines(simd, Lines::ONE, c, row);
     }
 
     /// Computes the product for several lines, within a task: while columns are at hand, for all lines.
     #[inline(always)]
     pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
+        simd.call(Compute { product: *self, lines, c, row });
+    }
+
+    #[inline(always)]
+    fn compute_here<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
         let Product { rows, columns, depth, segments, left, right, start, .. } = *self;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -139,6 +148,7 @@ impl Product<'_> {
 
 struct Compute<'a> {
     product: Product<'a>,
+    lines: Lines,
     c: &'a mut [f32],
     row: usize,
 }
@@ -147,7 +157,7 @@ impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        self.product.compute_with(simd, self.c, self.row);
+        self.product.compute_here(simd, self.lines, self.c, self.row);
     }
 }
 
@@ -310,21 +320,6 @@ mod tests {
     use crate::reference::{assert_close, random};
     use proptest::prelude::*;
 
-    struct OfLines<'a> {
-        product: Product<'a>,
-        lines: Lines,
-        c: &'a mut [f32],
-        row: usize,
-    }
-
-    impl Task for OfLines<'_> {
-        type Output = ();
-        #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
-            self.product.compute_lines(simd, self.lines, self.c, self.row);
-        }
-    }
-
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(192))]
         #[test]
@@ -366,7 +361,7 @@ mod tests {
                 start: [Start::Zero, Start::Existing, Start::Bias(&bias)][start],
             };
             let mut c = before.clone();
-            dispatch(OfLines { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride });
+            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride });
             assert_close(&c, &expected, 1e-5);
         }
     }
