@@ -21,7 +21,7 @@ use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 
-use border::Bordered;
+use border::{Block, Bordered};
 
 /// A convolution computed directly.
 #[derive(Debug)]
@@ -199,14 +199,16 @@ impl Task for Forward<'_> {
                     filters,
                     count,
                 );
-                let product =
-                    Product { start: Start::Bias(bias), slope: tail.slope.unwrap_or(1.0), ..product };
+                // The largest of four is the same before and after an activation that never falls.
+                let slope = if tail.pool.is_some() { 1.0 } else { tail.slope.unwrap_or(1.0) };
+                let product = Product { start: Start::Bias(bias), slope, ..product };
                 product.compute_lines(simd, lines, to, filters);
                 if tail.pool.is_some() {
                     let at = row * result;
                     let chosen = &mut chosen[n * rows * result + at..];
                     tail::pool(
                         simd,
+                        &tail,
                         &pair[..count * line],
                         (width, filters),
                         &mut y[at..at + result],
@@ -267,51 +269,73 @@ impl Task for Gradients<'_> {
     fn run<S: Simd>(self, simd: S) {
         let Gradients { shape, tail, images, from, packed, bias, mut dx, memory } = self;
         let Shape { channels, filters, kernel, .. } = shape;
-        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape, dx.is_some()));
+        let (rows, columns) = tail.result(&shape);
+        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape));
+        let block = Block::new(&shape, &tail);
         let dw_len = weights::gradient_len(&shape);
-        let needed = lines(dw_len) + lines(input.len()) + lines(gradient.len()) + lines(filters);
-        let mut memory = memory.reserve(needed);
+        let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
+        let needed = [dw_len, input.len(), block.len(), gradient_len, filters];
+        let mut memory = memory.reserve(needed.map(lines).iter().sum());
         memory.fill(0.0);
         let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, input.len()));
-        let (g, db) = (cut(&mut memory, gradient.len()), cut(&mut memory, filters));
-        let result_len = if images == 0 { 0 } else { from.y.len() / images };
-        let interior = gradient.interior();
+        let (g, whole) = (cut(&mut memory, block.len()), cut(&mut memory, gradient_len));
+        let db = cut(&mut memory, filters);
         let stride = lines(filters);
         for n in 0..images {
             let x = image_of(from.x, n, shape.input_len());
-            let result = n * result_len..(n + 1) * result_len;
-            let chosen = if tail.pool.is_some() { &from.chosen[result.clone()] } else { &[] };
-            let results = tail::Results { y: &from.y[result.clone()], dy: &from.dy[result], chosen };
-            db.fill(0.0);
-            tail::spread(simd, &shape, &tail, results, &gradient, g, db);
-            bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             let x: &[f32] = if input.border > 0 {
                 input.copy(x, image);
                 image
             } else {
                 x
             };
-            let product = Product {
-                rows: kernel * channels,
-                columns: filters,
-                depth: shape.out_width(),
-                segments: shape.out_height(),
-                left: Left { values: x, row: 1, depth: channels, segment: input.line() },
-                right: Right {
-                    values: &g[interior..],
-                    depth: filters,
-                    segment: gradient.line(),
-                    panel: PANEL,
-                },
-                start: Start::Existing,
-                slope: 1.0,
-            };
-            let kernel_rows = Lines { count: kernel, left: input.line(), c: product.rows * stride };
-            product.compute_lines(simd, kernel_rows, dw, stride);
+            db.fill(0.0);
+            for first in (0..rows).step_by(block.results) {
+                let count = block.results.min(rows - first);
+                let line = columns * filters;
+                let results = (n * rows + first) * line..(n * rows + first + count) * line;
+                let chosen = if tail.pool.is_some() { &from.chosen[results.clone()] } else { &[] };
+                let results = tail::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
+                let row = first * block.rows_each;
+                let height = (count * block.rows_each).min(shape.out_height() - row);
+                let whole = dx.is_some().then(|| &mut whole[gradient.interior() + row * gradient.line()..]);
+                tail::spread(
+                    simd,
+                    &tail,
+                    (height, shape.out_width()),
+                    results,
+                    (&block, g),
+                    (&gradient, whole),
+                    db,
+                );
+                let product = Product {
+                    rows: kernel * channels,
+                    columns: filters,
+                    depth: shape.out_width(),
+                    segments: height,
+                    left: Left {
+                        values: &x[row * input.line()..],
+                        row: 1,
+                        depth: channels,
+                        segment: input.line(),
+                    },
+                    right: Right {
+                        values: g,
+                        depth: block.stride,
+                        segment: shape.out_width() * block.stride,
+                        panel: block.panel,
+                    },
+                    start: Start::Existing,
+                    slope: 1.0,
+                };
+                let kernel_rows = Lines { count: kernel, left: input.line(), c: product.rows * stride };
+                product.compute_lines(simd, kernel_rows, dw, stride);
+            }
+            bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
                 let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
                 let (product, lines) =
-                    rows_of_convolution(&gradient, kernel, g, packed, channels, shape.height);
+                    rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
                 product.compute_lines(simd, lines, dx, channels);
             }
         }
