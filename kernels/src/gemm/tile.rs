@@ -4,7 +4,8 @@
 //! convolution are sums `c[r,j] = Σ_s Σ_k a[r,k,s] · b[k,j,s]` that differ only in where the operands lie. `a` is read an
 //! element at a time, each copied to all lanes, so its three strides are free. `b` is read a vector at a time, so its
 //! columns are contiguous. A tile is [`Simd::ROWS`] rows by two vectors: with AVX-512 28 of the 32 registers hold sums,
-//! and each multiply-add costs 4/7 of a load.
+//! and each multiply-add costs 4/7 of a load. Products of a few rows take four vectors, so that there are enough sums to
+//! keep the multipliers busy; the last columns take one, if that is enough.
 //!
 //! The sum of an element runs over segments and depth in order, whatever the shape of the tile: the number of rows that
 //! are computed together and the width of vectors do not show in the result.
@@ -45,6 +46,19 @@ pub(crate) enum Start<'a> {
     Bias(&'a [f32]),
 }
 
+/// Several products with one right operand, whose left operands and destinations are the given elements apart: rows of
+/// an image.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lines {
+    pub(crate) count: usize,
+    pub(crate) left: usize,
+    pub(crate) c: usize,
+}
+
+impl Lines {
+    const ONE: Lines = Lines { count: 1, left: 0, c: 0 };
+}
+
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -65,7 +79,7 @@ impl Product<'_> {
     /// # Panics
     /// If an operand or `c` is too short.
     pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        dispatch(Compute { product: *self, c, row });
+        dispatch(Compute { product: *self, lines: Lines::ONE, c, row });
     }
 
     /// Writes the product to the upper left corner of `c`.
@@ -81,51 +95,67 @@ impl Product<'_> {
     /// As [`compute`](Self::compute), within a task.
     #[inline(always)]
     pub(crate) fn compute_with<S: Simd>(&self, simd: S, c: &mut [f32], row: usize) {
+        self.compute_lines(simd, Lines::ONE, c, row);
+    }
+
+    /// Computes the product for several lines, within a task: while columns are at hand, for all lines.
+    #[inline(always)]
+    pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
+        simd.call(Compute { product: *self, lines, c, row });
+    }
+
+    #[inline(always)]
+    fn compute_here<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
         let Product { rows, columns, .. } = *self;
-        if rows == 0 || columns == 0 {
+        if rows == 0 || columns == 0 || lines.count == 0 {
             return;
         }
         assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
-        assert!(c.len() > (rows - 1) * row + columns - 1, "a product's destination");
+        let last_line = lines.count - 1;
+        assert!(c.len() > last_line * lines.c + (rows - 1) * row + columns - 1, "a product's destination");
         // SAFETY: the last element exists, and so do those before it.
-        unsafe { self.compute_at(simd, c.as_mut_ptr(), row) }
+        unsafe { self.compute_at(simd, lines, c.as_mut_ptr(), row) }
     }
 
     /// Writes the product from `c` on.
     ///
     /// # Safety
-    /// Rows `row` elements apart of as many columns as the product has can be written.
+    /// Rows `row` elements apart of as many columns as the product has can be written, for each line.
     #[inline(always)]
-    unsafe fn compute_at<S: Simd>(&self, simd: S, c: *mut f32, row: usize) {
-        let Product { rows, columns, depth, segments, left, right, start, slope } = *self;
-        if rows == 0 || columns == 0 {
+    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize) {
+        let Product { rows, columns, depth, segments, left, right, start, .. } = *self;
+        if rows == 0 || columns == 0 || lines.count == 0 {
             return;
         }
+        let last_line = lines.count - 1;
         if let Start::Bias(bias) = start {
             assert!(bias.len() >= columns, "a product's bias");
         }
         if depth > 0 && segments > 0 {
             let last = (depth - 1, segments - 1);
-            let end = (rows - 1) * left.row + last.0 * left.depth + last.1 * left.segment;
+            let end =
+                last_line * lines.left + (rows - 1) * left.row + last.0 * left.depth + last.1 * left.segment;
             assert!(left.values.len() > end, "a product's left operand");
             let (panel, column) = ((columns - 1) / PANEL, (columns - 1) % PANEL);
             let end = panel * right.panel + last.0 * right.depth + last.1 * right.segment + column;
             assert!(right.values.len() > end, "a product's right operand");
         }
-        // Rows in tiles of about equal height.
-        let tiles = rows.div_ceil(S::ROWS);
-        let tile_columns = 2 * S::LANES;
-        for column in (0..columns).step_by(tile_columns) {
-            let width = tile_columns.min(columns - column);
-            for tile in 0..tiles {
-                let first = rows * tile / tiles;
-                let height = rows * (tile + 1) / tiles - first;
-                // SAFETY: the furthest elements of all operands were found to exist, and this tile lies within.
+        let four = rows <= S::WIDE_ROWS && 2 * S::LANES == PANEL;
+        let mut column = 0;
+        while column < columns {
+            let vectors = match columns - column {
+                rest if rest <= S::LANES => 1,
+                rest if four && rest >= 4 * S::LANES => 4,
+                _ => 2,
+            };
+            let width = (vectors * S::LANES).min(columns - column);
+            for line in 0..lines.count {
+                // SAFETY: the furthest elements of all operands were found to exist, and these columns lie within.
                 unsafe {
                     let place = Place {
-                        a: left.values.as_ptr().add(first * left.row),
+                        a: left.values.as_ptr().add(line * lines.left),
                         b: right.values.as_ptr().add(column / PANEL * right.panel + column % PANEL),
-                        c: c.add(first * row + column),
+                        c: c.add(line * lines.c + column),
                         row,
                         bias: match start {
                             Start::Bias(bias) => bias.as_ptr().add(column),
@@ -133,17 +163,18 @@ impl Product<'_> {
                         },
                         existing: matches!(start, Start::Existing),
                         width,
-                        slope,
                     };
-                    tile_of_height(simd, self, place, height);
+                    rows_of_tiles(simd, self, place, vectors);
                 }
             }
+            column += width;
         }
     }
 }
 
 struct Compute<'a> {
     product: Product<'a>,
+    lines: Lines,
     c: &'a mut [f32],
     row: usize,
 }
@@ -152,7 +183,7 @@ impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        self.product.compute_with(simd, self.c, self.row);
+        self.product.compute_here(simd, self.lines, self.c, self.row);
     }
 }
 
@@ -167,7 +198,7 @@ impl Task for ComputeAt<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         // SAFETY: made by `compute_block` only, for a block of at least the product's extents.
-        unsafe { self.product.compute_at(simd, self.c, self.row) }
+        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row) }
     }
 }
 
@@ -195,9 +226,8 @@ struct Place {
     /// Null for none.
     bias: *const f32,
     existing: bool,
-    /// Columns, at most two vectors.
+    /// Columns, at most as many as the tile's vectors have.
     width: usize,
-    slope: f32,
 }
 
 /// Repeats `body` with the constant `I` from 0 to below `count`: written out, so that tiles stay in registers.
@@ -211,18 +241,47 @@ macro_rules! unroll {
     };
 }
 
-/// Calls [`tile`] with the height as a constant.
+/// All rows of a few columns, in tiles of about equal height.
 ///
 /// # Safety
-/// As for [`tile`]; `height` is 1 to `S::ROWS`.
+/// As for [`tile`].
 #[inline(always)]
-unsafe fn tile_of_height<S: Simd>(simd: S, product: &Product<'_>, place: Place, height: usize) {
+unsafe fn rows_of_tiles<S: Simd>(simd: S, product: &Product<'_>, place: Place, vectors: usize) {
+    let tiles = product.rows.div_ceil(S::ROWS);
+    for tile in 0..tiles {
+        let first = product.rows * tile / tiles;
+        let height = product.rows * (tile + 1) / tiles - first;
+        // SAFETY: these rows are a part of the caller's.
+        unsafe {
+            let a = place.a.add(first * product.left.row);
+            let place = Place { a, c: place.c.add(first * place.row), ..place };
+            tile_of_height(simd, product, place, height, vectors);
+        }
+    }
+}
+
+/// Calls [`tile`] with height and vectors as constants.
+///
+/// # Safety
+/// As for [`tile`]; `height` is 1 to `S::ROWS`, for four vectors to `S::WIDE_ROWS`.
+#[inline(always)]
+unsafe fn tile_of_height<S: Simd>(
+    simd: S,
+    product: &Product<'_>,
+    place: Place,
+    height: usize,
+    vectors: usize,
+) {
     macro_rules! heights {
         ($($height:literal)*) => {
-            match height {
+            match (height, vectors) {
                 // SAFETY: passed on.
-                $($height if $height <= S::ROWS => unsafe { tile::<S, $height>(simd, product, place) },)*
-                _ => unreachable!("a tile of {height} rows"),
+                $(($height, 2) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, place) },)*
+                // SAFETY: passed on.
+                $(($height, 1) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, place) },)*
+                // SAFETY: passed on.
+                $(($height, 4) if $height <= S::WIDE_ROWS => unsafe { tile::<S, $height, 4>(simd, product, place) },)*
+                _ => unreachable!("a tile of {height} rows and {vectors} vectors"),
             }
         };
     }
@@ -230,59 +289,71 @@ unsafe fn tile_of_height<S: Simd>(simd: S, product: &Product<'_>, place: Place, 
 }
 
 /// One register tile. Rows are addressed from a pointer for every three of them, so that each is at most one
-/// multiplication by 2 away from a register.
+/// multiplication by 2 away from a register. Only the last vector may be partial; of four, none is.
 ///
 /// # Safety
 /// All elements of the tile exist.
 #[inline(always)]
-unsafe fn tile<S: Simd, const ROWS: usize>(simd: S, product: &Product<'_>, place: Place) {
-    let Product { left, right, depth, segments, .. } = *product;
-    let whole = place.width == 2 * S::LANES;
-    let (near, far) = (place.width.min(S::LANES), place.width.saturating_sub(S::LANES));
+unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
+    simd: S,
+    product: &Product<'_>,
+    place: Place,
+) {
+    let Product { left, right, depth, segments, slope, .. } = *product;
+    let whole = VECTORS == 4 || place.width == VECTORS * S::LANES;
+    let mut counts = [S::LANES; VECTORS];
+    if VECTORS != 4 {
+        counts[VECTORS - 1] = place.width - (VECTORS - 1) * S::LANES;
+    }
     let zero = simd.splat(0.0);
-    let mut sums = [[zero; 2]; ROWS];
+    let mut sums = [[zero; VECTORS]; ROWS];
     // SAFETY: the caller vouches for the elements; partial vectors touch no others.
     unsafe {
         if place.existing {
             unroll!(ROWS, {
-                let from = place.c.add(I * place.row).cast_const();
-                sums[I] = [simd.load_first(from, near), simd.load_first(from.wrapping_add(S::LANES), far)];
+                const ROW: usize = I;
+                let from = place.c.add(ROW * place.row).cast_const();
+                unroll!(VECTORS, { sums[ROW][I] = simd.load_first(from.add(I * S::LANES), counts[I]) });
             });
         } else if !place.bias.is_null() {
-            let from = place.bias;
-            let bias = [simd.load_first(from, near), simd.load_first(from.wrapping_add(S::LANES), far)];
+            let mut bias = [zero; VECTORS];
+            unroll!(VECTORS, { bias[I] = simd.load_first(place.bias.add(I * S::LANES), counts[I]) });
             sums = [bias; ROWS];
         }
         for segment in 0..segments {
             let mut a = [place.a.wrapping_add(segment * left.segment); 5];
             unroll!(5, { a[I] = a[I].wrapping_add(3 * I * left.row) });
-            let mut b = place.b.wrapping_add(segment * right.segment);
+            // Vectors 0 and 1 are of one panel, 2 and 3 of the next.
+            let mut b = [place.b.wrapping_add(segment * right.segment); 2];
+            b[1] = b[1].wrapping_add(right.panel);
+            macro_rules! accumulate {
+                ($from:ident, $count:ident => $load:expr) => {
+                    for _ in 0..depth {
+                        let mut columns = [zero; VECTORS];
+                        unroll!(VECTORS, {
+                            let ($from, $count) = (b[I / 2 % 2].wrapping_add(I % 2 * S::LANES), counts[I]);
+                            columns[I] = $load;
+                        });
+                        unroll!(ROWS, {
+                            const ROW: usize = I;
+                            let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
+                            unroll!(VECTORS, {
+                                sums[ROW][I] = simd.mul_add(value, columns[I], sums[ROW][I]);
+                            });
+                        });
+                        unroll!(5, { a[I] = a[I].wrapping_add(left.depth) });
+                        unroll!(2, { b[I] = b[I].wrapping_add(right.depth) });
+                    }
+                };
+            }
             if whole {
-                for _ in 0..depth {
-                    let columns = [simd.load(b), simd.load(b.add(S::LANES))];
-                    unroll!(ROWS, {
-                        let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
-                        sums[I][0] = simd.mul_add(value, columns[0], sums[I][0]);
-                        sums[I][1] = simd.mul_add(value, columns[1], sums[I][1]);
-                    });
-                    unroll!(5, { a[I] = a[I].wrapping_add(left.depth) });
-                    b = b.wrapping_add(right.depth);
-                }
+                accumulate!(from, _count => simd.load(from));
             } else {
-                for _ in 0..depth {
-                    let columns = [simd.load_first(b, near), simd.load_first(b.wrapping_add(S::LANES), far)];
-                    unroll!(ROWS, {
-                        let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
-                        sums[I][0] = simd.mul_add(value, columns[0], sums[I][0]);
-                        sums[I][1] = simd.mul_add(value, columns[1], sums[I][1]);
-                    });
-                    unroll!(5, { a[I] = a[I].wrapping_add(left.depth) });
-                    b = b.wrapping_add(right.depth);
-                }
+                accumulate!(from, count => simd.load_first(from, count));
             }
         }
-        if place.slope != 1.0 {
-            let slope = simd.splat(place.slope);
+        if slope != 1.0 {
+            let slope = simd.splat(slope);
             unroll!(ROWS, {
                 for sum in &mut sums[I] {
                     *sum = simd.select(simd.greater(*sum, zero), *sum, simd.mul(*sum, slope));
@@ -290,9 +361,9 @@ unsafe fn tile<S: Simd, const ROWS: usize>(simd: S, product: &Product<'_>, place
             });
         }
         unroll!(ROWS, {
-            let to = place.c.add(I * place.row);
-            simd.store_first(sums[I][0], to, near);
-            simd.store_first(sums[I][1], to.wrapping_add(S::LANES), far);
+            const ROW: usize = I;
+            let to = place.c.add(ROW * place.row);
+            unroll!(VECTORS, { simd.store_first(sums[ROW][I], to.add(I * S::LANES), counts[I]) });
         });
     }
 }
@@ -304,33 +375,34 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(96))]
+        #![proptest_config(ProptestConfig::with_cases(192))]
         #[test]
         fn a_product_sums_over_segments_and_depth(
             (rows, columns, depth, segments) in (1usize..40, 1usize..80, 0usize..20, 0usize..4),
-            (a_rows_apart, packed, start) in (any::<bool>(), any::<bool>(), 0usize..3), leaky: bool,
+            (a_rows_apart, packed, start) in (any::<bool>(), any::<bool>(), 0usize..3), leaky: bool, lines in 1usize..3,
         ) {
             let (row, step) = if a_rows_apart { (depth + 3, 1) } else { (1, rows + 2) };
             let left_segment = (rows + 3) * (depth + 3);
-            let left = random(left_segment * segments.max(1) + 1, 1);
+            let left_line = left_segment * segments.max(1) + 1;
+            let left = random(left_line * lines, 1);
             let panels = columns.div_ceil(PANEL);
             let (right_depth, panel) = if packed { (PANEL, PANEL * depth * segments) } else { (columns, PANEL) };
             let right_segment = right_depth * depth;
             let right = random((panels * PANEL * depth * segments).max(columns * depth * segments), 2);
             let bias = random(columns, 3);
             let stride = columns + 5;
-            let before = random(rows * stride, 4);
+            let before = random(lines * rows * stride, 4);
             let slope = if leaky { 0.2 } else { 1.0 };
             let mut expected = Vec::new();
             for (at, &old) in before.iter().enumerate() {
-                let (r, j) = (at / stride, at % stride);
+                let (line, r, j) = (at / stride / rows, at / stride % rows, at % stride);
                 if j >= columns {
                     expected.push(f64::from(old));
                     continue;
                 }
                 let mut sum = [0.0, f64::from(old), f64::from(bias[j])][start];
                 for (s, k) in (0..segments * depth).map(|at| (at / depth, at % depth)) {
-                    let a = left[r * row + k * step + s * left_segment];
+                    let a = left[line * left_line + r * row + k * step + s * left_segment];
                     let b = right[j / PANEL * panel + j % PANEL + k * right_depth + s * right_segment];
                     sum += f64::from(a) * f64::from(b);
                 }
@@ -343,7 +415,7 @@ mod tests {
                 start: [Start::Zero, Start::Existing, Start::Bias(&bias)][start],
             };
             let mut c = before.clone();
-            product.compute(&mut c, stride);
+            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride });
             assert_close(&c, &expected, 1e-5);
         }
     }

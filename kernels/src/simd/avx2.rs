@@ -19,6 +19,16 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Output {
     task.run(Avx2(()))
 }
 
+/// As [`run`], and not inlined.
+///
+/// # Safety
+/// As for [`run`].
+#[inline(never)]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn outlined<T: Task>(task: T) -> T::Output {
+    task.run(Avx2(()))
+}
+
 /// All bits set in the first `count` lanes.
 #[inline(always)]
 unsafe fn first(count: usize) -> __m256i {
@@ -37,6 +47,11 @@ impl Simd for Avx2 {
     const ROWS: usize = 6;
     const WIDE_ROWS: usize = 0;
 
+    #[inline(always)]
+    fn call<T: Task>(self, task: T) -> T::Output {
+        // SAFETY: above.
+        unsafe { outlined(task) }
+    }
     #[inline(always)]
     fn splat(self, value: f32) -> __m256 {
         // SAFETY: above.

@@ -19,6 +19,16 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Output {
     task.run(Avx512(()))
 }
 
+/// As [`run`], and not inlined.
+///
+/// # Safety
+/// As for [`run`].
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+unsafe fn outlined<T: Task>(task: T) -> T::Output {
+    task.run(Avx512(()))
+}
+
 fn first(count: usize) -> __mmask16 {
     debug_assert!(count <= 16);
     ((1u32 << count) - 1) as __mmask16
@@ -33,6 +43,11 @@ impl Simd for Avx512 {
     const ROWS: usize = 14;
     const WIDE_ROWS: usize = 6;
 
+    #[inline(always)]
+    fn call<T: Task>(self, task: T) -> T::Output {
+        // SAFETY: above.
+        unsafe { outlined(task) }
+    }
     #[inline(always)]
     fn splat(self, value: f32) -> __m512 {
         // SAFETY: above.

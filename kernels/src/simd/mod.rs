@@ -37,6 +37,10 @@ pub trait Simd: Copy + Send + Sync {
     /// Rows of a tile of four vectors; 0 if it would not pay.
     const WIDE_ROWS: usize;
 
+    /// Runs `task` in a function of its own, with the same instructions. A register tile is compiled once that way; where
+    /// it is inlined, what is constant there may cost it a register too many.
+    fn call<T: Task>(self, task: T) -> T::Output;
+
     /// The same value in all lanes.
     fn splat(self, value: f32) -> Self::F32;
 
@@ -112,7 +116,7 @@ pub trait Simd: Copy + Send + Sync {
 }
 
 /// A computation to be compiled for each instruction set.
-pub(crate) trait Task {
+pub trait Task {
     /// What it returns.
     type Output;
     /// Runs it. Implementations carry `#[inline(always)]`, so that they are compiled where the instructions are enabled.

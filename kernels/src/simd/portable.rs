@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::Simd;
+use super::{Simd, Task};
 use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
 
 /// Needs no proof.
@@ -16,6 +16,11 @@ fn zip<A: Copy, B: Copy, C>(a: [A; LANES], b: [B; LANES], each: impl Fn(A, B) ->
     [each(a[0], b[0]), each(a[1], b[1]), each(a[2], b[2]), each(a[3], b[3])]
 }
 
+#[inline(never)]
+fn outlined<T: Task>(task: T) -> T::Output {
+    task.run(Portable)
+}
+
 impl Simd for Portable {
     type F32 = [f32; LANES];
     type Mask = [bool; LANES];
@@ -23,6 +28,10 @@ impl Simd for Portable {
     const ROWS: usize = 6;
     const WIDE_ROWS: usize = 0;
 
+    #[inline(always)]
+    fn call<T: Task>(self, task: T) -> T::Output {
+        outlined(task)
+    }
     #[inline(always)]
     fn splat(self, value: f32) -> [f32; LANES] {
         [value; LANES]

@@ -1,6 +1,10 @@
-//! Images in the middle of zeros, so that a kernel may look past their edges.
+//! Images in the middle of zeros, so that a kernel may look past their edges; gradients in blocks that stay in the first
+//! cache.
 
+use super::lines;
 use crate::conv::Shape;
+use crate::conv::cpu::Tail;
+use crate::gemm::tile::PANEL;
 
 /// The extents of an image with its border.
 #[derive(Debug, Clone, Copy)]
@@ -26,9 +30,9 @@ impl Bordered {
         }
     }
 
-    /// The gradient of its result before activation and pooling, with a border if it is to be convolved.
-    pub(super) fn gradient(shape: &Shape, convolved: bool) -> Bordered {
-        let border = if convolved { shape.kernel - 1 - shape.pad() } else { 0 };
+    /// The gradient of its result before activation and pooling, which is convolved for that of its input.
+    pub(super) fn gradient(shape: &Shape) -> Bordered {
+        let border = shape.kernel - 1 - shape.pad();
         Bordered {
             height: shape.out_height() + 2 * border,
             width: shape.out_width() + 2 * border,
@@ -59,5 +63,46 @@ impl Bordered {
         for (from, to) in from.chunks_exact(inner).zip(rows) {
             to[..inner].copy_from_slice(from);
         }
+    }
+}
+
+/// A few rows of the gradient before activation and pooling, in panels of channels: the right operand of the weight
+/// gradient, which is read once for every tile of weights.
+///
+/// A panel of a block fills half the first cache. In an image of 128 channels, the same elements lie in an eighth of the
+/// cache's sets and drive each other out.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Block {
+    /// Rows of the result that make a block.
+    pub(super) results: usize,
+    /// Rows of the gradient for each of them.
+    pub(super) rows_each: usize,
+    /// Elements from one pixel to the next.
+    pub(super) stride: usize,
+    /// Elements from one panel to the next.
+    pub(super) panel: usize,
+    panels: usize,
+}
+
+impl Block {
+    /// The blocks of `shape`'s gradient.
+    pub(super) fn new(shape: &Shape, tail: &Tail) -> Block {
+        let rows_each = if tail.pool.is_some() { 2 } else { 1 };
+        // Few rows of weights are computed with four vectors, of two panels.
+        let pixels = if shape.kernel * shape.channels <= 6 { 100 } else { 200 };
+        let results = (pixels / (rows_each * shape.out_width())).max(1);
+        let stride = PANEL.min(lines(shape.filters));
+        let panel = results * rows_each * shape.out_width() * stride;
+        Block { results, rows_each, stride, panel, panels: shape.filters.div_ceil(PANEL) }
+    }
+
+    /// As many channels as there is room for.
+    pub(super) fn channels(&self) -> usize {
+        self.panels * self.stride
+    }
+
+    /// Elements of a block.
+    pub(super) fn len(&self) -> usize {
+        self.panels * self.panel
     }
 }

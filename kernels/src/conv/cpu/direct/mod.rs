@@ -17,11 +17,11 @@ mod weights;
 use super::{Backward, Scratch, Tail};
 use crate::AlignedVec;
 use crate::conv::Shape;
-use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
+use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 
-use border::Bordered;
+use border::{Block, Bordered};
 
 /// A convolution computed directly.
 #[derive(Debug)]
@@ -78,7 +78,18 @@ impl Direct {
         threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
             let x = &x[range.start * shape.input_len()..range.end * shape.input_len()];
             let memory = part.own();
-            dispatch(Forward { shape, tail, x, packed, bias, y: y.values, chosen: chosen.values, memory });
+            let images = range.len();
+            dispatch(Forward {
+                shape,
+                tail,
+                images,
+                x,
+                packed,
+                bias,
+                y: y.values,
+                chosen: chosen.values,
+                memory,
+            });
         });
     }
 
@@ -139,6 +150,7 @@ impl Direct {
 struct Forward<'a> {
     shape: Shape,
     tail: Tail,
+    images: usize,
     x: &'a [f32],
     packed: &'a [f32],
     bias: &'a [f32],
@@ -152,7 +164,7 @@ impl Task for Forward<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Forward { shape, tail, x, packed, bias, y, mut chosen, memory } = self;
+        let Forward { shape, tail, images, x, packed, bias, y, chosen, memory } = self;
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
         let bordered = Bordered::input(&shape);
         let line = width * filters;
@@ -163,57 +175,79 @@ impl Task for Forward<'_> {
         }
         let (rows, columns) = tail.result(&shape);
         let result = columns * filters;
-        for (x, y) in x.chunks_exact(shape.input_len()).zip(y.chunks_exact_mut(rows * result)) {
+        for n in 0..images {
+            let x = image_of(x, n, shape.input_len());
             let x: &[f32] = if bordered.border > 0 {
                 bordered.copy(x, image);
                 image
             } else {
                 x
             };
-            let convolve = |row: usize, count: usize, to: &mut [f32]| {
-                for (i, to) in (row..row + count).zip(to.chunks_exact_mut(line)) {
-                    let product = convolution_row(&bordered, shape.kernel, x, i, packed, filters);
-                    let product =
-                        Product { start: Start::Bias(bias), slope: tail.slope.unwrap_or(1.0), ..product };
-                    product.compute_with(simd, to, filters);
+            let y = &mut y[n * rows * result..(n + 1) * rows * result];
+            // Without pooling all rows at once, otherwise the two of a row of the result.
+            let steps = if tail.pool.is_some() { rows } else { 1 };
+            for row in 0..steps {
+                let (count, to) = match tail.pool {
+                    Some(_) => ((height - 2 * row).min(2), &mut *pair),
+                    None => (height, &mut *y),
+                };
+                let (product, lines) = rows_of_convolution(
+                    &bordered,
+                    shape.kernel,
+                    &x[2 * row * bordered.line()..],
+                    packed,
+                    filters,
+                    count,
+                );
+                // The largest of four is the same before and after an activation that never falls.
+                let slope = if tail.pool.is_some() { 1.0 } else { tail.slope.unwrap_or(1.0) };
+                let product = Product { start: Start::Bias(bias), slope, ..product };
+                product.compute_lines(simd, lines, to, filters);
+                if tail.pool.is_some() {
+                    let at = row * result;
+                    let chosen = &mut chosen[n * rows * result + at..];
+                    tail::pool(
+                        simd,
+                        &tail,
+                        &pair[..count * line],
+                        (width, filters),
+                        &mut y[at..at + result],
+                        chosen,
+                    );
                 }
-            };
-            if tail.pool.is_none() {
-                convolve(0, height, y);
-                continue;
-            }
-            for (row, y) in y.chunks_exact_mut(result).enumerate() {
-                let count = (height - 2 * row).min(2);
-                convolve(2 * row, count, pair);
-                tail::pool(simd, &pair[..count * line], (width, filters), y, chosen);
-                chosen = &mut chosen[result..];
             }
         }
     }
 }
 
-/// The product that gives row `i` of a convolution of a bordered image.
+/// Image `n` of those in `values`.
+fn image_of(values: &[f32], n: usize, len: usize) -> &[f32] {
+    &values[n * len..(n + 1) * len]
+}
+
+/// The product that gives the first `count` rows of a convolution of a bordered image.
 #[inline(always)]
-fn convolution_row<'a>(
+fn rows_of_convolution<'a>(
     image: &Bordered,
     kernel: usize,
     x: &'a [f32],
-    i: usize,
     packed: &'a [f32],
     columns: usize,
-) -> Product<'a> {
+    count: usize,
+) -> (Product<'a>, Lines) {
     let (channels, line) = (image.channels, image.line());
     let depth = kernel * channels;
-    Product {
+    let product = Product {
         rows: image.width + 1 - kernel,
         columns,
         depth,
         segments: kernel,
-        left: Left { values: &x[i * line..], row: channels, depth: 1, segment: line },
+        left: Left { values: x, row: channels, depth: 1, segment: line },
         right: Right { values: packed, depth: PANEL, segment: depth * PANEL, panel: kernel * depth * PANEL },
         start: Start::Zero,
         slope: 1.0,
-    }
+    };
+    (product, Lines { count, left: line, c: product.rows * columns })
 }
 
 /// The backward pass of a thread's images. The weight gradient, \[K, K·C, filters\], is left at the beginning of `memory`.
@@ -235,59 +269,74 @@ impl Task for Gradients<'_> {
     fn run<S: Simd>(self, simd: S) {
         let Gradients { shape, tail, images, from, packed, bias, mut dx, memory } = self;
         let Shape { channels, filters, kernel, .. } = shape;
-        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape, dx.is_some()));
+        let (rows, columns) = tail.result(&shape);
+        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape));
+        let block = Block::new(&shape, &tail);
         let dw_len = weights::gradient_len(&shape);
-        let needed = lines(dw_len) + lines(input.len()) + lines(gradient.len()) + lines(filters);
-        let mut memory = memory.reserve(needed);
+        let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
+        let needed = [dw_len, input.len(), block.len(), gradient_len, filters];
+        let mut memory = memory.reserve(needed.map(lines).iter().sum());
         memory.fill(0.0);
         let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, input.len()));
-        let (g, db) = (cut(&mut memory, gradient.len()), cut(&mut memory, filters));
-        let result_len = if images == 0 { 0 } else { from.y.len() / images };
-        let interior = gradient.interior();
+        let (g, whole) = (cut(&mut memory, block.len()), cut(&mut memory, gradient_len));
+        let db = cut(&mut memory, filters);
         let stride = lines(filters);
         for n in 0..images {
-            let x = &from.x[n * shape.input_len()..][..shape.input_len()];
-            let result = n * result_len..(n + 1) * result_len;
-            let chosen = if tail.pool.is_some() { &from.chosen[result.clone()] } else { &[] };
-            let results = tail::Results { y: &from.y[result.clone()], dy: &from.dy[result], chosen };
-            db.fill(0.0);
-            tail::spread(simd, &shape, &tail, results, &gradient, g, db);
-            bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
+            let x = image_of(from.x, n, shape.input_len());
             let x: &[f32] = if input.border > 0 {
                 input.copy(x, image);
                 image
             } else {
                 x
             };
-            for (u, dw) in dw.chunks_exact_mut(kernel * channels * stride).enumerate() {
+            db.fill(0.0);
+            for first in (0..rows).step_by(block.results) {
+                let count = block.results.min(rows - first);
+                let line = columns * filters;
+                let results = (n * rows + first) * line..(n * rows + first + count) * line;
+                let chosen = if tail.pool.is_some() { &from.chosen[results.clone()] } else { &[] };
+                let results = tail::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
+                let row = first * block.rows_each;
+                let height = (count * block.rows_each).min(shape.out_height() - row);
+                let whole = dx.is_some().then(|| &mut whole[gradient.interior() + row * gradient.line()..]);
+                tail::spread(
+                    simd,
+                    &tail,
+                    (height, shape.out_width()),
+                    results,
+                    (&block, g),
+                    (&gradient, whole),
+                    db,
+                );
                 let product = Product {
                     rows: kernel * channels,
                     columns: filters,
                     depth: shape.out_width(),
-                    segments: shape.out_height(),
+                    segments: height,
                     left: Left {
-                        values: &x[u * input.line()..],
+                        values: &x[row * input.line()..],
                         row: 1,
                         depth: channels,
                         segment: input.line(),
                     },
                     right: Right {
-                        values: &g[interior..],
-                        depth: filters,
-                        segment: gradient.line(),
-                        panel: PANEL,
+                        values: g,
+                        depth: block.stride,
+                        segment: shape.out_width() * block.stride,
+                        panel: block.panel,
                     },
                     start: Start::Existing,
                     slope: 1.0,
                 };
-                product.compute_with(simd, dw, stride);
+                let kernel_rows = Lines { count: kernel, left: input.line(), c: product.rows * stride };
+                product.compute_lines(simd, kernel_rows, dw, stride);
             }
+            bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
                 let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
-                for (i, dx) in dx.chunks_exact_mut(shape.width * channels).enumerate() {
-                    convolution_row(&gradient, kernel, g, i, packed, channels)
-                        .compute_with(simd, dx, channels);
-                }
+                let (product, lines) =
+                    rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
+                product.compute_lines(simd, lines, dx, channels);
             }
         }
     }

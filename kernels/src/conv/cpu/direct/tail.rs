@@ -1,16 +1,18 @@
 //! What follows a convolution, by vectors of channels: max-pooling of two rows, and the way of the gradient back through
 //! pooling and activation.
 
-use super::border::Bordered;
-use crate::conv::Shape;
+use super::border::{Block, Bordered};
 use crate::conv::cpu::Tail;
+use crate::gemm::tile::PANEL;
+use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
 
-/// Pools one or two rows of `width` pixels to one row, the length of `y`; `chosen` gets the places of the maxima, and may
+/// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation; `chosen` gets the places of the maxima, and may
 /// be written a little beyond them, where it is longer.
 #[inline(always)]
 pub(super) fn pool<S: Simd>(
     simd: S,
+    tail: &Tail,
     rows: &[f32],
     (width, channels): (usize, usize),
     y: &mut [f32],
@@ -20,7 +22,8 @@ pub(super) fn pool<S: Simd>(
     let two = rows.len() == 2 * line;
     assert!(two || rows.len() == line, "one or two rows");
     assert!(y.len() / channels <= width.div_ceil(2) && chosen.len() >= y.len(), "a row of half the width");
-    let places = [0.0, 1.0, 2.0, 3.0].map(|place| simd.splat(place));
+    let (zero, slope) = (simd.splat(0.0), simd.splat(tail.slope.unwrap_or(1.0)));
+    let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
     for pixel in 0..y.len() / channels {
         let second = 2 * pixel + 1 < width;
         for channel in (0..channels).step_by(S::LANES) {
@@ -30,21 +33,16 @@ pub(super) fn pool<S: Simd>(
             unsafe {
                 let window = rows.as_ptr().add(from);
                 let (mut best, mut place) = (simd.load_first(window, count), places[0]);
-                let mut consider = |offset: usize, at: usize| {
-                    let value = simd.load_first(window.add(offset), count);
-                    let greater = simd.greater(value, best);
-                    best = simd.select(greater, value, best);
-                    place = simd.select(greater, places[at], place);
-                };
-                if second {
-                    consider(channels, 1);
-                }
-                if two {
-                    consider(line, 2);
-                    if second {
-                        consider(line + channels, 3);
+                let others = [(second, channels), (two, line), (second && two, line + channels)];
+                for (at, (exists, offset)) in others.into_iter().enumerate() {
+                    if exists {
+                        let value = simd.load_first(window.add(offset), count);
+                        let greater = simd.greater(value, best);
+                        best = simd.select(greater, value, best);
+                        place = simd.select(greater, places[at + 1], place);
                     }
                 }
+                let best = simd.select(simd.greater(best, zero), best, simd.mul(best, slope));
                 simd.store_first(best, y.as_mut_ptr().add(to), count);
                 if to + S::LANES <= chosen.len() {
                     simd.store_bytes(place, chosen.as_mut_ptr().add(to));
@@ -58,7 +56,7 @@ pub(super) fn pool<S: Simd>(
     }
 }
 
-/// The results for one image and their gradient.
+/// Rows of the results of one image and their gradient.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Results<'a> {
     pub(super) y: &'a [f32],
@@ -67,32 +65,46 @@ pub(super) struct Results<'a> {
     pub(super) chosen: &'a [u8],
 }
 
-/// Writes the gradient before activation and pooling to the middle of `to`, and adds it up in `bias`. Pixels that no
-/// window covers are not written.
+/// Writes rows of the gradient before activation and pooling to a block and, if there is one, to an image, from their
+/// first pixels on, and adds them up in `bias`. Pixels that no window covers are not written.
 #[inline(always)]
 pub(super) fn spread<S: Simd>(
     simd: S,
-    shape: &Shape,
     tail: &Tail,
+    (height, width): (usize, usize),
     from: Results<'_>,
-    bordered: &Bordered,
-    to: &mut [f32],
+    (block, to): (&Block, &mut [f32]),
+    (bordered, image): (&Bordered, Option<&mut [f32]>),
     bias: &mut [f32],
 ) {
-    let channels = shape.filters;
-    let (rows, columns) = tail.result(shape);
-    let (height, width) = (shape.out_height(), shape.out_width());
-    let len = rows * columns * channels;
-    assert!(from.y.len() == len && from.dy.len() == len && bias.len() == channels, "results of an image");
-    assert!(tail.pool.is_none() || from.chosen.len() == len, "choices of an image");
-    assert!(to.len() >= bordered.len(), "the gradient of an image");
-    let (line, interior) = (bordered.line(), bordered.interior());
+    let channels = bias.len();
+    let each = block.rows_each;
+    let columns = match tail.pool {
+        Some(Rounding::Floor) => width / 2,
+        Some(Rounding::Ceil) => width.div_ceil(2),
+        None => width,
+    };
+    let len = from.y.len();
+    let rows = len / (columns * channels).max(1);
+    assert!(len == rows * columns * channels && from.dy.len() == len, "rows of a result");
+    assert!(tail.pool.is_none() || from.chosen.len() == len, "choices of a result");
+    assert!(rows <= height && height <= rows * each && rows <= block.results, "rows of a gradient");
+    assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
+    let line = bordered.line();
+    let image = match image {
+        Some(image) => {
+            assert!(bordered.channels == channels && image.len() >= (height - 1) * line + width * channels);
+            image.as_mut_ptr()
+        }
+        None => std::ptr::null_mut(),
+    };
     let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(tail.slope.unwrap_or(1.0)));
-    let places = [0.0, 1.0, 2.0, 3.0].map(|place| simd.splat(place));
+    let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
     for row in 0..rows {
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
-            // SAFETY: by the assertions and tests, all pixels lie within their images.
+            let first = channel / PANEL * block.panel + channel % PANEL;
+            // SAFETY: by the assertions and tests, all pixels lie within their rows, block and image.
             unsafe {
                 let mut sum = zero;
                 for column in 0..columns {
@@ -101,24 +113,25 @@ pub(super) fn spread<S: Simd>(
                     let dy = simd.load_first(from.dy.as_ptr().add(at), count);
                     let gradient = simd.mul(dy, simd.select(positive, one, slope));
                     sum = simd.add(sum, gradient);
-                    if tail.pool.is_none() {
-                        let to = to.as_mut_ptr().add(interior + row * line + column * channels + channel);
-                        simd.store_first(gradient, to, count);
-                        continue;
-                    }
-                    let chosen = if at + S::LANES <= len {
+                    let chosen = if tail.pool.is_none() {
+                        zero
+                    } else if at + S::LANES <= len {
                         simd.load_bytes(from.chosen.as_ptr().add(at))
                     } else {
                         let mut bytes = [0; MAX_LANES];
                         bytes[..count].copy_from_slice(&from.chosen[at..at + count]);
                         simd.load_bytes(bytes.as_ptr())
                     };
-                    let to = to.as_mut_ptr().add(interior + 2 * (row * line + column * channels) + channel);
-                    for (at, place) in places.into_iter().enumerate() {
-                        let (u, v) = (at / 2, at % 2);
-                        if 2 * row + u < height && 2 * column + v < width {
-                            let value = simd.select(simd.equal(chosen, place), gradient, zero);
-                            simd.store_first(value, to.add(u * line + v * channels), count);
+                    for (place, number) in places.into_iter().enumerate().take(each * each) {
+                        let (i, j) = (each * row + place / 2, each * column + place % 2);
+                        if i < height && j < width {
+                            let value = simd.select(simd.equal(chosen, number), gradient, zero);
+                            // Whole vectors: blocks have whole cache lines for a pixel.
+                            simd.store(value, to.as_mut_ptr().add(first + (i * width + j) * block.stride));
+                            if !image.is_null() {
+                                let to = image.add(i * line + j * channels + channel);
+                                simd.store_first(value, to, count);
+                            }
                         }
                     }
                 }
