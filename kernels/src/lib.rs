@@ -5,7 +5,7 @@
 //!
 //! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
 //! - Around them: [`gather`] fills batches, [`arena`] and [`digest`] treat all parameters of a network as one slice.
-//! - Beneath them: [`gemm`] for matrix products, [`transpose`] for the order of images, [`threads`] for the cores of one rank
+//! - Beneath them: register tiles for all products, [`transpose`] for the order of images, [`threads`] for the cores of one rank
 //!   and the [`peak`] they have, [`rng`] for numbers that do not depend on who draws them.
 //! - [`level`] names the instruction sets they are all compiled for.
 //! - Collectives: [`dtype`] and [`reduce`].
@@ -25,7 +25,7 @@ pub mod digest;
 pub mod dropout;
 pub mod dtype;
 pub mod gather;
-pub mod gemm;
+mod gemm;
 pub mod level;
 pub mod loss;
 pub mod norm;
@@ -38,7 +38,6 @@ pub mod scale;
 mod scratch;
 mod simd;
 mod storage;
-mod sum;
 pub mod threads;
 pub mod transpose;
 

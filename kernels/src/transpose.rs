@@ -30,6 +30,10 @@ pub fn matrices(threads: &Threads, rows: usize, columns: usize, from: &[f32], to
     threads.divide(from.len() / len, GRAIN / len + 1, Rows::new(to, len), |range, to| {
         let from = from[range.start * len..range.end * len].chunks_exact(len);
         for (from, to) in from.zip(to.values.chunks_exact_mut(len)) {
+            if rows == 1 || columns == 1 {
+                to.copy_from_slice(from);
+                continue;
+            }
             dispatch(Transpose { rows, columns, from, to });
         }
     });

@@ -1,4 +1,4 @@
-//! Random numbers, the types they are rounded to, and the order they lie in.
+//! Random numbers, and the types they are rounded to.
 
 use half::bf16;
 use mgpu_kernels::cuda::Precision;
@@ -64,34 +64,17 @@ pub(super) fn multiplied(precision: Precision, tensor_cores: bool, values: &[f32
     values.iter().map(round).collect()
 }
 
-/// From \[N, C, P\], as CPUs have it, to \[N, P, C\], as GPUs have it.
-pub(super) fn to_device<T: Copy>(values: &[T], channels: usize, plane: usize) -> Vec<T> {
-    transposed(values, channels, plane)
-}
-
-/// From \[N, P, C\] to \[N, C, P\].
-pub(super) fn to_host<T: Copy>(values: &[T], channels: usize, plane: usize) -> Vec<T> {
-    transposed(values, plane, channels)
-}
-
-/// Every matrix of `rows` by `columns` transposed.
-fn transposed<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
-    let matrices = values.chunks_exact(rows * columns);
-    matrices.flat_map(|m| (0..rows * columns).map(move |at| m[at % rows * columns + at / rows])).collect()
+/// From \[N, C, P\], as weights are on CPUs, to \[N, P, C\].
+#[cfg(test)]
+pub(super) fn to_device(values: &[f32], channels: usize, plane: usize) -> Vec<f32> {
+    let mut moved = vec![0.0; values.len()];
+    mgpu_kernels::transpose::matrices(&mgpu_kernels::Threads::new(1), channels, plane, values, &mut moved);
+    moved
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn layouts_are_each_others_inverse() {
-        // Two images, two channels, three positions.
-        let host = [1, 2, 3, 11, 12, 13, 21, 22, 23, 31, 32, 33];
-        let device = to_device(&host, 2, 3);
-        assert_eq!(device, [1, 11, 2, 12, 3, 13, 21, 31, 22, 32, 23, 33]);
-        assert_eq!(to_host(&device, 2, 3), host);
-    }
 
     #[test]
     fn tf32_keeps_ten_bits_and_rounds_ties_away_from_zero() {

@@ -20,7 +20,6 @@ use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 
-pub use super::separate::{backward_bias, backward_input, backward_weights, forward};
 pub use crate::scratch::Scratch;
 
 /// Multiply-adds below which another thread does not pay: about 10 microseconds.

@@ -6,7 +6,6 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-mod separate;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
