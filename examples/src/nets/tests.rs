@@ -177,11 +177,12 @@ fn an_unknown_network_is_refused_with_the_known_ones() {
 
 #[test]
 fn gradients_match_finite_differences() {
-    check_gradients(&tiny());
-    check_gradients(&odd());
+    check_gradients(&tiny(), 1e-3);
+    // Features that hardly differ between images are magnified a lot: the loss bends within a shorter way.
+    check_gradients(&odd(), 1e-4);
 }
 
-fn check_gradients(spec: &Spec) {
+fn check_gradients(spec: &Spec, by: f32) {
     let mut net = Net::new(spec, BATCH, 2);
     let images = random(BATCH * net.image_len(), 1);
     let params = net.golden_parameters(3);
@@ -214,7 +215,7 @@ fn check_gradients(spec: &Spec) {
                 params[tensor.range()].iter_mut().zip(&direction).for_each(|(p, d)| *p += by * d);
                 loss_at(&params)
             };
-            let measured = (moved(1e-3) - moved(-1e-3)) / 2e-3;
+            let measured = (moved(by) - moved(-by)) / f64::from(2.0 * by);
             // What f32 rounding of the loss and the kinks of rectifiers and maxima leave.
             let tolerance = 0.02 * f64::from(norm) + 5e-4;
             assert!((measured - slope).abs() < tolerance, "{}: {measured} is not {slope}", tensor.name);
