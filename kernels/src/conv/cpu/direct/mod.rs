@@ -11,6 +11,7 @@
 //! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`).
 
 mod border;
+mod fold;
 mod tail;
 mod weights;
 
@@ -106,10 +107,16 @@ impl Direct {
     ) {
         let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
         let packed: &[f32] = if dx.is_some() {
-            let packed =
-                self.packed.reserve(weights::packed_len(shape.filters, shape.channels, shape.kernel));
-            weights::pack_turned(&shape, from.weights, packed);
-            packed
+            if fold::pays(&shape) {
+                let packed = self.packed.reserve(fold::packed_len(&shape));
+                fold::pack(&shape, from.weights, packed);
+                packed
+            } else {
+                let len = weights::packed_len(shape.filters, shape.channels, shape.kernel);
+                let packed = self.packed.reserve(len);
+                weights::pack_turned(&shape, from.weights, packed);
+                packed
+            }
         } else {
             &[]
         };
@@ -170,14 +177,14 @@ impl Task for Forward<'_> {
         let line = width * filters;
         let mut memory = memory.reserve(lines(bordered.len()) + lines(2 * line));
         let (image, pair) = (cut(&mut memory, bordered.len()), cut(&mut memory, 2 * line));
-        if bordered.border > 0 {
+        if bordered.above > 0 {
             image.fill(0.0);
         }
         let (rows, columns) = tail.result(&shape);
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x: &[f32] = if bordered.border > 0 {
+            let x: &[f32] = if bordered.above > 0 {
                 bordered.copy(x, image);
                 image
             } else {
@@ -270,20 +277,25 @@ impl Task for Gradients<'_> {
         let Gradients { shape, tail, images, from, packed, bias, mut dx, memory } = self;
         let Shape { channels, filters, kernel, .. } = shape;
         let (rows, columns) = tail.result(&shape);
-        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape));
+        // Pooling may leave nothing of an image one pixel wide.
+        let rows = if columns > 0 { rows } else { 0 };
+        let folded = fold::pays(&shape);
+        let input = Bordered::input(&shape);
+        let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
         let block = Block::new(&shape, &tail);
         let dw_len = weights::gradient_len(&shape);
         let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
-        let needed = [dw_len, input.len(), block.len(), gradient_len, filters];
+        let products_len = if dx.is_some() && folded { fold::products_len(&shape) } else { 0 };
+        let needed = [dw_len, input.len(), block.len(), gradient_len, filters, products_len];
         let mut memory = memory.reserve(needed.map(lines).iter().sum());
         memory.fill(0.0);
         let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, input.len()));
         let (g, whole) = (cut(&mut memory, block.len()), cut(&mut memory, gradient_len));
-        let db = cut(&mut memory, filters);
+        let (db, products) = (cut(&mut memory, filters), cut(&mut memory, products_len));
         let stride = lines(filters);
         for n in 0..images {
             let x = image_of(from.x, n, shape.input_len());
-            let x: &[f32] = if input.border > 0 {
+            let x: &[f32] = if input.above > 0 {
                 input.copy(x, image);
                 image
             } else {
@@ -334,6 +346,10 @@ impl Task for Gradients<'_> {
             bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
                 let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
+                if folded {
+                    fold::input_gradient(simd, &shape, whole, packed, products, dx);
+                    continue;
+                }
                 let (product, lines) =
                     rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
                 product.compute_lines(simd, lines, dx, channels);
