@@ -11,6 +11,7 @@
 //! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`).
 
 mod border;
+mod chosen;
 mod fold;
 mod tail;
 mod weights;
@@ -283,26 +284,33 @@ impl Task for Gradients<'_> {
         let input = Bordered::input(&shape);
         let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
         let block = Block::new(&shape, &tail);
+        let sparse = chosen::pays::<S>(&shape, &tail);
+        let (slack, sums_len) =
+            if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };
+        let image_len = input.len() + slack;
         let dw_len = weights::gradient_len(&shape);
         let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
         let products_len = if dx.is_some() && folded { fold::products_len(&shape) } else { 0 };
-        let needed = [dw_len, input.len(), block.len(), gradient_len, filters, products_len];
+        let needed = [dw_len, image_len, block.len(), gradient_len, filters, products_len, sums_len];
         let mut memory = memory.reserve(needed.map(lines).iter().sum());
         memory.fill(0.0);
-        let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, input.len()));
+        let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, image_len));
         let (g, whole) = (cut(&mut memory, block.len()), cut(&mut memory, gradient_len));
         let (db, products) = (cut(&mut memory, filters), cut(&mut memory, products_len));
+        let sums = cut(&mut memory, sums_len);
         let stride = lines(filters);
         for n in 0..images {
             let x = image_of(from.x, n, shape.input_len());
-            let x: &[f32] = if input.above > 0 {
+            let x: &[f32] = if input.above > 0 || sparse {
                 input.copy(x, image);
                 image
             } else {
                 x
             };
             db.fill(0.0);
-            for first in (0..rows).step_by(block.results) {
+            // The chosen pixels are all that the gradients of weights and bias need.
+            let spread = if sparse && dx.is_none() { 0 } else { rows };
+            for first in (0..spread).step_by(block.results) {
                 let count = block.results.min(rows - first);
                 let line = columns * filters;
                 let results = (n * rows + first) * line..(n * rows + first + count) * line;
@@ -320,6 +328,9 @@ impl Task for Gradients<'_> {
                     (&gradient, whole),
                     db,
                 );
+                if sparse {
+                    continue;
+                }
                 let product = Product {
                     rows: kernel * channels,
                     columns: filters,
@@ -343,6 +354,13 @@ impl Task for Gradients<'_> {
                 let kernel_rows = Lines { count: kernel, left: input.line(), c: product.rows * stride };
                 product.compute_lines(simd, kernel_rows, dw, stride);
             }
+            if sparse {
+                let results = n * rows * columns * filters..(n + 1) * rows * columns * filters;
+                let chosen = &from.chosen[results.clone()];
+                let results = tail::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
+                db.fill(0.0);
+                chosen::add_image(simd, (&shape, &tail), x, results, sums, db);
+            }
             bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
                 let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
@@ -354,6 +372,9 @@ impl Task for Gradients<'_> {
                     rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
                 product.compute_lines(simd, lines, dx, channels);
             }
+        }
+        if sparse {
+            chosen::reorder::<S>(&shape, sums, dw);
         }
     }
 }
