@@ -73,7 +73,7 @@ fn add<S: Simd, const K: usize, const V: usize>(
     assert!(x.len() >= end, "an image and its slack");
     let places = [0, channels, line, line + channels];
     let factors = [tail.slope.unwrap_or(1.0), 1.0];
-    for filter in 0..filters {
+    for (filter, bias) in bias.iter_mut().enumerate() {
         // SAFETY: windows hang over the image by a pixel at most, which is how much `x` was found to hold.
         unsafe {
             let own = sums.as_mut_ptr().add(filter * K * V * S::LANES);
@@ -96,7 +96,7 @@ fn add<S: Simd, const K: usize, const V: usize>(
                     }
                 }
             }
-            bias[filter] += total;
+            *bias += total;
             for (at, acc) in acc.iter().flatten().enumerate() {
                 let to = own.add(at * S::LANES);
                 simd.store(simd.add(simd.load(to.cast_const()), *acc), to);

@@ -8,7 +8,10 @@
 //! - The input gradient is a convolution of the result's gradient, with the filters turned by half a turn.
 //!
 //! Nothing is gathered into columns. Where the kernel may look over the border, an image is copied into the middle of
-//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`).
+//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`). Two backward passes
+//! have shortcuts where channels or filters are too few for a vector (`fold`, `chosen`).
+//!
+//! Every thread adds up the weight gradient of its images; the sums of the threads are added in their order.
 
 mod border;
 mod chosen;
@@ -104,7 +107,7 @@ impl Direct {
         from: Backward<'_>,
         dw: &mut [f32],
         db: &mut [f32],
-        mut dx: Option<&mut [f32]>,
+        dx: Option<&mut [f32]>,
     ) {
         let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
         let packed: &[f32] = if dx.is_some() {
@@ -125,7 +128,7 @@ impl Direct {
         let parts = threads.parts(images, 1);
         self.bias.resize(threads.count(), Vec::new());
         let dx_len = if dx.is_some() { shape.input_len() } else { 0 };
-        let dx = Rows::new(dx.as_deref_mut().unwrap_or(&mut []), dx_len);
+        let dx = Rows::new(dx.unwrap_or(&mut []), dx_len);
         let outputs = (dx, PerPart::new(&mut scratch.parts), PerPart::new(&mut self.bias));
         threads.divide(images, 1, outputs, |range, (dx, part, bias)| {
             let result = range.start * result_len..range.end * result_len;
