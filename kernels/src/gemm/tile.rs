@@ -285,7 +285,7 @@ unsafe fn tile_of_height<S: Simd>(
             }
         };
     }
-    heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14)
+    heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
 }
 
 /// One register tile. Rows are addressed from a pointer for every three of them, so that each is at most one
@@ -293,6 +293,7 @@ unsafe fn tile_of_height<S: Simd>(
 ///
 /// # Safety
 /// All elements of the tile exist.
+#[expect(clippy::out_of_bounds_indexing, reason = "in repetitions that `unroll` leaves out")]
 #[inline(always)]
 unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
     simd: S,

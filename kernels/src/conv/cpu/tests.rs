@@ -108,11 +108,11 @@ fn compute(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize
         conv.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
         let (mut only_dw, mut only_db) = (dw.clone(), db.clone());
         conv.backward(&threads, &mut scratch, from, &mut only_dw, &mut only_db, None);
-        assert_eq!((&only_dw, &only_db), (&dw, &db), "without the gradient of the input");
+        assert!(only_dw == dw && only_db == db, "other gradients without that of the input");
         Passes { y, chosen, dw, db, dx }
     };
     let first = run();
-    assert_eq!(run(), first, "a run does not repeat");
+    assert!(run() == first, "a run does not repeat");
     first
 }
 
@@ -177,7 +177,7 @@ proptest! {
     fn few_channels_match_the_definition(
         shape in shapes(9, 20), tail in tails(), images in 0usize..6, count in 1usize..5,
     ) {
-        check(shape, tail, Choice::Direct, images, count, 1e-5);
+        check(shape, tail, Choice::Direct, images, count, 2e-5);
     }
 }
 
@@ -187,7 +187,7 @@ proptest! {
     fn many_channels_match_the_definition(
         shape in shapes(50, 70), tail in tails(), images in 1usize..4, count in 1usize..4,
     ) {
-        check(shape, tail, Choice::Direct, images, count, 2e-5);
+        check(shape, tail, Choice::Direct, images, count, 1e-4);
     }
 }
 
@@ -204,5 +204,72 @@ fn networks_match_the_definition() {
         let shape = Shape { channels, height: extent, width: extent, filters, kernel, padding };
         let tail = Tail { slope: Some(0.0), pool: pool.then_some(Rounding::Floor) };
         check(shape, tail, Choice::Direct, 5, 2, 2e-5);
+    }
+}
+
+/// Inputs and weights are so few whole numbers that windows have ties, and sums are exact.
+#[test]
+fn the_first_of_equal_outputs_is_chosen() {
+    for (filters, padding, rounding, slope) in [
+        (6, Padding::Same, Rounding::Floor, None),
+        (40, Padding::Valid, Rounding::Ceil, None),
+        (16, Padding::Same, Rounding::Ceil, Some(0.0)),
+    ] {
+        let shape = Shape { channels: 2, height: 9, width: 7, filters, kernel: 3, padding };
+        let tail = Tail { slope, pool: Some(rounding) };
+        let whole = |values: Vec<f32>| values.iter().map(|value| value.round()).collect::<Vec<_>>();
+        let [x, w, b, _] = inputs(&shape, &tail, 3).map(whole);
+        let expected = forward(&shape, &tail, 3, &x, &w, &b);
+        let threads = Threads::new(2);
+        let (mut y, mut chosen) = (vec![0.0; expected.y.len()], vec![9; expected.y.len()]);
+        Conv::new(shape, tail, Choice::Direct).forward(
+            &threads,
+            &mut Scratch::new(&threads),
+            &x,
+            &w,
+            &b,
+            &mut y,
+            &mut chosen,
+        );
+        assert_close(&y, &expected.y, 0.0);
+        let (oh, ow) = (shape.out_height(), shape.out_width());
+        let (rows, columns) = tail.result(&shape);
+        for (at, &chosen) in chosen.iter().enumerate() {
+            let (n, i, j) =
+                (at / filters / columns / rows, at / filters / columns % rows, at / filters % columns);
+            let inside =
+                (0..4u8).filter(|p| 2 * i + usize::from(p / 2) < oh && 2 * j + usize::from(p % 2) < ow);
+            let value = |p: u8| {
+                let (row, column) = (2 * i + usize::from(p / 2), 2 * j + usize::from(p % 2));
+                expected.outputs[((n * oh + row) * ow + column) * filters + at % filters]
+            };
+            let first = inside.reduce(|best, p| if value(p) > value(best) { p } else { best });
+            // What a window without positive outputs chooses does not matter behind a ReLU.
+            if slope.is_none() || expected.y[at] > 0.0 {
+                assert_eq!(Some(chosen), first, "element {at}");
+            }
+        }
+    }
+}
+
+/// The algorithm that is expected to be the fastest computes what the definition says, up to rounding.
+#[test]
+fn algorithms_agree() {
+    for (channels, extent, filters, kernel, padding, pool) in [
+        (32, 14, 64, 3, Padding::Same, None),
+        (40, 13, 33, 3, Padding::Same, Some(Rounding::Ceil)),
+        (32, 14, 64, 5, Padding::Same, Some(Rounding::Floor)),
+        (64, 12, 32, 3, Padding::Valid, Some(Rounding::Floor)),
+        (64, 12, 64, 5, Padding::Valid, None),
+    ] {
+        let shape = Shape { channels, height: extent, width: extent, filters, kernel, padding };
+        let tail = Tail { slope: Some(0.2), pool };
+        let [direct, auto] = [Choice::Direct, Choice::Auto].map(|choice| compute(shape, tail, choice, 4, 2));
+        assert_eq!(direct.chosen, auto.chosen);
+        for (auto, direct) in
+            [(&auto.y, direct.y), (&auto.dw, direct.dw), (&auto.db, direct.db), (&auto.dx, direct.dx)]
+        {
+            assert_close(auto, &direct.iter().map(|&value| f64::from(value)).collect::<Vec<_>>(), 1e-3);
+        }
     }
 }

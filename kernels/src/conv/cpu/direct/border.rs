@@ -14,8 +14,10 @@ pub(super) struct Bordered {
     /// Columns, with the border's.
     pub(super) width: usize,
     pub(super) channels: usize,
-    /// Rows or columns of zeros on each side.
-    pub(super) border: usize,
+    /// Rows of zeros above, and as many below.
+    pub(super) above: usize,
+    /// Columns of zeros on each side.
+    pub(super) beside: usize,
 }
 
 impl Bordered {
@@ -26,7 +28,8 @@ impl Bordered {
             height: shape.height + 2 * border,
             width: shape.width + 2 * border,
             channels: shape.channels,
-            border,
+            above: border,
+            beside: border,
         }
     }
 
@@ -37,7 +40,8 @@ impl Bordered {
             height: shape.out_height() + 2 * border,
             width: shape.out_width() + 2 * border,
             channels: shape.filters,
-            border,
+            above: border,
+            beside: border,
         }
     }
 
@@ -53,12 +57,12 @@ impl Bordered {
 
     /// The first element that is not of the border.
     pub(super) fn interior(&self) -> usize {
-        self.border * (self.line() + self.channels)
+        self.above * self.line() + self.beside * self.channels
     }
 
     /// Copies an image without border to the middle of `to`.
     pub(super) fn copy(&self, from: &[f32], to: &mut [f32]) {
-        let inner = (self.width - 2 * self.border) * self.channels;
+        let inner = (self.width - 2 * self.beside) * self.channels;
         let rows = to[self.interior()..].chunks_mut(self.line());
         for (from, to) in from.chunks_exact(inner).zip(rows) {
             to[..inner].copy_from_slice(from);

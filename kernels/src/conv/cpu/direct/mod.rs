@@ -8,9 +8,14 @@
 //! - The input gradient is a convolution of the result's gradient, with the filters turned by half a turn.
 //!
 //! Nothing is gathered into columns. Where the kernel may look over the border, an image is copied into the middle of
-//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`).
+//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`). Two backward passes
+//! have shortcuts where channels or filters are too few for a vector (`fold`, `chosen`).
+//!
+//! Every thread adds up the weight gradient of its images; the sums of the threads are added in their order.
 
 mod border;
+mod chosen;
+mod fold;
 mod tail;
 mod weights;
 
@@ -102,14 +107,20 @@ impl Direct {
         from: Backward<'_>,
         dw: &mut [f32],
         db: &mut [f32],
-        mut dx: Option<&mut [f32]>,
+        dx: Option<&mut [f32]>,
     ) {
         let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
         let packed: &[f32] = if dx.is_some() {
-            let packed =
-                self.packed.reserve(weights::packed_len(shape.filters, shape.channels, shape.kernel));
-            weights::pack_turned(&shape, from.weights, packed);
-            packed
+            if fold::pays(&shape) {
+                let packed = self.packed.reserve(fold::packed_len(&shape));
+                fold::pack(&shape, from.weights, packed);
+                packed
+            } else {
+                let len = weights::packed_len(shape.filters, shape.channels, shape.kernel);
+                let packed = self.packed.reserve(len);
+                weights::pack_turned(&shape, from.weights, packed);
+                packed
+            }
         } else {
             &[]
         };
@@ -117,7 +128,7 @@ impl Direct {
         let parts = threads.parts(images, 1);
         self.bias.resize(threads.count(), Vec::new());
         let dx_len = if dx.is_some() { shape.input_len() } else { 0 };
-        let dx = Rows::new(dx.as_deref_mut().unwrap_or(&mut []), dx_len);
+        let dx = Rows::new(dx.unwrap_or(&mut []), dx_len);
         let outputs = (dx, PerPart::new(&mut scratch.parts), PerPart::new(&mut self.bias));
         threads.divide(images, 1, outputs, |range, (dx, part, bias)| {
             let result = range.start * result_len..range.end * result_len;
@@ -170,14 +181,14 @@ impl Task for Forward<'_> {
         let line = width * filters;
         let mut memory = memory.reserve(lines(bordered.len()) + lines(2 * line));
         let (image, pair) = (cut(&mut memory, bordered.len()), cut(&mut memory, 2 * line));
-        if bordered.border > 0 {
+        if bordered.above > 0 {
             image.fill(0.0);
         }
         let (rows, columns) = tail.result(&shape);
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x: &[f32] = if bordered.border > 0 {
+            let x: &[f32] = if bordered.above > 0 {
                 bordered.copy(x, image);
                 image
             } else {
@@ -270,27 +281,39 @@ impl Task for Gradients<'_> {
         let Gradients { shape, tail, images, from, packed, bias, mut dx, memory } = self;
         let Shape { channels, filters, kernel, .. } = shape;
         let (rows, columns) = tail.result(&shape);
-        let (input, gradient) = (Bordered::input(&shape), Bordered::gradient(&shape));
+        // Pooling may leave nothing of an image one pixel wide.
+        let rows = if columns > 0 { rows } else { 0 };
+        let folded = fold::pays(&shape);
+        let input = Bordered::input(&shape);
+        let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
         let block = Block::new(&shape, &tail);
+        let sparse = chosen::pays::<S>(&shape, &tail);
+        let (slack, sums_len) =
+            if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };
+        let image_len = input.len() + slack;
         let dw_len = weights::gradient_len(&shape);
         let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
-        let needed = [dw_len, input.len(), block.len(), gradient_len, filters];
+        let products_len = if dx.is_some() && folded { fold::products_len(&shape) } else { 0 };
+        let needed = [dw_len, image_len, block.len(), gradient_len, filters, products_len, sums_len];
         let mut memory = memory.reserve(needed.map(lines).iter().sum());
         memory.fill(0.0);
-        let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, input.len()));
+        let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, image_len));
         let (g, whole) = (cut(&mut memory, block.len()), cut(&mut memory, gradient_len));
-        let db = cut(&mut memory, filters);
+        let (db, products) = (cut(&mut memory, filters), cut(&mut memory, products_len));
+        let sums = cut(&mut memory, sums_len);
         let stride = lines(filters);
         for n in 0..images {
             let x = image_of(from.x, n, shape.input_len());
-            let x: &[f32] = if input.border > 0 {
+            let x: &[f32] = if input.above > 0 || sparse {
                 input.copy(x, image);
                 image
             } else {
                 x
             };
             db.fill(0.0);
-            for first in (0..rows).step_by(block.results) {
+            // The chosen pixels are all that the gradients of weights and bias need.
+            let spread = if sparse && dx.is_none() { 0 } else { rows };
+            for first in (0..spread).step_by(block.results) {
                 let count = block.results.min(rows - first);
                 let line = columns * filters;
                 let results = (n * rows + first) * line..(n * rows + first + count) * line;
@@ -308,6 +331,9 @@ impl Task for Gradients<'_> {
                     (&gradient, whole),
                     db,
                 );
+                if sparse {
+                    continue;
+                }
                 let product = Product {
                     rows: kernel * channels,
                     columns: filters,
@@ -331,13 +357,27 @@ impl Task for Gradients<'_> {
                 let kernel_rows = Lines { count: kernel, left: input.line(), c: product.rows * stride };
                 product.compute_lines(simd, kernel_rows, dw, stride);
             }
+            if sparse {
+                let results = n * rows * columns * filters..(n + 1) * rows * columns * filters;
+                let chosen = &from.chosen[results.clone()];
+                let results = tail::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
+                db.fill(0.0);
+                chosen::add_image(simd, (&shape, &tail), x, results, sums, db);
+            }
             bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
                 let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
+                if folded {
+                    fold::input_gradient(simd, &shape, whole, packed, products, dx);
+                    continue;
+                }
                 let (product, lines) =
                     rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
                 product.compute_lines(simd, lines, dx, channels);
             }
+        }
+        if sparse {
+            chosen::reorder::<S>(&shape, sums, dw);
         }
     }
 }

@@ -1,0 +1,120 @@
+//! The weight gradient behind a pooling layer, from the chosen pixels alone, where filters are few.
+//!
+//! Three of four gradients behind a pooling layer are zero. With many filters, which differ in the pixels they chose, a
+//! product over all pixels is still the fastest way. With 6 or 16, most lanes of its vectors would be empty; here a vector
+//! holds the inputs that a kernel row sees instead, and the sums of one filter stay in registers for a whole image.
+
+use super::border::Bordered;
+use super::tail::Results;
+use super::{lines, weights};
+use crate::conv::Shape;
+use crate::conv::cpu::Tail;
+use crate::simd::{MAX_LANES, Simd};
+
+/// Elements beyond an input image that may be read: windows may hang over its edge by a pixel, vectors by almost one.
+pub(super) fn slack(input: &Bordered) -> usize {
+    input.line() + input.channels + 2 * MAX_LANES
+}
+
+/// Vectors for a kernel row.
+fn vectors<S: Simd>(shape: &Shape) -> usize {
+    (shape.kernel * shape.channels).div_ceil(S::LANES)
+}
+
+/// Whether the weight gradient of `shape` takes less this way.
+pub(super) fn pays<S: Simd>(shape: &Shape, tail: &Tail) -> bool {
+    let few = shape.filters <= MAX_LANES;
+    few && tail.pool.is_some() && matches!(shape.kernel, 3 | 5) && vectors::<S>(shape) <= 2
+}
+
+/// Elements of the sums of all filters, \[F, K, whole vectors\].
+pub(super) fn sums_len(shape: &Shape) -> usize {
+    shape.filters * shape.kernel * 2 * MAX_LANES
+}
+
+/// Adds the gradients that one image gives to `sums`, and to `bias`. `x` is followed by [`slack`].
+#[inline(always)]
+pub(super) fn add_image<S: Simd>(
+    simd: S,
+    (shape, tail): (&Shape, &Tail),
+    x: &[f32],
+    from: Results<'_>,
+    sums: &mut [f32],
+    bias: &mut [f32],
+) {
+    match (shape.kernel, vectors::<S>(shape)) {
+        (3, 1) => add::<S, 3, 1>(simd, (shape, tail), x, from, sums, bias),
+        (3, 2) => add::<S, 3, 2>(simd, (shape, tail), x, from, sums, bias),
+        (5, 1) => add::<S, 5, 1>(simd, (shape, tail), x, from, sums, bias),
+        (5, 2) => add::<S, 5, 2>(simd, (shape, tail), x, from, sums, bias),
+        _ => unreachable!("a kernel that does not pay"),
+    }
+}
+
+#[inline(always)]
+fn add<S: Simd, const K: usize, const V: usize>(
+    simd: S,
+    (shape, tail): (&Shape, &Tail),
+    x: &[f32],
+    from: Results<'_>,
+    sums: &mut [f32],
+    bias: &mut [f32],
+) {
+    let (filters, channels) = (shape.filters, shape.channels);
+    let (rows, columns) = tail.result(shape);
+    let line = Bordered::input(shape).line();
+    let len = rows * columns * filters;
+    assert!(from.y.len() == len && from.dy.len() == len && from.chosen.len() == len, "results of an image");
+    assert!(sums.len() >= filters * K * V * S::LANES && bias.len() == filters, "sums of all filters");
+    if len == 0 {
+        return;
+    }
+    let end = (2 * rows + K - 2) * line + (2 * columns - 1) * channels + V * S::LANES;
+    assert!(x.len() >= end, "an image and its slack");
+    let places = [0, channels, line, line + channels];
+    let factors = [tail.slope.unwrap_or(1.0), 1.0];
+    for (filter, bias) in bias.iter_mut().enumerate() {
+        // SAFETY: windows hang over the image by a pixel at most, which is how much `x` was found to hold.
+        unsafe {
+            let own = sums.as_mut_ptr().add(filter * K * V * S::LANES);
+            let mut acc = [[simd.splat(0.0); V]; K];
+            let mut total = 0.0;
+            for row in 0..rows {
+                for column in 0..columns {
+                    let at = (row * columns + column) * filters + filter;
+                    let positive = usize::from(*from.y.get_unchecked(at) > 0.0);
+                    let gradient = *from.dy.get_unchecked(at) * factors[positive];
+                    total += gradient;
+                    let place = places[usize::from(*from.chosen.get_unchecked(at)) % 4];
+                    let seen = x.as_ptr().add(2 * (row * line + column * channels) + place);
+                    let gradient = simd.splat(gradient);
+                    for (u, acc) in acc.iter_mut().enumerate() {
+                        for (v, acc) in acc.iter_mut().enumerate() {
+                            let inputs = simd.load(seen.add(u * line + v * S::LANES));
+                            *acc = simd.mul_add(gradient, inputs, *acc);
+                        }
+                    }
+                }
+            }
+            *bias += total;
+            for (at, acc) in acc.iter().flatten().enumerate() {
+                let to = own.add(at * S::LANES);
+                simd.store(simd.add(simd.load(to.cast_const()), *acc), to);
+            }
+        }
+    }
+}
+
+/// Writes the sums in the order of a thread's weight gradient, see [`weights::gradient_len`].
+pub(super) fn reorder<S: Simd>(shape: &Shape, sums: &[f32], dw: &mut [f32]) {
+    let (seen, stride) = (shape.kernel * shape.channels, lines(shape.filters));
+    assert!(dw.len() >= weights::gradient_len(shape), "a weight gradient");
+    for (at, run) in
+        sums.chunks_exact(vectors::<S>(shape) * S::LANES).take(shape.filters * shape.kernel).enumerate()
+    {
+        let (filter, u) = (at / shape.kernel, at % shape.kernel);
+        for (tap, &sum) in run[..seen].iter().enumerate() {
+            dw[(u * seen + tap) * stride + filter] = sum;
+        }
+    }
+}

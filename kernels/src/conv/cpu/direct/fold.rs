@@ -1,0 +1,110 @@
+//! The input gradient where channels are few.
+//!
+//! As a convolution with C outputs, C of a vector's lanes would work, and a border of zeros would be multiplied on all
+//! sides. Instead each pixel of a row of the result's gradient is multiplied by the K·C weights of a row of the kernel, and
+//! the K runs of channels are added to the pixels that they belong to:
+//!
+//! `t[i,j,(v,c)] = Σ_{u,f} dy[i−u+P, j, f] · w[f,c,u,v]`, `dx[i,q,c] = Σ_v t[i, q−v+P, (v,c)]`.
+
+use super::border::Bordered;
+use super::lines;
+use crate::conv::Shape;
+use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
+use crate::simd::{MAX_LANES, Simd};
+
+/// Whether the input gradient of `shape` takes less this way.
+pub(super) fn pays(shape: &Shape) -> bool {
+    let Shape { channels, kernel, .. } = *shape;
+    let vectors = |columns: usize| columns.div_ceil(MAX_LANES);
+    4 * shape.out_width() * vectors(kernel * channels) < 3 * shape.width * kernel * vectors(channels)
+}
+
+/// Elements of packed filters.
+pub(super) fn packed_len(shape: &Shape) -> usize {
+    let Shape { channels, filters, kernel, .. } = *shape;
+    (kernel * channels).div_ceil(PANEL) * kernel * filters * PANEL
+}
+
+/// Writes the filters as \[panel, u, filter, (v, channel) within the panel\], with u from the last to the first.
+pub(super) fn pack(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
+    let Shape { channels, filters, kernel, .. } = *shape;
+    packed.fill(0.0);
+    for (f, filter) in weights.chunks_exact(shape.filter_len()).enumerate() {
+        for (c, places) in filter.chunks_exact(kernel * kernel).enumerate() {
+            for (u, places) in places.chunks_exact(kernel).rev().enumerate() {
+                for (v, &weight) in places.iter().enumerate() {
+                    let column = v * channels + c;
+                    let row = (column / PANEL * kernel + u) * filters + f;
+                    packed[row * PANEL + column % PANEL] = weight;
+                }
+            }
+        }
+    }
+}
+
+/// The result's gradient, with a border above and below only.
+pub(super) fn gradient(shape: &Shape) -> Bordered {
+    let above = shape.kernel - 1 - shape.pad();
+    Bordered {
+        height: shape.out_height() + 2 * above,
+        width: shape.out_width(),
+        channels: shape.filters,
+        above,
+        beside: 0,
+    }
+}
+
+/// Elements of the products of an image, t.
+pub(super) fn products_len(shape: &Shape) -> usize {
+    shape.height * shape.out_width() * lines(shape.kernel * shape.channels)
+}
+
+/// Overwrites `dx` with the input gradient of an image.
+#[inline(always)]
+pub(super) fn input_gradient<S: Simd>(
+    simd: S,
+    shape: &Shape,
+    dy: &[f32],
+    packed: &[f32],
+    products: &mut [f32],
+    dx: &mut [f32],
+) {
+    let Shape { channels, height, width, filters, kernel, .. } = *shape;
+    let (runs, stride) = (shape.out_width(), lines(kernel * channels));
+    let line = runs * filters;
+    let product = Product {
+        rows: runs,
+        columns: kernel * channels,
+        depth: filters,
+        segments: kernel,
+        left: Left { values: dy, row: filters, depth: 1, segment: line },
+        right: Right {
+            values: packed,
+            depth: PANEL,
+            segment: filters * PANEL,
+            panel: kernel * filters * PANEL,
+        },
+        start: Start::Zero,
+        slope: 1.0,
+    };
+    product.compute_lines(simd, Lines { count: height, left: line, c: runs * stride }, products, stride);
+    assert!(products.len() >= height * runs * stride && dx.len() == height * width * channels, "an image");
+    for (i, column) in (0..height * width).map(|at| (at / width, at % width)) {
+        // Those v for which there is a pixel of the result's gradient.
+        let place = column + shape.pad();
+        let (first, end) = ((place + 1).saturating_sub(runs), kernel.min(place + 1));
+        for channel in (0..channels).step_by(S::LANES) {
+            let count = S::LANES.min(channels - channel);
+            let mut sum = simd.splat(0.0);
+            // SAFETY: runs `place − v` exist by the choice of `v`, and channels within the run and the pixel.
+            unsafe {
+                for v in first..end {
+                    let run = (i * runs + place - v) * stride + v * channels + channel;
+                    sum = simd.add(sum, simd.load_first(products.as_ptr().add(run), count));
+                }
+                let to = (i * width + column) * channels + channel;
+                simd.store_first(sum, dx.as_mut_ptr().add(to), count);
+            }
+        }
+    }
+}
