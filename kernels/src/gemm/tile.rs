@@ -45,6 +45,32 @@ pub(crate) enum Start<'a> {
     Bias(&'a [f32]),
 }
 
+/// Memory that will be needed after a product, to be asked for while it is computed: rows of `run` elements, `row` apart.
+/// No more than a hint: the addresses may be any, and what takes longer than the product is left out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ahead {
+    pub(crate) start: *const f32,
+    pub(crate) row: usize,
+    pub(crate) rows: usize,
+    pub(crate) run: usize,
+}
+
+impl Ahead {
+    /// Nothing is asked for.
+    pub(crate) const NONE: Ahead = Ahead { start: std::ptr::null(), row: 0, rows: 0, run: 0 };
+
+    /// What tile `tile` of `tiles` asks for.
+    fn of_tile(&self, tile: usize, tiles: usize) -> Runs {
+        let first = self.rows * tile / tiles;
+        Runs {
+            start: self.start.wrapping_add(first * self.row),
+            row: self.row,
+            rows: self.rows * (tile + 1) / tiles - first,
+            steps: self.run.div_ceil(AHEAD),
+        }
+    }
+}
+
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -65,22 +91,32 @@ impl Product<'_> {
     /// # Panics
     /// If an operand or `c` is too short.
     pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        dispatch(Compute { product: *self, c, row });
+        self.compute_ahead(c, row, Ahead::NONE);
     }
 
-    /// Writes the product to the upper left corner of `c`.
+    /// As [`compute`](Self::compute), asking for other memory meanwhile.
+    pub(crate) fn compute_ahead(&self, c: &mut [f32], row: usize, ahead: Ahead) {
+        dispatch(Compute { product: *self, c, row, ahead });
+    }
+
+    /// Writes the product to the upper left corner of `c`, asking for other memory meanwhile.
     ///
     /// # Panics
     /// If an operand or `c` is too small.
-    pub(crate) fn compute_block(&self, c: &mut Block<'_>) {
+    pub(crate) fn compute_block(&self, c: &mut Block<'_>, ahead: Ahead) {
         assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
         let (corner, row) = (c.corner(), c.row_stride());
-        dispatch(ComputeAt { product: *self, c: corner, row });
+        dispatch(ComputeAt { product: *self, c: corner, row, ahead });
     }
 
     /// As [`compute`](Self::compute), within a task.
     #[inline(always)]
     pub(crate) fn compute_with<S: Simd>(&self, simd: S, c: &mut [f32], row: usize) {
+        self.compute_ahead_with(simd, c, row, Ahead::NONE);
+    }
+
+    #[inline(always)]
+    fn compute_ahead_with<S: Simd>(&self, simd: S, c: &mut [f32], row: usize, ahead: Ahead) {
         let Product { rows, columns, .. } = *self;
         if rows == 0 || columns == 0 {
             return;
@@ -88,7 +124,7 @@ impl Product<'_> {
         assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
         assert!(c.len() > (rows - 1) * row + columns - 1, "a product's destination");
         // SAFETY: the last element exists, and so do those before it.
-        unsafe { self.compute_at(simd, c.as_mut_ptr(), row) }
+        unsafe { self.compute_at(simd, c.as_mut_ptr(), row, ahead) }
     }
 
     /// Writes the product from `c` on.
@@ -96,7 +132,7 @@ impl Product<'_> {
     /// # Safety
     /// Rows `row` elements apart of as many columns as the product has can be written.
     #[inline(always)]
-    unsafe fn compute_at<S: Simd>(&self, simd: S, c: *mut f32, row: usize) {
+    unsafe fn compute_at<S: Simd>(&self, simd: S, c: *mut f32, row: usize, ahead: Ahead) {
         let Product { rows, columns, depth, segments, left, right, start, slope } = *self;
         if rows == 0 || columns == 0 {
             return;
@@ -115,6 +151,7 @@ impl Product<'_> {
         // Rows in tiles of about equal height.
         let tiles = rows.div_ceil(S::ROWS);
         let tile_columns = 2 * S::LANES;
+        let all = tiles * columns.div_ceil(tile_columns);
         for column in (0..columns).step_by(tile_columns) {
             let width = tile_columns.min(columns - column);
             for tile in 0..tiles {
@@ -134,6 +171,7 @@ impl Product<'_> {
                         existing: matches!(start, Start::Existing),
                         width,
                         slope,
+                        ahead: ahead.of_tile(column / tile_columns * tiles + tile, all),
                     };
                     tile_of_height(simd, self, place, height);
                 }
@@ -146,13 +184,14 @@ struct Compute<'a> {
     product: Product<'a>,
     c: &'a mut [f32],
     row: usize,
+    ahead: Ahead,
 }
 
 impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        self.product.compute_with(simd, self.c, self.row);
+        self.product.compute_ahead_with(simd, self.c, self.row, self.ahead);
     }
 }
 
@@ -160,6 +199,7 @@ struct ComputeAt<'a> {
     product: Product<'a>,
     c: *mut f32,
     row: usize,
+    ahead: Ahead,
 }
 
 impl Task for ComputeAt<'_> {
@@ -167,7 +207,7 @@ impl Task for ComputeAt<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         // SAFETY: made by `compute_block` only, for a block of at least the product's extents.
-        unsafe { self.product.compute_at(simd, self.c, self.row) }
+        unsafe { self.product.compute_at(simd, self.c, self.row, self.ahead) }
     }
 }
 
@@ -198,7 +238,22 @@ struct Place {
     /// Columns, at most two vectors.
     width: usize,
     slope: f32,
+    ahead: Runs,
 }
+
+/// Memory that one tile asks for.
+#[derive(Clone, Copy)]
+struct Runs {
+    start: *const f32,
+    /// Elements from one run to the next.
+    row: usize,
+    rows: usize,
+    /// Steps along the depth in which a run is asked for.
+    steps: usize,
+}
+
+/// Elements by which requests for memory advance with each step: half a cache line, as fast as memory can follow.
+const AHEAD: usize = 8;
 
 /// Repeats `body` with the constant `I` from 0 to below `count`: written out, so that tiles stay in registers.
 macro_rules! unroll {
@@ -211,7 +266,7 @@ macro_rules! unroll {
     };
 }
 
-/// Calls [`tile`] with the height as a constant.
+/// Calls [`tile`] with the extents as constants.
 ///
 /// # Safety
 /// As for [`tile`]; `height` is 1 to `S::ROWS`.
@@ -219,9 +274,13 @@ macro_rules! unroll {
 unsafe fn tile_of_height<S: Simd>(simd: S, product: &Product<'_>, place: Place, height: usize) {
     macro_rules! heights {
         ($($height:literal)*) => {
-            match height {
-                // SAFETY: passed on.
-                $($height if $height <= S::ROWS => unsafe { tile::<S, $height>(simd, product, place) },)*
+            match (height, place.width <= S::LANES) {
+                $(
+                    // SAFETY: passed on.
+                    ($height, false) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, place) },
+                    // SAFETY: passed on.
+                    ($height, true) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, place) },
+                )*
                 _ => unreachable!("a tile of {height} rows"),
             }
         };
@@ -229,55 +288,93 @@ unsafe fn tile_of_height<S: Simd>(simd: S, product: &Product<'_>, place: Place, 
     heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14)
 }
 
-/// One register tile. Rows are addressed from a pointer for every three of them, so that each is at most one
-/// multiplication by 2 away from a register.
+/// The same pointer, of which the compiler forgets where it came from. It would otherwise compute the rows' addresses one
+/// from the other, a chain of as many additions as a tile has rows.
+#[inline(always)]
+fn detached(mut pointer: *const f32) -> *const f32 {
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    // SAFETY: no instruction at all.
+    unsafe {
+        std::arch::asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags));
+    }
+    pointer
+}
+
+/// One register tile, one or two vectors wide. Rows are addressed from a pointer for every three of them, so that each is
+/// at most one multiplication by 2 away from a register.
 ///
 /// # Safety
-/// All elements of the tile exist.
+/// All elements of the tile exist, more than `VECTORS − 1` vectors of columns and at most `VECTORS`.
 #[inline(always)]
-unsafe fn tile<S: Simd, const ROWS: usize>(simd: S, product: &Product<'_>, place: Place) {
+unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
+    simd: S,
+    product: &Product<'_>,
+    place: Place,
+) {
     let Product { left, right, depth, segments, .. } = *product;
-    let whole = place.width == 2 * S::LANES;
-    let (near, far) = (place.width.min(S::LANES), place.width.saturating_sub(S::LANES));
+    let last = (VECTORS - 1) * S::LANES;
+    let width = place.width - last;
+    let whole = width == S::LANES;
     let zero = simd.splat(0.0);
-    let mut sums = [[zero; 2]; ROWS];
     // SAFETY: the caller vouches for the elements; partial vectors touch no others.
     unsafe {
+        let load_row = |from: *const f32| {
+            let end = if whole { simd.load(from.add(last)) } else { simd.load_first(from.add(last), width) };
+            [if VECTORS == 2 { simd.load(from) } else { end }, end]
+        };
+        // With one vector, only the second of each pair is computed.
+        let mut sums = [[zero; 2]; ROWS];
         if place.existing {
-            unroll!(ROWS, {
-                let from = place.c.add(I * place.row).cast_const();
-                sums[I] = [simd.load_first(from, near), simd.load_first(from.wrapping_add(S::LANES), far)];
-            });
+            unroll!(ROWS, { sums[I] = load_row(place.c.add(I * place.row).cast_const()) });
         } else if !place.bias.is_null() {
-            let from = place.bias;
-            let bias = [simd.load_first(from, near), simd.load_first(from.wrapping_add(S::LANES), far)];
-            sums = [bias; ROWS];
+            sums = [load_row(place.bias); ROWS];
         }
         for segment in 0..segments {
             let mut a = [place.a.wrapping_add(segment * left.segment); 5];
-            unroll!(5, { a[I] = a[I].wrapping_add(3 * I * left.row) });
+            unroll!(5, {
+                if 0 < I && 3 * I < ROWS {
+                    a[I] = detached(a[I].wrapping_add(3 * I * left.row));
+                }
+            });
             let mut b = place.b.wrapping_add(segment * right.segment);
-            if whole {
-                for _ in 0..depth {
-                    let columns = [simd.load(b), simd.load(b.add(S::LANES))];
+            macro_rules! step {
+                ($columns:expr) => {
+                    let columns = $columns;
                     unroll!(ROWS, {
                         let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
-                        sums[I][0] = simd.mul_add(value, columns[0], sums[I][0]);
+                        if VECTORS == 2 {
+                            sums[I][0] = simd.mul_add(value, columns[0], sums[I][0]);
+                        }
                         sums[I][1] = simd.mul_add(value, columns[1], sums[I][1]);
                     });
-                    unroll!(5, { a[I] = a[I].wrapping_add(left.depth) });
+                    unroll!(5, {
+                        if 3 * I < ROWS {
+                            a[I] = a[I].wrapping_add(left.depth);
+                        }
+                    });
                     b = b.wrapping_add(right.depth);
+                };
+            }
+            if whole {
+                let (mut ahead, mut rest) = (place.ahead, depth);
+                for _ in 0..ahead.rows {
+                    let mut line = ahead.start;
+                    let steps = rest.min(ahead.steps);
+                    for _ in 0..steps {
+                        simd.prefetch(line);
+                        line = line.wrapping_add(AHEAD);
+                        step!([simd.load(b), simd.load(b.add(last))]);
+                    }
+                    ahead.start = ahead.start.wrapping_add(ahead.row);
+                    rest -= steps;
+                }
+                for _ in 0..rest {
+                    step!([simd.load(b), simd.load(b.add(last))]);
                 }
             } else {
                 for _ in 0..depth {
-                    let columns = [simd.load_first(b, near), simd.load_first(b.wrapping_add(S::LANES), far)];
-                    unroll!(ROWS, {
-                        let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
-                        sums[I][0] = simd.mul_add(value, columns[0], sums[I][0]);
-                        sums[I][1] = simd.mul_add(value, columns[1], sums[I][1]);
-                    });
-                    unroll!(5, { a[I] = a[I].wrapping_add(left.depth) });
-                    b = b.wrapping_add(right.depth);
+                    let end = simd.load_first(b.add(last), width);
+                    step!([if VECTORS == 2 { simd.load(b) } else { end }, end]);
                 }
             }
         }
@@ -291,8 +388,14 @@ unsafe fn tile<S: Simd, const ROWS: usize>(simd: S, product: &Product<'_>, place
         }
         unroll!(ROWS, {
             let to = place.c.add(I * place.row);
-            simd.store_first(sums[I][0], to, near);
-            simd.store_first(sums[I][1], to.wrapping_add(S::LANES), far);
+            if VECTORS == 2 {
+                simd.store(sums[I][0], to);
+            }
+            if whole {
+                simd.store(sums[I][1], to.add(last));
+            } else {
+                simd.store_first(sums[I][1], to.add(last), width);
+            }
         });
     }
 }
