@@ -207,13 +207,18 @@ impl RowsAsColumns {
         self.count.next_multiple_of(PANEL)
     }
 
+    /// The depth of a block: half as deep for a single panel, so that it and a tile's rows fit the L1 cache.
+    fn block(&self) -> usize {
+        block_of(self.depth, if self.count <= PANEL { FORWARD_DEPTH / 2 } else { FORWARD_DEPTH })
+    }
+
     fn packed_len(&self) -> usize {
         self.padded() * self.depth
     }
 
     /// Transposes `values` to panels.
     fn pack(&self, threads: &Threads, values: &[f32], packed: &mut [f32]) {
-        let (padded, block) = (self.padded(), block_of(self.depth, FORWARD_DEPTH));
+        let (padded, block) = (self.padded(), self.block());
         let grain = (1 << 15) / (padded * block).max(1) + 1;
         threads.divide(
             self.depth.div_ceil(block),
@@ -249,7 +254,7 @@ impl RowsAsColumns {
         c: &mut [f32],
         c_row: usize,
     ) {
-        let (padded, block) = (self.padded(), block_of(self.depth, FORWARD_DEPTH));
+        let (padded, block) = (self.padded(), self.block());
         let grain = WORTH_ANOTHER_THREAD.div_ceil((self.count * self.depth).max(1));
         let results = (Rows::new(c, c_row), PerPart::new(parts));
         threads.divide(rows, grain, results, |range, (c, part)| {

@@ -1,4 +1,6 @@
-//! Dense layers as matrix products, shared among threads by the longer side of the result.
+//! The passes of a dense layer one by one, by the `gemm` crate: what networks use until they use [`Dense`](super::cpu::Dense).
+//!
+//! Threads share the longer side of the result.
 
 use super::Shape;
 use crate::gemm::{Existing, Matrix, multiply_parallel};

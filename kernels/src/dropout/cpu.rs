@@ -20,7 +20,7 @@ pub fn apply(threads: &Threads, probability: f32, mask: Mask, values: &mut [f32]
     let stream = Stream::new(mask.seed, mask.stream);
     let scale = scale(probability);
     threads.divide(values.len(), GRAIN, Rows::new(values, 1), |range, part| {
-        let first = mask.first + range.start as u64;
+        let first = mask.first.wrapping_add(range.start as u64);
         dispatch(Apply { stream, first, threshold, scale, values: part.values });
     });
 }

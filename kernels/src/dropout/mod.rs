@@ -56,6 +56,21 @@ mod tests {
     }
 
     #[test]
+    fn every_element_follows_its_number_in_the_stream() {
+        let (p, mask) = (0.3, Mask { first: u64::MAX - 40, ..MASK });
+        for count in [1, 3] {
+            let values: Vec<f32> = (0..100_003).map(|i| i as f32 - 50_000.0).collect();
+            let mut dropped = values.clone();
+            cpu::apply(&Threads::new(count), p, mask, &mut dropped);
+            let stream = crate::rng::Stream::new(mask.seed, mask.stream);
+            for (i, (&value, &result)) in values.iter().zip(&dropped).enumerate() {
+                let kept = stream.bits24(mask.first.wrapping_add(i as u64)) >= super::dropped(p);
+                assert_eq!(result, if kept { value * scale(p) } else { 0.0 }, "element {i}");
+            }
+        }
+    }
+
+    #[test]
     fn probability_zero_keeps_everything() {
         let mut values = vec![1.5; 100];
         cpu::apply(&Threads::new(1), 0.0, MASK, &mut values);

@@ -1,8 +1,12 @@
-//! Matrix products: a bounds-checked face of the `gemm` crate.
+//! Matrix products.
 //!
-//! [`multiply`] runs on the calling thread; convolutions call it from parts of their own. [`multiply_parallel`]
-//! cuts the result into blocks of rows or columns, whichever side is longer, one a thread: each thread then
-//! streams only its share of the larger operand. This is the only file of the crate's layers with `unsafe`.
+//! - `tile` is the register tile that all products of the layers come down to; it can ask for memory that is needed next.
+//! - `panels` and `transpose` copy operands in the order in which it reads them.
+//! - `block` divides a result's columns among threads.
+//!
+//! Beside them, a bounds-checked face of the `gemm` crate: [`multiply`] runs on the calling thread; convolutions by
+//! columns call it from parts of their own. [`multiply_parallel`] cuts the result into blocks of rows or columns,
+//! whichever side is longer, one a thread.
 
 pub(crate) mod block;
 pub(crate) mod panels;

@@ -285,11 +285,15 @@ unsafe fn tile_of_height<S: Simd>(simd: S, product: &Product<'_>, place: Place, 
             }
         };
     }
-    heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14)
+    heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
 }
 
 /// The same pointer, of which the compiler forgets where it came from. It would otherwise compute the rows' addresses one
 /// from the other, a chain of as many additions as a tile has rows.
+#[cfg_attr(
+    any(target_arch = "x86_64", target_arch = "aarch64"),
+    expect(clippy::pointers_in_nomem_asm_block, reason = "only the address passes through")
+)]
 #[inline(always)]
 fn detached(mut pointer: *const f32) -> *const f32 {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -330,9 +334,9 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
             sums = [load_row(place.bias); ROWS];
         }
         for segment in 0..segments {
-            let mut a = [place.a.wrapping_add(segment * left.segment); 5];
-            unroll!(5, {
-                if 0 < I && 3 * I < ROWS {
+            let mut a = [place.a.wrapping_add(segment * left.segment); 14];
+            unroll!(14, {
+                if 3 * I < ROWS {
                     a[I] = detached(a[I].wrapping_add(3 * I * left.row));
                 }
             });
@@ -347,7 +351,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                         }
                         sums[I][1] = simd.mul_add(value, columns[1], sums[I][1]);
                     });
-                    unroll!(5, {
+                    unroll!(14, {
                         if 3 * I < ROWS {
                             a[I] = a[I].wrapping_add(left.depth);
                         }
