@@ -97,6 +97,29 @@ fn tiny() -> Spec {
     }
 }
 
+/// The same layers in unusual company: nothing that could be computed together, and an image that others than a dense layer
+/// flatten.
+fn odd() -> Spec {
+    Spec {
+        layers: vec![
+            Layer::Dropout(0.1),
+            Layer::MaxPool(Rounding::Ceil),
+            Layer::Conv { filters: 4, kernel: 3, padding: Padding::Same },
+            Layer::MaxPool(Rounding::Floor),
+            Layer::LeakyRelu,
+            Layer::Dropout(0.2),
+            Layer::Flatten,
+            Layer::LeakyRelu,
+            Layer::BatchNorm,
+            Layer::Dense(12),
+            Layer::Dropout(0.2),
+            Layer::LeakyRelu,
+            Layer::Dense(10),
+        ],
+        ..tiny()
+    }
+}
+
 const BATCH: usize = 8;
 const LABELS: [u8; BATCH] = [3, 1, 4, 1, 5, 9, 2, 6];
 
@@ -154,7 +177,13 @@ fn an_unknown_network_is_refused_with_the_known_ones() {
 
 #[test]
 fn gradients_match_finite_differences() {
-    let mut net = Net::new(&tiny(), BATCH, 2);
+    check_gradients(&tiny(), 1e-3);
+    // Features that hardly differ between images are magnified a lot: the loss bends within a shorter way.
+    check_gradients(&odd(), 1e-4);
+}
+
+fn check_gradients(spec: &Spec, by: f32) {
+    let mut net = Net::new(spec, BATCH, 2);
     let images = random(BATCH * net.image_len(), 1);
     let params = net.golden_parameters(3);
     let mut sink = Sink::new(&net, None);
@@ -186,7 +215,7 @@ fn gradients_match_finite_differences() {
                 params[tensor.range()].iter_mut().zip(&direction).for_each(|(p, d)| *p += by * d);
                 loss_at(&params)
             };
-            let measured = (moved(1e-3) - moved(-1e-3)) / 2e-3;
+            let measured = (moved(by) - moved(-by)) / f64::from(2.0 * by);
             // What f32 rounding of the loss and the kinks of rectifiers and maxima leave.
             let tolerance = 0.02 * f64::from(norm) + 5e-4;
             assert!((measured - slope).abs() < tolerance, "{}: {measured} is not {slope}", tensor.name);
@@ -288,4 +317,79 @@ fn initial_weights_fill_their_bounds_and_depend_on_the_seed() {
 #[should_panic(expected = "layer 1: a dense layer needs a flattened input")]
 fn a_dense_layer_on_an_image_is_refused() {
     Net::new(&Spec { layers: vec![Layer::BatchNorm, Layer::Dense(3)], ..tiny() }, 1, 1);
+}
+
+#[test]
+#[should_panic(expected = "a network ends in a number for each class")]
+fn an_image_is_no_list_of_classes() {
+    Net::new(&Spec { layers: vec![Layer::BatchNorm], ..tiny() }, 1, 1);
+}
+
+/// Logits and gradients of a batch, with convolutions by what `choice` allows.
+fn train_by(choice: Choice, spec: &Spec) -> (Net, Vec<f32>, Sink<'static>) {
+    let mut net = Net::with_choice(spec, BATCH, 2, choice);
+    let images = random(BATCH * net.image_len(), 1);
+    let (params, mut buffers) = (net.golden_parameters(3), net.initial_buffers());
+    let mut sink = Sink::new(&net, None);
+    net.forward(&params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap();
+    net.backward(&params, &LABELS, &mut sink).unwrap();
+    let logits = net.logits().to_vec();
+    (net, logits, sink)
+}
+
+#[test]
+fn convolutions_by_any_algorithm_train_alike() {
+    let conv = |filters| Layer::Conv { filters, kernel: 3, padding: Padding::Same };
+    let head = [Layer::MaxPool(Rounding::Floor), Layer::Flatten, Layer::Dense(10)];
+    let layers = [conv(32), Layer::Relu, conv(64), Layer::LeakyRelu].into_iter().chain(head).collect();
+    let spec = Spec { input: [1, 28, 28], layers, ..tiny() };
+    let (auto, auto_logits, auto_sink) = train_by(Choice::Auto, &spec);
+    let (direct, logits, sink) = train_by(Choice::Direct, &spec);
+    assert_eq!(
+        direct.describe(),
+        [
+            "0 conv 32 3x3 same of 1x28x28, relu: direct",
+            "2 conv 64 3x3 same of 32x28x28, leaky relu, pool: direct"
+        ]
+    );
+    assert!(auto.describe()[1].ends_with(": winograd 4x4"), "{:?}", auto.describe());
+    let largest = |values: &[f32]| values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+    let mut pairs = vec![(&logits[..], &auto_logits[..])];
+    let tensors = sink.layout.tensors().iter().map(|tensor| tensor.range());
+    pairs.extend(tensors.map(|range| (&sink.gradients[range.clone()], &auto_sink.gradients[range])));
+    for (by_definition, other) in pairs {
+        let tolerance = 1e-4 * largest(by_definition);
+        assert!(by_definition.iter().zip(other).all(|(a, b)| (a - b).abs() < tolerance));
+    }
+}
+
+#[test]
+fn a_profile_names_every_stage_and_counts_what_multiplies() {
+    let mut net = Net::new(&tiny(), BATCH, 1);
+    assert!(net.profile().is_none());
+    net.start_profile();
+    let images = random(BATCH * net.image_len(), 1);
+    let (params, mut buffers) = (net.golden_parameters(3), net.initial_buffers());
+    let mut sink = Sink::new(&net, None);
+    net.forward(&params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap();
+    net.backward(&params, &LABELS, &mut sink).unwrap();
+    let (profile, stages) = net.profile().unwrap();
+    assert_eq!(profile.steps(), 1);
+    let names: Vec<_> = stages.iter().map(|stage| &stage.name[..]).collect();
+    let expected = [
+        "0 conv 4 3x3 same of 2x11x9, relu, pool",
+        "3 batch norm",
+        "4 conv 5 3x3 valid of 4x6x5, leaky relu",
+        "6 batch norm",
+        "7 dropout 0.3",
+        "8 pool of 5x4x3",
+        "10 dense 12 of 10, relu",
+        "12 dropout 0.5",
+        "13 dense 10 of 12",
+    ];
+    assert_eq!(names, expected);
+    // The first layer has no gradient of its input; two operations a product.
+    assert_eq!(stages[0].operations, (BATCH * 4 * 11 * 9 * 2 * 9 * 2 * 2) as f64);
+    assert_eq!(stages[8].operations, (BATCH * 10 * 12 * 2 * 3) as f64);
+    assert!(stages.iter().all(|stage| stage.forward > 0.0 && stage.backward > 0.0));
 }

@@ -1,0 +1,62 @@
+//! A training step takes no memory: what it needs, it has since the first one.
+
+use std::alloc::System;
+
+use mgpu::{GradientSink, Layout, Result};
+use mgpu_examples::nets::{DropoutKey, Mode, Net, Spec};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Gradients of one rank, in a flat arena.
+struct Sink {
+    layout: Layout,
+    gradients: Vec<f32>,
+}
+
+impl GradientSink for Sink {
+    fn gradient(&mut self, tensor: usize) -> &mut [f32] {
+        let range = self.layout.range(tensor);
+        &mut self.gradients[range]
+    }
+
+    fn ready(&mut self, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn sum_over_ranks(&mut self, _: &mut [f64]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The allocations and their bytes of a step after the first, on one thread or more.
+fn of_a_step(name: &str, threads: usize) -> (usize, usize) {
+    const BATCH: usize = 3;
+    let mut net = Net::new(&Spec::named(name).unwrap(), BATCH, threads);
+    let images = vec![0.5; BATCH * net.image_len()];
+    let (params, mut buffers) = (net.initial_parameters(1), net.initial_buffers());
+    let mut sink = Sink { layout: net.layout().clone(), gradients: vec![0.0; params.len()] };
+    let mut step = |step| {
+        let mode = Mode::Train { dropout: Some(DropoutKey { seed: 1, step, first_sample: 0 }) };
+        net.forward(&params, &mut buffers, &images, mode, &mut sink).unwrap();
+        net.backward(&params, &[1, 2, 3], &mut sink).unwrap();
+    };
+    step(0);
+    let region = Region::new(ALLOCATOR);
+    step(1);
+    let change = region.change();
+    (change.allocations + change.reallocations, change.bytes_allocated)
+}
+
+// One test: nothing else may allocate meanwhile.
+#[test]
+fn a_step_allocates_nothing_after_the_first() {
+    // Between them, every kind of layer and both kinds of convolutions.
+    for name in ["lenet5", "deep", "keras", "ensemble2400"] {
+        assert_eq!(of_a_step(name, 1), (0, 0), "{name}");
+        // What is handed to another thread lies in a box for so long.
+        let (_, bytes) = of_a_step(name, 2);
+        assert!(bytes < 64 << 10, "{name}: {bytes} bytes");
+    }
+}
