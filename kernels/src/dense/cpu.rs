@@ -12,10 +12,13 @@
 //!
 //! Which thread computes an element does not show in it: sums run over blocks of the depth in order.
 
+use std::ops::Range;
+
 use super::Shape;
+use crate::AlignedVec;
 use crate::gemm::block::{Block, Columns};
 use crate::gemm::panels::{Panels, copy_rows};
-use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
+use crate::gemm::tile::{Ahead, Left, PANEL, Product, Right, Start, tiles};
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
@@ -25,8 +28,14 @@ pub use crate::scratch::Scratch;
 /// Multiply-adds below which another thread does not pay: about 10 microseconds.
 const WORTH_ANOTHER_THREAD: usize = 1 << 20;
 
-/// The depth of a block: a panel of it is 32 KiB.
-const DEPTH: usize = 256;
+/// The depth of a block of the forward pass: a tile's rows of it are 28 KiB.
+const FORWARD_DEPTH: usize = 512;
+
+/// The depth of a block of the weights' gradient, which few batches exceed: results are written once.
+const SAMPLES: usize = 512;
+
+/// The depth of a block of the input's gradient: a panel of it is 24 KiB, and 64 samples are 48 KiB.
+const BACKWARD_DEPTH: usize = 192;
 
 /// Columns of the inputs or weights that the backward pass packs at a time.
 const WIDTH: usize = 512;
@@ -56,9 +65,9 @@ fn apart(columns: usize) -> usize {
     columns.next_multiple_of(16) | 16
 }
 
-/// `depth` in equal blocks of at most [`DEPTH`], whole cache lines each but for the last: the length of a block.
-fn block_of(depth: usize) -> usize {
-    depth.div_ceil(depth.div_ceil(DEPTH).max(1)).next_multiple_of(16).max(16)
+/// `depth` in equal blocks of at most `most`, whole cache lines each but for the last: the length of a block.
+fn block_of(depth: usize, most: usize) -> usize {
+    depth.div_ceil(depth.div_ceil(most).max(1)).next_multiple_of(16).max(16)
 }
 
 impl Dense {
@@ -167,15 +176,10 @@ impl Dense {
         threads.divide(inputs.div_ceil(PANEL), grain, results, |range, (mut dw, mut dx, part)| {
             let scratch = part.own();
             let end = inputs.min(range.end * PANEL);
-            for first in (range.start * PANEL..end).step_by(WIDTH) {
-                let columns = first..end.min(first + WIDTH);
-                let at = first - range.start * PANEL;
-                let inputs = Panels { from: x, row: inputs, columns };
-                weight_gradient(scratch, &inputs, dz, row, &mut dw.block, at, samples);
-                if passes == 2 {
-                    let weights = Panels { from: weights, ..inputs };
-                    input_gradient(scratch, &weights, dz, row, &mut dx.block, at, outputs);
-                }
+            let columns = range.start * PANEL..end;
+            weight_gradient(scratch, x, columns.clone(), dz, row, &mut dw.block, samples);
+            if passes == 2 && samples > 0 {
+                input_gradient(scratch, weights, columns, dz, row, &mut dx.block, outputs);
             }
         });
     }
@@ -202,13 +206,18 @@ impl RowsAsColumns {
         self.count.next_multiple_of(PANEL)
     }
 
+    /// The depth of a block: half as deep for a single panel, so that it and a tile's rows fit the L1 cache.
+    fn block(&self) -> usize {
+        block_of(self.depth, if self.count <= PANEL { FORWARD_DEPTH / 2 } else { FORWARD_DEPTH })
+    }
+
     fn packed_len(&self) -> usize {
         self.padded() * self.depth
     }
 
     /// Transposes `values` to panels.
     fn pack(&self, threads: &Threads, values: &[f32], packed: &mut [f32]) {
-        let (padded, block) = (self.padded(), block_of(self.depth));
+        let (padded, block) = (self.padded(), self.block());
         let grain = (1 << 15) / (padded * block).max(1) + 1;
         threads.divide(
             self.depth.div_ceil(block),
@@ -235,7 +244,7 @@ impl RowsAsColumns {
     fn multiply(
         &self,
         threads: &Threads,
-        parts: &mut [crate::AlignedVec],
+        parts: &mut [AlignedVec],
         rows: usize,
         values: &[f32],
         packed: &[f32],
@@ -244,7 +253,7 @@ impl RowsAsColumns {
         c: &mut [f32],
         c_row: usize,
     ) {
-        let (padded, block) = (self.padded(), block_of(self.depth));
+        let (padded, block) = (self.padded(), self.block());
         let grain = WORTH_ANOTHER_THREAD.div_ceil((self.count * self.depth).max(1));
         let results = (Rows::new(c, c_row), PerPart::new(parts));
         threads.divide(rows, grain, results, |range, (c, part)| {
@@ -257,6 +266,18 @@ impl RowsAsColumns {
                 let last = first + depth == self.depth;
                 for tile in 0..tiles {
                     let (from, to) = (range.len() * tile / tiles, range.len() * (tile + 1) / tiles);
+                    // What the next tile will copy.
+                    let next = if tile + 1 < tiles {
+                        (first, range.start + to)
+                    } else {
+                        (first + depth, range.start)
+                    };
+                    let ahead = Ahead {
+                        start: values.as_ptr().wrapping_add(next.1 * self.depth + next.0),
+                        row: self.depth,
+                        rows: if next.0 < self.depth { to - from } else { 0 },
+                        run: depth,
+                    };
                     copy_rows(
                         &values[(range.start + from) * self.depth + first..],
                         self.depth,
@@ -275,81 +296,141 @@ impl RowsAsColumns {
                         start: if first == 0 { start } else { Start::Existing },
                         slope: if last { slope } else { 1.0 },
                     }
-                    .compute(&mut c.values[from * c_row..], c_row);
+                    .compute_ahead(&mut c.values[from * c_row..], c_row, ahead);
                 }
             }
         });
     }
 }
 
-/// dw = dzᵀ · x for some columns, `at` columns into `dw`.
+/// `dw = dzᵀ · x` for some columns, the inputs of `x` with `dw.row_stride()` elements a row.
 fn weight_gradient(
-    scratch: &mut crate::AlignedVec,
-    inputs: &Panels<'_>,
+    scratch: &mut AlignedVec,
+    x: &[f32],
+    columns: Range<usize>,
     dz: &[f32],
     row: usize,
     dw: &mut Block<'_>,
-    at: usize,
     samples: usize,
 ) {
-    let block = block_of(samples);
-    let packed = scratch.reserve(inputs.packed_len(block));
-    let tiles = tiles(dw.rows());
-    let starts = if samples == 0 { 0..1 } else { 0..samples };
-    for first in starts.step_by(block) {
-        let depth = block.min(samples - first);
-        inputs.pack(first..first + depth, packed);
-        for tile in 0..tiles {
-            let (from, to) = (dw.rows() * tile / tiles, dw.rows() * (tile + 1) / tiles);
-            Product {
-                rows: to - from,
-                columns: inputs.columns.len(),
-                depth,
-                segments: 1,
-                left: Left {
-                    values: &dz[(first * row + from).min(dz.len())..],
-                    row: 1,
-                    depth: row,
-                    segment: 0,
-                },
-                right: Right { values: packed, depth: PANEL, segment: 0, panel: PANEL * depth },
-                start: if first == 0 { Start::Zero } else { Start::Existing },
-                slope: 1.0,
+    let (inputs, rows) = (dw.row_stride(), dw.rows());
+    let tiles = tiles(rows);
+    let product = Product {
+        rows,
+        columns: columns.len(),
+        depth: samples,
+        segments: 1,
+        left: Left { values: dz, row: 1, depth: row, segment: 0 },
+        right: Right { values: &x[columns.start.min(x.len())..], depth: inputs, segment: 0, panel: PANEL },
+        start: Start::Zero,
+        slope: 1.0,
+    };
+    if tiles == 1 || samples == 0 {
+        // Each element is read once: a copy would not pay.
+        product.compute_block(dw, Ahead::NONE);
+        return;
+    }
+    let block = block_of(samples, SAMPLES);
+    let packed = scratch.reserve(WIDTH * block);
+    for at in columns.clone().step_by(WIDTH) {
+        let panels = Panels { from: x, row: inputs, columns: at..columns.end.min(at + WIDTH) };
+        let part = at - columns.start..at - columns.start + panels.columns.len();
+        for first in (0..samples).step_by(block) {
+            let depth = block.min(samples - first);
+            panels.pack(first..first + depth, packed);
+            for tile in 0..tiles {
+                let (from, to) = (rows * tile / tiles, rows * (tile + 1) / tiles);
+                let next = to..rows * (tile + 2).min(tiles) / tiles;
+                let ahead = dw.ahead(next, part.clone());
+                Product {
+                    rows: to - from,
+                    columns: part.len(),
+                    depth,
+                    left: Left { values: &dz[first * row + from..], ..product.left },
+                    right: Right { values: packed, depth: PANEL, segment: 0, panel: PANEL * depth },
+                    start: if first == 0 { Start::Zero } else { Start::Existing },
+                    ..product
+                }
+                .compute_block(&mut dw.from(from, part.start), ahead);
             }
-            .compute_block(&mut dw.from(from, at));
         }
     }
 }
 
-/// dx = dz · W for some columns, `at` columns into `dx`.
+/// `dx = dz · W` for some columns.
+///
+/// While one block of the weights is used, the next is copied: memory is asked for during the product of each panel, and
+/// copied after it. Much earlier would be too early, for the rows of a block fall on few lines of the cache.
 fn input_gradient(
-    scratch: &mut crate::AlignedVec,
-    weights: &Panels<'_>,
+    scratch: &mut AlignedVec,
+    weights: &[f32],
+    columns: Range<usize>,
     dz: &[f32],
     row: usize,
     dx: &mut Block<'_>,
-    at: usize,
     outputs: usize,
 ) {
-    if dx.rows() == 0 {
+    let (inputs, samples) = (dx.row_stride(), dx.rows());
+    let product = Product {
+        rows: samples,
+        columns: columns.len(),
+        depth: outputs,
+        segments: 1,
+        left: Left { values: dz, row, depth: 1, segment: 0 },
+        right: Right { values: &weights[columns.start..], depth: inputs, segment: 0, panel: PANEL },
+        start: Start::Zero,
+        slope: 1.0,
+    };
+    if outputs <= 12 || tiles(samples) == 1 {
+        // The rows of a panel fit the cache wherever they are, or are used once: a copy would not pay.
+        product.compute_block(dx, Ahead::NONE);
         return;
     }
-    let block = block_of(outputs);
-    let packed = scratch.reserve(weights.packed_len(block));
-    for first in (0..outputs).step_by(block) {
-        let depth = block.min(outputs - first);
-        weights.pack(first..first + depth, packed);
-        Product {
-            rows: dx.rows(),
-            columns: weights.columns.len(),
-            depth,
-            segments: 1,
-            left: Left { values: &dz[first..], row, depth: 1, segment: 0 },
-            right: Right { values: packed, depth: PANEL, segment: 0, panel: PANEL * depth },
-            start: if first == 0 { Start::Zero } else { Start::Existing },
-            slope: 1.0,
+    let block = block_of(outputs, BACKWARD_DEPTH);
+    let depths = outputs.div_ceil(block);
+    // Blocks follow each other along the depth first.
+    let blocks = columns.len().div_ceil(WIDTH) * depths;
+    let block_at = |index: usize| {
+        let at = columns.start + index / depths * WIDTH;
+        let first = index % depths * block;
+        let panels = Panels { from: weights, row: inputs, columns: at..columns.end.min(at + WIDTH) };
+        (panels, first..outputs.min(first + block))
+    };
+    let (mut packed, mut other) = scratch.reserve(2 * WIDTH * block).split_at_mut(WIDTH * block);
+    let (panels, rows) = block_at(0);
+    panels.pack(rows, packed);
+    for index in 0..blocks {
+        let (panels, rows) = block_at(index);
+        let next = (index + 1 < blocks).then(|| block_at(index + 1));
+        let depth = rows.len();
+        let count = panels.columns.len().div_ceil(PANEL);
+        for (panel, values) in packed.chunks_exact(PANEL * depth).take(count).enumerate() {
+            // The rows of the next block that are asked for during this panel and the next.
+            let share = |panel: usize| {
+                next.as_ref().map(|(_, rows)| {
+                    let at = |panel: usize| rows.start + rows.len() * panel.min(count) / count;
+                    at(panel)..at(panel + 1)
+                })
+            };
+            let ahead = match (&next, share(panel + 1)) {
+                (Some((panels, _)), Some(rows)) => panels.ahead(rows),
+                _ => Ahead::NONE,
+            };
+            let at = panels.columns.start - columns.start + panel * PANEL;
+            Product {
+                columns: PANEL.min(panels.columns.len() - panel * PANEL),
+                depth,
+                left: Left { values: &dz[rows.start..], ..product.left },
+                right: Right { values, depth: PANEL, segment: 0, panel: 0 },
+                start: if rows.start == 0 { Start::Zero } else { Start::Existing },
+                ..product
+            }
+            .compute_block(&mut dx.from(0, at), ahead);
+            if let (Some((panels, rows)), Some(part)) = (&next, share(panel)) {
+                panels.pack_part(rows.clone(), part, other);
+            }
         }
-        .compute_block(&mut dx.from(0, at));
+        std::mem::swap(&mut packed, &mut other);
     }
 }
 

@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn large_layers_are_shared_among_threads() {
-        for (inputs, outputs, samples) in [(700, 300, 60), (1100, 40, 150), (513, 600, 33)] {
+        for (inputs, outputs, samples) in [(700, 300, 60), (1100, 40, 150), (513, 600, 33), (40, 30, 700)] {
             check(Shape { inputs, outputs }, samples, &[1, 2, 3], Some(0.1), 5e-5);
         }
     }

@@ -48,7 +48,7 @@ impl Task for Apply<'_> {
             for (value, channel) in values.iter_mut().zip(0u64..) {
                 // Computed in any case, so that there is no branch: it would be mispredicted half the time.
                 let scaled = *value * scale;
-                let kept = stream.bits24(element + channel * plane as u64) >= threshold;
+                let kept = stream.bits24(element.wrapping_add(channel * plane as u64)) >= threshold;
                 *value = if kept { scaled } else { 0.0 };
             }
         }

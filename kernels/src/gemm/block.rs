@@ -1,7 +1,9 @@
 //! Rectangles of a row-major matrix, to be written by one thread each.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
+use super::tile::Ahead;
 use crate::threads::Divide;
 
 /// Exclusive access to some rows and columns of a matrix.
@@ -40,8 +42,14 @@ impl<'a> Block<'a> {
     }
 
     /// Elements from one row to the next.
-    pub(super) fn row_stride(&self) -> usize {
+    pub(crate) fn row_stride(&self) -> usize {
         self.row_stride
+    }
+
+    /// Some rows and columns, to be asked for before they are written.
+    pub(crate) fn ahead(&self, rows: Range<usize>, columns: Range<usize>) -> Ahead {
+        let start = self.corner.wrapping_add(rows.start * self.row_stride + columns.start);
+        Ahead { start, row: self.row_stride, rows: rows.len(), run: columns.len() }
     }
 
     pub(super) fn corner(&mut self) -> *mut f32 {

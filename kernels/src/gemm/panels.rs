@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::tile::PANEL;
+use super::tile::{Ahead, PANEL};
 use crate::simd::{Simd, Task, dispatch};
 
 /// Some columns of a row-major matrix, to be packed in panels of [`PANEL`].
@@ -25,13 +25,25 @@ impl Panels<'_> {
     /// # Panics
     /// If there are no such elements or `packed` is too short.
     pub(crate) fn pack(&self, rows: Range<usize>, packed: &mut [f32]) {
-        dispatch(Pack { panels: self, rows, packed });
+        self.pack_part(rows.clone(), rows, packed);
+    }
+
+    /// As [`pack`](Self::pack), but `part` of the rows only.
+    pub(crate) fn pack_part(&self, rows: Range<usize>, part: Range<usize>, packed: &mut [f32]) {
+        dispatch(Pack { panels: self, rows, part, packed });
+    }
+
+    /// Some rows, to be asked for before they are packed.
+    pub(crate) fn ahead(&self, rows: Range<usize>) -> Ahead {
+        let start = self.from.as_ptr().wrapping_add(rows.start * self.row + self.columns.start);
+        Ahead { start, row: self.row, rows: rows.len(), run: self.columns.len() }
     }
 }
 
 struct Pack<'a, 'b> {
     panels: &'a Panels<'b>,
     rows: Range<usize>,
+    part: Range<usize>,
     packed: &'a mut [f32],
 }
 
@@ -42,7 +54,8 @@ impl Task for Pack<'_, '_> {
         let Panels { from, row, ref columns } = *self.panels;
         let panel = self.rows.len() * PANEL;
         let packed = &mut self.packed[..self.panels.packed_len(self.rows.len())];
-        for (k, r) in self.rows.enumerate() {
+        for r in self.part {
+            let k = r - self.rows.start;
             let from = &from[r * row + columns.start..r * row + columns.end];
             let (whole, rest) = from.as_chunks::<PANEL>();
             for (index, from) in whole.iter().enumerate() {

@@ -7,14 +7,19 @@
 //! and each multiply-add costs 4/7 of a load. Products of a few rows take four vectors, so that there are enough sums to
 //! keep the multipliers busy; the last columns take one, if that is enough.
 //!
-//! The sum of an element runs over segments and depth in order, whatever the shape of the tile: the number of rows that
-//! are computed together and the width of vectors do not show in the result.
+//! The sum of an element runs over segments and depth in order, in spans of [`SPAN`] terms that are added up in turn: a
+//! running sum of n terms loses as much as √(n/2) roundings, one of spans of s terms √((s + n/s)/2) (Higham, "Accuracy and
+//! Stability of Numerical Algorithms", chapter 4). Neither the number of rows that are computed together nor the width of
+//! vectors shows in the result.
 
 use super::block::Block;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Columns that lie together in packed operands: two of the widest vectors.
 pub(crate) const PANEL: usize = 2 * crate::simd::MAX_LANES;
+
+/// Terms that are summed in registers before they are added to the destination. Fewer would round less, and cost more.
+const SPAN: usize = 32;
 
 /// The operand whose elements are copied to all lanes, at `row·r + depth·k + segment·s`.
 #[derive(Debug, Clone, Copy)]
@@ -35,7 +40,7 @@ pub(crate) struct Right<'a> {
     pub(crate) panel: usize,
 }
 
-/// What sums begin with.
+/// What the sums are added to.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Start<'a> {
     /// Nothing.
@@ -59,6 +64,31 @@ impl Lines {
     const ONE: Lines = Lines { count: 1, left: 0, c: 0 };
 }
 
+/// Memory that will be needed after a product, to be asked for while it is computed: rows of `run` elements, `row` apart.
+/// No more than a hint: the addresses may be any, and what takes longer than the product is left out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ahead {
+    pub(crate) start: *const f32,
+    pub(crate) row: usize,
+    pub(crate) rows: usize,
+    pub(crate) run: usize,
+}
+
+impl Ahead {
+    /// Nothing is asked for.
+    pub(crate) const NONE: Ahead = Ahead { start: std::ptr::null(), row: 0, rows: 0, run: 0 };
+
+    /// What tile `tile` of `tiles` asks for.
+    fn of_tile(&self, tile: usize, tiles: usize) -> Ahead {
+        let first = self.rows * tile / tiles;
+        let start = self.start.wrapping_add(first * self.row);
+        Ahead { start, rows: self.rows * (tile + 1) / tiles - first, ..*self }
+    }
+}
+
+/// Elements by which requests for memory advance with each step: half a cache line, as fast as memory can follow.
+const AHEAD: usize = 8;
+
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -79,42 +109,28 @@ impl Product<'_> {
     /// # Panics
     /// If an operand or `c` is too short.
     pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        dispatch(Compute { product: *self, lines: Lines::ONE, c, row });
+        self.compute_ahead(c, row, Ahead::NONE);
     }
 
-    /// Writes the product to the upper left corner of `c`.
+    /// As [`compute`](Self::compute), asking for other memory meanwhile.
+    pub(crate) fn compute_ahead(&self, c: &mut [f32], row: usize, ahead: Ahead) {
+        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, ahead });
+    }
+
+    /// Writes the product to the upper left corner of `c`, asking for other memory meanwhile.
     ///
     /// # Panics
     /// If an operand or `c` is too small.
-    pub(crate) fn compute_block(&self, c: &mut Block<'_>) {
+    pub(crate) fn compute_block(&self, c: &mut Block<'_>, ahead: Ahead) {
         assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
         let (corner, row) = (c.corner(), c.row_stride());
-        dispatch(ComputeAt { product: *self, c: corner, row });
-    }
-
-    /// As [`compute`](Self::compute), within a task.
-    #[inline(always)]
-    pub(crate) fn compute_with<S: Simd>(&self, simd: S, c: &mut [f32], row: usize) {
-        self.compute_lines(simd, Lines::ONE, c, row);
+        dispatch(ComputeAt { product: *self, c: corner, row, ahead });
     }
 
     /// Computes the product for several lines, within a task: while columns are at hand, for all lines.
     #[inline(always)]
     pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
-        simd.call(Compute { product: *self, lines, c, row });
-    }
-
-    #[inline(always)]
-    fn compute_here<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
-        let Product { rows, columns, .. } = *self;
-        if rows == 0 || columns == 0 || lines.count == 0 {
-            return;
-        }
-        assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
-        let last_line = lines.count - 1;
-        assert!(c.len() > last_line * lines.c + (rows - 1) * row + columns - 1, "a product's destination");
-        // SAFETY: the last element exists, and so do those before it.
-        unsafe { self.compute_at(simd, lines, c.as_mut_ptr(), row) }
+        simd.call(Compute { product: *self, lines, c, row, ahead: Ahead::NONE });
     }
 
     /// Writes the product from `c` on.
@@ -122,26 +138,30 @@ impl Product<'_> {
     /// # Safety
     /// Rows `row` elements apart of as many columns as the product has can be written, for each line.
     #[inline(always)]
-    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize) {
+    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize, ahead: Ahead) {
         let Product { rows, columns, depth, segments, left, right, start, .. } = *self;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
         }
-        let last_line = lines.count - 1;
         if let Start::Bias(bias) = start {
             assert!(bias.len() >= columns, "a product's bias");
         }
         if depth > 0 && segments > 0 {
             let last = (depth - 1, segments - 1);
-            let end =
-                last_line * lines.left + (rows - 1) * left.row + last.0 * left.depth + last.1 * left.segment;
+            let end = (lines.count - 1) * lines.left
+                + (rows - 1) * left.row
+                + last.0 * left.depth
+                + last.1 * left.segment;
             assert!(left.values.len() > end, "a product's left operand");
             let (panel, column) = ((columns - 1) / PANEL, (columns - 1) % PANEL);
             let end = panel * right.panel + last.0 * right.depth + last.1 * right.segment + column;
             assert!(right.values.len() > end, "a product's right operand");
         }
         let four = rows <= S::WIDE_ROWS && 2 * S::LANES == PANEL;
-        let mut column = 0;
+        // Rows in tiles of about equal height.
+        let tiles = rows.div_ceil(S::ROWS);
+        let all = tiles * columns.div_ceil(2 * S::LANES);
+        let (mut column, mut done) = (0, 0);
         while column < columns {
             let vectors = match columns - column {
                 rest if rest <= S::LANES => 1,
@@ -150,21 +170,27 @@ impl Product<'_> {
             };
             let width = (vectors * S::LANES).min(columns - column);
             for line in 0..lines.count {
-                // SAFETY: the furthest elements of all operands were found to exist, and these columns lie within.
-                unsafe {
-                    let place = Place {
-                        a: left.values.as_ptr().add(line * lines.left),
-                        b: right.values.as_ptr().add(column / PANEL * right.panel + column % PANEL),
-                        c: c.add(line * lines.c + column),
-                        row,
-                        bias: match start {
-                            Start::Bias(bias) => bias.as_ptr().add(column),
-                            _ => std::ptr::null(),
-                        },
-                        existing: matches!(start, Start::Existing),
-                        width,
-                    };
-                    rows_of_tiles(simd, self, place, vectors);
+                for tile in 0..tiles {
+                    let first = rows * tile / tiles;
+                    let height = rows * (tile + 1) / tiles - first;
+                    // SAFETY: the furthest elements of all operands were found to exist, and this tile lies within.
+                    unsafe {
+                        let place = Place {
+                            a: left.values.as_ptr().add(line * lines.left + first * left.row),
+                            b: right.values.as_ptr().add(column / PANEL * right.panel + column % PANEL),
+                            c: c.add(line * lines.c + first * row + column),
+                            row,
+                            bias: match start {
+                                Start::Bias(bias) => bias.as_ptr().add(column),
+                                _ => std::ptr::null(),
+                            },
+                            existing: matches!(start, Start::Existing),
+                            width,
+                            ahead: ahead.of_tile(done, all),
+                        };
+                        tile_of_height(simd, self, place, height, vectors);
+                    }
+                    done += 1;
                 }
             }
             column += width;
@@ -177,13 +203,23 @@ struct Compute<'a> {
     lines: Lines,
     c: &'a mut [f32],
     row: usize,
+    ahead: Ahead,
 }
 
 impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        self.product.compute_here(simd, self.lines, self.c, self.row);
+        let Compute { product, lines, c, row, ahead } = self;
+        let Product { rows, columns, .. } = product;
+        if rows == 0 || columns == 0 || lines.count == 0 {
+            return;
+        }
+        assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
+        let last = (lines.count - 1) * lines.c + (rows - 1) * row + columns - 1;
+        assert!(c.len() > last, "a product's destination");
+        // SAFETY: the last element exists, and so do those before it.
+        unsafe { product.compute_at(simd, lines, c.as_mut_ptr(), row, ahead) }
     }
 }
 
@@ -191,6 +227,7 @@ struct ComputeAt<'a> {
     product: Product<'a>,
     c: *mut f32,
     row: usize,
+    ahead: Ahead,
 }
 
 impl Task for ComputeAt<'_> {
@@ -198,7 +235,7 @@ impl Task for ComputeAt<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         // SAFETY: made by `compute_block` only, for a block of at least the product's extents.
-        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row) }
+        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row, self.ahead) }
     }
 }
 
@@ -228,6 +265,7 @@ struct Place {
     existing: bool,
     /// Columns, at most as many as the tile's vectors have.
     width: usize,
+    ahead: Ahead,
 }
 
 /// Repeats `body` with the constant `I` from 0 to below `count`: written out, so that tiles stay in registers.
@@ -239,25 +277,6 @@ macro_rules! unroll {
             $body
         })*
     };
-}
-
-/// All rows of a few columns, in tiles of about equal height.
-///
-/// # Safety
-/// As for [`tile`].
-#[inline(always)]
-unsafe fn rows_of_tiles<S: Simd>(simd: S, product: &Product<'_>, place: Place, vectors: usize) {
-    let tiles = product.rows.div_ceil(S::ROWS);
-    for tile in 0..tiles {
-        let first = product.rows * tile / tiles;
-        let height = product.rows * (tile + 1) / tiles - first;
-        // SAFETY: these rows are a part of the caller's.
-        unsafe {
-            let a = place.a.add(first * product.left.row);
-            let place = Place { a, c: place.c.add(first * place.row), ..place };
-            tile_of_height(simd, product, place, height, vectors);
-        }
-    }
 }
 
 /// Calls [`tile`] with height and vectors as constants.
@@ -288,6 +307,22 @@ unsafe fn tile_of_height<S: Simd>(
     heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
 }
 
+/// The same pointer, of which the compiler forgets where it came from. It would otherwise compute the rows' addresses one
+/// from the other, a chain of as many additions as a tile has rows.
+#[cfg_attr(
+    any(target_arch = "x86_64", target_arch = "aarch64"),
+    expect(clippy::pointers_in_nomem_asm_block, reason = "only the address passes through")
+)]
+#[inline(always)]
+fn detached(mut pointer: *const f32) -> *const f32 {
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    // SAFETY: no instruction at all.
+    unsafe {
+        std::arch::asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags));
+    }
+    pointer
+}
+
 /// One register tile. Rows are addressed from a pointer for every three of them, so that each is at most one
 /// multiplication by 2 away from a register. Only the last vector may be partial; of four, none is.
 ///
@@ -310,49 +345,121 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
     let mut sums = [[zero; VECTORS]; ROWS];
     // SAFETY: the caller vouches for the elements; partial vectors touch no others.
     unsafe {
-        if place.existing {
-            unroll!(ROWS, {
-                const ROW: usize = I;
-                let from = place.c.add(ROW * place.row).cast_const();
-                unroll!(VECTORS, { sums[ROW][I] = simd.load_first(from.add(I * S::LANES), counts[I]) });
-            });
-        } else if !place.bias.is_null() {
+        if !place.bias.is_null() {
             let mut bias = [zero; VECTORS];
             unroll!(VECTORS, { bias[I] = simd.load_first(place.bias.add(I * S::LANES), counts[I]) });
             sums = [bias; ROWS];
         }
+        // Whether the destination holds a part of the result, and the terms that the sums hold.
+        let (mut existing, mut terms) = (place.existing, 0);
+        macro_rules! add_existing {
+            () => {
+                if existing {
+                    unroll!(ROWS, {
+                        const ROW: usize = I;
+                        let from = place.c.add(ROW * place.row).cast_const();
+                        unroll!(VECTORS, {
+                            let from = from.add(I * S::LANES);
+                            let before =
+                                if whole { simd.load(from) } else { simd.load_first(from, counts[I]) };
+                            sums[ROW][I] = simd.add(sums[ROW][I], before);
+                        });
+                    });
+                }
+            };
+        }
+        macro_rules! store {
+            () => {
+                unroll!(ROWS, {
+                    const ROW: usize = I;
+                    let to = place.c.add(ROW * place.row);
+                    unroll!(VECTORS, {
+                        let to = to.add(I * S::LANES);
+                        if whole {
+                            simd.store(sums[ROW][I], to);
+                        } else {
+                            simd.store_first(sums[ROW][I], to, counts[I]);
+                        }
+                    });
+                });
+            };
+        }
+        let mut ahead = place.ahead;
+        let mut asked = 0;
         for segment in 0..segments {
             let mut a = [place.a.wrapping_add(segment * left.segment); 5];
-            unroll!(5, { a[I] = a[I].wrapping_add(3 * I * left.row) });
+            unroll!(5, {
+                if 3 * I < ROWS {
+                    a[I] = detached(a[I].wrapping_add(3 * I * left.row));
+                }
+            });
             // Vectors 0 and 1 are of one panel, 2 and 3 of the next.
             let mut b = [place.b.wrapping_add(segment * right.segment); 2];
             b[1] = b[1].wrapping_add(right.panel);
-            macro_rules! accumulate {
+            macro_rules! step {
                 ($from:ident, $count:ident => $load:expr) => {
-                    for _ in 0..depth {
-                        let mut columns = [zero; VECTORS];
+                    let mut columns = [zero; VECTORS];
+                    unroll!(VECTORS, {
+                        let ($from, $count) = (b[I / 2 % 2].wrapping_add(I % 2 * S::LANES), counts[I]);
+                        columns[I] = $load;
+                    });
+                    unroll!(ROWS, {
+                        const ROW: usize = I;
+                        let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
                         unroll!(VECTORS, {
-                            let ($from, $count) = (b[I / 2 % 2].wrapping_add(I % 2 * S::LANES), counts[I]);
-                            columns[I] = $load;
+                            sums[ROW][I] = simd.mul_add(value, columns[I], sums[ROW][I]);
                         });
-                        unroll!(ROWS, {
-                            const ROW: usize = I;
-                            let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
-                            unroll!(VECTORS, {
-                                sums[ROW][I] = simd.mul_add(value, columns[I], sums[ROW][I]);
-                            });
-                        });
-                        unroll!(5, { a[I] = a[I].wrapping_add(left.depth) });
-                        unroll!(2, { b[I] = b[I].wrapping_add(right.depth) });
-                    }
+                    });
+                    unroll!(5, {
+                        if 3 * I < ROWS {
+                            a[I] = a[I].wrapping_add(left.depth);
+                        }
+                    });
+                    unroll!(2, { b[I] = b[I].wrapping_add(right.depth) });
                 };
             }
-            if whole {
-                accumulate!(from, _count => simd.load(from));
-            } else {
-                accumulate!(from, count => simd.load_first(from, count));
+            let mut rest = depth;
+            while rest > 0 {
+                if terms >= SPAN {
+                    add_existing!();
+                    store!();
+                    sums = [[zero; VECTORS]; ROWS];
+                    (existing, terms) = (true, 0);
+                }
+                let mut span = rest.min(SPAN - terms);
+                rest -= span;
+                terms += span;
+                if !whole {
+                    for _ in 0..span {
+                        step!(from, count => simd.load_first(from, count));
+                    }
+                    continue;
+                }
+                while ahead.rows > 0 && span > 0 {
+                    let steps = span.min((ahead.run - asked).div_ceil(AHEAD));
+                    let mut line = ahead.start.wrapping_add(asked);
+                    for _ in 0..steps {
+                        simd.prefetch(line);
+                        line = line.wrapping_add(AHEAD);
+                        step!(from, _count => simd.load(from));
+                    }
+                    span -= steps;
+                    asked += steps * AHEAD;
+                    if asked >= ahead.run {
+                        ahead = Ahead {
+                            start: ahead.start.wrapping_add(ahead.row),
+                            rows: ahead.rows - 1,
+                            ..ahead
+                        };
+                        asked = 0;
+                    }
+                }
+                for _ in 0..span {
+                    step!(from, _count => simd.load(from));
+                }
             }
         }
+        add_existing!();
         if slope != 1.0 {
             let slope = simd.splat(slope);
             unroll!(ROWS, {
@@ -361,11 +468,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                 }
             });
         }
-        unroll!(ROWS, {
-            const ROW: usize = I;
-            let to = place.c.add(ROW * place.row);
-            unroll!(VECTORS, { simd.store_first(sums[ROW][I], to.add(I * S::LANES), counts[I]) });
-        });
+        store!();
     }
 }
 
@@ -379,7 +482,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(192))]
         #[test]
         fn a_product_sums_over_segments_and_depth(
-            (rows, columns, depth, segments) in (1usize..40, 1usize..80, 0usize..20, 0usize..4),
+            (rows, columns, depth, segments) in (1usize..40, 1usize..80, 0usize..50, 0usize..4),
             (a_rows_apart, packed, start) in (any::<bool>(), any::<bool>(), 0usize..3), leaky: bool, lines in 1usize..3,
         ) {
             let (row, step) = if a_rows_apart { (depth + 3, 1) } else { (1, rows + 2) };
@@ -416,7 +519,7 @@ mod tests {
                 start: [Start::Zero, Start::Existing, Start::Bias(&bias)][start],
             };
             let mut c = before.clone();
-            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride });
+            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, ahead: Ahead::NONE });
             assert_close(&c, &expected, 1e-5);
         }
     }

@@ -1,6 +1,10 @@
 //! Optimizers on the CPU: one pass over memory, shared among threads.
+//!
+//! The loops are plain ones, compiled for the vectors of each processor. Nothing is fused or reordered by that: square
+//! roots and quotients are exact, and every processor gives the same bits.
 
 use super::{Adam, AdamW, Optimizer, RmsProp, Sgd, State};
+use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
 /// Parameters below which another thread does not pay.
@@ -27,14 +31,34 @@ pub fn update(
     let items = params.len();
     let outputs = (Rows::new(params, 1), Rows::new(state.first, first), Rows::new(state.second, second));
     threads.divide(items, GRAIN, outputs, |range, (params, first, second)| {
-        let (params, gradients) = (params.values, &gradients[range]);
-        match *optimizer {
-            Optimizer::Adam(o) => adam(o, step, params, gradients, first.values, second.values),
-            Optimizer::AdamW(o) => adam_w(o, step, params, gradients, first.values, second.values),
-            Optimizer::RmsProp(o) => rms_prop(o, params, gradients, first.values, second.values),
-            Optimizer::Sgd(o) => sgd(o, step, params, gradients, first.values),
-        }
+        let gradients = &gradients[range];
+        let (params, first, second) = (params.values, first.values, second.values);
+        dispatch(Update { optimizer, step, params, gradients, first, second });
     });
+}
+
+/// One step for a part of the parameters.
+struct Update<'a> {
+    optimizer: &'a Optimizer,
+    step: u64,
+    params: &'a mut [f32],
+    gradients: &'a [f32],
+    first: &'a mut [f32],
+    second: &'a mut [f32],
+}
+
+impl Task for Update<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Update { optimizer, step, params, gradients, first, second } = self;
+        match *optimizer {
+            Optimizer::Adam(o) => adam(o, step, params, gradients, first, second),
+            Optimizer::AdamW(o) => adam_w(o, step, params, gradients, first, second),
+            Optimizer::RmsProp(o) => rms_prop(o, params, gradients, first, second),
+            Optimizer::Sgd(o) => sgd(o, step, params, gradients, first),
+        }
+    }
 }
 
 /// Moves an exponential moving average of the parameters: `average = decay · average + (1 − decay) · params`.
@@ -45,16 +69,33 @@ pub fn average(threads: &Threads, decay: f64, params: &[f32], average: &mut [f32
     assert_eq!(params.len(), average.len());
     let towards = (1.0 - decay) as f32;
     threads.divide(params.len(), GRAIN, Rows::new(average, 1), |range, average| {
-        for (average, &param) in average.values.iter_mut().zip(&params[range]) {
-            *average += towards * (param - *average);
-        }
+        dispatch(Average { towards, params: &params[range], average: average.values });
     });
 }
 
+/// A step of the average for a part of the parameters.
+struct Average<'a> {
+    towards: f32,
+    params: &'a [f32],
+    average: &'a mut [f32],
+}
+
+impl Task for Average<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        for (average, &param) in self.average.iter_mut().zip(self.params) {
+            *average += self.towards * (param - *average);
+        }
+    }
+}
+
+#[inline(always)]
 fn adam(o: Adam, step: u64, params: &mut [f32], gradients: &[f32], first: &mut [f32], second: &mut [f32]) {
     adam_pass(o, 1.0, step, params, gradients, first, second);
 }
 
+#[inline(always)]
 fn adam_w(o: AdamW, step: u64, params: &mut [f32], gradients: &[f32], first: &mut [f32], second: &mut [f32]) {
     let keep = (1.0 - o.lr * o.weight_decay) as f32;
     let AdamW { lr, beta1, beta2, eps, .. } = o;
@@ -63,6 +104,7 @@ fn adam_w(o: AdamW, step: u64, params: &mut [f32], gradients: &[f32], first: &mu
 }
 
 /// Adam on parameters that are first multiplied by `keep`.
+#[inline(always)]
 fn adam_pass(
     o: Adam,
     keep: f32,
@@ -86,6 +128,7 @@ fn adam_pass(
     }
 }
 
+#[inline(always)]
 fn rms_prop(o: RmsProp, params: &mut [f32], gradients: &[f32], square: &mut [f32], buffer: &mut [f32]) {
     let (rate, rho, towards) = (o.lr as f32, o.rho as f32, (1.0 - o.rho) as f32);
     let (eps, momentum, decay) = (o.eps as f32, o.momentum as f32, o.weight_decay as f32);
@@ -107,6 +150,7 @@ fn rms_prop(o: RmsProp, params: &mut [f32], gradients: &[f32], square: &mut [f32
     }
 }
 
+#[inline(always)]
 fn sgd(o: Sgd, step: u64, params: &mut [f32], gradients: &[f32], buffer: &mut [f32]) {
     let (rate, momentum, decay) = (o.lr as f32, o.momentum as f32, o.weight_decay as f32);
     let each = params.iter_mut().zip(gradients);

@@ -78,6 +78,11 @@ impl Simd for Avx2 {
         unsafe { _mm256_maskstore_ps(to, first(count), values) }
     }
     #[inline(always)]
+    fn prefetch(self, line: *const f32) {
+        // SAFETY: a hint, for any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load_bytes(self, from: *const u8) -> __m256 {
         // SAFETY: above; 8 bytes.
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }

@@ -74,6 +74,11 @@ impl Simd for Avx512 {
         unsafe { _mm512_mask_storeu_ps(to, first(count), values) }
     }
     #[inline(always)]
+    fn prefetch(self, line: *const f32) {
+        // SAFETY: a hint, for any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load_bytes(self, from: *const u8) -> __m512 {
         // SAFETY: above; 16 bytes.
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }

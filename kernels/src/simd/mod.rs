@@ -68,6 +68,9 @@ pub trait Simd: Copy + Send + Sync {
     /// The elements can be written.
     unsafe fn store_first(self, values: Self::F32, to: *mut f32, count: usize);
 
+    /// Asks for a cache line to be brought to the L2 cache. The address may be any.
+    fn prefetch(self, line: *const f32);
+
     /// Reads `LANES` bytes as numbers.
     ///
     /// # Safety

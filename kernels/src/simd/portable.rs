@@ -63,6 +63,8 @@ impl Simd for Portable {
         }
     }
     #[inline(always)]
+    fn prefetch(self, _: *const f32) {}
+    #[inline(always)]
     unsafe fn load_bytes(self, from: *const u8) -> [f32; LANES] {
         // SAFETY: the caller vouches for four bytes.
         unsafe { from.cast::<[u8; LANES]>().read_unaligned() }.map(f32::from)

@@ -45,8 +45,10 @@ pub enum Algorithm {
     Direct,
     /// F(m×m, K×K): tiles of m×m outputs from (m+K−1)² products for each pair of channels.
     Winograd {
-        /// Rows and columns of a tile of outputs, m.
-        tile: usize,
+        /// Rows and columns of a tile of outputs in the forward pass, m.
+        forward: usize,
+        /// The same in the backward passes.
+        backward: usize,
     },
 }
 
@@ -113,7 +115,11 @@ impl Algorithm {
     pub fn choose(shape: &Shape, choice: Choice) -> Algorithm {
         match choice {
             Choice::Auto => {
-                winograd::tile(shape).map_or(Algorithm::Direct, |tile| Algorithm::Winograd { tile })
+                let tiles = winograd::tiles(shape);
+                tiles.map_or(Algorithm::Direct, |(forward, backward)| Algorithm::Winograd {
+                    forward,
+                    backward,
+                })
             }
             Choice::Direct => Algorithm::Direct,
         }
@@ -124,7 +130,12 @@ impl fmt::Display for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Algorithm::Direct => f.write_str("direct"),
-            Algorithm::Winograd { tile } => write!(f, "winograd {tile}x{tile}"),
+            Algorithm::Winograd { forward, backward } if forward == backward => {
+                write!(f, "winograd {forward}x{forward}")
+            }
+            Algorithm::Winograd { forward, backward } => {
+                write!(f, "winograd {forward}x{forward}, {backward}x{backward}")
+            }
         }
     }
 }
@@ -150,7 +161,9 @@ impl Conv {
         shape.check();
         let kind = match Algorithm::choose(&shape, choice) {
             Algorithm::Direct => Kind::Direct(Direct::new(shape, tail)),
-            Algorithm::Winograd { tile } => Kind::Winograd(Winograd::new(shape, tail, tile)),
+            Algorithm::Winograd { forward, backward } => {
+                Kind::Winograd(Winograd::new(shape, tail, forward, backward))
+            }
         };
         Conv { shape, tail, kind }
     }
@@ -159,7 +172,10 @@ impl Conv {
     pub fn algorithm(&self) -> Algorithm {
         match &self.kind {
             Kind::Direct(_) => Algorithm::Direct,
-            Kind::Winograd(winograd) => Algorithm::Winograd { tile: winograd.tile() },
+            Kind::Winograd(winograd) => {
+                let (forward, backward) = winograd.tiles();
+                Algorithm::Winograd { forward, backward }
+            }
         }
     }
 

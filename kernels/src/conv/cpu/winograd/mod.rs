@@ -28,21 +28,28 @@ use crate::threads::{PerPart, Rows, Threads};
 use tiles::{InputGradients, Inputs, OutputGradients, Outputs, Tiling};
 use weights::{Filters, Orientation, weight_gradients};
 
-/// Tiles of a block, about: enough that reading the filters' matrices is little beside the arithmetic.
-const BLOCK_TILES: usize = 128;
-
-/// Rows and columns of the tiles that `shape` should be computed in, if it should: with few channels, the transforms cost
-/// more than they save, and vectors are of whole channels.
-pub(super) fn tile(shape: &Shape) -> Option<usize> {
+/// Extents of the tiles that `shape` should be computed in, forward and backward, if it should: with few channels, the
+/// transforms cost more than they save, and vectors are of whole channels.
+///
+/// The more points, the fewer products and the more rounding. The forward pass decides which value of a window is the
+/// largest and which are above zero, and where it decides otherwise than exact arithmetic would, whole gradients move; so it
+/// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3, for those of 5×5
+/// they round three times as much (found by simulation), which gradients can take.
+pub(super) fn tiles(shape: &Shape) -> Option<(usize, usize)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
-    (vectors && channels >= 32 && matches!(shape.kernel, 3 | 5)).then_some(4)
+    match shape.kernel {
+        3 if vectors && channels >= 32 => Some((4, 4)),
+        5 if vectors && channels >= 32 => Some((2, 4)),
+        _ => None,
+    }
 }
 
 /// Calls a task with the numbers of pairs and outputs as constants.
 macro_rules! with_points {
     ($tiling:expr, $task:ident $fields:tt) => {
         match ($tiling.points.count(), $tiling.points.tile) {
+            (6, 2) => simd::dispatch($task::<_, 2, 2> $fields),
             (6, 4) => simd::dispatch($task::<_, 2, 4> $fields),
             (8, 4) => simd::dispatch($task::<_, 3, 4> $fields),
             (points, tile) => unreachable!("tiles of {tile} from {points} points"),
@@ -60,29 +67,29 @@ macro_rules! with_points {
 /// A convolution computed on transformed tiles.
 #[derive(Debug)]
 pub(super) struct Winograd {
-    tiling: Tiling,
-    /// Filters at the points, for the forward pass and for the input's gradient.
-    forward: Filters,
-    backward: Option<Filters>,
+    /// The forward pass' tiles, and the filters at their points.
+    forward: (Tiling, Filters),
+    /// The backward passes' tiles, and the filters at their points, once the input's gradient is asked for.
+    backward: (Tiling, Option<Filters>),
     /// Each thread's sums of the bias' gradient.
     sums: Vec<Vec<f64>>,
 }
 
 impl Winograd {
-    pub(super) fn new(shape: Shape, tail: Tail, tile: usize) -> Self {
-        let tiling = Tiling::new(shape, tail, tile);
-        let forward = Filters::new(&shape, tiling.points(), Orientation::Forward);
-        Winograd { tiling, forward, backward: None, sums: Vec::new() }
+    /// Forward passes are made in tiles of `forward` rows and columns of outputs, backward passes in tiles of `backward`.
+    pub(super) fn new(shape: Shape, tail: Tail, forward: usize, backward: usize) -> Self {
+        let tiling = Tiling::new(shape, tail, forward);
+        let filters = Filters::new(&shape, tiling.points(), Orientation::Forward);
+        Winograd {
+            forward: (tiling, filters),
+            backward: (Tiling::new(shape, tail, backward), None),
+            sums: Vec::new(),
+        }
     }
 
-    pub(super) fn tile(&self) -> usize {
-        self.tiling.points.tile
-    }
-
-    /// Images of a block of a part with `images`: blocks of about equal size.
-    fn block(&self, images: usize) -> usize {
-        let blocks = (images * self.tiling.tiles()).div_ceil(BLOCK_TILES).clamp(1, images.max(1));
-        images.div_ceil(blocks).max(1)
+    /// Extents of the tiles, forward and backward.
+    pub(super) fn tiles(&self) -> (usize, usize) {
+        (self.forward.0.points.tile, self.backward.0.points.tile)
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
@@ -97,8 +104,9 @@ impl Winograd {
         y: &mut [E],
         chosen: &mut [u8],
     ) {
-        self.forward.transform(threads, &self.tiling.shape, &self.tiling.points, weights);
-        let Winograd { tiling, forward, .. } = &*self;
+        let (tiling, forward) = &mut self.forward;
+        forward.transform(threads, &tiling.shape, &tiling.points, weights);
+        let (tiling, forward) = &self.forward;
         let Shape { channels, filters, .. } = tiling.shape;
         let (image, result) = (tiling.shape.input_len(), y.len() / images.max(1));
         let choices = chosen.len() / images.max(1);
@@ -106,7 +114,7 @@ impl Winograd {
         threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
             let part = part.own();
             let (images, x) = (range.len(), &x[range.start * image..range.end * image]);
-            let block = self.block(images);
+            let block = tiling.block(images);
             for first in (0..images).step_by(block) {
                 let count = block.min(images - first);
                 let tiles = count * tiling.tiles();
@@ -148,19 +156,20 @@ impl Winograd {
         dx: Option<&mut [E]>,
     ) {
         let Backward { x, weights, y, chosen, dy } = from;
-        let shape = self.tiling.shape;
+        let (tiling, backward) = &mut self.backward;
+        let shape = tiling.shape;
         let Shape { channels, filters, .. } = shape;
-        let points = self.tiling.points();
+        let points = tiling.points();
         let (image, result) = (shape.input_len(), y.len() / images.max(1));
         let choices = chosen.len() / images.max(1);
         if dx.is_some() {
             let backward =
-                self.backward.get_or_insert_with(|| Filters::new(&shape, points, Orientation::Backward));
-            backward.transform(threads, &shape, &self.tiling.points, weights);
+                backward.get_or_insert_with(|| Filters::new(&shape, points, Orientation::Backward));
+            backward.transform(threads, &shape, &tiling.points, weights);
         }
         self.sums.resize_with(threads.count(), || vec![0.0; filters]);
         let mut sums = std::mem::take(&mut self.sums);
-        let Winograd { tiling, backward, .. } = &*self;
+        let (tiling, backward) = &self.backward;
         let gradients = Tiling::stride(channels, filters);
         let input_len = if dx.is_some() { image } else { 0 };
         let outputs = (
@@ -173,7 +182,7 @@ impl Winograd {
             let (part, sums) = (part.own(), sums.own());
             sums.fill(0.0);
             let images = range.len();
-            let block = self.block(images);
+            let block = tiling.block(images);
             let mut start = Start::Zero;
             for first in (range.start..range.end).step_by(block) {
                 let count = block.min(range.end - first);
@@ -236,7 +245,7 @@ impl Winograd {
         for (filter, db) in db.iter_mut().enumerate() {
             *db = self.sums[..parts].iter().map(|sums| sums[filter]).sum::<f64>() as f32;
         }
-        weight_gradients(threads, &shape, &self.tiling.points, &scratch.parts[..parts], gradients, dw);
+        weight_gradients(threads, &shape, &tiling.points, &scratch.parts[..parts], gradients, dw);
     }
 }
 
@@ -336,7 +345,7 @@ mod tests {
         for (index, (channels, filters, kernel, extent)) in cases.into_iter().enumerate() {
             for (tail, padding) in tails.into_iter().zip([Padding::Same, Padding::Valid, Padding::Same]) {
                 let shape = Shape { channels, height: extent, width: extent + 1, filters, kernel, padding };
-                let mut conv = Winograd::new(shape, tail, 4);
+                let mut conv = Winograd::new(shape, tail, if kernel == 5 { 2 } else { 4 }, 4);
                 let images = 3;
                 let x = random(images * shape.input_len(), 1);
                 let w: Vec<f32> = random(shape.weights_len(), 2).iter().map(|w| w / 16.0).collect();

@@ -18,6 +18,9 @@ use crate::conv::cpu::Tail;
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
+/// Tiles of a block, about: enough that reading the filters' matrices is little beside the arithmetic.
+const BLOCK_TILES: usize = 128;
+
 /// A tiling of the outputs of a convolution.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tiling {
@@ -54,6 +57,12 @@ impl Tiling {
     /// Tiles of an image.
     pub(super) fn tiles(&self) -> usize {
         self.rows * self.columns
+    }
+
+    /// Images of a block of a part with `images`: blocks of about equal size.
+    pub(super) fn block(&self, images: usize) -> usize {
+        let blocks = (images * self.tiles()).div_ceil(BLOCK_TILES).clamp(1, images.max(1));
+        images.div_ceil(blocks).max(1)
     }
 
     /// Points in two dimensions, n².
