@@ -62,7 +62,7 @@ struct Norm {
 /// What a stage has of its own.
 #[derive(Debug)]
 enum Kernel {
-    Conv(Conv),
+    Conv(Box<Conv>),
     Dense(Dense),
     Norm(Norm),
     /// For every output of a pooling layer, which of its window was the largest.
@@ -437,7 +437,7 @@ impl Machine {
             Op::Conv { shape, slope, pool, .. } => {
                 chosen = pool.map_or_else(Vec::new, choices);
                 let pool = pool.map(|pool| pool.shape.rounding);
-                Kernel::Conv(Conv::new(shape, Tail { slope, pool }, choice))
+                Kernel::Conv(Box::new(Conv::new(shape, Tail { slope, pool }, choice)))
             }
             Op::Dense { shape, slope, .. } => Kernel::Dense(Dense::new(shape, slope)),
             Op::Norm { index, .. } => {

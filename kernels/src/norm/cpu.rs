@@ -232,9 +232,9 @@ where
             for channel in (0..channels).step_by(TILE.0) {
                 let width = TILE.0.min(channels - channel);
                 let mut at = [[0.0; TILE.0]; N];
-                for lane in 0..width {
-                    let all = coefficients(channel + lane);
-                    (0..N).for_each(|i| at[i][lane] = all[i]);
+                for (lane, channel) in (channel..channel + width).enumerate() {
+                    let all = coefficients(channel);
+                    at.iter_mut().zip(all).for_each(|(at, one)| at[lane] = one);
                 }
                 for (x, y) in x.chunks_exact(channels).zip(y.chunks_exact_mut(channels)) {
                     let pixels = x[channel..][..width].iter().zip(&mut y[channel..][..width]);
