@@ -140,6 +140,11 @@ pub(crate) fn dispatch<T: Task>(task: T) -> T::Output {
     }
 }
 
+/// Whether [`Simd::mul_add`] rounds once.
+pub(crate) fn fuses() -> bool {
+    level::detect() >= level::AVX2 || portable::FUSES
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

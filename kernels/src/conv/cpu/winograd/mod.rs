@@ -33,13 +33,13 @@ use weights::{Filters, Orientation, weight_gradients};
 ///
 /// The more points, the fewer products and the more rounding. The forward pass decides which value of a window is the
 /// largest and which are above zero, and where it decides otherwise than exact arithmetic would, whole gradients move; so it
-/// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3, for those of 5×5
-/// they round three times as much (found by simulation), which gradients can take.
+/// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3 where products and
+/// sums round once; for those of 5×5 they round three times as much (found by simulation), which gradients can take.
 pub(super) fn tiles(shape: &Shape) -> Option<(usize, usize)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
     match shape.kernel {
-        3 if vectors && channels >= 32 => Some((4, 4)),
+        3 if vectors && channels >= 32 => Some((if simd::fuses() { 4 } else { 2 }, 4)),
         5 if vectors && channels >= 32 => Some((2, 4)),
         _ => None,
     }
@@ -49,6 +49,7 @@ pub(super) fn tiles(shape: &Shape) -> Option<(usize, usize)> {
 macro_rules! with_points {
     ($tiling:expr, $task:ident $fields:tt) => {
         match ($tiling.points.count(), $tiling.points.tile) {
+            (4, 2) => simd::dispatch($task::<_, 1, 2> $fields),
             (6, 2) => simd::dispatch($task::<_, 2, 2> $fields),
             (6, 4) => simd::dispatch($task::<_, 2, 4> $fields),
             (8, 4) => simd::dispatch($task::<_, 3, 4> $fields),
@@ -57,6 +58,7 @@ macro_rules! with_points {
     };
     ($tiling:expr, input $task:ident $fields:tt) => {
         match $tiling.points.count() {
+            4 => simd::dispatch($task::<_, 1> $fields),
             6 => simd::dispatch($task::<_, 2> $fields),
             8 => simd::dispatch($task::<_, 3> $fields),
             points => unreachable!("{points} points"),
@@ -345,7 +347,7 @@ mod tests {
         for (index, (channels, filters, kernel, extent)) in cases.into_iter().enumerate() {
             for (tail, padding) in tails.into_iter().zip([Padding::Same, Padding::Valid, Padding::Same]) {
                 let shape = Shape { channels, height: extent, width: extent + 1, filters, kernel, padding };
-                let mut conv = Winograd::new(shape, tail, if kernel == 5 { 2 } else { 4 }, 4);
+                let mut conv = Winograd::new(shape, tail, if kernel == 5 || index < 2 { 2 } else { 4 }, 4);
                 let images = 3;
                 let x = random(images * shape.input_len(), 1);
                 let w: Vec<f32> = random(shape.weights_len(), 2).iter().map(|w| w / 16.0).collect();
