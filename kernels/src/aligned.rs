@@ -3,6 +3,7 @@
 //! A vector of 64 bytes that crosses a cache line costs two reads, and a batch of images is more pages of 4 KiB than a
 //! processor remembers.
 
+use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
 /// As many `f32` as a cache line holds.
@@ -26,8 +27,11 @@ pub struct AlignedVec {
 impl AlignedVec {
     /// `len` zeros.
     pub fn zeroed(len: usize) -> Self {
-        let lines = bytemuck::zeroed_vec(len.div_ceil(16));
-        advise_huge_pages(&lines);
+        let count = len.div_ceil(16);
+        let mut lines = Vec::with_capacity(count);
+        // Before it is touched: pages that are there stay as they are.
+        advise_huge_pages(lines.spare_capacity_mut());
+        lines.resize(count, Line([0.0; 16]));
         AlignedVec { lines, len }
     }
 
@@ -55,17 +59,17 @@ impl DerefMut for AlignedVec {
 
 /// Asks for huge pages under memory that has not been touched yet. Where there are none, small ones do.
 #[cfg(target_os = "linux")]
-fn advise_huge_pages(lines: &[Line]) {
+fn advise_huge_pages(memory: &[MaybeUninit<Line>]) {
     use nix::sys::mman::{MmapAdvise, madvise};
     const HUGE: usize = 2 << 20;
-    let range = lines.as_ptr_range();
+    let range = memory.as_ptr_range();
     let start = (range.start as usize).next_multiple_of(HUGE);
     let end = range.end as usize / HUGE * HUGE;
     if let Some(start) = std::ptr::NonNull::new(start as *mut std::ffi::c_void).filter(|_| start < end) {
-        // SAFETY: the pages lie within the memory of `lines`; the advice changes neither contents nor rights.
+        // SAFETY: the pages lie within `memory`; the advice changes neither contents nor rights.
         let _ = unsafe { madvise(start, end - start.as_ptr() as usize, MmapAdvise::MADV_HUGEPAGE) };
     }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn advise_huge_pages(_: &[Line]) {}
+fn advise_huge_pages(_: &[MaybeUninit<Line>]) {}
