@@ -73,7 +73,7 @@ pub struct Conv {
 #[derive(Debug)]
 enum Kind {
     Direct(Direct),
-    Winograd(Winograd),
+    Winograd(Box<Winograd>),
 }
 
 /// What the backward pass starts from: all of the last forward pass, and the gradient of its result.
@@ -162,7 +162,7 @@ impl Conv {
         let kind = match Algorithm::choose(&shape, choice) {
             Algorithm::Direct => Kind::Direct(Direct::new(shape, tail)),
             Algorithm::Winograd { forward, backward } => {
-                Kind::Winograd(Winograd::new(shape, tail, forward, backward))
+                Kind::Winograd(Box::new(Winograd::new(shape, tail, forward, backward)))
             }
         };
         Conv { shape, tail, kind }
@@ -207,7 +207,7 @@ impl Conv {
         match &mut self.kind {
             Kind::Direct(direct) => direct.forward(threads, scratch, images, x, weights, bias, y, chosen),
             Kind::Winograd(winograd) => {
-                winograd.forward(threads, scratch, images, x, weights, bias, y, chosen)
+                winograd.forward(threads, scratch, images, x, weights, bias, y, chosen);
             }
         }
     }

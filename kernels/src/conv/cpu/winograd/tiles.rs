@@ -8,6 +8,8 @@
 //! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image, the
 //! gradient of a pixel is the sum of theirs.
 
+#![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
+
 use std::array::from_fn;
 
 use super::points::{MAX_POINTS, Points};
@@ -212,7 +214,7 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
                             simd,
                             simd.load(sums.as_ptr().add(at)),
                             dx.as_mut_ptr().add(image * len + at),
-                        )
+                        );
                     };
                 }
             }

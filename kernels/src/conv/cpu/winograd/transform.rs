@@ -4,6 +4,8 @@
 //! pairs, 2·`PAIRS` + 2 of them count. The backward transforms are the transposes of the forward ones: the gradient of a
 //! linear map is its transpose.
 
+#![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
+
 use super::points::{MAX_POINTS, Points};
 use crate::simd::Simd;
 
