@@ -36,7 +36,7 @@ impl AlignedVec {
     }
 
     /// The first `len` elements, with arbitrary contents: more memory is taken if there are fewer.
-    pub fn reserve(&mut self, len: usize) -> &mut [f32] {
+    pub(crate) fn reserve(&mut self, len: usize) -> &mut [f32] {
         if self.len < len {
             *self = Self::zeroed(len);
         }

@@ -11,8 +11,8 @@
 //! - Collectives: [`dtype`] and [`reduce`].
 //! - GPUs, with the feature `cuda` (on by default; nothing is needed to build): [`cuda`].
 //!
-//! Kernels own no memory: the caller brings inputs, outputs and scratch, and keeps them from step to step. A
-//! shape that does not fit is a mistake of the program and panics.
+//! The caller brings inputs, outputs and scratch, and keeps them from step to step; a layer keeps no more than its packed
+//! weights and partial sums. A shape that does not fit is a mistake of the program and panics.
 
 pub mod activation;
 mod aligned;

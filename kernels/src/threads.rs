@@ -3,7 +3,7 @@
 //! A kernel divides its items (images, rows, channels, elements) into at most one part a thread, and each part
 //! writes a slice of the output that no other part touches. Which part computes what depends on the number of
 //! items and threads only, never on timing, so a result is bitwise the same from run to run. The slices are cut
-//! before they are handed out: no locks, no `unsafe`. The caller computes the first part itself, so a rank with n
+//! before they are handed out: no locks, and no `unsafe` but where parts are columns of a matrix (`gemm::block`). The caller computes the first part itself, so a rank with n
 //! threads keeps n cores busy and wakes n − 1 threads.
 //!
 //! Each rank owns its pool, because ranks may live in one process as threads and must not wait for each other's

@@ -134,7 +134,7 @@ mod tests {
             let (b, dy) = (random.floats(5), random.floats(images * shape.output_len()));
             let (wide_x, wide_dy, wide_w) = (wide(&x), wide(&dy), wide(&to_device(&w, 3, 9)));
             let threads = Threads::new(1);
-            let mut scratch = cpu::Scratch::new(&threads);
+            let mut scratch = mgpu_kernels::Scratch::new(&threads);
             let mut conv = cpu::Conv::new(shape, cpu::Tail::NONE, cpu::Choice::Direct);
 
             let mut y = vec![0.0; dy.len()];

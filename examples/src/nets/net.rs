@@ -1,10 +1,12 @@
 //! A network with the memory to run: forward, backward.
 
 use mgpu::{GradientSink, Layout, Result};
-use mgpu_kernels::conv::cpu::{Choice, Conv, Scratch, Tail};
+use mgpu_kernels::conv::cpu::{Choice, Conv, Tail};
 use mgpu_kernels::dense::cpu::Dense;
 use mgpu_kernels::norm::{Statistics, Sums};
-use mgpu_kernels::{AlignedVec, Threads, activation, conv, dense, dropout, loss, norm, pool, transpose};
+use mgpu_kernels::{
+    AlignedVec, Scratch, Threads, activation, conv, dense, dropout, loss, norm, pool, transpose,
+};
 
 use super::LossReport;
 use super::initial;

@@ -23,7 +23,7 @@ use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 
-pub use crate::scratch::Scratch;
+use crate::Scratch;
 
 /// Multiply-adds below which another thread does not pay: about 10 microseconds.
 const WORTH_ANOTHER_THREAD: usize = 1 << 20;

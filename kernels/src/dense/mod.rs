@@ -61,7 +61,7 @@ mod tests {
         let mut first = None;
         for &count in counts {
             let threads = Threads::new(count);
-            let mut scratch = cpu::Scratch::new(&threads);
+            let mut scratch = crate::Scratch::new(&threads);
             let mut layer = cpu::Dense::new(shape, slope);
             for _ in 0..2 {
                 let mut y = vec![f32::NAN; dy.len()];

@@ -156,6 +156,7 @@ impl Product<'_> {
             let (panel, column) = ((columns - 1) / PANEL, (columns - 1) % PANEL);
             let end = panel * right.panel + last.0 * right.depth + last.1 * right.segment + column;
             assert!(right.values.len() > end, "a product's right operand");
+            assert!(panel == 0 || right.panel >= PANEL, "panels of a product's right operand");
         }
         let four = rows <= S::WIDE_ROWS && 2 * S::LANES == PANEL;
         // Rows in tiles of about equal height.
@@ -176,8 +177,11 @@ impl Product<'_> {
                     // SAFETY: the furthest elements of all operands were found to exist, and this tile lies within.
                     unsafe {
                         let place = Place {
-                            a: left.values.as_ptr().add(line * lines.left + first * left.row),
-                            b: right.values.as_ptr().add(column / PANEL * right.panel + column % PANEL),
+                            a: left.values.as_ptr().wrapping_add(line * lines.left + first * left.row),
+                            b: right
+                                .values
+                                .as_ptr()
+                                .wrapping_add(column / PANEL * right.panel + column % PANEL),
                             c: c.add(line * lines.c + first * row + column),
                             row,
                             bias: match start {

@@ -38,7 +38,7 @@ unsafe fn first(count: usize) -> __m256i {
     unsafe { _mm256_loadu_si256(ENDS.as_ptr().add(8 - count).cast()) }
 }
 
-// SAFETY of every block: the value `self` exists only in `run`, whose caller vouches for the instructions; pointers are
+// SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers vouch for the instructions; pointers are
 // vouched for by the caller of the method.
 impl Simd for Avx2 {
     type F32 = __m256;

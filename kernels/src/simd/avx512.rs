@@ -34,7 +34,7 @@ fn first(count: usize) -> __mmask16 {
     ((1u32 << count) - 1) as __mmask16
 }
 
-// SAFETY of every block: the value `self` exists only in `run`, whose caller vouches for the instructions; pointers are
+// SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers vouch for the instructions; pointers are
 // vouched for by the caller of the method.
 impl Simd for Avx512 {
     type F32 = __m512;

@@ -5,7 +5,7 @@
 //! so arithmetic is safe; it comes from [`dispatch`], which picks the best there are (or what `MGPU_SIMD` allows, see
 //! `level`) and runs a [`Task`] compiled for them.
 //!
-//! Each lane does what the scalar operation does, and no operation mixes lanes. A loop that sums in an order which
+//! Each lane does what the scalar operation does, and but for `transpose` no operation mixes lanes. A loop that sums in an order which
 //! does not depend on the number of lanes therefore gives the same bits with AVX2 and AVX-512; on processors without
 //! fused multiply-add, [`Simd::mul_add`] rounds twice.
 
@@ -138,11 +138,6 @@ pub(crate) fn dispatch<T: Task>(task: T) -> T::Output {
         level::AVX2 => unsafe { avx2::run(task) },
         _ => task.run(portable::Portable),
     }
-}
-
-/// Whether [`Simd::mul_add`] rounds once.
-pub(crate) fn fuses() -> bool {
-    level::detect() >= level::AVX2 || portable::FUSES
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use half::bf16;
-use mgpu_kernels::conv::cpu::{self, Backward, Choice, Scratch, Tail};
+use mgpu_kernels::Scratch;
+use mgpu_kernels::conv::cpu::{self, Backward, Choice, Tail};
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
 use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Precision, Result, Stream, View};

@@ -27,7 +27,7 @@ use crate::threads::Threads;
 use direct::Direct;
 use winograd::Winograd;
 
-pub use crate::scratch::Scratch;
+use crate::Scratch;
 
 /// What follows a convolution and is made with it, while its outputs are at hand: `y = pool(activation(conv + bias))`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -19,12 +19,12 @@ mod fold;
 mod tail;
 mod weights;
 
-use super::{Backward, Scratch, Tail};
-use crate::AlignedVec;
+use super::{Backward, Tail};
 use crate::conv::Shape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
+use crate::{AlignedVec, Scratch};
 
 use border::{Block, Bordered};
 

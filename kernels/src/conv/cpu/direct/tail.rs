@@ -7,8 +7,8 @@ use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
 
-/// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation; `chosen` gets the places of the maxima, and may
-/// be written a little beyond them, where it is longer.
+/// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation; `chosen` gets the places
+/// of the maxima, and may be written a little beyond them, where it is longer.
 #[inline(always)]
 pub(super) fn pool<S: Simd>(
     simd: S,
@@ -90,6 +90,7 @@ pub(super) fn spread<S: Simd>(
     assert!(tail.pool.is_none() || from.chosen.len() == len, "choices of a result");
     assert!(rows <= height && height <= rows * each && rows <= block.results, "rows of a gradient");
     assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
+    assert!(height * width * block.stride <= block.panel, "pixels of a block of a gradient");
     let line = bordered.line();
     let image = match image {
         Some(image) => {
@@ -104,7 +105,7 @@ pub(super) fn spread<S: Simd>(
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
             let first = channel / PANEL * block.panel + channel % PANEL;
-            // SAFETY: by the assertions and tests, all pixels lie within their rows, block and image.
+            // SAFETY: by the assertions, all pixels lie within their rows, block and image.
             unsafe {
                 let mut sum = zero;
                 for column in 0..columns {

@@ -19,28 +19,30 @@ mod tiles;
 mod transform;
 mod weights;
 
-use super::{Backward, Scratch, Tail};
-use crate::Storage;
+use super::{Backward, Tail};
 use crate::conv::Shape;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
 use crate::threads::{PerPart, Rows, Threads};
+use crate::{Scratch, Storage};
 use tiles::{InputGradients, Inputs, OutputGradients, Outputs, Tiling};
 use weights::{Filters, Orientation, weight_gradients};
 
-/// Extents of the tiles that `shape` should be computed in, forward and backward, if it should: with few channels, the
-/// transforms cost more than they save, and vectors are of whole channels.
+/// Extents of the tiles that `shape` should be computed in, forward and backward, if it should: with few channels the
+/// transforms cost more than they save, with few outputs most of a tile lies outside, and vectors are of whole channels.
 ///
 /// The more points, the fewer products and the more rounding. The forward pass decides which value of a window is the
 /// largest and which are above zero, and where it decides otherwise than exact arithmetic would, whole gradients move; so it
-/// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3 where products and
-/// sums round once; for those of 5×5 they round three times as much (found by simulation), which gradients can take.
+/// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3, for those of 5×5
+/// they round three times as much (found by simulation, and the golden runs fail), which gradients can take.
 pub(super) fn tiles(shape: &Shape) -> Option<(usize, usize)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
+    let outputs = shape.out_height().min(shape.out_width());
     match shape.kernel {
-        3 if vectors && channels >= 32 => Some((if simd::fuses() { 4 } else { 2 }, 4)),
-        5 if vectors && channels >= 32 => Some((2, 4)),
+        _ if !vectors || channels < 32 || outputs < 4 => None,
+        3 => Some((4, 4)),
+        5 => Some((2, 4)),
         _ => None,
     }
 }
@@ -240,8 +242,8 @@ impl Winograd {
             }
         });
         self.sums = sums;
-        db.fill(0.0);
         if images == 0 {
+            db.fill(0.0);
             return dw.fill(0.0);
         }
         for (filter, db) in db.iter_mut().enumerate() {

@@ -31,8 +31,6 @@ pub(super) struct Points {
     pub(super) tile: usize,
     /// Taps of the filter, r.
     pub(super) taps: usize,
-    /// The positive point of each pair.
-    pub(super) at: [f32; MAX_PAIRS],
     /// Coefficients of q_p for each pair: the even sum's.
     pub(super) even: [[f32; MAX_PAIRS]; MAX_PAIRS],
     /// p times those: the odd sum's.
@@ -65,7 +63,7 @@ impl Points {
         // half as much as ±1 and ±2.
         let pairs: &[f64] = match tile + taps - 1 {
             4 => &[1.0],
-            6 => &[0.6875, 1.5],
+            6 => &[0.625, 1.5],
             8 => &[0.5, 1.0, 2.0],
             points => panic!("no transform with {points} points"),
         };
@@ -73,7 +71,6 @@ impl Points {
         let mut points = Points {
             tile,
             taps,
-            at: [0.0; MAX_PAIRS],
             even: [[0.0; MAX_PAIRS]; MAX_PAIRS],
             odd: [[0.0; MAX_PAIRS]; MAX_PAIRS],
             ends: [0.0; MAX_PAIRS + 1],
@@ -87,7 +84,6 @@ impl Points {
         for (index, &p) in pairs.iter().enumerate() {
             let others = pairs.iter().filter(|other| **other != p);
             let q = others.fold(vec![1.0], |product, other| times(&product, other * other));
-            points.at[index] = p as f32;
             for (k, &value) in q.iter().enumerate() {
                 points.even[index][k] = value as f32;
                 points.odd[index][k] = (p * value) as f32;
