@@ -4,16 +4,10 @@
 
 use half::bf16;
 
-use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
 use crate::simd::Simd;
 
 /// A type that activations are kept as: `f32` or [`bf16`].
-pub trait Storage: lanes::Lanes + bytemuck::Pod + Send + Sync + std::fmt::Debug {
-    /// The value as f32.
-    fn widen(self) -> f32;
-    /// The nearest value of this type.
-    fn narrow(value: f32) -> Self;
-}
+pub trait Storage: lanes::Lanes + bytemuck::Pod + Send + Sync + std::fmt::Debug {}
 
 mod lanes {
     use super::Simd;
@@ -34,14 +28,7 @@ mod lanes {
     }
 }
 
-impl Storage for f32 {
-    fn widen(self) -> f32 {
-        self
-    }
-    fn narrow(value: f32) -> f32 {
-        value
-    }
-}
+impl Storage for f32 {}
 
 impl lanes::Lanes for f32 {
     #[inline(always)]
@@ -56,16 +43,7 @@ impl lanes::Lanes for f32 {
     }
 }
 
-impl Storage for bf16 {
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        widen_bf16(self)
-    }
-    #[inline(always)]
-    fn narrow(value: f32) -> bf16 {
-        narrow_bf16(value)
-    }
-}
+impl Storage for bf16 {}
 
 impl lanes::Lanes for bf16 {
     #[inline(always)]

@@ -4,13 +4,11 @@
 //! a flattened image. So the images of a batch, as matrices of pixels and channels, are transposed on the way there, and
 //! their gradients on the way back.
 
-use crate::simd::{Simd, Task, dispatch};
+use crate::gemm::transpose::Transpose;
 use crate::threads::{Rows, Threads};
 
 /// Elements below which another thread does not pay.
 const GRAIN: usize = 1 << 14;
-/// Rows and columns of a tile, which is read and written in whole cache lines.
-const TILE: usize = 16;
 
 /// Overwrites `to` with the transposes of the matrices in `from`, which have `rows` rows and `columns` columns.
 ///
@@ -34,35 +32,9 @@ pub fn matrices(threads: &Threads, rows: usize, columns: usize, from: &[f32], to
                 to.copy_from_slice(from);
                 continue;
             }
-            dispatch(Transpose { rows, columns, from, to });
+            Transpose { from, rows, columns, row: columns }.to(to, rows);
         }
     });
-}
-
-struct Transpose<'a> {
-    rows: usize,
-    columns: usize,
-    from: &'a [f32],
-    to: &'a mut [f32],
-}
-
-impl Task for Transpose<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        let Transpose { rows, columns, from, to } = self;
-        for row in (0..rows).step_by(TILE) {
-            for column in (0..columns).step_by(TILE) {
-                let height = TILE.min(rows - row);
-                for j in column..columns.min(column + TILE) {
-                    let from = from[row * columns + j..].iter().step_by(columns);
-                    for (to, from) in to[j * rows + row..][..height].iter_mut().zip(from) {
-                        *to = *from;
-                    }
-                }
-            }
-        }
-    }
 }
 
 #[cfg(test)]

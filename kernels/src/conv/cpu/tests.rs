@@ -14,7 +14,7 @@ struct Expected {
 }
 
 /// Calls `visit(output index, w index, x index)` for every product in the definition, images with channels last.
-fn for_each_product(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
+pub(super) fn for_each_product(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
     let Shape { channels, height, width, filters, kernel, .. } = *shape;
     let (oh, ow, pad) = (shape.out_height(), shape.out_width(), shape.pad());
     for (n, i, j) in (0..images * oh * ow).map(|at| (at / (oh * ow), at / ow % oh, at % ow)) {

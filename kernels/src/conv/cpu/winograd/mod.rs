@@ -257,6 +257,7 @@ impl Winograd {
 mod tests {
     use super::*;
     use crate::conv::Padding;
+    use crate::conv::cpu::tests::for_each_product;
     use crate::pool::Rounding;
     use crate::reference::{assert_close, random};
 
@@ -270,27 +271,12 @@ mod tests {
     }
 
     fn define(shape: &Shape, tail: Tail, x: &[f32], w: &[f32], b: &[f32], dy: &[f32]) -> Expected {
-        let Shape { channels, height, width, filters, kernel, .. } = *shape;
+        let filters = shape.filters;
         let images = x.len() / shape.input_len();
-        let (oh, ow, pad) = (shape.out_height(), shape.out_width(), shape.pad());
+        let (oh, ow) = (shape.out_height(), shape.out_width());
         let slope = f64::from(tail.slope.unwrap_or(1.0));
-        let visit = |each: &mut dyn FnMut(usize, usize, usize)| {
-            for (n, i, j) in (0..images * oh * ow).map(|at| (at / (oh * ow), at / ow % oh, at % ow)) {
-                for (u, v) in (0..kernel * kernel).map(|at| (at / kernel, at % kernel)) {
-                    let (row, col) = ((i + u).wrapping_sub(pad), (j + v).wrapping_sub(pad));
-                    if row >= height || col >= width {
-                        continue;
-                    }
-                    for (f, c) in (0..filters * channels).map(|at| (at / channels, at % channels)) {
-                        let y = ((n * oh + i) * ow + j) * filters + f;
-                        let w = ((f * channels + c) * kernel + u) * kernel + v;
-                        each(y, w, ((n * height + row) * width + col) * channels + c);
-                    }
-                }
-            }
-        };
         let mut z: Vec<f64> = (0..images * oh * ow * filters).map(|at| f64::from(b[at % filters])).collect();
-        visit(&mut |y, wi, xi| z[y] += f64::from(w[wi]) * f64::from(x[xi]));
+        for_each_product(shape, images, |y, wi, xi| z[y] += f64::from(w[wi]) * f64::from(x[xi]));
         let active: Vec<f64> = z.iter().map(|z| if *z > 0.0 { *z } else { z * slope }).collect();
         let mut dz = vec![0.0; z.len()];
         let (mut y, mut chosen) = (Vec::new(), Vec::new());
@@ -321,7 +307,7 @@ mod tests {
         }
         dz.iter_mut().zip(&z).for_each(|(dz, z)| *dz *= if *z > 0.0 { 1.0 } else { slope });
         let (mut dw, mut dx, mut db) = (vec![0.0; w.len()], vec![0.0; x.len()], vec![0.0; filters]);
-        visit(&mut |y, wi, xi| {
+        for_each_product(shape, images, |y, wi, xi| {
             dw[wi] += dz[y] * f64::from(x[xi]);
             dx[xi] += dz[y] * f64::from(w[wi]);
         });
