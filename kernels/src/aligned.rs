@@ -3,40 +3,44 @@
 //! A vector of 64 bytes that crosses a cache line costs two reads, and a batch of images is more pages of 4 KiB than a
 //! processor remembers.
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
-/// As many `f32` as a cache line holds.
+use crate::Storage;
+
+/// A cache line.
 #[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([f32; 16]);
+struct Line([u8; 64]);
 
-/// A slice of `f32` whose first element begins a cache line.
+/// A slice whose first element begins a cache line.
 ///
 /// ```
 /// let mut values = mgpu_kernels::AlignedVec::zeroed(100);
-/// values[99] = 1.0;
+/// values[99] = 1.0f32;
 /// assert_eq!((values.len(), values.as_ptr() as usize % 64), (100, 0));
 /// ```
 #[derive(Debug, Clone, Default)]
-pub struct AlignedVec {
+pub struct AlignedVec<T = f32> {
     lines: Vec<Line>,
     len: usize,
+    elements: PhantomData<T>,
 }
 
-impl AlignedVec {
+impl<T: Storage> AlignedVec<T> {
     /// `len` zeros.
     pub fn zeroed(len: usize) -> Self {
-        let count = len.div_ceil(16);
+        let count = (len * size_of::<T>()).div_ceil(size_of::<Line>());
         let mut lines = Vec::with_capacity(count);
         // Before it is touched: pages that are there stay as they are.
         advise_huge_pages(lines.spare_capacity_mut());
-        lines.resize(count, Line([0.0; 16]));
-        AlignedVec { lines, len }
+        lines.resize(count, Line([0; 64]));
+        AlignedVec { lines, len, elements: PhantomData }
     }
 
     /// The first `len` elements, with arbitrary contents: more memory is taken if there are fewer.
-    pub(crate) fn reserve(&mut self, len: usize) -> &mut [f32] {
+    pub(crate) fn reserve(&mut self, len: usize) -> &mut [T] {
         if self.len < len {
             *self = Self::zeroed(len);
         }
@@ -44,15 +48,15 @@ impl AlignedVec {
     }
 }
 
-impl Deref for AlignedVec {
-    type Target = [f32];
-    fn deref(&self) -> &[f32] {
+impl<T: Storage> Deref for AlignedVec<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
         &bytemuck::cast_slice(&self.lines)[..self.len]
     }
 }
 
-impl DerefMut for AlignedVec {
-    fn deref_mut(&mut self) -> &mut [f32] {
+impl<T: Storage> DerefMut for AlignedVec<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
     }
 }

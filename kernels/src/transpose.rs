@@ -4,35 +4,60 @@
 //! a flattened image. So the images of a batch, as matrices of pixels and channels, are transposed on the way there, and
 //! their gradients on the way back.
 
+use crate::Scratch;
 use crate::gemm::transpose::Transpose;
-use crate::threads::{Rows, Threads};
+use crate::storage::{Storage, convert};
+use crate::threads::{PerPart, Rows, Threads};
 
 /// Elements below which another thread does not pay.
 const GRAIN: usize = 1 << 14;
 
-/// Overwrites `to` with the transposes of the matrices in `from`, which have `rows` rows and `columns` columns.
+/// Overwrites `to` with the transposes of the matrices in `from`, which have `rows` rows and `columns` columns, in the type
+/// that elements have there.
 ///
 /// ```
-/// use mgpu_kernels::{Threads, transpose};
-/// let mut to = [0.0; 6];
-/// transpose::matrices(&Threads::new(1), 2, 3, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &mut to);
+/// use mgpu_kernels::{Scratch, Threads, transpose};
+/// let threads = Threads::new(1);
+/// let mut to = [0.0f32; 6];
+/// let from = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+/// transpose::matrices(&threads, &mut Scratch::new(&threads), (2, 3), &from, &mut to);
 /// assert_eq!(to, [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
 /// ```
 ///
 /// # Panics
 /// If `from` is no whole number of matrices, or `to` is not as long.
-pub fn matrices(threads: &Threads, rows: usize, columns: usize, from: &[f32], to: &mut [f32]) {
+pub fn matrices<A: Storage, B: Storage>(
+    threads: &Threads,
+    scratch: &mut Scratch,
+    (rows, columns): (usize, usize),
+    from: &[A],
+    to: &mut [B],
+) {
     let len = rows * columns;
     assert!(from.len().is_multiple_of(len), "{} elements for matrices of {rows}x{columns}", from.len());
     assert_eq!(to.len(), from.len(), "transposed matrices");
-    threads.divide(from.len() / len, GRAIN / len + 1, Rows::new(to, len), |range, to| {
+    let outputs = (Rows::new(to, len), PerPart::new(&mut scratch.parts));
+    threads.divide(from.len() / len, GRAIN / len + 1, outputs, |range, (to, part)| {
         let from = from[range.start * len..range.end * len].chunks_exact(len);
+        // For a matrix as f32, before and after, where it is not kept as that.
+        let (before, after) = part.own().reserve(2 * len).split_at_mut(len);
         for (from, to) in from.zip(to.values.chunks_exact_mut(len)) {
             if rows == 1 || columns == 1 {
-                to.copy_from_slice(from);
+                convert(from, to);
                 continue;
             }
-            Transpose { from, rows, columns, row: columns }.to(to, rows);
+            let from = A::wide(from).unwrap_or_else(|| {
+                convert(from, before);
+                before
+            });
+            let matrix = Transpose { from, rows, columns, row: columns };
+            match B::wide_mut(to) {
+                Some(to) => matrix.to(to, rows),
+                None => {
+                    matrix.to(after, rows);
+                    convert(after, to);
+                }
+            }
         }
     });
 }
@@ -41,6 +66,7 @@ pub fn matrices(threads: &Threads, rows: usize, columns: usize, from: &[f32], to
 mod tests {
     use super::*;
     use crate::reference::random;
+    use half::bf16;
     use proptest::prelude::*;
 
     proptest! {
@@ -49,15 +75,24 @@ mod tests {
             count in 0usize..4, rows in 1usize..40, columns in 1usize..40, threads in 1usize..4,
         ) {
             let threads = Threads::new(threads);
+            let mut scratch = Scratch::new(&threads);
             let from = random(count * rows * columns, 1);
             let (mut to, mut back) = (vec![f32::NAN; from.len()], vec![f32::NAN; from.len()]);
-            matrices(&threads, rows, columns, &from, &mut to);
+            matrices(&threads, &mut scratch, (rows, columns), &from, &mut to);
             for (at, value) in to.iter().enumerate() {
                 let (matrix, j, i) = (at / (rows * columns), at % (rows * columns) / rows, at % rows);
                 prop_assert_eq!(*value, from[(matrix * rows + i) * columns + j]);
             }
-            matrices(&threads, columns, rows, &to, &mut back);
-            prop_assert_eq!(back, from);
+            matrices(&threads, &mut scratch, (columns, rows), &to, &mut back);
+            prop_assert_eq!(back, &from[..]);
+
+            // To half the width and back: as wide, but rounded.
+            let (mut narrow, mut wide) = (vec![bf16::NAN; from.len()], vec![f32::NAN; from.len()]);
+            matrices(&threads, &mut scratch, (rows, columns), &from, &mut narrow);
+            prop_assert_eq!(&narrow, &to.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>());
+            matrices(&threads, &mut scratch, (columns, rows), &narrow, &mut wide);
+            let rounded: Vec<f32> = from.iter().map(|value| bf16::from_f32(*value).to_f32()).collect();
+            prop_assert_eq!(wide, rounded);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Activations on the CPU: one pass over memory each.
 
+use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
@@ -7,24 +8,25 @@ use crate::threads::{Rows, Threads};
 const GRAIN: usize = 1 << 15;
 
 /// Replaces every `x` by `max(x, slope · x)`.
-pub fn forward(threads: &Threads, slope: f32, values: &mut [f32]) {
+pub fn forward<E: Storage>(threads: &Threads, slope: f32, values: &mut [E]) {
     threads.divide(values.len(), GRAIN, Rows::new(values, 1), |_, part| {
         dispatch(Forward { slope, values: part.values });
     });
 }
 
-struct Forward<'a> {
+struct Forward<'a, E> {
     slope: f32,
-    values: &'a mut [f32],
+    values: &'a mut [E],
 }
 
-impl Task for Forward<'_> {
+impl<E: Storage> Task for Forward<'_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         for value in self.values {
-            let scaled = *value * self.slope;
-            *value = if *value > 0.0 { *value } else { scaled };
+            let x = value.widen();
+            let scaled = x * self.slope;
+            *value = E::narrow(if x > 0.0 { x } else { scaled });
         }
     }
 }
@@ -33,26 +35,27 @@ impl Task for Forward<'_> {
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn backward(threads: &Threads, slope: f32, y: &[f32], gradient: &mut [f32]) {
+pub fn backward<E: Storage>(threads: &Threads, slope: f32, y: &[E], gradient: &mut [E]) {
     assert_eq!(y.len(), gradient.len());
     threads.divide(y.len(), GRAIN, Rows::new(gradient, 1), |range, part| {
         dispatch(Backward { slope, y: &y[range], gradient: part.values });
     });
 }
 
-struct Backward<'a> {
+struct Backward<'a, E> {
     slope: f32,
-    y: &'a [f32],
-    gradient: &'a mut [f32],
+    y: &'a [E],
+    gradient: &'a mut [E],
 }
 
-impl Task for Backward<'_> {
+impl<E: Storage> Task for Backward<'_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        for (gradient, &y) in self.gradient.iter_mut().zip(self.y) {
-            let scaled = *gradient * self.slope;
-            *gradient = if y > 0.0 { *gradient } else { scaled };
+        for (gradient, y) in self.gradient.iter_mut().zip(self.y) {
+            let dy = gradient.widen();
+            let scaled = dy * self.slope;
+            *gradient = E::narrow(if y.widen() > 0.0 { dy } else { scaled });
         }
     }
 }

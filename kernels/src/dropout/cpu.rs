@@ -1,6 +1,7 @@
 //! Dropout on the CPU: the mask is computed element by element where it is applied.
 
 use super::{Mask, dropped, scale};
+use crate::Storage;
 use crate::rng::Stream;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
@@ -12,7 +13,7 @@ const GRAIN: usize = 1 << 14;
 ///
 /// # Panics
 /// Unless `probability` is in [0, 1) and `values` is a whole number of samples.
-pub fn apply(threads: &Threads, probability: f32, mask: &Mask, values: &mut [f32]) {
+pub fn apply<E: Storage>(threads: &Threads, probability: f32, mask: &Mask, values: &mut [E]) {
     let threshold = dropped(probability);
     let &Mask { channels, plane, .. } = mask;
     assert!(values.len().is_multiple_of(channels * plane), "{} elements for {mask:?}", values.len());
@@ -26,17 +27,17 @@ pub fn apply(threads: &Threads, probability: f32, mask: &Mask, values: &mut [f32
     });
 }
 
-struct Apply<'a> {
+struct Apply<'a, E> {
     stream: Stream,
     threshold: u32,
     scale: f32,
     mask: &'a Mask,
     /// The first pixel of `values`, counted from the first sample's.
     first: usize,
-    values: &'a mut [f32],
+    values: &'a mut [E],
 }
 
-impl Task for Apply<'_> {
+impl<E: Storage> Task for Apply<'_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
@@ -47,9 +48,9 @@ impl Task for Apply<'_> {
             let element = sample * (channels * plane) as u64 + (pixel % plane) as u64;
             for (value, channel) in values.iter_mut().zip(0u64..) {
                 // Computed in any case, so that there is no branch: it would be mispredicted half the time.
-                let scaled = *value * scale;
+                let scaled = value.widen() * scale;
                 let kept = stream.bits24(element.wrapping_add(channel * plane as u64)) >= threshold;
-                *value = if kept { scaled } else { 0.0 };
+                *value = E::narrow(if kept { scaled } else { 0.0 });
             }
         }
     }

@@ -3,6 +3,7 @@
 //! Every pass reads the batch once and keeps up with the memory: sums in `f64` cost no more than `f32` ones there.
 
 use super::{Statistics, Sums};
+use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 
@@ -19,14 +20,16 @@ fn pixels(len: usize, channels: usize) -> usize {
 }
 
 /// Overwrites `sums` with two sums for every channel over the pixels: of `term(x, dy, mean)`, which returns a term of each.
-fn sum_pixels<F>(threads: &Threads, x: &[f32], dy: &[f32], mean: &[f32], sums: &mut Sums, term: F)
+/// Without a mean it is 0.
+fn sum_pixels<E, F>(threads: &Threads, x: &[E], dy: &[E], mean: Option<&[f32]>, sums: &mut Sums, term: F)
 where
+    E: Storage,
     F: Fn(f64, f64, f64) -> [f64; 2] + Copy + Sync,
 {
     let channels = sums.channels();
     let pixels = pixels(x.len(), channels);
     assert_eq!(dy.len(), x.len());
-    assert!(mean.len() >= channels);
+    assert!(mean.is_none_or(|mean| mean.len() == channels));
     let grain = GRAIN / channels + 1;
     let Sums { values, partial } = sums;
     // Taken in the first step, kept for all others.
@@ -45,16 +48,16 @@ where
     values[2 * channels] = pixels as f64;
 }
 
-struct Sum<'a, F> {
-    x: &'a [f32],
-    dy: &'a [f32],
-    mean: &'a [f32],
+struct Sum<'a, E, F> {
+    x: &'a [E],
+    dy: &'a [E],
+    mean: Option<&'a [f32]>,
     /// First sums of all channels, then the second ones.
     sums: &'a mut [f64],
     term: F,
 }
 
-impl<F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, F> {
+impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, E, F> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
@@ -68,18 +71,19 @@ impl<F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, F> {
                 let (first, second) = (&mut first[lanes.clone()], &mut second[lanes.clone()]);
                 let pixels = x.chunks_exact(channels).zip(dy.chunks_exact(channels));
                 let pixels = pixels.map(|(x, dy)| (&x[lanes.clone()], &dy[lanes.clone()]));
-                let mean = &mean[lanes.clone()];
+                let mut means = [0.0; LANES];
+                if let Some(mean) = mean {
+                    means[..width].copy_from_slice(&mean[lanes.clone()]);
+                }
                 // With a constant width the sums stay in registers.
-                if let (Ok(first), Ok(second), Ok(mean)) =
-                    (first.try_into(), second.try_into(), mean.try_into())
-                {
+                if let (Ok(first), Ok(second)) = (first.try_into(), second.try_into()) {
                     let (first, second): (&mut [f64; LANES], &mut [f64; LANES]) = (first, second);
-                    let mean: &[f32; LANES] = mean;
                     let (mut a, mut b) = (*first, *second);
                     for (x, dy) in pixels {
                         let (x, dy) = (&x[..LANES], &dy[..LANES]);
                         for lane in 0..LANES {
-                            let [p, q] = term(x[lane].into(), dy[lane].into(), mean[lane].into());
+                            let [p, q] =
+                                term(x[lane].widen().into(), dy[lane].widen().into(), means[lane].into());
                             a[lane] += p;
                             b[lane] += q;
                         }
@@ -88,7 +92,8 @@ impl<F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, F> {
                 } else {
                     for (x, dy) in pixels {
                         for lane in 0..width {
-                            let [p, q] = term(x[lane].into(), dy[lane].into(), mean[lane].into());
+                            let [p, q] =
+                                term(x[lane].widen().into(), dy[lane].widen().into(), means[lane].into());
                             first[lane] += p;
                             second[lane] += q;
                         }
@@ -103,22 +108,22 @@ impl<F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, F> {
 ///
 /// # Panics
 /// If `x` is no whole number of pixels.
-pub fn sum_inputs(threads: &Threads, x: &[f32], sums: &mut Sums) {
-    // Neither a gradient nor a mean is asked for.
-    sum_pixels(threads, x, x, x, sums, |x, _, _| [x, x * x]);
+pub fn sum_inputs<E: Storage>(threads: &Threads, x: &[E], sums: &mut Sums) {
+    // No gradient is asked for.
+    sum_pixels(threads, x, x, None, sums, |x, _, _| [x, x * x]);
 }
 
 /// Overwrites `y` with `x` normalised by `statistics`, scaled by `gamma` and shifted by `beta`.
 ///
 /// # Panics
 /// If the lengths do not fit each other.
-pub fn normalise(
+pub fn normalise<E: Storage>(
     threads: &Threads,
     statistics: &Statistics,
     gamma: &[f32],
     beta: &[f32],
-    x: &[f32],
-    y: &mut [f32],
+    x: &[E],
+    y: &mut [E],
 ) {
     let Statistics { mean, inv_std } = statistics;
     let channels = mean.len();
@@ -142,10 +147,16 @@ pub fn normalise(
 ///
 /// # Panics
 /// If the lengths do not fit each other.
-pub fn sum_gradients(threads: &Threads, statistics: &Statistics, x: &[f32], dy: &[f32], sums: &mut Sums) {
+pub fn sum_gradients<E: Storage>(
+    threads: &Threads,
+    statistics: &Statistics,
+    x: &[E],
+    dy: &[E],
+    sums: &mut Sums,
+) {
     let Statistics { mean, inv_std } = statistics;
     assert_eq!(mean.len(), sums.channels());
-    sum_pixels(threads, x, dy, mean, sums, |x, dy, mean| [dy, (x - mean) * dy]);
+    sum_pixels(threads, x, dy, Some(mean), sums, |x, dy, mean| [dy, (x - mean) * dy]);
     let channels = mean.len();
     for (sum, &inv_std) in sums.values[channels..2 * channels].iter_mut().zip(inv_std) {
         *sum *= f64::from(inv_std);
@@ -180,13 +191,13 @@ fn narrow(sums: &[f64], target: &mut [f32]) {
 ///
 /// # Panics
 /// If the lengths do not fit each other.
-pub fn backward_input(
+pub fn backward_input<E: Storage>(
     threads: &Threads,
     statistics: &Statistics,
     sums: &Sums,
     gamma: &[f32],
-    x: &[f32],
-    gradient: &mut [f32],
+    x: &[E],
+    gradient: &mut [E],
 ) {
     let Statistics { mean, inv_std } = statistics;
     let channels = mean.len();
@@ -208,16 +219,17 @@ pub fn backward_input(
 }
 
 /// Replaces every `y` by `value(x, y, coefficients(channel))`.
-struct Scale<'a, C, V> {
+struct Scale<'a, E, C, V> {
     channels: usize,
-    x: &'a [f32],
-    y: &'a mut [f32],
+    x: &'a [E],
+    y: &'a mut [E],
     coefficients: C,
     value: V,
 }
 
-impl<const N: usize, C, V> Task for Scale<'_, C, V>
+impl<const N: usize, E, C, V> Task for Scale<'_, E, C, V>
 where
+    E: Storage,
     C: Fn(usize) -> [f32; N],
     V: Fn(f32, f32, [f32; N]) -> f32,
 {
@@ -239,7 +251,7 @@ where
                 for (x, y) in x.chunks_exact(channels).zip(y.chunks_exact_mut(channels)) {
                     let pixels = x[channel..][..width].iter().zip(&mut y[channel..][..width]);
                     for (lane, (x, y)) in pixels.enumerate().take(TILE.0) {
-                        *y = value(*x, *y, std::array::from_fn(|i| at[i][lane]));
+                        *y = E::narrow(value(x.widen(), y.widen(), std::array::from_fn(|i| at[i][lane])));
                     }
                 }
             }

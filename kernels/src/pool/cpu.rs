@@ -4,6 +4,7 @@
 //! are at hand.
 
 use super::Shape;
+use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
@@ -23,12 +24,12 @@ fn images(shape: &Shape, channels: usize, input: usize, output: usize, choices: 
 ///
 /// # Panics
 /// If the lengths do not fit `shape`.
-pub fn forward(
+pub fn forward<E: Storage>(
     threads: &Threads,
     shape: &Shape,
     channels: usize,
-    x: &[f32],
-    y: &mut [f32],
+    x: &[E],
+    y: &mut [E],
     chosen: &mut [u8],
 ) {
     let images = images(shape, channels, x.len(), y.len(), chosen.len());
@@ -40,15 +41,15 @@ pub fn forward(
     });
 }
 
-struct Forward<'a> {
+struct Forward<'a, E> {
     shape: &'a Shape,
     channels: usize,
-    x: &'a [f32],
-    y: &'a mut [f32],
+    x: &'a [E],
+    y: &'a mut [E],
     chosen: &'a mut [u8],
 }
 
-impl Task for Forward<'_> {
+impl<E: Storage> Task for Forward<'_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
@@ -61,7 +62,8 @@ impl Task for Forward<'_> {
             for c in 0..channels {
                 let (mut best, mut place) = (window[0][c], 0);
                 for (value, number) in [(window[1][c], 1), (window[2][c], 2), (window[3][c], 3)] {
-                    (best, place) = if value > best { (value, number) } else { (best, place) };
+                    (best, place) =
+                        if value.widen() > best.widen() { (value, number) } else { (best, place) };
                 }
                 (y[c], chosen[c]) = (best, place);
             }
@@ -73,13 +75,13 @@ impl Task for Forward<'_> {
 ///
 /// # Panics
 /// If the lengths do not fit `shape`.
-pub fn backward(
+pub fn backward<E: Storage>(
     threads: &Threads,
     shape: &Shape,
     channels: usize,
-    dy: &[f32],
+    dy: &[E],
     chosen: &[u8],
-    dx: &mut [f32],
+    dx: &mut [E],
 ) {
     let images = images(shape, channels, dx.len(), dy.len(), chosen.len());
     let (input, output) = (shape.input_len() * channels, shape.output_len() * channels);
@@ -89,20 +91,20 @@ pub fn backward(
     });
 }
 
-struct Backward<'a> {
+struct Backward<'a, E> {
     shape: &'a Shape,
     channels: usize,
-    dy: &'a [f32],
+    dy: &'a [E],
     chosen: &'a [u8],
-    dx: &'a mut [f32],
+    dx: &'a mut [E],
 }
 
-impl Task for Backward<'_> {
+impl<E: Storage> Task for Backward<'_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let Backward { shape, channels, dy, chosen, dx } = self;
-        dx.fill(0.0);
+        dx.fill(E::default());
         let pixels = dy.chunks_exact(channels).zip(chosen.chunks_exact(channels));
         for (at, (dy, chosen)) in pixels.enumerate() {
             let own = shape.pixel(at, 0);

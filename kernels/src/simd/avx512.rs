@@ -34,6 +34,26 @@ fn first(count: usize) -> __mmask16 {
     ((1u32 << count) - 1) as __mmask16
 }
 
+/// Elements of half the width, rounded to nearest even.
+///
+/// # Safety
+/// As for [`run`].
+#[inline(always)]
+unsafe fn narrow(values: __m512) -> __m256i {
+    // SAFETY: the caller vouches for the instructions.
+    unsafe {
+        let bits = _mm512_castps_si512(values);
+        let upper = _mm512_srli_epi32::<16>(bits);
+        // As `reduce::half_floats` explains; the instruction for it takes denormals for zero.
+        let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        let carried = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        let rounded = _mm512_srli_epi32::<16>(carried);
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+        let rounded = _mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40));
+        _mm512_cvtepi32_epi16(rounded)
+    }
+}
+
 // SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers vouch for the instructions; pointers are
 // vouched for by the caller of the method.
 impl Simd for Avx512 {
@@ -92,19 +112,22 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_first_bf16(self, from: *const bf16, count: usize) -> __m512 {
+        // SAFETY: above; masked lanes are not touched.
+        unsafe {
+            let upper = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(upper))
+        }
+    }
+    #[inline(always)]
     unsafe fn store_bf16(self, values: __m512, to: *mut bf16) {
         // SAFETY: above; 32 bytes.
-        unsafe {
-            let bits = _mm512_castps_si512(values);
-            let upper = _mm512_srli_epi32::<16>(bits);
-            // As `reduce::half_floats` explains; the instruction for it takes denormals for zero.
-            let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-            let carried = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-            let rounded = _mm512_srli_epi32::<16>(carried);
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
-            let rounded = _mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40));
-            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(rounded));
-        }
+        unsafe { _mm256_storeu_si256(to.cast(), narrow(values)) }
+    }
+    #[inline(always)]
+    unsafe fn store_first_bf16(self, values: __m512, to: *mut bf16, count: usize) {
+        // SAFETY: above; masked lanes are not touched.
+        unsafe { _mm256_mask_storeu_epi16(to.cast(), first(count), narrow(values)) }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: __m512, to: *mut u8) {

@@ -83,11 +83,49 @@ pub trait Simd: Copy + Send + Sync {
     /// They can be read.
     unsafe fn load_bf16(self, from: *const bf16) -> Self::F32;
 
+    /// Reads `count` elements of half the width, at most `LANES`; the other lanes are zero.
+    ///
+    /// # Safety
+    /// They can be read.
+    #[inline(always)]
+    unsafe fn load_first_bf16(self, from: *const bf16, count: usize) -> Self::F32 {
+        let mut all = [bf16::ZERO; MAX_LANES];
+        // SAFETY: the caller vouches for `count` elements, and there is room for as many and a whole vector.
+        unsafe {
+            if count == Self::LANES {
+                return self.load_bf16(from);
+            }
+            for (lane, value) in all.iter_mut().enumerate().take(count) {
+                *value = from.add(lane).read();
+            }
+            self.load_bf16(all.as_ptr())
+        }
+    }
+
     /// Writes all lanes, rounded to nearest even.
     ///
     /// # Safety
     /// The elements can be written.
     unsafe fn store_bf16(self, values: Self::F32, to: *mut bf16);
+
+    /// Writes the first `count` lanes, at most `LANES`, rounded to nearest even.
+    ///
+    /// # Safety
+    /// The elements can be written.
+    #[inline(always)]
+    unsafe fn store_first_bf16(self, values: Self::F32, to: *mut bf16, count: usize) {
+        let mut all = [bf16::ZERO; MAX_LANES];
+        // SAFETY: the caller vouches for `count` elements, and there is room for a whole vector.
+        unsafe {
+            if count == Self::LANES {
+                return self.store_bf16(values, to);
+            }
+            self.store_bf16(values, all.as_mut_ptr());
+            for (lane, value) in all.into_iter().enumerate().take(count) {
+                to.add(lane).write(value);
+            }
+        }
+    }
 
     /// Writes all lanes, whole numbers from 0 to 127, as bytes.
     ///
@@ -186,6 +224,15 @@ mod tests {
                 let mut wide = vec![f32::NAN; S::LANES];
                 simd.store(simd.load_bf16(halves.as_ptr()), wide.as_mut_ptr());
                 assert_eq!(wide, halves.iter().map(|half| half.to_f32()).collect::<Vec<_>>());
+                for count in 0..=S::LANES {
+                    let mut out = vec![bf16::ONE; S::LANES];
+                    simd.store_first_bf16(simd.load(exact.as_ptr()), out.as_mut_ptr(), count);
+                    let kept = |lane: usize| if lane < count { halves[lane] } else { bf16::ONE };
+                    assert_eq!(out, (0..S::LANES).map(kept).collect::<Vec<_>>());
+                    simd.store(simd.load_first_bf16(halves.as_ptr(), count), wide.as_mut_ptr());
+                    let read = |lane: usize| if lane < count { halves[lane].to_f32() } else { 0.0 };
+                    assert_eq!(wide, (0..S::LANES).map(read).collect::<Vec<_>>());
+                }
                 simd.store_bf16(simd.splat(f32::NAN), narrow.as_mut_ptr());
                 assert!(narrow.iter().all(|value| value.is_nan()));
                 let mut back = vec![0; S::LANES];

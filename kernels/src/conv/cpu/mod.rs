@@ -27,7 +27,7 @@ use crate::threads::Threads;
 use direct::Direct;
 use winograd::Winograd;
 
-use crate::Scratch;
+use crate::{Scratch, Storage};
 
 /// What follows a convolution and is made with it, while its outputs are at hand: `y = pool(activation(conv + bias))`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -191,14 +191,14 @@ impl Conv {
     /// # Panics
     /// If lengths do not fit the shape.
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
-    pub fn forward(
+    pub fn forward<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
-        x: &[f32],
+        x: &[E],
         weights: &[f32],
         bias: &[f32],
-        y: &mut [f32],
+        y: &mut [E],
         chosen: &mut [u8],
     ) {
         let images = self.images(x.len(), y.len(), chosen.len());
@@ -217,14 +217,14 @@ impl Conv {
     ///
     /// # Panics
     /// If lengths do not fit the shape.
-    pub fn backward(
+    pub fn backward<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
-        from: Backward<'_>,
+        from: Backward<'_, E>,
         dw: &mut [f32],
         db: &mut [f32],
-        dx: Option<&mut [f32]>,
+        dx: Option<&mut [E]>,
     ) {
         let images = self.images(from.x.len(), from.y.len(), from.chosen.len());
         assert_eq!(from.dy.len(), from.y.len(), "gradient of a convolution's result");

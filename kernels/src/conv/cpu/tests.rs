@@ -1,10 +1,12 @@
 //! All passes against their definition, and algorithms against each other.
 
+use half::bf16;
 use proptest::prelude::*;
 
 use super::*;
 use crate::conv::Padding;
 use crate::reference::{assert_close, random};
+use crate::storage::lanes::Lanes;
 
 /// What the definition gives, in `f64`.
 struct Expected {
@@ -73,12 +75,12 @@ fn before_tail(shape: &Shape, tail: &Tail, y: &[f32], chosen: &[u8], dy: &[f32],
 
 /// Everything that a convolution computes.
 #[derive(Debug, PartialEq)]
-struct Passes {
-    y: Vec<f32>,
+struct Passes<E> {
+    y: Vec<E>,
     chosen: Vec<u8>,
     dw: Vec<f32>,
     db: Vec<f32>,
-    dx: Vec<f32>,
+    dx: Vec<E>,
 }
 
 /// Inputs of a batch: x, w, b, dy.
@@ -93,18 +95,28 @@ fn inputs(shape: &Shape, tail: &Tail, images: usize) -> [Vec<f32>; 4] {
 }
 
 /// All passes, twice with the same memory, with the same result.
-fn compute(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize) -> Passes {
+fn compute(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize) -> Passes<f32> {
     let [x, w, b, dy] = inputs(&shape, &tail, images);
+    compute_from((shape, tail, choice), count, (&x, &w, &b, &dy), None)
+}
+
+/// As [`compute`], from given inputs x, w, b and dy. The backward pass takes `result` for the result, if it is given.
+fn compute_from<E: Storage + PartialEq>(
+    (shape, tail, choice): (Shape, Tail, Choice),
+    count: usize,
+    (x, w, b, dy): (&[E], &[f32], &[f32], &[E]),
+    result: Option<&[E]>,
+) -> Passes<E> {
     let threads = Threads::new(count);
     let mut scratch = Scratch::new(&threads);
     let mut conv = Conv::new(shape, tail, choice);
     let mut run = || {
-        let (mut y, mut chosen) = (vec![f32::NAN; dy.len()], vec![9; dy.len()]);
+        let (mut y, mut chosen) = (vec![E::narrow(f32::NAN); dy.len()], vec![9; dy.len()]);
         chosen.truncate(if tail.pool.is_some() { dy.len() } else { 0 });
-        conv.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut chosen);
-        let from = Backward { x: &x, weights: &w, y: &y, chosen: &chosen, dy: &dy };
+        conv.forward(&threads, &mut scratch, x, w, b, &mut y, &mut chosen);
+        let from = Backward { x, weights: w, y: result.unwrap_or(&y), chosen: &chosen, dy };
         let (mut dw, mut db, mut dx) =
-            (vec![f32::NAN; w.len()], vec![f32::NAN; b.len()], vec![f32::NAN; x.len()]);
+            (vec![f32::NAN; w.len()], vec![f32::NAN; b.len()], vec![E::narrow(f32::NAN); x.len()]);
         conv.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
         let (mut only_dw, mut only_db) = (dw.clone(), db.clone());
         conv.backward(&threads, &mut scratch, from, &mut only_dw, &mut only_db, None);
@@ -271,5 +283,33 @@ fn algorithms_agree() {
         {
             assert_close(auto, &direct.iter().map(|&value| f64::from(value)).collect::<Vec<_>>(), 1e-3);
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    /// Kept as bf16, results are those of f32 arithmetic on the same inputs, rounded, to the last bit.
+    #[test]
+    fn narrow_images_are_rounded_and_nothing_else(
+        few in shapes(9, 20), many in shapes(3, 5), is_many: bool, tail in tails(), images in 1usize..4,
+    ) {
+        let shape = if is_many {
+            Shape { channels: 32 * many.channels, filters: 32 * many.filters, ..many }
+        } else {
+            few
+        };
+        let [x, w, b, dy] = inputs(&shape, &tail, images);
+        let narrow = |values: &[f32]| values.iter().map(|value| bf16::narrow(*value)).collect::<Vec<_>>();
+        let widen = |values: &[bf16]| values.iter().map(|value| value.widen()).collect::<Vec<_>>();
+        let (x, dy) = (narrow(&x), narrow(&dy));
+        let layer = (shape, tail, Choice::Auto);
+        let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
+        let (x, dy, y) = (widen(&x), widen(&dy), widen(&passes.y));
+        let wide = compute_from(layer, 2, (&x, &w, &b, &dy), Some(&y));
+        prop_assert_eq!(&passes.y, &narrow(&wide.y));
+        prop_assert_eq!(&passes.dx, &narrow(&wide.dx));
+        prop_assert_eq!(&passes.chosen, &wide.chosen);
+        prop_assert_eq!(&passes.dw, &wide.dw);
+        prop_assert_eq!(&passes.db, &wide.db);
     }
 }

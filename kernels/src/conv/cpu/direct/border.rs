@@ -5,6 +5,7 @@ use super::lines;
 use crate::conv::Shape;
 use crate::conv::cpu::Tail;
 use crate::gemm::tile::PANEL;
+use crate::storage::{Storage, convert};
 
 /// The extents of an image with its border.
 #[derive(Debug, Clone, Copy)]
@@ -61,11 +62,11 @@ impl Bordered {
     }
 
     /// Copies an image without border to the middle of `to`.
-    pub(super) fn copy(&self, from: &[f32], to: &mut [f32]) {
+    pub(super) fn copy<E: Storage>(&self, from: &[E], to: &mut [f32]) {
         let inner = (self.width - 2 * self.beside) * self.channels;
         let rows = to[self.interior()..].chunks_mut(self.line());
         for (from, to) in from.chunks_exact(inner).zip(rows) {
-            to[..inner].copy_from_slice(from);
+            convert(from, &mut to[..inner]);
         }
     }
 }

@@ -7,6 +7,7 @@
 use super::border::Bordered;
 use super::tail::Results;
 use super::{lines, weights};
+use crate::Storage;
 use crate::conv::Shape;
 use crate::conv::cpu::Tail;
 use crate::simd::{MAX_LANES, Simd};
@@ -34,29 +35,29 @@ pub(super) fn sums_len(shape: &Shape) -> usize {
 
 /// Adds the gradients that one image gives to `sums`, and to `bias`. `x` is followed by [`slack`].
 #[inline(always)]
-pub(super) fn add_image<S: Simd>(
+pub(super) fn add_image<S: Simd, E: Storage>(
     simd: S,
     (shape, tail): (&Shape, &Tail),
     x: &[f32],
-    from: Results<'_>,
+    from: Results<'_, E>,
     sums: &mut [f32],
     bias: &mut [f32],
 ) {
     match (shape.kernel, vectors::<S>(shape)) {
-        (3, 1) => add::<S, 3, 1>(simd, (shape, tail), x, from, sums, bias),
-        (3, 2) => add::<S, 3, 2>(simd, (shape, tail), x, from, sums, bias),
-        (5, 1) => add::<S, 5, 1>(simd, (shape, tail), x, from, sums, bias),
-        (5, 2) => add::<S, 5, 2>(simd, (shape, tail), x, from, sums, bias),
+        (3, 1) => add::<S, E, 3, 1>(simd, (shape, tail), x, from, sums, bias),
+        (3, 2) => add::<S, E, 3, 2>(simd, (shape, tail), x, from, sums, bias),
+        (5, 1) => add::<S, E, 5, 1>(simd, (shape, tail), x, from, sums, bias),
+        (5, 2) => add::<S, E, 5, 2>(simd, (shape, tail), x, from, sums, bias),
         _ => unreachable!("a kernel that does not pay"),
     }
 }
 
 #[inline(always)]
-fn add<S: Simd, const K: usize, const V: usize>(
+fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
     simd: S,
     (shape, tail): (&Shape, &Tail),
     x: &[f32],
-    from: Results<'_>,
+    from: Results<'_, E>,
     sums: &mut [f32],
     bias: &mut [f32],
 ) {
@@ -82,8 +83,8 @@ fn add<S: Simd, const K: usize, const V: usize>(
             for row in 0..rows {
                 for column in 0..columns {
                     let at = (row * columns + column) * filters + filter;
-                    let positive = usize::from(*from.y.get_unchecked(at) > 0.0);
-                    let gradient = *from.dy.get_unchecked(at) * factors[positive];
+                    let positive = usize::from(from.y.get_unchecked(at).widen() > 0.0);
+                    let gradient = from.dy.get_unchecked(at).widen() * factors[positive];
                     total += gradient;
                     let place = places[usize::from(*from.chosen.get_unchecked(at)) % 4];
                     let seen = x.as_ptr().add(2 * (row * line + column * channels) + place);

@@ -23,6 +23,7 @@ use super::{Backward, Tail};
 use crate::conv::Shape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd, Task, dispatch};
+use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{AlignedVec, Scratch};
 
@@ -63,15 +64,15 @@ impl Direct {
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
-    pub(super) fn forward(
+    pub(super) fn forward<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
         images: usize,
-        x: &[f32],
+        x: &[E],
         weights: &[f32],
         bias: &[f32],
-        y: &mut [f32],
+        y: &mut [E],
         chosen: &mut [u8],
     ) {
         let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
@@ -99,15 +100,15 @@ impl Direct {
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
-    pub(super) fn backward(
+    pub(super) fn backward<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
         images: usize,
-        from: Backward<'_>,
+        from: Backward<'_, E>,
         dw: &mut [f32],
         db: &mut [f32],
-        dx: Option<&mut [f32]>,
+        dx: Option<&mut [E]>,
     ) {
         let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
         let packed: &[f32] = if dx.is_some() {
@@ -158,19 +159,19 @@ impl Direct {
 }
 
 /// The forward pass of a thread's images.
-struct Forward<'a> {
+struct Forward<'a, E> {
     shape: Shape,
     tail: Tail,
     images: usize,
-    x: &'a [f32],
+    x: &'a [E],
     packed: &'a [f32],
     bias: &'a [f32],
-    y: &'a mut [f32],
+    y: &'a mut [E],
     chosen: &'a mut [u8],
     memory: &'a mut AlignedVec,
 }
 
-impl Task for Forward<'_> {
+impl<E: Storage> Task for Forward<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -179,8 +180,10 @@ impl Task for Forward<'_> {
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
         let bordered = Bordered::input(&shape);
         let line = width * filters;
-        let mut memory = memory.reserve(lines(bordered.len()) + lines(2 * line));
-        let (image, pair) = (cut(&mut memory, bordered.len()), cut(&mut memory, 2 * line));
+        // With pooling the two rows of a row of the result, otherwise all rows at once.
+        let (steps, rows_each) = if tail.pool.is_some() { (tail.result(&shape).0, 2) } else { (1, height) };
+        let mut memory = memory.reserve(lines(bordered.len()) + lines(rows_each * line));
+        let (image, outputs) = (cut(&mut memory, bordered.len()), cut(&mut memory, rows_each * line));
         if bordered.above > 0 {
             image.fill(0.0);
         }
@@ -188,20 +191,13 @@ impl Task for Forward<'_> {
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x: &[f32] = if bordered.above > 0 {
+            let x = E::wide(x).filter(|_| bordered.above == 0).unwrap_or_else(|| {
                 bordered.copy(x, image);
                 image
-            } else {
-                x
-            };
+            });
             let y = &mut y[n * rows * result..(n + 1) * rows * result];
-            // Without pooling all rows at once, otherwise the two of a row of the result.
-            let steps = if tail.pool.is_some() { rows } else { 1 };
             for row in 0..steps {
-                let (count, to) = match tail.pool {
-                    Some(_) => ((height - 2 * row).min(2), &mut *pair),
-                    None => (height, &mut *y),
-                };
+                let count = rows_each.min(height - 2 * row);
                 let (product, lines) = rows_of_convolution(
                     &bordered,
                     shape.kernel,
@@ -213,18 +209,17 @@ impl Task for Forward<'_> {
                 // The largest of four is the same before and after an activation that never falls.
                 let slope = if tail.pool.is_some() { 1.0 } else { tail.slope.unwrap_or(1.0) };
                 let product = Product { start: Start::Bias(bias), slope, ..product };
-                product.compute_lines(simd, lines, to, filters);
                 if tail.pool.is_some() {
+                    product.compute_lines(simd, lines, outputs, filters);
                     let at = row * result;
                     let chosen = &mut chosen[n * rows * result + at..];
-                    tail::pool(
-                        simd,
-                        &tail,
-                        &pair[..count * line],
-                        (width, filters),
-                        &mut y[at..at + result],
-                        chosen,
-                    );
+                    let outputs = &outputs[..count * line];
+                    tail::pool(simd, &tail, outputs, (width, filters), &mut y[at..at + result], chosen);
+                } else if let Some(y) = E::wide_mut(y) {
+                    product.compute_lines(simd, lines, y, filters);
+                } else {
+                    product.compute_lines(simd, lines, outputs, filters);
+                    convert(outputs, y);
                 }
             }
         }
@@ -232,7 +227,7 @@ impl Task for Forward<'_> {
 }
 
 /// Image `n` of those in `values`.
-fn image_of(values: &[f32], n: usize, len: usize) -> &[f32] {
+fn image_of<E>(values: &[E], n: usize, len: usize) -> &[E] {
     &values[n * len..(n + 1) * len]
 }
 
@@ -262,18 +257,18 @@ fn rows_of_convolution<'a>(
 }
 
 /// The backward pass of a thread's images. The weight gradient, \[K, K·C, filters\], is left at the beginning of `memory`.
-struct Gradients<'a> {
+struct Gradients<'a, E> {
     shape: Shape,
     tail: Tail,
     images: usize,
-    from: Backward<'a>,
+    from: Backward<'a, E>,
     packed: &'a [f32],
     bias: &'a mut [f64],
-    dx: Option<&'a mut [f32]>,
+    dx: Option<&'a mut [E]>,
     memory: &'a mut AlignedVec,
 }
 
-impl Task for Gradients<'_> {
+impl<E: Storage> Task for Gradients<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -294,22 +289,23 @@ impl Task for Gradients<'_> {
         let dw_len = weights::gradient_len(&shape);
         let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
         let products_len = if dx.is_some() && folded { fold::products_len(&shape) } else { 0 };
-        let needed = [dw_len, image_len, block.len(), gradient_len, filters, products_len, sums_len];
+        let input_len =
+            if dx.as_ref().is_some_and(|dx| E::wide(dx).is_none()) { shape.input_len() } else { 0 };
+        let needed =
+            [dw_len, image_len, block.len(), gradient_len, filters, products_len, sums_len, input_len];
         let mut memory = memory.reserve(needed.map(lines).iter().sum());
         memory.fill(0.0);
         let (dw, image) = (cut(&mut memory, dw_len), cut(&mut memory, image_len));
         let (g, whole) = (cut(&mut memory, block.len()), cut(&mut memory, gradient_len));
         let (db, products) = (cut(&mut memory, filters), cut(&mut memory, products_len));
-        let sums = cut(&mut memory, sums_len);
+        let (sums, narrowed) = (cut(&mut memory, sums_len), cut(&mut memory, input_len));
         let stride = lines(filters);
         for n in 0..images {
             let x = image_of(from.x, n, shape.input_len());
-            let x: &[f32] = if input.above > 0 || sparse {
+            let x = E::wide(x).filter(|_| input.above == 0 && !sparse).unwrap_or_else(|| {
                 input.copy(x, image);
                 image
-            } else {
-                x
-            };
+            });
             db.fill(0.0);
             // The chosen pixels are all that the gradients of weights and bias need.
             let spread = if sparse && dx.is_none() { 0 } else { rows };
@@ -367,13 +363,17 @@ impl Task for Gradients<'_> {
             bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
                 let dx = &mut dx[n * shape.input_len()..][..shape.input_len()];
+                let sums = E::wide_mut(dx).unwrap_or(narrowed);
                 if folded {
-                    fold::input_gradient(simd, &shape, whole, packed, products, dx);
-                    continue;
+                    fold::input_gradient(simd, &shape, whole, packed, products, sums);
+                } else {
+                    let (product, lines) =
+                        rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
+                    product.compute_lines(simd, lines, sums, channels);
                 }
-                let (product, lines) =
-                    rows_of_convolution(&gradient, kernel, whole, packed, channels, shape.height);
-                product.compute_lines(simd, lines, dx, channels);
+                if input_len > 0 {
+                    convert(narrowed, dx);
+                }
             }
         }
         if sparse {

@@ -2,6 +2,7 @@
 //! pooling and activation.
 
 use super::border::{Block, Bordered};
+use crate::Storage;
 use crate::conv::cpu::Tail;
 use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
@@ -10,12 +11,12 @@ use crate::simd::{MAX_LANES, Simd};
 /// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation; `chosen` gets the places
 /// of the maxima, and may be written a little beyond them, where it is longer.
 #[inline(always)]
-pub(super) fn pool<S: Simd>(
+pub(super) fn pool<S: Simd, E: Storage>(
     simd: S,
     tail: &Tail,
     rows: &[f32],
     (width, channels): (usize, usize),
-    y: &mut [f32],
+    y: &mut [E],
     chosen: &mut [u8],
 ) {
     let line = width * channels;
@@ -43,7 +44,7 @@ pub(super) fn pool<S: Simd>(
                     }
                 }
                 let best = simd.select(simd.greater(best, zero), best, simd.mul(best, slope));
-                simd.store_first(best, y.as_mut_ptr().add(to), count);
+                E::store_first(simd, best, y.as_mut_ptr().add(to), count);
                 if to + S::LANES <= chosen.len() {
                     simd.store_bytes(place, chosen.as_mut_ptr().add(to));
                 } else {
@@ -58,9 +59,9 @@ pub(super) fn pool<S: Simd>(
 
 /// Rows of the results of one image and their gradient.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Results<'a> {
-    pub(super) y: &'a [f32],
-    pub(super) dy: &'a [f32],
+pub(super) struct Results<'a, E> {
+    pub(super) y: &'a [E],
+    pub(super) dy: &'a [E],
     /// Empty without pooling.
     pub(super) chosen: &'a [u8],
 }
@@ -68,11 +69,11 @@ pub(super) struct Results<'a> {
 /// Writes rows of the gradient before activation and pooling to a block and, if there is one, to an image, from their
 /// first pixels on, and adds them up in `bias`. Pixels that no window covers are not written.
 #[inline(always)]
-pub(super) fn spread<S: Simd>(
+pub(super) fn spread<S: Simd, E: Storage>(
     simd: S,
     tail: &Tail,
     (height, width): (usize, usize),
-    from: Results<'_>,
+    from: Results<'_, E>,
     (block, to): (&Block, &mut [f32]),
     (bordered, image): (&Bordered, Option<&mut [f32]>),
     bias: &mut [f32],
@@ -110,8 +111,8 @@ pub(super) fn spread<S: Simd>(
                 let mut sum = zero;
                 for column in 0..columns {
                     let at = (row * columns + column) * channels + channel;
-                    let positive = simd.greater(simd.load_first(from.y.as_ptr().add(at), count), zero);
-                    let dy = simd.load_first(from.dy.as_ptr().add(at), count);
+                    let positive = simd.greater(E::load_first(simd, from.y.as_ptr().add(at), count), zero);
+                    let dy = E::load_first(simd, from.dy.as_ptr().add(at), count);
                     let gradient = simd.mul(dy, simd.select(positive, one, slope));
                     sum = simd.add(sum, gradient);
                     let chosen = if tail.pool.is_none() {
