@@ -4,15 +4,15 @@ use std::fmt::Display;
 use std::process::ExitCode;
 
 use mgpu::protocol::MGPU_BACKEND;
-use mgpu_kernels::cuda::Precision;
+use mgpu_kernels::Precision;
 
 /// The exit code of a usage error, and its line, if a precision is asked for that only a GPU has and there is none.
 pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     let on_gpu = std::env::var_os(MGPU_BACKEND).is_some_and(|backend| backend == "nccl");
-    if on_gpu || precision == Precision::F32 {
+    if on_gpu || precision != Precision::Tf32 {
         return None;
     }
-    let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend computes in f32";
+    let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend has f32 and bf16";
     eprintln!("{program}: --precision {precision} {problem}");
     Some(ExitCode::from(2))
 }

@@ -32,6 +32,7 @@ pub mod norm;
 pub mod optimizer;
 pub mod peak;
 pub mod pool;
+mod precision;
 pub mod reduce;
 pub mod rng;
 pub mod scale;
@@ -46,6 +47,7 @@ mod reference;
 
 pub use aligned::AlignedVec;
 pub use dtype::{DType, Element};
+pub use precision::Precision;
 pub use reduce::ReduceOp;
 pub use scratch::Scratch;
 pub use storage::Storage;

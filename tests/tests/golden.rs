@@ -23,11 +23,12 @@ fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
     Some((files, data))
 }
 
-fn check(ranks: u32) {
+fn check(ranks: u32, precision: &str) {
     let Some((files, data)) = at_hand() else { return };
     let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
     launcher
-        .args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-golden_check"), "--data"])
+        .args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-golden_check")])
+        .args(["--precision", precision, "--data"])
         .arg(data)
         .args(&files);
     let finished = run(&mut launcher);
@@ -38,17 +39,23 @@ fn check(ranks: u32) {
 
 #[test]
 fn all_networks_on_1_rank() {
-    check(1);
+    check(1, "f32");
 }
 
 #[test]
 fn all_networks_on_2_ranks() {
-    check(2);
+    check(2, "f32");
 }
 
 #[test]
 fn all_networks_on_4_ranks() {
-    check(4);
+    check(4, "f32");
+}
+
+/// Within the bounds of coarse arithmetic.
+#[test]
+fn all_networks_in_bf16() {
+    check(2, "bf16");
 }
 
 #[test]

@@ -168,8 +168,8 @@ fn the_precisions_of_a_gpu_are_told_from_those_of_a_cpu() {
         let finished = train(1, &["--steps", "4", "--precision", precision, "--skip-test"]);
         assert_eq!(finished.json()["dtype"], precision);
     }
-    let finished = run(command(TRAIN).args(["--synthetic", "--precision", "bf16", "--steps", "1"]));
-    finished.expect(2, &["--precision bf16 needs a GPU"]);
+    let finished = run(command(TRAIN).args(["--synthetic", "--precision", "tf32", "--steps", "1"]));
+    finished.expect(2, &["--precision tf32 needs a GPU"]);
 }
 
 /// The golden run of lenet5 and the data, or a word on what is skipped.

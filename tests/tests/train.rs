@@ -72,6 +72,18 @@ fn generated_digits_are_learned() {
 }
 
 #[test]
+fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
+    let arguments = ["--epochs", "1", "--precision", "bf16"];
+    let finished = train(launched(2), &arguments);
+    finished.expect(0, &["the same on 2 ranks"]);
+    let json = finished.json();
+    assert_eq!(json["dtype"], "bf16");
+    let accuracy = json["test_acc"].as_f64().unwrap();
+    assert!(accuracy > 0.9, "test accuracy {accuracy}");
+    assert_ne!(weights(&finished), weights(&train(launched(2), &arguments[..2])), "nothing was rounded");
+}
+
+#[test]
 fn a_prolonged_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
@@ -196,7 +208,7 @@ fn bad_arguments_are_usage_errors() {
     for (arguments, text) in [
         (&["--net", "resnet"][..], "lenet5, deep, keras"),
         (&["--batch", "0"], "a number from 1"),
-        (&["--precision", "bf16"], "bf16 needs a GPU"),
+        (&["--precision", "tf32"], "tf32 needs a GPU"),
         (&["--epochs", "1", "--steps", "1"], "cannot be used with"),
         (&["--data", "x", "--synthetic"], "cannot be used with"),
         (&["--resume"], "--checkpoint-dir"),

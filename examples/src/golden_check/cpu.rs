@@ -3,21 +3,23 @@
 use std::error::Error;
 
 use mgpu::{Communicator, DataParallel, Layout};
+use mgpu_kernels::Storage;
 
 use super::{Golden, Replay, norm};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{Choice, Mode, Net, Spec};
 
-pub(super) struct Cpu<'a> {
+/// Images between layers are kept as `E`.
+pub(super) struct Cpu<'a, E> {
     model: DataParallel,
-    net: Net,
+    net: Net<E>,
     train: &'a Dataset,
     buffers: Vec<f32>,
     images: Vec<f32>,
     labels: Vec<u8>,
 }
 
-impl<'a> Cpu<'a> {
+impl<'a, E: Storage> Cpu<'a, E> {
     /// `batch` is this rank's part.
     pub(super) fn new(
         golden: &Golden,
@@ -37,7 +39,7 @@ impl<'a> Cpu<'a> {
     }
 }
 
-impl Replay for Cpu<'_> {
+impl<E: Storage> Replay for Cpu<'_, E> {
     fn layout(&self) -> &Layout {
         self.net.layout()
     }

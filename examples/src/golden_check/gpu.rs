@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use mgpu::step::device::{BUCKET, DeviceConfig, DeviceDataParallel, Schedule};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
-use mgpu_kernels::cuda::{Options, Precision, Stream};
+use mgpu_kernels::Precision;
+use mgpu_kernels::cuda::{Options, Stream};
 
 use super::{Args, Golden, Replay, norm};
 use crate::data::Dataset;

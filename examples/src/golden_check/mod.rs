@@ -16,9 +16,11 @@ use std::process::ExitCode;
 use clap::Parser;
 use cpu::Cpu;
 use gpu::Gpu;
+use half::bf16;
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
 use mgpu::{Backend, Communicator, Layout, ReduceOp, World};
-use mgpu_kernels::cuda::{Libraries, Precision};
+use mgpu_kernels::Precision;
+use mgpu_kernels::cuda::Libraries;
 use serde::Deserialize;
 
 use crate::data::{Dataset, Split, idx};
@@ -37,7 +39,7 @@ struct Args {
     /// Threads of each rank [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Arithmetic: f32; on a GPU also tf32 and bf16, with wider bounds.
+    /// Arithmetic: f32, bf16, or on a GPU tf32, the latter two with wider bounds.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     precision: Precision,
     /// Convolutions and dense layers on a GPU: auto (the fastest there are) or builtin (our own).
@@ -165,7 +167,12 @@ fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> R
     let mut replay: Box<dyn Replay + '_> = match world.backend() {
         Backend::Cpu => {
             let threads = args.threads.map_or_else(|| world.thread_share(), usize::from);
-            Box::new(Cpu::new(golden, train, batch, world.communicator()?, threads, args.conv)?)
+            let comm = world.communicator()?;
+            if args.precision == Precision::Bf16 {
+                Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args.conv)?)
+            } else {
+                Box::new(Cpu::<f32>::new(golden, train, batch, comm, threads, args.conv)?)
+            }
         }
         Backend::Nccl => {
             let (device, host) = world.communicators()?;

@@ -6,8 +6,9 @@
 use std::fmt;
 use std::time::Instant;
 
+use mgpu_kernels::Precision;
 use mgpu_kernels::conv::gpu::Conv;
-use mgpu_kernels::cuda::{Memory, Options, Precision, Result, StepState, Stream};
+use mgpu_kernels::cuda::{Memory, Options, Result, StepState, Stream};
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::{Arenas, Schedule};
 use mgpu_kernels::optimizer::{Adam, Optimizer, cuda};

@@ -4,7 +4,8 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use half::bf16;
-use mgpu_kernels::cuda::{Error, Memory, Precision, Result, Stream, View};
+use mgpu_kernels::Precision;
+use mgpu_kernels::cuda::{Error, Memory, Result, Stream, View};
 use mgpu_kernels::{DType, Element, Threads};
 
 use super::report::{Check, Report};

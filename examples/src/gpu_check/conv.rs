@@ -1,9 +1,10 @@
 //! Convolutions and dense layers: all passes in all precisions, by this crate's kernels.
 
 use mgpu_kernels::DType;
+use mgpu_kernels::Precision;
 use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::{Padding, Shape, cuda};
-use mgpu_kernels::cuda::{Memory, Precision, Result};
+use mgpu_kernels::cuda::{Memory, Result};
 use mgpu_kernels::dense;
 
 use super::bench::{Bench, Outcome, Output};

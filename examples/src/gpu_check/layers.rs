@@ -5,9 +5,10 @@
 //! meant to find a result that is wrong, in its layout or its type, and not one that is rounded otherwise.
 
 use mgpu_kernels::DType;
+use mgpu_kernels::Precision;
 use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::{Padding, Shape, gpu};
-use mgpu_kernels::cuda::{Memory, Options, Precision, Result};
+use mgpu_kernels::cuda::{Memory, Options, Result};
 
 use super::bench::{Bench, Judge, Outcome, Output};
 use super::shapes::{Conv, Shapes};

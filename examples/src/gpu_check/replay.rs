@@ -4,8 +4,9 @@
 //! from step to step comes out of the GPU's memory; what a launcher passed by value would stay as it was captured,
 //! and show here.
 
+use mgpu_kernels::Precision;
 use mgpu_kernels::conv::{Padding, Shape};
-use mgpu_kernels::cuda::{Precision, Result, StepState, Stream, View};
+use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::Schedule;

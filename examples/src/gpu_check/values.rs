@@ -1,8 +1,10 @@
 //! Random numbers, and the types they are rounded to.
 
 use half::bf16;
-use mgpu_kernels::cuda::Precision;
+use mgpu_kernels::Precision;
 use mgpu_kernels::rng::Stream;
+#[cfg(test)]
+use mgpu_kernels::{Scratch, Threads, transpose};
 
 /// A source of numbers that never repeats.
 #[derive(Debug)]
@@ -68,7 +70,8 @@ pub(super) fn multiplied(precision: Precision, tensor_cores: bool, values: &[f32
 #[cfg(test)]
 pub(super) fn to_device(values: &[f32], channels: usize, plane: usize) -> Vec<f32> {
     let mut moved = vec![0.0; values.len()];
-    mgpu_kernels::transpose::matrices(&mgpu_kernels::Threads::new(1), channels, plane, values, &mut moved);
+    let threads = Threads::new(1);
+    transpose::matrices(&threads, &mut Scratch::new(&threads), (channels, plane), values, &mut moved);
     moved
 }
 

@@ -1,47 +1,82 @@
-//! Memory for the activations of a batch and their gradients.
+//! Memory for the activations of a batch and their gradients, in two parts.
+//!
+//! *Images*, up to the first dense layer, are nearly all of it. They may be kept as bf16, which is half the memory and half
+//! the way to it. *Vectors*, from there on, are f32: they are few, and the logits are among them. The last slot of the images
+//! is the first of the vectors, too: once as images, channels last, and once flattened for the dense layer, channels first.
 
-use mgpu_kernels::AlignedVec;
+use mgpu::Result;
+use mgpu_kernels::{AlignedVec, Storage};
 
 use super::plan::{Plan, Stage};
 
-/// Elements of a cache line, on which every slot begins.
-const LINE: usize = 16;
+/// Bytes of a cache line, on which every slot begins.
+const LINE: usize = 64;
 
-/// The activations of all slots, in one piece of memory.
+/// The activations of neighbouring slots, in one piece of memory, and their gradients.
 #[derive(Debug)]
-pub(super) struct Slots {
-    values: AlignedVec,
+pub(super) struct Part<T> {
+    values: AlignedVec<T>,
+    /// The number of the first slot.
+    first: usize,
     /// Where each slot begins.
     begins: Vec<usize>,
     /// Elements for one image.
     lens: Vec<usize>,
+    /// Two buffers between which gradients go to and fro on their way back, and which of them holds that of the output of the
+    /// layer being worked on.
+    gradients: [AlignedVec<T>; 2],
+    current: usize,
 }
 
-impl Slots {
-    pub(super) fn new(plan: &Plan, max_batch: usize) -> Self {
+/// Input and output of a stage, and their gradients.
+pub(super) struct Sides<'a, T> {
+    pub(super) x: &'a [T],
+    pub(super) y: &'a [T],
+    /// Gradient of the output; where the backward pass works in place, afterwards that of the input.
+    pub(super) dy: &'a mut [T],
+    /// Gradient of the input, if it is asked for and has a place of its own.
+    pub(super) dx: Option<&'a mut [T]>,
+}
+
+impl<T: Storage> Part<T> {
+    /// Slots of images.
+    pub(super) fn images(plan: &Plan, max_batch: usize) -> Self {
+        Self::new(plan, 0..plan.vectors, max_batch)
+    }
+
+    /// Slots of vectors.
+    pub(super) fn vectors(plan: &Plan, max_batch: usize) -> Self {
+        Self::new(plan, plan.vectors - 1..plan.slots.len(), max_batch)
+    }
+
+    fn new(plan: &Plan, slots: std::ops::Range<usize>, max_batch: usize) -> Self {
+        let gradients = gradients(plan, &slots).map(|len| AlignedVec::zeroed(len * max_batch));
+        let (first, lens) = (slots.start, plan.slots[slots].to_vec());
         let mut end = 0;
-        let mut begin = |len: &usize| {
+        let begin = |len: &usize| {
             let begin = end;
-            end += (len * max_batch).next_multiple_of(LINE);
+            end += (len * max_batch).next_multiple_of(LINE / size_of::<T>());
             begin
         };
-        let begins = plan.slots.iter().map(&mut begin).collect();
-        Slots { values: AlignedVec::zeroed(end), begins, lens: plan.slots.clone() }
+        let begins = lens.iter().map(begin).collect();
+        Part { values: AlignedVec::zeroed(end), first, begins, lens, gradients, current: 0 }
     }
 
     /// The elements of slot `slot` for `images` images.
-    pub(super) fn slot(&self, slot: usize, images: usize) -> &[f32] {
+    pub(super) fn slot(&self, slot: usize, images: usize) -> &[T] {
+        let slot = slot - self.first;
         &self.values[self.begins[slot]..][..self.lens[slot] * images]
     }
 
     /// As [`slot`](Self::slot).
-    pub(super) fn slot_mut(&mut self, slot: usize, images: usize) -> &mut [f32] {
+    pub(super) fn slot_mut(&mut self, slot: usize, images: usize) -> &mut [T] {
+        let slot = slot - self.first;
         &mut self.values[self.begins[slot]..][..self.lens[slot] * images]
     }
 
     /// What a stage reads and what it writes. In place, it reads nothing but the output.
-    pub(super) fn of_stage(&mut self, stage: &Stage, images: usize) -> (&[f32], &mut [f32]) {
-        let (input, output) = (stage.input, stage.output);
+    pub(super) fn of_stage(&mut self, stage: &Stage, images: usize) -> (&[T], &mut [T]) {
+        let (input, output) = (stage.input - self.first, stage.output - self.first);
         let (before, from_output) = self.values.split_at_mut(self.begins[output]);
         let x = if input == output {
             &[][..]
@@ -50,17 +85,56 @@ impl Slots {
         };
         (x, &mut from_output[..self.lens[output] * images])
     }
+
+    /// The last slot's values and the place of their gradient, with which a backward pass begins.
+    pub(super) fn start_backward(&mut self, images: usize) -> (&[T], &mut [T]) {
+        self.current = 0;
+        let last = self.lens.len() - 1;
+        let len = self.lens[last] * images;
+        (&self.values[self.begins[last]..][..len], &mut self.gradients[0][..len])
+    }
+
+    /// Makes the backward pass of a stage by `pass`. `below` says whether the gradient of its input is asked for.
+    pub(super) fn backward(
+        &mut self,
+        stage: &Stage,
+        images: usize,
+        below: bool,
+        pass: impl FnOnce(Sides<'_, T>) -> Result<()>,
+    ) -> Result<()> {
+        let [first, second] = self.gradients.each_mut();
+        let (current, other) = if self.current == 0 { (first, second) } else { (second, first) };
+        let slot = |slot: usize| {
+            let slot = slot - self.first;
+            &self.values[self.begins[slot]..][..self.lens[slot] * images]
+        };
+        let (x, y) = (slot(stage.input), slot(stage.output));
+        let in_place = stage.op.backward_in_place();
+        let dx = (below && !in_place).then(|| &mut other[..x.len()]);
+        pass(Sides { x, y, dy: &mut current[..y.len()], dx })?;
+        if !in_place {
+            self.current = 1 - self.current;
+        }
+        Ok(())
+    }
+
+    /// The gradient of slot `slot`, once the stages behind it have made their backward passes.
+    pub(super) fn gradient(&self, slot: usize, images: usize) -> &[T] {
+        &self.gradients[self.current][..self.lens[slot - self.first] * images]
+    }
 }
 
-/// Elements for one image of the two buffers between which gradients go to and fro on their way back. The first holds the
-/// logits' gradient to begin with.
-pub(super) fn gradients(plan: &Plan) -> [usize; 2] {
-    let mut lens = [0; 2];
-    let mut at = 0;
-    lens[at] = plan.slots[plan.slots.len() - 1];
-    for stage in plan.stages.iter().skip(plan.first_with_parameters() + 1).rev() {
-        let moves = usize::from(!stage.op.backward_in_place()) + usize::from(stage.flattened.is_some());
-        for _ in 0..moves {
+/// Elements for one image of the two buffers of gradients of some slots. The first holds the last slot's to begin with.
+fn gradients(plan: &Plan, slots: &std::ops::Range<usize>) -> [usize; 2] {
+    let first = plan.first_with_parameters();
+    let stages = plan.stages.iter().enumerate().rev();
+    let within = stages.filter(|(place, stage)| {
+        *place >= first && slots.contains(&stage.output) && slots.contains(&stage.input)
+    });
+    let (mut lens, mut at) = ([0; 2], 0);
+    for (place, stage) in within {
+        lens[at] = lens[at].max(plan.slots[stage.output]);
+        if place > first && !stage.op.backward_in_place() {
             at = 1 - at;
             lens[at] = lens[at].max(plan.slots[stage.input]);
         }
@@ -71,12 +145,19 @@ pub(super) fn gradients(plan: &Plan) -> [usize; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nets::Spec;
+    use crate::nets::{Layer, Spec};
 
     #[test]
     fn gradients_have_room_for_what_lies_in_them() {
-        // Logits in the first buffer; the 1,024 outputs of the dense layer in the second; what it flattened in the first,
-        // and as an image in the second; the first convolution's result in the first.
-        assert_eq!(gradients(&Plan::new(&Spec::named("deep").unwrap())), [64 * 14 * 14, 128 * 7 * 7]);
+        let plan = Plan::new(&Spec::named("deep").unwrap());
+        // The second convolution's result in the first buffer, the first's in the second.
+        assert_eq!(gradients(&plan, &(0..3)), [128 * 7 * 7, 64 * 14 * 14]);
+        // The logits, and what was flattened, in the first; the 1,024 outputs of the dense layer in the second.
+        assert_eq!(gradients(&plan, &(2..5)), [128 * 7 * 7, 1024]);
+        let dense = Plan::new(&Spec {
+            layers: vec![Layer::Flatten, Layer::Dense(10)],
+            ..Spec::named("deep").unwrap()
+        });
+        assert_eq!((gradients(&dense, &(0..1)), gradients(&dense, &(0..2))), ([0, 0], [10, 0]));
     }
 }

@@ -7,8 +7,8 @@
 //!
 //! ```text
 //! spec (catalogue) ── shapes, names, offsets, stages (plan) ── initial values (initial)
-//!                                     ├── forward and backward (net), in `memory`, by the CPU's kernels of `mgpu_kernels`,
-//!                                     │   with the time that each stage takes (profile)
+//!                                     ├── forward and backward (net), in `memory`, each stage by a `machine` of the CPU's
+//!                                     │   kernels in `mgpu_kernels`, with the time that each takes (profile)
 //!                                     └── the same on a GPU (device)
 //! ```
 //!
@@ -29,6 +29,7 @@
 mod catalogue;
 mod device;
 mod initial;
+mod machine;
 mod memory;
 mod net;
 mod plan;

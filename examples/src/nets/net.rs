@@ -1,17 +1,14 @@
 //! A network with the memory to run: forward, backward.
 
 use mgpu::{GradientSink, Layout, Result};
-use mgpu_kernels::conv::cpu::{Choice, Conv, Tail};
-use mgpu_kernels::dense::cpu::Dense;
-use mgpu_kernels::norm::{Statistics, Sums};
-use mgpu_kernels::{
-    AlignedVec, Scratch, Threads, activation, conv, dense, dropout, loss, norm, pool, transpose,
-};
+use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::{Scratch, Storage, Threads, dropout, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::memory::{self, Slots};
-use super::plan::{Image, Op, Plan, Pool, Stage};
+use super::machine::{Back, Machine, Pass, Step};
+use super::memory::Part;
+use super::plan::{Image, Plan, Stage};
 use super::profile::{self, Profile, StageTimes, lap};
 use super::spec::Spec;
 
@@ -41,7 +38,7 @@ pub struct DropoutKey {
 
 impl DropoutKey {
     /// The mask of spec layer `layer`, whose samples are `image`s.
-    fn mask(&self, layer: usize, image: Image) -> dropout::Mask {
+    pub(super) fn mask(&self, layer: usize, image: Image) -> dropout::Mask {
         let stream = mask_stream(layer) | self.step << 16;
         let Image { channels, plane } = image;
         dropout::Mask { seed: self.seed, stream, first_sample: self.first_sample, channels, plane }
@@ -54,47 +51,20 @@ pub(super) fn mask_stream(layer: usize) -> u64 {
     1 << 63 | layer as u64
 }
 
-/// Batch statistics of one normalisation, kept from the forward to the backward pass.
-#[derive(Debug)]
-struct Norm {
-    statistics: Statistics,
-    sums: Sums,
-}
-
-/// What a stage has of its own.
-#[derive(Debug)]
-enum Kernel {
-    Conv(Box<Conv>),
-    Dense(Dense),
-    Norm(Norm),
-    /// For every output of a pooling layer, which of its window was the largest.
-    Pool(Vec<u8>),
-    /// Nothing.
-    InPlace,
-}
-
-/// A stage's kernel, with memory for what it alone needs.
-#[derive(Debug)]
-struct Machine {
-    kernel: Kernel,
-    /// Of a convolution that is pooled, as in [`Kernel::Pool`].
-    chosen: Vec<u8>,
-    /// The input, flattened.
-    flat: AlignedVec,
-}
-
 /// A network with all the memory that batches of up to a given size need.
+///
+/// Images between its layers, and their gradients, are kept as `E`: `f32`, or `bf16` in half the memory, at the price of
+/// their rounding. Arithmetic, parameters and their gradients, and everything from the first dense layer on are f32.
 #[derive(Debug)]
-pub struct Net {
+pub struct Net<E = f32> {
     plan: Plan,
     threads: Threads,
     max_batch: usize,
     /// For each stage, what computes it.
     machines: Vec<Machine>,
-    /// Activations; the last slot holds the logits.
-    slots: Slots,
-    /// Gradients of the activations of the layer being worked on: of its output, and of its input.
-    gradients: [AlignedVec; 2],
+    images: Part<E>,
+    /// The last slot holds the logits.
+    vectors: Part<f32>,
     /// The gradient of a bias, on its way to the sink.
     bias: Vec<f32>,
     scratch: Scratch,
@@ -105,12 +75,6 @@ pub struct Net {
     profile: Option<Profile>,
 }
 
-/// What a forward pass does about running statistics.
-enum Pass<'a> {
-    Train { buffers: &'a mut [f32], dropout: Option<DropoutKey>, ranks: &'a mut dyn GradientSink },
-    Eval { buffers: &'a [f32] },
-}
-
 impl Net {
     /// Allocates everything for batches of up to `max_batch` images, to be computed by `threads` threads.
     ///
@@ -119,12 +83,14 @@ impl Net {
     pub fn new(spec: &Spec, max_batch: usize, threads: usize) -> Net {
         Self::with_choice(spec, max_batch, threads, Choice::Auto)
     }
+}
 
+impl<E: Storage> Net<E> {
     /// As [`Net::new`], with convolutions computed by what `choice` allows.
     ///
     /// # Panics
     /// As [`Net::new`].
-    pub fn with_choice(spec: &Spec, max_batch: usize, threads: usize, choice: Choice) -> Net {
+    pub fn with_choice(spec: &Spec, max_batch: usize, threads: usize, choice: Choice) -> Net<E> {
         let plan = Plan::new(spec);
         let threads = Threads::new(threads);
         let tensors = plan.parameters.tensors();
@@ -132,8 +98,8 @@ impl Net {
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
             machines: plan.stages.iter().map(|stage| Machine::new(&plan, stage, max_batch, choice)).collect(),
-            slots: Slots::new(&plan, max_batch),
-            gradients: memory::gradients(&plan).map(|len| AlignedVec::zeroed(len * max_batch)),
+            images: Part::images(&plan, max_batch),
+            vectors: Part::vectors(&plan, max_batch),
             bias: vec![0.0; biases.max().unwrap_or(0)],
             scratch: Scratch::new(&threads),
             batch: 0,
@@ -159,7 +125,7 @@ impl Net {
     /// One line for each convolution: what computes it.
     pub fn describe(&self) -> Vec<String> {
         let stages = self.plan.stages.iter().zip(&self.machines);
-        let convolutions = stages.filter(|(_, machine)| matches!(machine.kernel, Kernel::Conv(_)));
+        let convolutions = stages.filter(|(_, machine)| machine.is_chosen());
         let line = |(stage, machine): (&Stage, &Machine)| {
             format!("{} {}: {}", stage.layer, profile::describe(stage), machine.kernel())
         };
@@ -249,7 +215,7 @@ impl Net {
 
     /// The logits of the current batch.
     pub fn logits(&self) -> &[f32] {
-        self.slots.slot(self.plan.slots.len() - 1, self.batch)
+        self.vectors.slot(self.plan.slots.len() - 1, self.batch)
     }
 
     /// Loss and accuracy of the current batch.
@@ -261,10 +227,10 @@ impl Net {
         loss::cpu::score(self.logits(), labels)
     }
 
-    fn run(&mut self, params: &[f32], images: &[f32], mut pass: Pass<'_>) -> Result<()> {
-        let Net { plan, threads, slots, machines, scratch, profile, .. } = self;
-        let n = images.len() / plan.slots[0];
-        assert_eq!(images.len(), n * plan.slots[0], "a whole number of images");
+    fn run(&mut self, params: &[f32], batch: &[f32], mut pass: Pass<'_>) -> Result<()> {
+        let Net { plan, threads, images, vectors, machines, scratch, profile, .. } = self;
+        let n = batch.len() / plan.slots[0];
+        assert_eq!(batch.len(), n * plan.slots[0], "a whole number of images");
         assert!((1..=self.max_batch).contains(&n), "a batch of {n} images, memory for {}", self.max_batch);
         assert_eq!(params.len(), plan.parameters.len(), "parameters");
         let buffers_len = match &pass {
@@ -279,49 +245,23 @@ impl Net {
         });
 
         profile::start(profile);
-        let tensor = |index: usize| &params[plan.parameters.range(index)];
         let Image { channels, plane } = plan.image;
-        transpose::matrices(threads, channels, plane, images, slots.slot_mut(0, n));
+        transpose::matrices(threads, scratch, (channels, plane), batch, images.slot_mut(0, n));
         lap(profile, |profile| &mut profile.other);
         for (place, (stage, machine)) in plan.stages.iter().zip(machines).enumerate() {
-            let Machine { kernel, chosen, flat } = machine;
-            let (x, y) = slots.of_stage(stage, n);
-            let x = flatten(threads, stage.flattened, x, flat);
-            match (stage.op, kernel) {
-                (Op::Conv { weight, .. }, Kernel::Conv(conv)) => {
-                    let chosen = if chosen.is_empty() { chosen } else { &mut chosen[..y.len()] };
-                    conv.forward(threads, scratch, x, tensor(weight), tensor(weight + 1), y, chosen);
-                }
-                (Op::Dense { weight, .. }, Kernel::Dense(dense)) => {
-                    dense.forward(threads, scratch, x, tensor(weight), tensor(weight + 1), y);
-                }
-                (Op::Norm { weight, mean, .. }, Kernel::Norm(Norm { statistics, sums })) => {
-                    let (mean, var) = (plan.buffers.range(mean), plan.buffers.range(mean + 1));
-                    match &mut pass {
-                        Pass::Train { buffers, ranks, .. } => {
-                            norm::cpu::sum_inputs(threads, x, sums);
-                            lap(profile, |profile| &mut profile.forward[place]);
-                            ranks.sum_over_ranks(sums.values_mut())?;
-                            lap(profile, |profile| &mut profile.communication);
-                            let (running_mean, running_var) = buffers.split_at_mut(var.start);
-                            let running_var = &mut running_var[..var.len()];
-                            statistics.of_batch(sums, &mut running_mean[mean], running_var);
-                        }
-                        Pass::Eval { buffers } => statistics.of_running(&buffers[mean], &buffers[var]),
-                    }
-                    let (gamma, beta) = (tensor(weight), tensor(weight + 1));
-                    norm::cpu::normalise(threads, statistics, gamma, beta, x, y);
-                }
-                (Op::Activation { slope }, _) => activation::cpu::forward(threads, slope, y),
-                (Op::Pool(Pool { shape, channels, .. }), Kernel::Pool(chosen)) => {
-                    pool::cpu::forward(threads, &shape, channels, x, y, &mut chosen[..y.len()]);
-                }
-                (Op::Dropout { probability, layer, image }, _) => {
-                    if let Pass::Train { dropout: Some(key), .. } = &pass {
-                        dropout::cpu::apply(threads, probability, &key.mask(layer, image), y);
-                    }
-                }
-                (op, kernel) => unreachable!("{op:?} by {kernel:?}"),
+            let vector = stage.output >= plan.vectors;
+            if vector && stage.input < plan.vectors {
+                let Image { channels, plane } = plan.flattened();
+                let (image, flat) = (images.slot(stage.input, n), vectors.slot_mut(stage.input, n));
+                transpose::matrices(threads, scratch, (plane, channels), image, flat);
+            }
+            let step = Step { plan, stage, place, threads, scratch, params, profile };
+            if vector {
+                let (x, y) = vectors.of_stage(stage, n);
+                machine.forward_vectors(step, x, y, &mut pass)?;
+            } else {
+                let (x, y) = images.of_stage(stage, n);
+                machine.forward(step, x, y, &mut pass)?;
             }
             lap(profile, |profile| &mut profile.forward[place]);
         }
@@ -350,76 +290,29 @@ impl Net {
         let n = self.batch;
         assert_eq!(labels.len(), n, "labels for a batch of {n}");
         assert_eq!(params.len(), self.plan.parameters.len(), "parameters");
-        let Net { plan, threads, slots, machines, gradients, bias, scratch, profile, .. } = self;
-        let [mut current, mut other] = gradients.each_mut();
+        let Net { plan, threads, images, vectors, machines, bias, scratch, profile, .. } = self;
 
         profile::start(profile);
-        let logits = slots.slot(plan.slots.len() - 1, n);
-        let report = loss::cpu::gradient(logits, labels, &mut current[..logits.len()]);
+        let (logits, gradient) = vectors.start_backward(n);
+        let report = loss::cpu::gradient(logits, labels, gradient);
         lap(profile, |profile| &mut profile.other);
 
-        let tensor = |index: usize| &params[plan.parameters.range(index)];
         let first = plan.first_with_parameters();
         let stages = plan.stages.iter().zip(machines).enumerate();
         for (place, (stage, machine)) in stages.skip(first).rev() {
-            let Machine { kernel, chosen, flat } = machine;
-            let (x, y) = (slots.slot(stage.input, n), slots.slot(stage.output, n));
-            let x = if stage.flattened.is_some() { &flat[..x.len()] } else { x };
-            let dy = &mut current[..y.len()];
             let below = place > first;
-            let dx = (below && !stage.op.backward_in_place()).then(|| &mut other[..x.len()]);
-            match (stage.op, kernel) {
-                (Op::Conv { shape, weight, .. }, Kernel::Conv(conv)) => {
-                    let chosen = if chosen.is_empty() { &[][..] } else { &chosen[..y.len()] };
-                    let from = conv::cpu::Backward { x, weights: tensor(weight), y, chosen, dy };
-                    let db = &mut bias[..shape.filters];
-                    conv.backward(threads, scratch, from, sink.gradient(weight), db, dx);
-                    lap(profile, |profile| &mut profile.backward[place]);
-                    hand_over(sink, weight, db)?;
-                    lap(profile, |profile| &mut profile.communication);
+            let step = Step { plan, stage, place, threads, scratch: &mut *scratch, params, profile };
+            let back = Back { below, dropout, sink: &mut *sink, bias };
+            if stage.output < plan.vectors {
+                images.backward(stage, n, below, |sides| machine.backward(step, sides, back))?;
+            } else {
+                vectors.backward(stage, n, below, |sides| machine.backward_vectors(step, sides, back))?;
+                if below && stage.input < plan.vectors {
+                    let Image { channels, plane } = plan.flattened();
+                    let flat = vectors.gradient(stage.input, n);
+                    let (_, image) = images.start_backward(n);
+                    transpose::matrices(threads, scratch, (channels, plane), flat, image);
                 }
-                (Op::Dense { shape, weight, .. }, Kernel::Dense(dense)) => {
-                    let from = dense::cpu::Backward { x, weights: tensor(weight), y, dy };
-                    let db = &mut bias[..shape.outputs];
-                    dense.backward(threads, scratch, from, sink.gradient(weight), db, dx);
-                    lap(profile, |profile| &mut profile.backward[place]);
-                    hand_over(sink, weight, db)?;
-                    lap(profile, |profile| &mut profile.communication);
-                }
-                (Op::Norm { weight, .. }, Kernel::Norm(Norm { statistics, sums })) => {
-                    norm::cpu::sum_gradients(threads, statistics, x, dy, sums);
-                    norm::cpu::scale_gradient(sums, sink.gradient(weight));
-                    let db = &mut bias[..tensor(weight).len()];
-                    norm::cpu::shift_gradient(sums, db);
-                    lap(profile, |profile| &mut profile.backward[place]);
-                    hand_over(sink, weight, db)?;
-                    if below {
-                        sink.sum_over_ranks(sums.values_mut())?;
-                    }
-                    lap(profile, |profile| &mut profile.communication);
-                    if below {
-                        norm::cpu::backward_input(threads, statistics, sums, tensor(weight), x, dy);
-                    }
-                }
-                (Op::Activation { slope }, _) => activation::cpu::backward(threads, slope, y, dy),
-                (Op::Pool(Pool { shape, channels, .. }), Kernel::Pool(chosen)) => {
-                    let dx = dx.expect("pooling has no parameters");
-                    pool::cpu::backward(threads, &shape, channels, dy, &chosen[..y.len()], dx);
-                }
-                (Op::Dropout { probability, layer, image }, _) => {
-                    if let Some(key) = dropout {
-                        dropout::cpu::apply(threads, probability, &key.mask(layer, image), dy);
-                    }
-                }
-                (op, kernel) => unreachable!("{op:?} by {kernel:?}"),
-            }
-            if !stage.op.backward_in_place() {
-                std::mem::swap(&mut current, &mut other);
-            }
-            if let Some(Image { channels, plane }) = stage.flattened.filter(|_| below) {
-                let len = x.len();
-                transpose::matrices(threads, channels, plane, &current[..len], &mut other[..len]);
-                std::mem::swap(&mut current, &mut other);
             }
             lap(profile, |profile| &mut profile.backward[place]);
         }
@@ -429,51 +322,4 @@ impl Net {
         }
         Ok(report)
     }
-}
-
-impl Machine {
-    fn new(plan: &Plan, stage: &Stage, max_batch: usize, choice: Choice) -> Self {
-        let choices = |pool: Pool| vec![0; plan.pools[pool.index] * max_batch];
-        let mut chosen = Vec::new();
-        let kernel = match stage.op {
-            Op::Conv { shape, slope, pool, .. } => {
-                chosen = pool.map_or_else(Vec::new, choices);
-                let pool = pool.map(|pool| pool.shape.rounding);
-                Kernel::Conv(Box::new(Conv::new(shape, Tail { slope, pool }, choice)))
-            }
-            Op::Dense { shape, slope, .. } => Kernel::Dense(Dense::new(shape, slope)),
-            Op::Norm { index, .. } => {
-                let channels = plan.norms[index];
-                Kernel::Norm(Norm { statistics: Statistics::new(channels), sums: Sums::new(channels) })
-            }
-            Op::Pool(pool) => Kernel::Pool(choices(pool)),
-            Op::Activation { .. } | Op::Dropout { .. } => Kernel::InPlace,
-        };
-        let flat = stage.flattened.map_or(0, |image| image.channels * image.plane * max_batch);
-        Machine { kernel, chosen, flat: AlignedVec::zeroed(flat) }
-    }
-
-    /// What it is called.
-    fn kernel(&self) -> String {
-        match &self.kernel {
-            Kernel::Conv(conv) => conv.algorithm().to_string(),
-            Kernel::Dense(_) => "product".to_owned(),
-            Kernel::Norm(_) | Kernel::Pool(_) | Kernel::InPlace => "pass".to_owned(),
-        }
-    }
-}
-
-/// A stage's input as it is, or flattened in `flat`.
-fn flatten<'a>(threads: &Threads, image: Option<Image>, x: &'a [f32], flat: &'a mut AlignedVec) -> &'a [f32] {
-    let Some(Image { channels, plane }) = image else { return x };
-    let flat = &mut flat[..x.len()];
-    transpose::matrices(threads, plane, channels, x, flat);
-    flat
-}
-
-/// Announces the gradients of a stage's weights and bias.
-fn hand_over(sink: &mut dyn GradientSink, weight: usize, db: &[f32]) -> Result<()> {
-    sink.gradient(weight + 1).copy_from_slice(db);
-    sink.ready(weight + 1)?;
-    sink.ready(weight)
 }

@@ -126,6 +126,8 @@ pub(super) struct Plan {
     pub(super) stages: Vec<Stage>,
     /// Elements for one image in each slot.
     pub(super) slots: Vec<usize>,
+    /// The first slot of vectors: what the first stage writes that reads flattened images. In those before it lie images.
+    pub(super) vectors: usize,
     /// Output elements for one image of each pooling layer.
     pub(super) pools: Vec<usize>,
     /// Channels of each normalisation.
@@ -138,13 +140,14 @@ pub(super) struct Plan {
 
 impl Plan {
     /// # Panics
-    /// If a dense layer follows an image without a `Flatten` between them, a kernel does not fit its image, or the last
-    /// layer leaves an image.
+    /// If a dense layer follows an image without a `Flatten` between them, a kernel does not fit its image, there is no dense
+    /// layer, or the last layer leaves an image.
     pub(super) fn new(spec: &Spec) -> Plan {
         let mut plan = Plan {
             image: Image::of(spec.input),
             stages: Vec::new(),
             slots: vec![spec.input.iter().product()],
+            vectors: 0,
             pools: Vec::new(),
             norms: Vec::new(),
             parameters: Layout::new(),
@@ -168,6 +171,11 @@ impl Plan {
             image.channels == 1 || image.plane == 1,
             "a network ends in a number for each class, not in {image:?}"
         );
+        let flat = plan
+            .stages
+            .iter()
+            .find(|stage| stage.flattened.is_some() || matches!(stage.op, Op::Dense { .. }));
+        plan.vectors = flat.expect("a network has a dense layer").output;
         plan
     }
 
@@ -188,6 +196,13 @@ impl Plan {
         }
         let flattened = flattened.filter(|image| !op.in_place() && image.channels > 1 && image.plane > 1);
         self.stages.push(Stage { op, layer, input, output: self.slots.len() - 1, flattened });
+    }
+
+    /// The images that are flattened.
+    pub(super) fn flattened(&self) -> Image {
+        let stage = self.stages.iter().find(|stage| stage.output == self.vectors);
+        let flattened = stage.and_then(|stage| stage.flattened);
+        flattened.unwrap_or(Image { channels: self.slots[self.vectors - 1], plane: 1 })
     }
 
     /// The place of the first stage that has parameters, behind the last one if there is none. Below it nobody asks for
@@ -276,6 +291,7 @@ mod tests {
         ];
         assert_eq!(kinds, expected);
         assert_eq!(plan.slots, [784, 64 * 14 * 14, 128 * 7 * 7, 1024, 10]);
+        assert_eq!(plan.vectors, 3);
         assert_eq!(plan.stages[2].flattened, Some(Image { channels: 128, plane: 49 }));
         assert_eq!(plan.stages[4].flattened, None);
     }

@@ -3,8 +3,10 @@
 
 use std::sync::{Barrier, Mutex};
 
+use half::bf16;
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::{GradientSink, Layout, Result};
+use mgpu_kernels::Storage;
 use mgpu_kernels::rng::Stream;
 
 use super::*;
@@ -40,7 +42,7 @@ impl Ranks {
 }
 
 impl<'a> Sink<'a> {
-    fn new(net: &Net, ranks: Option<&'a Ranks>) -> Self {
+    fn new<E: Storage>(net: &Net<E>, ranks: Option<&'a Ranks>) -> Self {
         let gradients = vec![f32::NAN; net.layout().len()];
         Sink { layout: net.layout().clone(), gradients, announced: Vec::new(), ranks }
     }
@@ -326,8 +328,8 @@ fn an_image_is_no_list_of_classes() {
 }
 
 /// Logits and gradients of a batch, with convolutions by what `choice` allows.
-fn train_by(choice: Choice, spec: &Spec) -> (Net, Vec<f32>, Sink<'static>) {
-    let mut net = Net::with_choice(spec, BATCH, 2, choice);
+fn train_by<E: Storage>(choice: Choice, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<'static>) {
+    let mut net = Net::<E>::with_choice(spec, BATCH, 2, choice);
     let images = random(BATCH * net.image_len(), 1);
     let (params, mut buffers) = (net.golden_parameters(3), net.initial_buffers());
     let mut sink = Sink::new(&net, None);
@@ -343,8 +345,8 @@ fn convolutions_by_any_algorithm_train_alike() {
     let head = [Layer::MaxPool(Rounding::Floor), Layer::Flatten, Layer::Dense(10)];
     let layers = [conv(32), Layer::Relu, conv(64), Layer::LeakyRelu].into_iter().chain(head).collect();
     let spec = Spec { input: [1, 28, 28], layers, ..tiny() };
-    let (auto, auto_logits, auto_sink) = train_by(Choice::Auto, &spec);
-    let (direct, logits, sink) = train_by(Choice::Direct, &spec);
+    let (auto, auto_logits, auto_sink) = train_by::<f32>(Choice::Auto, &spec);
+    let (direct, logits, sink) = train_by::<f32>(Choice::Direct, &spec);
     assert_eq!(
         direct.describe(),
         [
@@ -360,6 +362,23 @@ fn convolutions_by_any_algorithm_train_alike() {
     for (by_definition, other) in pairs {
         let tolerance = 1e-4 * largest(by_definition);
         assert!(by_definition.iter().zip(other).all(|(a, b)| (a - b).abs() < tolerance));
+    }
+}
+
+/// Images kept as bf16 are rounded to 8 bits in each layer, and gradients again on their way back.
+#[test]
+fn images_kept_in_half_the_memory_train_nearly_alike() {
+    let norm = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+    for spec in [tiny(), odd()] {
+        let (_, wide_logits, wide) = train_by::<f32>(Choice::Auto, &spec);
+        let (net, logits, narrow) = train_by::<bf16>(Choice::Auto, &spec);
+        assert!(logits.iter().zip(&wide_logits).all(|(a, b)| (a - b).abs() < 0.05));
+        assert_ne!(logits, wide_logits, "nothing was rounded");
+        for tensor in net.layout().tensors() {
+            let (narrow, wide) = (&narrow.gradients[tensor.range()], &wide.gradients[tensor.range()]);
+            let difference: Vec<f32> = narrow.iter().zip(wide).map(|(a, b)| a - b).collect();
+            assert!(norm(&difference) < 0.1 * norm(wide) + 1e-3, "{} of {}", tensor.name, spec.layers.len());
+        }
     }
 }
 

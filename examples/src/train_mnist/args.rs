@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Parser, ValueEnum};
 
-use mgpu_kernels::cuda::{Libraries, Precision};
+use mgpu_kernels::Precision;
+use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
 use crate::nets::{Choice, Spec};
@@ -50,7 +51,8 @@ pub(super) struct Args {
     /// Seed of weights, shuffling, dropout and generated digits.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
-    /// Arithmetic: f32; on a GPU also tf32 and bf16, whose parameters stay f32.
+    /// Arithmetic: f32; bf16 (on the CPU images between layers only, in half the memory); on a GPU also tf32. Parameters
+    /// are f32 in all of them.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     pub(super) precision: Precision,
     /// Convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or builtin (our own).

@@ -17,8 +17,10 @@ use std::process::ExitCode;
 use args::Args;
 use clap::Parser;
 use engine::{Cpu, Engine, Gpu};
+use half::bf16;
 use mgpu::progress::Phase;
 use mgpu::{Backend, ReduceOp, World, checkpoint};
+use mgpu_kernels::Precision;
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
 
@@ -42,11 +44,12 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut progress = Progress::new(rank);
 
     let mut trainer = Trainer::new(args, (rank, ranks), data.train.len(), |recipe| {
-        Ok(match device {
-            Some(device) => {
+        Ok(match (device, args.precision) {
+            (Some(device), _) => {
                 Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
             }
-            None => Box::new(Cpu::new(recipe, args, comm, threads)?),
+            (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, threads)?),
+            (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, threads)?),
         })
     })?;
     if let Some(folder) = &args.checkpoint_dir {

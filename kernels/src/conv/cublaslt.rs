@@ -33,9 +33,10 @@ use cudarc::cublaslt::sys::{
 
 use super::Shape;
 use super::gpu::Passes;
+use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
 use crate::cuda::choice::{Candidate, Note, Pass, WORKSPACE_LIMIT};
-use crate::cuda::{Device, Error, Precision, Result, Stream, View, libraries};
+use crate::cuda::{Device, Error, Result, Stream, View, libraries};
 
 /// An object of the library's.
 type Raw = *mut c_void;

@@ -17,8 +17,9 @@
 use super::Shape;
 use super::plan::{self, Bands, Reciprocal, Slices, Tile};
 use crate::DType;
+use crate::Precision;
 use crate::cuda::elements::{aligned, check, count, run};
-use crate::cuda::{Arg, Grid, Precision, Result, Source, Stream, View};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
 pub use super::plan::workspace_bytes;
 

@@ -12,10 +12,11 @@
 //! All calls put work on a stream, allocate nothing, and can be captured once they have run.
 
 use super::{Shape, cublaslt, cuda, cudnn};
+use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form, Library};
 use crate::cuda::choice::{self, Candidate, Choice, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::elements::{aligned, check, pack};
-use crate::cuda::{Error, Libraries, Memory, Options, Precision, Result, Stream, View};
+use crate::cuda::{Error, Libraries, Memory, Options, Result, Stream, View};
 use crate::{DType, activation};
 
 /// The passes of one layer by a library, to which it has been described.

@@ -5,7 +5,7 @@
 //! the order of their sums, follows the number of multiprocessors.
 
 use super::Shape;
-use crate::cuda::Precision;
+use crate::Precision;
 
 /// Blocks to aim at where the number is free: two on each multiprocessor of the largest GPUs at hand (H100: 132).
 const BLOCKS: usize = 264;

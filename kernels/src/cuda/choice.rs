@@ -16,8 +16,9 @@ use half::bf16;
 
 use super::algorithm::Algorithm;
 use super::error::{Error, Result};
-use super::{Device, Precision, Source, Stream, View, cache};
+use super::{Device, Source, Stream, View, cache};
 use crate::DType;
+use crate::Precision;
 
 /// What a layer may choose from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,8 +5,9 @@
 //! [`Conv`](crate::conv::gpu::Conv) of the same [convolution].
 
 use super::Shape;
+use crate::Precision;
 use crate::conv::{self, Padding};
-use crate::cuda::{Precision, Result, Stream, View};
+use crate::cuda::{Result, Stream, View};
 
 pub use crate::conv::cuda::LINEAR;
 

@@ -251,7 +251,9 @@ where
                 for (x, y) in x.chunks_exact(channels).zip(y.chunks_exact_mut(channels)) {
                     let pixels = x[channel..][..width].iter().zip(&mut y[channel..][..width]);
                     for (lane, (x, y)) in pixels.enumerate().take(TILE.0) {
-                        *y = E::narrow(value(x.widen(), y.widen(), std::array::from_fn(|i| at[i][lane])));
+                        let mut coefficients = [0.0; N];
+                        coefficients.iter_mut().zip(&at).for_each(|(one, at)| *one = at[lane]);
+                        *y = E::narrow(value(x.widen(), y.widen(), coefficients));
                     }
                 }
             }

@@ -6,11 +6,12 @@
 use std::sync::Arc;
 
 use half::bf16;
+use mgpu_kernels::Precision;
 use mgpu_kernels::Scratch;
 use mgpu_kernels::conv::cpu::{self, Backward, Choice, Tail};
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
-use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Precision, Result, Stream, View};
+use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Result, Stream, View};
 use mgpu_kernels::{DType, Threads, activation, dense};
 
 /// Numbers of a layer on the host, rounded to what its precision stores.

@@ -8,9 +8,10 @@ mod order;
 
 use mgpu::step::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
+use mgpu_kernels::Precision;
 use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::conv::gpu::Conv;
-use mgpu_kernels::cuda::{Memory, Options, Precision, Stream, View};
+use mgpu_kernels::cuda::{Memory, Options, Stream, View};
 use mgpu_kernels::{activation, conv, dense, dropout, gather, loss, norm, pool};
 use order::Order;
 

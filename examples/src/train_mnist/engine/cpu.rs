@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
 use mgpu::{Communicator, DataParallel, Sampler};
+use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
 use super::super::args::Args;
@@ -15,10 +16,10 @@ use super::{Engine, Recipe, Seen};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
-/// A network with its memory, and its parameters.
-pub(in super::super) struct Cpu {
+/// A network with its memory, and its parameters. Images between layers are kept as `E`.
+pub(in super::super) struct Cpu<E> {
     model: DataParallel,
-    net: Net,
+    net: Net<E>,
     recipe: Recipe,
     threads: usize,
     /// Running statistics of batch normalisation.
@@ -39,7 +40,7 @@ struct Measured {
     steps: Duration,
 }
 
-impl Cpu {
+impl<E: Storage> Cpu<E> {
     pub(in super::super) fn new(
         recipe: &Recipe,
         args: &Args,
@@ -66,7 +67,7 @@ impl Cpu {
     }
 }
 
-impl Engine for Cpu {
+impl<E: Storage> Engine for Cpu<E> {
     fn comm(&mut self) -> &mut dyn Communicator {
         self.model.comm()
     }

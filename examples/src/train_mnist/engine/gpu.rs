@@ -12,7 +12,8 @@ use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Reading, Schedule, StepGraph};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
-use mgpu_kernels::cuda::{self, Device, Libraries, Precision, Stream};
+use mgpu_kernels::Precision;
+use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
 use mgpu_kernels::loss::cuda::Score;
 
 use super::super::profile::StepProfile;

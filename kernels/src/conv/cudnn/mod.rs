@@ -33,9 +33,10 @@ use library::{Address, Convolve, Descriptor, Find, Library, Timing, WorkspaceSiz
 
 use super::Shape;
 use super::gpu::Passes;
+use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
 use crate::cuda::choice::{Candidate, Note, Pass};
-use crate::cuda::{Device, Precision, Result, Stream, View};
+use crate::cuda::{Device, Result, Stream, View};
 use crate::{DType, arena};
 
 /// The library's algorithm for fused bias without an activation.

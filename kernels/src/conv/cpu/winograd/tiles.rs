@@ -7,13 +7,13 @@
 //!
 //! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image, the
 //! gradient of a pixel is the sum of theirs.
+//!
+//! There are no closures around vectors here: one that is not inlined is compiled without the instructions.
 
 #![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
 
-use std::array::from_fn;
-
 use super::points::{MAX_POINTS, Points};
-use super::transform::{Line, input, input_gradient, output, output_gradient};
+use super::transform::{input, input_gradient, output, output_gradient};
 use crate::Storage;
 use crate::conv::Shape;
 use crate::conv::cpu::Tail;
@@ -121,22 +121,24 @@ impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
         for (number, image, row, column) in tiling.each(images) {
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
+            // Columns outside the image stay zero.
+            let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
             for channel in (0..channels).step_by(S::LANES) {
-                let down: [Line<S::F32>; MAX_POINTS] = from_fn(|j| {
+                for j in columns.clone() {
                     let mut line = [zero; MAX_POINTS];
-                    if !columns.contains(&j) {
-                        return line;
-                    }
                     for i in rows.clone() {
                         let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
                         let at = (image * height * width + place) * channels + channel;
                         // SAFETY: a pixel of one of the images, whose channels are whole vectors.
                         line[i] = unsafe { E::load(simd, x.as_ptr().add(at)) };
                     }
-                    input::<S, PAIRS>(simd, &tiling.points, &line)
-                });
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &line);
+                    for i in 0..n {
+                        down[i][j] = line[i];
+                    }
+                }
                 for i in 0..n {
-                    let line = input::<S, PAIRS>(simd, &tiling.points, &from_fn(|j| down[j][i]));
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &down[i]);
                     for j in 0..n {
                         let at = (i * n + j) * stride + number * channels + channel;
                         // SAFETY: `stride` holds all tiles, and `v` has n² of them.
@@ -171,7 +173,7 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
         let stride = Tiling::stride(images * tiling.tiles(), channels);
         assert!(dx.len() == images * len && sums.len() == len && dv.len() >= n * n * stride);
         assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
-        let zero = simd.splat(0.0);
+        let mut across = [[simd.splat(0.0); MAX_POINTS]; MAX_POINTS];
         for (number, image, row, column) in tiling.each(images) {
             // The first tile of an image.
             if number % tiling.tiles() == 0 {
@@ -180,20 +182,20 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
             for channel in (0..channels).step_by(S::LANES) {
-                let across: [Line<S::F32>; MAX_POINTS] = from_fn(|i| {
-                    let mut line = [zero; MAX_POINTS];
-                    if i >= n {
-                        return line;
-                    }
+                for i in 0..n {
+                    let mut line = [simd.splat(0.0); MAX_POINTS];
                     for j in 0..n {
                         let at = (i * n + j) * stride + number * channels + channel;
                         // SAFETY: `stride` holds all tiles, and `dv` has n² of them.
                         line[j] = unsafe { simd.load(dv.as_ptr().add(at)) };
                     }
-                    input_gradient::<S, PAIRS>(simd, &tiling.points, &line)
-                });
+                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &line);
+                    for j in 0..n {
+                        across[j][i] = line[j];
+                    }
+                }
                 for j in columns.clone() {
-                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &from_fn(|i| across[i][j]));
+                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &across[j]);
                     for i in rows.clone() {
                         let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
                         let at = place * channels + channel;
@@ -248,29 +250,31 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
         assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
         assert!(tiling.pool.is_none() || chosen.len() == y.len());
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
+        let mut down = [[zero; MAX_POINTS]; TILE];
+        let mut tile = [[zero; MAX_POINTS]; TILE];
         for (number, image, row, column) in tiling.each(images) {
             for filter in (0..filters).step_by(S::LANES) {
-                let down: [Line<S::F32>; MAX_POINTS] = from_fn(|j| {
+                for j in 0..n {
                     let mut line = [zero; MAX_POINTS];
-                    if j >= n {
-                        return line;
-                    }
                     for i in 0..n {
                         let at = (i * n + j) * stride + number * filters + filter;
                         // SAFETY: `stride` holds all tiles, and `m` has n² of them.
                         line[i] = unsafe { simd.load(m.as_ptr().add(at)) };
                     }
-                    output::<S, PAIRS, TILE>(simd, &tiling.points, &line)
-                });
+                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &line);
+                    for i in 0..TILE {
+                        down[i][j] = line[i];
+                    }
+                }
                 // SAFETY: filters are whole vectors.
                 let bias = unsafe { simd.load(bias.as_ptr().add(filter)) };
-                let tile: [[S::F32; TILE]; TILE] = from_fn(|i| {
-                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &from_fn(|j| down[j][i]));
-                    from_fn(|j| {
-                        let value = simd.add(line[j], bias);
-                        simd.select(simd.greater(value, zero), value, simd.mul(value, slope))
-                    })
-                });
+                for i in 0..TILE {
+                    tile[i] = output::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
+                    for j in 0..TILE {
+                        let value = simd.add(tile[i][j], bias);
+                        tile[i][j] = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
+                    }
+                }
                 if tiling.pool.is_none() {
                     for i in 0..TILE.min(out_height - row) {
                         for j in 0..TILE.min(out_width - column) {
@@ -334,21 +338,26 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
         assert!((tiling.pool.is_none() || chosen.len() == y.len()) && sums.len() == filters);
         let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(tiling.slope));
         // Gradient before the activation of the element at `at`.
-        let gradient = |at: usize| {
-            // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-            let (y, dy) = unsafe { (E::load(simd, y.as_ptr().add(at)), E::load(simd, dy.as_ptr().add(at))) };
-            simd.mul(dy, simd.select(simd.greater(y, zero), one, slope))
-        };
+        macro_rules! gradient {
+            ($at:expr) => {{
+                // SAFETY: a pixel of one of the images, whose filters are whole vectors.
+                let (y, dy) =
+                    unsafe { (E::load(simd, y.as_ptr().add($at)), E::load(simd, dy.as_ptr().add($at))) };
+                simd.mul(dy, simd.select(simd.greater(y, zero), one, slope))
+            }};
+        }
+        let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
         for (number, image, row, column) in tiling.each(images) {
+            // By column; what lies outside the image stays zero.
+            let mut tile = [[zero; MAX_POINTS]; TILE];
             for filter in (0..filters).step_by(S::LANES) {
                 let mut sum = zero;
-                let mut tile = [[zero; TILE]; TILE];
                 if tiling.pool.is_none() {
                     for i in 0..TILE.min(height - row) {
                         for j in 0..TILE.min(width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
-                            tile[i][j] = gradient(at);
-                            sum = simd.add(sum, tile[i][j]);
+                            tile[j][i] = gradient!(at);
+                            sum = simd.add(sum, tile[j][i]);
                         }
                     }
                 } else {
@@ -356,24 +365,25 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                         for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
                             let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
                             let at = pixel * filters + filter;
-                            let value = gradient(at);
+                            let value = gradient!(at);
                             sum = simd.add(sum, value);
                             // SAFETY: there are as many choices as results.
                             let place = unsafe { simd.load_bytes(chosen.as_ptr().add(at)) };
                             for (u, v) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
                                 let here = simd.equal(place, simd.splat((2 * u + v) as f32));
-                                tile[i + u][j + v] = simd.select(here, value, zero);
+                                tile[j + v][i + u] = simd.select(here, value, zero);
                             }
                         }
                     }
                 }
-                let down: [Line<S::F32>; TILE] = from_fn(|j| {
-                    let line = from_fn(|i| if i < TILE { tile[i][j] } else { zero });
-                    output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &line)
-                });
+                for j in 0..TILE {
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &tile[j]);
+                    for i in 0..n {
+                        down[i][j] = line[i];
+                    }
+                }
                 for i in 0..n {
-                    let line = from_fn(|j| if j < TILE { down[j][i] } else { zero });
-                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &line);
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
                     for j in 0..n {
                         let at = (i * n + j) * stride + number * filters + filter;
                         // SAFETY: `stride` holds all tiles, and `dm` has n² of them.
