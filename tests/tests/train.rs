@@ -84,6 +84,25 @@ fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
 }
 
 #[test]
+fn curves_are_drawn_and_written_for_tensorboard() {
+    let folder = tempfile::tempdir().unwrap();
+    let (plot, events) = (folder.path().join("curves.svg"), folder.path().join("events"));
+    let mut program = launched(2);
+    program.arg("--plot").arg(&plot).arg("--tensorboard").arg(&events);
+    train(program, &["--steps", "20"]).expect(0, &[]);
+    let text = fs::read_to_string(&plot).unwrap();
+    assert!(text.starts_with("<svg") && text.contains("accuracy, %"), "{text}");
+    // Of rank 0 alone.
+    let files: Vec<_> = fs::read_dir(&events).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(files.len(), 1, "{files:?}");
+    let bytes = fs::read(&files[0]).unwrap();
+    let times = |tag: &[u8]| bytes.windows(tag.len()).filter(|window| *window == tag).count();
+    assert_eq!((times(b"train/step_loss"), times(b"test/accuracy")), (20, 1));
+    run(plain().args(["--synthetic", "--plot", "/nonexistent/c.svg"])).expect(1, &["/nonexistent/c.svg"]);
+    run(plain().args(["--synthetic", "--tensorboard", "/proc/none"])).expect(1, &["/proc/none"]);
+}
+
+#[test]
 fn a_prolonged_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();

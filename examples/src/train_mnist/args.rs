@@ -85,6 +85,12 @@ pub(super) struct Args {
     /// Append one JSON object an epoch to this file.
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
+    /// Draw loss and accuracy to this file after every epoch.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(super) plot: Option<PathBuf>,
+    /// Write loss and accuracy as an event file for TensorBoard into this folder.
+    #[arg(long, value_name = "DIR")]
+    pub(super) tensorboard: Option<PathBuf>,
     /// Print a summary as one JSON object on the last line of standard output.
     #[arg(long)]
     pub(super) json: bool,

@@ -5,6 +5,7 @@
 //! report.
 
 mod args;
+mod curves;
 mod engine;
 mod profile;
 mod report;
@@ -16,6 +17,7 @@ use std::process::ExitCode;
 
 use args::Args;
 use clap::Parser;
+use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
 use half::bf16;
 use mgpu::progress::Phase;
@@ -40,6 +42,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };
     let data = source::load(args, &world, &mut *comm)?;
+    let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
+    let mut curves = if rank == 0 { Curves::new(plot, events)? } else { Curves::default() };
     let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
     let mut progress = Progress::new(rank);
 
@@ -84,10 +88,15 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 
     let mut last = None;
     while trainer.steps() < trainer.length() {
+        let mut written = Ok(());
         let mut report = trainer.train_epoch(&data.train, |position| {
             world.report_step(position.step);
             progress.update(|| position.to_string());
+            if rank == 0 && written.is_ok() {
+                written = curves.step(position.step, position.loss);
+            }
         })?;
+        written?;
         report.data = data.origin.to_string();
         if !args.skip_test {
             world.report_phase(Phase::Evaluation);
@@ -98,6 +107,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             if let Some(metrics) = &mut metrics {
                 metrics.append(&report)?;
             }
+            curves.epoch(&report)?;
         }
         if let Some(folder) = &args.checkpoint_dir {
             world.report_phase(Phase::Checkpoint);

@@ -44,15 +44,21 @@ impl Totals {
 pub(super) struct Position {
     epoch: u64,
     pub(super) step: u64,
+    /// Steps by the end of the epoch, and of the training.
     steps: u64,
-    loss: f64,
+    length: u64,
+    pub(super) loss: f64,
     images_per_s: f64,
+    /// Seconds a step.
+    pace: f64,
 }
 
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Position { epoch, step, steps, loss, images_per_s } = self;
-        write!(f, "epoch {epoch} step {step}/{steps} loss {loss:.4} {images_per_s:.0} images/s")
+        let Position { epoch, step, steps, length, loss, images_per_s, pace } = self;
+        write!(f, "epoch {epoch} step {step}/{steps} loss {loss:.4} {images_per_s:.0} images/s")?;
+        let left = ((length - step) as f64 * pace).round() as u64;
+        write!(f, ", {}:{:02}:{:02} left", left / 3600, left / 60 % 60, left % 60)
     }
 }
 
@@ -150,14 +156,15 @@ impl Trainer {
         let last = self.length.min((epoch + 1) * per_epoch);
         let Hyperparameters { batch, ranks, .. } = self.hyperparameters;
         let global_batch = batch as u64 * u64::from(ranks);
-        let (begin, start) = (self.steps(), Instant::now());
+        let (begin, start, length) = (self.steps(), Instant::now(), self.length);
         let mut measured_from = (begin >= WARM_UP).then_some((start, begin));
         let mut note = |step: u64, loss: f64| {
             if step >= WARM_UP && measured_from.is_none() {
                 measured_from = Some((Instant::now(), step));
             }
-            let images_per_s = ((step - begin) * global_batch) as f64 / start.elapsed().as_secs_f64();
-            seen(&Position { epoch: epoch + 1, step, steps: last, loss, images_per_s });
+            let pace = start.elapsed().as_secs_f64() / (step - begin) as f64;
+            let images_per_s = global_batch as f64 / pace;
+            seen(&Position { epoch: epoch + 1, step, steps: last, length, loss, images_per_s, pace });
         };
         let score = self.engine.train(data, &mut self.sampler, last, &mut note)?;
         let train_s = start.elapsed().as_secs_f64();
