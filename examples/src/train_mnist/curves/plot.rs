@@ -25,7 +25,8 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub(super) fn draw(points: &Points, path: &Path) -> Result<(), String> {
     let problem = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let text = render(points).map_err(|error| problem(&error))?;
-    let partial = path.with_added_extension("partial");
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
     fs::write(&partial, text).and_then(|()| fs::rename(&partial, path)).map_err(|error| problem(&error))
 }
 

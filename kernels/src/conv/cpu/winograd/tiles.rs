@@ -309,6 +309,23 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
     }
 }
 
+/// Gradient before the activation of the elements from `at` on.
+///
+/// # Safety
+/// `y` and `dy` have as many elements there as a vector.
+#[inline(always)]
+unsafe fn before_activation<S: Simd, E: Storage>(
+    simd: S,
+    y: &[E],
+    dy: &[E],
+    at: usize,
+    slope: S::F32,
+) -> S::F32 {
+    // SAFETY: the caller's.
+    let (y, dy) = unsafe { (E::load(simd, y.as_ptr().add(at)), E::load(simd, dy.as_ptr().add(at))) };
+    simd.mul(dy, simd.select(simd.greater(y, simd.splat(0.0)), simd.splat(1.0), slope))
+}
+
 /// Gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before activation
 /// and pooling; and the sum of `dz` for each filter.
 pub(super) struct OutputGradients<'a, E, const PAIRS: usize, const TILE: usize> {
@@ -336,16 +353,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
         assert!(y.len() == images * len && dy.len() == y.len() && dm.len() >= n * n * stride);
         assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
         assert!((tiling.pool.is_none() || chosen.len() == y.len()) && sums.len() == filters);
-        let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(tiling.slope));
-        // Gradient before the activation of the element at `at`.
-        macro_rules! gradient {
-            ($at:expr) => {{
-                // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-                let (y, dy) =
-                    unsafe { (E::load(simd, y.as_ptr().add($at)), E::load(simd, dy.as_ptr().add($at))) };
-                simd.mul(dy, simd.select(simd.greater(y, zero), one, slope))
-            }};
-        }
+        let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
         for (number, image, row, column) in tiling.each(images) {
             // By column; what lies outside the image stays zero.
@@ -356,7 +364,8 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                     for i in 0..TILE.min(height - row) {
                         for j in 0..TILE.min(width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
-                            tile[j][i] = gradient!(at);
+                            // SAFETY: a pixel of one of the images, whose filters are whole vectors.
+                            tile[j][i] = unsafe { before_activation(simd, y, dy, at, slope) };
                             sum = simd.add(sum, tile[j][i]);
                         }
                     }
@@ -365,7 +374,8 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                         for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
                             let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
                             let at = pixel * filters + filter;
-                            let value = gradient!(at);
+                            // SAFETY: a pixel of one of the images, whose filters are whole vectors.
+                            let value = unsafe { before_activation(simd, y, dy, at, slope) };
                             sum = simd.add(sum, value);
                             // SAFETY: there are as many choices as results.
                             let place = unsafe { simd.load_bytes(chosen.as_ptr().add(at)) };
