@@ -12,7 +12,7 @@ pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     if on_gpu || precision == Precision::F32 {
         return None;
     }
-    let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend computes in f32";
+    let problem = "needs a GPU (mgpurun --backend nccl, MGPU_BACKEND=nccl under another launcher); the cpu backend computes in f32";
     eprintln!("{program}: --precision {precision} {problem}");
     Some(ExitCode::from(2))
 }
