@@ -4,9 +4,11 @@
 //! and the others try to connect until it does. The name is that of an *abstract* socket: it lies in no folder, so nothing
 //! is left when rank 0 is killed, no stale file has to be told from a live one, and a name in use is in use. (A path would
 //! be safe only in a folder that belongs to this user alone, which ranks may be told differently about: `XDG_RUNTIME_DIR`
-//! is often missing in a batch job.) Other users can see the name and could take it first. They gain nothing: the server
-//! takes no peer of another user in, and a rank asks the kernel whose socket it has reached before it says a word. All that
-//! they can do is to be named in an error.
+//! is often missing in a batch job.) Such names belong to a network namespace: ranks in containers have to share one.
+//!
+//! Other users can see the name and could take it first. They gain nothing: the server takes no peer of another user in,
+//! and a rank asks the kernel whose socket it has reached before it says a word. All that they can do is to be named in an
+//! error.
 //!
 //! Nobody watches these ranks as `mgpurun` would. A connection that ends without a goodbye is the end of its rank, which
 //! the server notes on the progress page; the end of rank 0, and of the server with it, the others notice by their own
