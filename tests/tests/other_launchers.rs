@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Command, Stdio};
 
+use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, command, finish, run, until};
 
 const HELLO_RING: &str = env!("CARGO_BIN_EXE_t-hello_ring");
@@ -36,9 +37,15 @@ impl Job {
 
     /// The command that starts `rank`. There is no GPU for it.
     fn rank(&self, rank: u32, program: &str, arguments: &[&str]) -> Command {
-        let (rank, ranks) = (rank.to_string(), self.ranks.to_string());
         let mut command = command(program);
-        command.args(arguments).env("CUDA_VISIBLE_DEVICES", "").env_remove("MGPU_BACKEND");
+        command.args(arguments).env("CUDA_VISIBLE_DEVICES", "");
+        self.tell(rank, command)
+    }
+
+    /// Adds what the launcher tells `rank`.
+    fn tell(&self, rank: u32, mut command: Command) -> Command {
+        let (rank, ranks) = (rank.to_string(), self.ranks.to_string());
+        command.env_remove("MGPU_BACKEND");
         let variables: Vec<(&str, &str)> = match self.launcher {
             Torchrun => vec![
                 ("RANK", &rank),
@@ -283,6 +290,46 @@ fn mgpuruns_own_variables_win() {
     launcher.envs([("TORCHELASTIC_RESTART_COUNT", "2"), ("MASTER_ADDR", "elsewhere")]);
     let finished = run(launcher.args(["-n", "3", HELLO_RING]));
     finished.expect(0, &["hello from rank 2 of 3", "the token came back with 3"]);
+}
+
+/// Runs all ranks of a job that none tells which backend to take, on fakes of so many GPUs.
+fn on_gpus(job: &Job, gpus: u32, visible: Option<&str>, program: &str, arguments: &[&str]) -> Vec<Finished> {
+    let start = |rank| {
+        let mut command = fake_gpu::command(program);
+        command.args(arguments).env("FAKE_GPU_COUNT", gpus.to_string());
+        command.envs(visible.map(|visible| ("CUDA_VISIBLE_DEVICES", visible)));
+        spawn(&mut job.tell(rank, command))
+    };
+    let children: Vec<Child> = (0..job.ranks).map(start).collect();
+    children.into_iter().map(|mut child| finish(&mut child)).collect()
+}
+
+#[test]
+fn the_gpus_there_are_decide_the_backend() {
+    for finished in on_gpus(&Job::new(Slurm, "gpus", 2), 4, None, HELLO_RING, &[]) {
+        finished.expect(0, &["of 2 (nccl backend): the ranks sum to 1"]);
+    }
+    for finished in on_gpus(&Job::new(OpenMpi, "few", 3), 2, None, HELLO_RING, &[]) {
+        finished.expect(1, &["MGPU_BACKEND is missing, with 3 ranks and 2 GPUs", "cpu for 3 ranks"]);
+    }
+    // What looks like a GPU for each rank alone is one for both.
+    for finished in on_gpus(&Job::new(Torchrun, "one", 2), 1, Some("0"), HELLO_RING, &[]) {
+        finished.expect(1, &["both use", "give each rank a GPU of its own"]);
+    }
+}
+
+#[test]
+fn a_rank_that_dies_in_nccl_is_named_by_all_others() {
+    for culprit in 0..3 {
+        let job = Job::new(Hydra, &format!("nccl-{culprit}"), 3);
+        let arguments = ["kill", &culprit.to_string(), "direct"];
+        for (rank, finished) in on_gpus(&job, 3, None, MISBEHAVE, &arguments).iter().enumerate() {
+            if rank != culprit {
+                finished
+                    .expect(9, &[&format!("rank {rank} lost rank {culprit} in "), "ended without a goodbye"]);
+            }
+        }
+    }
 }
 
 #[test]

@@ -319,4 +319,44 @@ mod tests {
             assert!(error.contains(expected), "`{error}` should contain `{expected}`");
         }
     }
+
+    /// A rank of `ranks` that torchrun has started, with more variables.
+    fn foreign(ranks: &str, more: &[(&str, &str)]) -> Identity {
+        let pairs = [(RANK, "1"), (WORLD_SIZE, ranks), (MASTER_ADDR, "localhost"), (MASTER_PORT, "29500")];
+        read(&[&pairs[..], more].concat()).unwrap()
+    }
+
+    #[test]
+    fn another_launchers_rank_keeps_what_the_user_has_set() {
+        let plain = foreign("2", &[]);
+        let Some(Rendezvous::RankZero { title, patience }) = &plain.rendezvous else { panic!("{plain:?}") };
+        assert_eq!((title.as_str(), *patience), ("torchrun job localhost.29500", JOIN_TIMEOUT));
+        assert!(plain.backend_is_open && plain.injections.is_empty());
+        let set = foreign(
+            "2",
+            &[(MGPU_TIMEOUT, "5"), (MGPU_BACKEND, "cpu"), (MGPU_INJECT, "rank=1,step=2,fault=abort")],
+        );
+        let Some(Rendezvous::RankZero { patience, .. }) = set.rendezvous else { panic!("{set:?}") };
+        assert_eq!((patience, set.timeout), (Duration::from_secs(5), Duration::from_secs(5)));
+        assert_eq!((set.backend_is_open, set.injections.len()), (false, 1));
+    }
+
+    #[test]
+    fn without_a_choice_the_gpus_decide_as_with_mgpurun() {
+        let choose = |gpus, narrowed, more: &[(&str, &str)]| {
+            let mut identity = foreign("4", more);
+            identity.choose_backend(gpus, narrowed).map(|()| (identity.backend, identity.device))
+        };
+        assert_eq!(choose(0, true, &[]).unwrap(), (Backend::Cpu, None));
+        assert_eq!(choose(4, false, &[]).unwrap(), (Backend::Nccl, None));
+        assert_eq!(choose(8, true, &[]).unwrap(), (Backend::Nccl, None));
+        // Each rank sees its own alone.
+        assert_eq!(choose(1, true, &[]).unwrap(), (Backend::Nccl, Some(0)));
+        assert_eq!(choose(2, false, &[(MGPU_SHARE_GPUS, "1")]).unwrap(), (Backend::Nccl, None));
+        for (gpus, narrowed) in [(1, false), (2, true), (3, false)] {
+            let error = choose(gpus, narrowed, &[]).unwrap_err().to_string();
+            let both = ["MGPU_BACKEND is missing", &format!("start {gpus} for one"), "cpu for 4 ranks"];
+            assert!(both.iter().all(|text| error.contains(text)), "{error}");
+        }
+    }
 }
