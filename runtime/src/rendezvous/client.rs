@@ -23,7 +23,7 @@ const SERVER_MARGIN: Duration = Duration::from_secs(5);
 const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
 /// Longest wait for anything: an instant further away may not exist.
-const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
+pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 
 /// As long as a message can say.
 fn milliseconds(timeout: Duration) -> u64 {

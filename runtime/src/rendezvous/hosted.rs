@@ -58,7 +58,8 @@ impl HostedRun<'_> {
             ErrorKind::AddrInUse => Error::Join { rank: 0, problem: self.taken() },
             _ => Error::system(format!("listen on the abstract socket {name}"), error),
         })?;
-        let server = Server::unattended(self.world_size, self.run_id, door, Instant::now() + self.patience)?;
+        let join_by = Instant::now() + self.patience.min(client::LONGEST_WAIT);
+        let server = Server::unattended(self.world_size, self.run_id, door, join_by)?;
         let program = std::env::args_os().next().unwrap_or_default();
         server.describe(&program.to_string_lossy(), self.restart_count);
         spawn(server)

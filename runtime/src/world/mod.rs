@@ -2,7 +2,8 @@
 //!
 //! A [`World`] is this rank's membership of a run. [`World::from_env`] reads what the launcher put into the
 //! environment and joins; without a launcher it is a world of one, in which everything degenerates to plain
-//! training. Ranks that torchrun, Slurm or an MPI launcher started join too, through a rendezvous that rank 0 serves. [`World::threads`] makes the ranks of a test within one process: they speak to the same kind of
+//! training. Ranks that torchrun, Slurm or an MPI launcher has started join too, through a rendezvous that rank 0
+//! serves. [`World::threads`] makes the ranks of a test within one process: they speak to the same kind of
 //! server over the same kind of socket and share the same kind of memory.
 
 mod env;
@@ -83,8 +84,8 @@ impl World {
     ///
     /// # Errors
     /// If the variables are incomplete or contradict each other (the text names the variable), or tell of several hosts; if
-    /// the launcher refuses this rank; if another one ends before it has joined, or does not come in time. Under the nccl backend, if there is no GPU for this rank, or
-    /// a library is missing.
+    /// the launcher refuses this rank; if another one ends before it has joined, or does not come in time. Under the nccl
+    /// backend, if there is no GPU for this rank, or a library is missing.
     pub fn from_env() -> Result<Self> {
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
         let mut identity = Identity::read(&SURROUNDINGS)?;
