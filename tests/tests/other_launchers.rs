@@ -217,20 +217,19 @@ fn a_rank_that_stops_is_named_at_the_deadline() {
 
 #[test]
 fn a_rank_that_never_comes_is_named_at_the_deadline() {
+    let mut waiting = Vec::new();
     for absent in 0..3 {
         let job = Job::new(Torchrun, &format!("absent-{absent}"), 3);
-        let present = (0..3).filter(|rank| *rank != absent);
-        let children: Vec<(u32, Child)> = present
-            .map(|rank| (rank, spawn(job.rank(rank, HELLO_RING, &[]).env("MGPU_TIMEOUT", "1"))))
-            .collect();
-        for (rank, mut child) in children {
-            let texts = [
-                format!("rank {rank} waited 1."),
-                format!(" s for rank {absent} in join"),
-                "MGPU_TIMEOUT".into(),
-            ];
-            finish(&mut child).expect(1, &texts.each_ref().map(String::as_str));
+        for rank in (0..3).filter(|rank| *rank != absent) {
+            // Long enough for a busy machine to start the ranks that do come.
+            let child = spawn(job.rank(rank, HELLO_RING, &[]).env("MGPU_TIMEOUT", "6"));
+            waiting.push((rank, absent, child));
         }
+    }
+    for (rank, absent, mut child) in waiting {
+        let texts =
+            [format!("rank {rank} waited "), format!(" s for rank {absent} in join"), "MGPU_TIMEOUT".into()];
+        finish(&mut child).expect(1, &texts.each_ref().map(String::as_str));
     }
 }
 
