@@ -1,10 +1,13 @@
 //! Ranks without `mgpurun`: started as torchrun, Open MPI, hydra and Slurm start them, with the variables that those set,
 //! they find each other through rank 0, name whoever dies, and leave nothing behind.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
+use mgpu::progress::{PAGE_NAME, ProgressPage, RankState};
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, command, finish, run, until};
 
@@ -236,12 +239,25 @@ fn a_rank_that_never_comes_is_named_at_the_deadline() {
 #[test]
 fn ranks_that_do_not_go_together_are_told_at_once() {
     let job = Job::new(Slurm, "programs", 3);
-    let mut first = job.start(0, HELLO_RING, &[]);
-    let mut second = job.start(1, HELLO_RING, &[]);
-    // Rank 1 may have come second or third.
+    let [mut first, mut second] = [0, 1].map(|rank| job.start(rank, HELLO_RING, &[]));
+    // Whoever came later would find nobody: rank 0 ends when it is told.
+    until(|| has_joined(&first, 1));
     let mut third = job.start(2, TRAIN, &["--synthetic", "--steps", "1"]);
-    let all = [finish(&mut first), finish(&mut second), finish(&mut third)];
-    all.iter().for_each(|rank| _ = rank.expect(1, &["runs", "all ranks run one program"]));
+    for rank in [&mut first, &mut second, &mut third] {
+        finish(rank).expect(1, &["runs", "all ranks run one program"]);
+    }
+}
+
+/// True if `rank` has joined the rendezvous that `child` serves: its progress page says so.
+fn has_joined(child: &Child, rank: u32) -> bool {
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", child.id())).into_iter().flatten().flatten();
+    let is_page = |path: &PathBuf| {
+        let link = fs::read_link(path).unwrap_or_default();
+        link.to_string_lossy().starts_with(&format!("/memfd:{PAGE_NAME}"))
+    };
+    let page = descriptors.map(|entry| entry.path()).find(is_page).and_then(|path| File::open(path).ok());
+    let page = page.and_then(|file| ProgressPage::inspect(file.as_fd()).ok());
+    page.is_some_and(|page| page.progress(rank).state == RankState::Joined)
 }
 
 #[test]

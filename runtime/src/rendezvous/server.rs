@@ -221,7 +221,7 @@ impl Server {
     /// Answers those who wait to be let in: without rank `gone` that will never be.
     fn turn_away(&mut self, gone: u32) {
         let how = self.page.departure(gone);
-        for peer in &mut self.peers {
+        for peer in in_order_of_exit(&mut self.peers) {
             let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
             peer.admitted = true;
             let (operation, how) = ("join".to_owned(), how.clone());
@@ -381,11 +381,15 @@ impl Server {
         let pid = self.peers[index].pid().unwrap_or(pid);
         let applicant = Applicant { rank, manifest, program: Program::of(pid) };
         if let Err((fault, why)) = self.examine(version, world_size, &applicant) {
-            let connection = &self.peers[index].connection;
-            let _ = connection.send(&encode(&Reply::Refused { why: why.clone() }), &[]);
-            let _ = connection.stream().shutdown(std::net::Shutdown::Both);
+            // As in `in_order_of_exit`: rank 0 is told last.
+            if rank != 0 {
+                self.peers[index].refuse(&why);
+            }
             if self.unattended && rank < self.world_size && self.page.state(rank) == RankState::Absent {
                 self.rank_gone(rank, Departure::Failed(format!("was refused: {why}")));
+            }
+            if rank == 0 {
+                self.peers[index].refuse(&why);
             }
             self.events.push(ServerEvent::Unfit { rank, fault, why });
             return Ok(());
@@ -450,7 +454,7 @@ impl Server {
         let has_come = |rank: &u32| self.applicants.iter().any(|applicant| applicant.rank == *rank);
         let missing: Vec<u32> = (0..self.world_size).filter(|rank| !has_come(rank)).collect();
         let reply = encode(&Reply::TimedOut { missing });
-        for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some() && !peer.admitted) {
+        for peer in in_order_of_exit(&mut self.peers).filter(|peer| peer.rank.is_some() && !peer.admitted) {
             peer.admitted = true;
             let _ = peer.connection.send(&reply, &[]);
         }
@@ -509,6 +513,14 @@ impl Server {
             let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
         }
     }
+}
+
+/// Those whose process may end as soon as they are told that the run cannot be: rank 0 last, because an unattended server
+/// ends with it, and the others would not be told.
+fn in_order_of_exit(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
+    let mut order: Vec<&mut Peer> = peers.iter_mut().collect();
+    order.sort_by_key(|peer| peer.rank == Some(0));
+    order.into_iter()
 }
 
 #[cfg(test)]
