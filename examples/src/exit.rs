@@ -12,7 +12,8 @@ pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     if on_gpu || precision != Precision::Tf32 {
         return None;
     }
-    let problem = "needs a GPU (mgpurun --backend nccl); the cpu backend has f32 and bf16";
+    let problem = "needs a GPU (mgpurun --backend nccl, MGPU_BACKEND=nccl under another launcher); the cpu backend has f32 \
+                   and bf16";
     eprintln!("{program}: --precision {precision} {problem}");
     Some(ExitCode::from(2))
 }

@@ -64,6 +64,10 @@ impl Membership {
     /// The error of waiting for `awaited` in vain, if it is in vain: some rank has failed, or one of `awaited` has
     /// left. It names the rank where the trouble began.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
+        // The server notes how ranks end, but not its own end.
+        if self.store.host_is_gone() && self.page.state(0) == RankState::Joined {
+            self.page.depart(0, Ending::Failed("ended without a goodbye"));
+        }
         let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;

@@ -44,10 +44,25 @@ impl Finished {
     }
 }
 
+/// What this process would say about itself if it were a rank, by each launcher, and its data folder.
+const OWN: [&str; 11] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MGPU_RENDEZVOUS",
+    "MGPU_DATA",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "SLURM_STEP_ID",
+];
+
 /// A command without this process's own rank variables and data folders.
 pub fn command(program: impl AsRef<Path>) -> Command {
     let mut command = Command::new(program.as_ref());
-    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MGPU_RENDEZVOUS", "MGPU_DATA"] {
+    for name in OWN {
         command.env_remove(name);
     }
     command.env_remove("XDG_CACHE_HOME").env("HOME", "/nonexistent").stdin(Stdio::null());

@@ -23,20 +23,20 @@ const SERVER_MARGIN: Duration = Duration::from_secs(5);
 const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
 /// Longest wait for anything: an instant further away may not exist.
-const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
+pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 
 /// As long as a message can say.
 fn milliseconds(timeout: Duration) -> u64 {
     timeout.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// Connects to the socket at `path`. A launcher that is stopped takes no connection in, and once its queue is full the
+/// Connects to a socket. A launcher that is stopped takes no connection in, and once its queue is full the
 /// kernel lets others wait for it: not for ever.
-fn connect(path: &str) -> io::Result<UnixStream> {
+pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
     let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     setsockopt(&stream, sockopt::SendTimeout, &TimeVal::new(SERVER_MARGIN.as_secs() as i64, 0))?;
     loop {
-        match nix::sys::socket::connect(stream.as_raw_fd(), &UnixAddr::new(path)?) {
+        match nix::sys::socket::connect(stream.as_raw_fd(), address) {
             Ok(()) => return Ok(stream.into()),
             Err(Errno::EINTR) => {}
             Err(Errno::EAGAIN) => return Err(io::Error::other("its queue of connections is full")),
@@ -45,9 +45,22 @@ fn connect(path: &str) -> io::Result<UnixStream> {
     }
 }
 
+/// Who serves the rendezvous, and is gone when it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Host {
+    /// The launcher, whose ranks end with it.
+    Launcher,
+    /// Rank 0, one of those that may die.
+    RankZero {
+        /// How long it waits for the ranks of the run.
+        patience: Duration,
+    },
+}
+
 /// The key/value store of a run, and its barriers.
 #[derive(Debug)]
 pub struct Store {
+    host: Host,
     rank: u32,
     world_size: u32,
     connection: Mutex<Connection>,
@@ -91,7 +104,8 @@ impl Store {
         let path = address.strip_prefix("unix:").ok_or_else(|| {
             refused(format!("`{address}` is no address of a rendezvous; it should be unix:PATH"))
         })?;
-        connect(path).map_err(|error| {
+        let connected = UnixAddr::new(path).map_err(io::Error::from).and_then(|address| connect(&address));
+        connected.map_err(|error| {
             refused(format!(
                 "no launcher answers at {path}: {error} (has this process already joined, or its run ended?)"
             ))
@@ -101,6 +115,7 @@ impl Store {
     /// Says hello over a connected stream.
     pub(crate) fn apply(
         stream: UnixStream,
+        host: Host,
         run_id: &str,
         rank: u32,
         world_size: u32,
@@ -114,11 +129,15 @@ impl Store {
             )));
         }
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
-        let store = Store { rank, world_size, connection: Mutex::new(connection) };
+        let store = Store { host, rank, world_size, connection: Mutex::new(connection) };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let hello = store.begin(&mut connection, &request, &[], "join", JOIN_PATIENCE)?;
+        let patience = match host {
+            Host::Launcher => JOIN_PATIENCE,
+            Host::RankZero { patience } => patience,
+        };
+        let hello = store.begin(&mut connection, &request, &[], "join", patience)?;
         drop(connection);
         Ok(Application { store, hello })
     }
@@ -131,7 +150,7 @@ impl Store {
         rank: u32,
         world_size: u32,
     ) -> Result<(Self, ProgressPage)> {
-        Self::apply(stream, run_id, rank, world_size, Manifest::default())?.admission()
+        Self::apply(stream, Host::Launcher, run_id, rank, world_size, Manifest::default())?.admission()
     }
 
     /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key is
@@ -234,22 +253,49 @@ impl Store {
         Ok(exchange)
     }
 
-    /// The error of a launcher that does not answer.
+    /// True if another rank serves the rendezvous and has ended: that rank is 0.
+    pub(crate) fn host_is_gone(&self) -> bool {
+        if self.host == Host::Launcher || self.rank == 0 {
+            return false;
+        }
+        // Who holds the connection now waits for an answer, and is told by the kernel.
+        self.connection.try_lock().is_ok_and(|connection| connection.is_at_end())
+    }
+
+    /// The error of a server that is gone.
+    fn gone(&self, operation: &str, reason: &str) -> Error {
+        match self.host {
+            Host::RankZero { .. } if self.rank != 0 => Error::PeerLost {
+                rank: self.rank,
+                peer: 0,
+                operation: operation.to_owned(),
+                how: format!("is gone, and the rendezvous that it served with it ({reason})"),
+                silent: false,
+            },
+            _ => Error::Join { rank: self.rank, problem: format!("the launcher is gone ({reason})") },
+        }
+    }
+
+    /// The error of a server that does not answer.
     fn silent(&self, connection: &Connection, exchange: &Exchange) -> Error {
         // A late answer would be taken for that to the next request.
         let _ = connection.stream().shutdown(Shutdown::Both);
-        let (operation, waited) = (&exchange.operation, exchange.started.elapsed());
-        let problem = format!("the launcher did not answer {operation} for {waited:?}");
-        Error::Join { rank: self.rank, problem }
+        let (operation, after) = (exchange.operation.clone(), exchange.started.elapsed());
+        match self.host {
+            Host::RankZero { .. } => {
+                Error::Timeout { rank: self.rank, waited_for: vec![0], operation, after }
+            }
+            Host::Launcher => {
+                let problem = format!("the launcher did not answer {operation} for {after:?}");
+                Error::Join { rank: self.rank, problem }
+            }
+        }
     }
 
     /// Waits for the reply to a request.
     fn finish(&self, connection: &mut Connection, exchange: Exchange) -> Result<Reply> {
         let Exchange { sent, deadline, .. } = &exchange;
-        let gone = |reason: String| {
-            let problem = format!("the launcher is gone ({reason})");
-            Error::Join { rank: self.rank, problem }
-        };
+        let gone = |reason: String| self.gone(&exchange.operation, &reason);
         let reply = loop {
             let reply = connection.next_message().map_err(|problem| self.bad_message(connection, problem))?;
             match (reply, sent) {
@@ -315,7 +361,7 @@ mod tests {
             theirs.write_all(&encode(reply)).unwrap();
         }
         let connection = Mutex::new(Connection::new(ours).unwrap());
-        (Store { rank: 0, world_size: 2, connection }, theirs)
+        (Store { host: Host::Launcher, rank: 0, world_size: 2, connection }, theirs)
     }
 
     #[test]

@@ -1,4 +1,7 @@
-//! Where ranks connect: a listening socket in a private folder, which stays quiet when descriptors run out.
+//! Where ranks connect: a listening socket, which stays quiet when descriptors run out.
+//!
+//! A launcher's socket lies in a private folder, and its ranks are told the path. One of rank 0 has a name that all ranks
+//! know without being told (`hosted`), and no file.
 //!
 //! A connection that cannot be accepted because too many files are open stays in the queue, and the socket stays
 //! readable: whoever polls it would turn in circles. So the door keeps a descriptor in reserve, which makes room to
@@ -8,7 +11,8 @@
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -21,10 +25,11 @@ use crate::{Error, Result};
 /// How long a door is left alone where nothing can be accepted.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The listening socket and its folder; both are gone when this is dropped.
+/// The listening socket and its folder, if it has one; both are gone when this is dropped.
 pub(super) struct Door {
     listener: UnixListener,
-    directory: PrivateDirectory,
+    address: String,
+    _directory: Option<PrivateDirectory>,
     /// Any open file.
     reserve: Option<File>,
     /// Not to be polled before.
@@ -48,16 +53,27 @@ impl Door {
     pub(super) fn open(run_id: &str) -> Result<Self> {
         let directory = PrivateDirectory::create(run_id)?;
         let path = directory.socket();
-        let listener = UnixListener::bind(&path)
-            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-            .map_err(|error| Error::system(format!("listen on {}", path.display()), error))?;
+        let failed = |error| Error::system(format!("listen on {}", path.display()), error);
+        let listener = UnixListener::bind(&path).map_err(failed)?;
+        let address = format!("unix:{}", path.display());
+        Self::new(listener, address, Some(directory)).map_err(failed)
+    }
+
+    /// Listens under the abstract `name`.
+    pub(super) fn open_abstract(name: &str) -> io::Result<Self> {
+        let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)?;
+        Self::new(listener, format!("abstract:{name}"), None)
+    }
+
+    fn new(listener: UnixListener, address: String, directory: Option<PrivateDirectory>) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
         let reserve = File::open("/dev/null").ok();
-        Ok(Door { listener, directory, reserve, shut_until: None, is_told: false })
+        Ok(Door { listener, address, _directory: directory, reserve, shut_until: None, is_told: false })
     }
 
     /// The value of `MGPU_RENDEZVOUS`.
-    pub(super) fn address(&self) -> String {
-        format!("unix:{}", self.directory.socket().display())
+    pub(super) fn address(&self) -> &str {
+        &self.address
     }
 
     /// To be polled, unless it is shut for a while.

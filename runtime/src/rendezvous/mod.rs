@@ -1,6 +1,7 @@
 //! How ranks find each other: a tiny key/value interface with deadlines over a Unix socket.
 //!
-//! The launcher runs the [`Server`]; a rank holds a [`Store`]. Connections are taken from processes of the same
+//! The launcher runs the [`Server`], or rank 0 where the ranks have been started by another launcher; a rank holds a
+//! [`Store`]. Connections are taken from processes of the same
 //! user only (SO_PEERCRED), and only those that show the run's token are let in. What is exchanged is small: the
 //! descriptor of a shared-memory region, an NCCL unique id. The bulk goes through the communicator. Every wait has
 //! a deadline, and its error says who waited for whom, in what and how long.
@@ -21,6 +22,7 @@ mod client;
 mod directory;
 mod door;
 mod entries;
+mod hosted;
 pub mod message;
 mod peer;
 mod preflight;
@@ -30,7 +32,9 @@ mod socket;
 mod waits;
 
 pub use crate::progress::Blame;
+pub(crate) use client::Host;
 pub use client::Store;
 pub use directory::remove_abandoned;
+pub(crate) use hosted::{HostedRun, spawn};
 pub use preflight::PreflightFault;
 pub use server::{Departure, Server, ServerEvent};

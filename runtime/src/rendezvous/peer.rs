@@ -1,5 +1,6 @@
 //! A connection and who is at its other end.
 
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -7,6 +8,7 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nix::unistd::geteuid;
 
+use super::message::{Reply, encode};
 use super::socket::Connection;
 
 /// How long a connection may be silent before it has said hello.
@@ -60,6 +62,12 @@ impl Peer {
             Some(rank) => format!("rank {rank}"),
             None => format!("process {}, which has not said hello", self.pid),
         }
+    }
+
+    /// Tells it why it cannot stay, and ends the connection.
+    pub(super) fn refuse(&self, why: &str) {
+        let _ = self.connection.send(&encode(&Reply::Refused { why: why.to_owned() }), &[]);
+        let _ = self.connection.stream().shutdown(Shutdown::Both);
     }
 
     /// When a peer that has not said hello is given up.

@@ -84,6 +84,10 @@ pub struct Server {
     applicants: Vec<Applicant>,
     /// The first rank whose process ended.
     first_gone: Option<u32>,
+    /// No launcher tells how ranks end.
+    unattended: bool,
+    /// When those who have joined are told that others have not.
+    join_by: Option<Instant>,
     events: Vec<ServerEvent>,
 }
 
@@ -94,7 +98,16 @@ impl Server {
     /// If the directory, the socket or the progress page cannot be made.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
         let door = Door::open(run_id)?;
-        Self::new(world_size, run_id, door.address(), Some(door))
+        Self::new(world_size, run_id, door.address().to_owned(), Some(door))
+    }
+
+    /// The rendezvous that rank 0 serves where no launcher does: at `door`, and with nobody who would end the run of a
+    /// rank that never comes, or tell how one has ended. So the ranks that are here at `join_by` are told who is missing,
+    /// and a connection that ends without a goodbye is the end of its rank.
+    pub(super) fn unattended(world_size: u32, run_id: &str, door: Door, join_by: Instant) -> Result<Self> {
+        let address = door.address().to_owned();
+        let server = Self::new(world_size, run_id, address, Some(door))?;
+        Ok(Server { unattended: true, join_by: Some(join_by), ..server })
     }
 
     /// A rendezvous without a socket: its ranks live in this process and hold the other ends of the streams. Public for
@@ -127,6 +140,8 @@ impl Server {
             waits: Waits::default(),
             applicants: Vec::new(),
             first_gone: None,
+            unattended: false,
+            join_by: None,
             events: Vec::new(),
         })
     }
@@ -157,16 +172,16 @@ impl Server {
         door.into_iter().chain(self.peers.iter().map(|peer| peer.connection.as_fd())).collect()
     }
 
-    /// True while some rank's connection is open.
-    pub(crate) fn has_peers(&self) -> bool {
-        !self.peers.is_empty()
+    /// True while some rank may come, or its connection is open.
+    pub(super) fn is_needed(&self) -> bool {
+        self.door.is_some() || !self.peers.is_empty()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.
     pub fn next_deadline(&self) -> Option<Instant> {
         let hellos = self.peers.iter().filter_map(Peer::hello_deadline);
         let door = self.door.as_ref().and_then(Door::opens_at);
-        hellos.chain(door).chain(self.waits.next_deadline()).min()
+        hellos.chain(door).chain(self.waits.next_deadline()).chain(self.join_by).min()
     }
 
     /// Accepts, reads and answers whatever is there, and gives up on waits whose deadline has passed.
@@ -206,7 +221,7 @@ impl Server {
     /// Answers those who wait to be let in: without rank `gone` that will never be.
     fn turn_away(&mut self, gone: u32) {
         let how = self.page.departure(gone);
-        for peer in &mut self.peers {
+        for peer in in_order_of_exit(&mut self.peers) {
             let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
             peer.admitted = true;
             let (operation, how) = ("join".to_owned(), how.clone());
@@ -269,6 +284,14 @@ impl Server {
     fn forget(&mut self, index: usize) {
         let peer = self.peers.swap_remove(index);
         self.waits.forget(peer.id);
+        let Some(rank) = peer.rank.filter(|_| self.unattended) else { return };
+        if self.page.state(rank) == RankState::Joined {
+            self.rank_gone(rank, Departure::Failed("ended without a goodbye".into()));
+        }
+        if rank == 0 {
+            // It has given up; its next attempt may be of the same name.
+            self.door = None;
+        }
     }
 
     /// Reads all that a peer has sent and handles its requests. `false`: it is gone.
@@ -358,14 +381,24 @@ impl Server {
         let pid = self.peers[index].pid().unwrap_or(pid);
         let applicant = Applicant { rank, manifest, program: Program::of(pid) };
         if let Err((fault, why)) = self.examine(version, world_size, &applicant) {
-            let connection = &self.peers[index].connection;
-            let _ = connection.send(&encode(&Reply::Refused { why: why.clone() }), &[]);
-            let _ = connection.stream().shutdown(std::net::Shutdown::Both);
+            // As in `in_order_of_exit`: rank 0 is told last.
+            if rank != 0 {
+                self.peers[index].refuse(&why);
+            }
+            if self.unattended && rank < self.world_size && self.page.state(rank) == RankState::Absent {
+                self.rank_gone(rank, Departure::Failed(format!("was refused: {why}")));
+            }
+            if rank == 0 {
+                self.peers[index].refuse(&why);
+            }
             self.events.push(ServerEvent::Unfit { rank, fault, why });
             return Ok(());
         }
         if self.page.state(rank) != RankState::Absent {
-            return Err(format!("rank {rank} has already joined: is World::from_env called twice?"));
+            return Err(match self.unattended {
+                true => format!("rank {rank} has already joined: are two runs of one name being started?"),
+                false => format!("rank {rank} has already joined: is World::from_env called twice?"),
+            });
         }
         self.page.join(rank, pid);
         self.peers[index].rank = Some(rank);
@@ -401,8 +434,10 @@ impl Server {
         self.applicants.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
     }
 
-    /// Lets all ranks in.
+    /// Lets all ranks in. The door is closed first: who has been let in may open one of the same name.
     fn welcome(&mut self) {
+        self.door = None;
+        self.join_by = None;
         let (welcome, page) = (encode(&Reply::Welcome), self.page_fd.as_fd());
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
             peer.admitted = true;
@@ -410,7 +445,19 @@ impl Server {
                 let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
             }
         }
+    }
+
+    /// Tells the ranks that have joined which ones have not, and lets nobody in any more.
+    fn give_up_joining(&mut self) {
         self.door = None;
+        self.join_by = None;
+        let has_come = |rank: &u32| self.applicants.iter().any(|applicant| applicant.rank == *rank);
+        let missing: Vec<u32> = (0..self.world_size).filter(|rank| !has_come(rank)).collect();
+        let reply = encode(&Reply::TimedOut { missing });
+        for peer in in_order_of_exit(&mut self.peers).filter(|peer| peer.rank.is_some() && !peer.admitted) {
+            peer.admitted = true;
+            let _ = peer.connection.send(&reply, &[]);
+        }
     }
 
     fn gone_ranks(&self) -> impl Iterator<Item = u32> + '_ {
@@ -449,6 +496,9 @@ impl Server {
         for (peer, missing) in self.waits.take_late(now, self.world_size) {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
         }
+        if self.join_by.is_some_and(|deadline| deadline <= now) {
+            self.give_up_joining();
+        }
         let is_late = |peer: &Peer| peer.hello_deadline().is_some_and(|deadline| deadline <= now);
         while let Some(index) = self.peers.iter().position(is_late) {
             self.expel(index, &format!("was silent for {HELLO_PATIENCE:?} after it had connected"));
@@ -463,6 +513,14 @@ impl Server {
             let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
         }
     }
+}
+
+/// Those whose process may end as soon as they are told that the run cannot be: rank 0 last, because an unattended server
+/// ends with it, and the others would not be told.
+fn in_order_of_exit(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
+    let mut order: Vec<&mut Peer> = peers.iter_mut().collect();
+    order.sort_by_key(|peer| peer.rank == Some(0));
+    order.into_iter()
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, recv, sendmsg};
 use serde::de::DeserializeOwned;
 
 use super::message::{Decoder, MAX_FDS};
@@ -151,6 +151,15 @@ impl Connection {
                 Ok(_) => return Ok(true),
                 Err(errno) => return Err(errno.into()),
             }
+        }
+    }
+
+    /// True if the other side has closed the connection and nothing is left to read. Takes nothing out.
+    pub(super) fn is_at_end(&self) -> bool {
+        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        match recv(self.stream.as_raw_fd(), &mut [0], flags) {
+            Ok(count) => count == 0,
+            Err(errno) => errno == Errno::ECONNRESET,
         }
     }
 

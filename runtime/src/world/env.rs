@@ -1,10 +1,14 @@
 //! The environment of a rank, read once.
+//!
+//! Our own launcher's variables win over all others: they are the innermost where `mgpurun` itself was started by another
+//! launcher. Without them, another launcher's are understood ([`foreign`](super::foreign)).
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use mgpu_kernels::level;
 
+use super::foreign::{Launched, Surroundings};
 use crate::inject::{self, Injection};
 use crate::protocol::*;
 use crate::{Error, Result};
@@ -22,6 +26,24 @@ pub enum Backend {
 /// that writes a checkpoint, short enough not to waste a night.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// Longest wait for the others to join, where no launcher of ours has a deadline for that, unless `MGPU_TIMEOUT` says
+/// otherwise: that of `mgpurun`.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Where the ranks meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Rendezvous {
+    /// The launcher serves at this address.
+    Launcher(String),
+    /// Rank 0 serves, since the launcher is not ours.
+    RankZero {
+        /// What users call the run.
+        title: String,
+        /// How long ranks wait for each other to join.
+        patience: Duration,
+    },
+}
+
 /// What the environment says about this rank.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Identity {
@@ -29,10 +51,13 @@ pub(super) struct Identity {
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
     pub(super) local_world_size: u32,
-    pub(super) rendezvous: Option<String>,
+    /// `None` in a world of one that nobody has to meet in.
+    pub(super) rendezvous: Option<Rendezvous>,
     pub(super) run_id: String,
     pub(super) restart_count: u32,
     pub(super) backend: Backend,
+    /// Nobody has chosen a backend; it depends on the GPUs there are.
+    pub(super) backend_is_open: bool,
     pub(super) timeout: Duration,
     /// Faults this rank is to commit in this life of it.
     pub(super) injections: Vec<Injection>,
@@ -55,6 +80,7 @@ impl Identity {
             run_id: String::new(),
             restart_count: 0,
             backend: Backend::Cpu,
+            backend_is_open: false,
             timeout: DEFAULT_TIMEOUT,
             injections: Vec::new(),
             threads: None,
@@ -63,14 +89,28 @@ impl Identity {
         }
     }
 
-    /// Reads the variables through `variable`.
-    pub(super) fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let wrong = |name, problem: String| Error::Environment { name, problem };
-        let number = |name: &'static str| -> Result<Option<u32>> {
-            let Some(text) = variable(name) else { return Ok(None) };
-            let parsed = text.trim().parse().map(Some);
-            parsed.map_err(|_| wrong(name, format!("is `{text}` where a whole number is expected")))
+    /// Reads what surrounds this process.
+    ///
+    /// # Errors
+    /// If variables are missing, contradict each other, or cannot be read.
+    pub(super) fn read(surroundings: &Surroundings<'_>) -> Result<Self> {
+        let variable = surroundings.variable;
+        let settings = Self::settings(variable)?;
+        let mut identity = match variable(MGPU_RENDEZVOUS) {
+            Some(address) => Self::of_own_launcher(settings, variable, address)?,
+            None => Self::of_another_launcher(settings, surroundings)?,
         };
+        let mut injections = inject::split(&variable(MGPU_INJECT).unwrap_or_default())
+            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
+        injections.retain(|injection| {
+            (injection.rank, injection.restart) == (identity.rank, identity.restart_count)
+        });
+        identity.injections = injections;
+        Ok(identity)
+    }
+
+    /// A rank of one with what may be set with any launcher or none.
+    fn settings(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let timeout = match variable(MGPU_TIMEOUT) {
             None => DEFAULT_TIMEOUT,
             Some(text) => match text.trim().parse::<f64>().map(Duration::try_from_secs_f64) {
@@ -93,43 +133,40 @@ impl Identity {
             let problem = format!("is `{text}`; known are {}", level::NAMES.join(", "));
             return Err(wrong(level::VARIABLE, problem));
         }
-        let device = number(MGPU_DEVICE)?;
+        let device = number(variable, MGPU_DEVICE)?;
         let share_gpus = variable(MGPU_SHARE_GPUS).is_some_and(|value| value.trim() == "1");
-        let Some(world_size) = number(WORLD_SIZE)? else {
-            if let Some(name) = [MGPU_RENDEZVOUS, RANK].into_iter().find(|name| variable(name).is_some()) {
-                return Err(wrong(WORLD_SIZE, format!("is missing while {name} is set")));
-            }
-            return Ok(Identity { backend, timeout, threads, device, share_gpus, ..Self::alone() });
+        Ok(Identity { backend, timeout, threads, device, share_gpus, ..Self::alone() })
+    }
+
+    fn of_own_launcher(
+        settings: Self,
+        variable: &dyn Fn(&str) -> Option<String>,
+        address: String,
+    ) -> Result<Self> {
+        let needed = |name| {
+            let found = number(variable, name)?;
+            found.ok_or_else(|| wrong(name, format!("is missing while {MGPU_RENDEZVOUS} is set")))
         };
+        let world_size = needed(WORLD_SIZE)?;
         if world_size == 0 {
             return Err(wrong(WORLD_SIZE, "is 0; a world has at least one rank".into()));
         }
-        let rank =
-            number(RANK)?.ok_or_else(|| wrong(RANK, format!("is missing while {WORLD_SIZE} is set")))?;
+        let rank = needed(RANK)?;
         if rank >= world_size {
             return Err(wrong(RANK, format!("is {rank} in a world of {world_size}; ranks count from 0")));
         }
-        let rendezvous = variable(MGPU_RENDEZVOUS);
-        if world_size > 1 && rendezvous.is_none() {
-            let problem = format!(
-                "is missing while {WORLD_SIZE} is {world_size}; start the program with `mgpurun -n {world_size}`"
-            );
-            return Err(wrong(MGPU_RENDEZVOUS, problem));
-        }
         let run_id = variable(MGPU_RUN_ID).unwrap_or_default();
-        if rendezvous.is_some() && run_id.is_empty() {
+        if run_id.is_empty() {
             return Err(wrong(MGPU_RUN_ID, format!("is missing while {MGPU_RENDEZVOUS} is set")));
         }
-        let local_world_size = number(LOCAL_WORLD_SIZE)?.unwrap_or(world_size);
-        let local_rank = number(LOCAL_RANK)?.unwrap_or(rank);
+        let local_world_size = number(variable, LOCAL_WORLD_SIZE)?.unwrap_or(world_size);
+        let local_rank = number(variable, LOCAL_RANK)?.unwrap_or(rank);
         if local_rank >= local_world_size {
             let problem = format!("is {local_rank} where {LOCAL_WORLD_SIZE} is {local_world_size}");
             return Err(wrong(LOCAL_RANK, problem));
         }
-        let restart_count = number(MGPU_RESTART_COUNT)?.unwrap_or(0);
-        let mut injections = inject::split(&variable(MGPU_INJECT).unwrap_or_default())
-            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
-        injections.retain(|injection| injection.rank == rank && injection.restart == restart_count);
+        let restart_count = number(variable, MGPU_RESTART_COUNT)?.unwrap_or(0);
+        let rendezvous = Some(Rendezvous::Launcher(address));
         Ok(Identity {
             rank,
             world_size,
@@ -138,14 +175,76 @@ impl Identity {
             rendezvous,
             run_id,
             restart_count,
-            backend,
-            timeout,
-            injections,
-            threads,
-            device,
-            share_gpus,
+            ..settings
         })
     }
+
+    fn of_another_launcher(settings: Self, surroundings: &Surroundings<'_>) -> Result<Self> {
+        let Some(launched) = surroundings.launched()? else { return Ok(settings) };
+        let Launched { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
+        if world_size > 1 && job.is_none() {
+            let problem = format!(
+                "is missing, and {launcher} does not say which job this rank is of; \
+                 set it alike on all ranks of a run, or start the program with `mgpurun -n {world_size}`"
+            );
+            return Err(wrong(MGPU_RUN_ID, problem));
+        }
+        // As with our own launcher, a slow start may take longer than a step, but not for ever.
+        let timeout_is_set = (surroundings.variable)(MGPU_TIMEOUT).is_some();
+        let patience = if timeout_is_set { settings.timeout } else { JOIN_TIMEOUT };
+        let rendezvous = job.as_ref().filter(|_| world_size > 1);
+        Ok(Identity {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size: world_size,
+            rendezvous: rendezvous.map(|job| Rendezvous::RankZero { title: job.title(), patience }),
+            run_id: job.map(|job| job.run_id(restart_count)).unwrap_or_default(),
+            restart_count,
+            backend_is_open: (surroundings.variable)(MGPU_BACKEND).is_none(),
+            threads: settings.threads.or(threads),
+            ..settings
+        })
+    }
+
+    /// Chooses the backend as `mgpurun --backend auto` does, where this process sees `gpus` GPUs. With `narrowed`, the
+    /// launcher has shown each rank its own alone, if it is one.
+    ///
+    /// # Errors
+    /// If there are GPUs, but fewer than ranks: both choices are named.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(super) fn choose_backend(&mut self, gpus: u32, narrowed: bool) -> Result<()> {
+        let ranks = self.local_world_size;
+        self.backend_is_open = false;
+        match gpus {
+            0 => self.backend = Backend::Cpu,
+            _ if gpus >= ranks || self.share_gpus => self.backend = Backend::Nccl,
+            1 if narrowed => {
+                // Should all see the same one, they are told when they join.
+                self.backend = Backend::Nccl;
+                self.device.get_or_insert(0);
+            }
+            _ => {
+                let problem = format!(
+                    "is missing, with {ranks} ranks and {gpus} GPUs: start {gpus} for one rank on each GPU, or set it to \
+                     cpu for {ranks} ranks without GPUs"
+                );
+                return Err(wrong(MGPU_BACKEND, problem));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn wrong(name: &'static str, problem: String) -> Error {
+    Error::Environment { name, problem }
+}
+
+/// The whole number in the variable `name`, if that is set.
+pub(super) fn number(variable: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result<Option<u32>> {
+    let Some(text) = variable(name) else { return Ok(None) };
+    let parsed = text.trim().parse().map(Some);
+    parsed.map_err(|_| wrong(name, format!("is `{text}` where a whole number is expected")))
 }
 
 #[cfg(test)]
@@ -153,9 +252,9 @@ mod tests {
     use super::*;
 
     fn read(pairs: &[(&str, &str)]) -> Result<Identity> {
-        Identity::from_variables(|name| {
-            pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
-        })
+        let variable =
+            |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+        Identity::read(&Surroundings { variable: &variable, hydra: &|| None })
     }
 
     #[test]
@@ -200,9 +299,16 @@ mod tests {
                 "MGPU_RUN_ID is missing while MGPU_RENDEZVOUS is set",
             ),
             (
-                &[(WORLD_SIZE, "1"), (RANK, "0"), (LOCAL_RANK, "1")],
+                &[
+                    (WORLD_SIZE, "1"),
+                    (RANK, "0"),
+                    (LOCAL_RANK, "1"),
+                    (MGPU_RENDEZVOUS, "unix:/x"),
+                    (MGPU_RUN_ID, "a"),
+                ],
                 "LOCAL_RANK is 1 where LOCAL_WORLD_SIZE is 1",
             ),
+            (&[(MGPU_RENDEZVOUS, "unix:/x")], "WORLD_SIZE is missing while MGPU_RENDEZVOUS is set"),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
             (&[(level::VARIABLE, "sse")], "MGPU_SIMD is `sse`; known are portable, avx2, avx512"),
             (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
@@ -211,6 +317,46 @@ mod tests {
         ] {
             let error = read(pairs).unwrap_err().to_string();
             assert!(error.contains(expected), "`{error}` should contain `{expected}`");
+        }
+    }
+
+    /// A rank of `ranks` that torchrun has started, with more variables.
+    fn foreign(ranks: &str, more: &[(&str, &str)]) -> Identity {
+        let pairs = [(RANK, "1"), (WORLD_SIZE, ranks), (MASTER_ADDR, "localhost"), (MASTER_PORT, "29500")];
+        read(&[&pairs[..], more].concat()).unwrap()
+    }
+
+    #[test]
+    fn another_launchers_rank_keeps_what_the_user_has_set() {
+        let plain = foreign("2", &[]);
+        let Some(Rendezvous::RankZero { title, patience }) = &plain.rendezvous else { panic!("{plain:?}") };
+        assert_eq!((title.as_str(), *patience), ("torchrun job localhost.29500", JOIN_TIMEOUT));
+        assert!(plain.backend_is_open && plain.injections.is_empty());
+        let set = foreign(
+            "2",
+            &[(MGPU_TIMEOUT, "5"), (MGPU_BACKEND, "cpu"), (MGPU_INJECT, "rank=1,step=2,fault=abort")],
+        );
+        let Some(Rendezvous::RankZero { patience, .. }) = set.rendezvous else { panic!("{set:?}") };
+        assert_eq!((patience, set.timeout), (Duration::from_secs(5), Duration::from_secs(5)));
+        assert_eq!((set.backend_is_open, set.injections.len()), (false, 1));
+    }
+
+    #[test]
+    fn without_a_choice_the_gpus_decide_as_with_mgpurun() {
+        let choose = |gpus, narrowed, more: &[(&str, &str)]| {
+            let mut identity = foreign("4", more);
+            identity.choose_backend(gpus, narrowed).map(|()| (identity.backend, identity.device))
+        };
+        assert_eq!(choose(0, true, &[]).unwrap(), (Backend::Cpu, None));
+        assert_eq!(choose(4, false, &[]).unwrap(), (Backend::Nccl, None));
+        assert_eq!(choose(8, true, &[]).unwrap(), (Backend::Nccl, None));
+        // Each rank sees its own alone.
+        assert_eq!(choose(1, true, &[]).unwrap(), (Backend::Nccl, Some(0)));
+        assert_eq!(choose(2, false, &[(MGPU_SHARE_GPUS, "1")]).unwrap(), (Backend::Nccl, None));
+        for (gpus, narrowed) in [(1, false), (2, true), (3, false)] {
+            let error = choose(gpus, narrowed, &[]).unwrap_err().to_string();
+            let both = ["MGPU_BACKEND is missing", &format!("start {gpus} for one"), "cpu for 4 ranks"];
+            assert!(both.iter().all(|text| error.contains(text)), "{error}");
         }
     }
 }

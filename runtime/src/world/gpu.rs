@@ -22,6 +22,18 @@ fn missing(text: String) -> Error {
     Error::Gpu(cuda::Error::Missing(text))
 }
 
+/// CUDA's code for a machine with a driver and no GPU.
+const NO_DEVICE: u32 = 100;
+
+/// GPUs that this process sees: none where there is no driver.
+pub(super) fn count() -> Result<u32> {
+    match Device::count() {
+        Ok(count) => Ok(count),
+        Err(cuda::Error::Missing(_) | cuda::Error::Driver { code: NO_DEVICE, .. }) => Ok(0),
+        Err(error) => Err(Error::Gpu(error)),
+    }
+}
+
 fn version(nccl: &Library, rank: u32) -> Result<Version> {
     let refused = |error: nccl_sys::NcclError| Error::Nccl {
         rank,

@@ -2,25 +2,29 @@
 //!
 //! A [`World`] is this rank's membership of a run. [`World::from_env`] reads what the launcher put into the
 //! environment and joins; without a launcher it is a world of one, in which everything degenerates to plain
-//! training. [`World::threads`] makes the ranks of a test within one process: they speak to the same kind of
+//! training. Ranks that torchrun, Slurm or an MPI launcher has started join too, through a rendezvous that rank 0
+//! serves. [`World::threads`] makes the ranks of a test within one process: they speak to the same kind of
 //! server over the same kind of socket and share the same kind of memory.
 
 mod env;
+mod foreign;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod threads;
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub use env::Backend;
-use env::Identity;
+use env::{Identity, Rendezvous};
+use foreign::Surroundings;
 
 use crate::inject::Moment;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
-use crate::rendezvous::Store;
 use crate::rendezvous::message::Manifest;
+use crate::rendezvous::{Host, HostedRun, Store};
 use crate::{Error, Result};
 
 /// This rank's view of the run.
@@ -44,16 +48,52 @@ pub struct World {
     gpu: Option<gpu::Gpu>,
 }
 
+/// The environment of this process.
+const SURROUNDINGS: Surroundings<'static> =
+    Surroundings { variable: &|name| std::env::var(name).ok(), hydra: &foreign::hydra_proxy };
+
+/// Reaches the rendezvous, which rank 0 opens first where no launcher does.
+fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, Host)> {
+    let rank = identity.rank;
+    match rendezvous {
+        Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, Host::Launcher)),
+        Rendezvous::RankZero { title, patience } => {
+            let run = HostedRun {
+                run_id: &identity.run_id,
+                title,
+                world_size: identity.world_size,
+                restart_count: identity.restart_count,
+                patience: *patience,
+            };
+            if rank == 0 {
+                run.serve()?;
+            }
+            Ok((run.connect(rank)?, Host::RankZero { patience: *patience }))
+        }
+    }
+}
+
 impl World {
     /// Joins the run that the environment describes, or makes a world of one where it describes none. Returns when all
     /// ranks have joined, so none begins its work beside others that it does not go together with.
     ///
+    /// The environment is that of a rank of `mgpurun`, or else of torchrun, Open MPI's or hydra's `mpirun` (MPICH, Intel
+    /// MPI), or Slurm's `srun`, with all ranks on one host. Under those nobody supervises the run but the launcher: rank 0
+    /// serves the rendezvous on a thread, ranks wait for each other for `MGPU_TIMEOUT` (60 s), `MGPU_RUN_ID` names the run
+    /// where the launcher does not, and without `MGPU_BACKEND` the GPUs that there are decide.
+    ///
     /// # Errors
-    /// If the variables are incomplete or contradict each other (the text names the variable), if the launcher refuses
-    /// this rank, or if another one ends before it has joined. Under the nccl backend, if there is no GPU for this rank, or
-    /// a library is missing.
+    /// If the variables are incomplete or contradict each other (the text names the variable), or tell of several hosts; if
+    /// the launcher refuses this rank; if another one ends before it has joined, or does not come in time. Under the nccl
+    /// backend, if there is no GPU for this rank, or a library is missing.
     pub fn from_env() -> Result<Self> {
-        let identity = Identity::from_variables(|name| std::env::var(name).ok())?;
+        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
+        let mut identity = Identity::read(&SURROUNDINGS)?;
+        #[cfg(feature = "cuda")]
+        if identity.backend_is_open {
+            let narrowed = std::env::var_os("CUDA_VISIBLE_DEVICES").is_some();
+            identity.choose_backend(gpu::count()?, narrowed)?;
+        }
         #[cfg(not(feature = "cuda"))]
         if identity.backend == Backend::Nccl {
             return Err(Error::Environment {
@@ -65,10 +105,10 @@ impl World {
         let mut gpu = None;
         let membership = match &identity.rendezvous {
             None => None,
-            Some(address) => {
+            Some(rendezvous) => {
                 let (rank, injections) = (identity.rank, identity.injections.clone());
                 membership::commit(&injections, Moment::Start);
-                let stream = Store::connect(address, rank)?;
+                let (stream, host) = connect(&identity, rendezvous)?;
                 membership::commit(&injections, Moment::Join);
                 #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
@@ -77,7 +117,8 @@ impl World {
                     Backend::Cpu => Manifest::default(),
                     Backend::Nccl => gpu.insert(gpu::Gpu::open(&identity)?).manifest(&identity)?,
                 };
-                let hello = Store::apply(stream, &identity.run_id, rank, identity.world_size, manifest)?;
+                let (run_id, ranks) = (&identity.run_id, identity.world_size);
+                let hello = Store::apply(stream, host, run_id, rank, ranks, manifest)?;
                 let (store, page) = hello.admission()?;
                 Some(Arc::new(Membership::new(rank, store, page, injections)))
             }
@@ -95,9 +136,11 @@ impl World {
         })
     }
 
-    /// True when this process was started as a rank by a launcher.
+    /// True when this process was started as a rank by a launcher, of ours or one of those that
+    /// [`from_env`](Self::from_env) understands.
     pub fn is_launched() -> bool {
-        std::env::var_os(crate::protocol::MGPU_RENDEZVOUS).is_some()
+        let is_foreign = || !matches!(SURROUNDINGS.launched(), Ok(None));
+        std::env::var_os(crate::protocol::MGPU_RENDEZVOUS).is_some() || is_foreign()
     }
 
     /// The worlds of `size` ranks within this process; hand one to each thread.
@@ -136,12 +179,12 @@ impl World {
         &self.identity.run_id
     }
 
-    /// How often the launcher has restarted the ranks.
+    /// How often the launcher has restarted the ranks, if it says so.
     pub fn restart_count(&self) -> u32 {
         self.identity.restart_count
     }
 
-    /// The backend the launcher chose.
+    /// The backend that `MGPU_BACKEND` or the launcher chose, or that follows from the GPUs there are.
     pub fn backend(&self) -> Backend {
         self.identity.backend
     }

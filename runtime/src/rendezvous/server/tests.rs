@@ -1,7 +1,9 @@
 //! The server against peers that misbehave. None of these waits for time to pass.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
 use std::process::Command;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -219,4 +221,69 @@ fn without_descriptors_the_door_is_quiet() {
     assert_eq!(server.service(), []);
     assert_eq!((server.peers.len(), server.fds().len()), (1, 2));
     drop(late);
+}
+
+/// A server without a launcher, and how to connect to it.
+fn unattended(
+    name: &str,
+    world_size: u32,
+    patience: Duration,
+) -> (Server, impl Fn() -> io::Result<UnixStream>) {
+    let name = format!("mgpu-test-{name}-{}", std::process::id());
+    let door = Door::open_abstract(&name).unwrap();
+    let server = Server::unattended(world_size, RUN, door, Instant::now() + patience).unwrap();
+    (server, move || UnixStream::connect_addr(&SocketAddr::from_abstract_name(&name)?))
+}
+
+/// Says hello and is not answered yet.
+fn apply(server: &mut Server, mut stream: &UnixStream, rank: u32, world_size: u32) {
+    stream.write_all(&encode(&hello(rank, world_size))).unwrap();
+    server.service();
+}
+
+const LONG: Duration = Duration::from_secs(3600);
+
+#[test]
+fn without_a_launcher_a_connection_that_ends_is_a_rank_that_ends() {
+    let (mut server, connect) = unattended("ends", 3, LONG);
+    let [first, second] = [0, 1].map(|rank| {
+        let stream = connect().unwrap();
+        apply(&mut server, &stream, rank, 3);
+        stream
+    });
+    drop(second);
+    server.service();
+    let gone = Reply::PeerGone { peer: 1, how: "ended without a goodbye".into() };
+    assert_eq!(read_reply(&first), gone);
+    // Whoever comes now is told, too.
+    let third = connect().unwrap();
+    assert_eq!(ask(&mut server, &third, &[hello(2, 3)]), [gone]);
+}
+
+#[test]
+fn without_a_launcher_a_goodbye_is_no_failure_and_the_name_is_free_once_all_are_in() {
+    let (mut server, connect) = unattended("leaves", 2, LONG);
+    let [first, second] = [0, 1].map(|rank| {
+        let stream = connect().unwrap();
+        apply(&mut server, &stream, rank, 2);
+        stream
+    });
+    assert_eq!([read_reply(&first), read_reply(&second)], [Reply::Welcome, Reply::Welcome]);
+    assert_eq!(connect().unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    assert_eq!(ask(&mut server, &second, &[Request::Leave]), [Reply::Done]);
+    drop(second);
+    server.service();
+    assert_eq!((server.page.state(1), server.is_needed()), (RankState::Left, true));
+    drop(first);
+    server.service();
+    assert_eq!((server.page.state(0), server.is_needed()), (RankState::Failed, false));
+}
+
+#[test]
+fn without_a_launcher_the_server_says_who_is_missing() {
+    let (mut server, connect) = unattended("missing", 3, Duration::ZERO);
+    let stream = connect().unwrap();
+    assert_eq!(ask(&mut server, &stream, &[hello(1, 3)]), [Reply::TimedOut { missing: vec![0, 2] }]);
+    assert_eq!(connect().unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    assert_eq!(server.next_deadline(), None);
 }

@@ -1,0 +1,106 @@
+//! `mgpurun -n 2 mgpu-candle`: trains a candle model on generated digits, on all ranks together.
+
+use std::error::Error;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use candle_core::{DType, Device};
+use candle_nn::{VarBuilder, VarMap};
+use clap::Parser;
+use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
+use mgpu::sampler::evaluation_shard;
+use mgpu::{ReduceOp, Sampler, World};
+use mgpu_candle::{Classifier, Replica};
+use mgpu_examples::data::{Dataset, Split, digits};
+
+/// Steps that are not timed: memory is touched for the first time.
+const WARM_UP: usize = 5;
+/// Samples a forward pass of the test takes at once.
+const TEST_BATCH: usize = 250;
+
+/// Trains a candle model on generated digits.
+#[derive(Parser)]
+struct Args {
+    /// Steps
+    #[arg(long, default_value_t = 200)]
+    steps: usize,
+    /// Images a step on each rank
+    #[arg(long, default_value_t = 64)]
+    batch: usize,
+    /// Learning rate
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+    /// Seed of the digits and of their order
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Digits to train with
+    #[arg(long, default_value_t = 10_000)]
+    train: usize,
+    /// Digits to test with
+    #[arg(long, default_value_t = 2_000)]
+    test: usize,
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("mgpu-candle: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+    let mut world = World::from_env()?;
+    let (rank, ranks, threads) = (world.rank(), world.size(), world.thread_share());
+    // candle computes on rayon's threads: this rank's share of the cores, not all of them.
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
+
+    let variables = VarMap::new();
+    let classifier = Classifier::new(VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu))?;
+    let adam = OptimizerConfig::new(Rule::Adam(Adam { lr: args.lr, ..Adam::default() }));
+    let mut replica = Replica::new(world.communicator()?, &variables, adam, threads)?;
+    if rank == 0 {
+        let (parameters, images) = (replica.parallel().parameters().len(), args.batch * ranks as usize);
+        println!(
+            "candle, {parameters} parameters; ranks: {ranks}, threads of each: {threads}, images a step: {images}"
+        );
+    }
+
+    let train = generate(args.seed, Split::Train, args.train);
+    let mut sampler = Sampler::new(train.len(), args.batch, rank, ranks, args.seed)?;
+    let mut start = Instant::now();
+    for step in 0..args.steps {
+        if step == WARM_UP {
+            start = Instant::now();
+        }
+        world.report_step(step as u64 + 1);
+        let (epoch, batch) = (step / sampler.steps_per_epoch(), step % sampler.steps_per_epoch());
+        let (loss, _) = classifier.loss(&train, sampler.batch(epoch as u64, batch))?;
+        replica.step(&loss)?;
+    }
+    let timed = args.steps.saturating_sub(WARM_UP) * args.batch * ranks as usize;
+    let images_per_s = timed as f64 / start.elapsed().as_secs_f64();
+
+    // Each rank tests its shard; the counts are added up.
+    let test = generate(args.seed, Split::Test, args.test);
+    let shard: Vec<u32> = evaluation_shard(test.len(), rank, ranks).map(|sample| sample as u32).collect();
+    let mut right = [0i64];
+    for samples in shard.chunks(TEST_BATCH) {
+        right[0] += i64::from(classifier.loss(&test, samples)?.1);
+    }
+    replica.parallel().comm().all_reduce_slice(&mut right, ReduceOp::Sum)?;
+    let weights = replica.parallel().verify()?;
+    if rank == 0 {
+        let accuracy = 100.0 * right[0] as f64 / test.len() as f64;
+        println!("{} steps: {images_per_s:.0} images/s; test {accuracy:.2}%", args.steps);
+        println!("weights {weights:016x} on all ranks");
+    }
+    Ok(())
+}
+
+fn generate(seed: u64, split: Split, count: usize) -> Dataset {
+    let (images, labels) = digits::generate(seed, split, 0..count);
+    Dataset { images, labels }
+}

@@ -1,0 +1,153 @@
+//! The rendezvous of ranks that another launcher has started: rank 0 serves it, on a thread.
+//!
+//! All ranks derive the same name from what their launcher calls the job. Rank 0 listens under it until all have joined,
+//! and the others try to connect until it does. The name is that of an *abstract* socket: it lies in no folder, so nothing
+//! is left when rank 0 is killed, no stale file has to be told from a live one, and a name in use is in use. (A path would
+//! be safe only in a folder that belongs to this user alone, which ranks may be told differently about: `XDG_RUNTIME_DIR`
+//! is often missing in a batch job.) Such names belong to a network namespace: ranks in containers have to share one.
+//!
+//! Other users can see the name and could take it first. They gain nothing: the server takes no peer of another user in,
+//! and a rank asks the kernel whose socket it has reached before it says a word. All that they can do is to be named in an
+//! error.
+//!
+//! Nobody watches these ranks as `mgpurun` would. A connection that ends without a goodbye is the end of its rank, which
+//! the server notes on the progress page; the end of rank 0, and of the server with it, the others notice by their own
+//! connections ([`Store::host_is_gone`](super::Store)).
+
+use std::io::{self, ErrorKind};
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::UnixAddr;
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::unistd::geteuid;
+
+use super::client;
+use super::door::Door;
+use super::server::Server;
+use crate::{Error, Result};
+
+/// First pause between two attempts to reach rank 0; later ones are up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+
+/// A run as its ranks know it without having spoken to each other.
+#[derive(Debug)]
+pub(crate) struct HostedRun<'a> {
+    /// The same on all its ranks, and on those of no other run.
+    pub(crate) run_id: &'a str,
+    /// What users call it, for errors.
+    pub(crate) title: &'a str,
+    pub(crate) world_size: u32,
+    pub(crate) restart_count: u32,
+    /// How long its ranks wait for each other.
+    pub(crate) patience: Duration,
+}
+
+impl HostedRun<'_> {
+    /// Serves the rendezvous until the last rank has let go of it. For rank 0, before it [connects](Self::connect).
+    ///
+    /// # Errors
+    /// If another run of this name is being started, or the system refuses a socket, memory or a thread.
+    pub(crate) fn serve(&self) -> Result<()> {
+        let name = self.name();
+        let door = Door::open_abstract(&name).map_err(|error| match error.kind() {
+            ErrorKind::AddrInUse => Error::Join { rank: 0, problem: self.taken() },
+            _ => Error::system(format!("listen on the abstract socket {name}"), error),
+        })?;
+        let join_by = Instant::now() + self.patience.min(client::LONGEST_WAIT);
+        let server = Server::unattended(self.world_size, self.run_id, door, join_by)?;
+        let program = std::env::args_os().next().unwrap_or_default();
+        server.describe(&program.to_string_lossy(), self.restart_count);
+        spawn(server)
+    }
+
+    /// Connects to rank 0, as soon as it serves.
+    ///
+    /// # Errors
+    /// If that takes longer than the run's patience, or the socket belongs to another user.
+    pub(crate) fn connect(&self, rank: u32) -> Result<UnixStream> {
+        let started = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        let stream = loop {
+            match self.knock() {
+                Ok(stream) => break stream,
+                // Nobody listens yet, or there are more callers than the system lets queue.
+                Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::Other) => {}
+                Err(error) => return Err(Error::system("connect to rank 0", error)),
+            }
+            let after = started.elapsed();
+            if after >= self.patience {
+                let operation = format!("join ({}; all its ranks have to be on this host)", self.title);
+                return Err(Error::Timeout { rank, waited_for: vec![0], operation, after });
+            }
+            std::thread::sleep(pause.min(self.patience - after));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        };
+        match owner(&stream) {
+            Ok((_, uid)) if uid == geteuid().as_raw() => Ok(stream),
+            Ok((pid, uid)) => {
+                let problem = format!("process {pid} of user {uid} has taken the name of {}", self.title);
+                Err(Error::Join { rank, problem })
+            }
+            Err(errno) => Err(Error::system("ask whose socket rank 0's is", errno)),
+        }
+    }
+
+    /// The socket's name: users do not meet by mistake.
+    fn name(&self) -> String {
+        format!("mgpu-{}-{}", geteuid(), self.run_id)
+    }
+
+    fn knock(&self) -> io::Result<UnixStream> {
+        client::connect(&UnixAddr::new_abstract(self.name().as_bytes())?)
+    }
+
+    /// Why the name cannot be had.
+    fn taken(&self) -> String {
+        let by = match self.knock().ok().and_then(|stream| owner(&stream).ok()) {
+            Some((pid, uid)) => format!("process {pid} of user {uid}"),
+            None => "another process".into(),
+        };
+        format!(
+            "{} is being started already, by {by}; give each of two runs at once a name of its own in MGPU_RUN_ID",
+            self.title
+        )
+    }
+}
+
+/// Process and user that listen at the other end.
+fn owner(stream: &UnixStream) -> nix::Result<(i32, u32)> {
+    getsockopt(stream, PeerCredentials).map(|owner| (owner.pid(), owner.uid()))
+}
+
+/// Drives `server` on a thread of its own, which ends with the last rank's connection.
+pub(crate) fn spawn(server: Server) -> Result<()> {
+    std::thread::Builder::new()
+        .name("mgpu-rendezvous".into())
+        .spawn(move || drive(server))
+        .map(drop)
+        .map_err(|error| Error::system("start the rendezvous thread", error))
+}
+
+fn drive(mut server: Server) {
+    while server.is_needed() {
+        let timeout = match server.next_deadline() {
+            None => PollTimeout::NONE,
+            Some(deadline) => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                // Rounded up: waking before the deadline would only mean another turn.
+                PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
+            }
+        };
+        let mut fds: Vec<PollFd<'_>> =
+            server.fds().into_iter().map(|fd: BorrowedFd<'_>| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        // An interrupted poll is as good as a timeout: `service` looks at everything anyway.
+        let _ = poll(&mut fds, timeout);
+        drop(fds);
+        let _ = server.service();
+    }
+}
