@@ -37,7 +37,7 @@ use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
 use wait::Patience;
 
-use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use super::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, make_blocks, shard};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
@@ -156,14 +156,15 @@ impl CpuCommunicator {
         Err(Error::InvalidArgument { operation, problem: format!("rank {rank} cannot be its own peer") })
     }
 
-    /// Elements of a shard.
-    fn shard(&self, operation: &'static str, buffer: &Buffer) -> Result<usize> {
-        let ranks = self.size as usize;
-        if buffer.len().is_multiple_of(ranks) {
-            return Ok(buffer.len() / ranks);
-        }
-        let problem = format!("{} elements cannot be cut into {ranks} equal shards", buffer.len());
-        Err(Error::InvalidArgument { operation, problem })
+    /// First byte and number of elements of the shard of `rank` of an operation's buffer.
+    fn shard(&self, rank: u32, call: &Call) -> (usize, usize) {
+        let range = shard(call.len, self.size, rank);
+        (range.start * call.dtype.size(), range.len())
+    }
+
+    /// The path of an all-gather: by its largest shard.
+    fn gather_path(&self, buffer: &Buffer) -> Path {
+        self.by_size(buffer, shard(buffer.len(), self.size, 0).len() * buffer.dtype().size())
     }
 
     /// The path of an all-reduce.
@@ -239,13 +240,12 @@ impl Communicator for CpuCommunicator {
 
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
         self.guard(|comm| {
-            let shard = comm.shard("reduce_scatter", &buffer)?;
             let path = comm.by_size(&buffer, buffer.bytes());
             let call = Call::new(Operation::ReduceScatter, &buffer, Some(op), 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, shard, op, &call)?,
-                Path::Direct => comm.direct_reduce_scatter(&buffer, shard, op, &call)?,
-                _ => comm.staged_reduce_scatter(&buffer, shard, op, &call)?,
+                Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, op, &call)?,
+                Path::Direct => comm.direct_reduce_scatter(&buffer, op, &call)?,
+                _ => comm.staged_reduce_scatter(&buffer, op, &call)?,
             }
             Ok(Pending::complete(buffer))
         })
@@ -253,16 +253,26 @@ impl Communicator for CpuCommunicator {
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
         self.guard(|comm| {
-            let shard = comm.shard("all_gather", &buffer)?;
-            let path = comm.by_size(&buffer, shard * buffer.dtype().size());
+            let path = comm.gather_path(&buffer);
             let call = Call::new(Operation::AllGather, &buffer, None, 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, shard, &call)?,
-                Path::Direct => comm.direct_all_gather(&buffer, shard, &call)?,
-                _ => comm.staged_all_gather(&buffer, shard, &call)?,
+                Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, &call)?,
+                Path::Direct => comm.direct_all_gather(&buffer, &call)?,
+                _ => comm.staged_all_gather(&buffer, &call)?,
             }
             Ok(Pending::complete(buffer))
         })
+    }
+
+    fn all_gather_with(&mut self, buffer: Buffer, block: usize, make: &mut Make<'_>) -> Result<Pending> {
+        if self.gather_path(&buffer) == Path::Direct {
+            return self.guard(|comm| {
+                let call = Call::new(Operation::AllGather, &buffer, None, 0).via(Path::Made);
+                comm.direct_all_gather_with(buffer, block, make, &call).map(Pending::complete)
+            });
+        }
+        let own = shard(buffer.len(), self.size, self.rank);
+        self.all_gather(make_blocks(buffer, own, block, make, |_, _| ()))
     }
 
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
