@@ -58,7 +58,7 @@ impl Replay for Cpu<'_> {
 
     fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>> {
         let tensors = 0..self.layout().tensors().len();
-        Ok(tensors.map(|tensor| norm(self.model.gradient(tensor))).collect())
+        tensors.map(|tensor| Ok(norm(self.model.gradient(tensor)?))).collect()
     }
 
     fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>> {

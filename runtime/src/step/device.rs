@@ -316,7 +316,7 @@ impl DeviceDataParallel {
     /// If a kernel cannot be launched; names a tensor whose gradient was not announced.
     pub fn finish_step(&mut self) -> Result<()> {
         if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
-            return Err(super::unready(&self.layout, &slot.bucket, &slot.open));
+            return Err(super::slot::unready(&self.layout, &slot.bucket, &slot.open));
         }
         if self.comm.size() == 1 {
             self.update(self.chunks.view())?;
