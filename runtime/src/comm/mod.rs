@@ -110,8 +110,9 @@ pub fn shard(len: usize, ranks: u32, rank: u32) -> Range<usize> {
     begin(rank)..begin(rank + 1)
 }
 
-/// Makes elements of a rank's shard: the block of them that begins at this element of the whole buffer.
-pub type Make<'a> = dyn FnMut(usize, &mut Buffer) + 'a;
+/// Makes elements of this rank's shard of a segment: given the segment's index, and the block of elements that begins at
+/// this element of the whole buffer.
+pub type Make<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
 
 /// An operation under way, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
@@ -135,24 +136,46 @@ impl Pending {
     }
 }
 
-/// Has `make` change the elements `own` of `buffer`, block by block, and shows each to `made`.
+/// Has `make` change the shards of `rank` of `ranks`, block by block, and shows each to `made`.
 fn make_blocks(
     buffer: Buffer,
-    own: Range<usize>,
+    segments: &[Range<usize>],
+    (ranks, rank): (u32, u32),
     block: usize,
     make: &mut Make<'_>,
     mut made: impl FnMut(usize, &Buffer),
 ) -> Buffer {
     assert!(block > 0, "blocks hold an element at least");
-    let (mut done, mut rest) = buffer.split_at(own.start);
-    while done.len() < own.end {
-        let begin = done.len();
-        let (mut next, tail) = rest.split_at(block.min(own.end - begin));
-        make(begin, &mut next);
-        made(begin, &next);
-        (done, rest) = (done.join(next), tail);
+    let (mut done, mut rest) = buffer.split_at(0);
+    for (index, segment) in segments.iter().enumerate() {
+        let own = shard(segment.len(), ranks, rank);
+        let (begin, end) = (segment.start + own.start, segment.start + own.end);
+        let (before, behind) = rest.split_at(begin - done.len());
+        (done, rest) = (done.join(before), behind);
+        while done.len() < end {
+            let begin = done.len();
+            let (mut next, behind) = rest.split_at(block.min(end - begin));
+            make(index, begin, &mut next);
+            made(begin, &next);
+            (done, rest) = (done.join(next), behind);
+        }
     }
     done.join(rest)
+}
+
+/// Has `gather` do with each of the segments what it does.
+fn gather_segments(
+    buffer: Buffer,
+    segments: &[Range<usize>],
+    mut gather: impl FnMut(Buffer) -> Result<Buffer>,
+) -> Result<Buffer> {
+    let (mut done, mut rest) = buffer.split_at(0);
+    for segment in segments {
+        let (before, behind) = rest.split_at(segment.start - done.len());
+        let (shards, behind) = behind.split_at(segment.len());
+        (done, rest) = (done.join(before).join(gather(shards)?), behind);
+    }
+    Ok(done.join(rest))
 }
 
 /// Collectives over the ranks of a world. See the [module](self) for what holds for all of them.
@@ -194,19 +217,25 @@ pub trait Communicator: Send {
     /// As in the [contract](self).
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending>;
 
-    /// As [`all_gather`](Communicator::all_gather), of shards that are changed first: `make` is handed this rank's own
-    /// one, front to back in blocks of `block` elements (the last may be shorter). A backend whose ranks reach each
-    /// other's memory passes every block on while it is in the cache.
+    /// [All-gathers](Communicator::all_gather) segments of the buffer, which ascend and do not overlap, by shards that are
+    /// changed first: `make` is handed this rank's own ones, front to back in blocks of at most `block` elements. A backend
+    /// whose ranks reach each other's memory passes every block on while it is in the cache, and ranks wait for each other
+    /// once before and once after all segments.
     ///
     /// # Errors
     /// As in the [contract](self).
     ///
     /// # Panics
-    /// If `block` is 0.
-    fn all_gather_with(&mut self, buffer: Buffer, block: usize, make: &mut Make<'_>) -> Result<Pending> {
-        let own = shard(buffer.len(), self.size(), self.rank());
-        let buffer = make_blocks(buffer, own, block, make, |_, _| ());
-        self.all_gather(buffer)
+    /// If `block` is 0, or the segments are not as they should be.
+    fn all_gather_with(
+        &mut self,
+        buffer: Buffer,
+        segments: &[Range<usize>],
+        block: usize,
+        make: &mut Make<'_>,
+    ) -> Result<Pending> {
+        let made = make_blocks(buffer, segments, (self.size(), self.rank()), block, make, |_, _| ());
+        gather_segments(made, segments, |shards| self.all_gather(shards)?.wait()).map(Pending::complete)
     }
 
     /// Every rank's buffer becomes a copy of that of rank `root`.

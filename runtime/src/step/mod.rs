@@ -11,6 +11,7 @@ pub mod device;
 mod slot;
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use slot::{Gradient, Sink, Slot, gather, unready};
@@ -114,6 +115,8 @@ pub struct DataParallel {
     /// The slot of each tensor.
     slot_of: Vec<usize>,
     optimizer: Optimizer,
+    /// Elements of the sharded buckets, which lie in the arena the other way round.
+    segments: Vec<Range<usize>>,
     /// Elements that are updated before they are passed on.
     block: usize,
     /// Where they are asked for.
@@ -171,11 +174,12 @@ impl DataParallel {
             });
             states += own.len();
         }
+        let sharded = slots.iter().rev().filter(|slot| slot.sharded);
+        let segments: Vec<_> = sharded.map(|slot| slot.elements.clone()).collect();
         // Peers write what they have updated in place.
-        let mut parameters = if slots.iter().any(|slot| slot.sharded) {
-            comm.allocate(DType::F32, layout.len())?
-        } else {
-            Buffer::zeroed::<f32>(layout.len())
+        let mut parameters = match &segments[..] {
+            [] => Buffer::zeroed::<f32>(layout.len()),
+            _ => comm.allocate(DType::F32, layout.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
         let mut optimizer = Optimizer::new(config.optimizer, &layout, states, config.threads);
@@ -183,7 +187,8 @@ impl DataParallel {
             keep_own(&slots, &values, average);
         }
         let block = BLOCK * config.threads.max(1);
-        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer, block, times: None })
+        let times = None;
+        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer, segments, block, times })
     }
 
     /// Makes one step. `compute` runs forward and backward with the current parameters and hands over every
@@ -205,35 +210,35 @@ impl DataParallel {
             return Err(unready(&self.layout, &slot.bucket, &slot.open));
         }
         self.optimizer.begin_step();
-        (0..self.slots.len()).try_for_each(|slot| self.update(slot))?;
+        self.update()?;
         Ok(result)
     }
 
-    /// Updates the parameters of a bucket: all of them here, or this rank's shard for all ranks.
-    fn update(&mut self, slot: usize) -> Result<()> {
+    /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
+    fn update(&mut self) -> Result<()> {
         let (start, mut updating) = (Instant::now(), Duration::ZERO);
-        let Self { comm, parameters, optimizer, slots, block, .. } = self;
-        let slot = &mut slots[slot];
-        let gradient = slot.take()?;
-        let mut update = |begin: usize, parameters: &mut [f32]| {
+        let Self { comm, parameters, optimizer, slots, segments, block, .. } = self;
+        let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
             let from = begin - slot.elements.start;
-            let gradients = &gradient.as_slice()[from..from + parameters.len()];
+            let gradients = &slot.values()[from..from + parameters.len()];
             optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
             updating += start.elapsed();
         };
-        let elements = slot.elements.clone();
-        if slot.sharded {
-            let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
-            let (before, rest) = all.split_at(elements.start);
-            let (bucket, behind) = rest.split_at(elements.len());
-            let mut make = |at: usize, made: &mut Buffer| update(elements.start + at, made.as_mut_slice());
-            let bucket = comm.all_gather_with(bucket, *block, &mut make)?.wait()?;
-            *parameters = before.join(bucket).join(behind);
-        } else {
-            update(elements.start, &mut parameters.as_mut_slice()[elements]);
+        for slot in slots.iter_mut() {
+            slot.settle()?;
+            if !slot.sharded {
+                update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
+            }
         }
-        slot.gradient = Gradient::Here(gradient);
+        if !segments.is_empty() {
+            let sharded: Vec<&Slot> = slots.iter().rev().filter(|slot| slot.sharded).collect();
+            let mut make = |segment: usize, begin: usize, made: &mut Buffer| {
+                update(sharded[segment], begin, made.as_mut_slice());
+            };
+            let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
+            *parameters = comm.all_gather_with(all, segments, *block, &mut make)?.wait()?;
+        }
         if let Some(times) = &mut self.times {
             times.communication += start.elapsed().saturating_sub(updating);
             times.optimizer += updating;

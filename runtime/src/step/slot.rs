@@ -45,12 +45,25 @@ impl Slot {
     /// Gets ready for a step. One that broke off may have left a reduction under way.
     pub(super) fn begin_step(&mut self) -> Result<()> {
         self.open.fill(true);
+        self.settle()
+    }
+
+    /// Waits for the reduction, if that is under way.
+    pub(super) fn settle(&mut self) -> Result<()> {
         self.gradient = Gradient::Here(self.take()?);
         Ok(())
     }
 
+    /// The gradient, which is settled.
+    pub(super) fn values(&self) -> &[f32] {
+        match &self.gradient {
+            Gradient::Here(gradient) => gradient.as_slice(),
+            _ => panic!("a gradient is read while it is reduced"),
+        }
+    }
+
     /// Takes the gradient, waiting for its reduction if that is under way.
-    pub(super) fn take(&mut self) -> Result<Buffer> {
+    fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
             Gradient::Here(buffer) => Ok(buffer),
             Gradient::Reducing(pending) => pending.wait(),
@@ -78,16 +91,13 @@ impl Slot {
 
     /// The averaged gradient. Collective where only shards of it have been averaged.
     pub(super) fn averaged(&mut self, comm: &mut dyn Communicator) -> Result<&[f32]> {
-        let mut gradient = self.take()?;
         if !self.whole {
-            gradient = comm.all_gather(gradient)?.wait()?;
+            let gradient = self.take()?;
+            self.gradient = Gradient::Here(comm.all_gather(gradient)?.wait()?);
             self.whole = true;
         }
-        self.gradient = Gradient::Here(gradient);
-        match &self.gradient {
-            Gradient::Here(gradient) => Ok(gradient.as_slice()),
-            _ => unreachable!("it was put there"),
-        }
+        self.settle()?;
+        Ok(self.values())
     }
 
     /// Elements of the state that this rank has.

@@ -159,11 +159,12 @@ impl CpuCommunicator {
         self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call)
     }
 
-    /// Only a rank itself can make its shard, so there are no blocks to be dealt out: its whole shard is one.
+    /// Only a rank itself can make its shards, so there are no blocks to be dealt out: all of them are one.
     #[inline(never)]
     pub(super) fn direct_all_gather_with(
         &mut self,
         buffer: Buffer,
+        segments: &[Range<usize>],
         block: usize,
         make: &mut Make<'_>,
         call: &Call,
@@ -173,13 +174,13 @@ impl CpuCommunicator {
         let mut buffer = Some(buffer);
         let own = self.region.lines(self.rank);
         own.work((own, self.rank), self.queued[self.rank as usize], 1, |_| {
-            let whole = shard(call.len, self.size, self.rank);
+            let place = (self.size, self.rank);
             buffer = buffer.take().map(|buffer| {
-                make_blocks(buffer, whole, block, make, |begin, made| {
+                make_blocks(buffer, segments, place, block, make, |begin, made| {
                     for peer in self.peers() {
                         let destination = all[peer as usize].wrapping_add(begin * element);
                         // SAFETY: all ranks have arrived with buffers of `len` elements, and nobody but this rank touches
-                        // its shard of any of them before it is completed; buffers of different ranks do not overlap.
+                        // its shards of any of them before it is completed; buffers of different ranks do not overlap.
                         unsafe { std::ptr::copy_nonoverlapping(made.address(), destination, made.bytes()) };
                     }
                 })

@@ -26,6 +26,7 @@ mod ring;
 mod staged;
 mod wait;
 
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,7 +38,9 @@ use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
 use wait::Patience;
 
-use super::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, make_blocks, shard};
+use super::{
+    Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, gather_segments, make_blocks, shard,
+};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
@@ -162,11 +165,6 @@ impl CpuCommunicator {
         (range.start * call.dtype.size(), range.len())
     }
 
-    /// The path of an all-gather: by its largest shard.
-    fn gather_path(&self, buffer: &Buffer) -> Path {
-        self.by_size(buffer, shard(buffer.len(), self.size, 0).len() * buffer.dtype().size())
-    }
-
     /// The path of an all-reduce.
     fn choose_path(&self, buffer: &Buffer) -> Result<Path> {
         match self.algorithm {
@@ -253,7 +251,8 @@ impl Communicator for CpuCommunicator {
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
         self.guard(|comm| {
-            let path = comm.gather_path(&buffer);
+            let largest = shard(buffer.len(), comm.size, 0).len() * buffer.dtype().size();
+            let path = comm.by_size(&buffer, largest);
             let call = Call::new(Operation::AllGather, &buffer, None, 0).via(path);
             match path {
                 Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, &call)?,
@@ -264,15 +263,22 @@ impl Communicator for CpuCommunicator {
         })
     }
 
-    fn all_gather_with(&mut self, buffer: Buffer, block: usize, make: &mut Make<'_>) -> Result<Pending> {
-        if self.gather_path(&buffer) == Path::Direct {
-            return self.guard(|comm| {
-                let call = Call::new(Operation::AllGather, &buffer, None, 0).via(Path::Made);
-                comm.direct_all_gather_with(buffer, block, make, &call).map(Pending::complete)
-            });
+    fn all_gather_with(
+        &mut self,
+        buffer: Buffer,
+        segments: &[Range<usize>],
+        block: usize,
+        make: &mut Make<'_>,
+    ) -> Result<Pending> {
+        if buffer.arena().is_none() {
+            let made = make_blocks(buffer, segments, (self.size, self.rank), block, make, |_, _| ());
+            let gathered = gather_segments(made, segments, |shards| self.all_gather(shards)?.wait())?;
+            return Ok(Pending::complete(gathered));
         }
-        let own = shard(buffer.len(), self.size, self.rank);
-        self.all_gather(make_blocks(buffer, own, block, make, |_, _| ()))
+        self.guard(|comm| {
+            let call = Call::new(Operation::AllGather, &buffer, None, 0).via(Path::Made);
+            comm.direct_all_gather_with(buffer, segments, block, make, &call).map(Pending::complete)
+        })
     }
 
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
