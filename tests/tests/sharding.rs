@@ -93,7 +93,7 @@ fn saved(model: &mut DataParallel) -> Result<Saved> {
 /// What is the same on all ranks after a training: weights, their average, the last gradients.
 fn outcome(model: &mut DataParallel) -> Result<(Vec<f32>, Option<Vec<f32>>, Vec<Vec<f32>>)> {
     model.verify()?;
-    let average = model.averaged_parameters()?.map(|average| average.into_owned());
+    let average = model.averaged_parameters()?;
     let tensors = 0..model.layout().tensors().len();
     let gradients: Result<_> = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect();
     Ok((model.parameters().to_vec(), average, gradients?))
