@@ -90,13 +90,20 @@ fn saved(model: &mut DataParallel) -> Result<Saved> {
     Ok(model.arenas()?.into_iter().map(|(name, values)| (name, values.into_owned())).collect())
 }
 
-/// What is the same on all ranks after a training: weights, their average, the last gradients.
-fn outcome(model: &mut DataParallel) -> Result<(Vec<f32>, Option<Vec<f32>>, Vec<Vec<f32>>)> {
+/// What is the same on all ranks after a training.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    weights: Vec<f32>,
+    average: Option<Vec<f32>>,
+    gradients: Vec<Vec<f32>>,
+}
+
+fn outcome(model: &mut DataParallel) -> Result<Outcome> {
     model.verify()?;
     let average = model.averaged_parameters()?;
     let tensors = 0..model.layout().tensors().len();
     let gradients: Result<_> = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect();
-    Ok((model.parameters().to_vec(), average, gradients?))
+    Ok(Outcome { weights: model.parameters().to_vec(), average, gradients: gradients? })
 }
 
 #[test]

@@ -79,6 +79,9 @@ impl DataParallelConfig {
     }
 }
 
+/// The name of an arena in a checkpoint, and its values.
+pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
+
 /// What steps took beside their forward and backward passes, summed over steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepTimes {
@@ -334,7 +337,7 @@ impl DataParallel {
     ///
     /// # Errors
     /// As [`Communicator::all_gather`].
-    pub fn arenas(&mut self) -> Result<Vec<(&'static str, Cow<'_, [f32]>)>> {
+    pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
         let Self { comm, layout, slots, optimizer, .. } = self;
         let len = if comm.rank() == 0 { layout.len() } else { 0 };
         let mut arenas = Vec::new();
