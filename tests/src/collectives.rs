@@ -3,6 +3,7 @@
 //! choose at random.
 
 use half::{bf16, f16};
+use mgpu::comm::shard;
 use mgpu::{Algorithm, Buffer, Communicator, DType, Element, ReduceOp, Result, World};
 
 /// Awkward lengths: nothing, one, a vector register, more than a line, more than a slot, many blocks and a rest.
@@ -96,7 +97,7 @@ pub struct Case {
     pub dtype: DType,
     /// Reduction, for collectives that reduce.
     pub op: ReduceOp,
-    /// Elements; of a shard where there are shards.
+    /// Elements.
     pub len: usize,
     /// The operation.
     pub collective: Collective,
@@ -198,26 +199,50 @@ impl Bench<'_> {
 
     fn reduce_scatter<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
-        let whole = len * ranks as usize;
-        let shard = rank as usize * len..(rank as usize + 1) * len;
-        let buffer = self.buffer(&input::<T>(rank, whole))?;
+        let shard = shard(len, ranks, rank);
+        let buffer = self.buffer(&input::<T>(rank, len))?;
         let found = self.comm.reduce_scatter(buffer, op)?.wait()?;
-        let expected = reduced::<T>(ranks, whole, op);
+        let expected = reduced::<T>(ranks, len, op);
         assert_equal(&found.as_slice::<T>()[shard.clone()], &expected[shard], &|| {
-            self.describe::<T>(&format!("{op} reduce_scatter"), whole)
+            self.describe::<T>(&format!("{op} reduce_scatter"), len)
         });
         Ok(())
     }
 
     fn all_gather<T: Sample>(&mut self, len: usize) -> Result<()> {
-        let (rank, whole) = (self.comm.rank(), len * self.comm.size() as usize);
-        let shard = rank as usize * len..(rank as usize + 1) * len;
-        let expected = input::<T>(0, whole);
-        let mut mine = input::<T>(rank + 1, whole);
-        mine[shard.clone()].copy_from_slice(&expected[shard]);
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let shard = shard(len, ranks, rank);
+        let expected = input::<T>(0, len);
+        let other = input::<T>(rank + 1, len);
+        let mut mine = other.clone();
+        mine[shard.clone()].copy_from_slice(&expected[shard.clone()]);
         let buffer = self.buffer(&mine)?;
         let found = self.comm.all_gather(buffer)?.wait()?;
-        assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", whole));
+        assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len));
+
+        // The same of two segments whose shards are yet to be made, in blocks of any length; the rest stays as it is.
+        let segments = [len / 9..len / 3, len / 2..len];
+        let own = |segment: usize| mgpu::comm::shard(segments[segment].len(), ranks, rank);
+        let mut expected = expected;
+        expected[..segments[0].start].copy_from_slice(&other[..segments[0].start]);
+        expected[segments[0].end..segments[1].start]
+            .copy_from_slice(&other[segments[0].end..segments[1].start]);
+        for block in [1 + len / 7, 1 + len] {
+            let buffer = self.buffer(&other)?;
+            let mut made = 0;
+            let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
+                let elements = begin..begin + values.len();
+                let (start, own) = (segments[segment].start, own(segment));
+                assert!(
+                    start + own.start <= begin && elements.end <= start + own.end && values.len() <= block
+                );
+                made += values.len();
+                values.as_mut_slice::<T>().copy_from_slice(&expected[elements]);
+            };
+            let found = self.comm.all_gather_with(buffer, &segments, block, &mut make)?.wait()?;
+            assert_eq!(made, own(0).len() + own(1).len());
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather_with", len));
+        }
         Ok(())
     }
 
@@ -279,8 +304,11 @@ impl Bench<'_> {
                 }
                 self.all_reduce::<T>(len, op)?;
                 let shard = if large { len / 8 } else { len };
-                self.reduce_scatter::<T>(shard, op)?;
-                self.all_gather::<T>(shard)?;
+                // Equal shards, and others.
+                for whole in [shard * ranks as usize, shard + 1] {
+                    self.reduce_scatter::<T>(whole, op)?;
+                    self.all_gather::<T>(whole)?;
+                }
                 for root in [0, ranks - 1] {
                     self.broadcast::<T>(shard * ranks as usize, root)?;
                     self.reduce::<T>(shard * ranks as usize, op, root)?;

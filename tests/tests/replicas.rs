@@ -44,7 +44,8 @@ fn train(mut world: World, config: OptimizerConfig) -> Result<(Vec<f32>, Option<
         })?;
     }
     model.verify()?;
-    Ok((model.parameters().to_vec(), model.averaged_parameters().map(<[f32]>::to_vec)))
+    let average = model.averaged_parameters()?;
+    Ok((model.parameters().to_vec(), average))
 }
 
 #[test]

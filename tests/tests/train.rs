@@ -64,6 +64,36 @@ fn a_seed_and_a_rank_count_give_the_same_bits_every_time() {
 }
 
 #[test]
+fn a_sharded_optimizer_gives_the_same_bits() {
+    for (net, steps) in [("lenet5", "12"), ("keras", "3")] {
+        let run = |ranks, how| {
+            let arguments = ["--net", net, "--steps", steps, "--batch", "8", "--skip-test"];
+            weights(&train(launched(ranks), &[&arguments[..], &["--shard-optimizer", how]].concat()))
+        };
+        for ranks in [2, 3] {
+            let replicated = run(ranks, "off");
+            assert_eq!(replicated, run(ranks, "on"));
+            assert_eq!(replicated, run(ranks, "auto"));
+        }
+    }
+}
+
+#[test]
+fn a_sharded_run_goes_on_replicated_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
+    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "15"]].concat()));
+    let folder = folder.path().to_str().unwrap();
+    let go_on = |how, steps| {
+        let saving = ["--checkpoint-dir", folder, "--resume", "--shard-optimizer", how, "--steps", steps];
+        train(launched(2), &[&all[..], &saving].concat())
+    };
+    go_on("on", "5").expect(0, &["no checkpoint in"]);
+    go_on("off", "10").expect(0, &["resumed from"]);
+    assert_eq!(weights(&go_on("on", "15")), whole);
+}
+
+#[test]
 fn generated_digits_are_learned() {
     let finished = train(launched(2), &["--epochs", "1"]);
     finished.expect(0, &["the same on 2 ranks"]);

@@ -60,7 +60,7 @@ impl<E: Storage> Replay for Cpu<'_, E> {
 
     fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>> {
         let tensors = 0..self.layout().tensors().len();
-        Ok(tensors.map(|tensor| norm(self.model.gradient(tensor))).collect())
+        tensors.map(|tensor| Ok(norm(self.model.gradient(tensor)?))).collect()
     }
 
     fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>> {

@@ -76,6 +76,10 @@ pub(super) struct Args {
     /// Mebibytes of gradients in one all-reduce [default: 1; on GPUs 16].
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
     bucket: Option<u16>,
+    /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
+    /// enough to gain by it), on (of all) or off; on GPUs off.
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
+    pub(super) shard_optimizer: Sharding,
     /// Write a checkpoint into this folder after every epoch; the last two are kept.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
@@ -106,6 +110,25 @@ pub(super) enum Schedule {
     Linear,
     /// It stays.
     Constant,
+}
+
+/// What of the optimizer is sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Sharding {
+    Auto,
+    On,
+    Off,
+}
+
+impl Sharding {
+    /// Bytes from which on a bucket is sharded.
+    pub(super) fn shard_from(self) -> Option<usize> {
+        match self {
+            Sharding::Auto => Some(mgpu::step::SHARD_FROM),
+            Sharding::On => Some(0),
+            Sharding::Off => None,
+        }
+    }
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {

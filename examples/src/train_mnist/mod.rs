@@ -15,7 +15,7 @@ mod trainer;
 use std::error::Error;
 use std::process::ExitCode;
 
-use args::Args;
+use args::{Args, Sharding};
 use clap::Parser;
 use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
@@ -39,6 +39,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let threads = args.threads(world.thread_share());
     let (device, mut comm) = match world.backend() {
         Backend::Cpu => (None, world.communicator()?),
+        Backend::Nccl if args.shard_optimizer == Sharding::On => {
+            return Err("the optimizer is not sharded on GPUs: leave --shard-optimizer out".into());
+        }
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };
     let data = source::load(args, &world, &mut *comm)?;

@@ -207,10 +207,8 @@ impl Trainer {
 
     /// Rank 0 writes a checkpoint; nobody goes on before it is on the disk.
     pub(super) fn save(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
-        if self.engine.comm().rank() == 0 {
-            let state = serde_json::to_value(&self.hyperparameters)?;
-            self.engine.save(folder, state, KEEP)?;
-        }
+        let state = serde_json::to_value(&self.hyperparameters)?;
+        self.engine.save(folder, state, KEEP)?;
         Ok(self.engine.comm().barrier()?)
     }
 

@@ -193,6 +193,18 @@ impl Buffer {
         let tail = Buffer { allocation, dtype: self.dtype, offset, len: self.len - middle };
         (Buffer { len: middle, ..self }, tail)
     }
+
+    /// Undoes [`split_at`](Self::split_at): this buffer and the one that begins where it ends.
+    ///
+    /// # Panics
+    /// If `tail` does not, or is of another allocation.
+    pub fn join(self, tail: Buffer) -> Buffer {
+        let adjacent = Arc::ptr_eq(&self.allocation, &tail.allocation)
+            && self.dtype == tail.dtype
+            && self.offset + self.bytes() == tail.offset;
+        assert!(adjacent, "only neighbours within one allocation can be joined");
+        Buffer { len: self.len + tail.len, ..self }
+    }
 }
 
 #[cfg(test)]
@@ -203,6 +215,20 @@ mod tests {
     #[should_panic(expected = "a buffer of f32 read as i32")]
     fn a_wrong_type_is_refused() {
         Buffer::zeroed::<f32>(1).as_slice::<i32>();
+    }
+
+    #[test]
+    fn what_was_split_can_be_joined() {
+        let (head, rest) = Buffer::from_slice(&[1i64, 2, 3]).split_at(1);
+        let (middle, tail) = rest.split_at(2);
+        assert_eq!(head.join(middle).join(tail).as_slice::<i64>(), [1, 2, 3]);
+    }
+
+    #[test]
+    #[should_panic(expected = "only neighbours")]
+    fn strangers_cannot_be_joined() {
+        let (head, tail) = Buffer::zeroed::<f32>(4).split_at(2);
+        let _ = tail.join(head);
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub use mgpu_kernels::{DType, Element, ReduceOp};
 pub use nccl::{Awaited, Captured, DeviceCommunicator, Group};
 pub(crate) use solo::Solo;
 
+use std::ops::Range;
+
 use crate::Result;
 
 /// How an all-reduce is carried out. All give the same bits.
@@ -94,6 +96,24 @@ fn bytes_of(dtype: DType, len: usize) -> Result<usize> {
     })
 }
 
+/// The elements of the shard of `rank`, where `len` elements are cut into shards for `ranks` ranks: all of ⌈len/n⌉
+/// elements, but for the last ones, which may be shorter or empty.
+///
+/// ```
+/// use mgpu::comm::shard;
+/// assert_eq!([0, 1, 2].map(|rank| shard(10, 3, rank)), [0..4, 4..8, 8..10]);
+/// assert!(shard(2, 3, 2).is_empty());
+/// ```
+pub fn shard(len: usize, ranks: u32, rank: u32) -> Range<usize> {
+    let most = len.div_ceil(ranks as usize);
+    let begin = |rank: u32| (rank as usize * most).min(len);
+    begin(rank)..begin(rank + 1)
+}
+
+/// Makes elements of this rank's shard of a segment: given the segment's index, and the block of elements that begins at
+/// this element of the whole buffer.
+pub type Make<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
+
 /// An operation under way, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
 #[derive(Debug)]
@@ -114,6 +134,48 @@ impl Pending {
     pub fn wait(self) -> Result<Buffer> {
         Ok(self.buffer)
     }
+}
+
+/// Has `make` change the shards of `rank` of `ranks`, block by block, and shows each to `made`.
+fn make_blocks(
+    buffer: Buffer,
+    segments: &[Range<usize>],
+    (ranks, rank): (u32, u32),
+    block: usize,
+    make: &mut Make<'_>,
+    mut made: impl FnMut(usize, &Buffer),
+) -> Buffer {
+    assert!(block > 0, "blocks hold an element at least");
+    let (mut done, mut rest) = buffer.split_at(0);
+    for (index, segment) in segments.iter().enumerate() {
+        let own = shard(segment.len(), ranks, rank);
+        let (begin, end) = (segment.start + own.start, segment.start + own.end);
+        let (before, behind) = rest.split_at(begin - done.len());
+        (done, rest) = (done.join(before), behind);
+        while done.len() < end {
+            let begin = done.len();
+            let (mut next, behind) = rest.split_at(block.min(end - begin));
+            make(index, begin, &mut next);
+            made(begin, &next);
+            (done, rest) = (done.join(next), behind);
+        }
+    }
+    done.join(rest)
+}
+
+/// Has `gather` do with each of the segments what it does.
+fn gather_segments(
+    buffer: Buffer,
+    segments: &[Range<usize>],
+    mut gather: impl FnMut(Buffer) -> Result<Buffer>,
+) -> Result<Buffer> {
+    let (mut done, mut rest) = buffer.split_at(0);
+    for segment in segments {
+        let (before, behind) = rest.split_at(segment.start - done.len());
+        let (shards, behind) = behind.split_at(segment.len());
+        (done, rest) = (done.join(before).join(gather(shards)?), behind);
+    }
+    Ok(done.join(rest))
 }
 
 /// Collectives over the ranks of a world. See the [module](self) for what holds for all of them.
@@ -142,18 +204,39 @@ pub trait Communicator: Send {
     /// As in the [contract](self).
     fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending>;
 
-    /// The buffer consists of n equal shards. Shard r of rank r becomes the reduction of all ranks' shards r; the
+    /// The buffer consists of n [shards](shard). Shard r of rank r becomes the reduction of all ranks' shards r; the
     /// other shards hold unspecified values afterwards.
     ///
     /// # Errors
-    /// If the length is no multiple of n, or as in the [contract](self).
+    /// As in the [contract](self).
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending>;
 
-    /// The buffer consists of n equal shards. Shard r of every rank becomes that of rank r.
+    /// The buffer consists of n [shards](shard). Shard r of every rank becomes that of rank r.
     ///
     /// # Errors
-    /// If the length is no multiple of n, or as in the [contract](self).
+    /// As in the [contract](self).
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending>;
+
+    /// [All-gathers](Communicator::all_gather) segments of the buffer, which ascend and do not overlap, by shards that are
+    /// changed first: `make` is handed this rank's own ones, front to back in blocks of at most `block` elements. A backend
+    /// whose ranks reach each other's memory passes every block on while it is in the cache, and ranks wait for each other
+    /// once before and once after all segments.
+    ///
+    /// # Errors
+    /// As in the [contract](self).
+    ///
+    /// # Panics
+    /// If `block` is 0, or the segments are not as they should be.
+    fn all_gather_with(
+        &mut self,
+        buffer: Buffer,
+        segments: &[Range<usize>],
+        block: usize,
+        make: &mut Make<'_>,
+    ) -> Result<Pending> {
+        let made = make_blocks(buffer, segments, (self.size(), self.rank()), block, make, |_, _| ());
+        gather_segments(made, segments, |shards| self.all_gather(shards)?.wait()).map(Pending::complete)
+    }
 
     /// Every rank's buffer becomes a copy of that of rank `root`.
     ///

@@ -1,5 +1,7 @@
 //! The training step on a GPU, where nothing waits for anything on the host.
 //!
+//! The optimizer is replicated here: every rank has all of its state.
+//!
 //! The way of a gradient is that of [`DataParallel`](super::DataParallel): into its bucket, over the ranks, through the
 //! optimizer. Here every leg of it is work on one of two streams. The *compute* stream has the model's kernels and the
 //! optimizer's; the *exchange* stream has the all-reduces. When the last gradient of a bucket has been asked for, the
@@ -316,7 +318,7 @@ impl DeviceDataParallel {
     /// If a kernel cannot be launched; names a tensor whose gradient was not announced.
     pub fn finish_step(&mut self) -> Result<()> {
         if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
-            return Err(super::unready(&self.layout, &slot.bucket, &slot.open));
+            return Err(super::slot::unready(&self.layout, &slot.bucket, &slot.open));
         }
         if self.comm.size() == 1 {
             self.update(self.chunks.view())?;

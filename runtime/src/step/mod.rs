@@ -1,21 +1,26 @@
 //! One training step, from the forward pass to the update, on one screen: see [`DataParallel::step`].
 //!
 //! The way of a gradient: the model writes it into its bucket ([`crate::bucket`]); the last one of a
-//! bucket starts the all-reduce ([`crate::comm`]); the averaged bucket goes through the optimizer
-//! ([`crate::optimizer`]) into this rank's own copy of the parameters. All copies were made equal once
-//! ([`crate::replicate`](mod@crate::replicate)) and every rank applies the same update to the same bits, so they stay equal
-//! without ever being sent again. On a GPU the same way is `device`'s.
+//! bucket starts the reduction ([`crate::comm`]); the averages go through the optimizer
+//! ([`crate::optimizer`]) into the parameters, of which every rank has a copy. All copies were made equal once
+//! ([`crate::replicate`](mod@crate::replicate)). Of a small bucket every rank averages all and applies the same update to the
+//! same bits. Of a large one it averages and updates its shard, and passes that on: state and work are divided by n, and
+//! the bits are the same (`slot`). On a GPU the same way is `device`'s, without shards.
 
 #[cfg(feature = "cuda")]
 pub mod device;
+mod slot;
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::bucket::{self, Bucket};
-use crate::checkpoint::Arena;
-use crate::comm::{Buffer, Communicator, DType, Pending, ReduceOp};
+use slot::{Gradient, Sink, Slot, gather, unready};
+
+use crate::bucket;
+use crate::comm::{Buffer, Communicator, DType, shard};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::replicate::{replicate, sum_over_ranks, verify_equal};
+use crate::replicate::{replicate, verify_equal};
 use crate::{Error, Layout, Result};
 
 /// Bytes of the first bucket: small, so that communication starts early.
@@ -24,6 +29,13 @@ const FIRST_BUCKET: usize = 256 << 10;
 /// when they are reduced. (Of 1, 2, 4 and 25 MiB, steps of the larger networks with two ranks were up to 8% shorter
 /// with 1 MiB than with 25, and otherwise as long.)
 pub const BUCKET: usize = 1 << 20;
+/// Bytes from which on a bucket is sharded, unless the caller chooses: below, the optimizer takes less than the exchange
+/// of what it has updated. (On a busy machine, two ranks with the 247 KB of `lenet5` took 0.84 ms a step replicated and
+/// 1.15 sharded; with the 27 MB of `deep`, sums and updates took 36 ms replicated and 28 sharded.)
+pub const SHARD_FROM: usize = 512 << 10;
+/// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
+/// cache.
+const BLOCK: usize = 1 << 15;
 
 /// Where a model writes its gradients during a backward pass.
 pub trait GradientSink {
@@ -45,45 +57,30 @@ pub trait GradientSink {
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()>;
 }
 
-/// A bucket's gradient: here, or with the communicator.
-#[derive(Debug)]
-enum Gradient {
-    Here(Buffer),
-    Reducing(Pending),
-    /// Lost to a failed operation.
-    Lost,
+/// How a [`DataParallel`] trains. The same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DataParallelConfig {
+    /// How parameters follow their gradients.
+    pub optimizer: OptimizerConfig,
+    /// Threads that updates run on.
+    pub threads: usize,
+    /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB.
+    pub bucket: usize,
+    /// Bytes from which on a bucket's part of the optimizer is sharded: every rank has 1/n of its state and of its moving
+    /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not. `None`
+    /// replicates all.
+    pub shard_from: Option<usize>,
 }
 
-/// A bucket and the gradients in it.
-#[derive(Debug)]
-struct Slot {
-    bucket: Bucket,
-    gradient: Gradient,
-    /// Tensors not yet ready in this step.
-    open: Vec<bool>,
-}
-
-impl Slot {
-    /// Takes the gradient, waiting for its all-reduce if that is under way.
-    fn take(&mut self) -> Result<Buffer> {
-        match std::mem::replace(&mut self.gradient, Gradient::Lost) {
-            Gradient::Here(buffer) => Ok(buffer),
-            Gradient::Reducing(pending) => pending.wait(),
-            Gradient::Lost => {
-                let problem =
-                    "gradients were lost to an earlier error; no further step can be made".to_owned();
-                Err(Error::InvalidArgument { operation: "step", problem })
-            }
-        }
-    }
-
-    fn buffer(&self) -> Option<&Buffer> {
-        match &self.gradient {
-            Gradient::Here(buffer) => Some(buffer),
-            _ => None,
-        }
+impl DataParallelConfig {
+    /// Buckets of [`BUCKET`] bytes, sharded from [`SHARD_FROM`] on.
+    pub fn new(optimizer: OptimizerConfig, threads: usize) -> Self {
+        DataParallelConfig { optimizer, threads, bucket: BUCKET, shard_from: Some(SHARD_FROM) }
     }
 }
+
+/// The name of an arena in a checkpoint, and its values.
+pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
 
 /// What steps took beside their forward and backward passes, summed over steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -94,7 +91,7 @@ pub struct StepTimes {
     pub optimizer: Duration,
 }
 
-/// A model's parameters, replicated on every rank and updated together.
+/// A model's parameters, replicated on every rank and updated together, with the optimizer's state sharded over ranks.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -118,11 +115,16 @@ pub struct StepTimes {
 pub struct DataParallel {
     comm: Box<dyn Communicator>,
     layout: Layout,
-    parameters: Vec<f32>,
+    /// Empty once they were lost to an error.
+    parameters: Buffer,
     slots: Vec<Slot>,
     /// The slot of each tensor.
     slot_of: Vec<usize>,
     optimizer: Optimizer,
+    /// Elements of the sharded buckets, which lie in the arena the other way round.
+    segments: Vec<Range<usize>>,
+    /// Elements that are updated before they are passed on.
+    block: usize,
     /// Where they are asked for.
     times: Option<StepTimes>,
 }
@@ -140,37 +142,59 @@ impl DataParallel {
         optimizer: OptimizerConfig,
         threads: usize,
     ) -> Result<Self> {
-        Self::with_bucket_size(comm, layout, parameters, optimizer, threads, BUCKET)
+        Self::with_config(comm, layout, parameters, DataParallelConfig::new(optimizer, threads))
     }
 
-    /// As [`new`](Self::new), with gradients all-reduced in buckets of `bucket` bytes (the first is at most 256 KiB).
-    /// All ranks pass the same size.
+    /// As [`new`](Self::new), with all there is to choose.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn with_bucket_size(
+    pub fn with_config(
         mut comm: Box<dyn Communicator>,
         layout: Layout,
-        mut parameters: Vec<f32>,
-        optimizer: OptimizerConfig,
-        threads: usize,
-        bucket: usize,
+        mut values: Vec<f32>,
+        config: DataParallelConfig,
     ) -> Result<Self> {
-        replicate(&mut *comm, &layout, &mut parameters)?;
-        let buckets = bucket::plan(&layout, FIRST_BUCKET.min(bucket), bucket);
+        replicate(&mut *comm, &layout, &mut values)?;
+        let (rank, ranks) = (comm.rank(), comm.size());
         let mut gradients = comm.allocate(DType::F32, layout.len())?;
-        let mut slots = Vec::new();
+        let (mut slots, mut states) = (Vec::new(), 0);
         let mut slot_of = vec![0; layout.tensors().len()];
         // Buckets are cut from the end of the arena.
-        for (index, bucket) in buckets.into_iter().enumerate() {
+        for bucket in bucket::plan(&layout, FIRST_BUCKET.min(config.bucket), config.bucket) {
             let (rest, gradient) = gradients.split_at(bucket.elements.start);
             gradients = rest;
-            slot_of[bucket.tensors.clone()].fill(index);
-            let open = vec![true; bucket.tensors.len()];
-            slots.push(Slot { bucket, gradient: Gradient::Here(gradient), open });
+            slot_of[bucket.tensors.clone()].fill(slots.len());
+            let begin = bucket.elements.start;
+            let sharded = ranks > 1 && config.shard_from.is_some_and(|least| gradient.bytes() >= least);
+            let own = if sharded { shard(gradient.len(), ranks, rank) } else { 0..gradient.len() };
+            slots.push(Slot {
+                elements: begin..begin + gradient.len(),
+                sharded,
+                own: begin + own.start..begin + own.end,
+                state: states,
+                gradient: Gradient::Here(gradient),
+                whole: true,
+                open: vec![true; bucket.tensors.len()],
+                bucket,
+            });
+            states += own.len();
         }
-        let optimizer = Optimizer::new(optimizer, &layout, &parameters, threads);
-        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer, times: None })
+        let sharded = slots.iter().rev().filter(|slot| slot.sharded);
+        let segments: Vec<_> = sharded.map(|slot| slot.elements.clone()).collect();
+        // Peers write what they have updated in place.
+        let mut parameters = match &segments[..] {
+            [] => Buffer::zeroed::<f32>(layout.len()),
+            _ => comm.allocate(DType::F32, layout.len())?,
+        };
+        parameters.as_mut_slice().copy_from_slice(&values);
+        let mut optimizer = Optimizer::new(config.optimizer, &layout, states, config.threads);
+        if let Some(average) = optimizer.average_mut() {
+            keep_own(&slots, &values, average);
+        }
+        let block = BLOCK * config.threads.max(1);
+        let times = None;
+        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer, segments, block, times })
     }
 
     /// Makes one step. `compute` runs forward and backward with the current parameters and hands over every
@@ -180,34 +204,52 @@ impl DataParallel {
     /// # Errors
     /// As `compute` and the communicator; names a tensor whose gradient was not handed over.
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
-        for slot in &mut self.slots {
-            slot.open.fill(true);
-            // A step that broke off may have left an all-reduce under way.
-            slot.gradient = Gradient::Here(slot.take()?);
-        }
+        self.slots.iter_mut().try_for_each(Slot::begin_step)?;
         let mut sink = Sink {
             comm: &mut *self.comm,
             layout: &self.layout,
             slots: &mut self.slots,
             slot_of: &self.slot_of,
         };
-        let result = compute(&self.parameters, &mut sink)?;
+        let result = compute(self.parameters.as_slice(), &mut sink)?;
         if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
             return Err(unready(&self.layout, &slot.bucket, &slot.open));
         }
         self.optimizer.begin_step();
-        for slot in &mut self.slots {
-            let start = self.times.map(|_| Instant::now());
-            let gradient = slot.take()?;
-            let here = self.times.map(|_| Instant::now());
-            self.optimizer.update(&self.layout, &slot.bucket, &mut self.parameters, gradient.as_slice());
-            slot.gradient = Gradient::Here(gradient);
-            if let (Some(times), Some(start), Some(here)) = (&mut self.times, start, here) {
-                times.communication += here - start;
-                times.optimizer += here.elapsed();
+        self.update()?;
+        Ok(result)
+    }
+
+    /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
+    fn update(&mut self) -> Result<()> {
+        let (start, mut updating) = (Instant::now(), Duration::ZERO);
+        let Self { comm, parameters, optimizer, slots, segments, block, .. } = self;
+        let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
+            let start = Instant::now();
+            let from = begin - slot.elements.start;
+            let gradients = &slot.values()[from..from + parameters.len()];
+            optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
+            updating += start.elapsed();
+        };
+        for slot in slots.iter_mut() {
+            slot.settle()?;
+            if !slot.sharded {
+                update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
             }
         }
-        Ok(result)
+        if !segments.is_empty() {
+            let sharded: Vec<&Slot> = slots.iter().rev().filter(|slot| slot.sharded).collect();
+            let mut make = |segment: usize, begin: usize, made: &mut Buffer| {
+                update(sharded[segment], begin, made.as_mut_slice());
+            };
+            let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
+            *parameters = comm.all_gather_with(all, segments, *block, &mut make)?.wait()?;
+        }
+        if let Some(times) = &mut self.times {
+            times.communication += start.elapsed().saturating_sub(updating);
+            times.optimizer += updating;
+        }
+        Ok(())
     }
 
     /// Measures from now on what steps take beside their passes, from zero.
@@ -220,14 +262,22 @@ impl DataParallel {
         self.times
     }
 
-    /// This rank's copy of the parameters, equal on all ranks.
+    /// This rank's copy of the parameters, equal on all ranks. Empty after a step in which a rank was lost while updated
+    /// parameters were passed on.
     pub fn parameters(&self) -> &[f32] {
-        &self.parameters
+        self.parameters.as_slice()
     }
 
-    /// The moving average of the parameters, if the optimizer keeps one.
-    pub fn averaged_parameters(&self) -> Option<&[f32]> {
-        self.optimizer.average()
+    /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`].
+    pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
+        let Self { comm, layout, slots, optimizer, .. } = self;
+        let Some(local) = optimizer.average() else { return Ok(None) };
+        let mut whole = vec![0.0; layout.len()];
+        gather(&mut **comm, slots, local, &mut whole)?;
+        Ok(Some(whole))
     }
 
     /// Names, shapes and offsets of the parameters.
@@ -235,16 +285,18 @@ impl DataParallel {
         &self.layout
     }
 
-    /// The gradient of `tensor` as of the last step, averaged over ranks.
+    /// The gradient of `tensor` as of the last step, averaged over ranks. Collective where the optimizer is sharded: a rank
+    /// has only its shards' averages until somebody asks.
+    ///
+    /// # Errors
+    /// If the last step failed, or as [`Communicator::all_gather`].
     ///
     /// # Panics
-    /// If there is no such tensor, or the last step failed.
-    pub fn gradient(&self, tensor: usize) -> &[f32] {
-        let slot = &self.slots[self.slot_of[tensor]];
-        let buffer = slot.buffer().expect("the last step succeeded");
-        let range = self.layout.range(tensor);
-        let begin = slot.bucket.elements.start;
-        &buffer.as_slice()[range.start - begin..range.end - begin]
+    /// If there is no such tensor.
+    pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
+        let slot = &mut self.slots[self.slot_of[tensor]];
+        let range = slot.within(&self.layout, tensor);
+        Ok(&slot.averaged(&mut *self.comm)?[range])
     }
 
     /// Sets the learning rate of the following steps, for schedules. The same on every rank.
@@ -262,6 +314,11 @@ impl DataParallel {
         self.comm.size()
     }
 
+    /// Elements of the optimizer's state on this rank, the moving average among them.
+    pub fn optimizer_len(&self) -> usize {
+        self.optimizer.state_len()
+    }
+
     /// The communicator, for collectives of the program's own between steps.
     pub fn comm(&mut self) -> &mut dyn Communicator {
         &mut *self.comm
@@ -272,19 +329,34 @@ impl DataParallel {
     /// # Errors
     /// [`Error::Diverged`] with rank and tensor.
     pub fn verify(&mut self) -> Result<u64> {
-        verify_equal(&mut *self.comm, &self.layout, &self.parameters)
+        verify_equal(&mut *self.comm, &self.layout, self.parameters.as_slice())
     }
 
-    /// Everything a checkpoint needs of this model: the parameters and the optimizer's state.
-    pub fn arenas(&self) -> Vec<Arena<'_>> {
-        let weights = Arena { name: "weights", layout: &self.layout, values: &self.parameters };
-        let state = self.optimizer.state();
-        let state = state.map(|(name, values)| Arena { name, layout: &self.layout, values });
-        std::iter::once(weights).chain(state).collect()
+    /// Everything a checkpoint needs of this model, by name: the parameters and the optimizer's state, each with the
+    /// parameters' [layout](Self::layout), whole on rank 0 and empty elsewhere. Collective where the optimizer is sharded.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`].
+    pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
+        let Self { comm, layout, slots, optimizer, .. } = self;
+        let len = if comm.rank() == 0 { layout.len() } else { 0 };
+        let mut arenas = Vec::new();
+        for (name, local) in optimizer.state() {
+            let mut whole = vec![0.0; len];
+            gather(&mut **comm, slots, local, &mut whole)?;
+            arenas.push((name, Cow::Owned(whole)));
+        }
+        let Some(weights) = self.parameters.as_slice().get(..len) else {
+            let problem = "the parameters were lost to an earlier error".to_owned();
+            return Err(Error::InvalidArgument { operation: "arenas", problem });
+        };
+        arenas.insert(0, ("weights", Cow::Borrowed(weights)));
+        Ok(arenas)
     }
 
     /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas)
-    /// by its name. Collective; afterwards all ranks hold rank 0's values.
+    /// by its name. Collective; afterwards all ranks hold rank 0's values. They may come from any number of ranks, with
+    /// a sharded optimizer or not.
     ///
     /// # Errors
     /// As `read`, and the communicator's.
@@ -293,59 +365,24 @@ impl DataParallel {
         steps: u64,
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
-        self.parameters = read("weights", &self.layout)?;
-        replicate(&mut *self.comm, &self.layout, &mut self.parameters)?;
-        for (name, values) in self.optimizer.state_mut() {
-            *values = read(name, &self.layout)?;
-            replicate(&mut *self.comm, &self.layout, values)?;
+        let Self { comm, layout, slots, optimizer, .. } = self;
+        let mut whole = |name: &str| -> Result<Vec<f32>> {
+            let mut values = read(name, layout)?;
+            replicate(&mut **comm, layout, &mut values)?;
+            Ok(values)
+        };
+        self.parameters.as_mut_slice().copy_from_slice(&whole("weights")?);
+        for (name, local) in optimizer.state_mut() {
+            keep_own(slots, &whole(name)?, local);
         }
         self.optimizer.set_steps(steps);
         Ok(())
     }
 }
 
-/// The error of a bucket that was not completed: names its first open tensor.
-fn unready(layout: &Layout, bucket: &Bucket, open: &[bool]) -> Error {
-    let open = open.iter().position(|open| *open).unwrap_or_default();
-    let name = &layout.tensors()[bucket.tensors.start + open].name;
-    let problem = format!("the gradient of tensor `{name}` was not handed over");
-    Error::InvalidArgument { operation: "step", problem }
-}
-
-/// What `compute` sees of the buckets.
-struct Sink<'a> {
-    comm: &'a mut dyn Communicator,
-    layout: &'a Layout,
-    slots: &'a mut [Slot],
-    slot_of: &'a [usize],
-}
-
-impl GradientSink for Sink<'_> {
-    fn gradient(&mut self, tensor: usize) -> &mut [f32] {
-        let slot = &mut self.slots[self.slot_of[tensor]];
-        let Gradient::Here(buffer) = &mut slot.gradient else {
-            panic!("the gradient of tensor {tensor} is written after all of its bucket was ready");
-        };
-        let range = self.layout.range(tensor);
-        let begin = slot.bucket.elements.start;
-        &mut buffer.as_mut_slice()[range.start - begin..range.end - begin]
-    }
-
-    fn ready(&mut self, tensor: usize) -> Result<()> {
-        let slot = &mut self.slots[self.slot_of[tensor]];
-        slot.open[tensor - slot.bucket.tensors.start] = false;
-        if slot.open.contains(&true) {
-            return Ok(());
-        }
-        slot.gradient = match std::mem::replace(&mut slot.gradient, Gradient::Lost) {
-            Gradient::Here(gradient) => Gradient::Reducing(self.comm.all_reduce(gradient, ReduceOp::Avg)?),
-            // Announced twice: it is on its way already.
-            other => other,
-        };
-        Ok(())
-    }
-
-    fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
-        sum_over_ranks(self.comm, values)
+/// Keeps those elements of a whole arena that this rank has the state of.
+fn keep_own(slots: &[Slot], whole: &[f32], local: &mut [f32]) {
+    for slot in slots {
+        local[slot.states()].copy_from_slice(&whole[slot.own.clone()]);
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
-use mgpu::{Communicator, DataParallel, Sampler};
+use mgpu::{Communicator, DataParallel, DataParallelConfig, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
@@ -50,9 +50,10 @@ impl<E: Storage> Cpu<E> {
         let spec = &args.net;
         let net = Net::with_choice(spec, recipe.batch, threads, args.conv);
         let parameters = net.initial_parameters(recipe.seed);
-        let (layout, bucket) = (net.layout().clone(), args.bucket_bytes().unwrap_or(mgpu::step::BUCKET));
-        let model =
-            DataParallel::with_bucket_size(comm, layout, parameters, spec.optimizer, threads, bucket)?;
+        let mut config = DataParallelConfig::new(spec.optimizer, threads);
+        config.bucket = args.bucket_bytes().unwrap_or(config.bucket);
+        config.shard_from = args.shard_optimizer.shard_from();
+        let model = DataParallel::with_config(comm, net.layout().clone(), parameters, config)?;
         Ok(Cpu {
             buffers: net.initial_buffers(),
             model,
@@ -132,7 +133,8 @@ impl<E: Storage> Engine for Cpu<E> {
             }
             score
         };
-        Ok((evaluate(model.parameters()), model.averaged_parameters().map(&mut evaluate)))
+        let score = evaluate(model.parameters());
+        Ok((score, model.averaged_parameters()?.map(|average| evaluate(&average))))
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {
@@ -140,9 +142,16 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()> {
-        let mut arenas = self.model.arenas();
-        arenas.push(Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers });
-        checkpoint::save(folder, self.model.steps(), state, &arenas, keep)?;
+        let (steps, layout) = (self.model.steps(), self.net.layout());
+        let rank = self.model.comm().rank();
+        let arenas = self.model.arenas()?;
+        if rank > 0 {
+            return Ok(());
+        }
+        let mut written: Vec<Arena<'_>> =
+            arenas.iter().map(|(name, values)| Arena { name, layout, values }).collect();
+        written.push(Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers });
+        checkpoint::save(folder, steps, state, &written, keep)?;
         Ok(())
     }
 

@@ -254,6 +254,9 @@ impl Engine for Gpu {
     }
 
     fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()> {
+        if self.model.comm().rank() > 0 {
+            return Ok(());
+        }
         let arenas = self.model.arenas()?;
         let arenas: Vec<_> =
             arenas.into_iter().map(|(name, values)| (name, self.net.to_host(&values))).collect();

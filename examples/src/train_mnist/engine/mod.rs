@@ -67,10 +67,10 @@ pub(super) trait Engine {
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport>;
 
-    /// Evaluates the samples `shard`, and once more with the moving average of the weights where one is kept.
+    /// Evaluates the samples `shard`, and once more with the moving average of the weights where one is kept. Collective.
     ///
     /// # Errors
-    /// As the GPU's.
+    /// As the communicator's, and the GPU's.
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)>;
 
     /// Checks that all ranks hold the same weights, and returns their checksum. Collective.
@@ -79,7 +79,7 @@ pub(super) trait Engine {
     /// If they do not.
     fn verify(&mut self) -> mgpu::Result<u64>;
 
-    /// Writes a checkpoint. On one rank.
+    /// Writes a checkpoint, on rank 0. Collective.
     ///
     /// # Errors
     /// If something cannot be written.

@@ -24,10 +24,12 @@ pub(in crate::comm) enum Path {
     Staged = 4,
     /// From rank to rank.
     Ring = 5,
+    /// In place, within an arena, as it is made.
+    Made = 6,
 }
 
 impl Path {
-    const NAMES: [&'static str; 6] = ["none", "inline", "eager", "direct", "staged", "ring"];
+    const NAMES: [&'static str; 7] = ["none", "inline", "eager", "direct", "staged", "ring", "made"];
 }
 
 /// Words of an encoded call.

@@ -15,7 +15,7 @@ use super::CpuCommunicator;
 use super::call::Call;
 use super::eager::Sources;
 use crate::Result;
-use crate::comm::{Buffer, ReduceOp};
+use crate::comm::{Buffer, Make, ReduceOp, make_blocks, shard};
 
 /// Largest block: with n = 4 ranks, all buffers' fit the second-level cache together.
 const MAX_BLOCK: usize = 256 << 10;
@@ -147,23 +147,52 @@ impl CpuCommunicator {
     }
 
     #[inline(never)]
-    pub(super) fn direct_reduce_scatter(
-        &mut self,
-        buffer: &Buffer,
-        shard: usize,
-        op: ReduceOp,
-        call: &Call,
-    ) -> Result<()> {
+    pub(super) fn direct_reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         self.enter(call)?;
-        let parts = Parts::of_stride(call.len, shard, call.dtype.size());
+        let parts = self.shards(call);
         self.work_together(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
-    pub(super) fn direct_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
+    pub(super) fn direct_all_gather(&mut self, buffer: &Buffer, call: &Call) -> Result<()> {
         self.enter(call)?;
-        let parts = Parts::of_stride(call.len, shard, call.dtype.size());
-        self.work_together(parts, Flow::AllGather, &self.addresses(buffer), call)
+        self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call)
+    }
+
+    /// Only a rank itself can make its shards, so there are no blocks to be dealt out: all of them are one.
+    #[inline(never)]
+    pub(super) fn direct_all_gather_with(
+        &mut self,
+        buffer: Buffer,
+        segments: &[Range<usize>],
+        block: usize,
+        make: &mut Make<'_>,
+        call: &Call,
+    ) -> Result<Buffer> {
+        self.enter(call)?;
+        let (all, element) = (self.addresses(&buffer), call.dtype.size());
+        let mut buffer = Some(buffer);
+        let own = self.region.lines(self.rank);
+        own.work((own, self.rank), self.queued[self.rank as usize], 1, |_| {
+            let place = (self.size, self.rank);
+            buffer = buffer.take().map(|buffer| {
+                make_blocks(buffer, segments, place, block, make, |begin, made| {
+                    for peer in self.peers() {
+                        let destination = all[peer as usize].wrapping_add(begin * element);
+                        // SAFETY: all ranks have arrived with buffers of `len` elements, and nobody but this rank touches
+                        // its shards of any of them before it is completed; buffers of different ranks do not overlap.
+                        unsafe { std::ptr::copy_nonoverlapping(made.address(), destination, made.bytes()) };
+                    }
+                })
+            });
+        });
+        self.await_parts(call)?;
+        Ok(buffer.expect("the one block has put it back"))
+    }
+
+    /// How shards are dealt out.
+    fn shards(&self, call: &Call) -> Parts {
+        Parts::of_stride(call.len, shard(call.len, self.size, 0).len(), call.dtype.size())
     }
 
     #[inline(never)]

@@ -78,31 +78,27 @@ impl CpuCommunicator {
         Ok(())
     }
 
-    pub(super) fn eager_reduce_scatter(
-        &mut self,
-        buffer: &Buffer,
-        shard: usize,
-        op: ReduceOp,
-        call: &Call,
-    ) -> Result<()> {
+    pub(super) fn eager_reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
-        let begin = self.rank as usize * shard * call.dtype.size();
+        let (begin, len) = self.shard(self.rank, call);
         let own = buffer.address().wrapping_add(begin);
         // SAFETY: as in `eager_all_reduce`, for one shard of each slot and of the buffer.
-        unsafe { reduce::reduce(call.dtype, op, &self.slots(begin, call), &[own], shard) };
+        unsafe { reduce::reduce(call.dtype, op, &self.slots(begin, call), &[own], len) };
         Ok(())
     }
 
-    pub(super) fn eager_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
-        let bytes = shard * call.dtype.size();
-        let at = |rank: u32| buffer.address().wrapping_add(rank as usize * bytes);
+    pub(super) fn eager_all_gather(&mut self, buffer: &Buffer, call: &Call) -> Result<()> {
+        let (begin, len) = self.shard(self.rank, call);
+        let own = buffer.address().wrapping_add(begin);
         // SAFETY: a shard fits a slot (the path was chosen so).
-        unsafe { self.enter_with_slot(at(self.rank), bytes, call)? };
+        unsafe { self.enter_with_slot(own, len * call.dtype.size(), call)? };
         let slots = self.slots(0, call);
         for peer in self.peers() {
+            let (begin, len) = self.shard(peer, call);
+            let (at, bytes) = (buffer.address().wrapping_add(begin), len * call.dtype.size());
             // SAFETY: the peer has filled its slot with its shard and leaves it until the operation after next.
-            unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at(peer), bytes) };
+            unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at, bytes) };
         }
         Ok(())
     }

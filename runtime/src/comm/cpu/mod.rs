@@ -9,6 +9,7 @@
 //! | up to 48 bytes | within the arrival line | 1 |
 //! | up to about a KiB, 16 KiB if private | [`eager`]: through small slots, every rank reduces all | 1 |
 //! | in an arena | [`direct`]: in place, in blocks that late ranks are helped with | 2 |
+//! | made for an all-gather, in an arena | [`direct`]: every rank writes its shards to all, block by block | 2 |
 //! | elsewhere | [`staged`]: through staging memory, in chunks | 2 a chunk |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
@@ -26,6 +27,7 @@ mod ring;
 mod staged;
 mod wait;
 
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,7 +39,9 @@ use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
 use wait::Patience;
 
-use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use super::{
+    Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, gather_segments, make_blocks, shard,
+};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
@@ -156,14 +160,10 @@ impl CpuCommunicator {
         Err(Error::InvalidArgument { operation, problem: format!("rank {rank} cannot be its own peer") })
     }
 
-    /// Elements of a shard.
-    fn shard(&self, operation: &'static str, buffer: &Buffer) -> Result<usize> {
-        let ranks = self.size as usize;
-        if buffer.len().is_multiple_of(ranks) {
-            return Ok(buffer.len() / ranks);
-        }
-        let problem = format!("{} elements cannot be cut into {ranks} equal shards", buffer.len());
-        Err(Error::InvalidArgument { operation, problem })
+    /// First byte and number of elements of the shard of `rank` of an operation's buffer.
+    fn shard(&self, rank: u32, call: &Call) -> (usize, usize) {
+        let range = shard(call.len, self.size, rank);
+        (range.start * call.dtype.size(), range.len())
     }
 
     /// The path of an all-reduce.
@@ -239,13 +239,12 @@ impl Communicator for CpuCommunicator {
 
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
         self.guard(|comm| {
-            let shard = comm.shard("reduce_scatter", &buffer)?;
             let path = comm.by_size(&buffer, buffer.bytes());
             let call = Call::new(Operation::ReduceScatter, &buffer, Some(op), 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, shard, op, &call)?,
-                Path::Direct => comm.direct_reduce_scatter(&buffer, shard, op, &call)?,
-                _ => comm.staged_reduce_scatter(&buffer, shard, op, &call)?,
+                Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, op, &call)?,
+                Path::Direct => comm.direct_reduce_scatter(&buffer, op, &call)?,
+                _ => comm.staged_reduce_scatter(&buffer, op, &call)?,
             }
             Ok(Pending::complete(buffer))
         })
@@ -253,15 +252,33 @@ impl Communicator for CpuCommunicator {
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
         self.guard(|comm| {
-            let shard = comm.shard("all_gather", &buffer)?;
-            let path = comm.by_size(&buffer, shard * buffer.dtype().size());
+            let largest = shard(buffer.len(), comm.size, 0).len() * buffer.dtype().size();
+            let path = comm.by_size(&buffer, largest);
             let call = Call::new(Operation::AllGather, &buffer, None, 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, shard, &call)?,
-                Path::Direct => comm.direct_all_gather(&buffer, shard, &call)?,
-                _ => comm.staged_all_gather(&buffer, shard, &call)?,
+                Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, &call)?,
+                Path::Direct => comm.direct_all_gather(&buffer, &call)?,
+                _ => comm.staged_all_gather(&buffer, &call)?,
             }
             Ok(Pending::complete(buffer))
+        })
+    }
+
+    fn all_gather_with(
+        &mut self,
+        buffer: Buffer,
+        segments: &[Range<usize>],
+        block: usize,
+        make: &mut Make<'_>,
+    ) -> Result<Pending> {
+        if buffer.arena().is_none() {
+            let made = make_blocks(buffer, segments, (self.size, self.rank), block, make, |_, _| ());
+            let gathered = gather_segments(made, segments, |shards| self.all_gather(shards)?.wait())?;
+            return Ok(Pending::complete(gathered));
+        }
+        self.guard(|comm| {
+            let call = Call::new(Operation::AllGather, &buffer, None, 0).via(Path::Made);
+            comm.direct_all_gather_with(buffer, segments, block, make, &call).map(Pending::complete)
         })
     }
 

@@ -116,7 +116,7 @@ impl CpuCommunicator {
     }
 
     /// Waits until every rank has reduced its part of a chunk.
-    fn await_parts(&mut self, call: &Call) -> Result<()> {
+    pub(super) fn await_parts(&mut self, call: &Call) -> Result<()> {
         for peer in self.peers() {
             let (flag, target) = self.reduced(peer);
             self.wait(flag, target, call, || {
@@ -164,51 +164,51 @@ impl CpuCommunicator {
     }
 
     #[inline(never)]
-    pub(super) fn staged_reduce_scatter(
-        &mut self,
-        buffer: &Buffer,
-        shard: usize,
-        op: ReduceOp,
-        call: &Call,
-    ) -> Result<()> {
+    pub(super) fn staged_reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
         let (element, ranks) = (call.dtype.size(), self.size as usize);
         // A stage holds one piece for every rank, each beginning at a cache line.
         let piece = (STAGE_BYTES / ranks) & !63;
-        for chunk in chunks(shard, piece / element) {
-            let bytes = chunk.len() * element;
+        for chunk in chunks(self.shard(0, call).1, piece / element) {
             let stage = self.own_stage();
-            let at = |rank: usize| buffer.address().wrapping_add((rank * shard + chunk.start) * element);
-            for rank in 0..ranks {
+            for rank in 0..self.size {
+                let (at, len) = self.shard_chunk(buffer, rank, &chunk, call);
                 // SAFETY: as in `staged_all_reduce`; piece `rank` of the stage is within it.
-                unsafe { copy(at(rank), stage.wrapping_add(rank * piece), bytes) };
+                unsafe { copy(at, stage.wrapping_add(rank as usize * piece), len * element) };
             }
             self.enter(call)?;
             let own = self.rank as usize;
             let sources: Sources =
                 self.stages().into_iter().map(|stage| stage.wrapping_add(own * piece).cast_const()).collect();
+            let (at, len) = self.shard_chunk(buffer, self.rank, &chunk, call);
             // SAFETY: as in `staged_reduce`.
-            unsafe { reduce::reduce(call.dtype, op, &sources, &[at(own)], chunk.len()) };
+            unsafe { reduce::reduce(call.dtype, op, &sources, &[at], len) };
         }
         Ok(())
     }
 
     #[inline(never)]
-    pub(super) fn staged_all_gather(&mut self, buffer: &Buffer, shard: usize, call: &Call) -> Result<()> {
+    pub(super) fn staged_all_gather(&mut self, buffer: &Buffer, call: &Call) -> Result<()> {
         let element = call.dtype.size();
-        for chunk in chunks(shard, STAGE_BYTES / element) {
-            let bytes = chunk.len() * element;
-            let at =
-                |rank: u32| buffer.address().wrapping_add((rank as usize * shard + chunk.start) * element);
+        for chunk in chunks(self.shard(0, call).1, STAGE_BYTES / element) {
+            let (at, len) = self.shard_chunk(buffer, self.rank, &chunk, call);
             // SAFETY: as in `staged_all_reduce`.
-            unsafe { copy(at(self.rank), self.own_stage(), bytes) };
+            unsafe { copy(at, self.own_stage(), len * element) };
             self.enter(call)?;
             let stages = self.stages();
             for peer in self.peers() {
+                let (at, len) = self.shard_chunk(buffer, peer, &chunk, call);
                 // SAFETY: the peer has filled its stage with its chunk and leaves it until its next turn.
-                unsafe { copy(stages[peer as usize], at(peer), bytes) };
+                unsafe { copy(stages[peer as usize], at, len * element) };
             }
         }
         Ok(())
+    }
+
+    /// Address and number of elements of what the elements `chunk` of a shard are in that of `rank`.
+    fn shard_chunk(&self, buffer: &Buffer, rank: u32, chunk: &Range<usize>, call: &Call) -> (*mut u8, usize) {
+        let (begin, len) = self.shard(rank, call);
+        let begin = begin + chunk.start * call.dtype.size();
+        (buffer.address().wrapping_add(begin), len.min(chunk.end).saturating_sub(chunk.start))
     }
 
     #[inline(never)]

@@ -1,0 +1,244 @@
+//! The sharded optimizer: the bits of the replicated one, a part of the state on each rank, checkpoints for any number of
+//! ranks.
+
+use std::collections::BTreeMap;
+
+use mgpu::checkpoint::{self, Arena};
+use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, RmsProp, Rule, Sgd};
+use mgpu::{DataParallel, DataParallelConfig, Layout, Result, World};
+use mgpu_tests::threads;
+
+fn layout(shapes: &[&[usize]]) -> Layout {
+    let mut layout = Layout::new();
+    for (index, shape) in shapes.iter().enumerate() {
+        layout.push(format!("{index}"), *shape);
+    }
+    layout
+}
+
+/// From fewer elements than ranks, by odd lengths, to buckets that go in place and in several blocks.
+fn layouts() -> Vec<Layout> {
+    let mut gaps = Layout::new();
+    gaps.push_aligned("bias", [5], 64);
+    gaps.push_aligned("weight", [3, 7], 64);
+    vec![
+        layout(&[&[1]]),
+        layout(&[&[3], &[0], &[2, 1]]),
+        layout(&[&[7, 5], &[13], &[2, 3, 11], &[1], &[101, 7]]),
+        layout(&[&[331, 401], &[401], &[19, 23], &[23]]),
+        gaps,
+    ]
+}
+
+/// Every rule in every form, with and without what goes with it.
+fn configs() -> Vec<OptimizerConfig> {
+    let sgd = Sgd { lr: 0.1, weight_decay: 0.1, ..Sgd::default() };
+    let momentum = Sgd { momentum: 0.9, nesterov: true, ..sgd };
+    let adam = Adam { lr: 0.01, weight_decay: 0.1, ..Adam::default() };
+    let adam_w = AdamW { lr: 0.01, weight_decay: 0.3, ..AdamW::default() };
+    let rms_prop = RmsProp { lr: 0.01, ..RmsProp::default() };
+    let with_buffer = RmsProp { momentum: 0.5, weight_decay: 0.1, ..rms_prop };
+    let averaged =
+        |rule, decay_weights_only| OptimizerConfig { rule, decay_weights_only, average: Some(0.9) };
+    vec![
+        OptimizerConfig::new(Rule::Sgd(sgd)),
+        averaged(Rule::Sgd(momentum), true),
+        averaged(Rule::Adam(adam), false),
+        averaged(Rule::AdamW(adam_w), true),
+        OptimizerConfig::new(Rule::RmsProp(rms_prop)),
+        averaged(Rule::RmsProp(with_buffer), true),
+    ]
+}
+
+fn sharded(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
+    DataParallelConfig { bucket, shard_from: Some(0), ..DataParallelConfig::new(optimizer, 1) }
+}
+
+fn replicated(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
+    DataParallelConfig { shard_from: None, ..sharded(optimizer, bucket) }
+}
+
+fn model(world: &mut World, layout: &Layout, config: DataParallelConfig) -> Result<DataParallel> {
+    let parameters = (0..layout.len()).map(|index| (index % 17) as f32 / 8.0 - 1.0).collect();
+    DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)
+}
+
+/// Makes `steps` steps with gradients that depend on the parameters, the rank and the step.
+fn train(model: &mut DataParallel, steps: u64) -> Result<()> {
+    let rank = model.comm().rank() as f32;
+    let ranges: Vec<_> = model.layout().tensors().iter().map(mgpu::TensorSpec::range).collect();
+    for _ in 0..steps {
+        let step = model.steps() as f32;
+        model.step(|parameters, sink| {
+            for (tensor, range) in ranges.iter().enumerate().rev() {
+                let values = parameters[range.clone()].iter().zip(range.clone());
+                for (gradient, (value, index)) in sink.gradient(tensor).iter_mut().zip(values) {
+                    *gradient = value * 0.3 + (index % 29) as f32 * 0.01 + rank * 0.07 - step * 0.02;
+                }
+                sink.ready(tensor)?;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// All arenas that rank 0 would save, by name.
+type Saved = BTreeMap<&'static str, Vec<f32>>;
+
+fn saved(model: &mut DataParallel) -> Result<Saved> {
+    Ok(model.arenas()?.into_iter().map(|(name, values)| (name, values.into_owned())).collect())
+}
+
+/// What is the same on all ranks after a training.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    weights: Vec<f32>,
+    average: Option<Vec<f32>>,
+    gradients: Vec<Vec<f32>>,
+}
+
+fn outcome(model: &mut DataParallel) -> Result<Outcome> {
+    model.verify()?;
+    let average = model.averaged_parameters()?;
+    let tensors = 0..model.layout().tensors().len();
+    let gradients: Result<_> = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect();
+    Ok(Outcome { weights: model.parameters().to_vec(), average, gradients: gradients? })
+}
+
+#[test]
+fn sharded_and_replicated_are_equal_to_the_last_bit() {
+    for ranks in 1..=4 {
+        threads::run(ranks, |mut world| {
+            for (layout, bucket) in layouts().iter().zip([1 << 20, 8, 200, 1 << 18, 1 << 20]) {
+                for optimizer in configs() {
+                    let run = |world: &mut World, config| {
+                        let mut model = model(world, layout, config)?;
+                        train(&mut model, 4)?;
+                        Ok::<_, mgpu::Error>((outcome(&mut model)?, saved(&mut model)?))
+                    };
+                    let expected = run(&mut world, replicated(optimizer, bucket)).unwrap();
+                    let found = run(&mut world, sharded(optimizer, bucket)).unwrap();
+                    let what = || format!("{ranks} ranks, {optimizer:?}, {:?}", layout.tensors());
+                    assert!(found == expected, "{}", what());
+                    let states = optimizer.rule.states() + usize::from(optimizer.average.is_some());
+                    assert_eq!(expected.1.len(), 1 + states);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn every_rank_has_its_part_of_the_state() {
+    let layout = layout(&[&[300, 401], &[7], &[1001]]);
+    let adam = OptimizerConfig { average: Some(0.9), ..OptimizerConfig::new(Rule::Adam(Adam::default())) };
+    for ranks in 2..=4u32 {
+        let lens = threads::run(ranks, |mut world| {
+            let whole = model(&mut world, &layout, replicated(adam, 1 << 10)).unwrap();
+            assert_eq!(whole.optimizer_len(), 3 * layout.len());
+            model(&mut world, &layout, sharded(adam, 1 << 10)).unwrap().optimizer_len()
+        });
+        assert_eq!(lens.iter().sum::<usize>(), 3 * layout.len());
+        // Two buckets, so a rank may have an element more of each.
+        assert!(lens.iter().all(|len| *len <= 3 * (layout.len() / ranks as usize + 2)), "{lens:?}");
+    }
+}
+
+#[test]
+fn small_buckets_stay_replicated() {
+    let layout = layout(&[&[100], &[10, 100]]);
+    let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }));
+    let lens = threads::run(2, |mut world| {
+        let config = DataParallelConfig { shard_from: Some(4000), ..sharded(sgd, 400) };
+        let mut mixed = model(&mut world, &layout, config).unwrap();
+        let mut whole = model(&mut world, &layout, replicated(sgd, 400)).unwrap();
+        train(&mut mixed, 3).unwrap();
+        train(&mut whole, 3).unwrap();
+        assert_eq!(outcome(&mut mixed).unwrap(), outcome(&mut whole).unwrap());
+        mixed.optimizer_len()
+    });
+    // The first bucket holds the weight of 4000 bytes alone, the second one the bias of 400.
+    assert_eq!(lens, [100 + 1000 / 2; 2]);
+}
+
+/// A run of 3 + 2 steps, saved in between by n ranks, goes on with m ranks from the same state, sharded or not.
+#[test]
+fn a_checkpoint_is_for_any_number_of_ranks() {
+    let layout = layout(&[&[31, 41], &[41], &[5, 3]]);
+    let rule = Rule::AdamW(AdamW { lr: 0.01, ..AdamW::default() });
+    let optimizer = OptimizerConfig { rule, decay_weights_only: true, average: Some(0.8) };
+    for ranks in [1, 2, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        let after = threads::run(ranks, |mut world| {
+            let mut model = model(&mut world, &layout, sharded(optimizer, 500)).unwrap();
+            train(&mut model, 3).unwrap();
+            let arenas = model.arenas().unwrap();
+            if world.rank() == 0 {
+                let arenas: Vec<_> =
+                    arenas.iter().map(|(name, values)| Arena { name, layout: &layout, values }).collect();
+                checkpoint::save(folder.path(), 3, serde_json::Value::Null, &arenas, 1).unwrap();
+            } else {
+                assert!(arenas.iter().all(|(_, values)| values.is_empty()));
+            }
+            let here = saved(&mut model).unwrap();
+            train(&mut model, 2).unwrap();
+            (here, outcome(&mut model).unwrap())
+        });
+        for again in [1, 2, 4] {
+            for config in [sharded(optimizer, 500), replicated(optimizer, 500), sharded(optimizer, 1 << 20)] {
+                threads::run(again, |mut world| {
+                    let path = checkpoint::latest(folder.path()).unwrap().unwrap();
+                    let manifest = checkpoint::manifest(&path).unwrap();
+                    let mut model = model(&mut world, &layout, config).unwrap();
+                    let read = |name: &str, layout: &Layout| checkpoint::load(&path, &manifest, name, layout);
+                    model.restore(manifest.step, read).unwrap();
+                    let here = saved(&mut model).unwrap();
+                    if world.rank() == 0 {
+                        assert_eq!(here, after[0].0);
+                    }
+                    if again == ranks {
+                        train(&mut model, 2).unwrap();
+                        assert!(
+                            outcome(&mut model).unwrap() == after[0].1,
+                            "not the run that was not interrupted"
+                        );
+                    }
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_shard_differently_are_told() {
+    let layout = layout(&[&[100, 100]]);
+    let sgd = OptimizerConfig::new(Rule::Sgd(Sgd::default()));
+    let errors = threads::run(2, |mut world| {
+        let config = if world.rank() == 0 { sharded(sgd, 1 << 20) } else { replicated(sgd, 1 << 20) };
+        let result = model(&mut world, &layout, config).and_then(|mut model| train(&mut model, 1));
+        result.unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("rank 0") && error.contains("rank 1"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_and_nobody_hangs() {
+    let layout = layout(&[&[300, 400]]);
+    let adam = OptimizerConfig::new(Rule::Adam(Adam::default()));
+    let errors = threads::run(3, |mut world| {
+        let mut model = model(&mut world, &layout, sharded(adam, 1 << 20)).unwrap();
+        train(&mut model, 1).unwrap();
+        if world.rank() == 1 {
+            return None;
+        }
+        let error = train(&mut model, 1).unwrap_err().to_string();
+        assert!(train(&mut model, 1).is_err() && model.arenas().is_err());
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(error.contains("rank 1"), "{error}");
+    }
+}
