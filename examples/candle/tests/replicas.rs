@@ -54,7 +54,7 @@ fn train(comm: Box<dyn Communicator>, start: Option<&[f32]>) -> (Vec<f32>, Outco
         if step == 0 {
             let parallel = replica.parallel();
             gradient = (0..parallel.layout().tensors().len())
-                .flat_map(|tensor| parallel.gradient(tensor).to_vec())
+                .flat_map(|tensor| parallel.gradient(tensor).expect("the gradient of the last step").to_vec())
                 .collect();
         }
     }
