@@ -145,7 +145,10 @@ impl Case {
         match self.collective {
             Collective::AllReduce => bench.all_reduce::<T>(len, op),
             Collective::ReduceScatter => bench.reduce_scatter::<T>(len, op),
-            Collective::AllGather => bench.all_gather::<T>(len),
+            Collective::AllGather => {
+                bench.all_gather::<T>(len)?;
+                bench.all_gather_with::<T>(len)
+            }
             Collective::Broadcast(root) => bench.broadcast::<T>(len, root % ranks),
             Collective::Reduce(root) => bench.reduce::<T>(len, op, root % ranks),
             Collective::Messages => bench.messages::<T>(len),
@@ -213,36 +216,35 @@ impl Bench<'_> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let shard = shard(len, ranks, rank);
         let expected = input::<T>(0, len);
-        let other = input::<T>(rank + 1, len);
-        let mut mine = other.clone();
-        mine[shard.clone()].copy_from_slice(&expected[shard.clone()]);
+        let mut mine = input::<T>(rank + 1, len);
+        mine[shard.clone()].copy_from_slice(&expected[shard]);
         let buffer = self.buffer(&mine)?;
         let found = self.comm.all_gather(buffer)?.wait()?;
         assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len));
+        Ok(())
+    }
 
-        // The same of two segments whose shards are yet to be made, in blocks of any length; the rest stays as it is.
+    /// Of two segments whose shards are yet to be made, in blocks of any length; the rest stays as it is.
+    fn all_gather_with<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let (mut expected, mine) = (input::<T>(0, len), input::<T>(rank + 1, len));
         let segments = [len / 9..len / 3, len / 2..len];
-        let own = |segment: usize| mgpu::comm::shard(segments[segment].len(), ranks, rank);
-        let mut expected = expected;
-        expected[..segments[0].start].copy_from_slice(&other[..segments[0].start]);
-        expected[segments[0].end..segments[1].start]
-            .copy_from_slice(&other[segments[0].end..segments[1].start]);
-        for block in [1 + len / 7, 1 + len] {
-            let buffer = self.buffer(&other)?;
-            let mut made = 0;
-            let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
-                let elements = begin..begin + values.len();
-                let (start, own) = (segments[segment].start, own(segment));
-                assert!(
-                    start + own.start <= begin && elements.end <= start + own.end && values.len() <= block
-                );
-                made += values.len();
-                values.as_mut_slice::<T>().copy_from_slice(&expected[elements]);
-            };
-            let found = self.comm.all_gather_with(buffer, &segments, block, &mut make)?.wait()?;
-            assert_eq!(made, own(0).len() + own(1).len());
-            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather_with", len));
+        let own = |segment: usize| shard(segments[segment].len(), ranks, rank);
+        for rest in [0..segments[0].start, segments[0].end..segments[1].start] {
+            expected[rest.clone()].copy_from_slice(&mine[rest]);
         }
+        let buffer = self.buffer(&mine)?;
+        let (block, mut made) = (1 + len / 7, 0);
+        let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
+            let elements = begin..begin + values.len();
+            let (start, own) = (segments[segment].start, own(segment));
+            assert!(start + own.start <= begin && elements.end <= start + own.end && values.len() <= block);
+            made += values.len();
+            values.as_mut_slice::<T>().copy_from_slice(&expected[elements]);
+        };
+        let found = self.comm.all_gather_with(buffer, &segments, block, &mut make)?.wait()?;
+        assert_eq!(made, own(0).len() + own(1).len());
+        assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather_with", len));
         Ok(())
     }
 
@@ -309,6 +311,7 @@ impl Bench<'_> {
                     self.reduce_scatter::<T>(whole, op)?;
                     self.all_gather::<T>(whole)?;
                 }
+                self.all_gather_with::<T>(shard + 1)?;
                 for root in [0, ranks - 1] {
                     self.broadcast::<T>(shard * ranks as usize, root)?;
                     self.reduce::<T>(shard * ranks as usize, op, root)?;
