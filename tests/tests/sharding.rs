@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use mgpu::checkpoint::{self, Arena};
 use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, RmsProp, Rule, Sgd};
-use mgpu::{DataParallel, DataParallelConfig, Layout, Result, World};
+use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, World};
 use mgpu_tests::threads;
 
 fn layout(shapes: &[&[usize]]) -> Layout {
@@ -222,6 +222,31 @@ fn ranks_that_shard_differently_are_told() {
     for error in errors {
         assert!(error.contains("rank 0") && error.contains("rank 1"), "{error}");
     }
+}
+
+#[test]
+fn ranks_that_gather_different_segments_are_told() {
+    let errors = threads::run(2, |mut world| {
+        let mut comm = world.communicator().unwrap();
+        let buffer = comm.allocate(DType::F32, 100).unwrap();
+        let segment = world.rank() as usize * 10..100;
+        let made = comm.all_gather_with(buffer, std::slice::from_ref(&segment), 50, &mut |_, _, _| ());
+        made.and_then(Pending::wait).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("segments"), "{error}");
+    }
+}
+
+#[test]
+fn a_gradient_that_was_never_averaged_is_not_to_be_had() {
+    let layout = layout(&[&[3]]);
+    let mut world = World::from_env().unwrap();
+    let sgd = OptimizerConfig::new(Rule::Sgd(Sgd::default()));
+    let mut model = model(&mut world, &layout, sharded(sgd, 1 << 20)).unwrap();
+    assert!(model.gradient(0).unwrap_err().to_string().contains("not been averaged"));
+    train(&mut model, 1).unwrap();
+    assert_eq!(model.gradient(0).unwrap().len(), 3);
 }
 
 #[test]

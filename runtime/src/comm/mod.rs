@@ -218,7 +218,7 @@ pub trait Communicator: Send {
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending>;
 
     /// [All-gathers](Communicator::all_gather) segments of the buffer, which ascend and do not overlap, by shards that are
-    /// changed first: `make` is handed this rank's own ones, front to back in blocks of at most `block` elements. A backend
+    /// changed first (the same segments on all ranks): `make` is handed this rank's own ones, front to back in blocks of at most `block` elements. A backend
     /// whose ranks reach each other's memory passes every block on while it is in the cache, and ranks wait for each other
     /// once before and once after all segments.
     ///

@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use slot::{Gradient, Sink, Slot, gather, unready};
+use slot::{Averaged, Gradient, Sink, Slot, gather, unready};
 
 use crate::bucket;
 use crate::comm::{Buffer, Communicator, DType, shard};
@@ -68,7 +68,8 @@ pub struct DataParallelConfig {
     pub bucket: usize,
     /// Bytes from which on a bucket's part of the optimizer is sharded: every rank has 1/n of its state and of its moving
     /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not. `None`
-    /// replicates all.
+    /// replicates all, and so does a backend whose ranks do not share memory: its sums may differ in their last bits from one
+    /// operation to the other.
     pub shard_from: Option<usize>,
 }
 
@@ -157,6 +158,7 @@ impl DataParallel {
     ) -> Result<Self> {
         replicate(&mut *comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
+        let shares_memory = ranks > 1 && comm.backend() == "cpu";
         let mut gradients = comm.allocate(DType::F32, layout.len())?;
         let (mut slots, mut states) = (Vec::new(), 0);
         let mut slot_of = vec![0; layout.tensors().len()];
@@ -166,7 +168,7 @@ impl DataParallel {
             gradients = rest;
             slot_of[bucket.tensors.clone()].fill(slots.len());
             let begin = bucket.elements.start;
-            let sharded = ranks > 1 && config.shard_from.is_some_and(|least| gradient.bytes() >= least);
+            let sharded = shares_memory && config.shard_from.is_some_and(|least| gradient.bytes() >= least);
             let own = if sharded { shard(gradient.len(), ranks, rank) } else { 0..gradient.len() };
             slots.push(Slot {
                 elements: begin..begin + gradient.len(),
@@ -174,7 +176,7 @@ impl DataParallel {
                 own: begin + own.start..begin + own.end,
                 state: states,
                 gradient: Gradient::Here(gradient),
-                whole: true,
+                averaged: Averaged::None,
                 open: vec![true; bucket.tensors.len()],
                 bucket,
             });
@@ -204,6 +206,7 @@ impl DataParallel {
     /// # Errors
     /// As `compute` and the communicator; names a tensor whose gradient was not handed over.
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
+        self.whole_parameters("step")?;
         self.slots.iter_mut().try_for_each(Slot::begin_step)?;
         let mut sink = Sink {
             comm: &mut *self.comm,
@@ -268,6 +271,16 @@ impl DataParallel {
         self.parameters.as_slice()
     }
 
+    /// The parameters, unless they were lost.
+    fn whole_parameters(&self, operation: &'static str) -> Result<&[f32]> {
+        let parameters = self.parameters.as_slice();
+        if parameters.len() == self.layout.len() {
+            return Ok(parameters);
+        }
+        let problem = "the parameters were lost to an earlier error".to_owned();
+        Err(Error::InvalidArgument { operation, problem })
+    }
+
     /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
     ///
     /// # Errors
@@ -289,7 +302,7 @@ impl DataParallel {
     /// has only its shards' averages until somebody asks.
     ///
     /// # Errors
-    /// If the last step failed, or as [`Communicator::all_gather`].
+    /// If it was not averaged since the last step began, or as [`Communicator::all_gather`].
     ///
     /// # Panics
     /// If there is no such tensor.
@@ -346,10 +359,7 @@ impl DataParallel {
             gather(&mut **comm, slots, local, &mut whole)?;
             arenas.push((name, Cow::Owned(whole)));
         }
-        let Some(weights) = self.parameters.as_slice().get(..len) else {
-            let problem = "the parameters were lost to an earlier error".to_owned();
-            return Err(Error::InvalidArgument { operation: "arenas", problem });
-        };
+        let weights = &self.whole_parameters("arenas")?[..len];
         arenas.insert(0, ("weights", Cow::Borrowed(weights)));
         Ok(arenas)
     }

@@ -23,6 +23,15 @@ pub(super) enum Gradient {
     Lost,
 }
 
+/// How much of a gradient is averaged over ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Averaged {
+    None,
+    /// This rank's.
+    Shard,
+    All,
+}
+
 /// A bucket and the gradients in it.
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -35,8 +44,7 @@ pub(super) struct Slot {
     /// Where their state begins in the optimizer's arenas.
     pub(super) state: usize,
     pub(super) gradient: Gradient,
-    /// Whether all of the gradient is averaged, not this rank's shard alone.
-    pub(super) whole: bool,
+    pub(super) averaged: Averaged,
     /// Tensors not yet ready in this step.
     pub(super) open: Vec<bool>,
 }
@@ -45,6 +53,7 @@ impl Slot {
     /// Gets ready for a step. One that broke off may have left a reduction under way.
     pub(super) fn begin_step(&mut self) -> Result<()> {
         self.open.fill(true);
+        self.averaged = Averaged::None;
         self.settle()
     }
 
@@ -85,16 +94,23 @@ impl Slot {
             // Announced twice: it is on its way already.
             other => other,
         };
-        self.whole = !self.sharded;
+        self.averaged = if self.sharded { Averaged::Shard } else { Averaged::All };
         Ok(())
     }
 
     /// The averaged gradient. Collective where only shards of it have been averaged.
     pub(super) fn averaged(&mut self, comm: &mut dyn Communicator) -> Result<&[f32]> {
-        if !self.whole {
-            let gradient = self.take()?;
-            self.gradient = Gradient::Here(comm.all_gather(gradient)?.wait()?);
-            self.whole = true;
+        match self.averaged {
+            Averaged::None => {
+                let problem = "it has not been averaged since the last step began".to_owned();
+                return Err(Error::InvalidArgument { operation: "gradient", problem });
+            }
+            Averaged::Shard => {
+                let gradient = self.take()?;
+                self.gradient = Gradient::Here(comm.all_gather(gradient)?.wait()?);
+                self.averaged = Averaged::All;
+            }
+            Averaged::All => {}
         }
         self.settle()?;
         Ok(self.values())

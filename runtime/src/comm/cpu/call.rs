@@ -76,11 +76,14 @@ impl Call {
 
     /// One word that tells encoded calls apart.
     pub(in crate::comm) fn digest(words: [u64; CALL_WORDS]) -> u64 {
-        words.into_iter().fold(0, |digest: u64, word| {
-            let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            mixed ^ mixed >> 32
-        })
+        words.into_iter().fold(0, mix)
     }
+}
+
+/// One more word of a digest.
+pub(in crate::comm) fn mix(digest: u64, word: u64) -> u64 {
+    let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ mixed >> 32
 }
 
 /// Describes encoded arguments, which may come from a peer of any kind, for an error message.
@@ -101,6 +104,9 @@ pub(in crate::comm) fn describe(words: [u64; CALL_WORDS]) -> String {
     }
     if matches!(kind, Operation::Broadcast | Operation::Reduce) {
         text += &format!(", root {}", head >> 32);
+    }
+    if byte(8) == Path::Made as usize {
+        text += &format!(", segments {:08x}", head >> 32);
     }
     if let Some(path) = Path::NAMES.get(byte(8)).filter(|_| byte(8) != 0) {
         text += &format!(", {path}");

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arena::one_descriptor;
-use call::{Call, Path};
+use call::{Call, Path, mix};
 use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
@@ -277,7 +277,11 @@ impl Communicator for CpuCommunicator {
             return Ok(Pending::complete(gathered));
         }
         self.guard(|comm| {
-            let call = Call::new(Operation::AllGather, &buffer, None, 0).via(Path::Made);
+            // In the root's place, which an all-gather has not.
+            let digest =
+                segments.iter().flat_map(|segment| [segment.start as u64, segment.end as u64]).fold(0, mix)
+                    as u32;
+            let call = Call::new(Operation::AllGather, &buffer, None, digest).via(Path::Made);
             comm.direct_all_gather_with(buffer, segments, block, make, &call).map(Pending::complete)
         })
     }

@@ -182,8 +182,9 @@ impl<E: Storage> Task for Forward<'_, E> {
         let line = width * filters;
         // With pooling the two rows of a row of the result, otherwise all rows at once.
         let (steps, rows_each) = if tail.pool.is_some() { (tail.result(&shape).0, 2) } else { (1, height) };
-        let mut memory = memory.reserve(lines(bordered.len()) + lines(rows_each * line));
-        let (image, outputs) = (cut(&mut memory, bordered.len()), cut(&mut memory, rows_each * line));
+        let outputs_len = if tail.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
+        let mut memory = memory.reserve(lines(bordered.len()) + lines(outputs_len));
+        let (image, outputs) = (cut(&mut memory, bordered.len()), cut(&mut memory, outputs_len));
         if bordered.above > 0 {
             image.fill(0.0);
         }
