@@ -87,7 +87,8 @@ mod tests {
     fn both_ways_find_a_child() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = Pid::from_raw(child.id() as i32);
-        assert!(children().contains(&pid));
+        // The kernel may leave one out of its lists while another ends, as those of tests beside this one do.
+        assert!((0..100).any(|_| children().contains(&pid)));
         assert!(children_by_parent(getpid()).contains(&pid));
         child.kill().unwrap();
         child.wait().unwrap();
