@@ -161,25 +161,17 @@ mod tests {
     use super::*;
     use crate::norm::{self, Statistics, Sums};
     use crate::pool::{self, Rounding, Shape};
-    use crate::reference::random;
+    use crate::reference::{narrow, random, widen};
     use crate::{Threads, activation, dropout};
-
-    fn narrow(values: &[f32]) -> Vec<bf16> {
-        values.iter().map(|value| bf16::from_f32(*value)).collect()
-    }
-
-    fn widen(values: &[bf16]) -> Vec<f32> {
-        values.iter().map(|value| value.to_f32()).collect()
-    }
 
     #[test]
     fn elements_are_rounded_on_the_way_there_and_widened_on_the_way_back() {
         let values = random(1000, 1);
-        let (mut narrow, mut wide) = (vec![bf16::NAN; 1000], vec![f32::NAN; 1000]);
-        convert(&values, &mut narrow);
-        assert_eq!(narrow, super::tests::narrow(&values));
-        convert(&narrow, &mut wide);
-        assert_eq!(wide, widen(&narrow));
+        let (mut rounded, mut wide) = (vec![bf16::NAN; 1000], vec![f32::NAN; 1000]);
+        convert(&values, &mut rounded);
+        assert_eq!(rounded, narrow(&values));
+        convert(&rounded, &mut wide);
+        assert_eq!(wide, widen(&rounded));
     }
 
     /// Everything that the layers without weights make of a batch and a gradient.

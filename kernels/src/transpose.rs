@@ -65,7 +65,7 @@ pub fn matrices<A: Storage, B: Storage>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reference::random;
+    use crate::reference::{narrow, random, widen};
     use half::bf16;
     use proptest::prelude::*;
 
@@ -87,12 +87,11 @@ mod tests {
             prop_assert_eq!(back, &from[..]);
 
             // To half the width and back: as wide, but rounded.
-            let (mut narrow, mut wide) = (vec![bf16::NAN; from.len()], vec![f32::NAN; from.len()]);
-            matrices(&threads, &mut scratch, (rows, columns), &from, &mut narrow);
-            prop_assert_eq!(&narrow, &to.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>());
-            matrices(&threads, &mut scratch, (columns, rows), &narrow, &mut wide);
-            let rounded: Vec<f32> = from.iter().map(|value| bf16::from_f32(*value).to_f32()).collect();
-            prop_assert_eq!(wide, rounded);
+            let (mut rounded, mut wide) = (vec![bf16::NAN; from.len()], vec![f32::NAN; from.len()]);
+            matrices(&threads, &mut scratch, (rows, columns), &from, &mut rounded);
+            prop_assert_eq!(&rounded, &narrow(&to));
+            matrices(&threads, &mut scratch, (columns, rows), &rounded, &mut wide);
+            prop_assert_eq!(wide, widen(&narrow(&from)));
         }
     }
 }

@@ -55,12 +55,8 @@ fn draw_losses(points: &Points, steps: f64, area: &Area<'_>) -> Result<(), Box<d
     let (low, high) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
     // Nothing yet, or nothing but zeros.
     let (low, high) = if low < high { (low.max(high * 1e-6), high) } else { (0.1, 10.0) };
-    let mut chart = ChartBuilder::on(area)
-        .caption("loss", FONT)
-        .margin(12)
-        .x_label_area_size(36)
-        .y_label_area_size(60)
-        .build_cartesian_2d(0.0..steps, (low * 0.9..high * 1.1).log_scale())?;
+    let mut chart =
+        chart(area, "loss").build_cartesian_2d(0.0..steps, (low * 0.9..high * 1.1).log_scale())?;
     chart
         .configure_mesh()
         .x_desc("step")
@@ -94,12 +90,7 @@ fn draw_accuracies(points: &Points, steps: f64, area: &Area<'_>) -> Result<(), B
         .filter_map(|epoch| Some((epoch.step as f64, percent(epoch.test_accuracy?))))
         .collect();
     let low = train.iter().chain(&test).map(|(_, accuracy)| *accuracy).fold(99.0, f64::min);
-    let mut chart = ChartBuilder::on(area)
-        .caption("accuracy, %", FONT)
-        .margin(12)
-        .x_label_area_size(36)
-        .y_label_area_size(60)
-        .build_cartesian_2d(0.0..steps, (low - 1.0).max(0.0)..100.0)?;
+    let mut chart = chart(area, "accuracy, %").build_cartesian_2d(0.0..steps, (low - 1.0).max(0.0)..100.0)?;
     chart
         .configure_mesh()
         .x_desc("step")
@@ -118,6 +109,13 @@ fn draw_accuracies(points: &Points, steps: f64, area: &Area<'_>) -> Result<(), B
         .border_style(BLACK)
         .draw()?;
     Ok(())
+}
+
+/// A chart with room for a caption and the numbers of its axes.
+fn chart<'a, 'b>(area: &'b Area<'a>, caption: &str) -> ChartBuilder<'b, 'b, SVGBackend<'a>> {
+    let mut chart = ChartBuilder::on(area);
+    chart.caption(caption, FONT).margin(12).x_label_area_size(36).y_label_area_size(60);
+    chart
 }
 
 /// A curve's sample beside its name.

@@ -1,12 +1,10 @@
 //! All passes against their definition, and algorithms against each other.
 
-use half::bf16;
 use proptest::prelude::*;
 
 use super::*;
 use crate::conv::Padding;
-use crate::reference::{assert_close, random};
-use crate::storage::lanes::Lanes;
+use crate::reference::{assert_close, narrow, random, widen};
 
 /// What the definition gives, in `f64`.
 struct Expected {
@@ -299,8 +297,6 @@ proptest! {
             few
         };
         let [x, w, b, dy] = inputs(&shape, &tail, images);
-        let narrow = |values: &[f32]| values.iter().map(|value| bf16::narrow(*value)).collect::<Vec<_>>();
-        let widen = |values: &[bf16]| values.iter().map(|value| value.widen()).collect::<Vec<_>>();
         let (x, dy) = (narrow(&x), narrow(&dy));
         let layer = (shape, tail, Choice::Auto);
         let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
