@@ -22,4 +22,5 @@ pub mod golden_check;
 pub mod gpu_check;
 pub mod hello_ring;
 pub mod nets;
+mod parallel;
 pub mod train_mnist;

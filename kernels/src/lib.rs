@@ -36,6 +36,7 @@ mod precision;
 pub mod reduce;
 pub mod rng;
 pub mod scale;
+pub mod schedule;
 mod scratch;
 mod simd;
 mod storage;

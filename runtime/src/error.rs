@@ -3,6 +3,7 @@
 //! Every variant says what happened and to which rank, and where a peer is to blame, which one.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Result of a runtime call.
@@ -123,6 +124,35 @@ pub enum Error {
         /// The first tensor that differs.
         tensor: String,
     },
+    /// A rank has computed gradients that are infinite or not a number.
+    #[error(
+        "rank {rank} has gradients that are not finite numbers, first in tensor `{tensor}`, in step {step}"
+    )]
+    NotFinite {
+        /// The rank that has them.
+        rank: u32,
+        /// The first such tensor in its backward pass.
+        tensor: String,
+        /// The step, from 1.
+        step: u64,
+    },
+    /// Ranks that should have the same number of something do not.
+    #[error("rank {peer} has {theirs} {what} where rank {rank} has {ours}")]
+    Disagreement {
+        /// The rank it is compared with.
+        rank: u32,
+        /// The rank that differs.
+        peer: u32,
+        /// What they have: "steps in epoch 3".
+        what: String,
+        /// How many `rank` has.
+        ours: i64,
+        /// How many `peer` has.
+        theirs: i64,
+    },
+    /// Something went wrong in the program's own part of a step.
+    #[error("{0}")]
+    Program(Arc<dyn std::error::Error + Send + Sync>),
     /// A GPU, its driver or one of NVIDIA's libraries: missing, or it refused something.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
@@ -164,6 +194,16 @@ pub enum Error {
 }
 
 impl Error {
+    /// An error of the program's own, to be passed through a step.
+    ///
+    /// ```
+    /// let error = mgpu::Error::program("no more images");
+    /// assert_eq!(error.to_string(), "no more images");
+    /// ```
+    pub fn program(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Error::Program(Arc::from(error.into()))
+    }
+
     /// True when a rank was silent past a deadline, here or on another rank.
     pub(crate) fn is_timeout(&self) -> bool {
         matches!(self, Error::Timeout { .. } | Error::Stuck { .. } | Error::PeerLost { silent: true, .. })
@@ -177,11 +217,14 @@ impl Error {
     /// The rank that this error holds responsible, if it names one.
     pub fn culprit(&self) -> Option<u32> {
         match self {
-            Error::PeerLost { peer, .. } | Error::Mismatch { peer, .. } | Error::Diverged { peer, .. } => {
-                Some(*peer)
-            }
+            Error::PeerLost { peer, .. }
+            | Error::Mismatch { peer, .. }
+            | Error::Diverged { peer, .. }
+            | Error::Disagreement { peer, .. } => Some(*peer),
             Error::Timeout { waited_for, .. } => waited_for.first().copied(),
-            Error::Stuck { rank, .. } | Error::Nccl { rank, .. } => Some(*rank),
+            Error::Stuck { rank, .. } | Error::Nccl { rank, .. } | Error::NotFinite { rank, .. } => {
+                Some(*rank)
+            }
             _ => None,
         }
     }

@@ -70,5 +70,5 @@ pub use layout::{Layout, TensorSpec};
 pub use sampler::Sampler;
 #[cfg(feature = "cuda")]
 pub use step::device::DeviceDataParallel;
-pub use step::{DataParallel, DataParallelConfig, GradientSink};
+pub use step::{DataParallel, DataParallelConfig, GradientSink, MicroBatch};
 pub use world::{Backend, World};

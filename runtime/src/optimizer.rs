@@ -6,6 +6,7 @@
 use mgpu_kernels::Threads;
 pub use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer as Rule, RmsProp, Sgd};
 use mgpu_kernels::optimizer::{State, cpu};
+pub use mgpu_kernels::schedule::{Decay, Schedule};
 
 use crate::comm::Buffer;
 use crate::{Layout, TensorSpec};

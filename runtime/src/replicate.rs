@@ -44,18 +44,40 @@ pub fn verify_layout(comm: &mut dyn Communicator, layout: &Layout) -> Result<()>
 /// Checks that all ranks hold the same values, and returns their checksum. Collective.
 ///
 /// # Errors
-/// [`Error::Diverged`] on every rank, naming a rank that differs from rank 0 and the first tensor.
+/// [`Error::Diverged`] on every rank, naming the first tensor and the first rank that differs from most of them (from
+/// rank 0, where as many agree with it).
 pub fn verify_equal(comm: &mut dyn Communicator, layout: &Layout, values: &[f32]) -> Result<u64> {
     let sum = checksum(values);
     let sums = comm.all_gather_slice(&[sum as i64])?;
-    let Some(peer) = sums.iter().position(|other| *other != sums[0]) else { return Ok(sum) };
+    let Some((right, peer)) = odd_one(&sums) else { return Ok(sum) };
     let tensors: Vec<i64> =
         layout.tensors().iter().map(|tensor| checksum(&values[tensor.range()]) as i64).collect();
     let all = comm.all_gather_slice(&tensors)?;
     let of = |rank: usize| &all[rank * tensors.len()..][..tensors.len()];
-    let first = of(0).iter().zip(of(peer)).position(|(a, b)| a != b);
+    let first = of(right).iter().zip(of(peer)).position(|(a, b)| a != b);
     let tensor = first.map_or("(none: values beyond the layout)", |index| &layout.tensors()[index].name);
-    Err(Error::Diverged { rank: 0, peer: peer as u32, tensor: tensor.to_owned() })
+    Err(Error::Diverged { rank: right as u32, peer: peer as u32, tensor: tensor.to_owned() })
+}
+
+/// Checks that all ranks have the same number of `what`, such as steps in an epoch: ranks that go on with different ones
+/// would wait for each other in vain. Collective.
+///
+/// # Errors
+/// [`Error::Disagreement`] on every rank, naming the first rank that differs from most of them.
+pub fn verify_same(comm: &mut dyn Communicator, what: &str, number: i64) -> Result<()> {
+    let numbers = comm.all_gather_slice(&[number])?;
+    let Some((right, peer)) = odd_one(&numbers) else { return Ok(()) };
+    let (ours, theirs) = (numbers[right], numbers[peer]);
+    Err(Error::Disagreement { rank: right as u32, peer: peer as u32, what: what.to_owned(), ours, theirs })
+}
+
+/// The first place of the most common value, and the first that has another one. `None` if all are the same.
+fn odd_one(values: &[i64]) -> Option<(usize, usize)> {
+    let count = |value: &i64| values.iter().filter(|other| *other == value).count();
+    // Of equally common values the first one.
+    let right = (0..values.len()).rev().max_by_key(|place| count(&values[*place]))?;
+    let peer = values.iter().position(|value| *value != values[right])?;
+    Some((right, peer))
 }
 
 /// Replaces every rank's values by those of rank 0, after checking that the layouts agree, and returns their
@@ -79,4 +101,19 @@ pub fn replicate(comm: &mut dyn Communicator, layout: &Layout, values: &mut [f32
 /// As the communicator's.
 pub fn sum_over_ranks(comm: &mut dyn Communicator, values: &mut [f64]) -> Result<()> {
     comm.all_reduce_slice(values, ReduceOp::Sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn most_are_right() {
+        assert_eq!(odd_one(&[7, 7, 7]), None);
+        assert_eq!(odd_one(&[]), None);
+        assert_eq!(odd_one(&[7, 8]), Some((0, 1)));
+        assert_eq!(odd_one(&[8, 7, 7]), Some((1, 0)));
+        assert_eq!(odd_one(&[7, 8, 8, 7]), Some((0, 1)));
+        assert_eq!(odd_one(&[1, 7, 7, 2]), Some((1, 0)));
+    }
 }

@@ -8,5 +8,6 @@ pub mod collectives;
 pub mod device;
 pub mod fake_gpu;
 pub mod faults;
+pub mod models;
 pub mod process;
 pub mod threads;

@@ -2,7 +2,8 @@
 //!
 //! Needs real MNIST (`MGPU_DATA`) and the golden files (`MGPU_GOLDEN`).
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 
 use mgpu_tests::process::{command, run};
 
@@ -23,39 +24,64 @@ fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
     Some((files, data))
 }
 
-fn check(ranks: u32, precision: &str) {
+fn check(ranks: u32, flags: &[&str]) {
     let Some((files, data)) = at_hand() else { return };
+    check_files(ranks, flags, &files, &data);
+}
+
+fn check_files(ranks: u32, flags: &[&str], files: &[PathBuf], data: &Path) {
     let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
     launcher
         .args(["-n", &ranks.to_string(), env!("CARGO_BIN_EXE_t-golden_check")])
-        .args(["--precision", precision, "--data"])
+        .args(flags)
+        .arg("--data")
         .arg(data)
-        .args(&files);
+        .args(files);
     let finished = run(&mut launcher);
     assert_eq!(finished.code, Some(0), "{finished:#?}");
     let verdicts = finished.stdout.lines().filter(|line| line.ends_with("ok")).count();
     assert_eq!(verdicts, 4 * files.len(), "{finished:#?}");
 }
 
+fn check_some(ranks: u32, flags: &[&str], nets: &[&str]) {
+    let Some((mut files, data)) = at_hand() else { return };
+    files.retain(|path| nets.iter().any(|net| path.file_stem() == Some(OsStr::new(net))));
+    assert_eq!(files.len(), nets.len());
+    check_files(ranks, flags, &files, &data);
+}
+
 #[test]
 fn all_networks_on_1_rank() {
-    check(1, "f32");
+    check(1, &[]);
 }
 
 #[test]
 fn all_networks_on_2_ranks() {
-    check(2, "f32");
+    check(2, &["--shard-optimizer", "on"]);
 }
 
 #[test]
 fn all_networks_on_4_ranks() {
-    check(4, "f32");
+    check(4, &[]);
 }
 
 /// Within the bounds of coarse arithmetic.
 #[test]
 fn all_networks_in_bf16() {
-    check(2, "bf16");
+    check(2, &["--precision", "bf16"]);
+}
+
+#[test]
+fn networks_with_compressed_gradients() {
+    check_some(2, &["--gradients", "bf16"], &["lenet5", "deep", "keras", "ensemble2400"]);
+}
+
+/// Batch normalisation of micro-batches is another computation, so keras is left out.
+#[test]
+fn networks_in_micro_batches() {
+    let nets = ["lenet5", "deep", "ensemble2400"];
+    check_some(2, &["--accumulate", "4"], &nets);
+    check_some(2, &["--world-size-invariant", "8"], &nets);
 }
 
 #[test]

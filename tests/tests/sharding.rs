@@ -4,17 +4,10 @@
 use std::collections::BTreeMap;
 
 use mgpu::checkpoint::{self, Arena};
-use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, RmsProp, Rule, Sgd};
+use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, Rule, Sgd};
 use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, World};
+use mgpu_tests::models::{layout, model, optimizers, outcome};
 use mgpu_tests::threads;
-
-fn layout(shapes: &[&[usize]]) -> Layout {
-    let mut layout = Layout::new();
-    for (index, shape) in shapes.iter().enumerate() {
-        layout.push(format!("{index}"), *shape);
-    }
-    layout
-}
 
 /// From fewer elements than ranks, by odd lengths, to buckets that go in place and in several blocks.
 fn layouts() -> Vec<Layout> {
@@ -30,37 +23,12 @@ fn layouts() -> Vec<Layout> {
     ]
 }
 
-/// Every rule in every form, with and without what goes with it.
-fn configs() -> Vec<OptimizerConfig> {
-    let sgd = Sgd { lr: 0.1, weight_decay: 0.1, ..Sgd::default() };
-    let momentum = Sgd { momentum: 0.9, nesterov: true, ..sgd };
-    let adam = Adam { lr: 0.01, weight_decay: 0.1, ..Adam::default() };
-    let adam_w = AdamW { lr: 0.01, weight_decay: 0.3, ..AdamW::default() };
-    let rms_prop = RmsProp { lr: 0.01, ..RmsProp::default() };
-    let with_buffer = RmsProp { momentum: 0.5, weight_decay: 0.1, ..rms_prop };
-    let averaged =
-        |rule, decay_weights_only| OptimizerConfig { rule, decay_weights_only, average: Some(0.9) };
-    vec![
-        OptimizerConfig::new(Rule::Sgd(sgd)),
-        averaged(Rule::Sgd(momentum), true),
-        averaged(Rule::Adam(adam), false),
-        averaged(Rule::AdamW(adam_w), true),
-        OptimizerConfig::new(Rule::RmsProp(rms_prop)),
-        averaged(Rule::RmsProp(with_buffer), true),
-    ]
-}
-
 fn sharded(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
     DataParallelConfig { bucket, shard_from: Some(0), ..DataParallelConfig::new(optimizer, 1) }
 }
 
 fn replicated(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
     DataParallelConfig { shard_from: None, ..sharded(optimizer, bucket) }
-}
-
-fn model(world: &mut World, layout: &Layout, config: DataParallelConfig) -> Result<DataParallel> {
-    let parameters = (0..layout.len()).map(|index| (index % 17) as f32 / 8.0 - 1.0).collect();
-    DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)
 }
 
 /// Makes `steps` steps with gradients that depend on the parameters, the rank and the step.
@@ -90,28 +58,12 @@ fn saved(model: &mut DataParallel) -> Result<Saved> {
     Ok(model.arenas()?.into_iter().map(|(name, values)| (name, values.into_owned())).collect())
 }
 
-/// What is the same on all ranks after a training.
-#[derive(Debug, PartialEq)]
-struct Outcome {
-    weights: Vec<f32>,
-    average: Option<Vec<f32>>,
-    gradients: Vec<Vec<f32>>,
-}
-
-fn outcome(model: &mut DataParallel) -> Result<Outcome> {
-    model.verify()?;
-    let average = model.averaged_parameters()?;
-    let tensors = 0..model.layout().tensors().len();
-    let gradients: Result<_> = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect();
-    Ok(Outcome { weights: model.parameters().to_vec(), average, gradients: gradients? })
-}
-
 #[test]
 fn sharded_and_replicated_are_equal_to_the_last_bit() {
     for ranks in 1..=4 {
         threads::run(ranks, |mut world| {
             for (layout, bucket) in layouts().iter().zip([1 << 20, 8, 200, 1 << 18, 1 << 20]) {
-                for optimizer in configs() {
+                for optimizer in optimizers() {
                     let run = |world: &mut World, config| {
                         let mut model = model(world, layout, config)?;
                         train(&mut model, 4)?;

@@ -2,12 +2,12 @@
 
 use std::error::Error;
 
-use mgpu::{Communicator, DataParallel, Layout};
+use mgpu::{Communicator, DataParallel, Layout, MicroBatch};
 use mgpu_kernels::Storage;
 
-use super::{Golden, Replay, norm};
+use super::{Args, Golden, Replay, norm};
 use crate::data::{Dataset, IMAGE_LEN};
-use crate::nets::{Choice, Mode, Net, Spec};
+use crate::nets::{LossReport, Mode, Net, Spec};
 
 /// Images between layers are kept as `E`.
 pub(super) struct Cpu<'a, E> {
@@ -17,6 +17,8 @@ pub(super) struct Cpu<'a, E> {
     buffers: Vec<f32>,
     images: Vec<f32>,
     labels: Vec<u8>,
+    /// Of the last batch's first image.
+    logits: Vec<f32>,
 }
 
 impl<'a, E: Storage> Cpu<'a, E> {
@@ -27,15 +29,16 @@ impl<'a, E: Storage> Cpu<'a, E> {
         batch: usize,
         comm: Box<dyn Communicator>,
         threads: usize,
-        conv: Choice,
+        args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
-        let net = Net::with_choice(&Spec::named(&golden.net)?, batch, threads, conv);
+        let batch = batch / args.parallel.micro_batches(batch, comm.size())?;
+        let net = Net::with_choice(&Spec::named(&golden.net)?, batch, threads, args.conv);
         let parameters = net.golden_parameters(golden.seed);
-        let layout = net.layout().clone();
-        let model = DataParallel::new(comm, layout, parameters, golden.optimizer(), threads)?;
+        let (layout, config) = (net.layout().clone(), args.parallel.config(golden.optimizer(), threads));
+        let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let buffers = net.initial_buffers();
         let (images, labels) = (vec![0.0; batch * IMAGE_LEN], vec![0; batch]);
-        Ok(Cpu { model, net, train, buffers, images, labels })
+        Ok(Cpu { model, net, train, buffers, images, labels, logits: Vec::new() })
     }
 }
 
@@ -49,11 +52,18 @@ impl<E: Storage> Replay for Cpu<'_, E> {
     }
 
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
-        let Cpu { model, net, train, buffers, images, labels } = self;
-        train.gather(samples, images, labels);
-        let report = model.step(|parameters, sink| {
-            net.forward(parameters, buffers, images, Mode::Train { dropout: None }, sink)?;
-            net.backward(parameters, labels, sink)
+        let Cpu { model, net, train, buffers, images, labels, logits } = self;
+        let mut report = LossReport::default();
+        model.step_accumulated(samples.len() / labels.len(), buffers, |batch| {
+            let MicroBatch { index, parameters, buffers, gradients } = batch;
+            let first = index * labels.len();
+            train.gather(&samples[first..first + labels.len()], images, labels);
+            net.forward(parameters, buffers, images, Mode::Train { dropout: None }, gradients)?;
+            report += net.backward(parameters, labels, gradients)?;
+            if index == 0 {
+                *logits = net.logits()[..net.classes()].to_vec();
+            }
+            Ok(())
         })?;
         Ok(report.loss())
     }
@@ -69,7 +79,7 @@ impl<E: Storage> Replay for Cpu<'_, E> {
     }
 
     fn logits(&mut self) -> mgpu::Result<Vec<f64>> {
-        Ok(self.net.logits()[..self.net.classes()].iter().copied().map(f64::from).collect())
+        Ok(self.logits.iter().copied().map(f64::from).collect())
     }
 
     fn verify(&mut self) -> mgpu::Result<()> {

@@ -3,7 +3,8 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use mgpu::step::device::{BUCKET, DeviceConfig, DeviceDataParallel, Schedule};
+use mgpu::optimizer::Schedule;
+use mgpu::step::device::{BUCKET, DeviceConfig, DeviceDataParallel, Plan};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Options, Stream};
@@ -35,7 +36,7 @@ impl Gpu {
         let config = DeviceConfig {
             optimizer: golden.optimizer(),
             // Every step has its own order, and so is at the beginning of it.
-            schedule: Schedule { steps_per_epoch: 1, falling_steps: None },
+            plan: Plan { steps_per_epoch: 1, schedule: Schedule::CONSTANT },
             bf16_copy: args.precision == Precision::Bf16,
             bucket: BUCKET,
         };

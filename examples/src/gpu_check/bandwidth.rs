@@ -10,8 +10,9 @@ use mgpu_kernels::Precision;
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::cuda::{Memory, Options, Result, StepState, Stream};
 use mgpu_kernels::optimizer::chunk::chunks;
-use mgpu_kernels::optimizer::cuda::{Arenas, Schedule};
+use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
 use mgpu_kernels::optimizer::{Adam, Optimizer, cuda};
+use mgpu_kernels::schedule::Schedule;
 use mgpu_kernels::{DType, dense};
 use serde::Serialize;
 
@@ -68,8 +69,8 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
     let copies = Memory::zeroed(device, DType::Bf16, PARAMETERS)?;
     let optimizer = Optimizer::Adam(Adam::default());
     let state = StepState::after(0).upload(stream)?;
-    let schedule = Schedule { steps_per_epoch: 100, falling_steps: None };
-    cuda::begin(stream, &optimizer, schedule, state.view())?;
+    let plan = Plan { steps_per_epoch: 100, schedule: Schedule::CONSTANT };
+    cuda::begin(stream, &optimizer, plan, state.view())?;
     let table =
         Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&chunks([(0..PARAMETERS, true)], 0.0)))?;
     let arenas = Arenas {

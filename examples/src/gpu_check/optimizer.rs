@@ -7,8 +7,9 @@ use std::ops::Range;
 
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::{LONGEST, chunks};
-use mgpu_kernels::optimizer::cuda::{Arenas, Schedule};
+use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer, RmsProp, Sgd, State, cpu, cuda};
+use mgpu_kernels::schedule::{Decay, Schedule};
 
 use super::bench::{Bench, Judge, Outcome, Output, narrow};
 use super::bound;
@@ -36,11 +37,16 @@ pub(super) fn rules() -> [(&'static str, Optimizer); 7] {
 
 pub(super) fn check(bench: &mut Bench) -> Outcome {
     for (name, optimizer) in rules() {
-        for falling_steps in [None, Some(9)] {
-            let schedule = Schedule { steps_per_epoch: 3, falling_steps };
-            let falls = if falling_steps.is_some() { ", falling" } else { "" };
+        for (falls, warm_up, decay) in [
+            ("", 0, Decay::Constant),
+            (", falling", 0, Decay::Linear { steps: 9 }),
+            (", rising", 9, Decay::Constant),
+            (", as a cosine", 1, Decay::Cosine { steps: 7, floor: 0.1 }),
+            (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
+        ] {
+            let plan = Plan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
             bench.check(&format!("step begin {name}"), format!("{STEPS} steps{falls}"), "f64", |b, j| {
-                begin(b, j, &optimizer, schedule)
+                begin(b, j, &optimizer, plan)
             })?;
             let sizes: &[usize] = if bench.quick {
                 &[5, 100, 4200]
@@ -49,7 +55,7 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
             };
             let text = format!("{} tensors{falls}", sizes.len());
             bench.check(&format!("optimizer {name}"), text, "f32", |bench, judge| {
-                update(bench, judge, &optimizer, schedule, sizes)
+                update(bench, judge, &optimizer, plan, sizes)
             })?;
         }
     }
@@ -57,20 +63,19 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 }
 
 /// The rate of step `step`, which counts from 0.
-fn rate(optimizer: &Optimizer, schedule: Schedule, step: u64) -> f64 {
-    let left = |falling: u64| 1.0 - step as f64 / falling as f64;
-    optimizer.lr() * schedule.falling_steps.map_or(1.0, left)
+fn rate(optimizer: &Optimizer, plan: Plan, step: u64) -> f64 {
+    optimizer.lr() * plan.schedule.factor(step)
 }
 
-fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, schedule: Schedule) -> Result<()> {
+fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, plan: Plan) -> Result<()> {
     let start = StepState::after(0);
     let found = bench.twice(judge, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
-        (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, schedule, outputs[0]))
+        (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
     })?;
     let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
     let step = STEPS - 1;
-    judge.equal("step and position", &[state.step, state.position], &[step, step % schedule.steps_per_epoch]);
-    let expected = [rate(optimizer, schedule, step)];
+    judge.equal("step and position", &[state.step, state.position], &[step, step % plan.steps_per_epoch]);
+    let expected = [rate(optimizer, plan, step)];
     judge.close("learning rate", [state.learning_rate], &expected, |_| expected[0], 2.0 * f64::EPSILON);
     Ok(())
 }
@@ -90,7 +95,7 @@ fn update(
     bench: &mut Bench,
     judge: &mut Judge,
     optimizer: &Optimizer,
-    schedule: Schedule,
+    plan: Plan,
     sizes: &[usize],
 ) -> Result<()> {
     let (tensors, len) = tensors(sizes);
@@ -114,14 +119,14 @@ fn update(
     let found = bench.twice(judge, &outputs, |stream, outputs| {
         for step in 0..STEPS as usize {
             let gradients = gradients_memory.view().slice(step * len..(step + 1) * len);
-            one_step(stream, optimizer, schedule, table_memory.view(), gradients, outputs)?;
+            one_step(stream, optimizer, plan, table_memory.view(), gradients, outputs)?;
         }
         Ok(())
     })?;
     for step in 0..STEPS {
         let gradients = &gradients[step as usize * len..][..len];
         let gradients: Vec<f32> = gradients.iter().map(|gradient| gradient * SCALE).collect();
-        let now = optimizer.with_lr(rate(optimizer, schedule, step));
+        let now = optimizer.with_lr(rate(optimizer, plan, step));
         for (range, decays) in &tensors {
             let now = if *decays { now } else { now.with_weight_decay(0.0) };
             let [first, second] = &mut states;
@@ -155,12 +160,12 @@ fn update(
 pub(super) fn one_step(
     stream: &Stream,
     optimizer: &Optimizer,
-    schedule: Schedule,
+    plan: Plan,
     table: View<'_>,
     gradients: View<'_>,
     outputs: &[View<'_>],
 ) -> Result<()> {
-    cuda::begin(stream, optimizer, schedule, outputs[0])?;
+    cuda::begin(stream, optimizer, plan, outputs[0])?;
     let used = optimizer.states();
     let arenas = Arenas {
         gradients,

@@ -9,7 +9,8 @@ use mgpu_kernels::conv::{Padding, Shape};
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
 use mgpu_kernels::optimizer::chunk::chunks;
-use mgpu_kernels::optimizer::cuda::Schedule;
+use mgpu_kernels::optimizer::cuda::Plan;
+use mgpu_kernels::schedule::{Decay, Schedule};
 use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
 
 use super::bench::{Bench, Judge, Outcome, Output, narrow};
@@ -66,7 +67,8 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         plane: EXTENT * EXTENT,
     };
     let (_, optimizer) = rules()[0];
-    let schedule = Schedule { steps_per_epoch: 3, falling_steps: Some(50) };
+    let schedule = Schedule { warm_up: 2, decay: Decay::Linear { steps: 50 } };
+    let plan = Plan { steps_per_epoch: 3, schedule };
     let outputs = [
         Output::holding(bytemuck::bytes_of(&StepState::after(0))),
         Output::holding(&params),
@@ -91,7 +93,7 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         let (w, b) = (copy.slice(0..weights), outputs[1].slice(weights..weights + CLASSES));
         let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
         // The gradients of the step before, for the optimizer to begin with.
-        one_step(stream, &optimizer, schedule, table.view(), gradients, &outputs[..6])?;
+        one_step(stream, &optimizer, plan, table.view(), gradients, &outputs[..6])?;
         gather::cuda::batch(stream, &samples, state, x, labels_here)?;
         conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
         dropout::cuda::apply(stream, 0.5, &mask, state, y)?;

@@ -9,6 +9,7 @@ use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
 use crate::nets::{Choice, Spec};
+use crate::parallel::{Parallel, above_0, positive};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
 ///
@@ -43,7 +44,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "N", value_parser = positive)]
     batch: Option<usize>,
     /// Learning rate at the beginning [default: the network's own].
-    #[arg(long, value_name = "X", value_parser = parse_rate)]
+    #[arg(long, value_name = "X", value_parser = above_0)]
     lr: Option<f64>,
     /// How the learning rate goes on: linear (to 0 at the end) or constant.
     #[arg(long, value_enum, value_name = "NAME", default_value_t = Schedule::Linear, hide_possible_values = true)]
@@ -73,13 +74,8 @@ pub(super) struct Args {
     /// Threads of each rank on the CPU [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Mebibytes of gradients in one all-reduce [default: 1; on GPUs 16].
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    bucket: Option<u16>,
-    /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
-    /// enough to gain by it), on (of all) or off; on GPUs off.
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
-    pub(super) shard_optimizer: Sharding,
+    #[command(flatten)]
+    pub(super) parallel: Parallel,
     /// Write a checkpoint into this folder after every epoch; the last two are kept.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
@@ -112,36 +108,8 @@ pub(super) enum Schedule {
     Constant,
 }
 
-/// What of the optimizer is sharded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Sharding {
-    Auto,
-    On,
-    Off,
-}
-
-impl Sharding {
-    /// Bytes from which on a bucket is sharded.
-    pub(super) fn shard_from(self) -> Option<usize> {
-        match self {
-            Sharding::Auto => Some(mgpu::step::SHARD_FROM),
-            Sharding::On => Some(0),
-            Sharding::Off => None,
-        }
-    }
-}
-
-fn parse_rate(text: &str) -> Result<f64, String> {
-    let rate = text.parse().ok().filter(|rate: &f64| *rate > 0.0 && rate.is_finite());
-    rate.ok_or_else(|| "it should be a number above 0".into())
-}
-
 fn parse_net(text: &str) -> Result<Spec, String> {
     Spec::named(text).map_err(|error| error.to_string())
-}
-
-fn positive(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "it should be a number from 1".into())
 }
 
 /// How long to train.
@@ -167,23 +135,20 @@ impl Args {
         self.lr.unwrap_or(self.net.optimizer.rule.lr())
     }
 
-    /// Bytes of gradients in one all-reduce, where the user says.
-    pub(super) fn bucket_bytes(&self) -> Option<usize> {
-        self.bucket.map(|mebibytes| usize::from(mebibytes) << 20)
-    }
-
     /// How a GPU is to be used.
     pub(super) fn gpu(&self) -> Options {
         Options {
             precision: self.precision,
             libraries: self.kernels,
             graph: !self.no_graph,
-            bucket: self.bucket_bytes(),
+            bucket: self.parallel.bucket_bytes(),
         }
     }
 
-    /// Threads of a rank: its share of the cores, unless told otherwise.
+    /// Threads of a rank: its share of the cores, unless told otherwise. That share depends on the number of ranks, and
+    /// sums on the number of threads.
     pub(super) fn threads(&self, share: usize) -> usize {
+        let share = if self.parallel.is_world_size_invariant() { 1 } else { share };
         self.threads.map_or(share, usize::from)
     }
 }

@@ -15,7 +15,7 @@ mod trainer;
 use std::error::Error;
 use std::process::ExitCode;
 
-use args::{Args, Sharding};
+use args::Args;
 use clap::Parser;
 use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
@@ -37,11 +37,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks) = (world.rank(), world.size());
     let threads = args.threads(world.thread_share());
+    if world.backend() == Backend::Nccl {
+        args.parallel.check_gpu()?;
+    }
     let (device, mut comm) = match world.backend() {
         Backend::Cpu => (None, world.communicator()?),
-        Backend::Nccl if args.shard_optimizer == Sharding::On => {
-            return Err("the optimizer is not sharded on GPUs: leave --shard-optimizer out".into());
-        }
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };
     let data = source::load(args, &world, &mut *comm)?;

@@ -110,6 +110,7 @@ impl Trainer {
         let recipe = Recipe {
             seed: args.seed,
             batch,
+            micro_batches: args.parallel.micro_batches(batch, ranks)?,
             first_sample: batch as u64 * u64::from(rank),
             lr: hyperparameters.lr,
             lr_steps: hyperparameters.lr_steps,

@@ -1,10 +1,60 @@
 //! Digests on the CPU.
 
 use crate::rng::splitmix64;
+use crate::simd::{Simd, Task, dispatch};
 
 /// Number of elements that are infinite or not a number.
 pub fn not_finite(values: &[f32]) -> u64 {
-    values.iter().filter(|value| !value.is_finite()).count() as u64
+    dispatch(NotFinite(values))
+}
+
+/// Counts in a plain loop, compiled for the vectors of each processor.
+struct NotFinite<'a>(&'a [f32]);
+
+impl Task for NotFinite<'_> {
+    type Output = u64;
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> u64 {
+        let mut total = 0;
+        // A block's count is as narrow as the elements are, for the sake of vectors.
+        for block in self.0.chunks(1 << 12) {
+            let mut count = 0u32;
+            for value in block {
+                count += u32::from(!value.is_finite());
+            }
+            total += u64::from(count);
+        }
+        total
+    }
+}
+
+/// The sum of all elements' squares, in f64. Its order depends on the length alone, so that every processor finds the
+/// same bits.
+pub fn sum_of_squares(values: &[f32]) -> f64 {
+    dispatch(SumOfSquares(values))
+}
+
+/// Sums in as many lanes as keep the widest vectors busy.
+struct SumOfSquares<'a>(&'a [f32]);
+
+impl Task for SumOfSquares<'_> {
+    type Output = f64;
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> f64 {
+        const LANES: usize = 32;
+        let mut lanes = [0.0f64; LANES];
+        let chunks = self.0.chunks_exact(LANES);
+        let rest = chunks.remainder();
+        for chunk in chunks {
+            for i in 0..LANES {
+                lanes[i] += f64::from(chunk[i]) * f64::from(chunk[i]);
+            }
+        }
+        for (lane, value) in lanes.iter_mut().zip(rest) {
+            *lane += f64::from(*value) * f64::from(*value);
+        }
+        lanes.iter().sum()
+    }
 }
 
 /// The hash of an arena.

@@ -1,6 +1,7 @@
-//! Two looks at a whole arena: is everything in it a number, and is it the same as on another rank?
+//! Looks at a whole arena: is everything in it a number, is it the same as on another rank, how long is it as a vector?
 //!
-//! Contract: `not_finite` is the number of elements that are infinite or not a number. `hash` is the sum modulo 2^64,
+//! Contract: `not_finite` is the number of elements that are infinite or not a number. `sum_of_squares` (of the CPU alone) is
+//! taken in f64, in an order that depends on the length alone. `hash` is the sum modulo 2^64,
 //! over all elements i < 2^32 of f32, of `splitmix64(i · 2^32 + b)` with the element's bits b (see [`crate::rng`]). A
 //! sum does not depend on the order in which it is taken, so that every backend and every partition of the work finds
 //! the same number; the index in each term makes it depend on the order of the elements. Arenas that differ in one
@@ -42,5 +43,20 @@ mod tests {
     #[test]
     fn infinities_and_nans_are_counted() {
         assert_eq!(cpu::not_finite(&[0.0, f32::NAN, f32::MAX, f32::NEG_INFINITY, 1e-40]), 2);
+        let mut values = random(10_000, 2);
+        values[9_999] = f32::INFINITY;
+        values[4_095] = -f32::NAN;
+        assert_eq!(cpu::not_finite(&values), 2);
+    }
+
+    #[test]
+    fn squares_are_summed_without_overflow_or_loss() {
+        for len in [0, 1, 31, 32, 33, 10_000] {
+            let values: Vec<f32> = (0..len).map(|i| (i % 100) as f32 - 50.0).collect();
+            let expected: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
+            assert_eq!(cpu::sum_of_squares(&values), expected, "{len}");
+        }
+        let norm = cpu::sum_of_squares(&[3e30, -4e30]).sqrt();
+        assert!((norm / 5e30 - 1.0).abs() < 1e-6, "{norm}");
     }
 }

@@ -9,50 +9,66 @@ use super::chunk::Chunk;
 use crate::DType;
 use crate::cuda::elements::{THREADS, blocks, check, count, run};
 use crate::cuda::{Arg, Grid, Result, Source, StepState, Stream, View};
+use crate::schedule::{Decay, Schedule};
 
 /// The kernels.
 pub static SOURCE: Source = Source { name: "optimizer", text: include_str!("optimizer.cu") };
 
 /// What a step's index says about the training.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Schedule {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Plan {
     /// Steps of an epoch, after which the position is 0 again.
     pub steps_per_epoch: u64,
-    /// Steps over which the learning rate falls linearly from the optimizer's to 0; `None` keeps it.
-    pub falling_steps: Option<u64>,
+    /// How the learning rate changes from the optimizer's.
+    pub schedule: Schedule,
 }
 
-/// `struct Schedule` of the kernels.
+/// `struct Plan` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
 struct Parameters {
     steps_per_epoch: u64,
-    falling_steps: u64,
+    warm_up: u64,
+    decay_steps: u64,
+    decay_to: f64,
     learning_rate: f64,
     decays: [f64; 2],
     epsilon: f64,
     weight_decay: f64,
     rule: u32,
     nesterov: u32,
+    decay: u32,
+    unused: u32,
 }
 
 impl Parameters {
-    fn new(optimizer: &Optimizer, schedule: Schedule) -> Self {
+    fn new(optimizer: &Optimizer, plan: Plan) -> Self {
         let (rule, decays, epsilon, nesterov) = match *optimizer {
             Optimizer::Adam(o) => (0, [o.beta1, o.beta2], o.eps, false),
             Optimizer::AdamW(o) => (1, [o.beta1, o.beta2], o.eps, false),
             Optimizer::RmsProp(o) => (2, [o.rho, o.momentum], o.eps, false),
             Optimizer::Sgd(o) => (3, [o.momentum, o.dampening], 0.0, o.nesterov),
         };
+        let Schedule { warm_up, decay: kind } = plan.schedule;
+        let (decay, decay_to) = match kind {
+            Decay::Constant => (0, 0.0),
+            Decay::Linear { .. } => (1, 0.0),
+            Decay::Cosine { floor, .. } => (2, floor),
+            Decay::Step { factor, .. } => (3, factor),
+        };
         Parameters {
-            steps_per_epoch: schedule.steps_per_epoch,
-            falling_steps: schedule.falling_steps.unwrap_or(0),
+            steps_per_epoch: plan.steps_per_epoch,
+            warm_up,
+            decay_steps: kind.steps(),
+            decay_to,
             learning_rate: optimizer.lr(),
             decays,
             epsilon,
             weight_decay: optimizer.weight_decay(),
             rule,
             nesterov: u32::from(nesterov),
+            decay,
+            unused: 0,
         }
     }
 }
@@ -64,10 +80,10 @@ impl Parameters {
 ///
 /// # Panics
 /// If `state` is not the memory of a [`StepState`], or an epoch has no steps, or the learning rate none to fall over.
-pub fn begin(stream: &Stream, optimizer: &Optimizer, schedule: Schedule, state: View<'_>) -> Result<()> {
+pub fn begin(stream: &Stream, optimizer: &Optimizer, plan: Plan, state: View<'_>) -> Result<()> {
     StepState::check(state);
-    assert!(schedule.steps_per_epoch > 0 && schedule.falling_steps != Some(0), "{schedule:?}");
-    let arguments = [state.into(), Arg::of(&Parameters::new(optimizer, schedule))];
+    assert!(plan.steps_per_epoch > 0 && plan.schedule.decay.steps() > 0, "{plan:?}");
+    let arguments = [state.into(), Arg::of(&Parameters::new(optimizer, plan))];
     // SAFETY: the kernel writes the state.
     unsafe { run(stream, &SOURCE, "step_begin", Grid::new(1, 32), &arguments) }
 }

@@ -13,15 +13,24 @@ __device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
 #define RULE_RMS_PROP 2
 #define RULE_SGD 3
 
-struct Schedule {
+#define DECAY_CONSTANT 0
+#define DECAY_LINEAR 1
+#define DECAY_COSINE 2
+#define DECAY_STEP 3
+
+struct Plan {
     u64 steps_per_epoch;
-    u64 falling_steps;  // over which the learning rate falls to 0; 0: it is constant
+    u64 warm_up;      // steps in which the learning rate rises
+    u64 decay_steps;  // over which it falls, or between two falls
+    f64 decay_to;     // the cosine's floor, or the factor of a fall
     f64 learning_rate;
     f64 decays[2];  // Adam's beta1 and beta2, RMSprop's rho and momentum, SGD's momentum and dampening
     f64 epsilon;
     f64 weight_decay;
     u32 rule;
     u32 nesterov;
+    u32 decay;
+    u32 unused;
 };
 
 // Names of the constants, which step_begin writes and the rules read.
@@ -41,16 +50,30 @@ struct Schedule {
 #define SGD_AHEAD 3
 #define SGD_ALONG 4
 
+// What the learning rate is multiplied with: see schedule.rs.
+__device__ inline f64 schedule_factor(const Plan& plan, u64 step) {
+    if (step < plan.warm_up) return (f64)(step + 1) / (f64)plan.warm_up;
+    step -= plan.warm_up;
+    const u64 fallen = step < plan.decay_steps ? step : plan.decay_steps;
+    const f64 part = (f64)fallen / (f64)plan.decay_steps;
+    if (plan.decay == DECAY_LINEAR) return 1.0 - part;
+    if (plan.decay == DECAY_COSINE) {
+        const f64 wave = mul(0.5, 1.0 + cos(mul(3.14159265358979323846, part)));
+        return plan.decay_to + mul(1.0 - plan.decay_to, wave);
+    }
+    if (plan.decay == DECAY_STEP) return pow(plan.decay_to, (f64)(step / plan.decay_steps));
+    return 1.0;
+}
+
 // Advances the state to the step that begins. One thread: all others of the step wait for it anyway.
-KERNEL(step_begin)(StepState* state, Schedule schedule) {
+KERNEL(step_begin)(StepState* state, Plan plan) {
     if (grid_thread() > 0) return;
     const u64 step = state->step + 1;
-    f64 rate = schedule.learning_rate;
-    if (schedule.falling_steps > 0) rate = mul(rate, 1.0 - (f64)step / (f64)schedule.falling_steps);
-    const f64 first = schedule.decays[0], second = schedule.decays[1];
+    const f64 rate = mul(plan.learning_rate, schedule_factor(plan, step));
+    const f64 first = plan.decays[0], second = plan.decays[1];
     f32 constants[8] = {};
     constants[RATE] = (f32)rate;
-    if (schedule.rule == RULE_ADAM || schedule.rule == RULE_ADAM_W) {
+    if (plan.rule == RULE_ADAM || plan.rule == RULE_ADAM_W) {
         const f64 t = (f64)(step + 1);
         const f64 correction1 = 1.0 - pow(first, t), correction2 = 1.0 - pow(second, t);
         constants[RATE] = (f32)(rate / correction1);
@@ -58,22 +81,22 @@ KERNEL(step_begin)(StepState* state, Schedule schedule) {
         constants[ADAM_TOWARDS_FIRST] = (f32)(1.0 - first);
         constants[ADAM_BETA2] = (f32)second;
         constants[ADAM_TOWARDS_SECOND] = (f32)(1.0 - second);
-        constants[ADAM_EPSILON] = (f32)schedule.epsilon;
-        constants[ADAM_KEEP] = (f32)(1.0 - mul(rate, schedule.weight_decay));
-    } else if (schedule.rule == RULE_RMS_PROP) {
+        constants[ADAM_EPSILON] = (f32)plan.epsilon;
+        constants[ADAM_KEEP] = (f32)(1.0 - mul(rate, plan.weight_decay));
+    } else if (plan.rule == RULE_RMS_PROP) {
         constants[RMS_RHO] = (f32)first;
         constants[RMS_TOWARDS] = (f32)(1.0 - first);
-        constants[RMS_EPSILON] = (f32)schedule.epsilon;
+        constants[RMS_EPSILON] = (f32)plan.epsilon;
         constants[RMS_MOMENTUM] = (f32)second;
     } else {
         // In the first step the momentum is the gradient itself.
         constants[SGD_OLD] = step == 0 ? 0.0f : (f32)first;
         constants[SGD_NEW] = step == 0 ? 1.0f : (f32)(1.0 - second);
-        constants[SGD_AHEAD] = schedule.nesterov ? 1.0f : 0.0f;
-        constants[SGD_ALONG] = schedule.nesterov ? (f32)first : 1.0f;
+        constants[SGD_AHEAD] = plan.nesterov ? 1.0f : 0.0f;
+        constants[SGD_ALONG] = plan.nesterov ? (f32)first : 1.0f;
     }
     state->step = step;
-    state->position = step % schedule.steps_per_epoch;
+    state->position = step % plan.steps_per_epoch;
     state->learning_rate = rate;
     for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
 }

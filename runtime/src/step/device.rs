@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use mgpu_kernels::cuda::{Device, Event, Graph, Memory, Pinned, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
-pub use mgpu_kernels::optimizer::cuda::Schedule;
+pub use mgpu_kernels::optimizer::cuda::Plan;
 use mgpu_kernels::optimizer::cuda::{Arenas, begin, update};
 
 use super::FIRST_BUCKET;
@@ -44,8 +44,8 @@ const STEP: &str = "training step";
 pub struct DeviceConfig {
     /// The update of parameters.
     pub optimizer: OptimizerConfig,
-    /// Learning rate and epochs.
-    pub schedule: Schedule,
+    /// Epochs, and how the learning rate changes.
+    pub plan: Plan,
     /// Keep a copy of the parameters in bf16, for kernels that read it.
     pub bf16_copy: bool,
     /// Bytes of gradients in one all-reduce; the first bucket is at most 256 KiB.
@@ -73,8 +73,8 @@ struct Slot {
 /// None of these waits for the GPU.
 ///
 /// ```no_run
-/// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
-/// use mgpu::step::device::{ALIGNMENT, BUCKET, DeviceConfig, DeviceDataParallel, Schedule};
+/// use mgpu::optimizer::{OptimizerConfig, Rule, Schedule, Sgd};
+/// use mgpu::step::device::{ALIGNMENT, BUCKET, DeviceConfig, DeviceDataParallel, Plan};
 /// # fn main() -> mgpu::Result<()> {
 /// let mut world = mgpu::World::from_env()?; // under `mgpurun --backend nccl`
 /// let (device, host) = world.communicators()?;
@@ -82,7 +82,7 @@ struct Slot {
 /// layout.push_aligned("slope", [1], ALIGNMENT);
 /// let config = DeviceConfig {
 ///     optimizer: OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() })),
-///     schedule: Schedule { steps_per_epoch: 100, falling_steps: None },
+///     plan: Plan { steps_per_epoch: 100, schedule: Schedule::CONSTANT },
 ///     bf16_copy: false,
 ///     bucket: BUCKET,
 /// };
@@ -289,8 +289,8 @@ impl DeviceDataParallel {
         for slot in &mut self.slots {
             slot.open.fill(true);
         }
-        let DeviceConfig { optimizer, schedule, .. } = &self.config;
-        Ok(begin(&self.compute, &optimizer.rule, *schedule, self.state.view())?)
+        let DeviceConfig { optimizer, plan, .. } = &self.config;
+        Ok(begin(&self.compute, &optimizer.rule, *plan, self.state.view())?)
     }
 
     /// The kernels that write the gradient of `tensor` are on the stream: its bucket's all-reduce may follow them.

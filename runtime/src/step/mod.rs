@@ -7,15 +7,27 @@
 //! same bits. Of a large one it averages and updates its shard, and passes that on: state and work are divided by n, and
 //! the bits are the same (`slot`). On a GPU the same way is `device`'s, without shards.
 
+mod accumulate;
+mod buffers;
+mod clip;
+mod config;
 #[cfg(feature = "cuda")]
 pub mod device;
+mod sink;
 mod slot;
+mod tree;
 
 use std::borrow::Cow;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use slot::{Averaged, Gradient, Sink, Slot, gather, unready};
+use accumulate::Accumulator;
+use buffers::BufferMean;
+use config::FIRST_BUCKET;
+pub use config::{BUCKET, Compression, DataParallelConfig, Reduction, SHARD_FROM, VERIFY_EVERY};
+pub use sink::GradientSink;
+use sink::Sink;
+use slot::{Averaged, Exchange, Gradient, Slot, gather, unready};
 
 use crate::bucket;
 use crate::comm::{Buffer, Communicator, DType, shard};
@@ -23,62 +35,9 @@ use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{replicate, verify_equal};
 use crate::{Error, Layout, Result};
 
-/// Bytes of the first bucket: small, so that communication starts early.
-const FIRST_BUCKET: usize = 256 << 10;
-/// Bytes of the other buckets, unless the caller chooses: on a CPU small enough that gradients are still in the cache
-/// when they are reduced. (Of 1, 2, 4 and 25 MiB, steps of the larger networks with two ranks were up to 8% shorter
-/// with 1 MiB than with 25, and otherwise as long.)
-pub const BUCKET: usize = 1 << 20;
-/// Bytes from which on a bucket is sharded, unless the caller chooses: below, the optimizer takes less than the exchange
-/// of what it has updated. (On a busy machine, two ranks with the 247 KB of `lenet5` took 0.84 ms a step replicated and
-/// 1.15 sharded; with the 27 MB of `deep`, sums and updates took 36 ms replicated and 28 sharded.)
-pub const SHARD_FROM: usize = 512 << 10;
 /// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
 /// cache.
 const BLOCK: usize = 1 << 15;
-
-/// Where a model writes its gradients during a backward pass.
-pub trait GradientSink {
-    /// The gradient of parameter tensor `tensor` (index in the layout), to be overwritten: it holds whatever the
-    /// last step left.
-    fn gradient(&mut self, tensor: usize) -> &mut [f32];
-
-    /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and step, in the same
-    /// order on every rank, best last layer first.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    fn ready(&mut self, tensor: usize) -> Result<()>;
-
-    /// Sums `values` over all ranks, in place: for synchronised batch normalisation.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()>;
-}
-
-/// How a [`DataParallel`] trains. The same on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DataParallelConfig {
-    /// How parameters follow their gradients.
-    pub optimizer: OptimizerConfig,
-    /// Threads that updates run on.
-    pub threads: usize,
-    /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB.
-    pub bucket: usize,
-    /// Bytes from which on a bucket's part of the optimizer is sharded: every rank has 1/n of its state and of its moving
-    /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not. `None`
-    /// replicates all, and so does a backend whose ranks do not share memory: its sums may differ in their last bits from one
-    /// operation to the other.
-    pub shard_from: Option<usize>,
-}
-
-impl DataParallelConfig {
-    /// Buckets of [`BUCKET`] bytes, sharded from [`SHARD_FROM`] on.
-    pub fn new(optimizer: OptimizerConfig, threads: usize) -> Self {
-        DataParallelConfig { optimizer, threads, bucket: BUCKET, shard_from: Some(SHARD_FROM) }
-    }
-}
 
 /// The name of an arena in a checkpoint, and its values.
 pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
@@ -90,6 +49,18 @@ pub struct StepTimes {
     pub communication: Duration,
     /// Updating the parameters.
     pub optimizer: Duration,
+}
+
+/// A part of a rank's batch, of which gradients are computed by themselves.
+pub struct MicroBatch<'a> {
+    /// Which of the step's on this rank, from 0.
+    pub index: usize,
+    /// The parameters, the same for all of the step.
+    pub parameters: &'a [f32],
+    /// What the model changes while it computes, beside its parameters: running statistics.
+    pub buffers: &'a mut [f32],
+    /// Takes the gradients.
+    pub gradients: &'a mut dyn GradientSink,
 }
 
 /// A model's parameters, replicated on every rank and updated together, with the optimizer's state sharded over ranks.
@@ -122,6 +93,10 @@ pub struct DataParallel {
     /// The slot of each tensor.
     slot_of: Vec<usize>,
     optimizer: Optimizer,
+    accumulator: Accumulator,
+    config: DataParallelConfig,
+    /// Norm of the last step's gradients, where they are clipped.
+    norm: Option<f64>,
     /// Elements of the sharded buckets, which lie in the arena the other way round.
     segments: Vec<Range<usize>>,
     /// Elements that are updated before they are passed on.
@@ -149,25 +124,32 @@ impl DataParallel {
     /// As [`new`](Self::new), with all there is to choose.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new); if what is chosen does not go together.
     pub fn with_config(
         mut comm: Box<dyn Communicator>,
         layout: Layout,
         mut values: Vec<f32>,
         config: DataParallelConfig,
     ) -> Result<Self> {
+        config.check(comm.size())?;
         replicate(&mut *comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
         let shares_memory = ranks > 1 && comm.backend() == "cpu";
         let mut gradients = comm.allocate(DType::F32, layout.len())?;
+        let mut narrow = match config.compression {
+            Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
+            _ => None,
+        };
         let (mut slots, mut states) = (Vec::new(), 0);
         let mut slot_of = vec![0; layout.tensors().len()];
         // Buckets are cut from the end of the arena.
         for bucket in bucket::plan(&layout, FIRST_BUCKET.min(config.bucket), config.bucket) {
-            let (rest, gradient) = gradients.split_at(bucket.elements.start);
-            gradients = rest;
-            slot_of[bucket.tensors.clone()].fill(slots.len());
             let begin = bucket.elements.start;
+            let (rest, gradient) = gradients.split_at(begin);
+            gradients = rest;
+            let (rest, narrowed) = narrow.map(|narrow| narrow.split_at(begin)).unzip();
+            narrow = rest;
+            slot_of[bucket.tensors.clone()].fill(slots.len());
             let sharded = shares_memory && config.shard_from.is_some_and(|least| gradient.bytes() >= least);
             let own = if sharded { shard(gradient.len(), ranks, rank) } else { 0..gradient.len() };
             slots.push(Slot {
@@ -176,6 +158,7 @@ impl DataParallel {
                 own: begin + own.start..begin + own.end,
                 state: states,
                 gradient: Gradient::Here(gradient),
+                narrow: narrowed,
                 averaged: Averaged::None,
                 open: vec![true; bucket.tensors.len()],
                 bucket,
@@ -194,9 +177,20 @@ impl DataParallel {
         if let Some(average) = optimizer.average_mut() {
             keep_own(&slots, &values, average);
         }
-        let block = BLOCK * config.threads.max(1);
-        let times = None;
-        Ok(DataParallel { comm, layout, parameters, slots, slot_of, optimizer, segments, block, times })
+        Ok(DataParallel {
+            accumulator: Accumulator::new(layout.len()),
+            block: BLOCK * config.threads.max(1),
+            times: None,
+            norm: None,
+            comm,
+            layout,
+            parameters,
+            slots,
+            slot_of,
+            optimizer,
+            config,
+            segments,
+        })
     }
 
     /// Makes one step. `compute` runs forward and backward with the current parameters and hands over every
@@ -204,27 +198,71 @@ impl DataParallel {
     /// parameters. Returns what `compute` returns.
     ///
     /// # Errors
-    /// As `compute` and the communicator; names a tensor whose gradient was not handed over.
+    /// As [`step_accumulated`](Self::step_accumulated).
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
+        let (mut compute, mut result) = (Some(compute), None);
+        self.step_accumulated(1, &mut [], |batch| {
+            let compute = compute.take().expect("there is one micro-batch");
+            result = Some(compute(batch.parameters, batch.gradients)?);
+            Ok(())
+        })?;
+        Ok(result.expect("the micro-batch was computed"))
+    }
+
+    /// Makes one step of several micro-batches, equally many on all ranks, which communicates as much as with one.
+    /// `compute` runs forward and backward of each, and hands over every gradient as the mean over the micro-batch; the
+    /// step reduces them over micro-batches and ranks, and updates the parameters. `buffers` are what the model changes
+    /// beside its parameters, such as running statistics; they are passed on to `compute`.
+    ///
+    /// # Errors
+    /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or twice; rank and tensor,
+    /// if gradients are no numbers ([`Error::NotFinite`]; parameters and optimizer are as before then, and another step may
+    /// be made) or weights differ between ranks ([`Error::Diverged`]).
+    ///
+    /// # Panics
+    /// If there are no micro-batches.
+    pub fn step_accumulated(
+        &mut self,
+        micro_batches: usize,
+        buffers: &mut [f32],
+        mut compute: impl FnMut(MicroBatch<'_>) -> Result<()>,
+    ) -> Result<()> {
+        assert!(micro_batches > 0, "a step has a micro-batch at least");
         self.whole_parameters("step")?;
         self.slots.iter_mut().try_for_each(Slot::begin_step)?;
-        let mut sink = Sink {
-            comm: &mut *self.comm,
-            layout: &self.layout,
-            slots: &mut self.slots,
-            slot_of: &self.slot_of,
-        };
-        let result = compute(self.parameters.as_slice(), &mut sink)?;
-        if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
-            return Err(unready(&self.layout, &slot.bucket, &slot.open));
+        self.accumulator.begin_step(micro_batches);
+        let mut not_finite = None;
+        let mut mean = self.config.world_size_invariant.then(|| BufferMean::new(buffers, micro_batches));
+        for index in 0..micro_batches {
+            self.accumulator.begin_batch(index);
+            if let Some(mean) = &mut mean {
+                mean.begin_batch(index, buffers);
+            }
+            let (parameters, mut sink) = self.begin_batch(&mut not_finite);
+            compute(MicroBatch { index, parameters, buffers, gradients: &mut sink })?;
+            if let Some(mean) = &mut mean {
+                mean.add(buffers);
+            }
+            if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
+                return Err(unready(&self.layout, &slot.bucket, &slot.open));
+            }
         }
-        self.optimizer.begin_step();
+        self.slots.iter_mut().try_for_each(Slot::settle)?;
+        if let Some(mean) = mean {
+            mean.finish(&mut *self.comm, buffers)?;
+        }
+        self.check_finite(not_finite)?;
+        self.clip()?;
         self.update()?;
-        Ok(result)
+        if self.config.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
+            self.verify()?;
+        }
+        Ok(())
     }
 
     /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
     fn update(&mut self) -> Result<()> {
+        self.optimizer.begin_step();
         let (start, mut updating) = (Instant::now(), Duration::ZERO);
         let Self { comm, parameters, optimizer, slots, segments, block, .. } = self;
         let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
@@ -234,11 +272,8 @@ impl DataParallel {
             optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
             updating += start.elapsed();
         };
-        for slot in slots.iter_mut() {
-            slot.settle()?;
-            if !slot.sharded {
-                update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
-            }
+        for slot in slots.iter().filter(|slot| !slot.sharded) {
+            update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
         }
         if !segments.is_empty() {
             let sharded: Vec<&Slot> = slots.iter().rev().filter(|slot| slot.sharded).collect();
@@ -253,6 +288,51 @@ impl DataParallel {
             times.optimizer += updating;
         }
         Ok(())
+    }
+
+    /// What a micro-batch is computed with. What is found in its gradients goes to `not_finite`.
+    fn begin_batch<'a>(&'a mut self, not_finite: &'a mut Option<usize>) -> (&'a [f32], Sink<'a>) {
+        for slot in &mut self.slots {
+            slot.open.fill(true);
+        }
+        let DataParallelConfig { reduction, world_size_invariant: invariant, check_finite: check, .. } =
+            self.config;
+        let sink = Sink {
+            comm: &mut *self.comm,
+            layout: &self.layout,
+            slots: &mut self.slots,
+            slot_of: &self.slot_of,
+            accumulator: &mut self.accumulator,
+            exchange: Exchange { reduction, invariant },
+            check,
+            not_finite,
+        };
+        (self.parameters.as_slice(), sink)
+    }
+
+    /// Tells all ranks if one of them has gradients that are no numbers, and which.
+    fn check_finite(&mut self, found: Option<usize>) -> Result<()> {
+        if !self.config.check_finite {
+            return Ok(());
+        }
+        let tensors = self.comm.all_gather_slice(&[found.map_or(-1, |tensor| tensor as i64)])?;
+        let Some(rank) = tensors.iter().position(|tensor| *tensor >= 0) else { return Ok(()) };
+        let tensor = self.layout.tensors()[tensors[rank] as usize].name.clone();
+        Err(Error::NotFinite { rank: rank as u32, tensor, step: self.steps() + 1 })
+    }
+
+    /// Shortens the gradients if they are longer than they may be.
+    fn clip(&mut self) -> Result<()> {
+        if let Some(most) = self.config.clip_norm {
+            let invariant = self.config.world_size_invariant;
+            self.norm = Some(clip::clip(&mut *self.comm, &mut self.slots, most, invariant)?);
+        }
+        Ok(())
+    }
+
+    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not.
+    pub fn gradient_norm(&self) -> Option<f64> {
+        self.norm
     }
 
     /// Measures from now on what steps take beside their passes, from zero.

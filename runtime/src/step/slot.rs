@@ -8,17 +8,33 @@
 
 use std::ops::Range;
 
-use super::GradientSink;
+use half::bf16;
+use mgpu_kernels::arena::cpu as arena;
+use mgpu_kernels::digest::cpu as digest;
+
+use super::{Reduction, tree};
 use crate::bucket::Bucket;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
-use crate::replicate::sum_over_ranks;
 use crate::{Error, Layout, Result};
+
+/// How gradients become one over ranks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Exchange {
+    pub(super) reduction: Reduction,
+    /// Whether the result is not to depend on the number of ranks.
+    pub(super) invariant: bool,
+}
 
 /// A bucket's gradient: here, or with the communicator.
 #[derive(Debug)]
 pub(super) enum Gradient {
     Here(Buffer),
     Reducing(Pending),
+    /// A copy of it travels, rounded to bf16.
+    Compressed {
+        pending: Pending,
+        gradient: Buffer,
+    },
     /// Lost to a failed operation.
     Lost,
 }
@@ -44,6 +60,8 @@ pub(super) struct Slot {
     /// Where their state begins in the optimizer's arenas.
     pub(super) state: usize,
     pub(super) gradient: Gradient,
+    /// Where gradients are compressed, memory for what travels; `None` while that does.
+    pub(super) narrow: Option<Buffer>,
     pub(super) averaged: Averaged,
     /// Tensors not yet ready in this step.
     pub(super) open: Vec<bool>,
@@ -52,7 +70,6 @@ pub(super) struct Slot {
 impl Slot {
     /// Gets ready for a step. One that broke off may have left a reduction under way.
     pub(super) fn begin_step(&mut self) -> Result<()> {
-        self.open.fill(true);
         self.averaged = Averaged::None;
         self.settle()
     }
@@ -71,11 +88,29 @@ impl Slot {
         }
     }
 
+    /// As [`values`](Self::values), to be changed.
+    pub(super) fn values_mut(&mut self) -> &mut [f32] {
+        match &mut self.gradient {
+            Gradient::Here(gradient) => gradient.as_mut_slice(),
+            _ => panic!("a gradient is written after all of its bucket was ready"),
+        }
+    }
+
     /// Takes the gradient, waiting for its reduction if that is under way.
     fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
             Gradient::Here(buffer) => Ok(buffer),
             Gradient::Reducing(pending) => pending.wait(),
+            Gradient::Compressed { pending, mut gradient } => {
+                let narrow = pending.wait()?;
+                let reduced = self.reduced();
+                arena::widen(
+                    &narrow.as_slice::<bf16>()[reduced.clone()],
+                    &mut gradient.as_mut_slice()[reduced],
+                );
+                self.narrow = Some(narrow);
+                Ok(gradient)
+            }
             Gradient::Lost => {
                 let problem =
                     "gradients were lost to an earlier error; no further step can be made".to_owned();
@@ -84,18 +119,53 @@ impl Slot {
         }
     }
 
-    /// Starts the reduction, unless it is under way.
-    fn reduce(&mut self, comm: &mut dyn Communicator) -> Result<()> {
-        self.gradient = match std::mem::replace(&mut self.gradient, Gradient::Lost) {
-            Gradient::Here(gradient) if self.sharded => {
-                Gradient::Reducing(comm.reduce_scatter(gradient, ReduceOp::Avg)?)
+    /// Starts the reduction.
+    pub(super) fn reduce(&mut self, comm: &mut dyn Communicator, exchange: Exchange) -> Result<()> {
+        let mut gradient = self.take()?;
+        if exchange.invariant {
+            gradient = tree::all_sum(comm, gradient)?;
+            if exchange.reduction == Reduction::Mean {
+                arena::scale(gradient.as_mut_slice(), 1.0 / comm.size() as f32);
             }
-            Gradient::Here(gradient) => Gradient::Reducing(comm.all_reduce(gradient, ReduceOp::Avg)?),
-            // Announced twice: it is on its way already.
-            other => other,
+            (self.gradient, self.averaged) = (Gradient::Here(gradient), Averaged::All);
+            return Ok(());
+        }
+        let op = match exchange.reduction {
+            Reduction::Mean => ReduceOp::Avg,
+            Reduction::Sum => ReduceOp::Sum,
+        };
+        let mut start = |buffer| {
+            if self.sharded { comm.reduce_scatter(buffer, op) } else { comm.all_reduce(buffer, op) }
+        };
+        self.gradient = match self.narrow.take() {
+            None => Gradient::Reducing(start(gradient)?),
+            Some(mut narrow) => {
+                arena::narrow(gradient.as_slice(), narrow.as_mut_slice::<bf16>());
+                Gradient::Compressed { pending: start(narrow)?, gradient }
+            }
         };
         self.averaged = if self.sharded { Averaged::Shard } else { Averaged::All };
         Ok(())
+    }
+
+    /// Elements of the gradient that a reduction leaves on this rank.
+    pub(super) fn reduced(&self) -> Range<usize> {
+        if self.averaged == Averaged::Shard { self.own_within() } else { 0..self.elements.len() }
+    }
+
+    /// Elements of the gradient that this rank updates.
+    fn own_within(&self) -> Range<usize> {
+        self.own.start - self.elements.start..self.own.end - self.elements.start
+    }
+
+    /// The last of the bucket's tensors that has gradients which are not finite numbers.
+    pub(super) fn first_not_finite(&self, layout: &Layout) -> Option<usize> {
+        let values = self.values();
+        if digest::not_finite(values) == 0 {
+            return None;
+        }
+        let mut tensors = self.bucket.tensors.clone().rev();
+        tensors.find(|tensor| digest::not_finite(&values[self.within(layout, *tensor)]) > 0)
     }
 
     /// The averaged gradient. Collective where only shards of it have been averaged.
@@ -148,8 +218,7 @@ pub(super) fn gather(
         let mine = &local[slot.states()];
         let gathered = if slot.sharded {
             let mut buffer = Buffer::zeroed::<f32>(slot.elements.len());
-            let own = slot.own.start - slot.elements.start..slot.own.end - slot.elements.start;
-            buffer.as_mut_slice()[own].copy_from_slice(mine);
+            buffer.as_mut_slice()[slot.own_within()].copy_from_slice(mine);
             Some(comm.all_gather(buffer)?.wait()?)
         } else {
             None
@@ -159,33 +228,4 @@ pub(super) fn gather(
         }
     }
     Ok(())
-}
-
-/// What `compute` sees of the buckets.
-pub(super) struct Sink<'a> {
-    pub(super) comm: &'a mut dyn Communicator,
-    pub(super) layout: &'a Layout,
-    pub(super) slots: &'a mut [Slot],
-    pub(super) slot_of: &'a [usize],
-}
-
-impl GradientSink for Sink<'_> {
-    fn gradient(&mut self, tensor: usize) -> &mut [f32] {
-        let slot = &mut self.slots[self.slot_of[tensor]];
-        let range = slot.within(self.layout, tensor);
-        let Gradient::Here(buffer) = &mut slot.gradient else {
-            panic!("the gradient of tensor {tensor} is written after all of its bucket was ready");
-        };
-        &mut buffer.as_mut_slice()[range]
-    }
-
-    fn ready(&mut self, tensor: usize) -> Result<()> {
-        let slot = &mut self.slots[self.slot_of[tensor]];
-        slot.open[tensor - slot.bucket.tensors.start] = false;
-        if slot.open.contains(&true) { Ok(()) } else { slot.reduce(self.comm) }
-    }
-
-    fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
-        sum_over_ranks(self.comm, values)
-    }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
-use mgpu::{Communicator, DataParallel, DataParallelConfig, Sampler};
+use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
@@ -47,21 +47,19 @@ impl<E: Storage> Cpu<E> {
         comm: Box<dyn Communicator>,
         threads: usize,
     ) -> mgpu::Result<Self> {
-        let spec = &args.net;
-        let net = Net::with_choice(spec, recipe.batch, threads, args.conv);
-        let parameters = net.initial_parameters(recipe.seed);
-        let mut config = DataParallelConfig::new(spec.optimizer, threads);
-        config.bucket = args.bucket_bytes().unwrap_or(config.bucket);
-        config.shard_from = args.shard_optimizer.shard_from();
-        let model = DataParallel::with_config(comm, net.layout().clone(), parameters, config)?;
+        let micro_batch = recipe.batch / recipe.micro_batches;
+        let net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
+        let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
+        let config = args.parallel.config(args.net.optimizer, threads);
+        let model = DataParallel::with_config(comm, layout, parameters, config)?;
         Ok(Cpu {
             buffers: net.initial_buffers(),
             model,
             net,
             recipe: *recipe,
             threads,
-            images: vec![0.0; recipe.batch * IMAGE_LEN],
-            labels: vec![0; recipe.batch],
+            images: vec![0.0; micro_batch * IMAGE_LEN],
+            labels: vec![0; micro_batch],
             profile: args.profile,
             measured: None,
         })
@@ -89,7 +87,7 @@ impl<E: Storage> Engine for Cpu<E> {
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
         let Cpu { model, net, recipe, buffers, images, labels, profile, measured, .. } = self;
-        let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
+        let Recipe { seed, first_sample, steps_per_epoch, micro_batches, .. } = *recipe;
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
@@ -99,18 +97,25 @@ impl<E: Storage> Engine for Cpu<E> {
                 model.start_times();
             }
             let begin = measured.as_ref().map(|_| Instant::now());
+            let mut gathered = Duration::ZERO;
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
-            data.gather(samples, images, labels);
-            let gathered = begin.map(|begin| begin.elapsed());
 
             model.set_learning_rate(recipe.learning_rate(step));
-            let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
-            let report = model.step(|parameters, ranks| {
-                net.forward(parameters, buffers, images, mode, ranks)?;
-                net.backward(parameters, labels, ranks)
+            let mut report = LossReport::default();
+            model.step_accumulated(micro_batches, buffers, |batch| {
+                let MicroBatch { index, parameters, buffers, gradients } = batch;
+                let first = index * labels.len();
+                let begin = Instant::now();
+                data.gather(&samples[first..first + labels.len()], images, labels);
+                gathered += begin.elapsed();
+                let first_sample = first_sample + first as u64;
+                let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
+                net.forward(parameters, buffers, images, mode, gradients)?;
+                report += net.backward(parameters, labels, gradients)?;
+                Ok(())
             })?;
 
-            if let (Some(measured), Some(begin), Some(gathered)) = (measured.as_mut(), begin, gathered) {
+            if let (Some(measured), Some(begin)) = (measured.as_mut(), begin) {
                 measured.gather += gathered;
                 measured.steps += begin.elapsed();
             }

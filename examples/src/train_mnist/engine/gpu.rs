@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::{checksum, replicate, verify_equal};
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Reading, Schedule, StepGraph};
+use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Plan, Reading, StepGraph};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
@@ -76,7 +76,7 @@ impl Gpu {
         optimizer.rule = optimizer.rule.with_lr(recipe.lr);
         let config = DeviceConfig {
             optimizer,
-            schedule: Schedule { steps_per_epoch: recipe.steps_per_epoch, falling_steps: recipe.lr_steps },
+            plan: Plan { steps_per_epoch: recipe.steps_per_epoch, schedule: recipe.schedule() },
             bf16_copy: options.precision == Precision::Bf16,
             bucket: options.bucket.unwrap_or(mgpu::step::device::BUCKET),
         };

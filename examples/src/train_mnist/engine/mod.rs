@@ -11,6 +11,7 @@ use std::path::Path;
 pub(super) use cpu::Cpu;
 pub(super) use gpu::{Gpu, Options};
 use mgpu::checkpoint::Manifest;
+use mgpu::optimizer::{Decay, Schedule};
 use mgpu::{Communicator, Sampler};
 use mgpu_kernels::cuda::Device;
 
@@ -24,6 +25,8 @@ pub(super) struct Recipe {
     pub(super) seed: u64,
     /// Images a step on this rank.
     pub(super) batch: usize,
+    /// Parts that those are cut into.
+    pub(super) micro_batches: usize,
     /// Index in the batch of all ranks of this rank's first image.
     pub(super) first_sample: u64,
     /// Learning rate at the beginning.
@@ -34,9 +37,13 @@ pub(super) struct Recipe {
 }
 
 impl Recipe {
+    fn schedule(&self) -> Schedule {
+        Schedule { warm_up: 0, decay: self.lr_steps.map_or(Decay::Constant, |steps| Decay::Linear { steps }) }
+    }
+
     /// The learning rate of step `step`, from 0.
     fn learning_rate(&self, step: u64) -> f64 {
-        self.lr_steps.map_or(self.lr, |steps| self.lr * (1.0 - step as f64 / steps as f64))
+        self.lr * self.schedule().factor(step)
     }
 }
 

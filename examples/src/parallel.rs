@@ -1,0 +1,126 @@
+//! The flags for how ranks train together, the same in all programs that train.
+
+use clap::{Args, ValueEnum};
+use mgpu::DataParallelConfig;
+use mgpu::optimizer::OptimizerConfig;
+use mgpu::step::{Compression, SHARD_FROM};
+
+/// How ranks train together.
+#[derive(Debug, Args)]
+pub(crate) struct Parallel {
+    /// Mebibytes of gradients in one all-reduce [default: 1; on GPUs 16].
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    bucket: Option<u16>,
+    /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
+    /// enough to gain by it), on (of all) or off; on GPUs off.
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
+    shard_optimizer: Sharding,
+    /// Cut each rank's batch into this many micro-batches, of which gradients are computed one after the other and
+    /// exchanged once: less memory for the same step.
+    #[arg(long, value_name = "K", default_value_t = 1, value_parser = positive)]
+    accumulate: usize,
+    /// Cut the batch of all ranks into this many micro-batches, a power of two, and sum their gradients in an order that
+    /// does not depend on the number of ranks: 1, 2, 4, … up to M of them then train the same weights to the last bit,
+    /// with as many images a step and --threads (here 1 by default). Batch normalisation is of micro-batches.
+    #[arg(long, value_name = "M", value_parser = positive, conflicts_with = "accumulate")]
+    world_size_invariant: Option<usize>,
+    /// Scale gradients down to this norm, all tensors' together, where they exceed it.
+    #[arg(long, value_name = "X", value_parser = above_0)]
+    clip_norm: Option<f64>,
+    /// What gradients travel as between ranks: f32, or bf16, which rounds them.
+    #[arg(long, value_enum, value_name = "TYPE", default_value_t = Travel::F32, hide_possible_values = true)]
+    gradients: Travel,
+}
+
+/// What of the optimizer is sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Sharding {
+    Auto,
+    On,
+    Off,
+}
+
+/// How gradients travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Travel {
+    F32,
+    Bf16,
+}
+
+impl Parallel {
+    /// Bytes of gradients in one all-reduce, where the user says.
+    pub(crate) fn bucket_bytes(&self) -> Option<usize> {
+        self.bucket.map(|mebibytes| usize::from(mebibytes) << 20)
+    }
+
+    /// Whether gradients are rounded on their way.
+    pub(crate) fn compresses(&self) -> bool {
+        self.gradients == Travel::Bf16
+    }
+
+    /// Whether the number of ranks is to make no difference.
+    pub(crate) fn is_world_size_invariant(&self) -> bool {
+        self.world_size_invariant.is_some()
+    }
+
+    /// The parts that the `batch` images of each of `ranks` ranks are cut into.
+    pub(crate) fn micro_batches(&self, batch: usize, ranks: u32) -> Result<usize, String> {
+        let count = match self.world_size_invariant {
+            None => self.accumulate,
+            Some(all) if all.is_power_of_two() && all.is_multiple_of(ranks as usize) => all / ranks as usize,
+            Some(all) => {
+                return Err(format!(
+                    "--world-size-invariant {all}: it should be a power of two, and a multiple of the {ranks} ranks"
+                ));
+            }
+        };
+        if batch.is_multiple_of(count) {
+            Ok(count)
+        } else {
+            Err(format!("{batch} images a step on each rank cannot be cut into {count} micro-batches"))
+        }
+    }
+
+    /// How a CPU is to be used, by ranks with `threads` threads.
+    pub(crate) fn config(&self, optimizer: OptimizerConfig, threads: usize) -> DataParallelConfig {
+        let defaults = DataParallelConfig::new(optimizer, threads);
+        DataParallelConfig {
+            bucket: self.bucket_bytes().unwrap_or(defaults.bucket),
+            shard_from: match self.shard_optimizer {
+                Sharding::Auto => Some(SHARD_FROM),
+                Sharding::On => Some(0),
+                Sharding::Off => None,
+            },
+            clip_norm: self.clip_norm,
+            compression: if self.compresses() { Compression::Bf16 } else { Compression::None },
+            world_size_invariant: self.is_world_size_invariant(),
+            ..defaults
+        }
+    }
+
+    /// Says what is asked for and is not there on GPUs.
+    pub(crate) fn check_gpu(&self) -> Result<(), String> {
+        let flags = [
+            ("--shard-optimizer on", self.shard_optimizer == Sharding::On),
+            ("--accumulate", self.accumulate > 1),
+            ("--world-size-invariant", self.is_world_size_invariant()),
+            ("--clip-norm", self.clip_norm.is_some()),
+            ("--gradients bf16", self.compresses()),
+        ];
+        match flags.into_iter().find(|(_, asked)| *asked) {
+            Some((flag, _)) => Err(format!("{flag} is for the CPU only, as yet: leave it out on GPUs")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A number above 0.
+pub(crate) fn above_0(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| *number > 0.0 && number.is_finite());
+    number.ok_or_else(|| "it should be a number above 0".into())
+}
+
+/// A whole number from 1.
+pub(crate) fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "it should be a number from 1".into())
+}

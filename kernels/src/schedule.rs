@@ -1,0 +1,110 @@
+//! How the learning rate changes from step to step: a factor of the optimizer's own rate.
+//!
+//! Contract: steps count from 0. In the first [`warm_up`](Schedule::warm_up) steps w the factor is (step + 1)/w. After them,
+//! with t the steps since:
+//!
+//! | decay | factor |
+//! |---|---|
+//! | [`Constant`](Decay::Constant) | 1 |
+//! | [`Linear`](Decay::Linear) | 1 − t/T, and 0 from T on |
+//! | [`Cosine`](Decay::Cosine) | f + (1 − f)·(1 + cos(π·t/T))/2, and f from T on |
+//! | [`Step`](Decay::Step) | γ^⌊t/s⌋ |
+//!
+//! Those of PyTorch's `LinearLR`, `CosineAnnealingLR` (its first half period) and `StepLR`; the cosine is Loshchilov and
+//! Hutter's (2017). All in f64. On a GPU the factor is worked out there, see `optimizer.cu`.
+
+/// How the learning rate changes.
+///
+/// ```
+/// use mgpu_kernels::schedule::{Decay, Schedule};
+/// let schedule = Schedule { warm_up: 4, decay: Decay::Cosine { steps: 100, floor: 0.1 } };
+/// assert_eq!(schedule.factor(0), 0.25);
+/// assert_eq!(schedule.factor(4), 1.0);
+/// assert!((schedule.factor(54) - 0.55).abs() < 1e-12);
+/// assert!((schedule.factor(1000) - 0.1).abs() < 1e-12);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Schedule {
+    /// Steps in which the rate rises to the optimizer's own, by as much in each.
+    pub warm_up: u64,
+    /// What it does after them.
+    pub decay: Decay,
+}
+
+/// What the learning rate does after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Decay {
+    /// It stays.
+    Constant,
+    /// It falls to 0, by as much in each step.
+    Linear {
+        /// Over so many steps, at least 1.
+        steps: u64,
+    },
+    /// It falls like the first half of a cosine wave.
+    Cosine {
+        /// Over so many steps, at least 1.
+        steps: u64,
+        /// To this part of it.
+        floor: f64,
+    },
+    /// It is multiplied now and then.
+    Step {
+        /// After every so many steps, at least 1.
+        every: u64,
+        /// With this.
+        factor: f64,
+    },
+}
+
+impl Schedule {
+    /// A learning rate that stays.
+    pub const CONSTANT: Schedule = Schedule { warm_up: 0, decay: Decay::Constant };
+
+    /// What the optimizer's learning rate is multiplied with in `step`, from 0.
+    ///
+    /// # Panics
+    /// If the decay is over 0 steps.
+    pub fn factor(&self, step: u64) -> f64 {
+        if step < self.warm_up {
+            return (step + 1) as f64 / self.warm_up as f64;
+        }
+        let step = step - self.warm_up;
+        let part = |steps: u64| step.min(steps) as f64 / steps as f64;
+        assert!(self.decay.steps() > 0, "{self:?}");
+        match self.decay {
+            Decay::Constant => 1.0,
+            Decay::Linear { steps } => 1.0 - part(steps),
+            Decay::Cosine { steps, floor } => {
+                floor + (1.0 - floor) * (0.5 * (1.0 + (std::f64::consts::PI * part(steps)).cos()))
+            }
+            Decay::Step { every, factor } => factor.powf((step / every) as f64),
+        }
+    }
+}
+
+impl Decay {
+    /// Its number of steps; 1 if it has none.
+    pub(crate) fn steps(&self) -> u64 {
+        match *self {
+            Decay::Constant => 1,
+            Decay::Linear { steps } | Decay::Cosine { steps, .. } | Decay::Step { every: steps, .. } => steps,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_fallen_stays_there() {
+        let linear = Schedule { warm_up: 2, decay: Decay::Linear { steps: 3 } };
+        assert_eq!(
+            [0, 1, 2, 4, 5, 100].map(|step| linear.factor(step) as f32),
+            [0.5, 1.0, 1.0, 1.0 / 3.0, 0.0, 0.0]
+        );
+        let cosine = Schedule { warm_up: 0, decay: Decay::Cosine { steps: 3, floor: 0.25 } };
+        assert_eq!([3, 4, 100].map(|step| cosine.factor(step)), [0.25; 3]);
+    }
+}

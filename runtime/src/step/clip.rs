@@ -1,0 +1,52 @@
+//! Clipping by the global norm: all reduced gradients together are one vector, which is shortened if it is too long.
+//!
+//! Squares are summed shard by shard, and these sums in the order of buckets and ranks, whether a rank has one shard of a
+//! bucket or all: a sharded optimizer clips to the same bits as a replicated one. (Pascanu, Mikolov and Bengio 2013; the
+//! small number in the denominator is that of PyTorch's `clip_grad_norm_`.)
+
+use mgpu_kernels::arena::cpu::scale;
+use mgpu_kernels::digest::cpu::sum_of_squares;
+
+use super::slot::{Averaged, Slot};
+use crate::Result;
+use crate::comm::{Communicator, shard};
+
+/// Keeps a norm of zero from being divided by.
+const TINY: f64 = 1e-6;
+
+/// Scales what this rank has of the reduced gradients so that their norm is `most` at most, and returns the norm they had.
+/// Collective where buckets are sharded. If `invariant`, no shards are told apart, on which the number of ranks shows.
+///
+/// # Errors
+/// As [`Communicator::all_gather`].
+pub(super) fn clip(
+    comm: &mut dyn Communicator,
+    slots: &mut [Slot],
+    most: f64,
+    invariant: bool,
+) -> Result<f64> {
+    let (rank, ranks) = (comm.rank(), if invariant { 1 } else { comm.size() });
+    let has_shard = |slot: &&Slot| slot.averaged == Averaged::Shard;
+    let squares = |slot: &Slot, rank| sum_of_squares(&slot.values()[shard(slot.elements.len(), ranks, rank)]);
+    let mine: Vec<f64> = slots.iter().filter(has_shard).map(|slot| squares(slot, rank)).collect();
+    let all = if mine.is_empty() { Vec::new() } else { comm.all_gather_slice(&mine)? };
+    let (mut sum, mut place) = (0.0, 0);
+    for slot in slots.iter() {
+        for peer in 0..ranks {
+            sum += match slot.averaged {
+                Averaged::Shard => all[peer as usize * mine.len() + place],
+                _ => squares(slot, peer),
+            };
+        }
+        place += usize::from(has_shard(&slot));
+    }
+    let norm = sum.sqrt();
+    let factor = most / (norm + TINY);
+    if factor < 1.0 {
+        for slot in slots {
+            let reduced = slot.reduced();
+            scale(&mut slot.values_mut()[reduced], factor as f32);
+        }
+    }
+    Ok(norm)
+}

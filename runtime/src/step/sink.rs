@@ -1,0 +1,96 @@
+//! Where a model writes its gradients during a backward pass.
+
+use super::Reduction;
+use super::accumulate::Accumulator;
+use super::slot::{Exchange, Slot};
+use crate::comm::Communicator;
+use crate::replicate::sum_over_ranks;
+use crate::{Error, Layout, Result};
+
+/// Where a model writes its gradients during a backward pass.
+pub trait GradientSink {
+    /// The gradient of parameter tensor `tensor` (index in the layout), to be overwritten: it holds whatever the
+    /// last step left.
+    fn gradient(&mut self, tensor: usize) -> &mut [f32];
+
+    /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and micro-batch, in the same
+    /// order on every rank, best last layer first.
+    ///
+    /// # Errors
+    /// If it was announced before; or as [`Communicator::all_reduce`].
+    fn ready(&mut self, tensor: usize) -> Result<()>;
+
+    /// Copies the gradient of `tensor` and announces it.
+    ///
+    /// # Errors
+    /// If `gradient` has not as many elements as the tensor; or as [`ready`](Self::ready).
+    fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
+        let place = self.gradient(tensor);
+        if place.len() != gradient.len() {
+            let (is, should) = (gradient.len(), place.len());
+            let problem = format!("a gradient of {is} elements for tensor {tensor}, which has {should}");
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        place.copy_from_slice(gradient);
+        self.ready(tensor)
+    }
+
+    /// Sums `values` over all ranks, in place: for synchronised batch normalisation.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()>;
+}
+
+/// The sink of a [`DataParallel`](super::DataParallel)'s step, for one micro-batch.
+pub(super) struct Sink<'a> {
+    pub(super) comm: &'a mut dyn Communicator,
+    pub(super) layout: &'a Layout,
+    pub(super) slots: &'a mut [Slot],
+    pub(super) slot_of: &'a [usize],
+    pub(super) accumulator: &'a mut Accumulator,
+    pub(super) exchange: Exchange,
+    /// Whether to look for gradients that are no numbers.
+    pub(super) check: bool,
+    /// The first tensor with such gradients, in the order of the backward pass.
+    pub(super) not_finite: &'a mut Option<usize>,
+}
+
+impl GradientSink for Sink<'_> {
+    fn gradient(&mut self, tensor: usize) -> &mut [f32] {
+        let slot = &mut self.slots[self.slot_of[tensor]];
+        let range = slot.within(self.layout, tensor);
+        &mut slot.values_mut()[range]
+    }
+
+    fn ready(&mut self, tensor: usize) -> Result<()> {
+        let slot = &mut self.slots[self.slot_of[tensor]];
+        let open = &mut slot.open[tensor - slot.bucket.tensors.start];
+        if !std::mem::replace(open, false) {
+            let name = &self.layout.tensors()[tensor].name;
+            let problem = format!("the gradient of tensor `{name}` was handed over twice");
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        if self.accumulator.count() > 1 {
+            let within = slot.within(self.layout, tensor);
+            let gradient = &mut slot.values_mut()[within];
+            self.accumulator.add(self.layout.range(tensor), gradient);
+            if self.accumulator.is_last() && self.exchange.reduction == Reduction::Mean {
+                let count = self.accumulator.count() as f32;
+                gradient.iter_mut().for_each(|value| *value /= count);
+            }
+        }
+        if slot.open.contains(&true) || !self.accumulator.is_last() {
+            return Ok(());
+        }
+        if self.check && self.not_finite.is_none() {
+            *self.not_finite = slot.first_not_finite(self.layout);
+        }
+        slot.reduce(self.comm, self.exchange)
+    }
+
+    fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
+        // Independent of the number of ranks is only what a micro-batch knows by itself.
+        if self.exchange.invariant { Ok(()) } else { sum_over_ranks(self.comm, values) }
+    }
+}

@@ -1,0 +1,65 @@
+//! Small models for a [`DataParallel`], whose gradients are formulas, and all ways to optimize them.
+
+use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, RmsProp, Rule, Sgd};
+use mgpu::{DataParallel, DataParallelConfig, Layout, Result, World};
+
+/// Tensors of these shapes, named by their numbers.
+pub fn layout(shapes: &[&[usize]]) -> Layout {
+    let mut layout = Layout::new();
+    for (index, shape) in shapes.iter().enumerate() {
+        layout.push(format!("{index}"), *shape);
+    }
+    layout
+}
+
+/// Every rule in every form, with and without what goes with it.
+pub fn optimizers() -> Vec<OptimizerConfig> {
+    let sgd = Sgd { lr: 0.1, weight_decay: 0.1, ..Sgd::default() };
+    let momentum = Sgd { momentum: 0.9, nesterov: true, ..sgd };
+    let adam = Adam { lr: 0.01, weight_decay: 0.1, ..Adam::default() };
+    let adam_w = AdamW { lr: 0.01, weight_decay: 0.3, ..AdamW::default() };
+    let rms_prop = RmsProp { lr: 0.01, ..RmsProp::default() };
+    let with_buffer = RmsProp { momentum: 0.5, weight_decay: 0.1, ..rms_prop };
+    let averaged =
+        |rule, decay_weights_only| OptimizerConfig { rule, decay_weights_only, average: Some(0.9) };
+    vec![
+        OptimizerConfig::new(Rule::Sgd(sgd)),
+        averaged(Rule::Sgd(momentum), true),
+        averaged(Rule::Adam(adam), false),
+        averaged(Rule::AdamW(adam_w), true),
+        OptimizerConfig::new(Rule::RmsProp(rms_prop)),
+        averaged(Rule::RmsProp(with_buffer), true),
+    ]
+}
+
+/// A model with the tensors of `layout`, the same on all ranks.
+///
+/// # Errors
+/// As [`DataParallel::with_config`].
+pub fn model(world: &mut World, layout: &Layout, config: DataParallelConfig) -> Result<DataParallel> {
+    let parameters = (0..layout.len()).map(|index| (index % 17) as f32 / 8.0 - 1.0).collect();
+    DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)
+}
+
+/// What is the same on all ranks after a training.
+#[derive(Debug, PartialEq)]
+pub struct Outcome {
+    /// The parameters.
+    pub weights: Vec<f32>,
+    /// Their moving average, if there is one.
+    pub average: Option<Vec<f32>>,
+    /// The last step's gradient of each tensor.
+    pub gradients: Vec<Vec<f32>>,
+}
+
+/// What a training has come to. Collective.
+///
+/// # Errors
+/// If the ranks' weights differ, or as the communicator's.
+pub fn outcome(model: &mut DataParallel) -> Result<Outcome> {
+    model.verify()?;
+    let average = model.averaged_parameters()?;
+    let tensors = 0..model.layout().tensors().len();
+    let gradients: Result<_> = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect();
+    Ok(Outcome { weights: model.parameters().to_vec(), average, gradients: gradients? })
+}

@@ -1,0 +1,126 @@
+//! Optimizers, schedules and clipping do what PyTorch's do: see fixtures/pytorch.py, which has recorded them in double
+//! precision.
+
+use mgpu::optimizer::{Adam, AdamW, Decay, OptimizerConfig, RmsProp, Rule, Schedule, Sgd};
+use mgpu::{DataParallel, DataParallelConfig, Layout, World};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+#[derive(Deserialize)]
+struct Recorded {
+    start: Vec<f64>,
+    /// By step.
+    gradients: Vec<Vec<f64>>,
+    /// Parameters by step.
+    optimizers: BTreeMap<String, Vec<Vec<f64>>>,
+    /// Learning rates by step.
+    schedules: BTreeMap<String, Vec<f64>>,
+    clipped: Vec<Clipped>,
+}
+
+#[derive(Deserialize)]
+struct Clipped {
+    most: f64,
+    norm: f64,
+    gradients: Vec<Vec<f64>>,
+}
+
+fn recorded() -> Recorded {
+    serde_json::from_str(include_str!("../fixtures/pytorch.json")).expect("fixtures/pytorch.json")
+}
+
+fn rules() -> [(&'static str, Rule); 9] {
+    let sgd = Sgd { lr: 0.1, weight_decay: 0.1, ..Sgd::default() };
+    let adam = Adam { lr: 0.01, ..Adam::default() };
+    let rms_prop = RmsProp { lr: 0.01, rho: 0.95, ..RmsProp::default() };
+    [
+        ("sgd", Rule::Sgd(Sgd { weight_decay: 0.0, ..sgd })),
+        ("sgd, decay", Rule::Sgd(Sgd { weight_decay: 0.3, ..sgd })),
+        ("sgd, momentum", Rule::Sgd(Sgd { momentum: 0.9, dampening: 0.25, ..sgd })),
+        ("sgd, nesterov", Rule::Sgd(Sgd { momentum: 0.8, nesterov: true, ..sgd })),
+        ("adam", Rule::Adam(adam)),
+        ("adam, decay", Rule::Adam(Adam { beta1: 0.8, beta2: 0.99, eps: 1e-4, weight_decay: 0.2, ..adam })),
+        ("adamw", Rule::AdamW(AdamW { lr: 0.01, beta1: 0.8, beta2: 0.99, eps: 1e-8, weight_decay: 0.3 })),
+        ("rmsprop", Rule::RmsProp(rms_prop)),
+        (
+            "rmsprop, momentum",
+            Rule::RmsProp(RmsProp { rho: 0.9, eps: 1e-3, momentum: 0.7, weight_decay: 0.1, ..rms_prop }),
+        ),
+    ]
+}
+
+/// A model with one tensor for each list.
+fn model(values: &[&[f64]], config: DataParallelConfig) -> DataParallel {
+    let mut layout = Layout::new();
+    for (index, values) in values.iter().enumerate() {
+        layout.push(index.to_string(), [values.len()]);
+    }
+    let parameters = values.iter().flat_map(|values| values.iter().map(|value| *value as f32)).collect();
+    let comm = World::from_env().unwrap().communicator().unwrap();
+    DataParallel::with_config(comm, layout, parameters, config).unwrap()
+}
+
+fn floats(values: &[f64]) -> Vec<f32> {
+    values.iter().map(|value| *value as f32).collect()
+}
+
+#[test]
+fn optimizers_move_parameters_as_pytorchs_do() {
+    let recorded = recorded();
+    assert_eq!(recorded.optimizers.len(), rules().len());
+    for (name, rule) in rules() {
+        let config = DataParallelConfig::new(OptimizerConfig::new(rule), 1);
+        let mut model = model(&[&recorded.start], config);
+        let steps = recorded.gradients.iter().zip(&recorded.optimizers[name]);
+        for (step, (gradient, expected)) in steps.enumerate() {
+            model.step(|_, sink| sink.write(0, &floats(gradient))).unwrap();
+            for (found, expected) in model.parameters().iter().zip(expected) {
+                let deviation = (f64::from(*found) - expected).abs();
+                assert!(
+                    deviation <= 2e-6 * expected.abs().max(0.1),
+                    "{name}, step {step}: {found}, {expected}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn schedules_are_those_of_pytorch() {
+    let recorded = recorded();
+    let schedules = [
+        ("constant", Schedule::CONSTANT),
+        ("linear", Schedule { warm_up: 0, decay: Decay::Linear { steps: 7 } }),
+        ("cosine", Schedule { warm_up: 0, decay: Decay::Cosine { steps: 11, floor: 0.2 } }),
+        ("step", Schedule { warm_up: 0, decay: Decay::Step { every: 3, factor: 0.3 } }),
+        ("warm-up, cosine", Schedule { warm_up: 5, decay: Decay::Cosine { steps: 7, floor: 0.0 } }),
+    ];
+    assert_eq!(recorded.schedules.len(), schedules.len());
+    for (name, schedule) in schedules {
+        for (step, expected) in (0..).zip(&recorded.schedules[name]) {
+            let deviation = (schedule.factor(step) - expected).abs();
+            assert!(deviation < 1e-14, "{name}, step {step}: {deviation}");
+        }
+    }
+}
+
+#[test]
+fn gradients_are_clipped_as_by_pytorch() {
+    for Clipped { most, norm, gradients } in recorded().clipped {
+        let optimizer = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.0, ..Sgd::default() }));
+        let config = DataParallelConfig { clip_norm: Some(most), ..DataParallelConfig::new(optimizer, 1) };
+        let mut model = model(&[&[0.0; 3], &[0.0; 3]], config);
+        let raw = recorded().gradients;
+        model
+            .step(|_, sink| {
+                [1, 0].into_iter().try_for_each(|tensor| sink.write(tensor, &floats(&raw[tensor][..3])))
+            })
+            .unwrap();
+        assert!((model.gradient_norm().unwrap() / norm - 1.0).abs() < 1e-6);
+        for (tensor, expected) in gradients.iter().enumerate() {
+            for (found, expected) in model.gradient(tensor).unwrap().iter().zip(expected) {
+                assert!((f64::from(*found) - expected).abs() <= 1e-6 * expected.abs(), "{found}, {expected}");
+            }
+        }
+    }
+}

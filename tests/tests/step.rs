@@ -1,0 +1,305 @@
+//! What a step can do besides averaging: micro-batches, sums, clipping, compression, sums that do not depend on the number
+//! of ranks, and guards that name who is wrong.
+
+use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+use mgpu::replicate::verify_same;
+use mgpu::step::{Compression, Reduction};
+use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, World};
+use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
+use mgpu_tests::threads;
+
+/// Two buckets of one step at least, with all kinds of lengths.
+fn shapes() -> Layout {
+    layout(&[&[7, 5], &[13], &[2, 3, 11], &[1], &[101, 7]])
+}
+
+fn sgd() -> OptimizerConfig {
+    OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() }))
+}
+
+fn config(optimizer: OptimizerConfig) -> DataParallelConfig {
+    DataParallelConfig { bucket: 400, shard_from: None, ..DataParallelConfig::new(optimizer, 1) }
+}
+
+fn sharded(optimizer: OptimizerConfig) -> DataParallelConfig {
+    DataParallelConfig { shard_from: Some(0), ..config(optimizer) }
+}
+
+/// The gradient that sample `sample` has for element `index` in step `step`, whatever the parameters: any f32.
+fn rough(sample: usize, index: usize, step: u64) -> f32 {
+    let bits = (sample * 7919 + index * 104_729 + step as usize * 31) % 10_007;
+    (bits as f32 / 10_007.0 - 0.5) * 1.3f32.powi((bits % 40) as i32 - 20)
+}
+
+/// As [`rough`], of which sums and means are exact in any order and in bf16.
+fn exact(sample: usize, index: usize, step: u64) -> f32 {
+    ((sample * 3 + index + step as usize) % 8) as f32 - 4.0
+}
+
+/// Makes `steps` steps over `samples` samples, which are divided among ranks and then among `micro_batches`.
+fn train(
+    model: &mut DataParallel,
+    steps: u64,
+    (samples, micro_batches): (usize, usize),
+    gradient: impl Fn(usize, usize, u64) -> f32,
+) -> Result<Outcome> {
+    let (rank, ranks) = (model.comm().rank() as usize, model.ranks() as usize);
+    let tensors: Vec<_> = model.layout().tensors().to_vec();
+    let size = samples / ranks / micro_batches;
+    assert_eq!(size * ranks * micro_batches, samples);
+    for _ in 0..steps {
+        let step = model.steps();
+        model.step_accumulated(micro_batches, &mut [], |MicroBatch { index, gradients, .. }| {
+            let first = (rank * micro_batches + index) * size;
+            for (tensor, spec) in tensors.iter().enumerate().rev() {
+                for (value, element) in gradients.gradient(tensor).iter_mut().zip(spec.range()) {
+                    let all: f32 = (first..first + size).map(|sample| gradient(sample, element, step)).sum();
+                    *value = all / size as f32;
+                }
+                gradients.ready(tensor)?;
+            }
+            Ok(())
+        })?;
+    }
+    outcome(model)
+}
+
+fn run(
+    world: &mut World,
+    config: DataParallelConfig,
+    batches: (usize, usize),
+    gradient: impl Fn(usize, usize, u64) -> f32,
+) -> Outcome {
+    train(&mut model(world, &shapes(), config).unwrap(), 4, batches, gradient).unwrap()
+}
+
+#[test]
+fn micro_batches_make_the_step_of_the_whole_batch() {
+    for optimizer in optimizers() {
+        let mut alone = World::from_env().unwrap();
+        let expected = run(&mut alone, config(optimizer), (16, 1), exact);
+        for ranks in [1, 2, 4] {
+            threads::run(ranks, |mut world| {
+                for config in [config(optimizer), sharded(optimizer)] {
+                    for micro_batches in [1, 2, 4] {
+                        let found = run(&mut world, config, (16, micro_batches), exact);
+                        assert!(
+                            found == expected,
+                            "{ranks} ranks, {micro_batches} micro-batches, {optimizer:?}"
+                        );
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn gradients_are_summed_where_that_is_asked_for() {
+    let mean = config(sgd());
+    let sum = DataParallelConfig { reduction: Reduction::Sum, ..mean };
+    threads::run(2, |mut world| {
+        // 2 ranks with 3 micro-batches of 4 samples, of which means are exact.
+        let expected = run(&mut world, mean, (24, 3), exact);
+        let found = run(&mut world, sum, (24, 3), exact);
+        for (sum, mean) in found.gradients.iter().flatten().zip(expected.gradients.iter().flatten()) {
+            assert!((sum - mean * 6.0).abs() < 1e-5 && *sum * 4.0 == (sum * 4.0).round(), "{sum}, {mean}");
+        }
+        assert!(found != expected);
+    });
+}
+
+#[test]
+fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
+    let mut differs = 0;
+    for optimizer in optimizers() {
+        for clip_norm in [None, Some(0.5)] {
+            let rest = DataParallelConfig { clip_norm, ..config(optimizer) };
+            let invariant = |config| DataParallelConfig { world_size_invariant: true, clip_norm, ..config };
+            let mut alone = World::from_env().unwrap();
+            let expected = run(&mut alone, invariant(config(optimizer)), (16, 8), rough);
+            for ranks in [1, 2, 4, 8] {
+                let plain = threads::run(ranks, |mut world| {
+                    for config in [config(optimizer), sharded(optimizer)] {
+                        let found = run(&mut world, invariant(config), (16, 8 / ranks as usize), rough);
+                        assert!(found == expected, "{ranks} ranks, {optimizer:?}, clipped to {clip_norm:?}");
+                    }
+                    run(&mut world, rest, (16, 8 / ranks as usize), rough) == expected
+                });
+                differs += u32::from(!plain[0]);
+            }
+        }
+    }
+    // Otherwise this test would not see what the order of a sum does.
+    assert!(differs > 0);
+}
+
+/// Running statistics: moved by every micro-batch in turn, or by all of them from the same place.
+#[test]
+fn buffers_do_not_depend_on_the_number_of_ranks() {
+    let invariant = DataParallelConfig { world_size_invariant: true, ..config(sgd()) };
+    let run = |world: &mut World, micro_batches: usize| {
+        let mut model = model(world, &layout(&[&[1]]), invariant).unwrap();
+        let first = world.rank() as usize * micro_batches;
+        let mut buffers = [1.0f32, 2.0];
+        for _ in 0..3 {
+            model
+                .step_accumulated(micro_batches, &mut buffers, |batch| {
+                    let statistic = rough(first + batch.index, 3, 0);
+                    batch.buffers.iter_mut().for_each(|buffer| *buffer += 0.1 * (statistic - *buffer));
+                    let mut sum = [f64::from(statistic)];
+                    batch.gradients.sum_over_ranks(&mut sum)?;
+                    batch.gradients.write(0, &[sum[0] as f32])
+                })
+                .unwrap();
+        }
+        (buffers, model.parameters().to_vec())
+    };
+    let expected = run(&mut World::from_env().unwrap(), 8);
+    let mean = (0..8).map(|sample| f64::from(rough(sample, 3, 0))).sum::<f64>() / 8.0;
+    let statistic = mean + 0.9f64.powi(3) * (1.0 - mean);
+    assert!((f64::from(expected.0[0]) - statistic).abs() < 1e-5, "{expected:?}, not {statistic}");
+    for ranks in [2, 4, 8] {
+        let found = threads::run(ranks, |mut world| run(&mut world, 8 / ranks as usize));
+        assert!(found.iter().all(|found| *found == expected), "{ranks} ranks");
+    }
+}
+
+#[test]
+fn gradients_are_clipped_by_their_global_norm() {
+    let norm = |outcome: &Outcome| {
+        outcome.gradients.iter().flatten().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt()
+    };
+    let mut alone = World::from_env().unwrap();
+    let free = run(&mut alone, config(sgd()), (12, 1), rough);
+    for ranks in [1, 2, 3] {
+        threads::run(ranks, |mut world| {
+            for most in [norm(&free) / 3.0, norm(&free) * 3.0] {
+                let clipped = |config| DataParallelConfig { clip_norm: Some(most), ..config };
+                let mut replicated = model(&mut world, &shapes(), clipped(config(sgd()))).unwrap();
+                let outcome = train(&mut replicated, 4, (12, 1), rough).unwrap();
+                let factor = (most / norm(&free)).min(1.0);
+                assert!((norm(&outcome) / (norm(&free) * factor) - 1.0).abs() < 1e-5);
+                assert!((replicated.gradient_norm().unwrap() / norm(&free) - 1.0).abs() < 1e-5);
+                let shards = run(&mut world, clipped(sharded(sgd())), (12, 1), rough);
+                assert!(shards == outcome, "sharded and replicated are clipped to the same bits");
+            }
+        });
+    }
+    assert_eq!(model(&mut alone, &shapes(), config(sgd())).unwrap().gradient_norm(), None);
+}
+
+#[test]
+fn compressed_gradients_are_rounded_and_no_worse() {
+    threads::run(3, |mut world| {
+        for optimizer in optimizers() {
+            for config in [config(optimizer), sharded(optimizer)] {
+                let compressed = DataParallelConfig { compression: Compression::Bf16, ..config };
+                // Three times a multiple of 3 is exact in bf16, and so is the mean.
+                let threes = |sample, index, step| exact(sample % 3, index, step) * 3.0;
+                assert!(
+                    run(&mut world, compressed, (9, 1), threes) == run(&mut world, config, (9, 1), threes)
+                );
+                let (found, expected) =
+                    (run(&mut world, compressed, (9, 1), rough), run(&mut world, config, (9, 1), rough));
+                assert!(found != expected, "compression rounds");
+                let most =
+                    expected.gradients.iter().flatten().fold(0.0, |most: f32, value| most.max(value.abs()));
+                let pairs = found.gradients.iter().flatten().zip(expected.gradients.iter().flatten());
+                // Each rank's gradient and the mean are rounded to 8 bits.
+                assert!(pairs.clone().all(|(a, b)| (a - b).abs() <= most * 3.0 / 256.0));
+            }
+        }
+    });
+}
+
+#[test]
+fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
+    for config in [config(sgd()), sharded(sgd())] {
+        threads::run(3, |mut world| {
+            let mut model = model(&mut world, &shapes(), config).unwrap();
+            train(&mut model, 2, (3, 1), rough).unwrap();
+            let before = model.parameters().to_vec();
+            let bad = |sample: usize, index: usize, step| {
+                // Rank 1 alone, in tensors 1 and 2, of which the backward pass comes to 2 first.
+                if sample == 1 && (index == 40 || index == 50) {
+                    f32::INFINITY
+                } else {
+                    rough(sample, index, step)
+                }
+            };
+            let error = train(&mut model, 1, (3, 1), bad).unwrap_err();
+            assert_eq!(error.culprit(), Some(1));
+            assert_eq!(
+                error.to_string(),
+                "rank 1 has gradients that are not finite numbers, first in tensor `2`, in step 3"
+            );
+            assert!(model.parameters() == before && model.steps() == 2);
+            train(&mut model, 1, (3, 1), rough).unwrap();
+            assert_eq!(model.steps(), 3);
+        });
+    }
+    // Who does not want to know trains on.
+    let mut alone = World::from_env().unwrap();
+    let unchecked = DataParallelConfig { check_finite: false, ..config(sgd()) };
+    let mut model = model(&mut alone, &shapes(), unchecked).unwrap();
+    train(&mut model, 1, (1, 1), |_, _, _| f32::NAN).unwrap();
+    assert!(model.parameters()[0].is_nan());
+}
+
+#[test]
+fn weights_that_drift_apart_are_found_while_training() {
+    let errors = threads::run(4, |mut world| {
+        // One rank has been given another learning rate.
+        let lr = if world.rank() == 2 { 0.1001 } else { 0.1 };
+        let optimizer = OptimizerConfig::new(Rule::Sgd(Sgd { lr, ..Sgd::default() }));
+        let config = DataParallelConfig { verify_every: Some(5), ..config(optimizer) };
+        let mut model = model(&mut world, &shapes(), config).unwrap();
+        train(&mut model, 10, (4, 1), rough).map(|_| ()).map_err(|error| (model.steps(), error.to_string()))
+    });
+    for error in errors {
+        let (steps, text) = error.unwrap_err();
+        assert_eq!((steps, text.as_str()), (5, "rank 2 holds other weights than rank 0 in tensor `0`"));
+    }
+}
+
+#[test]
+fn a_gradient_handed_over_twice_is_named() {
+    let mut world = World::from_env().unwrap();
+    let mut model = model(&mut world, &layout(&[&[2], &[3]]), config(sgd())).unwrap();
+    let error = model.step(|_, gradients| [1, 1].into_iter().try_for_each(|tensor| gradients.ready(tensor)));
+    assert_eq!(error.unwrap_err().to_string(), "step: the gradient of tensor `1` was handed over twice");
+    let error = model.step(|_, gradients| gradients.write(0, &[1.0])).unwrap_err().to_string();
+    assert_eq!(error, "step: a gradient of 1 elements for tensor 0, which has 2");
+}
+
+#[test]
+fn errors_of_the_program_come_back() {
+    let mut world = World::from_env().unwrap();
+    let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
+    let error = model.step(|_, _| -> Result<()> { Err(Error::program("no more images")) }).unwrap_err();
+    assert_eq!(error.to_string(), "no more images");
+}
+
+#[test]
+fn ranks_with_different_numbers_are_told() {
+    let errors = threads::run(3, |mut world| {
+        let steps = if world.rank() == 0 { 11 } else { 10 };
+        verify_same(&mut *world.communicator().unwrap(), "steps in epoch 3", steps).unwrap_err().to_string()
+    });
+    assert_eq!(errors, ["rank 0 has 11 steps in epoch 3 where rank 1 has 10"; 3]);
+}
+
+#[test]
+fn what_does_not_go_together_is_refused() {
+    let invariant = DataParallelConfig { world_size_invariant: true, ..config(sgd()) };
+    let errors = threads::run(3, |mut world| {
+        let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();
+        [refused(invariant), refused(DataParallelConfig { clip_norm: Some(0.0), ..config(sgd()) })]
+    });
+    assert!(errors[0][0].ends_with("need 1, 2, 4, 8, … of them, not 3"), "{errors:?}");
+    assert!(errors[0][1].ends_with("clipped to a norm above 0"), "{errors:?}");
+    let compressed = DataParallelConfig { compression: Compression::Bf16, ..invariant };
+    let error = model(&mut World::from_env().unwrap(), &shapes(), compressed).err().unwrap().to_string();
+    assert!(error.contains("compressed gradients"), "{error}");
+}
