@@ -19,7 +19,7 @@ pub(super) struct BufferMean {
 impl BufferMean {
     /// For a step of `count` micro-batches that begins with `buffers`.
     pub(super) fn new(buffers: &[f32], count: usize) -> Self {
-        let mut sum = Accumulator::new(buffers.len());
+        let mut sum = Accumulator::new(buffers.len(), true);
         sum.begin_step(count);
         BufferMean { before: buffers.to_vec(), sum }
     }

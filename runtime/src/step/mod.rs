@@ -178,7 +178,7 @@ impl DataParallel {
             keep_own(&slots, &values, average);
         }
         Ok(DataParallel {
-            accumulator: Accumulator::new(layout.len()),
+            accumulator: Accumulator::new(layout.len(), config.world_size_invariant),
             block: BLOCK * config.threads.max(1),
             times: None,
             norm: None,

@@ -1,0 +1,153 @@
+//! n ranks with a batch of b/n images each train what one rank with b images does: every network, with everything a step can
+//! do; and a small network with every optimizer besides.
+
+use mgpu::optimizer::OptimizerConfig;
+use mgpu::step::Compression;
+use mgpu::{DataParallel, DataParallelConfig, MicroBatch, Result, World};
+use mgpu_examples::nets::{DropoutKey, LossReport, Mode, Net, Spec, names};
+use mgpu_tests::models::optimizers;
+use mgpu_tests::threads;
+
+/// Images a step, of all ranks.
+const BATCH: usize = 8;
+const STEPS: u64 = 2;
+/// Clips, where gradients are clipped: all networks' are longer in the first step.
+const SHORT: f64 = 0.05;
+
+/// What is compared.
+struct Trained {
+    /// Of each step, mean over all images.
+    losses: Vec<f64>,
+    /// Of each tensor in the first step.
+    gradients: Vec<Vec<f32>>,
+    /// Of all parameters after the last step.
+    norm: f64,
+    checksum: u64,
+    has_batch_norm: bool,
+}
+
+fn norm(values: impl Iterator<Item = f32>) -> f64 {
+    values.map(|value| f64::from(value).powi(2)).sum::<f64>().sqrt()
+}
+
+fn label(sample: usize) -> u8 {
+    (sample * 7 % 10) as u8
+}
+
+/// Something that has to do with the label, and noise.
+fn fill(image: &mut [f32], sample: usize) {
+    for (pixel, value) in image.iter_mut().enumerate() {
+        let noise = (sample * 7919 + pixel * 104_729) % 1009;
+        let stripe = (pixel / 28 + usize::from(label(sample))) % 10 < 3;
+        *value = noise as f32 / 2018.0 + if stripe { 0.5 } else { 0.0 };
+    }
+}
+
+/// Trains a network on this rank's part of each batch, with dropout and synchronised batch normalisation.
+fn train(world: &mut World, name: &str, config: DataParallelConfig, micro_batches: usize) -> Result<Trained> {
+    let (rank, ranks) = (world.rank() as usize, world.size() as usize);
+    let size = BATCH / ranks / micro_batches;
+    let mut net = Net::new(&Spec::named(name).expect("a network"), size, 1);
+    let (layout, parameters) = (net.layout().clone(), net.initial_parameters(1));
+    let mut model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
+    let mut buffers = net.initial_buffers();
+    let mut images = vec![0.0; size * net.image_len()];
+    let (mut losses, mut gradients) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        let mut report = LossReport::default();
+        model.step_accumulated(micro_batches, &mut buffers, |batch| {
+            let MicroBatch { index, parameters, buffers, gradients } = batch;
+            let first = (rank * micro_batches + index) * size;
+            let samples = (first..first + size).map(|sample| step as usize * BATCH + sample);
+            for (image, sample) in images.chunks_mut(net.image_len()).zip(samples.clone()) {
+                fill(image, sample);
+            }
+            let labels: Vec<u8> = samples.map(label).collect();
+            let key = DropoutKey { seed: 1, step, first_sample: first as u64 };
+            net.forward(parameters, buffers, &images, Mode::Train { dropout: Some(key) }, gradients)?;
+            report += net.backward(parameters, &labels, gradients)?;
+            Ok(())
+        })?;
+        let mut sums = [report.loss_sum];
+        mgpu::replicate::sum_over_ranks(model.comm(), &mut sums)?;
+        losses.push(sums[0] / BATCH as f64);
+        if step == 0 {
+            let tensors = 0..layout.tensors().len();
+            gradients = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect::<Result<_>>()?;
+        }
+    }
+    let (norm, checksum) = (norm(model.parameters().iter().copied()), model.verify()?);
+    Ok(Trained { losses, gradients, norm, checksum, has_batch_norm: !buffers.is_empty() })
+}
+
+/// Asserts that both are the same but for `bound`, relative. (A tensor whose gradient is all rounding, as that of a bias
+/// before batch normalisation, is measured by the others.)
+fn assert_close(found: &Trained, expected: &Trained, bound: f64, what: &str) {
+    let pairs = found.losses.iter().zip(&expected.losses).chain([(&found.norm, &expected.norm)]);
+    for (index, (found, expected)) in pairs.enumerate() {
+        let deviation = (found - expected).abs() / expected;
+        assert!(deviation <= bound, "{what}: loss {index}, or norm, is {found}, not {expected}");
+    }
+    let total = norm(expected.gradients.iter().flatten().copied());
+    for (tensor, (found, expected)) in found.gradients.iter().zip(&expected.gradients).enumerate() {
+        let distance = norm(found.iter().zip(expected).map(|(a, b)| a - b));
+        let len = norm(expected.iter().copied()).max(total / 100.0);
+        assert!(distance <= bound * len, "{what}: gradient {tensor} is off by {distance} of {len}");
+    }
+}
+
+fn config(optimizer: OptimizerConfig) -> DataParallelConfig {
+    DataParallelConfig { shard_from: None, ..DataParallelConfig::new(optimizer, 1) }
+}
+
+/// Everything a step can do, with `ranks` ranks, against one rank.
+fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
+    let plain = config(optimizer);
+    let sharded = DataParallelConfig { shard_from: Some(0), ..plain };
+    let clipped = DataParallelConfig { clip_norm: Some(SHORT), ..sharded };
+    let compressed = DataParallelConfig { compression: Compression::Bf16, ..sharded };
+    let invariant = DataParallelConfig { world_size_invariant: true, ..plain };
+    let alone =
+        |config, micro_batches| train(&mut World::from_env().unwrap(), name, config, micro_batches).unwrap();
+    let (whole, short) = (alone(plain, 1), alone(DataParallelConfig { clip_norm: Some(SHORT), ..plain }, 1));
+    let length = norm(short.gradients.iter().flatten().copied());
+    assert!((length / SHORT - 1.0).abs() < 1e-4, "{name} is not clipped: {length}");
+    // A micro-batch's normalisation is not that of the batch.
+    let parts = if whole.has_batch_norm { 1 } else { 2 };
+    let exact = 1e-4;
+    // To 8 bits on each rank, and once more when they are summed.
+    let rounded = 1.0 / 64.0;
+    let cases = [
+        ("replicated", plain, 1, &whole, exact),
+        ("sharded", sharded, 1, &whole, exact),
+        ("clipped", clipped, 1, &short, exact),
+        ("accumulated", sharded, parts, &whole, exact),
+        ("accumulated and clipped", clipped, parts, &short, exact),
+        ("compressed", compressed, 1, &whole, rounded),
+    ];
+    for (what, config, micro_batches, expected, bound) in cases {
+        let found = threads::run(ranks, |mut world| train(&mut world, name, config, micro_batches).unwrap());
+        for found in &found {
+            assert_close(found, expected, bound, &format!("{name} on {ranks} ranks, {what}"));
+        }
+    }
+    let expected = alone(invariant, 2 * ranks as usize);
+    for found in threads::run(ranks, |mut world| train(&mut world, name, invariant, 2).unwrap()) {
+        let same = found.gradients == expected.gradients && found.checksum == expected.checksum;
+        assert!(same, "{name} on {ranks} ranks is not what it is on one, to the bit");
+    }
+}
+
+#[test]
+fn every_network_trains_on_two_ranks_as_on_one() {
+    for name in names().iter().copied() {
+        check(name, Spec::named(name).unwrap().optimizer, 2);
+    }
+}
+
+#[test]
+fn every_optimizer_trains_on_four_ranks_as_on_one() {
+    for optimizer in optimizers() {
+        check("lenet5", optimizer, 4);
+    }
+}

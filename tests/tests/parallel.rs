@@ -1,0 +1,63 @@
+//! The flags for how ranks train together, as a user gives them.
+
+use mgpu_tests::process::{Finished, command, run};
+
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+
+fn train(ranks: u32, arguments: &[&str]) -> Finished {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", &ranks.to_string(), "--no-prefix", TRAIN, "--synthetic", "--json"]);
+    run(launcher.args(arguments))
+}
+
+fn weights(finished: &Finished) -> String {
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+}
+
+#[test]
+fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
+    // keras has batch normalisation and dropout.
+    for (net, steps) in [("lenet5", "10"), ("keras", "3")] {
+        let run = |ranks: u32, flags: &[&str]| {
+            let batch = (32 / ranks).to_string();
+            let all = ["--net", net, "--steps", steps, "--batch", &batch, "--skip-test"];
+            weights(&train(ranks, &[&all[..], flags].concat()))
+        };
+        let invariant = ["--world-size-invariant", "4", "--clip-norm", "1"];
+        let expected = run(1, &invariant);
+        for ranks in [2, 4] {
+            assert_eq!(run(ranks, &invariant), expected, "{net} on {ranks} ranks");
+            assert_eq!(run(ranks, &[&invariant[..], &["--shard-optimizer", "on"]].concat()), expected);
+        }
+        assert_ne!(run(2, &["--threads", "1"]), expected, "{net}: what is asked for is not there anyway");
+    }
+}
+
+#[test]
+fn micro_batches_take_less_memory_and_train_as_well() {
+    let run = |flags: &[&str]| {
+        let all = ["--net", "conv6", "--steps", "1", "--batch", "32", "--skip-test"];
+        let finished = train(2, &[&all[..], flags].concat());
+        finished.expect(0, &["the same on 2 ranks"]);
+        finished.json()["rss_mib"].as_f64().unwrap()
+    };
+    let (whole, parts) = (run(&[]), run(&["--accumulate", "8"]));
+    assert!(parts < whole, "{parts} MiB in parts, {whole} MiB at once");
+    let finished =
+        train(2, &["--epochs", "1", "--accumulate", "4", "--gradients", "bf16", "--clip-norm", "5"]);
+    finished.expect(0, &["the same on 2 ranks"]);
+    assert!(finished.json()["test_acc"].as_f64().unwrap() > 0.95, "{finished:#?}");
+}
+
+#[test]
+fn what_cannot_be_divided_is_told_by_its_flag() {
+    let told = |ranks, flags: &[&str], text| {
+        train(ranks, &[&["--steps", "1"], flags].concat()).expect(1, &[text]);
+    };
+    told(2, &["--world-size-invariant", "6"], "--world-size-invariant 6: it should be a power of two");
+    told(3, &["--world-size-invariant", "8"], "and a multiple of the 3 ranks");
+    told(1, &["--accumulate", "5"], "16 images a step on each rank cannot be cut into 5 micro-batches");
+    train(1, &["--clip-norm", "0"]).expect(2, &["--clip-norm", "it should be a number above 0"]);
+    train(1, &["--accumulate", "2", "--world-size-invariant", "2"]).expect(2, &["cannot be used with"]);
+}
