@@ -36,11 +36,12 @@ pub fn matrices<A: Storage, B: Storage>(
     let len = rows * columns;
     assert!(from.len().is_multiple_of(len), "{} elements for matrices of {rows}x{columns}", from.len());
     assert_eq!(to.len(), from.len(), "transposed matrices");
+    // For a matrix as f32, before and after, where it is not kept as that.
+    let room = if A::wide(&[]).is_some() && B::wide(&[]).is_some() { 0 } else { len };
     let outputs = (Rows::new(to, len), PerPart::new(&mut scratch.parts));
     threads.divide(from.len() / len, GRAIN / len + 1, outputs, |range, (to, part)| {
         let from = from[range.start * len..range.end * len].chunks_exact(len);
-        // For a matrix as f32, before and after, where it is not kept as that.
-        let (before, after) = part.own().reserve(2 * len).split_at_mut(len);
+        let (before, after) = part.own().reserve(2 * room).split_at_mut(room);
         for (from, to) in from.zip(to.values.chunks_exact_mut(len)) {
             if rows == 1 || columns == 1 {
                 convert(from, to);

@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,8 @@ pub struct Store {
     rank: u32,
     world_size: u32,
     connection: Mutex<Connection>,
+    /// Whether this side has closed the connection, whose end then says nothing of the other one.
+    closed: AtomicBool,
 }
 
 /// A request that was sent, and how long its reply is waited for.
@@ -129,7 +132,8 @@ impl Store {
             )));
         }
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
-        let store = Store { host, rank, world_size, connection: Mutex::new(connection) };
+        let connection = Mutex::new(connection);
+        let store = Store { host, rank, world_size, connection, closed: AtomicBool::new(false) };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -255,7 +259,7 @@ impl Store {
 
     /// True if another rank serves the rendezvous and has ended: that rank is 0.
     pub(crate) fn host_is_gone(&self) -> bool {
-        if self.host == Host::Launcher || self.rank == 0 {
+        if self.host == Host::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
             return false;
         }
         // Who holds the connection now waits for an answer, and is told by the kernel.
@@ -279,7 +283,7 @@ impl Store {
     /// The error of a server that does not answer.
     fn silent(&self, connection: &Connection, exchange: &Exchange) -> Error {
         // A late answer would be taken for that to the next request.
-        let _ = connection.stream().shutdown(Shutdown::Both);
+        self.close(connection);
         let (operation, after) = (exchange.operation.clone(), exchange.started.elapsed());
         match self.host {
             Host::RankZero { .. } => {
@@ -331,10 +335,16 @@ impl Store {
         }
     }
 
+    /// Closes the connection, which can be trusted no more.
+    fn close(&self, connection: &Connection) {
+        self.closed.store(true, Ordering::Relaxed);
+        let _ = connection.stream().shutdown(Shutdown::Both);
+    }
+
     /// The error of a launcher that does not keep to the protocol. What else it sends cannot be trusted to belong to any
     /// request: the connection is not used any more.
     fn bad_message(&self, connection: &Connection, problem: String) -> Error {
-        let _ = connection.stream().shutdown(Shutdown::Both);
+        self.close(connection);
         Error::Protocol { peer: "the launcher".into(), problem }
     }
 
@@ -361,7 +371,23 @@ mod tests {
             theirs.write_all(&encode(reply)).unwrap();
         }
         let connection = Mutex::new(Connection::new(ours).unwrap());
-        (Store { host: Host::Launcher, rank: 0, world_size: 2, connection }, theirs)
+        let (host, closed) = (Host::Launcher, AtomicBool::new(false));
+        (Store { host, rank: 0, world_size: 2, connection, closed }, theirs)
+    }
+
+    #[test]
+    fn a_rank_0_that_was_hung_up_on_is_not_taken_for_dead() {
+        for (wrong, is_gone) in [(true, false), (false, true)] {
+            let (store, rank_0) = store(if wrong { &[Reply::Done] } else { &[] });
+            let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, ..store };
+            assert!(!store.host_is_gone());
+            if wrong {
+                store.get("a", 0, Duration::ZERO).unwrap_err();
+            } else {
+                drop(rank_0);
+            }
+            assert_eq!(store.host_is_gone(), is_gone);
+        }
     }
 
     #[test]

@@ -108,15 +108,16 @@ impl World {
             Some(rendezvous) => {
                 let (rank, injections) = (identity.rank, identity.injections.clone());
                 membership::commit(&injections, Moment::Start);
-                let (stream, host) = connect(&identity, rendezvous)?;
-                membership::commit(&injections, Moment::Join);
                 #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
+                // Before anything that others could wait for: a rank 0 without a GPU serves no rendezvous.
                 #[cfg(feature = "cuda")]
                 let manifest = match identity.backend {
                     Backend::Cpu => Manifest::default(),
                     Backend::Nccl => gpu.insert(gpu::Gpu::open(&identity)?).manifest(&identity)?,
                 };
+                let (stream, host) = connect(&identity, rendezvous)?;
+                membership::commit(&injections, Moment::Join);
                 let (run_id, ranks) = (&identity.run_id, identity.world_size);
                 let hello = Store::apply(stream, host, run_id, rank, ranks, manifest)?;
                 let (store, page) = hello.admission()?;
