@@ -17,25 +17,51 @@ pub struct Bucket {
     pub elements: Range<usize>,
 }
 
-/// Cuts `layout` into buckets, in the order in which a backward pass fills them.
+/// Cuts `layout` into buckets, in the order in which a backward pass through its tensors, last one first, fills them.
 ///
-/// A bucket takes tensors, last one first, until it has reached `first` bytes of f32 (the first bucket) or
-/// `rest` bytes (the others). Tensors are never cut.
+/// A bucket takes tensors until it has reached `first` bytes of f32 (the first bucket) or `rest` bytes (the others).
+/// Tensors are never cut.
 pub fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
-    let mut buckets = Vec::new();
-    let mut end = layout.tensors().len();
-    let bytes = |tensors: Range<usize>| -> usize {
-        layout.tensors()[tensors].iter().map(|tensor| tensor.len() * size_of::<f32>()).sum()
+    plan_in_order(layout, (0..layout.tensors().len()).rev(), first, rest)
+}
+
+/// As [`plan`], where gradients come in another order, which names every tensor once. A bucket takes only tensors that lie
+/// next to each other.
+///
+/// ```
+/// use mgpu::bucket::{plan, plan_in_order};
+/// let mut layout = mgpu::Layout::new();
+/// (0..4).for_each(|index| _ = layout.push(index.to_string(), [100]));
+/// let tensors = |buckets: &[mgpu::bucket::Bucket]| -> Vec<_> {
+///     buckets.iter().map(|bucket| bucket.tensors.clone()).collect()
+/// };
+/// assert_eq!(tensors(&plan(&layout, 100, 800)), [3..4, 1..3, 0..1]);
+/// assert_eq!(tensors(&plan_in_order(&layout, [1, 0, 2, 3], 100, 800)), [1..2, 0..1, 2..4]);
+/// ```
+pub fn plan_in_order(
+    layout: &Layout,
+    order: impl IntoIterator<Item = usize>,
+    first: usize,
+    rest: usize,
+) -> Vec<Bucket> {
+    let tensors = layout.tensors();
+    let bytes = |range: &Range<usize>| -> usize {
+        tensors[range.clone()].iter().map(|tensor| tensor.len() * size_of::<f32>()).sum()
     };
-    for begin in (0..end).rev() {
-        let target = if buckets.is_empty() { first } else { rest };
-        if bytes(begin..end) >= target || begin == 0 {
-            let elements = layout.range(begin).start..layout.range(end - 1).end;
-            buckets.push(Bucket { tensors: begin..end, elements });
-            end = begin;
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for tensor in order {
+        let target = if ranges.len() > 1 { rest } else { first };
+        match ranges.last_mut().filter(|range| bytes(range) < target) {
+            Some(range) if range.start == tensor + 1 => range.start = tensor,
+            Some(range) if range.end == tensor => range.end = tensor + 1,
+            _ => ranges.push(tensor..tensor + 1),
         }
     }
-    buckets
+    let bucket = |range: Range<usize>| {
+        let elements = tensors[range.start].offset..tensors[range.end - 1].range().end;
+        Bucket { tensors: range, elements }
+    };
+    ranges.into_iter().map(bucket).collect()
 }
 
 #[cfg(test)]
@@ -45,6 +71,20 @@ mod tests {
     use super::*;
 
     proptest! {
+        #[test]
+        fn every_tensor_is_in_one_bucket_in_any_order(
+            order in Just((0usize..20).collect::<Vec<_>>()).prop_shuffle(), first in 0usize..900, rest in 0usize..2000
+        ) {
+            let mut layout = Layout::new();
+            (0..20).for_each(|index| _ = layout.push(index.to_string(), [index * 5]));
+            let buckets = plan_in_order(&layout, order.iter().copied(), first, rest);
+            let of = |tensor| buckets.iter().position(|bucket| bucket.tensors.contains(&tensor));
+            // Buckets are complete in the order in which they are listed.
+            let places: Vec<_> = order.iter().map(|tensor| of(*tensor).unwrap()).collect();
+            prop_assert!(places.is_sorted());
+            prop_assert_eq!(buckets.iter().map(|bucket| bucket.tensors.len()).sum::<usize>(), 20);
+        }
+
         #[test]
         fn every_tensor_is_in_one_bucket_in_reverse_order(
             sizes in prop::collection::vec(0usize..5000, 0..30), first in 0usize..9000, rest in 0usize..20_000

@@ -71,6 +71,11 @@ impl Optimizer {
         self.first.len() + self.second.len() + self.average.len()
     }
 
+    /// With the learning rate that was set last.
+    pub(crate) fn config(&self) -> OptimizerConfig {
+        self.config
+    }
+
     pub(crate) fn steps(&self) -> u64 {
         self.step
     }

@@ -94,6 +94,43 @@ fn micro_batches_make_the_step_of_the_whole_batch() {
     }
 }
 
+/// Buckets change after the first step where gradients come in another order than the layout's; what is trained does not.
+#[test]
+fn buckets_follow_the_order_of_gradients() {
+    let layout = shapes();
+    let orders = [[0, 1, 2, 3, 4], [2, 3, 1, 0, 4], [4, 0, 3, 1, 2]];
+    for optimizer in optimizers() {
+        for ranks in [1, 2, 3] {
+            threads::run(ranks, |mut world| {
+                let mut run = |order: [usize; 5], config| {
+                    let mut model = model(&mut world, &layout, config).unwrap();
+                    let rank = model.comm().rank() as usize;
+                    for step in 0..4 {
+                        model
+                            .step(|_, sink| {
+                                order.into_iter().try_for_each(|tensor| {
+                                    let elements = layout.range(tensor);
+                                    let gradient: Vec<f32> =
+                                        elements.map(|element| rough(rank, element, step)).collect();
+                                    sink.write(tensor, &gradient)
+                                })
+                            })
+                            .unwrap();
+                    }
+                    outcome(&mut model).unwrap()
+                };
+                let expected = run([4, 3, 2, 1, 0], config(optimizer));
+                for order in orders {
+                    assert!(run(order, config(optimizer)) == expected, "{order:?}");
+                    assert!(run(order, sharded(optimizer)) == expected, "{order:?}, sharded");
+                    let compressed = |config| DataParallelConfig { compression: Compression::Bf16, ..config };
+                    run(order, compressed(sharded(optimizer)));
+                }
+            });
+        }
+    }
+}
+
 #[test]
 fn gradients_are_summed_where_that_is_asked_for() {
     let mean = config(sgd());

@@ -71,6 +71,11 @@ impl DataParallelConfig {
         }
     }
 
+    /// Bytes of the first bucket at most.
+    pub(super) fn first_bucket(&self) -> usize {
+        FIRST_BUCKET.min(self.bucket)
+    }
+
     /// Whether all of this goes together on `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
         let problem = if self.world_size_invariant && !ranks.is_power_of_two() {

@@ -22,7 +22,7 @@ use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 pub use mgpu_kernels::optimizer::cuda::Plan;
 use mgpu_kernels::optimizer::cuda::{Arenas, begin, update};
 
-use super::FIRST_BUCKET;
+use super::config::FIRST_BUCKET;
 use crate::bucket::{self, Bucket};
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
 use crate::optimizer::{AVERAGE, OptimizerConfig};

@@ -15,22 +15,23 @@ mod config;
 pub mod device;
 mod sink;
 mod slot;
+mod slots;
+mod state;
 mod tree;
 
-use std::borrow::Cow;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use accumulate::Accumulator;
 use buffers::BufferMean;
-use config::FIRST_BUCKET;
 pub use config::{BUCKET, Compression, DataParallelConfig, Reduction, SHARD_FROM, VERIFY_EVERY};
 pub use sink::GradientSink;
 use sink::Sink;
-use slot::{Averaged, Exchange, Gradient, Slot, gather, unready};
+use slot::{Exchange, Slot, unready};
+use slots::{Sharding, Slots};
+pub use state::NamedArena;
 
 use crate::bucket;
-use crate::comm::{Buffer, Communicator, DType, shard};
+use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{replicate, verify_equal};
 use crate::{Error, Layout, Result};
@@ -38,9 +39,6 @@ use crate::{Error, Layout, Result};
 /// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
 /// cache.
 const BLOCK: usize = 1 << 15;
-
-/// The name of an arena in a checkpoint, and its values.
-pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
 
 /// What steps took beside their forward and backward passes, summed over steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -89,16 +87,15 @@ pub struct DataParallel {
     layout: Layout,
     /// Empty once they were lost to an error.
     parameters: Buffer,
-    slots: Vec<Slot>,
-    /// The slot of each tensor.
-    slot_of: Vec<usize>,
+    slots: Slots,
+    sharding: Sharding,
+    /// Tensors in the order in which their gradients came in the first step, until buckets follow it.
+    observed: Option<Vec<usize>>,
     optimizer: Optimizer,
     accumulator: Accumulator,
     config: DataParallelConfig,
     /// Norm of the last step's gradients, where they are clipped.
     norm: Option<f64>,
-    /// Elements of the sharded buckets, which lie in the arena the other way round.
-    segments: Vec<Range<usize>>,
     /// Elements that are updated before they are passed on.
     block: usize,
     /// Where they are asked for.
@@ -135,61 +132,37 @@ impl DataParallel {
         replicate(&mut *comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
         let shares_memory = ranks > 1 && comm.backend() == "cpu";
-        let mut gradients = comm.allocate(DType::F32, layout.len())?;
-        let mut narrow = match config.compression {
+        let sharding = Sharding { rank, ranks, from: config.shard_from.filter(|_| shares_memory) };
+        let gradients = comm.allocate(DType::F32, layout.len())?;
+        let narrow = match config.compression {
             Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
             _ => None,
         };
-        let (mut slots, mut states) = (Vec::new(), 0);
-        let mut slot_of = vec![0; layout.tensors().len()];
-        // Buckets are cut from the end of the arena.
-        for bucket in bucket::plan(&layout, FIRST_BUCKET.min(config.bucket), config.bucket) {
-            let begin = bucket.elements.start;
-            let (rest, gradient) = gradients.split_at(begin);
-            gradients = rest;
-            let (rest, narrowed) = narrow.map(|narrow| narrow.split_at(begin)).unzip();
-            narrow = rest;
-            slot_of[bucket.tensors.clone()].fill(slots.len());
-            let sharded = shares_memory && config.shard_from.is_some_and(|least| gradient.bytes() >= least);
-            let own = if sharded { shard(gradient.len(), ranks, rank) } else { 0..gradient.len() };
-            slots.push(Slot {
-                elements: begin..begin + gradient.len(),
-                sharded,
-                own: begin + own.start..begin + own.end,
-                state: states,
-                gradient: Gradient::Here(gradient),
-                narrow: narrowed,
-                averaged: Averaged::None,
-                open: vec![true; bucket.tensors.len()],
-                bucket,
-            });
-            states += own.len();
-        }
-        let sharded = slots.iter().rev().filter(|slot| slot.sharded);
-        let segments: Vec<_> = sharded.map(|slot| slot.elements.clone()).collect();
-        // Peers write what they have updated in place.
-        let mut parameters = match &segments[..] {
-            [] => Buffer::zeroed::<f32>(layout.len()),
-            _ => comm.allocate(DType::F32, layout.len())?,
+        let buckets = bucket::plan(&layout, config.first_bucket(), config.bucket);
+        let slots = Slots::cut(&layout, buckets, (gradients, narrow), sharding);
+        // Of sharded buckets, peers write what they have updated in place.
+        let mut parameters = match sharding.from {
+            None => Buffer::zeroed::<f32>(layout.len()),
+            Some(_) => comm.allocate(DType::F32, layout.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
-        let mut optimizer = Optimizer::new(config.optimizer, &layout, states, config.threads);
+        let mut optimizer = Optimizer::new(config.optimizer, &layout, slots.states, config.threads);
         if let Some(average) = optimizer.average_mut() {
-            keep_own(&slots, &values, average);
+            slots.keep_own(&values, average);
         }
         Ok(DataParallel {
             accumulator: Accumulator::new(layout.len(), config.world_size_invariant),
             block: BLOCK * config.threads.max(1),
+            observed: Some(Vec::new()),
             times: None,
             norm: None,
             comm,
             layout,
             parameters,
             slots,
-            slot_of,
+            sharding,
             optimizer,
             config,
-            segments,
         })
     }
 
@@ -229,7 +202,9 @@ impl DataParallel {
     ) -> Result<()> {
         assert!(micro_batches > 0, "a step has a micro-batch at least");
         self.whole_parameters("step")?;
-        self.slots.iter_mut().try_for_each(Slot::begin_step)?;
+        self.follow_order()?;
+        self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
+        self.observed.iter_mut().for_each(Vec::clear);
         self.accumulator.begin_step(micro_batches);
         let mut not_finite = None;
         let mut mean = self.config.world_size_invariant.then(|| BufferMean::new(buffers, micro_batches));
@@ -243,11 +218,11 @@ impl DataParallel {
             if let Some(mean) = &mut mean {
                 mean.add(buffers);
             }
-            if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
+            if let Some(slot) = self.slots.all.iter().find(|slot| slot.open.contains(&true)) {
                 return Err(unready(&self.layout, &slot.bucket, &slot.open));
             }
         }
-        self.slots.iter_mut().try_for_each(Slot::settle)?;
+        self.slots.all.iter_mut().try_for_each(Slot::settle)?;
         if let Some(mean) = mean {
             mean.finish(&mut *self.comm, buffers)?;
         }
@@ -264,7 +239,7 @@ impl DataParallel {
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
         let (start, mut updating) = (Instant::now(), Duration::ZERO);
-        let Self { comm, parameters, optimizer, slots, segments, block, .. } = self;
+        let Self { comm, parameters, optimizer, slots, block, .. } = self;
         let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
             let from = begin - slot.elements.start;
@@ -272,16 +247,15 @@ impl DataParallel {
             optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
             updating += start.elapsed();
         };
-        for slot in slots.iter().filter(|slot| !slot.sharded) {
+        for slot in slots.all.iter().filter(|slot| !slot.sharded) {
             update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
         }
-        if !segments.is_empty() {
-            let sharded: Vec<&Slot> = slots.iter().rev().filter(|slot| slot.sharded).collect();
+        if !slots.segments.is_empty() {
             let mut make = |segment: usize, begin: usize, made: &mut Buffer| {
-                update(sharded[segment], begin, made.as_mut_slice());
+                update(&slots.all[slots.of_segment[segment]], begin, made.as_mut_slice());
             };
             let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
-            *parameters = comm.all_gather_with(all, segments, *block, &mut make)?.wait()?;
+            *parameters = comm.all_gather_with(all, &slots.segments, *block, &mut make)?.wait()?;
         }
         if let Some(times) = &mut self.times {
             times.communication += start.elapsed().saturating_sub(updating);
@@ -292,7 +266,7 @@ impl DataParallel {
 
     /// What a micro-batch is computed with. What is found in its gradients goes to `not_finite`.
     fn begin_batch<'a>(&'a mut self, not_finite: &'a mut Option<usize>) -> (&'a [f32], Sink<'a>) {
-        for slot in &mut self.slots {
+        for slot in &mut self.slots.all {
             slot.open.fill(true);
         }
         let DataParallelConfig { reduction, world_size_invariant: invariant, check_finite: check, .. } =
@@ -301,7 +275,7 @@ impl DataParallel {
             comm: &mut *self.comm,
             layout: &self.layout,
             slots: &mut self.slots,
-            slot_of: &self.slot_of,
+            observed: self.observed.as_mut(),
             accumulator: &mut self.accumulator,
             exchange: Exchange { reduction, invariant },
             check,
@@ -325,7 +299,7 @@ impl DataParallel {
     fn clip(&mut self) -> Result<()> {
         if let Some(most) = self.config.clip_norm {
             let invariant = self.config.world_size_invariant;
-            self.norm = Some(clip::clip(&mut *self.comm, &mut self.slots, most, invariant)?);
+            self.norm = Some(clip::clip(&mut *self.comm, &mut self.slots.all, most, invariant)?);
         }
         Ok(())
     }
@@ -361,18 +335,6 @@ impl DataParallel {
         Err(Error::InvalidArgument { operation, problem })
     }
 
-    /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_gather`].
-    pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
-        let Self { comm, layout, slots, optimizer, .. } = self;
-        let Some(local) = optimizer.average() else { return Ok(None) };
-        let mut whole = vec![0.0; layout.len()];
-        gather(&mut **comm, slots, local, &mut whole)?;
-        Ok(Some(whole))
-    }
-
     /// Names, shapes and offsets of the parameters.
     pub fn layout(&self) -> &Layout {
         &self.layout
@@ -387,7 +349,7 @@ impl DataParallel {
     /// # Panics
     /// If there is no such tensor.
     pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
-        let slot = &mut self.slots[self.slot_of[tensor]];
+        let slot = &mut self.slots.all[self.slots.of[tensor]];
         let range = slot.within(&self.layout, tensor);
         Ok(&slot.averaged(&mut *self.comm)?[range])
     }
@@ -423,56 +385,5 @@ impl DataParallel {
     /// [`Error::Diverged`] with rank and tensor.
     pub fn verify(&mut self) -> Result<u64> {
         verify_equal(&mut *self.comm, &self.layout, self.parameters.as_slice())
-    }
-
-    /// Everything a checkpoint needs of this model, by name: the parameters and the optimizer's state, each with the
-    /// parameters' [layout](Self::layout), whole on rank 0 and empty elsewhere. Collective where the optimizer is sharded.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_gather`].
-    pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
-        let Self { comm, layout, slots, optimizer, .. } = self;
-        let len = if comm.rank() == 0 { layout.len() } else { 0 };
-        let mut arenas = Vec::new();
-        for (name, local) in optimizer.state() {
-            let mut whole = vec![0.0; len];
-            gather(&mut **comm, slots, local, &mut whole)?;
-            arenas.push((name, Cow::Owned(whole)));
-        }
-        let weights = &self.whole_parameters("arenas")?[..len];
-        arenas.insert(0, ("weights", Cow::Borrowed(weights)));
-        Ok(arenas)
-    }
-
-    /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas)
-    /// by its name. Collective; afterwards all ranks hold rank 0's values. They may come from any number of ranks, with
-    /// a sharded optimizer or not.
-    ///
-    /// # Errors
-    /// As `read`, and the communicator's.
-    pub fn restore(
-        &mut self,
-        steps: u64,
-        mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
-    ) -> Result<()> {
-        let Self { comm, layout, slots, optimizer, .. } = self;
-        let mut whole = |name: &str| -> Result<Vec<f32>> {
-            let mut values = read(name, layout)?;
-            replicate(&mut **comm, layout, &mut values)?;
-            Ok(values)
-        };
-        self.parameters.as_mut_slice().copy_from_slice(&whole("weights")?);
-        for (name, local) in optimizer.state_mut() {
-            keep_own(slots, &whole(name)?, local);
-        }
-        self.optimizer.set_steps(steps);
-        Ok(())
-    }
-}
-
-/// Keeps those elements of a whole arena that this rank has the state of.
-fn keep_own(slots: &[Slot], whole: &[f32], local: &mut [f32]) {
-    for slot in slots {
-        local[slot.states()].copy_from_slice(&whole[slot.own.clone()]);
     }
 }

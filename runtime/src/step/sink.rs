@@ -2,7 +2,8 @@
 
 use super::Reduction;
 use super::accumulate::Accumulator;
-use super::slot::{Exchange, Slot};
+use super::slot::Exchange;
+use super::slots::Slots;
 use crate::comm::Communicator;
 use crate::replicate::sum_over_ranks;
 use crate::{Error, Layout, Result};
@@ -46,8 +47,9 @@ pub trait GradientSink {
 pub(super) struct Sink<'a> {
     pub(super) comm: &'a mut dyn Communicator,
     pub(super) layout: &'a Layout,
-    pub(super) slots: &'a mut [Slot],
-    pub(super) slot_of: &'a [usize],
+    pub(super) slots: &'a mut Slots,
+    /// Where to note the order of tensors, if that is not known yet.
+    pub(super) observed: Option<&'a mut Vec<usize>>,
     pub(super) accumulator: &'a mut Accumulator,
     pub(super) exchange: Exchange,
     /// Whether to look for gradients that are no numbers.
@@ -58,18 +60,21 @@ pub(super) struct Sink<'a> {
 
 impl GradientSink for Sink<'_> {
     fn gradient(&mut self, tensor: usize) -> &mut [f32] {
-        let slot = &mut self.slots[self.slot_of[tensor]];
+        let slot = &mut self.slots.all[self.slots.of[tensor]];
         let range = slot.within(self.layout, tensor);
         &mut slot.values_mut()[range]
     }
 
     fn ready(&mut self, tensor: usize) -> Result<()> {
-        let slot = &mut self.slots[self.slot_of[tensor]];
+        let slot = &mut self.slots.all[self.slots.of[tensor]];
         let open = &mut slot.open[tensor - slot.bucket.tensors.start];
         if !std::mem::replace(open, false) {
             let name = &self.layout.tensors()[tensor].name;
             let problem = format!("the gradient of tensor `{name}` was handed over twice");
             return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        if let Some(order) = self.observed.as_mut().filter(|_| self.accumulator.is_last()) {
+            order.push(tensor);
         }
         if self.accumulator.count() > 1 {
             let within = slot.within(self.layout, tensor);

@@ -97,7 +97,7 @@ impl Slot {
     }
 
     /// Takes the gradient, waiting for its reduction if that is under way.
-    fn take(&mut self) -> Result<Buffer> {
+    pub(super) fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
             Gradient::Here(buffer) => Ok(buffer),
             Gradient::Reducing(pending) => pending.wait(),
@@ -154,7 +154,7 @@ impl Slot {
     }
 
     /// Elements of the gradient that this rank updates.
-    fn own_within(&self) -> Range<usize> {
+    pub(super) fn own_within(&self) -> Range<usize> {
         self.own.start - self.elements.start..self.own.end - self.elements.start
     }
 
@@ -204,28 +204,4 @@ pub(super) fn unready(layout: &Layout, bucket: &Bucket, open: &[bool]) -> Error 
     let name = &layout.tensors()[bucket.tensors.start + open].name;
     let problem = format!("the gradient of tensor `{name}` was not handed over");
     Error::InvalidArgument { operation: "step", problem }
-}
-
-/// Gathers a state arena of which this rank has the elements `local`. Collective, if a bucket is sharded. Leaves the whole
-/// in `into`, unless that is empty.
-pub(super) fn gather(
-    comm: &mut dyn Communicator,
-    slots: &[Slot],
-    local: &[f32],
-    into: &mut [f32],
-) -> Result<()> {
-    for slot in slots {
-        let mine = &local[slot.states()];
-        let gathered = if slot.sharded {
-            let mut buffer = Buffer::zeroed::<f32>(slot.elements.len());
-            buffer.as_mut_slice()[slot.own_within()].copy_from_slice(mine);
-            Some(comm.all_gather(buffer)?.wait()?)
-        } else {
-            None
-        };
-        if !into.is_empty() {
-            into[slot.elements.clone()].copy_from_slice(gathered.as_ref().map_or(mine, Buffer::as_slice));
-        }
-    }
-    Ok(())
 }
