@@ -21,6 +21,7 @@ use crate::bucket;
 use crate::comm::{Buffer, Communicator, DType, shard};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{replicate, verify_equal};
+use crate::timeline::Name;
 use crate::{Error, Layout, Result};
 
 /// Bytes of the first bucket: small, so that communication starts early.
@@ -207,6 +208,7 @@ impl DataParallel {
     /// As `compute` and the communicator; names a tensor whose gradient was not handed over.
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
         self.whole_parameters("step")?;
+        let begin = self.comm.timeline().begin();
         self.slots.iter_mut().try_for_each(Slot::begin_step)?;
         let mut sink = Sink {
             comm: &mut *self.comm,
@@ -219,7 +221,10 @@ impl DataParallel {
             return Err(unready(&self.layout, &slot.bucket, &slot.open));
         }
         self.optimizer.begin_step();
+        let updating = self.comm.timeline().begin();
         self.update()?;
+        self.comm.timeline().end(updating, Name::OPTIMIZER);
+        self.comm.timeline().end_of(begin, Name::STEP, Some(self.steps() as u32));
         Ok(result)
     }
 

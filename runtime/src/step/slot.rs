@@ -182,7 +182,11 @@ impl GradientSink for Sink<'_> {
     fn ready(&mut self, tensor: usize) -> Result<()> {
         let slot = &mut self.slots[self.slot_of[tensor]];
         slot.open[tensor - slot.bucket.tensors.start] = false;
-        if slot.open.contains(&true) { Ok(()) } else { slot.reduce(self.comm) }
+        if slot.open.contains(&true) {
+            return Ok(());
+        }
+        self.comm.timeline().set_bucket(self.slot_of[tensor]);
+        slot.reduce(self.comm)
     }
 
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
