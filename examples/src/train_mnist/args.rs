@@ -1,5 +1,6 @@
 //! The command line of `train_mnist`, as typed and as resolved.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Parser, ValueEnum};
@@ -73,9 +74,9 @@ pub(super) struct Args {
     /// Threads of each rank on the CPU [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Mebibytes of gradients in one all-reduce [default: 1; on GPUs 16].
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    bucket: Option<u16>,
+    /// Mebibytes of gradients in one all-reduce, such as 0.25 [default: 1; on GPUs 16].
+    #[arg(long, value_name = "MIB", value_parser = parse_mebibytes)]
+    bucket: Option<usize>,
     /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
     /// enough to gain by it), on (of all) or off; on GPUs off.
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
@@ -95,6 +96,13 @@ pub(super) struct Args {
     /// Write loss and accuracy as an event file for TensorBoard into this folder.
     #[arg(long, value_name = "DIR")]
     pub(super) tensorboard: Option<PathBuf>,
+    /// Write what every rank did when as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, at the end: on the CPU,
+    /// the first 65536 spans of each rank.
+    #[arg(long, value_name = "FILE.json")]
+    pub(super) timeline: Option<PathBuf>,
+    /// Record the timeline of these steps only, counted from 1, and of what lies between them.
+    #[arg(long, value_name = "FIRST-LAST", value_parser = parse_steps, requires = "timeline")]
+    timeline_steps: Option<RangeInclusive<u64>>,
     /// Print a summary as one JSON object on the last line of standard output.
     #[arg(long)]
     pub(super) json: bool,
@@ -140,6 +148,20 @@ fn parse_net(text: &str) -> Result<Spec, String> {
     Spec::named(text).map_err(|error| error.to_string())
 }
 
+fn parse_mebibytes(text: &str) -> Result<usize, String> {
+    let bytes = text.parse().map(|mebibytes: f64| (mebibytes * f64::from(1 << 20)) as usize);
+    bytes
+        .ok()
+        .filter(|bytes| (1 << 10..=1 << 30).contains(bytes))
+        .ok_or_else(|| "it should be a number from 0.001 to 1024".into())
+}
+
+fn parse_steps(text: &str) -> Result<RangeInclusive<u64>, String> {
+    let steps = text.split_once('-').and_then(|(first, last)| Some(first.parse().ok()?..=last.parse().ok()?));
+    let some = |steps: &RangeInclusive<u64>| *steps.start() > 0 && !steps.is_empty();
+    steps.filter(some).ok_or_else(|| "it should be two steps, such as 101-120".into())
+}
+
 fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "it should be a number from 1".into())
 }
@@ -169,7 +191,12 @@ impl Args {
 
     /// Bytes of gradients in one all-reduce, where the user says.
     pub(super) fn bucket_bytes(&self) -> Option<usize> {
-        self.bucket.map(|mebibytes| usize::from(mebibytes) << 20)
+        self.bucket
+    }
+
+    /// Steps whose timeline is recorded, from 1.
+    pub(super) fn timeline_steps(&self) -> RangeInclusive<u64> {
+        self.timeline_steps.clone().unwrap_or(1..=u64::MAX)
     }
 
     /// How a GPU is to be used.

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
+use mgpu::timeline::Name;
 use mgpu::{Communicator, DataParallel, DataParallelConfig, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
 use super::super::args::Args;
-use super::super::profile::StepProfile;
+use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
 use super::{Engine, Recipe, Seen};
 use crate::data::{Dataset, IMAGE_LEN};
@@ -36,6 +37,8 @@ pub(in super::super) struct Cpu<E> {
 struct Measured {
     /// For filling batches.
     gather: Duration,
+    /// In collectives.
+    communication: Duration,
     /// In all.
     steps: Duration,
 }
@@ -48,7 +51,10 @@ impl<E: Storage> Cpu<E> {
         threads: usize,
     ) -> mgpu::Result<Self> {
         let spec = &args.net;
-        let net = Net::with_choice(spec, recipe.batch, threads, args.conv);
+        let mut net = Net::with_choice(spec, recipe.batch, threads, args.conv);
+        if args.timeline.is_some() {
+            net.show_on(comm.timeline());
+        }
         let parameters = net.initial_parameters(recipe.seed);
         let mut config = DataParallelConfig::new(spec.optimizer, threads);
         config.bucket = args.bucket_bytes().unwrap_or(config.bucket);
@@ -90,6 +96,7 @@ impl<E: Storage> Engine for Cpu<E> {
     ) -> mgpu::Result<LossReport> {
         let Cpu { model, net, recipe, buffers, images, labels, profile, measured, .. } = self;
         let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
+        let timeline = model.comm().timeline().clone();
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
@@ -98,9 +105,11 @@ impl<E: Storage> Engine for Cpu<E> {
                 net.start_profile();
                 model.start_times();
             }
-            let begin = measured.as_ref().map(|_| Instant::now());
+            let (begin, communicated) = (measured.as_ref().map(|_| Instant::now()), timeline.communication());
+            let gathering = timeline.begin();
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
             data.gather(samples, images, labels);
+            timeline.end(gathering, Name::new("gather"));
             let gathered = begin.map(|begin| begin.elapsed());
 
             model.set_learning_rate(recipe.learning_rate(step));
@@ -113,6 +122,8 @@ impl<E: Storage> Engine for Cpu<E> {
             if let (Some(measured), Some(begin), Some(gathered)) = (measured.as_mut(), begin, gathered) {
                 measured.gather += gathered;
                 measured.steps += begin.elapsed();
+                measured.communication +=
+                    timeline.communication().unwrap_or_default() - communicated.unwrap_or_default();
             }
             score += report;
             seen(step + 1, report.loss());
@@ -176,9 +187,14 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn profile(&self) -> Option<StepProfile> {
-        let Measured { gather, steps } = self.measured.as_ref()?;
+        let Measured { gather, communication, steps } = self.measured.as_ref()?;
         let (net, stages) = self.net.profile()?;
-        let times = self.model.times()?;
-        Some(StepProfile::new(self.net.threads(), (net, stages), times, *gather, *steps))
+        let rest = Sums {
+            gather: *gather,
+            communication: *communication,
+            optimizer: self.model.times()?.optimizer,
+            steps: *steps,
+        };
+        Some(StepProfile::new(self.net.threads(), (net, stages), rest))
     }
 }
