@@ -82,7 +82,8 @@ fn of<'a>(track: &'a [Span], name: &'a str) -> impl Iterator<Item = &'a Span> {
 }
 
 /// Collectives after which no rank goes on before all have come.
-const COLLECTIVES: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"];
+const COLLECTIVES: [&str; 6] =
+    ["allocate", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"];
 
 /// All ranks made the same collectives, nobody left one before everybody had come, and waiting for that ended no sooner. So
 /// their clocks are one.
@@ -142,8 +143,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
                     "step" | "gather" => assert!(outer.is_empty(), "{span:?} in {outer:?}"),
                     "forward" | "backward" | "optimizer" => assert_eq!(outer, ["step"]),
                     "wait for peers" | "make and pass on" => {
-                        let inner = COLLECTIVES.contains(&outer[0]) || outer[0] == "reduce";
-                        assert!(inner, "{span:?} in {outer:?}");
+                        assert!(COLLECTIVES.contains(&outer[0]), "{span:?} in {outer:?}");
                     }
                     name if name.starts_with("backward ") => assert_eq!(outer, ["backward", "step"]),
                     name if name.starts_with("forward ") => assert_eq!(outer, ["forward", "step"]),
