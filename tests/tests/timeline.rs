@@ -7,6 +7,7 @@ use std::process::Command;
 
 use mgpu::ReduceOp;
 use mgpu::timeline::Timeline;
+use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, command, run};
 use mgpu_tests::threads;
 use serde_json::Value;
@@ -268,6 +269,14 @@ fn bad_files_and_steps_are_named() {
     let finished = train(command(TRAIN), nowhere, &["--steps", "1"]);
     finished.expect(1, &["cannot write the timeline /nonexistent/t.json"]);
     assert!(!finished.stdout.contains("epoch"), "{finished:#?}");
+}
+
+#[test]
+fn a_timeline_of_gpus_is_refused() {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl", "--no-prefix", TRAIN]);
+    train(launcher, Path::new("t.json"), &["--steps", "1"]).expect(1, &["nsys profile", "--backend cpu"]);
+    assert!(!Path::new("t.json").exists());
 }
 
 #[test]

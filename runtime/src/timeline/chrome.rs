@@ -53,7 +53,7 @@ fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
         for (_, span) in order {
             let (begin, duration) = (Micros(span.begin - zero), Micros(span.end - span.begin));
             let name = &names[span.name];
-            write!(out, ",\n")?;
+            writeln!(out, ",")?;
             write!(
                 out,
                 r#"{{"ph":"X","pid":{PROCESS},"tid":{thread},"ts":{begin},"dur":{duration},"name":{name}"#
@@ -64,7 +64,7 @@ fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
         if track.left_out > 0 {
             let end = Micros(track.spans.iter().map(|span| span.end).max().unwrap_or(zero) - zero);
             let text = format!("the record is full: {} later spans left out", track.left_out);
-            write!(out, ",\n")?;
+            writeln!(out, ",")?;
             write!(out, r#"{{"ph":"i","s":"t","pid":{PROCESS},"tid":{thread},"ts":{end},"name":"{text}"}}"#)?;
         }
     }
