@@ -1,7 +1,7 @@
 //! Where the time of a step goes: kept for each stage of a network, where it is asked for, and shown on a timeline.
 //!
-//! A pass is cut into laps: each goes from the end of the last one to now, and belongs to a stage, to communication or to
-//! the rest. So every moment is counted once, and a lap costs one reading of the clock.
+//! A pass is cut into laps: each goes from the end of the last one to now, and belongs to a stage, to communication (which
+//! others measure) or to the rest. So every moment is counted once, and a lap costs one reading of the clock.
 
 use std::time::Duration;
 
@@ -20,7 +20,6 @@ pub struct Profile {
     pub(super) forward: Vec<Duration>,
     pub(super) backward: Vec<Duration>,
     pub(super) other: Duration,
-    pub(super) communication: Duration,
     pub(super) steps: u32,
     pub(super) images: usize,
 }
@@ -56,7 +55,7 @@ pub(super) enum Lap {
     Loss,
     /// Of the images, from their order in memory to the first stage's.
     Input,
-    /// Collectives show themselves.
+    /// Collectives are measured and shown by their timeline.
     Communication,
 }
 
@@ -84,7 +83,6 @@ impl Profile {
             forward: vec![Duration::ZERO; stages],
             backward: vec![Duration::ZERO; stages],
             other: Duration::ZERO,
-            communication: Duration::ZERO,
             steps: 0,
             images: 0,
         }
@@ -98,11 +96,6 @@ impl Profile {
     /// Seconds a step that were spent on the loss, and on bringing images to the first layer.
     pub fn loss(&self) -> f64 {
         self.mean(self.other)
-    }
-
-    /// Seconds a step for which communication held the passes up.
-    pub fn communication(&self) -> f64 {
-        self.mean(self.communication)
     }
 
     fn mean(&self, sum: Duration) -> f64 {
@@ -141,20 +134,17 @@ pub(super) fn lap(profile: &mut Option<Profile>, lap: Lap) {
     let Some(profile) = profile else { return };
     let (begin, end) = (profile.last, now());
     profile.last = end;
-    let sum = match lap {
-        Lap::Forward(place) => &mut profile.forward[place],
-        Lap::Backward(place) => &mut profile.backward[place],
-        Lap::Loss | Lap::Input => &mut profile.other,
-        Lap::Communication => &mut profile.communication,
+    let shown = profile.shown.as_ref();
+    let (sum, name) = match lap {
+        Lap::Forward(place) => (&mut profile.forward[place], shown.map(|shown| shown.forward[place])),
+        Lap::Backward(place) => (&mut profile.backward[place], shown.map(|shown| shown.backward[place])),
+        Lap::Loss => (&mut profile.other, Some(Name::new("loss"))),
+        Lap::Input => (&mut profile.other, Some(Name::new("input"))),
+        Lap::Communication => return,
     };
     *sum += Duration::from_nanos(end - begin);
-    let Some(shown) = &profile.shown else { return };
-    match lap {
-        Lap::Forward(place) => shown.show(shown.forward[place], begin, end),
-        Lap::Backward(place) => shown.show(shown.backward[place], begin, end),
-        Lap::Loss => shown.show(Name::new("loss"), begin, end),
-        Lap::Input => shown.show(Name::new("input"), begin, end),
-        Lap::Communication => {}
+    if let Some((shown, name)) = shown.zip(name) {
+        shown.show(name, begin, end);
     }
 }
 

@@ -56,7 +56,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         // Counting what communication takes costs next to nothing.
         None => Timeline::new(0),
     };
-    timeline.set_recording(args.timeline_steps().contains(&1));
+    let record_next = |made: u64| timeline.set_recording(args.timeline_steps().contains(&(made + 1)));
+    record_next(0);
     let (device, mut comm) = match world.backend() {
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
         Backend::Nccl if args.shard_optimizer == Sharding::On => {
@@ -109,7 +110,6 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
     }
 
-    let record_next = |made: u64| timeline.set_recording(args.timeline_steps().contains(&(made + 1)));
     record_next(trainer.steps());
     let mut last = None;
     while trainer.steps() < trainer.length() {
