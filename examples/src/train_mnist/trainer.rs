@@ -301,3 +301,26 @@ fn mean(value: f64, comm: &mut dyn Communicator) -> mgpu::Result<f64> {
     comm.all_reduce_slice(&mut values, ReduceOp::Avg)?;
     Ok(values[0])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_that_moves_tells_what_communication_takes_where_there_is_any() {
+        let mut position = Position {
+            epoch: 2,
+            step: 30,
+            steps: 40,
+            length: 100,
+            loss: 0.25,
+            images_per_s: 1234.0,
+            pace: 0.5,
+            communication: Some(0.123),
+        };
+        let begin = "epoch 2 step 30/40 loss 0.2500 1234 images/s";
+        assert_eq!(position.to_string(), format!("{begin}, 12% communication, 0:00:35 left"));
+        position.communication = None;
+        assert_eq!(position.to_string(), format!("{begin}, 0:00:35 left"));
+    }
+}
