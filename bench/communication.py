@@ -36,9 +36,8 @@ def train(options, net, bucket):
     return json.loads(output(*command).splitlines()[-1])
 
 
-def median(rounds, key):
-    values = [one[key] for one in rounds]
-    return {key: round(statistics.median(values), 3), f"{key}_range": [min(values), max(values)]}
+def medians(rounds):
+    return {key: round(statistics.median(one[key] for one in rounds), 3) for key in KEYS}
 
 
 def main():
@@ -73,8 +72,7 @@ def main():
             done.append({key: line[key] for key in KEYS})
             result["load"] = os.getloadavg()
             result["lines"] = [
-                {"net": net, "bucket_mib": float(bucket), **{k: v for key in KEYS for k, v in median(done, key).items()},
-                 "rounds": done}
+                {"net": net, "bucket_mib": float(bucket), **medians(done), "rounds": done}
                 for (net, bucket), done in rounds.items() if done
             ]
             result["data"] = line["data"]
@@ -86,8 +84,8 @@ def main():
     for net in nets:
         cells = []
         for bucket in buckets:
-            shares = [statistics.median(one[key] for one in rounds[net, bucket]) for key in KEYS]
-            cells.append(f"{shares[0]:.1%} ({shares[1]:.1%} waiting), {shares[2]:.4g} ms")
+            share = medians(rounds[net, bucket])
+            cells.append("{communication:.1%} ({waiting:.1%} waiting), {ms_per_step:.4g} ms".format(**share))
         print(f"| `{net}` | " + " | ".join(cells) + " |")
     print(f"written to {os.path.relpath(path)}")
 

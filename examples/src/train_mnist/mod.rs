@@ -27,7 +27,7 @@ use mgpu_kernels::Precision;
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
 
-/// Spans of the timeline that a rank has room for: 3 MiB; some 10 MB in the file.
+/// Spans of the timeline that a rank has room for: 3 MiB; some 7 MB in the file.
 const SPANS: usize = 65_536;
 
 /// The program.
