@@ -31,7 +31,8 @@
 //! ```
 //!
 //! Beside the spans a timeline always adds up what its rank spent in collectives ([`Timeline::communication`]): two readings
-//! of the clock an operation, some 50 ns, and one more for the waiting among it.
+//! of the clock an operation, and one more for the waiting among it. (On a virtual machine that reads its clock in 40 ns, that
+//! is 130 ns an operation, and a span recorded 100 ns: of a step of `lenet5` with 24 spans, a thousandth.)
 
 mod chrome;
 mod gather;
