@@ -8,9 +8,9 @@ use mgpu::step::{Compression, SHARD_FROM};
 /// How ranks train together.
 #[derive(Debug, Args)]
 pub(crate) struct Parallel {
-    /// Mebibytes of gradients in one all-reduce [default: 1; on GPUs 16].
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    bucket: Option<u16>,
+    /// Mebibytes of gradients in one all-reduce, such as 0.25 [default: 1; on GPUs 16].
+    #[arg(long, value_name = "MIB", value_parser = mebibytes)]
+    bucket: Option<usize>,
     /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
     /// enough to gain by it), on (of all) or off; on GPUs off.
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
@@ -50,7 +50,7 @@ enum Travel {
 impl Parallel {
     /// Bytes of gradients in one all-reduce, where the user says.
     pub(crate) fn bucket_bytes(&self) -> Option<usize> {
-        self.bucket.map(|mebibytes| usize::from(mebibytes) << 20)
+        self.bucket
     }
 
     /// Whether gradients are rounded on their way.
@@ -112,6 +112,13 @@ impl Parallel {
             None => Ok(()),
         }
     }
+}
+
+/// The bytes of a bucket.
+fn mebibytes(text: &str) -> Result<usize, String> {
+    let bytes = text.parse().map(|mebibytes: f64| (mebibytes * f64::from(1 << 20)) as usize);
+    let sensible = bytes.ok().filter(|bytes| (1 << 10..=1 << 30).contains(bytes));
+    sensible.ok_or_else(|| "it should be a number from 0.001 to 1024".into())
 }
 
 /// A number above 0.

@@ -1,7 +1,8 @@
-//! A training step takes no memory: what it needs, it has since the first one.
+//! A training step takes no memory: what it needs, it has since the first one. Nor does the record of when it did what.
 
 use std::alloc::System;
 
+use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
 use mgpu_examples::nets::{DropoutKey, Mode, Net, Spec};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
@@ -34,6 +35,7 @@ impl GradientSink for Sink {
 fn of_a_step(name: &str, threads: usize) -> (usize, usize) {
     const BATCH: usize = 3;
     let mut net = Net::new(&Spec::named(name).unwrap(), BATCH, threads);
+    net.show_on(&Timeline::new(1000));
     let images = vec![0.5; BATCH * net.image_len()];
     let (params, mut buffers) = (net.initial_parameters(1), net.initial_buffers());
     let mut sink = Sink { layout: net.layout().clone(), gradients: vec![0.0; params.len()] };

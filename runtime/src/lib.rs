@@ -16,6 +16,7 @@
 //! | [`bucket`], [`optimizer`] | which gradients travel together, and what becomes of them? |
 //! | [`sampler`] | which samples are mine? |
 //! | [`checkpoint`] | how does a run go on after an end? |
+//! | [`timeline`] | what did every rank do when? |
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -60,6 +61,7 @@ pub mod replicate;
 pub mod sampler;
 mod shm;
 pub mod step;
+pub mod timeline;
 pub mod world;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};

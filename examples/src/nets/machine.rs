@@ -12,7 +12,7 @@ use mgpu_kernels::{Scratch, Storage, Threads, activation, conv, dense, dropout, 
 use super::memory::Sides;
 use super::net::DropoutKey;
 use super::plan::{Op, Plan, Pool, Stage};
-use super::profile::{Profile, lap};
+use super::profile::{Lap, Profile, lap};
 
 /// Batch statistics of one normalisation, kept from the forward to the backward pass.
 #[derive(Debug)]
@@ -78,11 +78,11 @@ impl<'a> Step<'a> {
 
     /// Announces the gradients of a stage's weights and bias.
     fn hand_over(&mut self, sink: &mut dyn GradientSink, weight: usize, db: &[f32]) -> Result<()> {
-        lap(self.profile, |profile| &mut profile.backward[self.place]);
+        lap(self.profile, Lap::Backward(self.place));
         sink.gradient(weight + 1).copy_from_slice(db);
         sink.ready(weight + 1)?;
         sink.ready(weight)?;
-        lap(self.profile, |profile| &mut profile.communication);
+        lap(self.profile, Lap::Communication);
         Ok(())
     }
 }
@@ -160,9 +160,9 @@ impl Machine {
                 match pass {
                     Pass::Train { buffers, ranks, .. } => {
                         norm::cpu::sum_inputs(threads, x, sums);
-                        lap(step.profile, |profile| &mut profile.forward[step.place]);
+                        lap(step.profile, Lap::Forward(step.place));
                         ranks.sum_over_ranks(sums.values_mut())?;
-                        lap(step.profile, |profile| &mut profile.communication);
+                        lap(step.profile, Lap::Communication);
                         let (running_mean, running_var) = buffers.split_at_mut(var.start);
                         let running_var = &mut running_var[..var.len()];
                         statistics.of_batch(sums, &mut running_mean[mean], running_var);
@@ -230,7 +230,7 @@ impl Machine {
                 step.hand_over(sink, weight, db)?;
                 if below {
                     sink.sum_over_ranks(sums.values_mut())?;
-                    lap(step.profile, |profile| &mut profile.communication);
+                    lap(step.profile, Lap::Communication);
                     norm::cpu::backward_input(threads, statistics, sums, gamma, x, dy);
                 }
             }

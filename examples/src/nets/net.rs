@@ -1,5 +1,6 @@
 //! A network with the memory to run: forward, backward.
 
+use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
 use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::{Scratch, Storage, Threads, dropout, loss, transpose};
@@ -9,7 +10,7 @@ use super::initial;
 use super::machine::{Back, Machine, Pass, Step};
 use super::memory::Part;
 use super::plan::{Image, Plan, Stage};
-use super::profile::{self, Profile, StageTimes, lap};
+use super::profile::{self, Lap, Profile, Shown, StageTimes, lap};
 use super::spec::Spec;
 
 /// What a forward pass is for.
@@ -73,6 +74,7 @@ pub struct Net<E = f32> {
     /// How the current batch was run; `None` before the first.
     mode: Option<Mode>,
     profile: Option<Profile>,
+    shown: Option<Shown>,
 }
 
 impl Net {
@@ -105,6 +107,7 @@ impl<E: Storage> Net<E> {
             batch: 0,
             mode: None,
             profile: None,
+            shown: None,
             plan,
             threads,
             max_batch,
@@ -113,7 +116,13 @@ impl<E: Storage> Net<E> {
 
     /// Measures from now on what each stage takes, from zero.
     pub fn start_profile(&mut self) {
-        self.profile = Some(Profile::new(self.plan.stages.len()));
+        self.profile = Some(Profile::new(self.plan.stages.len(), self.shown.clone()));
+    }
+
+    /// Shows from now on, on `timeline`, when each pass of a training was made and each stage of it.
+    pub fn show_on(&mut self, timeline: &Timeline) {
+        self.shown = Some(Shown::new(timeline, &self.plan));
+        self.start_profile();
     }
 
     /// What the stages took since [`Net::start_profile`], and the rest of the passes.
@@ -201,6 +210,7 @@ impl<E: Storage> Net<E> {
             Mode::Eval => Pass::Eval { buffers },
         };
         self.run(params, images, pass)?;
+        profile::end(&self.profile, "forward");
         Ok(self.logits())
     }
 
@@ -209,7 +219,10 @@ impl<E: Storage> Net<E> {
     /// # Panics
     /// As [`Net::forward`].
     pub fn predict(&mut self, params: &[f32], buffers: &[f32], images: &[f32]) -> &[f32] {
+        // What is measured is the training.
+        let profile = self.profile.take();
         self.run(params, images, Pass::Eval { buffers }).expect("evaluation asks nothing of other ranks");
+        self.profile = profile;
         self.logits()
     }
 
@@ -247,7 +260,7 @@ impl<E: Storage> Net<E> {
         profile::start(profile);
         let Image { channels, plane } = plan.image;
         transpose::matrices(threads, scratch, (channels, plane), batch, images.slot_mut(0, n));
-        lap(profile, |profile| &mut profile.other);
+        lap(profile, Lap::Input);
         for (place, (stage, machine)) in plan.stages.iter().zip(machines).enumerate() {
             let vector = stage.output >= plan.vectors;
             if vector && stage.input < plan.vectors {
@@ -263,7 +276,7 @@ impl<E: Storage> Net<E> {
                 let (x, y) = images.of_stage(stage, n);
                 machine.forward(step, x, y, &mut pass)?;
             }
-            lap(profile, |profile| &mut profile.forward[place]);
+            lap(profile, Lap::Forward(place));
         }
         Ok(())
     }
@@ -295,7 +308,7 @@ impl<E: Storage> Net<E> {
         profile::start(profile);
         let (logits, gradient) = vectors.start_backward(n);
         let report = loss::cpu::gradient(logits, labels, gradient);
-        lap(profile, |profile| &mut profile.other);
+        lap(profile, Lap::Loss);
 
         let first = plan.first_with_parameters();
         let stages = plan.stages.iter().zip(machines).enumerate();
@@ -314,8 +327,9 @@ impl<E: Storage> Net<E> {
                     transpose::matrices(threads, scratch, (channels, plane), flat, image);
                 }
             }
-            lap(profile, |profile| &mut profile.backward[place]);
+            lap(profile, Lap::Backward(place));
         }
+        profile::end(profile, "backward");
         if let Some(profile) = profile {
             profile.steps += 1;
             profile.images += n;

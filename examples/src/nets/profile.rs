@@ -1,7 +1,11 @@
-//! Where the time of a step goes: kept for each stage of a network, where it is asked for.
+//! Where the time of a step goes: kept for each stage of a network, where it is asked for, and shown on a timeline.
+//!
+//! A pass is cut into laps: each goes from the end of the last one to now, and belongs to a stage, to communication (which
+//! others measure) or to the rest. So every moment is counted once, and a lap costs one reading of the clock.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use mgpu::timeline::{Name, Span, Timeline, now};
 use mgpu_kernels::conv::Padding;
 
 use super::plan::{Op, Plan, Stage};
@@ -9,13 +13,50 @@ use super::plan::{Op, Plan, Stage};
 /// Times of a network's stages, summed over steps.
 #[derive(Debug, Clone)]
 pub struct Profile {
-    last: Instant,
+    /// When the pass began, and the current lap.
+    pass: u64,
+    last: u64,
+    shown: Option<Shown>,
     pub(super) forward: Vec<Duration>,
     pub(super) backward: Vec<Duration>,
     pub(super) other: Duration,
-    pub(super) communication: Duration,
     pub(super) steps: u32,
     pub(super) images: usize,
+}
+
+/// Where laps are shown, and what those of each stage are called.
+#[derive(Debug, Clone)]
+pub(super) struct Shown {
+    timeline: Timeline,
+    forward: Vec<Name>,
+    backward: Vec<Name>,
+}
+
+impl Shown {
+    pub(super) fn new(timeline: &Timeline, plan: &Plan) -> Self {
+        let names = |pass: &str| {
+            let text = |stage: &Stage| format!("{pass} {} {}", stage.layer, describe(stage));
+            plan.stages.iter().map(|stage| timeline.name(&text(stage))).collect()
+        };
+        Shown { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
+    }
+
+    fn show(&self, name: Name, begin: u64, end: u64) {
+        self.timeline.record(Span { name, number: None, begin, end, bytes: 0 });
+    }
+}
+
+/// What a lap's time goes to.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Lap {
+    /// A stage's passes, by its place.
+    Forward(usize),
+    Backward(usize),
+    Loss,
+    /// Of the images, from their order in memory to the first stage's.
+    Input,
+    /// Collectives are measured and shown by their timeline.
+    Communication,
 }
 
 /// What one stage took on average.
@@ -34,13 +75,14 @@ pub struct StageTimes {
 }
 
 impl Profile {
-    pub(super) fn new(stages: usize) -> Self {
+    pub(super) fn new(stages: usize, shown: Option<Shown>) -> Self {
         Profile {
-            last: Instant::now(),
+            pass: 0,
+            last: 0,
+            shown,
             forward: vec![Duration::ZERO; stages],
             backward: vec![Duration::ZERO; stages],
             other: Duration::ZERO,
-            communication: Duration::ZERO,
             steps: 0,
             images: 0,
         }
@@ -54,11 +96,6 @@ impl Profile {
     /// Seconds a step that were spent on the loss, and on bringing images to the first layer.
     pub fn loss(&self) -> f64 {
         self.mean(self.other)
-    }
-
-    /// Seconds a step for which communication held the passes up.
-    pub fn communication(&self) -> f64 {
-        self.mean(self.communication)
     }
 
     fn mean(&self, sum: Duration) -> f64 {
@@ -84,20 +121,37 @@ impl Profile {
     }
 }
 
-/// Starts the clock, where there is one.
+/// Starts a pass.
 pub(super) fn start(profile: &mut Option<Profile>) {
     if let Some(profile) = profile {
-        profile.last = Instant::now();
+        profile.last = now();
+        profile.pass = profile.last;
     }
 }
 
-/// Adds the time since the last call to what `part` names.
-pub(super) fn lap(profile: &mut Option<Profile>, part: impl FnOnce(&mut Profile) -> &mut Duration) {
-    if let Some(profile) = profile {
-        let now = Instant::now();
-        let took = now - profile.last;
-        profile.last = now;
-        *part(profile) += took;
+/// Adds the time since the last lap to what it belongs to.
+pub(super) fn lap(profile: &mut Option<Profile>, lap: Lap) {
+    let Some(profile) = profile else { return };
+    let (begin, end) = (profile.last, now());
+    profile.last = end;
+    let shown = profile.shown.as_ref();
+    let (sum, name) = match lap {
+        Lap::Forward(place) => (&mut profile.forward[place], shown.map(|shown| shown.forward[place])),
+        Lap::Backward(place) => (&mut profile.backward[place], shown.map(|shown| shown.backward[place])),
+        Lap::Loss => (&mut profile.other, Some(Name::new("loss"))),
+        Lap::Input => (&mut profile.other, Some(Name::new("input"))),
+        Lap::Communication => return,
+    };
+    *sum += Duration::from_nanos(end - begin);
+    if let Some((shown, name)) = shown.zip(name) {
+        shown.show(name, begin, end);
+    }
+}
+
+/// Ends a pass with the last lap.
+pub(super) fn end(profile: &Option<Profile>, pass: &'static str) {
+    if let Some(Profile { pass: begin, last, shown: Some(shown), .. }) = profile {
+        shown.show(Name::new(pass), *begin, *last);
     }
 }
 

@@ -1,5 +1,6 @@
 //! The command line of `train_mnist`, as typed and as resolved.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Parser, ValueEnum};
@@ -91,6 +92,13 @@ pub(super) struct Args {
     /// Write loss and accuracy as an event file for TensorBoard into this folder.
     #[arg(long, value_name = "DIR")]
     pub(super) tensorboard: Option<PathBuf>,
+    /// Write what every rank did when as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, at the end: on the CPU,
+    /// the first 65536 spans of each rank.
+    #[arg(long, value_name = "FILE.json")]
+    pub(super) timeline: Option<PathBuf>,
+    /// Record the timeline of these steps only, counted from 1, and of what lies between them.
+    #[arg(long, value_name = "FIRST-LAST", value_parser = parse_steps, requires = "timeline")]
+    timeline_steps: Option<RangeInclusive<u64>>,
     /// Print a summary as one JSON object on the last line of standard output.
     #[arg(long)]
     pub(super) json: bool,
@@ -110,6 +118,12 @@ pub(super) enum Schedule {
 
 fn parse_net(text: &str) -> Result<Spec, String> {
     Spec::named(text).map_err(|error| error.to_string())
+}
+
+fn parse_steps(text: &str) -> Result<RangeInclusive<u64>, String> {
+    let steps = text.split_once('-').and_then(|(first, last)| Some(first.parse().ok()?..=last.parse().ok()?));
+    let some = |steps: &RangeInclusive<u64>| *steps.start() > 0 && !steps.is_empty();
+    steps.filter(some).ok_or_else(|| "it should be two steps, such as 101-120".into())
 }
 
 /// How long to train.
@@ -133,6 +147,11 @@ impl Args {
 
     pub(super) fn lr(&self) -> f64 {
         self.lr.unwrap_or(self.net.optimizer.rule.lr())
+    }
+
+    /// Steps whose timeline is recorded, from 1.
+    pub(super) fn timeline_steps(&self) -> RangeInclusive<u64> {
+        self.timeline_steps.clone().unwrap_or(1..=u64::MAX)
     }
 
     /// How a GPU is to be used.

@@ -21,10 +21,14 @@ use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
 use half::bf16;
 use mgpu::progress::Phase;
+use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, ReduceOp, World, checkpoint};
 use mgpu_kernels::Precision;
 use report::{EpochReport, Metrics, Progress, Summary};
 use trainer::Trainer;
+
+/// Spans of the timeline that a rank has room for: 3 MiB; some 7 MB in the file.
+const SPANS: usize = 65_536;
 
 /// The program.
 pub fn main() -> ExitCode {
@@ -40,8 +44,25 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     if world.backend() == Backend::Nccl {
         args.parallel.check_gpu()?;
     }
+    let timeline = match &args.timeline {
+        Some(_) if world.backend() == Backend::Nccl => {
+            return Err(
+                "--timeline shows what the CPU does: on GPUs take `nsys profile`, or --backend cpu".into()
+            );
+        }
+        Some(path) => {
+            if rank == 0 {
+                Timeline::check(path)?;
+            }
+            Timeline::new(SPANS)
+        }
+        // Counting what communication takes costs next to nothing.
+        None => Timeline::new(0),
+    };
+    let record_next = |made: u64| timeline.set_recording(args.timeline_steps().contains(&(made + 1)));
+    record_next(0);
     let (device, mut comm) = match world.backend() {
-        Backend::Cpu => (None, world.communicator()?),
+        Backend::Cpu => (None, timeline.observe(world.communicator()?)),
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };
     let data = source::load(args, &world, &mut *comm)?;
@@ -89,11 +110,13 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
     }
 
+    record_next(trainer.steps());
     let mut last = None;
     while trainer.steps() < trainer.length() {
         let mut written = Ok(());
         let mut report = trainer.train_epoch(&data.train, |position| {
             world.report_step(position.step);
+            record_next(position.step);
             progress.update(|| position.to_string());
             if rank == 0 && written.is_ok() {
                 written = curves.step(position.step, position.loss);
@@ -103,7 +126,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         report.data = data.origin.to_string();
         if !args.skip_test {
             world.report_phase(Phase::Evaluation);
+            let begin = timeline.begin();
             trainer.evaluate(&data.test, &mut report)?;
+            timeline.end(begin, Name::new("evaluation"));
         }
         if rank == 0 {
             progress.line(&report.line(trainer.epochs()));
@@ -114,7 +139,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         if let Some(folder) = &args.checkpoint_dir {
             world.report_phase(Phase::Checkpoint);
+            let begin = timeline.begin();
             trainer.save(folder)?;
+            timeline.end(begin, Name::new("checkpoint"));
         }
         last = Some(report);
     }
@@ -123,6 +150,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     // Of the rank that has the most of each.
     let mut memory = [peak_resident_mib()?, gpu_mib.unwrap_or(0.0)];
     trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
+    let mut communication = trainer.totals().communication();
+    trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
+    if let Some(path) = &args.timeline {
+        timeline.write(trainer.engine().comm(), path)?;
+    }
     if rank == 0 {
         println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
         let profile = trainer.engine().profile();
@@ -131,6 +163,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         if args.json {
             let mut summary = summary(args, &mut trainer, last.as_ref(), memory, threads, checksum);
+            if last.as_ref().is_some_and(|report| report.communication.is_some()) {
+                [summary.communication, summary.waiting] = communication.map(|share| Some(round(share)));
+            }
             summary.profile = profile;
             println!("{}", serde_json::to_string(&summary)?);
         }
@@ -146,7 +181,6 @@ fn summary(
     threads: usize,
     checksum: u64,
 ) -> Summary {
-    let round = |value: f64| (value * 1e3).round() / 1e3;
     let totals = trainer.totals();
     Summary {
         implementation: "mgpu",
@@ -159,6 +193,8 @@ fn summary(
         steps: trainer.steps(),
         images_per_s: round(totals.images_per_s()),
         ms_per_step: round(totals.ms_per_step()),
+        communication: None,
+        waiting: None,
         train_s: round(totals.train_s),
         test_s: round(totals.test_s),
         test_acc: last.and_then(|report| report.test_acc),
@@ -173,6 +209,10 @@ fn summary(
         weights: format!("{checksum:016x}"),
         profile: None,
     }
+}
+
+fn round(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
 }
 
 /// Peak resident memory of this process, in MiB (VmHWM of `/proc/self/status`).

@@ -1,14 +1,14 @@
 //! Where the time of a step goes: a table for people, and the same for programs.
 //!
-//! The layers' passes are measured by the network, the rest of a step by the model and the engine; what none of them has
-//! seen is a row of its own, so that the rows add up to the step. What a layer computes in a second is counted by its
+//! The layers' passes are measured by the network, collectives by the communicator's timeline, wherever in a step they are
+//! called, the rest of a step by the model and the engine; what none of them has seen is a row of its own, so that the rows
+//! add up to the step. What a layer computes in a second is counted by its
 //! definition, three products of weights and activations, however its kernel gets there: an algorithm that needs fewer
 //! multiplications can pass the processor's peak.
 
 use std::fmt;
 use std::time::Duration;
 
-use mgpu::step::StepTimes;
 use mgpu_kernels::{Threads, peak};
 use serde::Serialize;
 
@@ -50,15 +50,18 @@ struct Rest {
     step: f64,
 }
 
+/// What steps took, summed over them, and what they took for all but layers and loss.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sums {
+    pub(super) gather: Duration,
+    pub(super) communication: Duration,
+    pub(super) optimizer: Duration,
+    pub(super) steps: Duration,
+}
+
 impl StepProfile {
-    /// `gather` and `steps` are sums over all steps, as `times` are. Measures the processor's peak.
-    pub(super) fn new(
-        threads: &Threads,
-        (net, stages): (&Profile, Vec<StageTimes>),
-        times: StepTimes,
-        gather: Duration,
-        steps: Duration,
-    ) -> Self {
+    /// Measures the processor's peak.
+    pub(super) fn new(threads: &Threads, (net, stages): (&Profile, Vec<StageTimes>), sums: Sums) -> Self {
         let round = |value: f64| (value * 1e4).round() / 1e4;
         let mean = |sum: Duration| sum.as_secs_f64() * 1e3 / f64::from(net.steps().max(1));
         let peak_gflops = peak::measure(threads);
@@ -77,9 +80,9 @@ impl StepProfile {
             })
             .collect();
         let of_layers: f64 = layers.iter().map(|layer| layer.forward_ms + layer.backward_ms).sum();
-        let (gather, loss, step) = (mean(gather), net.loss() * 1e3, mean(steps));
-        let communication = net.communication() * 1e3 + mean(times.communication);
-        let optimizer = mean(times.optimizer);
+        let loss = net.loss() * 1e3;
+        let Sums { gather, communication, optimizer, steps } = sums;
+        let [gather, communication, optimizer, step] = [gather, communication, optimizer, steps].map(mean);
         let other = step - of_layers - gather - loss - communication - optimizer;
         let [gather, loss, communication, optimizer, other, step] =
             [gather, loss, communication, optimizer, other, step].map(round);

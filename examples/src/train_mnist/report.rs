@@ -21,6 +21,8 @@ pub(super) struct EpochReport {
     pub(super) train_acc: f64,
     pub(super) train_s: f64,
     pub(super) images_per_s: f64,
+    /// Share of the training's time that was spent in collectives, mean over ranks; none for a single rank, and on GPUs.
+    pub(super) communication: Option<f64>,
     pub(super) test_loss: Option<f64>,
     pub(super) test_acc: Option<f64>,
     /// Accuracy with the moving average of the weights, where one is kept.
@@ -74,6 +76,10 @@ pub(super) struct Summary {
     pub(super) steps: u64,
     pub(super) images_per_s: f64,
     pub(super) ms_per_step: f64,
+    /// Shares of the time of the steps above that were spent in collectives, and there waiting for peers to come, mean over
+    /// ranks; none for a single rank, and on GPUs.
+    pub(super) communication: Option<f64>,
+    pub(super) waiting: Option<f64>,
     pub(super) train_s: f64,
     pub(super) test_s: f64,
     pub(super) test_acc: Option<f64>,

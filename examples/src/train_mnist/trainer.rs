@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::Path;
 use std::time::Instant;
 
+use mgpu::timeline::Timeline;
 use mgpu::{Communicator, ReduceOp, Sampler, checkpoint, sampler};
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +29,27 @@ pub(super) struct Totals {
     measured_s: f64,
     measured_steps: u64,
     measured_images: u64,
+    /// Of these seconds.
+    measured_collectives: Collectives,
+}
+
+/// Seconds that a rank has spent in collectives, and of these waiting for peers to come.
+#[derive(Debug, Clone, Copy, Default)]
+struct Collectives {
+    seconds: f64,
+    waiting: f64,
+}
+
+impl Collectives {
+    /// So far, if anybody counts.
+    fn so_far(timeline: &Timeline) -> Option<Self> {
+        let (seconds, waiting) = (timeline.communication()?, timeline.waiting()?);
+        Some(Collectives { seconds: seconds.as_secs_f64(), waiting: waiting.as_secs_f64() })
+    }
+
+    fn since(self, earlier: Self) -> Self {
+        Collectives { seconds: self.seconds - earlier.seconds, waiting: self.waiting - earlier.waiting }
+    }
 }
 
 impl Totals {
@@ -37,6 +59,12 @@ impl Totals {
 
     pub(super) fn ms_per_step(&self) -> f64 {
         self.measured_s * 1e3 / self.measured_steps.max(1) as f64
+    }
+
+    /// Shares of the measured time that this rank spent in collectives, and waiting for peers there.
+    pub(super) fn communication(&self) -> [f64; 2] {
+        let Collectives { seconds, waiting } = self.measured_collectives;
+        [seconds, waiting].map(|seconds| seconds / self.measured_s.max(1e-9))
     }
 }
 
@@ -51,12 +79,17 @@ pub(super) struct Position {
     images_per_s: f64,
     /// Seconds a step.
     pace: f64,
+    /// Share of them that this rank spent in collectives, where there are any.
+    communication: Option<f64>,
 }
 
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Position { epoch, step, steps, length, loss, images_per_s, pace } = self;
+        let Position { epoch, step, steps, length, loss, images_per_s, pace, communication } = self;
         write!(f, "epoch {epoch} step {step}/{steps} loss {loss:.4} {images_per_s:.0} images/s")?;
+        if let Some(share) = communication {
+            write!(f, ", {:.0}% communication", share * 100.0)?;
+        }
         let left = ((length - step) as f64 * pace).round() as u64;
         write!(f, ", {}:{:02}:{:02} left", left / 3600, left / 60 % 60, left % 60)
     }
@@ -158,25 +191,41 @@ impl Trainer {
         let Hyperparameters { batch, ranks, .. } = self.hyperparameters;
         let global_batch = batch as u64 * u64::from(ranks);
         let (begin, start, length) = (self.steps(), Instant::now(), self.length);
-        let mut measured_from = (begin >= WARM_UP).then_some((start, begin));
+        // Alone there is nobody to communicate with.
+        let timeline = Some(self.engine.comm().timeline().clone()).filter(|_| ranks > 1);
+        let collectives = || timeline.as_ref().and_then(Collectives::so_far);
+        let earlier = collectives();
+        let share = || {
+            let spent = collectives()?.since(earlier?);
+            Some(spent.seconds / start.elapsed().as_secs_f64())
+        };
+        let mut measured_from = (begin >= WARM_UP).then_some((start, begin, earlier));
         let mut note = |step: u64, loss: f64| {
             if step >= WARM_UP && measured_from.is_none() {
-                measured_from = Some((Instant::now(), step));
+                measured_from = Some((Instant::now(), step, collectives()));
             }
             let pace = start.elapsed().as_secs_f64() / (step - begin) as f64;
-            let images_per_s = global_batch as f64 / pace;
-            seen(&Position { epoch: epoch + 1, step, steps: last, length, loss, images_per_s, pace });
+            let (epoch, images_per_s) = (epoch + 1, global_batch as f64 / pace);
+            let communication = share();
+            seen(&Position { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
         };
         let score = self.engine.train(data, &mut self.sampler, last, &mut note)?;
         let train_s = start.elapsed().as_secs_f64();
         self.totals.train_s += train_s;
-        if let Some((from, step)) = measured_from.filter(|(_, step)| *step < last) {
+        let communication = share();
+        if let Some((from, step, earlier)) = measured_from.filter(|(_, step, _)| *step < last) {
             let steps = last - step;
             self.totals.measured_s += from.elapsed().as_secs_f64();
+            if let Some((now, earlier)) = collectives().zip(earlier) {
+                let Collectives { seconds, waiting } = now.since(earlier);
+                self.totals.measured_collectives.seconds += seconds;
+                self.totals.measured_collectives.waiting += waiting;
+            }
             self.totals.measured_steps += steps;
             self.totals.measured_images += steps * global_batch;
         }
         let score = over_ranks(score, self.engine.comm())?;
+        let communication = communication.map(|share| mean(share, self.engine.comm())).transpose()?;
         Ok(EpochReport {
             epoch: epoch + 1,
             step: last,
@@ -184,6 +233,7 @@ impl Trainer {
             train_acc: score.accuracy(),
             train_s,
             images_per_s: ((last - begin) * global_batch) as f64 / train_s,
+            communication,
             test_loss: None,
             test_acc: None,
             test_acc_average: None,
@@ -244,4 +294,34 @@ fn over_ranks(report: LossReport, comm: &mut dyn Communicator) -> mgpu::Result<L
     let mut sums = [report.loss_sum, report.correct as f64, report.samples as f64];
     comm.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
     Ok(LossReport { loss_sum: sums[0], correct: sums[1] as u64, samples: sums[2] as u64 })
+}
+
+/// The mean of all ranks' values.
+fn mean(value: f64, comm: &mut dyn Communicator) -> mgpu::Result<f64> {
+    let mut values = [value];
+    comm.all_reduce_slice(&mut values, ReduceOp::Avg)?;
+    Ok(values[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_that_moves_tells_what_communication_takes_where_there_is_any() {
+        let mut position = Position {
+            epoch: 2,
+            step: 30,
+            steps: 40,
+            length: 100,
+            loss: 0.25,
+            images_per_s: 1234.0,
+            pace: 0.5,
+            communication: Some(0.123),
+        };
+        let begin = "epoch 2 step 30/40 loss 0.2500 1234 images/s";
+        assert_eq!(position.to_string(), format!("{begin}, 12% communication, 0:00:35 left"));
+        position.communication = None;
+        assert_eq!(position.to_string(), format!("{begin}, 0:00:35 left"));
+    }
 }

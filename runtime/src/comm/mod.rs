@@ -36,8 +36,11 @@ pub use nccl::{Awaited, Captured, DeviceCommunicator, Group};
 pub(crate) use solo::Solo;
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use crate::Result;
+use crate::timeline::{self, Timeline};
 
 /// How an all-reduce is carried out. All give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -188,6 +191,17 @@ pub trait Communicator: Send {
 
     /// `solo`, `cpu` or `nccl`.
     fn backend(&self) -> &'static str;
+
+    /// The timeline that operations are recorded in: [off](Timeline::off), unless one [observes](Timeline::observe).
+    fn timeline(&self) -> &Timeline {
+        &timeline::OFF
+    }
+
+    /// Has every operation note in `at`, where that is 0, when the last rank had come to it, by [`timeline::now`]. Backends
+    /// that cannot tell leave it alone.
+    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+        drop(at);
+    }
 
     /// Chooses how the following all-reduces are carried out, on all ranks alike.
     fn set_algorithm(&mut self, algorithm: Algorithm);

@@ -34,6 +34,7 @@ use crate::bucket;
 use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{replicate, verify_equal};
+use crate::timeline::Name;
 use crate::{Error, Layout, Result};
 
 /// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
@@ -202,6 +203,7 @@ impl DataParallel {
     ) -> Result<()> {
         assert!(micro_batches > 0, "a step has a micro-batch at least");
         self.whole_parameters("step")?;
+        let begin = self.comm.timeline().begin();
         self.follow_order()?;
         self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
         self.observed.iter_mut().for_each(Vec::clear);
@@ -228,10 +230,13 @@ impl DataParallel {
         }
         self.check_finite(not_finite)?;
         self.clip()?;
+        let updating = self.comm.timeline().begin();
         self.update()?;
+        self.comm.timeline().end(updating, Name::OPTIMIZER);
         if self.config.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
             self.verify()?;
         }
+        self.comm.timeline().end_of(begin, Name::STEP, Some(self.steps() as u32));
         Ok(())
     }
 

@@ -91,6 +91,7 @@ impl GradientSink for Sink<'_> {
         if self.check && self.not_finite.is_none() {
             *self.not_finite = slot.first_not_finite(self.layout);
         }
+        self.comm.timeline().set_bucket(self.slots.of[tensor]);
         slot.reduce(self.comm, self.exchange)
     }
 

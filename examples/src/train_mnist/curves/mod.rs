@@ -79,6 +79,7 @@ impl Curves {
                 ("train/loss", Some(report.train_loss)),
                 ("train/accuracy", Some(report.train_acc)),
                 ("train/images_per_s", Some(report.images_per_s)),
+                ("train/communication", report.communication),
                 ("test/loss", report.test_loss),
                 ("test/accuracy", report.test_acc),
                 ("test/accuracy_of_average", report.test_acc_average),

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{self, Arena, Manifest};
 use mgpu::replicate::replicate;
+use mgpu::timeline::Name;
 use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
 use super::super::args::Args;
-use super::super::profile::StepProfile;
+use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
 use super::{Engine, Recipe, Seen};
 use crate::data::{Dataset, IMAGE_LEN};
@@ -36,6 +37,8 @@ pub(in super::super) struct Cpu<E> {
 struct Measured {
     /// For filling batches.
     gather: Duration,
+    /// In collectives.
+    communication: Duration,
     /// In all.
     steps: Duration,
 }
@@ -48,7 +51,10 @@ impl<E: Storage> Cpu<E> {
         threads: usize,
     ) -> mgpu::Result<Self> {
         let micro_batch = recipe.batch / recipe.micro_batches;
-        let net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
+        let mut net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
+        if args.timeline.is_some() {
+            net.show_on(comm.timeline());
+        }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
         let config = args.parallel.config(args.net.optimizer, threads);
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
@@ -88,6 +94,7 @@ impl<E: Storage> Engine for Cpu<E> {
     ) -> mgpu::Result<LossReport> {
         let Cpu { model, net, recipe, buffers, images, labels, profile, measured, .. } = self;
         let Recipe { seed, first_sample, steps_per_epoch, micro_batches, .. } = *recipe;
+        let timeline = model.comm().timeline().clone();
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
@@ -96,7 +103,7 @@ impl<E: Storage> Engine for Cpu<E> {
                 net.start_profile();
                 model.start_times();
             }
-            let begin = measured.as_ref().map(|_| Instant::now());
+            let (begin, communicated) = (measured.as_ref().map(|_| Instant::now()), timeline.communication());
             let mut gathered = Duration::ZERO;
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
 
@@ -105,8 +112,9 @@ impl<E: Storage> Engine for Cpu<E> {
             model.step_accumulated(micro_batches, buffers, |batch| {
                 let MicroBatch { index, parameters, buffers, gradients } = batch;
                 let first = index * labels.len();
-                let begin = Instant::now();
+                let (begin, gathering) = (Instant::now(), timeline.begin());
                 data.gather(&samples[first..first + labels.len()], images, labels);
+                timeline.end(gathering, Name::new("gather"));
                 gathered += begin.elapsed();
                 let first_sample = first_sample + first as u64;
                 let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
@@ -118,6 +126,8 @@ impl<E: Storage> Engine for Cpu<E> {
             if let (Some(measured), Some(begin)) = (measured.as_mut(), begin) {
                 measured.gather += gathered;
                 measured.steps += begin.elapsed();
+                measured.communication +=
+                    timeline.communication().unwrap_or_default() - communicated.unwrap_or_default();
             }
             score += report;
             seen(step + 1, report.loss());
@@ -181,9 +191,14 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn profile(&self) -> Option<StepProfile> {
-        let Measured { gather, steps } = self.measured.as_ref()?;
+        let Measured { gather, communication, steps } = self.measured.as_ref()?;
         let (net, stages) = self.net.profile()?;
-        let times = self.model.times()?;
-        Some(StepProfile::new(self.net.threads(), (net, stages), times, *gather, *steps))
+        let rest = Sums {
+            gather: *gather,
+            communication: *communication,
+            optimizer: self.model.times()?.optimizer,
+            steps: *steps,
+        };
+        Some(StepProfile::new(self.net.threads(), (net, stages), rest))
     }
 }

@@ -1,5 +1,6 @@
 //! How ranks come together: arrival, comparison, and waiting for each other without ever hanging.
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use super::call::{CALL_WORDS, Call, Path, describe};
@@ -7,7 +8,7 @@ use super::lines::{Arrival, Waiting};
 use super::wait::Flag;
 use super::{CpuCommunicator, cores, prefetch};
 use crate::inject::Moment;
-use crate::{Error, Result};
+use crate::{Error, Result, timeline};
 
 impl CpuCommunicator {
     /// The number the next operation will have: what to write before [`enter`](Self::enter) belongs to it.
@@ -39,6 +40,10 @@ impl CpuCommunicator {
                 let theirs = self.region.lines(peer).call(self.sequence);
                 return Err(self.disagreement(peer, self.sequence, call, theirs));
             }
+        }
+        if let Some(arrival) = &self.arrival {
+            // An operation of several parts has begun with its first one.
+            let _ = arrival.compare_exchange(0, timeline::now(), Relaxed, Relaxed);
         }
         // Peers have finished with the next line: it can come back to this core while there is time.
         let next: *const Arrival = own.arrival(self.next_sequence());

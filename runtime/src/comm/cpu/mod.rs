@@ -30,6 +30,7 @@ mod wait;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use arena::one_descriptor;
@@ -67,6 +68,8 @@ pub(crate) struct CpuCommunicator {
     algorithm: Algorithm,
     patience: Patience,
     timeout: Duration,
+    /// Where to note when all ranks had come to an operation, if somebody wants to know.
+    arrival: Option<Arc<AtomicU64>>,
     /// The error that made this communicator unusable.
     poison: Option<String>,
 }
@@ -100,6 +103,7 @@ pub(crate) fn connect(
         algorithm: Algorithm::Auto,
         patience: Patience::for_ranks(size, cores),
         timeout,
+        arrival: None,
         poison: None,
     })
 }
@@ -213,6 +217,10 @@ impl Communicator for CpuCommunicator {
 
     fn backend(&self) -> &'static str {
         "cpu"
+    }
+
+    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+        self.arrival = Some(at);
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {

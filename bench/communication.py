@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Measures which share of a training step goes to communication on this machine's processor, by network and size of bucket.
+
+    MGPU_DATA=…/mnist bench/communication.py [NET…] [--ranks 2] [--batch 64] [--buckets 0.25,1,4,25] [--rounds 3]
+
+Every rank has one thread. In every round each network runs once with each size of bucket (in MiB), so that a noisy minute hits
+no size alone; figures are the medians of the rounds. `communication` is the share of the steps' time that a rank spends in
+collectives, synchronised batch normalisation included; `waiting` is the part of it that goes by until the last rank has come.
+Both are means over ranks. Writes bench/results/communication-<date>-<machine>.json after every run and prints a table.
+Run it on a quiet machine, after `cargo build --release`: where ranks share their cores with others, they wait for each other.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Steps of a run: some seconds on two cores.
+STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
+KEYS = ("communication", "waiting", "ms_per_step")
+
+
+def output(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def train(options, net, bucket):
+    command = [f"{ROOT}/target/release/mgpurun", "-n", str(options.ranks), "--no-prefix", "train_mnist", "--net", net,
+               "--steps", str(options.steps or STEPS[net]), "--batch", str(options.batch), "--threads", "1",
+               "--bucket", bucket, "--skip-test", "--json"]
+    if not os.environ.get("MGPU_DATA"):
+        command.append("--synthetic")
+    return json.loads(output(*command).splitlines()[-1])
+
+
+def medians(rounds):
+    return {key: round(statistics.median(one[key] for one in rounds), 3) for key in KEYS}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nets", nargs="*", metavar="NET", help="all, unless some are named")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64, help="images a step on each rank")
+    parser.add_argument("--buckets", default="0.25,1,4,25", help="MiB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of each run, in place of some seconds' worth")
+    parser.add_argument("--note", help="what else is to be known of these figures")
+    options = parser.parse_args()
+    if unknown := set(options.nets) - set(STEPS):
+        parser.error(f"there is no network {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    if options.ranks < 2:
+        parser.error("alone there is nobody to communicate with: --ranks 2 at least")
+    nets, buckets = options.nets or list(STEPS), options.buckets.split(",")
+    date = datetime.date.today().isoformat()
+    path = f"{ROOT}/bench/results/communication-{date}-{output(f'{ROOT}/bench/describe_machine.sh', '--slug')}.json"
+    rounds = {(net, bucket): [] for net in nets for bucket in buckets}
+    result = {
+        "date": date,
+        "commit": output("git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude", "*"),
+        "machine": json.loads(output(f"{ROOT}/bench/describe_machine.sh")),
+        "ranks": options.ranks, "threads": 1, "batch": options.batch,
+    }
+    if options.note:
+        result["note"] = options.note
+    for _ in range(options.rounds):
+        for (net, bucket), done in rounds.items():
+            line = train(options, net, bucket)
+            done.append({key: line[key] for key in KEYS})
+            result["load"] = os.getloadavg()
+            result["lines"] = [
+                {"net": net, "bucket_mib": float(bucket), **medians(done), "rounds": done}
+                for (net, bucket), done in rounds.items() if done
+            ]
+            result["data"] = line["data"]
+            with open(path + ".partial", "w") as file:
+                json.dump(result, file, indent=1)
+                file.write("\n")
+            os.replace(path + ".partial", path)
+    print("| network | " + " | ".join(f"{bucket} MiB" for bucket in buckets) + " |\n|---|" + "---|" * len(buckets))
+    for net in nets:
+        cells = []
+        for bucket in buckets:
+            share = medians(rounds[net, bucket])
+            cells.append("{communication:.1%} ({waiting:.1%} waiting), {ms_per_step:.4g} ms".format(**share))
+        print(f"| `{net}` | " + " | ".join(cells) + " |")
+    print(f"written to {os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+//! The trace event format: one JSON object, an event a line.
+//!
+//! All ranks are threads of one process to the viewer, so that their tracks lie below each other. Every span is a complete
+//! event (`"ph":"X"`) in microseconds from the first beginning of any rank, with three decimals: nothing is rounded. Spans
+//! that contain others come before them.
+
+use std::cmp::Reverse;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use super::gather::{Track, TrackSpan};
+use super::{cannot_write, partial};
+use crate::Result;
+
+/// What all ranks are part of, to the viewer.
+const PROCESS: u32 = 1;
+
+/// Writes the tracks to `path`, which is replaced when they are whole.
+pub(super) fn save(tracks: &[Track], path: &Path) -> Result<()> {
+    let partial = partial(path);
+    let written = File::create(&partial).and_then(|file| {
+        let mut out = BufWriter::new(file);
+        write(tracks, &mut out)?;
+        out.into_inner()?.sync_all()?;
+        fs::rename(&partial, path)
+    });
+    written.map_err(|error| {
+        // Half a file helps nobody; if it cannot be removed, there may be none.
+        let _ = fs::remove_file(&partial);
+        cannot_write(path, &error)
+    })
+}
+
+fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
+    let spans = tracks.iter().flat_map(|track| &track.spans);
+    let zero = spans.map(|span| span.begin).min().unwrap_or(0);
+    let left_out: Vec<u64> = tracks.iter().map(|track| track.left_out).collect();
+    writeln!(out, r#"{{"displayTimeUnit":"ms","otherData":{{"left_out":{left_out:?}}},"traceEvents":["#)?;
+    write!(out, r#"{{"ph":"M","pid":{PROCESS},"name":"process_name","args":{{"name":"ranks"}}}}"#)?;
+    for (rank, track) in tracks.iter().enumerate() {
+        // Viewers take thread 0 for the idle one.
+        let thread = rank + 1;
+        let about = |name, value: &str| {
+            format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
+        };
+        write!(out, ",\n{}", about("thread_name", &format!(r#""name":"rank {rank}""#)))?;
+        write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{rank}"#)))?;
+        let mut order: Vec<(usize, &TrackSpan)> = track.spans.iter().enumerate().collect();
+        // Of spans that are equally long, the outer one was recorded later.
+        order.sort_by_key(|(place, span)| (span.begin, Reverse(span.end), Reverse(*place)));
+        let names: Vec<String> = track.names.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+        for (_, span) in order {
+            let (begin, duration) = (Micros(span.begin - zero), Micros(span.end - span.begin));
+            let name = &names[span.name];
+            writeln!(out, ",")?;
+            write!(
+                out,
+                r#"{{"ph":"X","pid":{PROCESS},"tid":{thread},"ts":{begin},"dur":{duration},"name":{name}"#
+            )?;
+            write_arguments(span, &track.names[span.name], out)?;
+            write!(out, "}}")?;
+        }
+        if track.left_out > 0 {
+            let end = Micros(track.spans.iter().map(|span| span.end).max().unwrap_or(zero) - zero);
+            let text = format!("the record is full: {} later spans left out", track.left_out);
+            writeln!(out, ",")?;
+            write!(out, r#"{{"ph":"i","s":"t","pid":{PROCESS},"tid":{thread},"ts":{end},"name":"{text}"}}"#)?;
+        }
+    }
+    writeln!(out, "\n]}}")
+}
+
+fn write_arguments(span: &TrackSpan, name: &str, out: &mut impl Write) -> io::Result<()> {
+    let key = match name {
+        "step" => "step",
+        "all_reduce" | "reduce_scatter" => "bucket",
+        _ => "number",
+    };
+    match (span.number, span.bytes) {
+        (None, 0) => Ok(()),
+        (None, bytes) => write!(out, r#","args":{{"bytes":{bytes}}}"#),
+        (Some(number), 0) => write!(out, r#","args":{{"{key}":{number}}}"#),
+        (Some(number), bytes) => write!(out, r#","args":{{"{key}":{number},"bytes":{bytes}}}"#),
+    }
+}
+
+/// Nanoseconds, shown as microseconds.
+struct Micros(u64);
+
+impl std::fmt::Display for Micros {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{:03}", self.0 / 1000, self.0 % 1000)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn span(name: usize, number: Option<u32>, (begin, end): (u64, u64), bytes: u64) -> TrackSpan {
+        TrackSpan { begin, end, bytes, name, number }
+    }
+
+    #[test]
+    fn every_rank_has_a_track_and_outer_spans_come_first() {
+        let names = ["step", "a \"quoted\" name", "all_reduce"].map(String::from).to_vec();
+        let spans = vec![
+            span(2, Some(4), (2_000_500, 2_000_600), 64),
+            span(1, None, (2_000_500, 2_003_000), 0),
+            span(0, Some(9), (2_000_500, 2_003_000), 0),
+        ];
+        let full = Track { names: names.clone(), spans, left_out: 0 };
+        let late = Track { names, spans: vec![span(1, None, (3_000_001, 3_000_001), 5)], left_out: 12 };
+        let mut text = Vec::new();
+        write(&[full, late], &mut text).unwrap();
+        let file: Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(file["otherData"]["left_out"], json!([0, 12]));
+        let events = file["traceEvents"].as_array().unwrap();
+        let of = |phase: &str| events.iter().filter(|event| event["ph"] == phase).collect::<Vec<_>>();
+        let named: Vec<_> = of("M").into_iter().filter(|event| event["name"] == "thread_name").collect();
+        let tracks: Vec<_> = named.iter().map(|event| (&event["tid"], &event["args"]["name"])).collect();
+        assert_eq!(tracks, [(&json!(1), &json!("rank 0")), (&json!(2), &json!("rank 1"))]);
+        let spans: Vec<_> = of("X")
+            .into_iter()
+            .map(|event| {
+                (event["tid"].as_u64(), event["name"].as_str().unwrap(), &event["ts"], &event["dur"])
+            })
+            .collect();
+        assert_eq!(
+            spans,
+            [
+                (Some(1), "step", &json!(0.0), &json!(2.5)),
+                (Some(1), "a \"quoted\" name", &json!(0.0), &json!(2.5)),
+                (Some(1), "all_reduce", &json!(0.0), &json!(0.1)),
+                (Some(2), "a \"quoted\" name", &json!(999.501), &json!(0.0)),
+            ]
+        );
+        let arguments: Vec<_> = of("X").into_iter().map(|event| &event["args"]).collect();
+        let none = Value::Null;
+        assert_eq!(
+            arguments,
+            [&json!({"step": 9}), &none, &json!({"bucket": 4, "bytes": 64}), &json!({"bytes": 5})]
+        );
+        let left_out = of("i");
+        assert_eq!((left_out.len(), left_out[0]["tid"].as_u64()), (1, Some(2)));
+        assert!(left_out[0]["name"].as_str().unwrap().contains("12 later spans left out"), "{left_out:?}");
+    }
+
+    #[test]
+    fn a_file_is_replaced_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("timeline.json");
+        fs::write(&path, "an earlier one").unwrap();
+        // In the way of what is written first.
+        let partial = partial(&path);
+        fs::create_dir(&partial).unwrap();
+        let error = save(&[Track::default()], &path).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("cannot write the timeline {}: ", path.display())), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "an earlier one");
+        fs::remove_dir(&partial).unwrap();
+        save(&[Track::default()], &path).unwrap();
+        let _: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert!(!partial.exists());
+    }
+}

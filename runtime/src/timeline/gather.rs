@@ -1,0 +1,152 @@
+//! From a record on every rank to all records on rank 0.
+//!
+//! Spans travel as words of 64 bits over the communicator whose operations they are of; the texts of their names before them.
+//! A rank's words are checked like anything else that comes from another process.
+
+use super::{NO_NUMBER, Record, Text};
+use crate::comm::{Buffer, Communicator};
+use crate::{Error, Result};
+
+/// Words of a span: beginning, end, bytes, name and number.
+const WORDS: usize = 4;
+/// Spans and bytes of names that a rank is believed to have.
+const MOST: i64 = 1 << 26;
+
+/// What one rank did when.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Track {
+    pub(super) names: Vec<String>,
+    pub(super) spans: Vec<TrackSpan>,
+    /// Spans that found no room in the rank's memory.
+    pub(super) left_out: u64,
+}
+
+/// A [`Span`](super::Span), with its name's place among the track's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TrackSpan {
+    pub(super) begin: u64,
+    pub(super) end: u64,
+    pub(super) bytes: u64,
+    pub(super) name: usize,
+    pub(super) number: Option<u32>,
+}
+
+/// All ranks' records, by rank, on rank 0; nothing elsewhere. Collective.
+pub(super) fn gather(record: &Record, comm: &mut dyn Communicator) -> Result<Vec<Track>> {
+    let (names, words) = encode(record);
+    let counts = [names.len() as i64, words.len() as i64, record.left_out as i64];
+    let all = comm.all_gather_slice(&counts)?;
+    let counts: Vec<_> = all.chunks_exact(counts.len()).collect();
+    // Everybody looks at all of them, so that nobody waits for one that gave up.
+    for (rank, counts) in counts.iter().enumerate() {
+        if !counts.iter().all(|count| (0..=MOST).contains(count)) {
+            return Err(bad(rank, "counts that no record has"));
+        }
+    }
+    if comm.rank() > 0 {
+        comm.send(Buffer::from_slice(&names), 0)?.wait()?;
+        comm.send(Buffer::from_slice(&words), 0)?.wait()?;
+        return Ok(Vec::new());
+    }
+    let mut tracks = Vec::new();
+    for (rank, counts) in counts.iter().enumerate() {
+        let left_out = counts[2] as u64;
+        let track = if rank == 0 {
+            decode(&names, &words, left_out)
+        } else {
+            let names = comm.recv(Buffer::zeroed::<u8>(counts[0] as usize), rank as u32)?.wait()?;
+            let words = comm.recv(Buffer::zeroed::<i64>(counts[1] as usize), rank as u32)?.wait()?;
+            decode(names.as_slice(), words.as_slice(), left_out)
+        };
+        tracks.push(track.map_err(|problem| bad(rank, problem))?);
+    }
+    Ok(tracks)
+}
+
+fn bad(rank: usize, problem: &str) -> Error {
+    Error::Protocol { peer: format!("rank {rank}"), problem: format!("{problem}, for the timeline") }
+}
+
+/// The texts of a record's names as JSON, and the words of its spans.
+fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
+    let mut names: Vec<&str> = record.names.iter().map(String::as_str).collect();
+    let mut words = Vec::with_capacity(record.spans.len() * WORDS);
+    for span in &record.spans {
+        let name = match span.name.0 {
+            Text::Told(place) => place as usize,
+            // There are a dozen of them.
+            Text::Fixed(text) => names.iter().position(|name| *name == text).unwrap_or_else(|| {
+                names.push(text);
+                names.len() - 1
+            }),
+        };
+        let number = u64::from(span.number.unwrap_or(NO_NUMBER));
+        words
+            .extend([span.begin, span.end, span.bytes, (name as u64) << 32 | number].map(|word| word as i64));
+    }
+    (serde_json::to_vec(&names).expect("texts are JSON"), words)
+}
+
+/// The track that was [encoded](encode), if it is one.
+fn decode(names: &[u8], words: &[i64], left_out: u64) -> Result<Track, &'static str> {
+    let names: Vec<String> = serde_json::from_slice(names).map_err(|_| "names that are no JSON")?;
+    let spans = words.chunks(WORDS).map(|words| {
+        let &[begin, end, bytes, which] = words else { return Err("half a span") };
+        let (begin, end, which) = (begin as u64, end as u64, which as u64);
+        let (name, number) = ((which >> 32) as usize, which as u32);
+        if end < begin {
+            return Err("a span that ends before it begins");
+        }
+        if name >= names.len() {
+            return Err("a span without a name");
+        }
+        Ok(TrackSpan {
+            begin,
+            end,
+            bytes: bytes as u64,
+            name,
+            number: (number != NO_NUMBER).then_some(number),
+        })
+    });
+    let spans = spans.collect::<Result<_, _>>()?;
+    Ok(Track { names, spans, left_out })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Name, Span, Timeline};
+    use super::*;
+
+    #[test]
+    fn a_record_arrives_as_it_was() {
+        let timeline = Timeline::new(4);
+        let told = timeline.name("layer 3");
+        let spans = [(told, None, 7), (Name::STEP, Some(0), 0), (Name::STEP, Some(1), u64::MAX)];
+        for (name, number, bytes) in spans {
+            timeline.record(Span { name, number, begin: 5, end: 1 << 60, bytes });
+        }
+        let (names, words) = encode(&timeline.shared.as_ref().unwrap().record());
+        let track = decode(&names, &words, 9).unwrap();
+        assert_eq!(track.left_out, 9);
+        let found: Vec<_> = track
+            .spans
+            .iter()
+            .map(|span| (track.names[span.name].as_str(), span.number, span.bytes))
+            .collect();
+        assert_eq!(found, [("layer 3", None, 7), ("step", Some(0), 0), ("step", Some(1), u64::MAX)]);
+        assert!(track.spans.iter().all(|span| (span.begin, span.end) == (5, 1 << 60)));
+    }
+
+    #[test]
+    fn what_is_no_record_is_refused() {
+        for (names, words, problem) in [
+            (&b"[\"a\""[..], &[][..], "names that are no JSON"),
+            (b"[\"a\"]", &[1, 2, 0], "half a span"),
+            (b"[\"a\"]", &[2, 1, 0, 0], "a span that ends before it begins"),
+            (b"[\"a\"]", &[1, 2, 0, 1 << 32], "a span without a name"),
+            (b"[]", &[1, 2, 0, -1], "a span without a name"),
+        ] {
+            assert_eq!(decode(names, words, 0).unwrap_err(), problem);
+        }
+    }
+}

@@ -1,0 +1,139 @@
+use super::*;
+use crate::comm::{Buffer, DType, ReduceOp};
+use crate::{DataParallel, Layout, World};
+
+fn observed(timeline: &Timeline) -> Box<dyn Communicator> {
+    timeline.observe(Box::new(crate::comm::Solo::new(None)))
+}
+
+fn names(timeline: &Timeline) -> Vec<Name> {
+    timeline.shared.as_ref().unwrap().record().spans.iter().map(|span| span.name).collect()
+}
+
+#[test]
+fn nothing_is_recorded_where_nobody_asked() {
+    let off = Timeline::off();
+    assert!(off.begin().0.is_none());
+    off.end(off.begin(), Name::STEP);
+    assert_eq!((off.communication(), off.waiting()), (None, None));
+    let mut comm = observed(&off);
+    assert!(comm.timeline().shared.is_none());
+    // Nor is a file.
+    off.write(&mut *comm, Path::new("/nonexistent/timeline.json")).unwrap();
+
+    let counting = Timeline::new(0);
+    counting.set_recording(true);
+    let mut comm = observed(&counting);
+    comm.barrier().unwrap();
+    assert!(counting.begin().0.is_none() && names(&counting).is_empty());
+    assert!(counting.communication().is_some());
+}
+
+#[test]
+fn the_first_spans_stay_and_later_ones_are_counted() {
+    let timeline = Timeline::new(2);
+    let mut comm = observed(&timeline);
+    comm.barrier().unwrap();
+    timeline.set_recording(false);
+    comm.barrier().unwrap();
+    timeline.set_recording(true);
+    comm.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap();
+    comm.barrier().unwrap();
+    assert_eq!(names(&timeline), [Name::new("barrier"), Name::ALL_REDUCE]);
+    let record = timeline.shared.as_ref().unwrap().record();
+    assert_eq!((record.left_out, record.spans.capacity()), (1, 2));
+}
+
+#[test]
+fn what_began_before_the_recording_is_left_out() {
+    let timeline = Timeline::new(2);
+    timeline.set_recording(false);
+    let begin = timeline.begin();
+    timeline.set_recording(true);
+    timeline.end(begin, Name::STEP);
+    assert!(names(&timeline).is_empty());
+}
+
+#[test]
+fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
+    let train = |comm: Box<dyn Communicator>| {
+        let mut layout = Layout::new();
+        layout.push("first", [64]);
+        layout.push("second", [70_000]);
+        layout.push("third", [64]);
+        let sgd = crate::optimizer::Rule::Sgd(crate::optimizer::Sgd { lr: 0.1, ..Default::default() });
+        let config = crate::optimizer::OptimizerConfig::new(sgd);
+        let mut model = DataParallel::new(comm, layout, vec![1.0; 70_128], config, 1).unwrap();
+        for _ in 0..2 {
+            model
+                .step(|_, gradients| {
+                    for tensor in [2, 1, 0] {
+                        gradients.gradient(tensor).fill(0.5);
+                        // Somebody else's reduction, of no bucket.
+                        gradients.sum_over_ranks(&mut [1.0])?;
+                        gradients.ready(tensor)?;
+                    }
+                    Ok(())
+                })
+                .unwrap();
+        }
+        model.parameters().to_vec()
+    };
+    let timeline = Timeline::new(100);
+    let alone = train(Box::new(crate::comm::Solo::new(None)));
+    assert_eq!(train(observed(&timeline)), alone);
+    let record = timeline.shared.as_ref().unwrap().record();
+    let of = |name: Name| record.spans.iter().filter(move |span| span.name == name);
+    let numbers = |name| of(name).map(|span| span.number).collect::<Vec<_>>();
+    let of_a_step = [None, None, Some(0), None, Some(1)];
+    assert_eq!(numbers(Name::ALL_REDUCE), [of_a_step, of_a_step].concat());
+    assert_eq!(numbers(Name::STEP), [Some(1), Some(2)]);
+    assert_eq!(numbers(Name::OPTIMIZER), [None; 2]);
+    let bytes: Vec<_> = of(Name::ALL_REDUCE).map(|span| span.bytes).collect();
+    assert_eq!(bytes[..5], [8, 8, 4 * 70_064, 8, 4 * 64]);
+}
+
+#[test]
+fn what_is_made_for_a_gather_is_no_communication() {
+    for ranks in [2, 3] {
+        let worlds = World::threads(ranks).unwrap();
+        std::thread::scope(|scope| {
+            for mut world in worlds {
+                scope.spawn(move || {
+                    let timeline = Timeline::new(100);
+                    let mut comm = timeline.observe(world.communicator().unwrap());
+                    for in_arena in [true, false] {
+                        let buffer = match in_arena {
+                            true => comm.allocate(DType::F32, 1 << 12).unwrap(),
+                            false => Buffer::zeroed::<f32>(1 << 12),
+                        };
+                        let before = timeline.communication().unwrap();
+                        let (mut made, whole) = (0, now());
+                        let mut make = |_: usize, _: usize, block: &mut Buffer| {
+                            let begin = now();
+                            block.as_mut_slice::<f32>().fill(1.0);
+                            made += now() - begin;
+                        };
+                        let segments = [0..1000, 1000..4000];
+                        let gathered = comm.all_gather_with(buffer, &segments, 100, &mut make).unwrap();
+                        let gathered = gathered.wait().unwrap();
+                        let whole = now() - whole;
+                        assert!(gathered.as_slice::<f32>()[..4000].iter().all(|value| *value == 1.0));
+                        // A second clock around the same blocks, and one around it all: sums must fit between.
+                        let counted = (timeline.communication().unwrap() - before).as_nanos() as u64;
+                        assert!(counted + made <= whole, "{counted} and {made} of {whole} ns");
+                    }
+                    let record = timeline.shared.as_ref().unwrap().record();
+                    let last = |name: Name| record.spans.iter().rfind(|span| span.name == name).copied();
+                    let [gather, wait, make] =
+                        [Name::ALL_GATHER, Name::WAIT, Name::MAKE].map(|name| last(name).unwrap());
+                    for part in [wait, make] {
+                        assert!(gather.begin <= part.begin && part.end <= gather.end);
+                    }
+                    assert!(wait.end <= make.begin || make.end <= wait.begin, "{wait:?} {make:?}");
+                    assert_eq!(gather.bytes, 16_000);
+                });
+            }
+        });
+    }
+}

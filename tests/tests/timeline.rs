@@ -1,0 +1,318 @@
+//! The timeline of a training: a file that viewers open, a track for each rank, and one clock for all of them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use mgpu::ReduceOp;
+use mgpu::timeline::Timeline;
+use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, command, run};
+use mgpu_tests::threads;
+use serde_json::Value;
+
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+
+fn launched(ranks: u32) -> Command {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", &ranks.to_string(), "--no-prefix", TRAIN]);
+    launcher
+}
+
+fn train(mut program: Command, timeline: &Path, arguments: &[&str]) -> Finished {
+    run(program.args(["--synthetic", "--threads", "1", "--timeline"]).arg(timeline).args(arguments))
+}
+
+/// A span of the file, in nanoseconds.
+#[derive(Debug, Clone, PartialEq)]
+struct Span {
+    name: String,
+    begin: u64,
+    end: u64,
+    arguments: Value,
+}
+
+/// The spans of every rank, in the order of the file.
+fn tracks(path: &Path) -> Vec<Vec<Span>> {
+    let file: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    let (mut tracks, mut ranks) = (BTreeMap::<u64, Vec<Span>>::new(), Vec::new());
+    for event in file["traceEvents"].as_array().unwrap() {
+        let nanoseconds = |key: &str| (event[key].as_f64().unwrap() * 1e3).round() as u64;
+        let name = event["name"].as_str().unwrap().to_owned();
+        match event["ph"].as_str().unwrap() {
+            "M" if name == "thread_name" => {
+                ranks.push((event["tid"].as_u64().unwrap(), event["args"]["name"].clone()));
+            }
+            "M" => {}
+            "X" => {
+                let (begin, duration) = (nanoseconds("ts"), nanoseconds("dur"));
+                let arguments = event["args"].clone();
+                let span = Span { name, begin, end: begin + duration, arguments };
+                tracks.entry(event["tid"].as_u64().unwrap()).or_default().push(span);
+            }
+            other => panic!("an event of kind {other}"),
+        }
+    }
+    let names: Vec<_> = ranks.iter().map(|(_, name)| name.as_str().unwrap()).collect();
+    let expected: Vec<_> = (0..ranks.len()).map(|rank| format!("rank {rank}")).collect();
+    assert_eq!(names, expected);
+    assert_eq!(tracks.keys().collect::<Vec<_>>(), ranks.iter().map(|(track, _)| track).collect::<Vec<_>>());
+    tracks.into_values().collect()
+}
+
+/// For each span the one that it is in, and asserts that no two overlap without one being in the other.
+fn parents(track: &[Span]) -> Vec<Option<usize>> {
+    let (mut open, mut parents) = (Vec::<usize>::new(), Vec::new());
+    for (place, span) in track.iter().enumerate() {
+        while open.last().is_some_and(|outer| track[*outer].end <= span.begin) {
+            open.pop();
+        }
+        let outer = open.last().copied();
+        if let Some(outer) = outer.map(|outer| &track[outer]) {
+            assert!(outer.begin <= span.begin && span.end <= outer.end, "{span:?} and {outer:?}");
+        }
+        parents.push(outer);
+        open.push(place);
+    }
+    parents
+}
+
+fn of<'a>(track: &'a [Span], name: &'a str) -> impl Iterator<Item = &'a Span> {
+    track.iter().filter(move |span| span.name == name)
+}
+
+/// Collectives after which no rank goes on before all have come.
+const COLLECTIVES: [&str; 6] =
+    ["allocate", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"];
+
+/// All ranks made the same collectives, nobody left one before everybody had come, and waiting for that ended no sooner. So
+/// their clocks are one.
+fn assert_one_clock(tracks: &[Vec<Span>]) {
+    // Each with what it begins with.
+    let collectives = tracks.iter().map(|track| {
+        let pairs = track.iter().zip(track.iter().skip(1).map(Some).chain([None]));
+        pairs.filter(|(span, _)| COLLECTIVES.contains(&span.name.as_str())).collect::<Vec<_>>()
+    });
+    let collectives: Vec<_> = collectives.collect();
+    assert!(!collectives[0].is_empty());
+    for others in &collectives[1..] {
+        assert_eq!(others.len(), collectives[0].len());
+    }
+    for place in 0..collectives[0].len() {
+        let same: Vec<_> = collectives.iter().map(|track| track[place]).collect();
+        let of_all = |(span, _): &(&Span, Option<&Span>)| {
+            (&span.name, &span.arguments) == (&same[0].0.name, &same[0].0.arguments)
+        };
+        assert!(same.iter().all(of_all), "the ranks' {place}th collectives: {same:#?}");
+        let came = same.iter().map(|(span, _)| span.begin).max().unwrap();
+        for (span, within) in &same {
+            assert!(came <= span.end, "somebody came after {span:?}, at {came}");
+            let wait = within.filter(|within| within.name == "wait for peers").expect("waiting comes first");
+            assert!(wait.begin == span.begin && wait.end >= came, "{wait:?} in {span:?} until {came}");
+        }
+    }
+}
+
+#[test]
+fn every_rank_has_a_track_on_the_same_clock() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let steps = 4;
+    // Batch normalisation sums over ranks within the passes, and buckets are both sharded and not.
+    for (ranks, net) in [(2, "lenet5"), (3, "lenet5"), (2, "keras")] {
+        train(launched(ranks), &path, &["--net", net, "--batch", "8", "--steps", "4", "--skip-test"])
+            .expect(0, &[]);
+        let tracks = tracks(&path);
+        assert_eq!(tracks.len(), ranks as usize);
+        assert_one_clock(&tracks);
+        for track in &tracks {
+            let parents = parents(track);
+            let made: Vec<_> =
+                of(track, "step").map(|step| step.arguments["step"].as_u64().unwrap()).collect();
+            assert_eq!(made, [1, 2, 3, 4]);
+            for pass in ["gather", "forward", "backward", "optimizer", "loss"] {
+                assert_eq!(of(track, pass).count(), steps, "{pass} of {net} on {ranks}");
+            }
+            let within = |place: usize| {
+                std::iter::successors(parents[place], |outer| parents[*outer])
+                    .map(|outer| track[outer].name.as_str())
+            };
+            for (place, span) in track.iter().enumerate() {
+                let outer: Vec<_> = within(place).collect();
+                match span.name.as_str() {
+                    "step" | "gather" => assert!(outer.is_empty(), "{span:?} in {outer:?}"),
+                    "forward" | "backward" | "optimizer" => assert_eq!(outer, ["step"]),
+                    "wait for peers" | "make and pass on" => {
+                        assert!(COLLECTIVES.contains(&outer[0]), "{span:?} in {outer:?}");
+                    }
+                    name if name.starts_with("backward ") => assert_eq!(outer, ["backward", "step"]),
+                    name if name.starts_with("forward ") => assert_eq!(outer, ["forward", "step"]),
+                    _ => {}
+                }
+                if !span.arguments["bucket"].is_null() {
+                    assert!(span.arguments["bytes"].as_u64() > Some(0), "{span:?}");
+                    assert!(outer.contains(&"backward"), "{span:?} in {outer:?}");
+                }
+            }
+            // Every bucket once a step, in the same order.
+            let buckets: Vec<_> = track.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
+            let of_a_step = &buckets[..buckets.len() / steps];
+            assert_eq!(buckets, of_a_step.repeat(steps));
+            assert_eq!(of_a_step, (0..of_a_step.len() as u64).collect::<Vec<_>>());
+            assert_eq!(of(track, "make and pass on").count(), if net == "keras" { steps } else { 0 });
+        }
+    }
+}
+
+#[test]
+fn a_world_of_one_has_a_timeline_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let saving = folder.path().join("checkpoints");
+    let arguments = ["--steps", "3", "--checkpoint-dir", saving.to_str().unwrap()];
+    train(command(TRAIN), &path, &arguments).expect(0, &[]);
+    let [track] = &tracks(&path)[..] else { panic!("more than a track") };
+    parents(track);
+    for (name, count) in [("step", 3), ("evaluation", 1), ("checkpoint", 1)] {
+        assert_eq!(of(track, name).count(), count, "{name}");
+    }
+    assert_eq!(of(track, "wait for peers").count(), 0);
+}
+
+#[test]
+fn only_the_steps_asked_for_are_recorded() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let arguments = ["--batch", "8", "--steps", "9", "--skip-test", "--timeline-steps", "4-6"];
+    train(launched(2), &path, &arguments).expect(0, &[]);
+    let tracks = tracks(&path);
+    assert_one_clock(&tracks);
+    for track in &tracks {
+        let steps: Vec<_> = of(track, "step").map(|step| step.arguments["step"].as_u64().unwrap()).collect();
+        assert_eq!(steps, [4, 5, 6]);
+        // Nothing of what comes before the first and after the last.
+        let (first, last) = (of(track, "gather").next().unwrap(), of(track, "step").last().unwrap());
+        assert!(track.iter().all(|span| first.begin <= span.begin && span.end <= last.end));
+    }
+}
+
+#[test]
+fn the_weights_do_not_depend_on_being_watched() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let weights = |watched: bool| {
+        let mut program = launched(2);
+        program.args([
+            "--synthetic",
+            "--net",
+            "keras",
+            "--batch",
+            "8",
+            "--steps",
+            "4",
+            "--skip-test",
+            "--json",
+        ]);
+        if watched {
+            program.arg("--timeline").arg(&path);
+        }
+        let finished = run(&mut program);
+        finished.expect(0, &[]);
+        finished.json()["weights"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(weights(true), weights(false));
+}
+
+#[test]
+fn spans_beyond_the_room_are_counted_in_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    threads::run(2, |mut world| {
+        // Ranks need not have the same room.
+        let timeline = Timeline::new(3 + world.rank() as usize);
+        let mut comm = timeline.observe(world.communicator().unwrap());
+        let own = timeline.name("rank's own");
+        for _ in 0..10 {
+            timeline.end(timeline.begin(), own);
+        }
+        comm.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap();
+        timeline.write(&mut *comm, &path).unwrap();
+    });
+    let file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let events = file["traceEvents"].as_array().unwrap();
+    let own = |rank: u64| {
+        let of_rank = events.iter().filter(|event| event["tid"] == rank + 1 && event["ph"] == "X");
+        of_rank.filter(|event| event["name"] == "rank's own").count() as u64
+    };
+    let left_out = |rank: usize| file["otherData"]["left_out"][rank].as_u64().unwrap();
+    assert_eq!((own(0), own(1)), (3, 4));
+    // The all-reduce and the waiting in it are among them.
+    assert!((8..=9).contains(&left_out(0)) && (7..=8).contains(&left_out(1)), "{file:#}");
+    assert_eq!(events.iter().filter(|event| event["ph"] == "i").count(), 2);
+}
+
+#[test]
+fn bad_files_and_steps_are_named() {
+    for (arguments, text) in [
+        (&["--timeline-steps", "1-2"][..], "--timeline"),
+        (&["--timeline", "t.json", "--timeline-steps", "2-1"], "two steps, such as 101-120"),
+        (&["--timeline", "t.json", "--timeline-steps", "0-1"], "two steps, such as 101-120"),
+        (&["--timeline", "t.json", "--timeline-steps", "5"], "two steps, such as 101-120"),
+        (&["--bucket", "0"], "a number from 0.001 to 1024"),
+        (&["--bucket", "1e9"], "a number from 0.001 to 1024"),
+    ] {
+        run(command(TRAIN).args(arguments)).expect(2, &[text]);
+    }
+    // Known before the training, not after it.
+    let nowhere = Path::new("/nonexistent/t.json");
+    let finished = train(command(TRAIN), nowhere, &["--steps", "1"]);
+    finished.expect(1, &["cannot write the timeline /nonexistent/t.json"]);
+    assert!(!finished.stdout.contains("epoch"), "{finished:#?}");
+}
+
+#[test]
+fn a_timeline_of_gpus_is_refused() {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl", "--no-prefix", TRAIN]);
+    train(launcher, Path::new("t.json"), &["--steps", "1"]).expect(1, &["nsys profile", "--backend cpu"]);
+    assert!(!Path::new("t.json").exists());
+}
+
+#[test]
+fn communication_is_reported_where_there_is_any() {
+    let folder = tempfile::tempdir().unwrap();
+    let metrics = folder.path().join("metrics.jsonl");
+    let mut program = launched(2);
+    program.args(["--synthetic", "--net", "keras", "--batch", "8", "--steps", "8", "--skip-test", "--json"]);
+    program.args(["--profile", "--bucket", "0.25", "--metrics"]).arg(&metrics);
+    let finished = run(&mut program);
+    let summary = finished.expect(0, &[]).json();
+    let line = fs::read_to_string(&metrics).unwrap();
+    let epoch: Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+    let share = |object: &Value, key: &str| object[key].as_f64().unwrap();
+    for (object, key) in [(&summary, "communication"), (&epoch, "communication")] {
+        let share = share(object, key);
+        assert!(share > 0.0 && share < 1.0, "{key} in {object:#}");
+    }
+    assert!(share(&summary, "waiting") < share(&summary, "communication"));
+    assert_rows_add_up(&summary);
+
+    // With an evaluation, which is no part of a step.
+    let alone = run(command(TRAIN).args(["--synthetic", "--steps", "8", "--profile", "--json"]));
+    let alone = alone.expect(0, &[]).json();
+    assert!(alone["communication"].is_null() && alone["waiting"].is_null(), "{alone:#}");
+    assert_rows_add_up(&alone);
+}
+
+/// The rows of a profile are parts of the step, and all of them.
+fn assert_rows_add_up(summary: &Value) {
+    let number = |value: &Value| value.as_f64().unwrap();
+    let rest = summary["profile_ms"].as_object().unwrap();
+    let layers = summary["profile"].as_array().unwrap().iter();
+    let layers: f64 = layers.map(|layer| number(&layer["forward_ms"]) + number(&layer["backward_ms"])).sum();
+    let rows: f64 = rest.iter().filter(|(row, _)| *row != "step").map(|(_, ms)| number(ms)).sum();
+    let step = number(&rest["step"]);
+    assert!((layers + rows - step).abs() < 0.01, "{layers} and {rows} of {step} ms");
+    assert!(rest.values().all(|ms| number(ms) >= 0.0), "{rest:#?}");
+}
