@@ -80,9 +80,15 @@ pub(super) struct Args {
     /// enough to gain by it), on (of all) or off; on GPUs off.
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
     pub(super) shard_optimizer: Sharding,
-    /// Write a checkpoint into this folder after every epoch; the last two are kept.
+    /// Write a checkpoint into this folder after every epoch; see --keep.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
+    /// Write one after every N steps of the training as well.
+    #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) checkpoint_every: Option<u64>,
+    /// Checkpoints that are kept: the newest N.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    keep: u16,
     /// Go on from the newest checkpoint in --checkpoint-dir, or begin if there is none.
     #[arg(long, requires = "checkpoint_dir")]
     pub(super) resume: bool,
@@ -95,6 +101,9 @@ pub(super) struct Args {
     /// Write loss and accuracy as an event file for TensorBoard into this folder.
     #[arg(long, value_name = "DIR")]
     pub(super) tensorboard: Option<PathBuf>,
+    /// Write what the trained network says to the first 100 test images, and those, as JSON to this file.
+    #[arg(long, value_name = "FILE.json")]
+    pub(super) logits: Option<PathBuf>,
     /// Print a summary as one JSON object on the last line of standard output.
     #[arg(long)]
     pub(super) json: bool,
@@ -165,6 +174,11 @@ impl Args {
 
     pub(super) fn lr(&self) -> f64 {
         self.lr.unwrap_or(self.net.optimizer.rule.lr())
+    }
+
+    /// Checkpoints that are kept.
+    pub(super) fn keep(&self) -> usize {
+        usize::from(self.keep)
     }
 
     /// Bytes of gradients in one all-reduce, where the user says.

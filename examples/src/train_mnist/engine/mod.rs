@@ -6,12 +6,10 @@
 mod cpu;
 mod gpu;
 
-use std::path::Path;
-
 pub(super) use cpu::Cpu;
 pub(super) use gpu::{Gpu, Options};
-use mgpu::checkpoint::Manifest;
-use mgpu::{Communicator, Sampler};
+use mgpu::checkpoint::{Checkpoint, Snapshot};
+use mgpu::{Communicator, Layout, Sampler};
 use mgpu_kernels::cuda::Device;
 
 use super::profile::StepProfile;
@@ -79,17 +77,23 @@ pub(super) trait Engine {
     /// If they do not.
     fn verify(&mut self) -> mgpu::Result<u64>;
 
-    /// Writes a checkpoint, on rank 0. Collective.
+    /// A copy of everything there is to save, on rank 0. Collective.
     ///
     /// # Errors
-    /// If something cannot be written.
-    fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()>;
+    /// As the communicator's, and the GPU's.
+    fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>>;
 
-    /// Goes back to a checkpoint. Collective.
+    /// Goes back to the state after `step` steps, which rank 0 has a checkpoint of. Collective.
     ///
     /// # Errors
     /// If it cannot be read, or does not fit.
-    fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()>;
+    fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()>;
+
+    /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode.
+    ///
+    /// # Errors
+    /// As the GPU's.
+    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>>;
 
     /// The GPU; `None` on the CPU.
     fn gpu(&self) -> Option<&Device>;
@@ -102,4 +106,12 @@ pub(super) trait Engine {
 
     /// Where the time of the steps so far went, if that was asked for and is known.
     fn profile(&self) -> Option<StepProfile>;
+}
+
+/// The values of an arena: of the checkpoint on rank 0, elsewhere any, to be replaced by rank 0's.
+fn read(checkpoint: Option<&Checkpoint>, name: &str, layout: &Layout) -> mgpu::Result<Vec<f32>> {
+    match checkpoint {
+        Some(checkpoint) => checkpoint.load(name, layout),
+        None => Ok(vec![0.0; layout.len()]),
+    }
 }
