@@ -9,6 +9,7 @@ pub mod collectives;
 pub mod device;
 pub mod fake_gpu;
 pub mod faults;
+pub mod mnist;
 pub mod process;
 pub mod threads;
 pub mod tracer;

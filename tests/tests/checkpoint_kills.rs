@@ -123,7 +123,8 @@ fn killed_at_any_system_call_nothing_is_lost() {
         assert_eq!(ended, Ok(Ended::Exited(0)));
         assert!(scenario.check(&folder));
         let (mut killed, mut with_new) = (0, 0);
-        for (thread, index) in (0..2).flat_map(|thread| (0..stops[thread]).map(move |index| (thread, index))) {
+        for (thread, index) in (0..2).flat_map(|thread| (0..stops[thread]).map(move |index| (thread, index)))
+        {
             let parent = tempfile::tempdir().unwrap();
             let folder = scenario.prepare(parent.path());
             let mut call = None;
@@ -147,7 +148,10 @@ fn killed_at_any_system_call_nothing_is_lost() {
             with_new += usize::from(checked.unwrap_or_else(|_| panic!("{place}")));
         }
         println!("{}: killed {killed} times, the new one was there {with_new} times", scenario.name);
-        assert!(killed > 50 && (1..killed).contains(&with_new), "{killed} kills, {with_new} with the new one");
+        assert!(
+            killed > 50 && (1..killed).contains(&with_new),
+            "{killed} kills, {with_new} with the new one"
+        );
     }
 }
 
@@ -239,13 +243,17 @@ fn assert_flushed(deeds: &[Deed], folder: &Path) {
                 // Nothing goes before the new one's name is on the disk.
                 let flushed = position(index, &of_folder);
                 for deed in &deeds[index + 1..flushed] {
-                    assert!(!matches!(deed, Deed::Rename { .. } | Deed::Exchange(..) | Deed::Remove(_)), "{deed:?}");
+                    assert!(
+                        !matches!(deed, Deed::Rename { .. } | Deed::Exchange(..) | Deed::Remove(_)),
+                        "{deed:?}"
+                    );
                 }
             }
             // A checkpoint loses its name.
             Deed::Rename { from, to } => {
                 assert!(is_final(from) && hidden(to), "{deed:?}");
-                let removed = deeds.iter().position(|deed| matches!(deed, Deed::Remove(path) if path.starts_with(to)));
+                let removed =
+                    deeds.iter().position(|deed| matches!(deed, Deed::Remove(path) if path.starts_with(to)));
                 assert!(position(index, &of_folder) < removed.expect("it is removed"), "{deeds:#?}");
             }
             Deed::Exchange(..) => panic!("{deed:?}"),

@@ -36,5 +36,6 @@ pub(super) fn write(
         labels: &data.labels[..count],
         logits: logits.chunks(CLASSES).collect(),
     })?;
-    fs::write(path, text).map_err(|error| format!("cannot write logits to {}: {error}", path.display()).into())
+    fs::write(path, text)
+        .map_err(|error| format!("cannot write logits to {}: {error}", path.display()).into())
 }

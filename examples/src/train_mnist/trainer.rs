@@ -182,7 +182,8 @@ impl Trainer {
         };
         let mut score = LossReport::default();
         while self.engine.steps() < last {
-            let next = self.checkpoints.as_ref().and_then(|checkpoints| checkpoints.next(self.engine.steps()));
+            let next =
+                self.checkpoints.as_ref().and_then(|checkpoints| checkpoints.next(self.engine.steps()));
             let until = next.map_or(last, |next| next.min(last));
             score += self.engine.train(data, &mut self.sampler, until, &mut note)?;
             if until < last {

@@ -156,8 +156,9 @@ pub(super) fn load(path: &Path, name: &str, entry: &Entry, layout: &Layout) -> R
         if view.dtype() != Dtype::F32 || view.shape() != tensor.shape {
             let (dtype, shape) = (view.dtype(), view.shape());
             let (name, expected) = (&tensor.name, &tensor.shape);
-            let text =
-                format!("tensor `{name}` is {dtype:?} of shape {shape:?} where the model has F32 of shape {expected:?}");
+            let text = format!(
+                "tensor `{name}` is {dtype:?} of shape {shape:?} where the model has F32 of shape {expected:?}"
+            );
             return Err(failed(&path, text));
         }
         bytemuck::cast_slice_mut::<f32, u8>(&mut values[tensor.range()]).copy_from_slice(view.data());

@@ -189,7 +189,9 @@ mod tests {
             fs::write(folder.join("file"), b"content").unwrap();
         }
         let error = Folder::open(&path).unwrap_err().to_string();
-        assert!(error.ends_with("another run is writing its checkpoints here: end it, or choose another folder"));
+        assert!(
+            error.ends_with("another run is writing its checkpoints here: end it, or choose another folder")
+        );
         assert!(left.iter().all(|path| path.exists()), "of a run that is alive");
         drop(first);
         let _second = Folder::open(&path).unwrap();

@@ -158,7 +158,8 @@ mod tests {
 
     #[test]
     fn format_1_is_read_and_later_ones_are_refused() {
-        let old = br#"{"format": 1, "step": 9, "state": {"seed": 4}, "files": {"weights.safetensors": "00ff"}}"#;
+        let old =
+            br#"{"format": 1, "step": 9, "state": {"seed": 4}, "files": {"weights.safetensors": "00ff"}}"#;
         let read = parse(old).unwrap();
         assert_eq!((read.step, read.state["seed"].as_u64(), read.position), (9, Some(4), None));
         let entry = Entry { bytes: None, xxh3: "00ff".into() };

@@ -53,9 +53,7 @@ impl Checkpoint {
         let file = format!("{name}.safetensors");
         match self.manifest.files.get(&file) {
             Some(entry) => files::load(&self.path, &file, entry, layout),
-            None => {
-                Err(super::failed(&self.path.join(&file), "the manifest does not list this file"))
-            }
+            None => Err(super::failed(&self.path.join(&file), "the manifest does not list this file")),
         }
     }
 }
@@ -122,8 +120,7 @@ mod tests {
         let mut writer = Writer::new(folder, 2).unwrap();
         for step in [10, 20] {
             let values: Vec<f32> = (0..18).map(|i| i as f32 + step as f32).collect();
-            let mut snapshot =
-                Snapshot::new(step).with_position(POSITION).with_state(json!({"lr": 0.1}));
+            let mut snapshot = Snapshot::new(step).with_position(POSITION).with_state(json!({"lr": 0.1}));
             snapshot.add("weights", &layout(), &values[..]);
             snapshot.add_later("momentum", &layout(), move || values);
             writer.save(snapshot).unwrap();
@@ -139,7 +136,10 @@ mod tests {
         let Found { checkpoint, damaged } = find(folder.path()).unwrap().unwrap();
         assert!(checkpoint.path().ends_with("step-00000020") && damaged.is_empty());
         let manifest = checkpoint.manifest();
-        assert_eq!((manifest.step, manifest.position, &manifest.state), (20, Some(POSITION), &json!({"lr": 0.1})));
+        assert_eq!(
+            (manifest.step, manifest.position, &manifest.state),
+            (20, Some(POSITION), &json!({"lr": 0.1}))
+        );
         assert_eq!(manifest.version.as_deref(), Some(env!("CARGO_PKG_VERSION")));
         for name in ["weights", "momentum"] {
             let values = checkpoint.load(name, &layout()).unwrap();
@@ -210,6 +210,9 @@ mod tests {
         }
         let error = find(folder.path()).unwrap_err().to_string();
         assert!(error.contains("no checkpoint is whole, of 2; the newest: checkpoint"), "{error}");
-        assert!(error.contains("step-00000020/weights.safetensors: damaged: there is no such file"), "{error}");
+        assert!(
+            error.contains("step-00000020/weights.safetensors: damaged: there is no such file"),
+            "{error}"
+        );
     }
 }

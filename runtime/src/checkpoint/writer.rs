@@ -71,7 +71,8 @@ impl Writer {
         let (folder, keep) = (Arc::clone(&self.folder), self.keep);
         let thread = std::thread::Builder::new().name("checkpoint".to_owned());
         let started = thread.spawn(move || publish(&folder, snapshot, keep));
-        let started = started.map_err(|error| Error::system("start the thread that writes a checkpoint", error));
+        let started =
+            started.map_err(|error| Error::system("start the thread that writes a checkpoint", error));
         self.under_way = Some(started?);
         before
     }
