@@ -103,6 +103,7 @@ pub enum Ended {
 ///
 /// # Panics
 /// If the program cannot be started.
+#[expect(clippy::zombie_processes, reason = "it is waited for together with its threads")]
 pub fn trace(
     program: &mut Command,
     marker: c_long,

@@ -110,7 +110,7 @@ fn forbidden<T>(result: &Result<T, Errno>) -> bool {
 fn killed_at_any_system_call_nothing_is_lost() {
     for scenario in &SCENARIOS {
         // How many stops each thread has, when nothing happens.
-        let mut stops = vec![0; 2];
+        let mut stops = [0; 2];
         let parent = tempfile::tempdir().unwrap();
         let folder = scenario.prepare(parent.path());
         let ended = scenario.write(&folder, |stop| {
