@@ -53,6 +53,11 @@ impl Parallel {
         self.bucket
     }
 
+    /// The most that gradients may be together, if there is one.
+    pub(crate) fn clip_norm(&self) -> Option<f64> {
+        self.clip_norm
+    }
+
     /// Whether gradients are rounded on their way.
     pub(crate) fn compresses(&self) -> bool {
         self.gradients == Travel::Bf16
@@ -61,6 +66,14 @@ impl Parallel {
     /// Whether the number of ranks is to make no difference.
     pub(crate) fn is_world_size_invariant(&self) -> bool {
         self.world_size_invariant.is_some()
+    }
+
+    /// How many micro-batches there are, in words.
+    pub(crate) fn describe_micro_batches(&self) -> String {
+        match self.world_size_invariant {
+            Some(all) => format!("{all} of all ranks"),
+            None => format!("{} of each rank", self.accumulate),
+        }
     }
 
     /// The parts that the `batch` images of each of `ranks` ranks are cut into.

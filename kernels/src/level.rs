@@ -30,6 +30,11 @@ pub fn is_known(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
+/// The name of the level that loops run on.
+pub fn name() -> &'static str {
+    NAMES[usize::from(detect() - BASELINE)]
+}
+
 /// The best level of this processor, or the lower one that [`VARIABLE`] asks for.
 pub(crate) fn detect() -> u8 {
     static DETECTED: AtomicU8 = AtomicU8::new(0);

@@ -183,6 +183,14 @@ pub enum Error {
         /// How long ago that call began.
         after: Duration,
     },
+    /// A checkpoint is not as it was written: a file is missing, or has another size or content.
+    #[error("checkpoint {}: damaged: {problem}", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
     /// A checkpoint cannot be written or read.
     #[error("checkpoint {}: {problem}", path.display())]
     Checkpoint {

@@ -40,8 +40,8 @@
 //! # What it does not do to its host
 //! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
 //! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`], one in rank
-//! 0 where another launcher than `mgpurun` started the ranks, one for each NCCL communicator, and those the CPU kernels are
-//! asked to use.
+//! 0 where another launcher than `mgpurun` started the ranks, one for each NCCL communicator, one while a
+//! [`checkpoint::Writer`] is writing, and those the CPU kernels are asked to use.
 
 pub mod bucket;
 pub mod checkpoint;

@@ -4,10 +4,13 @@
 //! but the real one's `main`: cargo tells a test where the binaries of its own package are, and of no other.
 #![forbid(unsafe_code)]
 
+pub mod checkpoints;
 pub mod collectives;
 pub mod device;
 pub mod fake_gpu;
 pub mod faults;
+pub mod mnist;
 pub mod models;
 pub mod process;
 pub mod threads;
+pub mod tracer;

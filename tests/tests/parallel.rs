@@ -34,6 +34,48 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
     }
 }
 
+/// Killed after the fifth step, of which four were saved.
+#[test]
+fn whatever_a_step_does_a_killed_run_goes_on_to_the_same_bits() {
+    for flags in [
+        &["--schedule", "cosine:0.1", "--warm-up", "3", "--clip-norm", "0.5"][..],
+        &["--accumulate", "4", "--schedule", "step:3:0.5", "--shard-optimizer", "on"],
+        &["--gradients", "bf16", "--clip-norm", "0.5", "--shard-optimizer", "on"],
+        &["--world-size-invariant", "4", "--clip-norm", "0.5"],
+    ] {
+        let all = [&["--batch", "16", "--steps", "9", "--skip-test"], flags].concat();
+        let expected = weights(&train(2, &all));
+        let folder = tempfile::tempdir().unwrap();
+        let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];
+        let saving = [&all[..], &saving].concat();
+        let mut killed = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        killed.args(["-n", "2", "--inject", "rank=1,step=6,fault=sigkill", TRAIN, "--synthetic"]);
+        run(killed.args(&saving)).expect(128 + 9, &[]);
+        let resumed = train(2, &[&saving[..], &["--resume"]].concat());
+        resumed.expect(0, &["resumed from"]);
+        assert_eq!(weights(&resumed), expected, "{flags:?}");
+    }
+}
+
+/// Begun by four ranks, gone on by two, which give the bits of one.
+#[test]
+fn a_run_goes_on_with_other_ranks_to_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let run = |ranks: u32, steps: &str, flags: &[&str]| {
+        let batch = (32 / ranks).to_string();
+        let all = ["--world-size-invariant", "8", "--batch", &batch, "--schedule", "constant", "--skip-test"];
+        train(ranks, &[&all[..], &["--steps", steps], flags].concat())
+    };
+    let expected = weights(&run(1, "8", &[]));
+    run(4, "3", &["--checkpoint-dir", folder]).expect(0, &[]);
+    let resumed = run(2, "8", &["--checkpoint-dir", folder, "--resume"]);
+    assert_eq!(weights(&resumed), expected);
+    assert!(!resumed.stdout.contains("will not have the bits"), "{resumed:#?}");
+    let other = ["--checkpoint-dir", folder, "--resume", "--clip-norm", "1", "--warm-up", "2"];
+    run(2, "8", &other).expect(1, &["--clip-norm: none in the checkpoint, 1 here", "--warm-up: 0 in the"]);
+}
+
 #[test]
 fn micro_batches_take_less_memory_and_train_as_well() {
     let run = |flags: &[&str]| {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use mgpu::checkpoint::{self, Arena};
+use mgpu::checkpoint::{self, Checkpoint, Snapshot, Writer};
 use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, Rule, Sgd};
 use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, World};
 use mgpu_tests::models::{layout, model, optimizers, outcome};
@@ -125,13 +125,12 @@ fn a_checkpoint_is_for_any_number_of_ranks() {
         let after = threads::run(ranks, |mut world| {
             let mut model = model(&mut world, &layout, sharded(optimizer, 500)).unwrap();
             train(&mut model, 3).unwrap();
-            let arenas = model.arenas().unwrap();
-            if world.rank() == 0 {
-                let arenas: Vec<_> =
-                    arenas.iter().map(|(name, values)| Arena { name, layout: &layout, values }).collect();
-                checkpoint::save(folder.path(), 3, serde_json::Value::Null, &arenas, 1).unwrap();
-            } else {
-                assert!(arenas.iter().all(|(_, values)| values.is_empty()));
+            let snapshot = Snapshot::of(&mut model).unwrap();
+            assert_eq!(snapshot.is_some(), world.rank() == 0);
+            if let Some(snapshot) = snapshot {
+                let mut writer = Writer::new(folder.path(), 1).unwrap();
+                writer.save(snapshot).unwrap();
+                writer.finish().unwrap();
             }
             let here = saved(&mut model).unwrap();
             train(&mut model, 2).unwrap();
@@ -141,10 +140,10 @@ fn a_checkpoint_is_for_any_number_of_ranks() {
             for config in [sharded(optimizer, 500), replicated(optimizer, 500), sharded(optimizer, 1 << 20)] {
                 threads::run(again, |mut world| {
                     let path = checkpoint::latest(folder.path()).unwrap().unwrap();
-                    let manifest = checkpoint::manifest(&path).unwrap();
+                    let checkpoint = Checkpoint::open(path).unwrap();
                     let mut model = model(&mut world, &layout, config).unwrap();
-                    let read = |name: &str, layout: &Layout| checkpoint::load(&path, &manifest, name, layout);
-                    model.restore(manifest.step, read).unwrap();
+                    let read = |name: &str, layout: &Layout| checkpoint.load(name, layout);
+                    model.restore(checkpoint.manifest().step, read).unwrap();
                     let here = saved(&mut model).unwrap();
                     if world.rank() == 0 {
                         assert_eq!(here, after[0].0);

@@ -1,10 +1,11 @@
-//! `train_mnist`: smoke tests, equality of ranks and runs, resume, bad input. On generated digits, so anywhere.
+//! `train_mnist`: smoke tests, equality of ranks and runs, bad input. On generated digits, so anywhere.
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use mgpu_tests::process::{Finished, command, finish, run, until};
+use mgpu_tests::mnist;
+use mgpu_tests::process::{Finished, command, run};
 
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 
@@ -79,21 +80,6 @@ fn a_sharded_optimizer_gives_the_same_bits() {
 }
 
 #[test]
-fn a_sharded_run_goes_on_replicated_and_back() {
-    let folder = tempfile::tempdir().unwrap();
-    let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
-    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "15"]].concat()));
-    let folder = folder.path().to_str().unwrap();
-    let go_on = |how, steps| {
-        let saving = ["--checkpoint-dir", folder, "--resume", "--shard-optimizer", how, "--steps", steps];
-        train(launched(2), &[&all[..], &saving].concat())
-    };
-    go_on("on", "5").expect(0, &["no checkpoint in"]);
-    go_on("off", "10").expect(0, &["resumed from"]);
-    assert_eq!(weights(&go_on("on", "15")), whole);
-}
-
-#[test]
 fn generated_digits_are_learned() {
     let finished = train(launched(2), &["--epochs", "1"]);
     finished.expect(0, &["the same on 2 ranks"]);
@@ -136,72 +122,6 @@ fn curves_are_drawn_and_written_for_tensorboard() {
 }
 
 #[test]
-fn a_prolonged_run_is_bit_equal() {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path().to_str().unwrap();
-    let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
-    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "30"]].concat()));
-    let saving = [&all[..], &["--checkpoint-dir", folder, "--resume"]].concat();
-    train(launched(2), &[&saving[..], &["--steps", "18"]].concat()).expect(0, &["no checkpoint in"]);
-    let resumed = train(launched(2), &[&saving[..], &["--steps", "30"]].concat());
-    resumed.expect(0, &["resumed from", "after step 18"]);
-    assert_eq!(weights(&resumed), whole);
-    // Another run's checkpoint is refused by name.
-    let other = train(launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
-    other.expect(1, &["step-00000030 is of another run"]);
-}
-
-#[test]
-fn a_killed_and_resumed_run_is_bit_equal() {
-    let folder = tempfile::tempdir().unwrap();
-    let (data, checkpoints) = (folder.path().join("data"), folder.path().join("checkpoints"));
-    fs::create_dir(&data).unwrap();
-    tiny_mnist(&data);
-    let run_on_tiny = |extra: &[&str]| {
-        let mut launcher = launched(2);
-        launcher.args(["--data", data.to_str().unwrap(), "--net", "keras", "--batch", "4", "--epochs", "3"]);
-        launcher.args(["--json"]).args(extra);
-        launcher
-    };
-    let whole = weights(&run(&mut run_on_tiny(&[])));
-    let saving = ["--checkpoint-dir", checkpoints.to_str().unwrap(), "--resume"];
-    let mut first = run_on_tiny(&saving).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let has_checkpoint = || {
-        let entries = fs::read_dir(&checkpoints).into_iter().flatten().flatten();
-        entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().starts_with("step-"))
-    };
-    until(has_checkpoint);
-    first.kill().unwrap();
-    finish(&mut first);
-    let resumed = run(&mut run_on_tiny(&saving));
-    resumed.expect(0, &["resumed from"]);
-    assert_eq!(weights(&resumed), whole);
-}
-
-#[test]
-fn a_restarted_run_goes_on_from_its_checkpoint() {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path().to_str().unwrap();
-    let restarted = |faults: &[&str]| {
-        let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-        launcher.args(["-n", "2", "--no-prefix", "--max-restarts", "1"]);
-        faults.iter().for_each(|fault| _ = launcher.args(["--inject", fault]));
-        launcher.args([TRAIN, "--synthetic", "--json", "--batch", "2048", "--epochs", "3", "--skip-test"]);
-        launcher
-    };
-    let undisturbed = run(&mut restarted(&[]));
-    let (whole, steps) = (weights(&undisturbed), undisturbed.json()["steps"].as_u64().unwrap());
-    // After the second checkpoint.
-    let fault = format!("rank=1,step={},fault=sigkill", steps * 2 / 3 + 1);
-    let finished = run(restarted(&[&fault]).args(["--checkpoint-dir", folder]));
-    finished.expect(0, &["rank 1 was killed by SIGKILL", "restart 1 of 1", "resumed from"]);
-    assert_eq!(weights(&finished), whole);
-    // What is there is not overwritten by mistake.
-    let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
-    again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
-}
-
-#[test]
 fn metrics_are_one_json_object_an_epoch() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("metrics.jsonl");
@@ -214,18 +134,6 @@ fn metrics_are_one_json_object_an_epoch() {
     assert_eq!(text.lines().count(), 1);
 }
 
-/// A folder with tiny valid data, to be damaged.
-fn tiny_mnist(folder: &Path) {
-    for (prefix, count) in [("train", 64u32), ("t10k", 16)] {
-        let mut images = [0x803u32, count, 28, 28].map(u32::to_be_bytes).concat();
-        images.resize(16 + count as usize * 784, 7);
-        fs::write(folder.join(format!("{prefix}-images-idx3-ubyte")), images).unwrap();
-        let mut labels = [0x801u32, count].map(u32::to_be_bytes).concat();
-        labels.extend((0..count).map(|i| (i % 10) as u8));
-        fs::write(folder.join(format!("{prefix}-labels-idx1-ubyte")), labels).unwrap();
-    }
-}
-
 fn with_data(folder: &Path) -> Finished {
     run(launched(2).args(["--data", folder.to_str().unwrap(), "--steps", "1", "--batch", "8", "--json"]))
 }
@@ -236,7 +144,7 @@ fn bad_data_is_named() {
     let path = folder.path();
     with_data(path).expect(1, &["train-images-idx3-ubyte"]);
     with_data(&path.join("none")).expect(1, &["none"]);
-    tiny_mnist(path);
+    mnist::write_tiny(path);
     with_data(path).expect(0, &[]);
 
     let labels = path.join("t10k-labels-idx1-ubyte");
@@ -264,6 +172,9 @@ fn bad_arguments_are_usage_errors() {
         (&["--epochs", "1", "--steps", "1"], "cannot be used with"),
         (&["--data", "x", "--synthetic"], "cannot be used with"),
         (&["--resume"], "--checkpoint-dir"),
+        (&["--checkpoint-every", "5"], "--checkpoint-dir"),
+        (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], "0 is not in 1.."),
+        (&["--checkpoint-dir", "c", "--keep", "0"], "0 is not in 1.."),
     ] {
         run(plain().args(arguments)).expect(2, &[text]);
     }

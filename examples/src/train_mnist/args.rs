@@ -3,12 +3,13 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Parser, ValueEnum};
+use clap::{ArgGroup, Parser};
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
+use super::schedule::Shape;
 use crate::nets::{Choice, Spec};
 use crate::parallel::{Parallel, above_0, positive};
 
@@ -47,9 +48,13 @@ pub(super) struct Args {
     /// Learning rate at the beginning [default: the network's own].
     #[arg(long, value_name = "X", value_parser = above_0)]
     lr: Option<f64>,
-    /// How the learning rate goes on: linear (to 0 at the end) or constant.
-    #[arg(long, value_enum, value_name = "NAME", default_value_t = Schedule::Linear, hide_possible_values = true)]
-    pub(super) schedule: Schedule,
+    /// How the learning rate goes on: linear or cosine (to 0 at the end; cosine:0.1: to a tenth), constant, or step:N:X
+    /// (times X after every N steps).
+    #[arg(long, value_name = "NAME", default_value_t = Shape::Linear)]
+    pub(super) schedule: Shape,
+    /// Steps at the beginning in which the learning rate rises.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) warm_up: u64,
     /// Seed of weights, shuffling, dropout and generated digits.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
@@ -77,9 +82,15 @@ pub(super) struct Args {
     threads: Option<u16>,
     #[command(flatten)]
     pub(super) parallel: Parallel,
-    /// Write a checkpoint into this folder after every epoch; the last two are kept.
+    /// Write a checkpoint into this folder after every epoch; see --keep.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
+    /// Write one after every N steps of the training as well.
+    #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) checkpoint_every: Option<u64>,
+    /// Checkpoints that are kept: the newest N.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    keep: u16,
     /// Go on from the newest checkpoint in --checkpoint-dir, or begin if there is none.
     #[arg(long, requires = "checkpoint_dir")]
     pub(super) resume: bool,
@@ -99,21 +110,15 @@ pub(super) struct Args {
     /// Record the timeline of these steps only, counted from 1, and of what lies between them.
     #[arg(long, value_name = "FIRST-LAST", value_parser = parse_steps, requires = "timeline")]
     timeline_steps: Option<RangeInclusive<u64>>,
+    /// Write what the trained network says to the first 100 test images, and those, as JSON to this file.
+    #[arg(long, value_name = "FILE.json")]
+    pub(super) logits: Option<PathBuf>,
     /// Print a summary as one JSON object on the last line of standard output.
     #[arg(long)]
     pub(super) json: bool,
     /// Leave the test set out: for measurements.
     #[arg(long)]
     pub(super) skip_test: bool,
-}
-
-/// How the learning rate changes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Schedule {
-    /// It falls to 0, by as much in every step.
-    Linear,
-    /// It stays.
-    Constant,
 }
 
 fn parse_net(text: &str) -> Result<Spec, String> {
@@ -152,6 +157,11 @@ impl Args {
     /// Steps whose timeline is recorded, from 1.
     pub(super) fn timeline_steps(&self) -> RangeInclusive<u64> {
         self.timeline_steps.clone().unwrap_or(1..=u64::MAX)
+    }
+
+    /// Checkpoints that are kept.
+    pub(super) fn keep(&self) -> usize {
+        usize::from(self.keep)
     }
 
     /// How a GPU is to be used.

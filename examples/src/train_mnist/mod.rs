@@ -5,10 +5,14 @@
 //! report.
 
 mod args;
+mod checkpoints;
 mod curves;
 mod engine;
+mod logits;
 mod profile;
 mod report;
+mod run;
+mod schedule;
 mod source;
 mod trainer;
 
@@ -22,10 +26,10 @@ use engine::{Cpu, Engine, Gpu};
 use half::bf16;
 use mgpu::progress::Phase;
 use mgpu::timeline::{Name, Timeline};
-use mgpu::{Backend, ReduceOp, World, checkpoint};
+use mgpu::{Backend, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{EpochReport, Metrics, Progress, Summary};
-use trainer::Trainer;
+use report::{Metrics, Progress, Summary, Tested};
+use trainer::{Position, Trainer};
 
 /// Spans of the timeline that a rank has room for: 3 MiB; some 7 MB in the file.
 const SPANS: usize = 65_536;
@@ -71,7 +75,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
     let mut progress = Progress::new(rank);
 
-    let mut trainer = Trainer::new(args, (rank, ranks), data.train.len(), |recipe| {
+    let mut trainer = Trainer::new(args, (rank, ranks), &data, |recipe| {
         Ok(match (device, args.precision) {
             (Some(device), _) => {
                 Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
@@ -81,19 +85,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         })
     })?;
     if let Some(folder) = &args.checkpoint_dir {
-        // Better known now than after an epoch.
-        std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         // A launcher that restarts the ranks wants them to go on.
-        if args.resume || world.restart_count() > 0 {
-            trainer.resume(folder)?;
-        } else if let Some(found) = checkpoint::latest(folder)? {
-            // Old ones are deleted by their step: this run's could go before those of another.
-            return Err(format!(
-                "{} is of an earlier run: go on with --resume, or choose another --checkpoint-dir",
-                found.display()
-            )
-            .into());
-        }
+        let resume = args.resume || world.restart_count() > 0;
+        trainer.keep_in(folder, resume, args, &data, threads)?;
     }
     if rank == 0 {
         println!(
@@ -110,40 +104,57 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
     }
 
-    record_next(trainer.steps());
-    let mut last = None;
+    let mut tested = None;
+    let begun = trainer.steps();
+    record_next(begun);
     while trainer.steps() < trainer.length() {
         let mut written = Ok(());
-        let mut report = trainer.train_epoch(&data.train, |position| {
+        let seen = |position: &Position| {
             world.report_step(position.step);
             record_next(position.step);
             progress.update(|| position.to_string());
             if rank == 0 && written.is_ok() {
                 written = curves.step(position.step, position.loss);
             }
-        })?;
+        };
+        let saving = || world.report_phase(Phase::Checkpoint);
+        let mut report = trainer.train_epoch(&data.train, seen, saving)?;
         written?;
-        report.data = data.origin.to_string();
         if !args.skip_test {
             world.report_phase(Phase::Evaluation);
             let begin = timeline.begin();
-            trainer.evaluate(&data.test, &mut report)?;
+            let now = tested.insert(trainer.evaluate(&data.test)?);
             timeline.end(begin, Name::new("evaluation"));
+            report.set_test(now);
         }
         if rank == 0 {
-            progress.line(&report.line(trainer.epochs()));
+            progress.line(&report.line(trainer.epochs(), tested.as_ref()));
             if let Some(metrics) = &mut metrics {
                 metrics.append(&report)?;
             }
             curves.epoch(&report)?;
         }
-        if let Some(folder) = &args.checkpoint_dir {
+        if args.checkpoint_dir.is_some() {
             world.report_phase(Phase::Checkpoint);
             let begin = timeline.begin();
-            trainer.save(folder)?;
+            trainer.save()?;
             timeline.end(begin, Name::new("checkpoint"));
         }
-        last = Some(report);
+    }
+    trainer.finish_saving()?;
+    if begun >= trainer.length() {
+        // What it has come to is still worth knowing.
+        if !args.skip_test {
+            world.report_phase(Phase::Evaluation);
+            tested = Some(trainer.evaluate(&data.test)?);
+        }
+        if rank == 0 {
+            let result = tested.map_or(String::new(), |tested| format!("; {tested}"));
+            println!("nothing left to train: {begun} steps are made, {} asked for{result}", trainer.length());
+        }
+    }
+    if let Some(path) = args.logits.as_deref().filter(|_| rank == 0) {
+        logits::write(path, &args.net.name, trainer.engine(), &data.test)?;
     }
     let checksum = trainer.engine().verify()?;
     let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
@@ -162,8 +173,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             print!("{profile}");
         }
         if args.json {
-            let mut summary = summary(args, &mut trainer, last.as_ref(), memory, threads, checksum);
-            if last.as_ref().is_some_and(|report| report.communication.is_some()) {
+            let mut summary = summary(args, &mut trainer, tested, memory, threads, checksum);
+            if ranks > 1 && trainer.steps() > begun {
                 [summary.communication, summary.waiting] = communication.map(|share| Some(round(share)));
             }
             summary.profile = profile;
@@ -176,12 +187,12 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 fn summary(
     args: &Args,
     trainer: &mut Trainer,
-    last: Option<&EpochReport>,
+    tested: Option<Tested>,
     [rss_mib, gpu_mib]: [f64; 2],
     threads: usize,
     checksum: u64,
 ) -> Summary {
-    let totals = trainer.totals();
+    let (totals, cost) = (trainer.totals(), trainer.checkpoint_cost());
     Summary {
         implementation: "mgpu",
         net: args.net.name.clone(),
@@ -189,7 +200,7 @@ fn summary(
         batch: args.batch(),
         device: if trainer.engine().gpu().is_some() { "cuda" } else { "cpu" },
         dtype: args.precision.name(),
-        epochs: last.map_or(0, |report| report.epoch),
+        epochs: trainer.epoch(),
         steps: trainer.steps(),
         images_per_s: round(totals.images_per_s()),
         ms_per_step: round(totals.ms_per_step()),
@@ -197,15 +208,17 @@ fn summary(
         waiting: None,
         train_s: round(totals.train_s),
         test_s: round(totals.test_s),
-        test_acc: last.and_then(|report| report.test_acc),
-        test_loss: last.and_then(|report| report.test_loss),
-        test_acc_average: last.and_then(|report| report.test_acc_average),
+        test_acc: tested.map(|tested| tested.score.accuracy()),
+        test_loss: tested.map(|tested| tested.score.loss()),
+        test_acc_average: tested.and_then(|tested| Some(tested.average?.accuracy())),
         max_gpu_mib: trainer.engine().gpu().map(|_| gpu_mib.ceil() as u64),
         gpu: trainer.engine().gpu().map(|gpu| gpu.name().to_owned()),
         rss_mib: round(rss_mib),
         threads,
         seed: args.seed,
-        data: last.map_or_else(String::new, |report| report.data.clone()),
+        data: trainer.data().to_owned(),
+        checkpoints: cost.map(|(saved, _)| saved),
+        ms_per_checkpoint: cost.map(|(_, ms)| round(ms)),
         weights: format!("{checksum:016x}"),
         profile: None,
     }

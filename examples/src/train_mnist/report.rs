@@ -1,5 +1,6 @@
 //! What the user sees: a line that moves, a line an epoch, and a summary.
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write, stdout};
 use std::path::Path;
@@ -32,17 +33,36 @@ pub(super) struct EpochReport {
     pub(super) data: String,
 }
 
+/// How the weights do on the test set.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tested {
+    pub(super) score: LossReport,
+    /// With the moving average of the weights, where one is kept.
+    pub(super) average: Option<LossReport>,
+    pub(super) seconds: f64,
+}
+
+impl fmt::Display for Tested {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "test {:.2}% loss {:.4}", self.score.accuracy() * 100.0, self.score.loss())?;
+        if let Some(average) = self.average {
+            write!(f, " (averaged weights {:.2}%)", average.accuracy() * 100.0)?;
+        }
+        write!(f, " in {:.1} s", self.seconds)
+    }
+}
+
 impl EpochReport {
-    pub(super) fn set_test(&mut self, score: LossReport, average: Option<LossReport>, seconds: f64) {
-        self.test_loss = Some(score.loss());
-        self.test_acc = Some(score.accuracy());
-        self.test_acc_average = average.map(|score| score.accuracy());
-        self.test_s = seconds;
+    pub(super) fn set_test(&mut self, tested: &Tested) {
+        self.test_loss = Some(tested.score.loss());
+        self.test_acc = Some(tested.score.accuracy());
+        self.test_acc_average = tested.average.map(|score| score.accuracy());
+        self.test_s = tested.seconds;
     }
 
     /// The line for people.
-    pub(super) fn line(&self, epochs: u64) -> String {
-        let mut line = format!(
+    pub(super) fn line(&self, epochs: u64, tested: Option<&Tested>) -> String {
+        let train = format!(
             "epoch {}/{epochs}: train {:.2}% loss {:.4} in {:.1} s ({:.0} images/s)",
             self.epoch,
             self.train_acc * 100.0,
@@ -50,14 +70,10 @@ impl EpochReport {
             self.train_s,
             self.images_per_s
         );
-        if let (Some(accuracy), Some(loss)) = (self.test_acc, self.test_loss) {
-            line += &format!("; test {:.2}% loss {loss:.4}", accuracy * 100.0);
-            if let Some(average) = self.test_acc_average {
-                line += &format!(" (averaged weights {:.2}%)", average * 100.0);
-            }
-            line += &format!(" in {:.1} s", self.test_s);
+        match tested {
+            Some(tested) => format!("{train}; {tested}"),
+            None => train,
         }
-        line
     }
 }
 
@@ -94,6 +110,11 @@ pub(super) struct Summary {
     pub(super) threads: usize,
     pub(super) seed: u64,
     pub(super) data: String,
+    /// Checkpoints written, and milliseconds that the training waited for each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) checkpoints: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) ms_per_checkpoint: Option<f64>,
     /// XXH3 of the weights, equal on all ranks.
     pub(super) weights: String,
     /// With `--profile`.

@@ -3,22 +3,23 @@
 use std::error::Error;
 use std::fmt;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use mgpu::replicate::verify_same;
 use mgpu::timeline::Timeline;
-use mgpu::{Communicator, ReduceOp, Sampler, checkpoint, sampler};
-use serde::{Deserialize, Serialize};
+use mgpu::{Communicator, ReduceOp, Sampler, sampler};
+use mgpu_kernels::cuda::Device;
 
-use super::args::{Args, Length, Schedule};
+use super::args::{Args, Length};
+use super::checkpoints::Checkpoints;
 use super::engine::{Engine, Recipe};
-use super::report::EpochReport;
-use crate::data::Dataset;
+use super::report::{EpochReport, Tested};
+use super::run::Run;
+use crate::data::{Dataset, Mnist};
 use crate::nets::LossReport;
 
 /// Steps at the beginning that no throughput counts: first touches of memory, caches, clock speeds.
 pub(super) const WARM_UP: u64 = 3;
-/// Checkpoints kept.
-const KEEP: usize = 2;
 
 /// Times of the whole run.
 #[derive(Debug, Clone, Copy, Default)]
@@ -95,24 +96,14 @@ impl fmt::Display for Position {
     }
 }
 
-/// What a checkpoint remembers beside the weights. A run resumed with other values would not be the same run.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Hyperparameters {
-    net: String,
-    seed: u64,
-    batch: usize,
-    ranks: u32,
-    lr: f64,
-    /// Steps over which the learning rate falls to 0; none if it is constant. A run with a constant rate can be
-    /// prolonged.
-    lr_steps: Option<u64>,
-}
-
 /// A model in training on one rank: what to do when, and what is left to the engine how to do.
 pub(super) struct Trainer {
     engine: Box<dyn Engine>,
     sampler: Sampler,
-    hyperparameters: Hyperparameters,
+    run: Run,
+    /// What the digits are: files, or generated.
+    data: String,
+    checkpoints: Option<Checkpoints>,
     /// Steps of the whole training.
     length: u64,
     totals: Totals,
@@ -123,34 +114,46 @@ impl Trainer {
     pub(super) fn new(
         args: &Args,
         (rank, ranks): (u32, u32),
-        samples: usize,
+        data: &Mnist,
         engine: impl FnOnce(&Recipe) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
-        let sampler = Sampler::new(samples, batch, rank, ranks, args.seed)?;
+        let sampler = Sampler::new(data.train.len(), batch, rank, ranks, args.seed)?;
         let length = match args.length() {
             Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
             Length::Steps(steps) => steps,
         };
-        let hyperparameters = Hyperparameters {
-            net: args.net.name.clone(),
-            seed: args.seed,
-            batch,
-            ranks,
-            lr: args.lr(),
-            lr_steps: (args.schedule == Schedule::Linear).then_some(length),
-        };
+        let run = Run::new(args, ranks, length);
         let recipe = Recipe {
             seed: args.seed,
             batch,
             micro_batches: args.parallel.micro_batches(batch, ranks)?,
             first_sample: batch as u64 * u64::from(rank),
-            lr: hyperparameters.lr,
-            lr_steps: hyperparameters.lr_steps,
+            lr: run.lr,
+            schedule: args.schedule.over(length, args.warm_up),
             steps_per_epoch: sampler.steps_per_epoch() as u64,
         };
-        let engine = engine(&recipe)?;
-        Ok(Trainer { engine, sampler, hyperparameters, length, totals: Totals::default() })
+        let (engine, data) = (engine(&recipe)?, data.origin.to_string());
+        Ok(Trainer { engine, sampler, run, data, checkpoints: None, length, totals: Totals::default() })
+    }
+
+    /// Saves the training to `folder` from now on, and goes on from what is there if `resume`. Collective.
+    pub(super) fn keep_in(
+        &mut self,
+        folder: &Path,
+        resume: bool,
+        args: &Args,
+        data: &Mnist,
+        threads: usize,
+    ) -> Result<(), Box<dyn Error>> {
+        let rank = self.engine.comm().rank();
+        let mut checkpoints = Checkpoints::open(folder, args, rank)?;
+        if rank == 0 {
+            self.run.describe(args, data, threads, self.engine.gpu().map(Device::name));
+        }
+        checkpoints.begin(&mut *self.engine, &self.run, resume)?;
+        self.checkpoints = Some(checkpoints);
+        Ok(())
     }
 
     pub(super) fn engine(&mut self) -> &mut dyn Engine {
@@ -179,20 +182,34 @@ impl Trainer {
         self.totals
     }
 
-    /// Trains to the end of the epoch, or of the training if that comes first.
+    /// What the digits are.
+    pub(super) fn data(&self) -> &str {
+        &self.data
+    }
+
+    /// Epochs begun.
+    pub(super) fn epoch(&self) -> u64 {
+        self.steps().div_ceil(self.steps_per_epoch())
+    }
+
+    /// Trains to the end of the epoch, or of the training if that comes first. Calls `saving` before each checkpoint on the
+    /// way.
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
         mut seen: impl FnMut(&Position),
-    ) -> mgpu::Result<EpochReport> {
+        mut saving: impl FnMut(),
+    ) -> Result<EpochReport, Box<dyn Error>> {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
         let last = self.length.min((epoch + 1) * per_epoch);
-        let Hyperparameters { batch, ranks, .. } = self.hyperparameters;
-        let global_batch = batch as u64 * u64::from(ranks);
+        // Ranks that go on for different numbers of steps would wait for each other in vain.
+        verify_same(self.engine.comm(), &format!("steps by the end of epoch {}", epoch + 1), last as i64)?;
+        let global_batch = self.run.global_batch();
         let (begin, start, length) = (self.steps(), Instant::now(), self.length);
+        let waited = self.waited();
         // Alone there is nobody to communicate with.
-        let timeline = Some(self.engine.comm().timeline().clone()).filter(|_| ranks > 1);
+        let timeline = Some(self.engine.comm().timeline().clone()).filter(|_| self.run.ranks > 1);
         let collectives = || timeline.as_ref().and_then(Collectives::so_far);
         let earlier = collectives();
         let share = || {
@@ -209,13 +226,25 @@ impl Trainer {
             let communication = share();
             seen(&Position { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
         };
-        let score = self.engine.train(data, &mut self.sampler, last, &mut note)?;
-        let train_s = start.elapsed().as_secs_f64();
+        let mut score = LossReport::default();
+        while self.engine.steps() < last {
+            let next =
+                self.checkpoints.as_ref().and_then(|checkpoints| checkpoints.next(self.engine.steps()));
+            let until = next.map_or(last, |next| next.min(last));
+            score += self.engine.train(data, &mut self.sampler, until, &mut note)?;
+            if until < last {
+                saving();
+                self.save()?;
+            }
+        }
+        // Checkpoints have a figure of their own.
+        let waited = self.waited() - waited;
+        let train_s = (start.elapsed() - waited).as_secs_f64();
         self.totals.train_s += train_s;
         let communication = share();
         if let Some((from, step, earlier)) = measured_from.filter(|(_, step, _)| *step < last) {
             let steps = last - step;
-            self.totals.measured_s += from.elapsed().as_secs_f64();
+            self.totals.measured_s += (from.elapsed().saturating_sub(waited)).as_secs_f64();
             if let Some((now, earlier)) = collectives().zip(earlier) {
                 let Collectives { seconds, waiting } = now.since(earlier);
                 self.totals.measured_collectives.seconds += seconds;
@@ -238,54 +267,44 @@ impl Trainer {
             test_acc: None,
             test_acc_average: None,
             test_s: 0.0,
-            data: String::new(),
+            data: self.data.clone(),
         })
     }
 
     /// Evaluates on the test set: each image once, on one of the ranks.
-    pub(super) fn evaluate(&mut self, data: &Dataset, report: &mut EpochReport) -> mgpu::Result<()> {
+    pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<Tested> {
         let start = Instant::now();
-        let (rank, ranks) = (self.engine.comm().rank(), self.hyperparameters.ranks);
+        let (rank, ranks) = (self.engine.comm().rank(), self.run.ranks);
         let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks).map(|i| i as u32).collect();
         let (score, average) = self.engine.evaluate(data, &shard)?;
         let score = over_ranks(score, self.engine.comm())?;
         let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;
         let seconds = start.elapsed().as_secs_f64();
         self.totals.test_s += seconds;
-        report.set_test(score, average, seconds);
-        Ok(())
+        Ok(Tested { score, average, seconds })
     }
 
-    /// Rank 0 writes a checkpoint; nobody goes on before it is on the disk.
-    pub(super) fn save(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
-        let state = serde_json::to_value(&self.hyperparameters)?;
-        self.engine.save(folder, state, KEEP)?;
-        Ok(self.engine.comm().barrier()?)
+    /// Begins to write a checkpoint, if one is asked for. Collective.
+    pub(super) fn save(&mut self) -> Result<(), Box<dyn Error>> {
+        let steps_per_epoch = self.steps_per_epoch();
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch),
+            None => Ok(()),
+        }
     }
 
-    /// Goes on from the newest checkpoint, if there is one.
-    pub(super) fn resume(&mut self, folder: &Path) -> Result<(), Box<dyn Error>> {
-        let rank = self.engine.comm().rank();
-        let Some(path) = checkpoint::latest(folder)? else {
-            if rank == 0 {
-                println!("no checkpoint in {} yet: beginning anew", folder.display());
-            }
-            return Ok(());
-        };
-        let manifest = checkpoint::manifest(&path)?;
-        let saved: Hyperparameters = serde_json::from_value(manifest.state.clone())
-            .map_err(|error| format!("{}: not a checkpoint of train_mnist: {error}", path.display()))?;
-        if saved != self.hyperparameters {
-            let now = &self.hyperparameters;
-            return Err(
-                format!("{} is of another run: {saved:?}, this one is {now:?}", path.display()).into()
-            );
-        }
-        self.engine.restore(&path, &manifest)?;
-        if rank == 0 {
-            println!("resumed from {} after step {}", path.display(), manifest.step);
-        }
-        Ok(())
+    /// Waits until the last checkpoint is written.
+    pub(super) fn finish_saving(&mut self) -> mgpu::Result<()> {
+        self.checkpoints.as_mut().map_or(Ok(()), Checkpoints::finish)
+    }
+
+    /// How many checkpoints were written, and how many milliseconds the training waited for each.
+    pub(super) fn checkpoint_cost(&self) -> Option<(u32, f64)> {
+        self.checkpoints.as_ref().map(Checkpoints::cost)
+    }
+
+    fn waited(&self) -> Duration {
+        self.checkpoints.as_ref().map_or(Duration::ZERO, Checkpoints::waited)
     }
 }
 

@@ -230,6 +230,15 @@ impl DeviceNet {
         self.order.to_host(values)
     }
 
+    /// As [`to_host`](Self::to_host), for another thread.
+    ///
+    /// # Panics
+    /// When called: if the arena is shorter than its layout.
+    pub fn host_order(&self) -> impl Fn(&[f32]) -> Vec<f32> + Send + 'static {
+        let order = self.order.clone();
+        move |values| order.to_host(values)
+    }
+
     /// The parameters to start training from, in the order of [`host_layout`](Self::host_layout): those of the CPU.
     pub fn initial_parameters(&self, seed: u64) -> Vec<f32> {
         initial::parameters(&self.plan, seed)

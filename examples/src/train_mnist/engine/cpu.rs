@@ -1,9 +1,8 @@
 //! Training on the CPU.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use mgpu::checkpoint::{self, Arena, Manifest};
+use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::replicate;
 use mgpu::timeline::Name;
 use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
@@ -13,7 +12,7 @@ use mgpu_kernels::cuda::Device;
 use super::super::args::Args;
 use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, Recipe, Seen};
+use super::{Engine, Recipe, Seen, read};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
@@ -156,26 +155,31 @@ impl<E: Storage> Engine for Cpu<E> {
         self.model.verify()
     }
 
-    fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()> {
-        let (steps, layout) = (self.model.steps(), self.net.layout());
-        let rank = self.model.comm().rank();
-        let arenas = self.model.arenas()?;
-        if rank > 0 {
-            return Ok(());
+    fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
+        let mut snapshot = Snapshot::of(&mut self.model)?;
+        if let Some(snapshot) = &mut snapshot {
+            snapshot.add("buffers", self.net.buffers_layout(), &self.buffers[..]);
         }
-        let mut written: Vec<Arena<'_>> =
-            arenas.iter().map(|(name, values)| Arena { name, layout, values }).collect();
-        written.push(Arena { name: "buffers", layout: self.net.buffers_layout(), values: &self.buffers });
-        checkpoint::save(folder, steps, state, &written, keep)?;
+        Ok(snapshot)
+    }
+
+    fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
+        self.model.restore(step, |name, layout| read(checkpoint, name, layout))?;
+        let layout = self.net.buffers_layout();
+        self.buffers = read(checkpoint, "buffers", layout)?;
+        replicate(self.model.comm(), layout, &mut self.buffers)?;
         Ok(())
     }
 
-    fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()> {
-        self.model.restore(manifest.step, |name, layout| checkpoint::load(path, manifest, name, layout))?;
-        let layout = self.net.buffers_layout();
-        self.buffers = checkpoint::load(path, manifest, "buffers", layout)?;
-        replicate(self.model.comm(), layout, &mut self.buffers)?;
-        Ok(())
+    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+        let Cpu { model, net, buffers, images, labels, .. } = self;
+        let (mut logits, all): (_, Vec<u32>) = (Vec::new(), (0..count as u32).collect());
+        for samples in all.chunks(labels.len()) {
+            let (images, labels) = (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
+            data.gather(samples, images, labels);
+            logits.extend_from_slice(net.predict(model.parameters(), buffers, images));
+        }
+        Ok(logits)
     }
 
     fn gpu(&self) -> Option<&Device> {

@@ -5,10 +5,9 @@
 //! and then, and reads the losses that the GPU has added up. It never runs more than two launches ahead, so that it
 //! notices within moments when a rank is lost, and says so.
 
-use std::path::Path;
 use std::sync::Arc;
 
-use mgpu::checkpoint::{self, Arena, Manifest};
+use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Plan, Reading, StepGraph};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
@@ -17,7 +16,7 @@ use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
 use mgpu_kernels::loss::cuda::Score;
 
 use super::super::profile::StepProfile;
-use super::{Engine, Recipe, Seen};
+use super::{Engine, Recipe, Seen, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport, Spec};
 
@@ -76,7 +75,7 @@ impl Gpu {
         optimizer.rule = optimizer.rule.with_lr(recipe.lr);
         let config = DeviceConfig {
             optimizer,
-            plan: Plan { steps_per_epoch: recipe.steps_per_epoch, schedule: recipe.schedule() },
+            plan: Plan { steps_per_epoch: recipe.steps_per_epoch, schedule: recipe.schedule },
             bf16_copy: options.precision == Precision::Bf16,
             bucket: options.bucket.unwrap_or(mgpu::step::device::BUCKET),
         };
@@ -253,32 +252,43 @@ impl Engine for Gpu {
         Ok(checksum(&values))
     }
 
-    fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()> {
+    fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
         if self.model.comm().rank() > 0 {
-            return Ok(());
+            return Ok(None);
         }
-        let arenas = self.model.arenas()?;
-        let arenas: Vec<_> =
-            arenas.into_iter().map(|(name, values)| (name, self.net.to_host(&values))).collect();
+        let mut snapshot = Snapshot::new(self.model.steps());
+        for (name, values) in self.model.arenas()? {
+            let to_host = self.net.host_order();
+            snapshot.add_later(name, self.host_layout(), move || to_host(&values));
+        }
         let buffers = self.net.buffers().to_vec::<f32>(self.model.stream())?;
-        let layout = self.host_layout();
-        let mut written: Vec<Arena<'_>> =
-            arenas.iter().map(|(name, values)| Arena { name, layout, values }).collect();
-        written.push(Arena { name: "buffers", layout: self.net.buffers_layout(), values: &buffers });
-        checkpoint::save(folder, self.model.steps(), state, &written, keep)?;
-        Ok(())
+        snapshot.add("buffers", self.net.buffers_layout(), buffers);
+        Ok(Some(snapshot))
     }
 
-    fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()> {
+    fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
         let Gpu { model, net, .. } = self;
         let layout = net.host_layout();
-        model.restore(manifest.step, |name| {
-            Ok(net.to_device(&checkpoint::load(path, manifest, name, layout)?))
-        })?;
+        model.restore(step, |name| Ok(net.to_device(&read(checkpoint, name, layout)?)))?;
         let layout = net.buffers_layout();
-        let mut buffers = checkpoint::load(path, manifest, "buffers", layout)?;
+        let mut buffers = read(checkpoint, "buffers", layout)?;
         replicate(model.comm(), layout, &mut buffers)?;
         Ok(model.stream().upload(&buffers, net.buffers())?)
+    }
+
+    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+        let Gpu { model, net, .. } = self;
+        let order: Vec<u32> = (0..count as u32).collect();
+        let data = DeviceData::new(model.stream(), &data.images, &data.labels, count)?;
+        data.set_order(model.stream(), &order)?;
+        let mut logits = Vec::new();
+        for first in (0..count).step_by(net.max_batch()) {
+            let images = (count - first).min(net.max_batch());
+            net.evaluate(model, &data, first, images)?;
+            model.wait_local("evaluation")?;
+            logits.extend(net.logits(model.stream(), images)?);
+        }
+        Ok(logits)
     }
 
     fn gpu(&self) -> Option<&Device> {

@@ -6,13 +6,11 @@
 mod cpu;
 mod gpu;
 
-use std::path::Path;
-
 pub(super) use cpu::Cpu;
 pub(super) use gpu::{Gpu, Options};
-use mgpu::checkpoint::Manifest;
-use mgpu::optimizer::{Decay, Schedule};
-use mgpu::{Communicator, Sampler};
+use mgpu::checkpoint::{Checkpoint, Snapshot};
+use mgpu::optimizer::Schedule;
+use mgpu::{Communicator, Layout, Sampler};
 use mgpu_kernels::cuda::Device;
 
 use super::profile::StepProfile;
@@ -31,19 +29,15 @@ pub(super) struct Recipe {
     pub(super) first_sample: u64,
     /// Learning rate at the beginning.
     pub(super) lr: f64,
-    /// Steps over which it falls to 0; none if it is constant.
-    pub(super) lr_steps: Option<u64>,
+    /// What becomes of it.
+    pub(super) schedule: Schedule,
     pub(super) steps_per_epoch: u64,
 }
 
 impl Recipe {
-    fn schedule(&self) -> Schedule {
-        Schedule { warm_up: 0, decay: self.lr_steps.map_or(Decay::Constant, |steps| Decay::Linear { steps }) }
-    }
-
     /// The learning rate of step `step`, from 0.
     fn learning_rate(&self, step: u64) -> f64 {
-        self.lr * self.schedule().factor(step)
+        self.lr * self.schedule.factor(step)
     }
 }
 
@@ -86,17 +80,23 @@ pub(super) trait Engine {
     /// If they do not.
     fn verify(&mut self) -> mgpu::Result<u64>;
 
-    /// Writes a checkpoint, on rank 0. Collective.
+    /// A copy of everything there is to save, on rank 0. Collective.
     ///
     /// # Errors
-    /// If something cannot be written.
-    fn save(&mut self, folder: &Path, state: serde_json::Value, keep: usize) -> mgpu::Result<()>;
+    /// As the communicator's, and the GPU's.
+    fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>>;
 
-    /// Goes back to a checkpoint. Collective.
+    /// Goes back to the state after `step` steps, which rank 0 has a checkpoint of. Collective.
     ///
     /// # Errors
     /// If it cannot be read, or does not fit.
-    fn restore(&mut self, path: &Path, manifest: &Manifest) -> mgpu::Result<()>;
+    fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()>;
+
+    /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode.
+    ///
+    /// # Errors
+    /// As the GPU's.
+    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>>;
 
     /// The GPU; `None` on the CPU.
     fn gpu(&self) -> Option<&Device>;
@@ -109,4 +109,12 @@ pub(super) trait Engine {
 
     /// Where the time of the steps so far went, if that was asked for and is known.
     fn profile(&self) -> Option<StepProfile>;
+}
+
+/// The values of an arena: of the checkpoint on rank 0, elsewhere any, to be replaced by rank 0's.
+fn read(checkpoint: Option<&Checkpoint>, name: &str, layout: &Layout) -> mgpu::Result<Vec<f32>> {
+    match checkpoint {
+        Some(checkpoint) => checkpoint.load(name, layout),
+        None => Ok(vec![0.0; layout.len()]),
+    }
 }

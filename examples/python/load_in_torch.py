@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Loads a checkpoint of train_mnist into PyTorch, and compares logits.
+
+    pip install torch safetensors numpy
+    train_mnist --net deep --steps 100 --checkpoint-dir ckpt --logits logits.json
+    load_in_torch.py ckpt/step-00000100 logits.json
+
+The weights are those of a torch.nn.Sequential, by the names and in the shapes that PyTorch gives them, so loading is
+load_state_dict. logits.json has some test images and what train_mnist says to them; this prints how far PyTorch's own answer
+is from that, and exits with 1 if it is farther than rounding goes (--bound).
+"""
+import argparse
+import json
+import pathlib
+import sys
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+
+def conv(before, filters, kernel, padding="same"):
+    return nn.Conv2d(before, filters, kernel, padding=padding)
+
+
+def network(name):
+    """The network `name` as examples/src/nets/catalogue.rs has it: one module for each entry there, so names agree."""
+    relu, flatten, linear, dropout = nn.ReLU, nn.Flatten, nn.Linear, nn.Dropout
+    if name == "lenet5":
+        layers = [conv(1, 6, 5), relu(), nn.MaxPool2d(2), conv(6, 16, 5, "valid"), relu(), nn.MaxPool2d(2), flatten(),
+                  linear(16 * 5 * 5, 120), relu(), linear(120, 84), relu(), linear(84, 10)]
+    elif name == "deep":
+        layers = [conv(1, 64, 5), relu(), nn.MaxPool2d(2), conv(64, 128, 5), nn.LeakyReLU(0.2), nn.MaxPool2d(2), flatten(),
+                  linear(128 * 7 * 7, 1024), relu(), dropout(0.5), linear(1024, 10)]
+    elif name == "keras":
+        layers = [conv(1, 32, 3, "valid"), relu(), conv(32, 256, 3, "valid"), relu(), nn.BatchNorm2d(256),
+                  conv(256, 128, 3, "valid"), relu(), nn.MaxPool2d(2), dropout(0.25), flatten(),
+                  linear(128 * 11 * 11, 128), relu(), dropout(0.5), linear(128, 10)]
+    elif name in ("ensemble2400", "ensemble4800"):
+        wide, layers = int(name.removeprefix("ensemble")), []
+        for before, filters in [(1, 64), (64, 64), (64, 128)]:
+            layers += [conv(before, filters, 3), relu(), nn.MaxPool2d(2, ceil_mode=True), dropout(0.2)]
+        layers += [flatten(), linear(128 * 4 * 4, wide), relu(), dropout(0.25), linear(wide, 10)]
+    elif name == "layers":
+        layers = [conv(1, 64, 5, "valid"), relu(), nn.MaxPool2d(2), conv(64, 256, 3, "valid"), relu(),
+                  conv(256, 512, 3, "valid"), relu(), nn.MaxPool2d(2), flatten(), linear(512 * 4 * 4, 2048), dropout(0.75),
+                  linear(2048, 1024), dropout(0.75), linear(1024, 10)]
+    elif name == "conv6":
+        layers, before = [], 1
+        for kernel in (5, 3, 3):
+            layers += [conv(before, 128, kernel), relu(), conv(128, 128, kernel), relu(), nn.MaxPool2d(2)]
+            before = 128
+        layers += [flatten(), linear(128 * 3 * 3, 10)]
+    else:
+        sys.exit(f"there is no network {name!r}")
+    return nn.Sequential(*layers)
+
+
+def load(checkpoint, arena="weights"):
+    """The network of the checkpoint in folder `checkpoint`, ready to evaluate. `arena` may be "average" where one is kept."""
+    state = json.loads((checkpoint / "manifest.json").read_text())["state"]
+    net = network(state["net"])
+    tensors = load_file(checkpoint / f"{arena}.safetensors")
+    # Running statistics of batch normalisation are not trained, and lie apart.
+    tensors |= load_file(checkpoint / "buffers.safetensors")
+    missing, unexpected = net.load_state_dict(tensors, strict=False)
+    # How many batches a normalisation has seen: PyTorch counts them, evaluation does not ask.
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    if missing or unexpected:
+        sys.exit(f"{checkpoint}: missing {missing}, unexpected {unexpected}")
+    return state["net"], net.eval()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=pathlib.Path, help="folder step-…")
+    parser.add_argument("logits", type=pathlib.Path, help="file that train_mnist --logits has written")
+    parser.add_argument("--bound", type=float, default=1e-5, help="largest deviation, relative to the largest logit")
+    arguments = parser.parse_args()
+    name, net = load(arguments.checkpoint)
+    theirs = json.loads(arguments.logits.read_text())
+    if theirs["net"] != name:
+        sys.exit(f"{arguments.logits} is of {theirs['net']}, the checkpoint of {name}")
+    images = torch.tensor(theirs["images"], dtype=torch.float32).reshape(-1, 1, 28, 28) / 255
+    expected = torch.tensor(theirs["logits"], dtype=torch.float32)
+    with torch.no_grad():
+        logits = net(images)
+    deviation = (logits - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    same = (logits.argmax(1) == expected.argmax(1)).sum().item()
+    print(f"{name}: largest deviation {deviation:.2e}, largest logit {largest:.2f}, "
+          f"same digit for {same} of {len(expected)}")
+    return 0 if deviation <= arguments.bound * largest else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

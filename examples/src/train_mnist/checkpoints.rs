@@ -1,0 +1,139 @@
+//! When a training is saved, and how it goes on.
+//!
+//! Rank 0 alone looks at the folder, so that all ranks go on from the same checkpoint; the others get what it has read.
+//! If it refuses it ends, and the others learn of that.
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use mgpu::checkpoint::{self, Checkpoint, Found, Writer};
+
+use super::args::Args;
+use super::engine::Engine;
+use super::run::Run;
+
+/// The checkpoints of a training.
+pub(super) struct Checkpoints {
+    folder: PathBuf,
+    /// On rank 0.
+    writer: Option<Writer>,
+    /// Steps from one to the next within an epoch.
+    every: Option<u64>,
+    /// How many were saved, and how long the training waited for that.
+    saved: u32,
+    waited: Duration,
+}
+
+impl Checkpoints {
+    pub(super) fn open(folder: &Path, args: &Args, rank: u32) -> mgpu::Result<Self> {
+        Ok(Checkpoints {
+            folder: folder.to_owned(),
+            writer: (rank == 0).then(|| Writer::new(folder, args.keep())).transpose()?,
+            every: args.checkpoint_every,
+            saved: 0,
+            waited: Duration::ZERO,
+        })
+    }
+
+    /// Goes on from the newest checkpoint, if `resume` and there is one; if not `resume`, there must not be one. Collective.
+    pub(super) fn begin(
+        &mut self,
+        engine: &mut dyn Engine,
+        run: &Run,
+        resume: bool,
+    ) -> Result<(), Box<dyn Error>> {
+        let chosen = match &self.writer {
+            Some(writer) if resume => self.choose(writer, run)?,
+            Some(_) => self.refuse_others().map(|()| None)?,
+            None => None,
+        };
+        let mut step = [chosen.as_ref().map_or(-1, |checkpoint| checkpoint.manifest().step as i64)];
+        engine.comm().broadcast_slice(&mut step, 0)?;
+        if let Ok(step) = u64::try_from(step[0]) {
+            engine.restore(step, chosen.as_ref())?;
+        }
+        if let Some(checkpoint) = chosen {
+            println!("resumed from {} after step {}", checkpoint.path().display(), step[0]);
+        }
+        Ok(())
+    }
+
+    /// The checkpoint to go on from.
+    fn choose(&self, writer: &Writer, run: &Run) -> Result<Option<Checkpoint>, Box<dyn Error>> {
+        let Some(Found { checkpoint, damaged }) = checkpoint::find(&self.folder)? else {
+            println!("no checkpoint in {} yet: beginning anew", self.folder.display());
+            return Ok(None);
+        };
+        let path = checkpoint.path().display();
+        let saved: Run = serde_json::from_value(checkpoint.manifest().state.clone())
+            .map_err(|error| format!("{path}: not a checkpoint of train_mnist: {error}"))?;
+        let differences = run.differences(&saved);
+        if !differences.is_empty() {
+            return Err(format!("{path} is of another run:\n  {}", differences.join("\n  ")).into());
+        }
+        for (bad, error) in damaged {
+            let aside = writer.set_aside(&bad)?;
+            eprintln!(
+                "train_mnist: {error}; it is now called {}, and the one before it is taken: {path}",
+                aside.file_name().unwrap_or_default().display()
+            );
+        }
+        let roundings = run.roundings(&saved);
+        if !roundings.is_empty() {
+            println!("the weights will not have the bits of an uninterrupted run: {}", roundings.join(", "));
+        }
+        Ok(Some(checkpoint))
+    }
+
+    /// Old ones are deleted by their step: this run's would be mixed up with those of another.
+    fn refuse_others(&self) -> Result<(), Box<dyn Error>> {
+        match checkpoint::latest(&self.folder)? {
+            None => Ok(()),
+            Some(found) => Err(format!(
+                "{} is of an earlier run: go on with --resume, or choose another --checkpoint-dir",
+                found.display()
+            )
+            .into()),
+        }
+    }
+
+    /// The step after `step` after which to save next within an epoch.
+    pub(super) fn next(&self, step: u64) -> Option<u64> {
+        self.every.map(|every| (step / every + 1).saturating_mul(every))
+    }
+
+    /// Begins to write a checkpoint, on rank 0. Collective: what is sharded over ranks is gathered.
+    pub(super) fn save(
+        &mut self,
+        engine: &mut dyn Engine,
+        run: &Run,
+        steps_per_epoch: u64,
+    ) -> Result<(), Box<dyn Error>> {
+        let start = Instant::now();
+        let position = run.position(engine.steps(), steps_per_epoch);
+        let snapshot = engine.snapshot()?;
+        if let (Some(writer), Some(snapshot)) = (&mut self.writer, snapshot) {
+            let state = serde_json::to_value(run)?;
+            writer.save(snapshot.with_position(position).with_state(state))?;
+        }
+        self.saved += 1;
+        self.waited += start.elapsed();
+        Ok(())
+    }
+
+    /// Waits for the last one to be written.
+    pub(super) fn finish(&mut self) -> mgpu::Result<()> {
+        self.writer.as_mut().map_or(Ok(()), |writer| writer.finish().map(|_| ()))
+    }
+
+    /// How long the training has waited for checkpoints, in all.
+    pub(super) fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// How many were saved, and how many milliseconds the training waited for each.
+    pub(super) fn cost(&self) -> (u32, f64) {
+        (self.saved, self.waited.as_secs_f64() * 1e3 / f64::from(self.saved.max(1)))
+    }
+}

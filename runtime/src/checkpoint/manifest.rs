@@ -1,0 +1,174 @@
+//! What a checkpoint says about itself.
+//!
+//! The manifest begins with a checksum of all that follows it: a flipped bit in a step or a learning rate would be believed.
+//! It is of bytes and not of values, because how JSON is written again depends on who writes it.
+//!
+//! Format 2 added sizes, that checksum, the position and the version to format 1, which is still read.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{damaged, failed};
+use crate::Result;
+
+/// The version of this crate.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The format that is written.
+const FORMAT: u64 = 2;
+/// Name of the file.
+pub(super) const MANIFEST: &str = "manifest.json";
+/// What stands before the checksum of the rest, and after it.
+const BEFORE: &[u8] = b"{\n  \"checksum\": \"";
+const AFTER: &[u8] = b"\",";
+
+/// Where a run is in its data: the batch that the next step takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// Seed of the order of samples, and of all other random numbers.
+    pub seed: u64,
+    /// Passes over the data that are complete, which is what [`Sampler::batch`](crate::Sampler::batch) calls the epoch.
+    pub epoch: u64,
+    /// Steps made in this epoch.
+    pub step: u64,
+}
+
+/// What a checkpoint says about itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Manifest {
+    /// Version of this format.
+    format: u64,
+    /// Training steps made.
+    pub step: u64,
+    /// Where the run is in its data, if the program said so.
+    pub position: Option<Position>,
+    /// Whatever else the program needs to go on, or wants to be known: hyper-parameters, number of ranks, precision.
+    pub state: Value,
+    /// Version of this crate that wrote it; none in format 1.
+    pub version: Option<String>,
+    /// Size and checksum of each file.
+    pub(super) files: BTreeMap<String, Entry>,
+}
+
+/// What is known of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Entry {
+    /// Its size, which format 1 does not have.
+    pub(super) bytes: Option<u64>,
+    /// XXH3 (64 bits) of its bytes, in hexadecimal.
+    pub(super) xxh3: String,
+}
+
+impl Manifest {
+    pub(super) fn new(
+        step: u64,
+        position: Option<Position>,
+        state: Value,
+        files: BTreeMap<String, Entry>,
+    ) -> Self {
+        Manifest { format: FORMAT, step, position, state, version: Some(VERSION.to_owned()), files }
+    }
+
+    /// The text of the file.
+    pub(super) fn to_json(&self) -> Vec<u8> {
+        let text = serde_json::to_vec_pretty(self).expect("a manifest holds nothing that JSON cannot");
+        // Without the brace that opens it.
+        let rest = &text[1..];
+        [BEFORE, hexadecimal(xxh3_64(rest)).as_bytes(), AFTER, rest].concat()
+    }
+
+    /// Reads the text of the file at `path`.
+    pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self> {
+        let not = |problem: &dyn std::fmt::Display| damaged(path, format!("not a manifest: {problem}"));
+        let mut value: Value = serde_json::from_slice(text).map_err(|error| not(&error))?;
+        match value.get("format").map(Value::as_u64) {
+            Some(Some(1)) => upgrade(&mut value),
+            Some(Some(FORMAT)) if has_checksum(text) => {}
+            Some(Some(FORMAT)) => return Err(damaged(path, "its content does not have its checksum")),
+            Some(Some(other)) => {
+                let text = format!("of format {other}, where version {VERSION} reads 1 and {FORMAT}");
+                return Err(failed(path, text));
+            }
+            _ => return Err(not(&"it has no format")),
+        }
+        serde_json::from_value(value).map_err(|error| not(&error))
+    }
+}
+
+/// Whether the text begins with the checksum of the rest.
+fn has_checksum(text: &[u8]) -> bool {
+    let Some((noted, text)) = text.strip_prefix(BEFORE).and_then(|text| text.split_at_checked(16)) else {
+        return false;
+    };
+    text.strip_prefix(AFTER).is_some_and(|rest| hexadecimal(xxh3_64(rest)).as_bytes() == noted)
+}
+
+/// How checksums are written.
+pub(super) fn hexadecimal(checksum: u64) -> String {
+    format!("{checksum:016x}")
+}
+
+/// In format 1, checksums of files stood alone.
+fn upgrade(value: &mut Value) {
+    let files = value.get_mut("files").and_then(Value::as_object_mut);
+    for entry in files.into_iter().flat_map(serde_json::Map::values_mut) {
+        if entry.is_string() {
+            *entry = json!({ "xxh3": entry.take() });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    fn parse(text: &[u8]) -> Result<Manifest> {
+        Manifest::parse(Path::new("m"), text)
+    }
+
+    fn manifest() -> Manifest {
+        let entry = Entry { bytes: Some(120), xxh3: hexadecimal(7) };
+        let position = Position { seed: u64::MAX, epoch: 3, step: 14 };
+        let state = json!({"lr": 0.1, "nets": ["a"], "third": 1.0 / 3.0});
+        Manifest::new(45, Some(position), state, BTreeMap::from([("weights.safetensors".to_owned(), entry)]))
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        assert_eq!(parse(&manifest().to_json()).unwrap(), manifest());
+    }
+
+    #[test]
+    fn a_change_of_any_byte_is_noticed() {
+        let text = manifest().to_json();
+        for (at, bit) in (0..text.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
+            let mut changed = text.clone();
+            changed[at] ^= 1 << bit;
+            assert!(parse(&changed).is_err(), "bit {bit} of byte {at}");
+        }
+        for length in 0..text.len() {
+            assert!(matches!(parse(&text[..length]), Err(Error::Damaged { .. })), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn format_1_is_read_and_later_ones_are_refused() {
+        let old =
+            br#"{"format": 1, "step": 9, "state": {"seed": 4}, "files": {"weights.safetensors": "00ff"}}"#;
+        let read = parse(old).unwrap();
+        assert_eq!((read.step, read.state["seed"].as_u64(), read.position), (9, Some(4), None));
+        let entry = Entry { bytes: None, xxh3: "00ff".into() };
+        assert_eq!(read.files, BTreeMap::from([("weights.safetensors".to_owned(), entry)]));
+        let error = parse(br#"{"format": 3}"#).unwrap_err().to_string();
+        assert_eq!(error, format!("checkpoint m: of format 3, where version {VERSION} reads 1 and 2"));
+        for text in ["{}", "[]", "7", r#"{"format": "1"}"#, r#"{"format": 1, "files": 3, "step": 1}"#] {
+            let error = parse(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains("not a manifest"), "{text}: {error}");
+        }
+    }
+}

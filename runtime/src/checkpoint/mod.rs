@@ -1,0 +1,91 @@
+//! Checkpoints: what a run needs to go on as if it had never stopped.
+//!
+//! A checkpoint is a folder `step-00001234` with one safetensors file for each arena (weights, optimizer state, …) and
+//! `manifest.json`, which has the step, the position in the data, whatever the program adds, and size and checksum of every
+//! file. [`Checkpoint`] is one that is read, [`Writer`] writes them, [`Snapshot`] is what they hold.
+//!
+//! **Training does not wait for the disk.** A snapshot owns its values; a thread of the writer turns them into files while
+//! the training goes on. At most one write is under way: the next save waits for it, and returns its error if it failed.
+//!
+//! **What has a name is whole.** A checkpoint is written under a hidden name. Every file and the folder itself are flushed to
+//! the disk before it gets its name, and the folder it lies in is flushed before an older one is taken away, which loses its
+//! name before its first file. So a kill at any instant, or a power failure, leaves the newest checkpoint as it was
+//! or has the new one in its place, and never nothing (`publish`). What a killed run leaves under hidden names the next writer
+//! removes; a lock on the folder tells the dead from the living (`folder`).
+//!
+//! **Nothing damaged is loaded.** The manifest has a checksum of its own, every file is compared with the manifest, and
+//! [`find`] names what it had to pass over.
+//!
+//! Random numbers have no state to save: they are functions of seed, step and element, so [`Position`] and the step are all
+//! that dropout and shuffling need.
+//!
+//! ```
+//! # fn main() -> mgpu::Result<()> {
+//! use mgpu::checkpoint::{self, Snapshot, Writer};
+//! # use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! # let mut layout = mgpu::Layout::new();
+//! # layout.push("slope", [1]);
+//! # let make = |world: &mut mgpu::World| {
+//! #     let adam = OptimizerConfig::new(Rule::Adam(Adam::default()));
+//! #     mgpu::DataParallel::new(world.communicator()?, layout.clone(), vec![0.0], adam, 1)
+//! # };
+//! # let mut world = mgpu::World::from_env()?;
+//! let mut model = make(&mut world)?;
+//! // One rank writes; all ranks take part in gathering what it writes.
+//! let mut writer = if world.rank() == 0 { Some(Writer::new(folder, 2)?) } else { None };
+//! for _ in 0..10 {
+//! #   let train = |model: &mut mgpu::DataParallel| model.step(|parameters, gradients| {
+//! #       gradients.gradient(0)[0] = parameters[0] - 3.0;
+//! #       gradients.ready(0)
+//! #   });
+//!     train(&mut model)?;
+//!     let snapshot = Snapshot::of(&mut model)?;
+//!     if let (Some(writer), Some(snapshot)) = (&mut writer, snapshot) {
+//!         writer.save(snapshot.with_state(serde_json::json!({"lr": 0.001})))?;
+//!     }
+//! }
+//! if let Some(writer) = &mut writer {
+//!     writer.finish()?;
+//! }
+//!
+//! // Another time, maybe with another number of ranks:
+//! let found = checkpoint::find(folder)?.expect("ten were written, two are kept");
+//! assert_eq!((found.checkpoint.manifest().step, found.damaged.len()), (10, 0));
+//! # let mut world = mgpu::World::from_env()?;
+//! let mut again = make(&mut world)?;
+//! again.restore(10, |name, layout| found.checkpoint.load(name, layout))?;
+//! assert_eq!(again.parameters(), model.parameters());
+//! # Ok(())
+//! # }
+//! ```
+
+mod files;
+mod folder;
+mod manifest;
+mod publish;
+mod read;
+mod snapshot;
+mod writer;
+
+pub use folder::latest;
+pub use manifest::{Manifest, Position};
+pub use read::{Checkpoint, Found, find};
+pub use snapshot::Snapshot;
+pub use writer::Writer;
+
+use std::fmt::Display;
+use std::path::Path;
+
+use crate::Error;
+
+/// Something at `path` cannot be read or written.
+fn failed(path: &Path, problem: impl Display) -> Error {
+    Error::Checkpoint { path: path.to_owned(), problem: problem.to_string() }
+}
+
+/// Something at `path` is not as it was written.
+fn damaged(path: &Path, problem: impl Display) -> Error {
+    Error::Damaged { path: path.to_owned(), problem: problem.to_string() }
+}

@@ -1,0 +1,213 @@
+//! How a checkpoint gets its name, and older ones lose theirs.
+//!
+//! In this order, each step on the disk before the next one begins:
+//! 1. every file under a hidden name, the manifest last, then the folder they lie in;
+//! 2. the name: a rename, or, where a checkpoint of the same step has it, an exchange of the two names, so that there is
+//!    no moment without one. (A run that was resumed from an older checkpoint comes by the same steps again.) Some file
+//!    systems cannot exchange: there the old one becomes `step-N.replaced` first, which still counts as a checkpoint;
+//! 3. the folder of all checkpoints;
+//! 4. those that are too many get a hidden name, and only then are deleted: a deletion that is cut off leaves no
+//!    half of a checkpoint under a name.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+
+use super::folder::{Folder, Named, REMOVED, REPLACED, hidden, list, remove_tree};
+use super::snapshot::Snapshot;
+use super::{failed, files};
+use crate::Result;
+
+/// Writes `snapshot` as a checkpoint, and removes all but the newest `keep` of those that are not of later steps. Returns the
+/// path of the new one.
+pub(super) fn publish(folder: &Folder, snapshot: Snapshot, keep: usize) -> Result<PathBuf> {
+    publish_with(folder, snapshot, keep, exchange)
+}
+
+/// `exchange` swaps two names, or returns that the file system cannot.
+fn publish_with(
+    folder: &Folder,
+    snapshot: Snapshot,
+    keep: usize,
+    exchange: impl Fn(&Path, &Path) -> io::Result<bool>,
+) -> Result<PathBuf> {
+    let step = snapshot.step;
+    let (partial, target) = (folder.partial(step), folder.target(step));
+    remove_tree(&partial)?;
+    fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
+    if let Err(error) = files::write(&partial, snapshot) {
+        // Perhaps the disk is full: not of this, at least.
+        let _ = remove_tree(&partial);
+        return Err(error);
+    }
+    put_in_place(folder, &partial, &target, exchange).map_err(|error| failed(&target, error))?;
+    folder.flush()?;
+    // What had the name before, if it was an exchange.
+    remove_tree(&partial)?;
+    remove(folder, &superfluous(list(&folder.path)?, step, keep))?;
+    Ok(target)
+}
+
+fn put_in_place(
+    folder: &Folder,
+    partial: &Path,
+    target: &Path,
+    exchange: impl Fn(&Path, &Path) -> io::Result<bool>,
+) -> io::Result<()> {
+    if target.exists() {
+        if exchange(partial, target)? {
+            return Ok(());
+        }
+        let replaced = target.with_extension(REPLACED);
+        if replaced.exists() {
+            // Of a run that was killed here. The target is newer, and whole.
+            remove(folder, std::slice::from_ref(&replaced)).map_err(io::Error::other)?;
+        }
+        fs::rename(target, &replaced)?;
+    }
+    fs::rename(partial, target)
+}
+
+/// Exchanges two names. `false` if the file system cannot.
+#[cfg(target_env = "gnu")]
+fn exchange(one: &Path, other: &Path) -> io::Result<bool> {
+    use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+    match renameat2(AT_FDCWD, one, AT_FDCWD, other, RenameFlags::RENAME_EXCHANGE) {
+        Ok(()) => Ok(true),
+        Err(Errno::EINVAL | Errno::ENOSYS | Errno::EOPNOTSUPP) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// As if no file system could: the bindings lack the call.
+#[cfg(not(target_env = "gnu"))]
+fn exchange(_: &Path, _: &Path) -> io::Result<bool> {
+    Ok(false)
+}
+
+/// Which checkpoints are to go once that of `step` is there: those that it or another one has replaced, and all but the
+/// newest `keep` up to `step`. Later ones are not this run's to remove.
+fn superfluous(all: Vec<Named>, step: u64, keep: usize) -> Vec<PathBuf> {
+    let current: Vec<u64> = all.iter().filter(|named| named.current).map(|named| named.step).collect();
+    let (replaced, mut kept): (Vec<Named>, Vec<Named>) = all
+        .into_iter()
+        .filter(|named| named.step <= step)
+        .partition(|named| !named.current && current.contains(&named.step));
+    kept.truncate(kept.len().saturating_sub(keep));
+    replaced.into_iter().chain(kept).map(|named| named.path).collect()
+}
+
+/// Takes checkpoints away: first their names, then their files.
+fn remove(folder: &Folder, paths: &[PathBuf]) -> Result<()> {
+    if paths.is_empty() {
+        return Ok(());
+    }
+    for path in paths {
+        let removed = hidden(path, REMOVED);
+        remove_tree(&removed)?;
+        fs::rename(path, removed).map_err(|error| failed(path, error))?;
+    }
+    folder.flush()?;
+    paths.iter().try_for_each(|path| remove_tree(&hidden(path, REMOVED)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layout;
+    use crate::checkpoint::{Checkpoint, find};
+
+    fn layout() -> Layout {
+        let mut layout = Layout::new();
+        layout.push("0.weight", [2, 3]);
+        layout
+    }
+
+    fn snapshot(step: u64, value: f32) -> Snapshot {
+        let mut snapshot = Snapshot::new(step);
+        snapshot.add("weights", &layout(), vec![value; 6]);
+        snapshot
+    }
+
+    fn value(path: &Path) -> f32 {
+        Checkpoint::open(path).unwrap().load("weights", &layout()).unwrap()[0]
+    }
+
+    fn names(folder: &Folder) -> Vec<String> {
+        let entries = fs::read_dir(&folder.path).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn the_newest_are_kept_and_later_ones_left_alone() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::open(temporary.path()).unwrap();
+        for step in [5, 20, 100] {
+            publish(&folder, snapshot(step, 0.0), 2).unwrap();
+        }
+        assert_eq!(names(&folder), ["step-00000020", "step-00000100"]);
+        // Of a run that begins anew in the folder of another one.
+        for step in [1, 2, 3] {
+            publish(&folder, snapshot(step, 0.0), 1).unwrap();
+        }
+        assert_eq!(names(&folder), ["step-00000003", "step-00000020", "step-00000100"]);
+    }
+
+    #[test]
+    fn a_checkpoint_of_the_same_step_is_replaced_also_where_names_cannot_be_exchanged() {
+        for able in [true, false] {
+            let temporary = tempfile::tempdir().unwrap();
+            let folder = Folder::open(temporary.path()).unwrap();
+            let swap = |one: &Path, other: &Path| if able { exchange(one, other) } else { Ok(false) };
+            for round in 1..=3 {
+                let path = publish_with(&folder, snapshot(7, round as f32), 1, swap).unwrap();
+                assert_eq!((value(&path), names(&folder)), (round as f32, vec!["step-00000007".to_owned()]));
+            }
+        }
+    }
+
+    #[test]
+    fn a_replacement_that_was_cut_off_loses_nothing() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::open(temporary.path()).unwrap();
+        let target = publish(&folder, snapshot(7, 1.0), 1).unwrap();
+        // Between the two renames.
+        fs::rename(&target, target.with_extension(REPLACED)).unwrap();
+        assert_eq!(value(find(&folder.path).unwrap().unwrap().checkpoint.path()), 1.0);
+        publish_with(&folder, snapshot(7, 2.0), 1, |_, _| Ok(false)).unwrap();
+        assert_eq!((value(&target), names(&folder).len()), (2.0, 1));
+        // After them.
+        publish(&folder, snapshot(8, 3.0), 2).unwrap();
+        fs::rename(folder.target(8), target.with_extension(REPLACED)).unwrap();
+        assert_eq!(value(find(&folder.path).unwrap().unwrap().checkpoint.path()), 2.0);
+        publish_with(&folder, snapshot(7, 4.0), 1, |_, _| Ok(false)).unwrap();
+        assert_eq!((value(&target), names(&folder).len()), (4.0, 1));
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_nothing_but_what_was_there() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::open(temporary.path()).unwrap();
+        publish(&folder, snapshot(1, 1.0), 2).unwrap();
+        let mut twice = snapshot(2, 2.0);
+        twice.add("weights", &layout(), vec![0.0; 6]);
+        let mut elsewhere = snapshot(2, 2.0);
+        elsewhere.add("../weights", &layout(), vec![0.0; 6]);
+        let mut short = snapshot(2, 2.0);
+        short.add_later("short", &layout(), || vec![0.0; 5]);
+        for (bad, problem) in [
+            (twice, "weights.safetensors: an arena's name is a file's, and no other arena's"),
+            (elsewhere, "an arena's name is a file's, and no other arena's"),
+            (short, "short.safetensors: 5 values for tensors of 6"),
+        ] {
+            let error = publish(&folder, bad, 2).unwrap_err().to_string();
+            assert!(error.ends_with(problem), "{error}");
+            assert_eq!(names(&folder), ["step-00000001"]);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Checkpoints that are read.
+
+use std::path::{Path, PathBuf};
+
+use super::files;
+use super::folder::list;
+use super::{Manifest, damaged};
+use crate::{Error, Layout, Result};
+
+/// A checkpoint on the disk.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    path: PathBuf,
+    manifest: Manifest,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in folder `path` and reads its manifest, nothing else yet.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if the manifest is missing or not as it was written; [`Error::Checkpoint`] if it cannot be read or
+    /// is of a format that this version does not know.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let manifest = files::read_manifest(&path)?;
+        Ok(Checkpoint { path, manifest })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it says about itself.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Reads all files and compares their sizes and checksums with the manifest.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] with the first file that differs or is missing; [`Error::Checkpoint`] if one cannot be read.
+    pub fn verify(&self) -> Result<()> {
+        self.manifest.files.iter().try_for_each(|(name, entry)| files::verify(&self.path, name, entry))
+    }
+
+    /// The values of arena `name`, which must hold exactly the tensors of `layout`, as f32 in the layout's order.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if the file is missing or not as it was written; [`Error::Checkpoint`] if there is no such arena, or
+    /// if a tensor is missing or has another shape or type. Names the file and the tensor.
+    pub fn load(&self, name: &str, layout: &Layout) -> Result<Vec<f32>> {
+        let file = format!("{name}.safetensors");
+        match self.manifest.files.get(&file) {
+            Some(entry) => files::load(&self.path, &file, entry, layout),
+            None => Err(super::failed(&self.path.join(&file), "the manifest does not list this file")),
+        }
+    }
+}
+
+/// What [`find`] has found.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// The newest checkpoint that is whole.
+    pub checkpoint: Checkpoint,
+    /// The newer ones, which are not, newest first: where, and why.
+    pub damaged: Vec<(PathBuf, Error)>,
+}
+
+/// Looks for the newest checkpoint in `folder` whose files are all as they were written. `None` if there is no checkpoint at
+/// all, or no folder.
+///
+/// That an older one is found in place of a damaged one is for the caller to say, or to refuse.
+///
+/// # Errors
+/// [`Error::Damaged`] if there are checkpoints and none is whole; [`Error::Checkpoint`] if one cannot be read for
+/// another reason, such as a format that this version does not know: an older one in its place would be a surprise.
+pub fn find(folder: &Path) -> Result<Option<Found>> {
+    let mut bad = Vec::new();
+    for named in list(folder)?.into_iter().rev() {
+        let whole = Checkpoint::open(&named.path).and_then(|checkpoint| {
+            checkpoint.verify()?;
+            Ok(checkpoint)
+        });
+        match whole {
+            Ok(checkpoint) => return Ok(Some(Found { checkpoint, damaged: bad })),
+            Err(error @ Error::Damaged { .. }) => bad.push((named.path, error)),
+            Err(error) => return Err(error),
+        }
+    }
+    match bad.first() {
+        None => Ok(None),
+        Some((_, newest)) => {
+            let problem = format!("no checkpoint is whole, of {}; the newest: {newest}", bad.len());
+            Err(damaged(folder, problem))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::checkpoint::{Position, Snapshot, Writer};
+
+    fn layout() -> Layout {
+        let mut layout = Layout::new();
+        layout.push("0.weight", [2, 3]);
+        layout.push_aligned("0.bias", [2], 16);
+        layout
+    }
+
+    const POSITION: Position = Position { seed: 3, epoch: 1, step: 2 };
+
+    /// Checkpoints of steps 10 and 20.
+    fn two(folder: &Path) {
+        let mut writer = Writer::new(folder, 2).unwrap();
+        for step in [10, 20] {
+            let values: Vec<f32> = (0..18).map(|i| i as f32 + step as f32).collect();
+            let mut snapshot = Snapshot::new(step).with_position(POSITION).with_state(json!({"lr": 0.1}));
+            snapshot.add("weights", &layout(), &values[..]);
+            snapshot.add_later("momentum", &layout(), move || values);
+            writer.save(snapshot).unwrap();
+        }
+        writer.finish().unwrap();
+    }
+
+    #[test]
+    fn what_was_saved_is_loaded() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(find(&folder.path().join("none")).unwrap().is_none());
+        two(folder.path());
+        let Found { checkpoint, damaged } = find(folder.path()).unwrap().unwrap();
+        assert!(checkpoint.path().ends_with("step-00000020") && damaged.is_empty());
+        let manifest = checkpoint.manifest();
+        assert_eq!(
+            (manifest.step, manifest.position, &manifest.state),
+            (20, Some(POSITION), &json!({"lr": 0.1}))
+        );
+        assert_eq!(manifest.version.as_deref(), Some(env!("CARGO_PKG_VERSION")));
+        for name in ["weights", "momentum"] {
+            let values = checkpoint.load(name, &layout()).unwrap();
+            // Between the tensors nothing is saved.
+            assert_eq!((values[5], values[6], values[16], values[17]), (25.0, 0.0, 36.0, 37.0));
+        }
+        let error = checkpoint.load("average", &layout()).unwrap_err().to_string();
+        assert!(error.ends_with("average.safetensors: the manifest does not list this file"), "{error}");
+    }
+
+    #[test]
+    fn another_model_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        two(folder.path());
+        let checkpoint = find(folder.path()).unwrap().unwrap().checkpoint;
+        let mut other = layout();
+        other.push("extra", [1]);
+        let error = checkpoint.load("weights", &other).unwrap_err().to_string();
+        assert!(error.ends_with("weights.safetensors: 2 tensors where the model has 3"), "{error}");
+        let mut other = Layout::new();
+        other.push("0.weight", [3, 2]);
+        other.push("0.bias", [2]);
+        let error = checkpoint.load("weights", &other).unwrap_err().to_string();
+        assert!(error.contains("`0.weight` is F32 of shape [2, 3] where the model has F32 of shape [3, 2]"));
+    }
+
+    #[test]
+    fn damage_of_any_byte_is_named_and_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        two(folder.path());
+        let newest = folder.path().join("step-00000020");
+        for name in ["weights.safetensors", "momentum.safetensors", "manifest.json"] {
+            let file = newest.join(name);
+            let good = fs::read(&file).unwrap();
+            let cut = [good[..good.len() - 1].to_vec(), Vec::new(), [&good[..], b" "].concat()];
+            let flipped = (0..good.len()).map(|at| {
+                let mut bad = good.clone();
+                bad[at] ^= 0x10;
+                bad
+            });
+            for bad in flipped.chain(cut) {
+                fs::write(&file, &bad).unwrap();
+                match find(folder.path()) {
+                    Ok(found) => {
+                        let Found { checkpoint, damaged } = found.unwrap();
+                        assert!(checkpoint.path().ends_with("step-00000010"));
+                        assert_eq!(damaged[0].0, newest);
+                        assert!(damaged[0].1.to_string().contains(name), "{}", damaged[0].1);
+                    }
+                    // The manifest's format became another digit.
+                    Err(error) => assert!(error.to_string().contains("manifest.json: of format"), "{error}"),
+                }
+            }
+            fs::remove_file(&file).unwrap();
+            let damaged = find(folder.path()).unwrap().unwrap().damaged;
+            assert!(damaged[0].1.to_string().ends_with(&format!("{name}: damaged: there is no such file")));
+            fs::write(&file, good).unwrap();
+            assert!(find(folder.path()).unwrap().unwrap().damaged.is_empty());
+        }
+    }
+
+    #[test]
+    fn nothing_whole_is_an_error_and_not_a_beginning() {
+        let folder = tempfile::tempdir().unwrap();
+        two(folder.path());
+        for step in [10, 20] {
+            fs::remove_file(folder.path().join(format!("step-{step:08}/weights.safetensors"))).unwrap();
+        }
+        let error = find(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("no checkpoint is whole, of 2; the newest: checkpoint"), "{error}");
+        assert!(
+            error.contains("step-00000020/weights.safetensors: damaged: there is no such file"),
+            "{error}"
+        );
+    }
+}

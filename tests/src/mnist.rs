@@ -1,0 +1,22 @@
+//! A small data set in the form of MNIST's files.
+
+use std::fs;
+use std::path::Path;
+
+/// Images to train on.
+pub const TRAIN: u32 = 64;
+
+/// Writes the four files into `folder`: 64 images to train on, 16 to test with.
+///
+/// # Panics
+/// If they cannot be written.
+pub fn write_tiny(folder: &Path) {
+    for (prefix, count) in [("train", TRAIN), ("t10k", 16)] {
+        let mut images = [0x803u32, count, 28, 28].map(u32::to_be_bytes).concat();
+        images.resize(16 + count as usize * 784, 7);
+        fs::write(folder.join(format!("{prefix}-images-idx3-ubyte")), images).expect("a file of images");
+        let mut labels = [0x801u32, count].map(u32::to_be_bytes).concat();
+        labels.extend((0..count).map(|i| (i % 10) as u8));
+        fs::write(folder.join(format!("{prefix}-labels-idx1-ubyte")), labels).expect("a file of labels");
+    }
+}

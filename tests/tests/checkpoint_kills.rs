@@ -1,0 +1,303 @@
+//! A writer of checkpoints is killed at every system call of a write, before it and after it: nothing is ever lost.
+//!
+//! The killed process takes nothing of the page cache with it, as a power failure would; that files are flushed before they are
+//! relied on is read off the recorded system calls.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use mgpu::checkpoint::{self, Checkpoint, Writer};
+use mgpu_tests::checkpoints::{identify, snapshot};
+use mgpu_tests::process::command;
+use mgpu_tests::tracer::{Ended, Stop, Then, trace};
+use nix::errno::Errno;
+use nix::libc;
+use nix::sys::signal::Signal;
+
+/// What is in the folder, and what is written then.
+struct Scenario {
+    name: &'static str,
+    /// Steps of the checkpoints that are there, all of run 1.
+    there: &'static [u64],
+    /// Whether killed writers have left something.
+    leftovers: bool,
+    keep: usize,
+    /// The step that is written, of run 2.
+    step: u64,
+}
+
+const SCENARIOS: [Scenario; 4] = [
+    Scenario { name: "the first one", there: &[], leftovers: false, keep: 2, step: 10 },
+    Scenario { name: "an old one goes", there: &[10, 20], leftovers: true, keep: 2, step: 30 },
+    Scenario { name: "the only one goes", there: &[10], leftovers: false, keep: 1, step: 20 },
+    Scenario { name: "the same step again", there: &[20], leftovers: false, keep: 1, step: 20 },
+];
+
+impl Scenario {
+    /// A folder to write into, in `parent`.
+    fn prepare(&self, parent: &Path) -> PathBuf {
+        let folder = parent.join("on/the/way");
+        if !self.there.is_empty() {
+            let mut writer = Writer::new(&folder, self.there.len()).unwrap();
+            self.there.iter().for_each(|step| writer.save(snapshot(*step, 1)).unwrap());
+            writer.finish().unwrap();
+        }
+        if self.leftovers {
+            for name in [".step-00000025.partial", ".step-00000005.removed"] {
+                fs::create_dir(folder.join(name)).unwrap();
+                fs::write(folder.join(name).join("weights.safetensors"), b"half").unwrap();
+            }
+        }
+        folder
+    }
+
+    /// Runs the program that writes.
+    fn write(&self, folder: &Path, at: impl FnMut(&Stop) -> Then) -> Result<Ended, Errno> {
+        let mut program = command(env!("CARGO_BIN_EXE_t-checkpoint"));
+        program.arg(folder).args([self.keep as u64, self.step, 2].map(|number| number.to_string()));
+        trace(&mut program, libc::SYS_getppid, at)
+    }
+
+    /// What must hold whenever the writer was killed. Returns whether the new checkpoint is there.
+    fn check(&self, folder: &Path) -> bool {
+        let found = checkpoint::find(folder).unwrap();
+        let Some(found) = found else {
+            assert!(self.there.is_empty(), "all checkpoints are lost");
+            return false;
+        };
+        assert!(found.damaged.is_empty(), "{:?}", found.damaged);
+        // Not only the newest one: whatever has a name is whole.
+        for name in names(folder).iter().filter(|name| name.starts_with("step-")) {
+            let checkpoint = Checkpoint::open(folder.join(name)).unwrap();
+            checkpoint.verify().unwrap();
+            identify(&checkpoint);
+        }
+        let newest = identify(&found.checkpoint);
+        let old = self.there.last().map(|step| (*step, 1));
+        assert!(newest == (self.step, 2) || Some(newest) == old, "{newest:?}");
+        newest == (self.step, 2)
+    }
+
+    /// The next run writes as if nothing had happened.
+    fn go_on(&self, folder: &Path, new: bool) {
+        let mut writer = Writer::new(folder, self.keep).unwrap();
+        writer.save(snapshot(40, 3)).unwrap();
+        writer.finish().unwrap();
+        assert_eq!(identify(&checkpoint::find(folder).unwrap().unwrap().checkpoint), (40, 3));
+        let steps: BTreeSet<u64> =
+            self.there.iter().copied().chain(new.then_some(self.step)).chain([40]).collect();
+        let kept = steps.iter().skip(steps.len().saturating_sub(self.keep));
+        assert_eq!(names(folder), kept.map(|step| format!("step-{step:08}")).collect());
+    }
+}
+
+fn names(folder: &Path) -> BTreeSet<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+/// Whether tracing is forbidden here, which is said.
+fn forbidden<T>(result: &Result<T, Errno>) -> bool {
+    let forbidden = matches!(result, Err(Errno::EPERM));
+    if forbidden {
+        eprintln!("skipped: this environment forbids ptrace");
+    }
+    forbidden
+}
+
+#[test]
+fn killed_at_any_system_call_nothing_is_lost() {
+    for scenario in &SCENARIOS {
+        // How many stops each thread has, when nothing happens.
+        let mut stops = [0; 2];
+        let parent = tempfile::tempdir().unwrap();
+        let folder = scenario.prepare(parent.path());
+        let ended = scenario.write(&folder, |stop| {
+            stops[stop.thread] = stop.index + 1;
+            Then::GoOn
+        });
+        if forbidden(&ended) {
+            return;
+        }
+        assert_eq!(ended, Ok(Ended::Exited(0)));
+        assert!(scenario.check(&folder));
+        let (mut killed, mut with_new) = (0, 0);
+        for (thread, index) in (0..2).flat_map(|thread| (0..stops[thread]).map(move |index| (thread, index)))
+        {
+            let parent = tempfile::tempdir().unwrap();
+            let folder = scenario.prepare(parent.path());
+            let mut call = None;
+            let ended = scenario.write(&folder, |stop| {
+                let here = (stop.thread, stop.index) == (thread, index);
+                call = call.or(here.then_some((stop.call, stop.before)));
+                if here { Then::Kill } else { Then::GoOn }
+            });
+            let place = format!("{}: thread {thread}, stop {index}, {call:?}", scenario.name);
+            match ended.unwrap() {
+                Ended::Killed(Signal::SIGKILL) => killed += 1,
+                // How often threads wait for each other differs from run to run.
+                Ended::Exited(0) if call.is_none() => {}
+                other => panic!("{place}: {other:?}"),
+            }
+            let checked = std::panic::catch_unwind(|| {
+                let new = scenario.check(&folder);
+                scenario.go_on(&folder, new);
+                new
+            });
+            with_new += usize::from(checked.unwrap_or_else(|_| panic!("{place}")));
+        }
+        println!("{}: killed {killed} times, the new one was there {with_new} times", scenario.name);
+        assert!(
+            killed > 50 && (1..killed).contains(&with_new),
+            "{killed} kills, {with_new} with the new one"
+        );
+    }
+}
+
+/// What a system call did to the folder or to what is in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Deed {
+    /// A file or folder came to be.
+    Make(PathBuf),
+    Write(PathBuf),
+    /// Brought to the disk: a file's content, or a folder's names.
+    Flush(PathBuf),
+    Rename {
+        from: PathBuf,
+        to: PathBuf,
+    },
+    Exchange(PathBuf, PathBuf),
+    Remove(PathBuf),
+}
+
+impl Deed {
+    /// What the call is about to do. Calls that change no file do nothing.
+    fn of(stop: &Stop) -> Option<Deed> {
+        Some(match stop.call {
+            libc::SYS_openat if stop.argument(2) & libc::O_CREAT as u64 != 0 => {
+                Deed::Make(stop.path(Some(0), 1))
+            }
+            libc::SYS_mkdir => Deed::Make(stop.path(None, 0)),
+            libc::SYS_mkdirat => Deed::Make(stop.path(Some(0), 1)),
+            libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 => Deed::Write(stop.file(0)),
+            libc::SYS_fsync | libc::SYS_fdatasync => Deed::Flush(stop.file(0)),
+            libc::SYS_rename => Deed::Rename { from: stop.path(None, 0), to: stop.path(None, 1) },
+            libc::SYS_renameat => Deed::Rename { from: stop.path(Some(0), 1), to: stop.path(Some(2), 3) },
+            // Its fifth argument, the flags, is not looked at: std knows no such call, and the runtime exchanges with it.
+            libc::SYS_renameat2 => Deed::Exchange(stop.path(Some(0), 1), stop.path(Some(2), 3)),
+            libc::SYS_unlink | libc::SYS_rmdir => Deed::Remove(stop.path(None, 0)),
+            libc::SYS_unlinkat => Deed::Remove(stop.path(Some(0), 1)),
+            _ => return None,
+        })
+    }
+}
+
+/// The deeds of a whole write, and the thread that did each.
+fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, Deed)>, Errno> {
+    let (mut deeds, mut begun) = (Vec::new(), [None, None]);
+    let ended = scenario.write(folder, |stop| {
+        if stop.before {
+            begun[stop.thread] = Deed::of(stop);
+        } else if let Some(deed) = begun[stop.thread].take().filter(|_| stop.succeeded()) {
+            deeds.push((stop.thread, deed));
+        }
+        Then::GoOn
+    })?;
+    assert_eq!(ended, Ended::Exited(0));
+    Ok(deeds)
+}
+
+/// Asserts that whatever is relied on was brought to the disk before.
+fn assert_flushed(deeds: &[Deed], folder: &Path) {
+    let position = |from: usize, wanted: &Deed| {
+        let place = deeds[from..].iter().position(|deed| deed == wanted);
+        from + place.unwrap_or_else(|| panic!("no {wanted:?} after number {from} of {deeds:#?}"))
+    };
+    let hidden = |path: &Path| {
+        let inside = path.strip_prefix(folder).unwrap_or_else(|_| panic!("{} is elsewhere", path.display()));
+        inside.to_string_lossy().starts_with('.')
+    };
+    let of_folder = Deed::Flush(folder.to_owned());
+    let is_final = |path: &Path| path.parent() == Some(folder) && !hidden(path);
+    let mut named = 0;
+    for (index, deed) in deeds.iter().enumerate() {
+        match deed {
+            // A checkpoint gets its name.
+            Deed::Rename { from, to } | Deed::Exchange(from, to) if is_final(to) => {
+                named += 1;
+                let files: Vec<&PathBuf> = deeds[..index]
+                    .iter()
+                    .filter_map(|deed| match deed {
+                        Deed::Make(path) if path.parent() == Some(from) => Some(path),
+                        _ => None,
+                    })
+                    .collect();
+                assert_eq!(files.len(), 3, "two arenas and a manifest: {files:?}");
+                for file in files {
+                    let written = deeds.iter().rposition(|deed| *deed == Deed::Write(file.clone()));
+                    let flushed = position(written.expect("a write"), &Deed::Flush(file.clone()));
+                    let entered = position(flushed, &Deed::Flush(from.clone()));
+                    assert!(entered < index, "{} was not on the disk: {deeds:#?}", file.display());
+                }
+                // Nothing goes before the new one's name is on the disk.
+                let flushed = position(index, &of_folder);
+                for deed in &deeds[index + 1..flushed] {
+                    assert!(
+                        !matches!(deed, Deed::Rename { .. } | Deed::Exchange(..) | Deed::Remove(_)),
+                        "{deed:?}"
+                    );
+                }
+            }
+            // A checkpoint loses its name.
+            Deed::Rename { from, to } => {
+                assert!(is_final(from) && hidden(to), "{deed:?}");
+                let removed =
+                    deeds.iter().position(|deed| matches!(deed, Deed::Remove(path) if path.starts_with(to)));
+                assert!(position(index, &of_folder) < removed.expect("it is removed"), "{deeds:#?}");
+            }
+            Deed::Exchange(..) => panic!("{deed:?}"),
+            Deed::Make(path) | Deed::Remove(path) | Deed::Write(path) => {
+                assert!(folder.starts_with(path) || hidden(path), "under a final name: {deed:?}");
+            }
+            Deed::Flush(_) => {}
+        }
+    }
+    assert_eq!(named, 1, "{deeds:#?}");
+}
+
+#[test]
+fn everything_is_on_the_disk_before_it_is_relied_on_and_another_thread_waits_for_that() {
+    for scenario in &SCENARIOS {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = scenario.prepare(&parent.path().canonicalize().unwrap());
+        let recorded = record(scenario, &folder);
+        if forbidden(&recorded) {
+            return;
+        }
+        let recorded = recorded.unwrap();
+        // The thread that trains makes the folder and cleans it up, before it trains.
+        let first = recorded.iter().position(|(thread, _)| *thread == 1).expect("a thread that writes");
+        assert!(recorded[first..].iter().all(|(thread, _)| *thread == 1), "{recorded:#?}");
+        for (_, deed) in &recorded[..first] {
+            let made_or_cleaned = match deed {
+                Deed::Make(path) => folder.starts_with(path),
+                Deed::Flush(path) => folder.starts_with(path),
+                Deed::Remove(path) => path != &folder && path.starts_with(&folder),
+                _ => false,
+            };
+            assert!(made_or_cleaned, "{}: {deed:?}", scenario.name);
+        }
+        let deeds: Vec<Deed> = recorded.into_iter().map(|(_, deed)| deed).collect();
+        if scenario.there.is_empty() {
+            // The folders on the way are there after a power failure, too.
+            for made in folder.ancestors().take(3) {
+                let make = deeds.iter().position(|deed| *deed == Deed::Make(made.to_owned()));
+                let flush = Deed::Flush(made.parent().unwrap().to_owned());
+                let make = make.unwrap_or_else(|| panic!("{} was not made", made.display()));
+                assert!(deeds[make..].contains(&flush), "{} has no name on the disk", made.display());
+            }
+        }
+        assert_flushed(&deeds, &folder);
+    }
+}

@@ -1,0 +1,343 @@
+//! `train_mnist` goes on from its checkpoints: to the bits of a run that was not interrupted, or with a word about why not.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use mgpu::checkpoint::{Checkpoint, Position, Writer};
+use mgpu_tests::mnist;
+use mgpu_tests::process::{Finished, command, finish, run, until};
+
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+
+/// `train_mnist` under the launcher.
+fn launched(ranks: u32) -> Command {
+    launched_with(ranks, &[])
+}
+
+fn launched_with(ranks: u32, options: &[&str]) -> Command {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", &ranks.to_string(), "--no-prefix"]).args(options).arg(TRAIN);
+    launcher
+}
+
+fn train(mut program: Command, arguments: &[&str]) -> Finished {
+    run(program.args(["--synthetic", "--json"]).args(arguments))
+}
+
+fn weights(finished: &Finished) -> String {
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+}
+
+/// A small data set, and a folder for checkpoints.
+struct Tiny {
+    folder: tempfile::TempDir,
+}
+
+impl Tiny {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("data")).unwrap();
+        mnist::write_tiny(&folder.path().join("data"));
+        Tiny { folder }
+    }
+
+    fn checkpoints(&self) -> PathBuf {
+        self.folder.path().join("checkpoints")
+    }
+
+    /// Three epochs of eight steps of eight images, unless `arguments` say otherwise.
+    fn run(&self, program: Command, arguments: &[&str]) -> Finished {
+        run(&mut self.command(program, arguments))
+    }
+
+    fn command(&self, mut program: Command, arguments: &[&str]) -> Command {
+        program.arg("--json").args(arguments);
+        for (flag, value) in [("--batch", "4"), ("--epochs", "3"), ("--threads", "1")] {
+            let other = if flag == "--epochs" { "--steps" } else { flag };
+            if !arguments.iter().any(|argument| *argument == flag || *argument == other) {
+                program.args([flag, value]);
+            }
+        }
+        if !arguments.contains(&"--data") {
+            program.arg("--data").arg(self.folder.path().join("data"));
+        }
+        program
+    }
+
+    /// As [`run`](Self::run), saved and resumed.
+    fn saved(&self, program: Command, arguments: &[&str]) -> Finished {
+        let folder = self.checkpoints();
+        self.run(program, &[arguments, &["--checkpoint-dir", folder.to_str().unwrap(), "--resume"]].concat())
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.checkpoints()).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// Changes the last byte of a file of the checkpoint after `step` steps.
+    fn damage(&self, step: u64, file: &str) {
+        let path = self.checkpoints().join(format!("step-{step:08}")).join(file);
+        let mut bytes = fs::read(&path).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&path, bytes).unwrap();
+    }
+}
+
+/// The step that a run says it was resumed after.
+fn resumed_after(finished: &Finished) -> u64 {
+    let line = finished.stdout.lines().find(|line| line.starts_with("resumed from"));
+    let line = line.unwrap_or_else(|| panic!("not resumed: {finished:#?}"));
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
+    for precision in ["f32", "bf16"] {
+        let tiny = Tiny::new();
+        let all = ["--net", "keras", "--precision", precision, "--skip-test"];
+        let whole = weights(&tiny.run(launched(2), &all));
+        let every = [&all[..], &["--checkpoint-every", "3"]].concat();
+        let killed = tiny.saved(launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
+        assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
+        // Every third step and every eighth are saved, and rank 0 ends its write before it ends.
+        let newest = mgpu::checkpoint::find(&tiny.checkpoints()).unwrap().unwrap().checkpoint;
+        let step = newest.manifest().step;
+        assert_eq!(newest.manifest().position, Some(Position { seed: 1, epoch: step / 8, step: step % 8 }));
+        let resumed = tiny.saved(launched(2), &every);
+        assert_eq!(resumed_after(&resumed), step);
+        assert!(!step.is_multiple_of(8), "in the middle of an epoch: {step}");
+        assert_eq!(weights(&resumed), whole);
+        let json = resumed.json();
+        assert!(json["ms_per_checkpoint"].as_f64().is_some_and(|ms| ms > 0.0), "{json:#}");
+    }
+}
+
+#[test]
+fn as_many_as_are_wanted_are_kept() {
+    let tiny = Tiny::new();
+    let finished = tiny.saved(launched(2), &["--checkpoint-every", "5", "--keep", "3", "--skip-test"]);
+    assert_eq!(finished.json()["checkpoints"], 7, "after steps 5, 8, 10, 15, 16, 20 and 24");
+    assert_eq!(tiny.names(), ["step-00000016", "step-00000020", "step-00000024"]);
+    let tiny = Tiny::new();
+    tiny.saved(launched(1), &["--skip-test"]).expect(0, &["no checkpoint in"]);
+    assert_eq!(tiny.names(), ["step-00000032", "step-00000048"]);
+}
+
+#[test]
+fn a_finished_run_tells_what_it_has_come_to() {
+    let tiny = Tiny::new();
+    let first = tiny.saved(launched(2), &["--net", "deep"]);
+    let again = tiny.saved(launched(2), &["--net", "deep"]);
+    again.expect(0, &["resumed from", "nothing left to train: 24 steps are made, 24 asked for; test"]);
+    let (first, again) = (first.json(), again.json());
+    for key in ["weights", "epochs", "steps", "test_acc", "test_loss", "test_acc_average", "data"] {
+        assert_eq!(first[key], again[key], "{key}");
+        assert!(!again[key].is_null(), "{key} in {again:#}");
+    }
+    assert_eq!(again["epochs"], 3);
+}
+
+#[test]
+fn another_run_is_refused_by_all_that_differs() {
+    let tiny = Tiny::new();
+    let first = ["--skip-test", "--epochs", "1"];
+    tiny.saved(launched(2), &first).expect(0, &[]);
+    let other = tempfile::tempdir().unwrap();
+    mnist::write_tiny(other.path());
+    let labels = other.path().join("train-labels-idx1-ubyte");
+    let mut bytes = fs::read(&labels).unwrap();
+    bytes[20] = (bytes[20] + 1) % 10;
+    fs::write(&labels, bytes).unwrap();
+    let changed = [
+        &["--net", "deep", "--seed", "9", "--batch", "8", "--lr", "0.5", "--epochs", "3"][..],
+        &["--precision", "bf16", "--data", other.path().to_str().unwrap(), "--skip-test"],
+    ];
+    let refused = tiny.saved(launched(2), &changed.concat());
+    refused.expect(
+        1,
+        &[
+            "step-00000008 is of another run:\n",
+            "\n  --net: lenet5 in the checkpoint, deep here\n",
+            "\n  --seed: 1 in the checkpoint, 9 here\n",
+            "\n  --batch: 8 images a step, 4 on each of 2 in the checkpoint, 16 images a step, 8 on each of 2 here\n",
+            "\n  --lr: 0.001 in the checkpoint, 0.5 here\n",
+            "\n  --epochs or --steps: a learning rate that falls over 8 steps in the checkpoint, a learning rate that falls over 12 steps here\n",
+            "\n  --precision: f32 in the checkpoint, bf16 here\n",
+            "\n  --data: MNIST from ",
+        ],
+    );
+    tiny.saved(launched(2), &["--skip-test", "--epochs", "1", "--schedule", "constant"])
+        .expect(1, &["\n  --schedule: linear in the checkpoint, constant here"]);
+    // The same images in another place are the same data.
+    let moved = tiny.folder.path().join("moved");
+    fs::rename(tiny.folder.path().join("data"), &moved).unwrap();
+    let again = [&first[..], &["--data", moved.to_str().unwrap()]].concat();
+    tiny.saved(launched(2), &again).expect(0, &["nothing left to train"]);
+}
+
+#[test]
+fn other_ranks_and_threads_may_go_on_and_are_told_of_the_bits() {
+    let tiny = Tiny::new();
+    let all = ["--skip-test", "--schedule", "constant", "--steps"];
+    tiny.saved(launched(2), &[&all[..], &["5"]].concat()).expect(0, &[]);
+    let note = "the weights will not have the bits of an uninterrupted run: ";
+    let same = tiny.saved(launched(2), &[&all[..], &["6"]].concat());
+    assert!(!same.expect(0, &["resumed from"]).stdout.contains(note), "{same:#?}");
+    let alone = [&all[..], &["7", "--batch", "8", "--threads", "2"]].concat();
+    let text = format!("{note}ranks 1 in place of 2, threads 2 in place of 1");
+    tiny.saved(launched(1), &alone).expect(0, &[&text, "resumed from", "after step 6"]);
+    let four = [&all[..], &["8", "--batch", "2"]].concat();
+    tiny.saved(launched(4), &four).expect(0, &["ranks 4 in place of 1", "after step 7"]);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
+    let tiny = Tiny::new();
+    let all = ["--skip-test", "--schedule", "constant"];
+    let whole = weights(&tiny.run(launched(2), &all));
+    tiny.saved(launched(2), &[&all[..], &["--epochs", "2"]].concat()).expect(0, &[]);
+    tiny.damage(16, "exp_avg.safetensors");
+    let resumed = tiny.saved(launched(2), &all);
+    let name = "step-00000016/exp_avg.safetensors: damaged: checksum";
+    let said = "it is now called damaged-step-00000016, and the one before it is taken:";
+    resumed.expect(0, &[name, said]);
+    assert_eq!((resumed_after(&resumed), weights(&resumed)), (8, whole));
+    assert_eq!(tiny.names(), ["damaged-step-00000016", "step-00000016", "step-00000024"]);
+    // No whole one is left: a run that begins anew would be a surprise.
+    tiny.damage(16, "weights.safetensors");
+    fs::remove_file(tiny.checkpoints().join("step-00000024/manifest.json")).unwrap();
+    tiny.saved(launched(2), &all).expect(
+        1,
+        &["no checkpoint is whole, of 2", "step-00000024/manifest.json: damaged: there is no such file"],
+    );
+}
+
+#[test]
+fn a_folder_that_another_run_writes_to_is_refused() {
+    let tiny = Tiny::new();
+    let _writer = Writer::new(&tiny.checkpoints(), 1).unwrap();
+    tiny.saved(launched(2), &["--skip-test"])
+        .expect(1, &["checkpoints: another run is writing its checkpoints here"]);
+}
+
+#[test]
+fn a_checkpoint_of_format_1_is_gone_on_from() {
+    let tiny = Tiny::new();
+    let all = ["--skip-test", "--schedule", "constant"];
+    let whole = weights(&tiny.run(launched(2), &all));
+    tiny.saved(launched(2), &[&all[..], &["--epochs", "1"]].concat()).expect(0, &[]);
+    // As it was written then.
+    let path = tiny.checkpoints().join("step-00000008");
+    let manifest = path.join("manifest.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
+    for key in ["checksum", "position", "version"] {
+        json.as_object_mut().unwrap().remove(key).unwrap_or_else(|| panic!("{key} in {json:#}"));
+    }
+    for key in ["precision", "data", "data_xxh3", "threads", "device", "conv"] {
+        json["state"].as_object_mut().unwrap().remove(key).unwrap_or_else(|| panic!("{key} in {json:#}"));
+    }
+    json["format"] = 1.into();
+    for file in json["files"].as_object_mut().unwrap().values_mut() {
+        *file = file["xxh3"].take();
+    }
+    fs::write(&manifest, json.to_string()).unwrap();
+    assert_eq!(Checkpoint::open(&path).unwrap().manifest().position, None);
+    let resumed = tiny.saved(launched(2), &all);
+    assert_eq!((resumed_after(&resumed), weights(&resumed)), (8, whole));
+}
+
+#[test]
+fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
+    let tiny = Tiny::new();
+    let file = tiny.folder.path().join("logits.json");
+    let read =
+        |path: &Path| -> serde_json::Value { serde_json::from_slice(&fs::read(path).unwrap()).unwrap() };
+    let arguments = ["--net", "keras", "--epochs", "1", "--logits", file.to_str().unwrap()];
+    tiny.saved(launched(2), &arguments).expect(0, &[]);
+    let first = read(&file);
+    assert_eq!((&first["net"], &first["labels"][11]), (&"keras".into(), &1.into()));
+    let length = |key: &str| first[key].as_array().unwrap().len();
+    assert_eq!((length("images"), length("logits"), length("labels")), (16, 16, 16));
+    assert_eq!(first["images"][3].as_array().unwrap().len(), 784);
+    let logits = first["logits"][3].as_array().unwrap();
+    assert!(logits.len() == 10 && logits.iter().all(|value| value.as_f64() != Some(0.0)), "{logits:?}");
+    fs::remove_file(&file).unwrap();
+    tiny.saved(launched(2), &arguments).expect(0, &["nothing left to train"]);
+    assert_eq!(read(&file), first);
+}
+
+#[test]
+fn a_sharded_run_goes_on_replicated_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
+    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "15"]].concat()));
+    let folder = folder.path().to_str().unwrap();
+    let go_on = |how, steps| {
+        let saving = ["--checkpoint-dir", folder, "--resume", "--shard-optimizer", how, "--steps", steps];
+        train(launched(2), &[&all[..], &saving].concat())
+    };
+    go_on("on", "5").expect(0, &["no checkpoint in"]);
+    go_on("off", "10").expect(0, &["resumed from"]);
+    assert_eq!(weights(&go_on("on", "15")), whole);
+}
+
+#[test]
+fn a_prolonged_run_is_bit_equal() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
+    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "30"]].concat()));
+    let saving = [&all[..], &["--checkpoint-dir", folder, "--resume"]].concat();
+    train(launched(2), &[&saving[..], &["--steps", "18"]].concat()).expect(0, &["no checkpoint in"]);
+    let resumed = train(launched(2), &[&saving[..], &["--steps", "30"]].concat());
+    resumed.expect(0, &["resumed from", "after step 18"]);
+    assert_eq!(weights(&resumed), whole);
+    // Another run's checkpoint is refused by name.
+    let other = train(launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
+    other.expect(1, &["step-00000030 is of another run"]);
+}
+
+#[test]
+fn a_run_that_is_killed_with_its_launcher_and_resumed_is_bit_equal() {
+    let tiny = Tiny::new();
+    let whole = weights(&tiny.run(launched(2), &["--net", "keras"]));
+    let folder = tiny.checkpoints();
+    let saving = ["--net", "keras", "--checkpoint-dir", folder.to_str().unwrap(), "--resume"];
+    let mut first = tiny.command(launched(2), &saving);
+    let mut first = first.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| mgpu::checkpoint::latest(&folder).unwrap().is_some());
+    first.kill().unwrap();
+    finish(&mut first);
+    let resumed = tiny.run(launched(2), &saving);
+    resumed.expect(0, &["resumed from"]);
+    assert_eq!(weights(&resumed), whole);
+}
+
+#[test]
+fn a_restarted_run_goes_on_from_its_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let restarted = |faults: &[&str]| {
+        let faults = faults.iter().flat_map(|fault| ["--inject", *fault]);
+        let options: Vec<&str> = ["--max-restarts", "1"].into_iter().chain(faults).collect();
+        let mut launcher = launched_with(2, &options);
+        launcher.args(["--synthetic", "--json", "--batch", "2048", "--epochs", "3", "--skip-test"]);
+        launcher
+    };
+    let undisturbed = run(&mut restarted(&[]));
+    let (whole, steps) = (weights(&undisturbed), undisturbed.json()["steps"].as_u64().unwrap());
+    // After the second checkpoint.
+    let fault = format!("rank=1,step={},fault=sigkill", steps * 2 / 3 + 1);
+    let finished = run(restarted(&[&fault]).args(["--checkpoint-dir", folder]));
+    finished.expect(0, &["rank 1 was killed by SIGKILL", "restart 1 of 1", "resumed from"]);
+    assert_eq!(weights(&finished), whole);
+    // What is there is not overwritten by mistake.
+    let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
+    again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
+}
