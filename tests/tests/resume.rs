@@ -111,7 +111,7 @@ fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
         assert_eq!(newest.manifest().position, Some(Position { seed: 1, epoch: step / 8, step: step % 8 }));
         let resumed = tiny.saved(launched(2), &every);
         assert_eq!(resumed_after(&resumed), step);
-        assert!(step % 8 != 0, "in the middle of an epoch: {step}");
+        assert!(!step.is_multiple_of(8), "in the middle of an epoch: {step}");
         assert_eq!(weights(&resumed), whole);
         let json = resumed.json();
         assert!(json["ms_per_checkpoint"].as_f64().is_some_and(|ms| ms > 0.0), "{json:#}");
