@@ -92,6 +92,20 @@ impl Scenario {
     }
 }
 
+/// Copies a folder, if it is there.
+fn copy(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).into_iter().flatten() {
+        let from = entry.unwrap().path();
+        let to = to.join(from.file_name().unwrap());
+        if from.is_dir() {
+            copy(&from, &to);
+        } else {
+            fs::create_dir_all(to.parent().unwrap()).unwrap();
+            fs::copy(&from, &to).unwrap();
+        }
+    }
+}
+
 fn names(folder: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(folder).unwrap();
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
@@ -122,11 +136,15 @@ fn killed_at_any_system_call_nothing_is_lost() {
         }
         assert_eq!(ended, Ok(Ended::Exited(0)));
         assert!(scenario.check(&folder));
+        // Made once: to bring it to the disk takes most of the time.
+        let made = tempfile::tempdir().unwrap();
+        let template = scenario.prepare(made.path());
         let (mut killed, mut with_new) = (0, 0);
         for (thread, index) in (0..2).flat_map(|thread| (0..stops[thread]).map(move |index| (thread, index)))
         {
             let parent = tempfile::tempdir().unwrap();
-            let folder = scenario.prepare(parent.path());
+            let folder = parent.path().join("on/the/way");
+            copy(&template, &folder);
             let mut call = None;
             let ended = scenario.write(&folder, |stop| {
                 let here = (stop.thread, stop.index) == (thread, index);

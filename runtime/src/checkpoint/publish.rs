@@ -13,8 +13,6 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use nix::errno::Errno;
-
 use super::folder::{Folder, Named, REMOVED, REPLACED, hidden, list, remove_tree};
 use super::snapshot::Snapshot;
 use super::{failed, files};
@@ -73,6 +71,7 @@ fn put_in_place(
 /// Exchanges two names. `false` if the file system cannot.
 #[cfg(target_env = "gnu")]
 fn exchange(one: &Path, other: &Path) -> io::Result<bool> {
+    use nix::errno::Errno;
     use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
     match renameat2(AT_FDCWD, one, AT_FDCWD, other, RenameFlags::RENAME_EXCHANGE) {
         Ok(()) => Ok(true),
