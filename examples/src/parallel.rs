@@ -53,6 +53,13 @@ impl Parallel {
         self.bucket
     }
 
+    /// Threads of a rank: as many as asked for, else its share of the cores. That depends on the number of ranks, and sums on
+    /// the number of threads.
+    pub(crate) fn threads(&self, asked: Option<u16>, share: usize) -> usize {
+        let share = if self.is_world_size_invariant() { 1 } else { share };
+        asked.map_or(share, usize::from)
+    }
+
     /// The most that gradients may be together, if there is one.
     pub(crate) fn clip_norm(&self) -> Option<f64> {
         self.clip_norm

@@ -125,13 +125,11 @@ pub enum Error {
         tensor: String,
     },
     /// A rank has computed gradients that are infinite or not a number.
-    #[error(
-        "rank {rank} has gradients that are not finite numbers, first in tensor `{tensor}`, in step {step}"
-    )]
+    #[error("rank {rank} has gradients that are not finite numbers, in tensor `{tensor}`, in step {step}")]
     NotFinite {
         /// The rank that has them.
         rank: u32,
-        /// The first such tensor in its backward pass.
+        /// A tensor with such gradients: if there are several, one of those that its backward pass came to first.
         tensor: String,
         /// The step, from 1.
         step: u64,

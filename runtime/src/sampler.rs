@@ -4,6 +4,8 @@
 //! batches; rank r takes the r-th part of each. So no sample is seen twice in an epoch, all ranks make the same
 //! number of steps, and n ranks with batch b/n train on the same global batches as one rank with batch b. What
 //! does not fill a last global batch is left out of that epoch; another shuffle leaves out others.
+//!
+//! A sampler has no position to save: a batch is a function of seed, epoch and step, and a run goes on wherever it says.
 
 use std::ops::Range;
 

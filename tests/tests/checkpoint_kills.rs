@@ -237,7 +237,7 @@ fn assert_flushed(deeds: &[Deed], folder: &Path) {
         inside.to_string_lossy().starts_with('.')
     };
     let of_folder = Deed::Flush(folder.to_owned());
-    let is_final = |path: &Path| path.parent() == Some(folder) && !hidden(path);
+    let is_final = |path: &Path| path.parent() == Some(folder) && !hidden(path) && path.extension().is_none();
     let mut named = 0;
     for (index, deed) in deeds.iter().enumerate() {
         match deed {

@@ -38,7 +38,7 @@ impl Gpu {
             // Every step has its own order, and so is at the beginning of it.
             plan: Plan { steps_per_epoch: 1, schedule: Schedule::CONSTANT },
             bf16_copy: args.precision == Precision::Bf16,
-            bucket: BUCKET,
+            bucket: args.parallel.bucket_bytes().unwrap_or(BUCKET),
         };
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;

@@ -170,7 +170,7 @@ fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> R
     let batch = golden.batch / ranks;
     let mut replay: Box<dyn Replay + '_> = match world.backend() {
         Backend::Cpu => {
-            let threads = args.threads.map_or_else(|| world.thread_share(), usize::from);
+            let threads = args.parallel.threads(args.threads, world.thread_share());
             let comm = world.communicator()?;
             if args.precision == Precision::Bf16 {
                 Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?)

@@ -164,6 +164,15 @@ impl Args {
         usize::from(self.keep)
     }
 
+    /// By which choice kernels are taken, on a GPU or a CPU, in words.
+    pub(super) fn choice_of_kernels(&self, on_gpu: bool) -> String {
+        match (on_gpu, self.conv) {
+            (true, _) => self.kernels.to_string(),
+            (false, Choice::Direct) => "direct".to_owned(),
+            (false, _) => "auto".to_owned(),
+        }
+    }
+
     /// How a GPU is to be used.
     pub(super) fn gpu(&self) -> Options {
         Options {
@@ -174,10 +183,8 @@ impl Args {
         }
     }
 
-    /// Threads of a rank: its share of the cores, unless told otherwise. That share depends on the number of ranks, and
-    /// sums on the number of threads.
+    /// Threads of a rank whose share of the cores is `share`.
     pub(super) fn threads(&self, share: usize) -> usize {
-        let share = if self.parallel.is_world_size_invariant() { 1 } else { share };
-        self.threads.map_or(share, usize::from)
+        self.parallel.threads(self.threads, share)
     }
 }

@@ -48,7 +48,12 @@ impl Checkpoints {
             Some(_) => self.refuse_others().map(|()| None)?,
             None => None,
         };
-        let mut step = [chosen.as_ref().map_or(-1, |checkpoint| checkpoint.manifest().step as i64)];
+        let step = |checkpoint: &Checkpoint| {
+            let step = checkpoint.manifest().step;
+            i64::try_from(step)
+                .map_err(|_| format!("{}: no run makes {step} steps", checkpoint.path().display()))
+        };
+        let mut step = [chosen.as_ref().map(step).transpose()?.unwrap_or(-1)];
         engine.comm().broadcast_slice(&mut step, 0)?;
         if let Ok(step) = u64::try_from(step[0]) {
             engine.restore(step, chosen.as_ref())?;
@@ -125,11 +130,6 @@ impl Checkpoints {
     /// Waits for the last one to be written.
     pub(super) fn finish(&mut self) -> mgpu::Result<()> {
         self.writer.as_mut().map_or(Ok(()), |writer| writer.finish().map(|_| ()))
-    }
-
-    /// How long the training has waited for checkpoints, in all.
-    pub(super) fn waited(&self) -> Duration {
-        self.waited
     }
 
     /// How many were saved, and how many milliseconds the training waited for each.

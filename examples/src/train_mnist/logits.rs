@@ -36,6 +36,15 @@ pub(super) fn write(
         labels: &data.labels[..count],
         logits: logits.chunks(CLASSES).collect(),
     })?;
-    fs::write(path, text)
-        .map_err(|error| format!("cannot write logits to {}: {error}", path.display()).into())
+    fs::write(path, text).map_err(|error| cannot_write(path, &error).into())
+}
+
+/// Looks whether there can be such a file, so that this is not found out when all is over. One that is there stays.
+pub(super) fn check(path: &Path) -> Result<(), String> {
+    let opened = fs::OpenOptions::new().append(true).create(true).open(path);
+    opened.map(drop).map_err(|error| cannot_write(path, &error))
+}
+
+fn cannot_write(path: &Path, error: &std::io::Error) -> String {
+    format!("cannot write logits to {}: {error}", path.display())
 }

@@ -14,6 +14,7 @@ mod report;
 mod run;
 mod schedule;
 mod source;
+mod stopwatch;
 mod trainer;
 
 use std::error::Error;
@@ -38,10 +39,16 @@ const SPANS: usize = 65_536;
 pub fn main() -> ExitCode {
     let args = Args::parse();
     let refused = crate::exit::refuse("train_mnist", args.precision);
-    refused.unwrap_or_else(|| crate::exit::report("train_mnist", run(&args)))
+    // It outlives the report of an error: a checkpoint that is being written then may take longer than a launcher waits.
+    let mut trainer = None;
+    let code = refused.unwrap_or_else(|| crate::exit::report("train_mnist", run(&args, &mut trainer)));
+    match trainer.as_mut().map_or(Ok(()), Trainer::finish_saving) {
+        Ok(()) => code,
+        error => crate::exit::report("train_mnist", error),
+    }
 }
 
-fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks) = (world.rank(), world.size());
     let threads = args.threads(world.thread_share());
@@ -69,13 +76,16 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };
+    if let Some(path) = args.logits.as_deref().filter(|_| rank == 0) {
+        logits::check(path)?;
+    }
     let data = source::load(args, &world, &mut *comm)?;
     let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
     let mut curves = if rank == 0 { Curves::new(plot, events)? } else { Curves::default() };
     let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
     let mut progress = Progress::new(rank);
 
-    let mut trainer = Trainer::new(args, (rank, ranks), &data, |recipe| {
+    let trainer = trainer.insert(Trainer::new(args, (rank, ranks), &data, |recipe| {
         Ok(match (device, args.precision) {
             (Some(device), _) => {
                 Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
@@ -83,7 +93,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, threads)?),
             (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, threads)?),
         })
-    })?;
+    })?);
     if let Some(folder) = &args.checkpoint_dir {
         // A launcher that restarts the ranks wants them to go on.
         let resume = args.resume || world.restart_count() > 0;
@@ -136,9 +146,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         if args.checkpoint_dir.is_some() {
             world.report_phase(Phase::Checkpoint);
-            let begin = timeline.begin();
             trainer.save()?;
-            timeline.end(begin, Name::new("checkpoint"));
         }
     }
     trainer.finish_saving()?;
@@ -153,9 +161,6 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             println!("nothing left to train: {begun} steps are made, {} asked for{result}", trainer.length());
         }
     }
-    if let Some(path) = args.logits.as_deref().filter(|_| rank == 0) {
-        logits::write(path, &args.net.name, trainer.engine(), &data.test)?;
-    }
     let checksum = trainer.engine().verify()?;
     let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
     // Of the rank that has the most of each.
@@ -163,9 +168,6 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
     let mut communication = trainer.totals().communication();
     trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
-    if let Some(path) = &args.timeline {
-        timeline.write(trainer.engine().comm(), path)?;
-    }
     if rank == 0 {
         println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
         let profile = trainer.engine().profile();
@@ -173,13 +175,20 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             print!("{profile}");
         }
         if args.json {
-            let mut summary = summary(args, &mut trainer, tested, memory, threads, checksum);
+            let mut summary = summary(args, trainer, tested, memory, threads, checksum);
             if ranks > 1 && trainer.steps() > begun {
                 [summary.communication, summary.waiting] = communication.map(|share| Some(round(share)));
             }
             summary.profile = profile;
             println!("{}", serde_json::to_string(&summary)?);
         }
+    }
+    // Last: a full disk does not cost what was said above.
+    if let Some(path) = args.logits.as_deref().filter(|_| rank == 0) {
+        logits::write(path, &args.net.name, trainer.engine(), &data.test)?;
+    }
+    if let Some(path) = &args.timeline {
+        timeline.write(trainer.engine().comm(), path)?;
     }
     Ok(())
 }

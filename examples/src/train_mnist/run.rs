@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::args::Args;
 use super::schedule::Shape;
 use crate::data::Mnist;
-use crate::nets::Choice;
+use crate::nets::Layer;
 
 /// What a checkpoint remembers beside the weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,26 +28,24 @@ pub(super) struct Run {
     /// Steps by which the learning rate has fallen to its end; none if it has none. Such a run can be prolonged.
     pub(super) lr_steps: Option<u64>,
     /// What checkpoints of format 1 do not say.
-    #[serde(flatten)]
-    pub(super) more: Option<More>,
+    #[serde(default)]
+    details: Option<Details>,
 }
 
-/// What else is remembered.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct More {
+struct Details {
     precision: String,
     /// Where the training images come from, in words, and XXH3 of them and their labels.
     data: String,
     data_xxh3: String,
-    threads: usize,
-    /// What computes.
+    /// What computes, by which choice of kernels, and on how many threads (of a CPU).
     device: String,
-    conv: String,
-    #[serde(flatten)]
-    update: Option<Update>,
+    kernels: String,
+    threads: Option<usize>,
+    update: Update,
 }
 
-/// What is between the gradients of a micro-batch and the parameters.
+/// What lies between the gradients of a micro-batch and the parameters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Update {
     schedule: String,
@@ -55,9 +53,13 @@ struct Update {
     clip_norm: Option<f64>,
     /// What gradients travel as.
     gradients: String,
+    /// Bytes of gradients that are summed together, where that was chosen.
+    bucket: Option<usize>,
     /// How many there are and whose, in words.
     micro_batches: String,
     world_size_invariant: bool,
+    /// Whether the network has batch normalisation, which is of micro-batches.
+    batch_norm: bool,
 }
 
 impl Run {
@@ -69,7 +71,7 @@ impl Run {
             ranks,
             lr: args.lr(),
             lr_steps: args.schedule.ends().then_some(length),
-            more: None,
+            details: None,
         }
     }
 
@@ -78,27 +80,29 @@ impl Run {
         let mut hash = Xxh3::new();
         hash.update(&data.train.images);
         hash.update(&data.train.labels);
-        self.more = Some(More {
+        self.details = Some(Details {
             precision: args.precision.name().to_owned(),
             data: data.origin.to_string(),
             data_xxh3: format!("{:016x}", hash.digest()),
-            threads,
             device: gpu.map_or_else(|| format!("cpu, {}", level::name()), str::to_owned),
-            update: Some(Update {
+            kernels: args.choice_of_kernels(gpu.is_some()),
+            threads: gpu.is_none().then_some(threads),
+            update: Update {
                 schedule: args.schedule.to_string(),
                 warm_up: args.warm_up,
                 clip_norm: args.parallel.clip_norm(),
                 gradients: if args.parallel.compresses() { "bf16" } else { "f32" }.to_owned(),
+                bucket: args.parallel.bucket_bytes(),
                 micro_batches: args.parallel.describe_micro_batches(),
                 world_size_invariant: args.parallel.is_world_size_invariant(),
-            }),
-            conv: if args.conv == Choice::Direct { "direct" } else { "auto" }.to_owned(),
+                batch_norm: args.net.layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
+            },
         });
     }
 
     /// Images a step on all ranks.
     pub(super) fn global_batch(&self) -> u64 {
-        self.batch as u64 * u64::from(self.ranks)
+        (self.batch as u64).saturating_mul(u64::from(self.ranks))
     }
 
     /// Where the run is after `step` steps.
@@ -120,21 +124,28 @@ impl Run {
             compare("--batch", saved.batches(), self.batches());
         }
         compare("--lr", saved.lr.to_string(), self.lr.to_string());
-        compare("--schedule", saved.schedule(), self.schedule());
+        let (before, now) = (saved.update(), self.update());
+        compare("--schedule", before.schedule.clone(), now.schedule.clone());
         if let (Some(saved), Some(here)) = (saved.lr_steps, self.lr_steps) {
             let falls = |steps: u64| format!("a learning rate that falls over {steps} steps");
             compare("--epochs or --steps", falls(saved), falls(here));
         }
-        if let (Some(saved), Some(here)) = (&saved.more, &self.more) {
+        let clipped = |update: &Update| update.clip_norm.map_or("none".to_owned(), |norm| norm.to_string());
+        compare("--warm-up", before.warm_up.to_string(), now.warm_up.to_string());
+        compare("--clip-norm", clipped(&before), clipped(&now));
+        compare("--gradients", before.gradients.clone(), now.gradients.clone());
+        if now.batch_norm {
+            // Other statistics, and running ones that move another number of times a step.
+            compare(
+                "batch normalisation of micro-batches",
+                before.micro_batches.clone(),
+                now.micro_batches.clone(),
+            );
+        }
+        if let (Some(saved), Some(here)) = (&saved.details, &self.details) {
             compare("--precision", saved.precision.clone(), here.precision.clone());
             if saved.data_xxh3 != here.data_xxh3 {
                 compare("--data", with_checksum(saved), with_checksum(here));
-            }
-            if let (Some(saved), Some(here)) = (&saved.update, &here.update) {
-                let clipped = |norm: Option<f64>| norm.map_or("none".to_owned(), |norm| norm.to_string());
-                compare("--warm-up", saved.warm_up.to_string(), here.warm_up.to_string());
-                compare("--clip-norm", clipped(saved.clip_norm), clipped(here.clip_norm));
-                compare("--gradients", saved.gradients.clone(), here.gradients.clone());
             }
         }
         lines
@@ -148,29 +159,40 @@ impl Run {
                 lines.push(format!("{what} {here} in place of {saved}"));
             }
         };
-        let invariant = |run: &Run| run.update().is_some_and(|update| update.world_size_invariant);
-        if !(invariant(saved) && invariant(self)) {
+        let (before, now) = (saved.update(), self.update());
+        if !(before.world_size_invariant && now.world_size_invariant) {
             compare("ranks", saved.ranks.to_string(), self.ranks.to_string());
+            if now.clip_norm.is_some() {
+                // A norm is summed bucket by bucket.
+                let bucket =
+                    |update: &Update| update.bucket.map_or("default".to_owned(), |bytes| bytes.to_string());
+                compare("bytes of a bucket", bucket(&before), bucket(&now));
+            }
         }
-        if let (Some(saved), Some(here)) = (saved.update(), self.update()) {
-            compare("micro-batches:", saved.micro_batches.clone(), here.micro_batches.clone());
-        }
-        if let (Some(saved), Some(here)) = (&saved.more, &self.more) {
-            compare("threads", saved.threads.to_string(), here.threads.to_string());
+        compare("micro-batches", before.micro_batches, now.micro_batches);
+        if let (Some(saved), Some(here)) = (&saved.details, &self.details) {
             compare("device", saved.device.clone(), here.device.clone());
-            compare("--conv", saved.conv.clone(), here.conv.clone());
+            compare("kernels", saved.kernels.clone(), here.kernels.clone());
+            if let (Some(saved), Some(here)) = (saved.threads, here.threads) {
+                compare("threads", saved.to_string(), here.to_string());
+            }
         }
         lines
     }
 
-    fn update(&self) -> Option<&Update> {
-        self.more.as_ref()?.update.as_ref()
-    }
-
-    fn schedule(&self) -> String {
-        // What does not say was written when there were two.
-        let two = || if self.lr_steps.is_some() { Shape::Linear } else { Shape::Constant }.to_string();
-        self.update().map_or_else(two, |update| update.schedule.clone())
+    /// Of a checkpoint that says nothing of it: what there was then.
+    fn update(&self) -> Update {
+        let first = || Update {
+            schedule: if self.lr_steps.is_some() { Shape::Linear } else { Shape::Constant }.to_string(),
+            warm_up: 0,
+            clip_norm: None,
+            gradients: "f32".to_owned(),
+            bucket: None,
+            micro_batches: "1 of each rank".to_owned(),
+            world_size_invariant: false,
+            batch_norm: false,
+        };
+        self.details.as_ref().map_or_else(first, |details| details.update.clone())
     }
 
     fn batches(&self) -> String {
@@ -178,6 +200,6 @@ impl Run {
     }
 }
 
-fn with_checksum(more: &More) -> String {
-    format!("{} (checksum {})", more.data, more.data_xxh3)
+fn with_checksum(details: &Details) -> String {
+    format!("{} (checksum {})", details.data, details.data_xxh3)
 }

@@ -3,10 +3,10 @@
 use std::error::Error;
 use std::fmt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use mgpu::replicate::verify_same;
-use mgpu::timeline::Timeline;
+use mgpu::timeline::Name;
 use mgpu::{Communicator, ReduceOp, Sampler, sampler};
 use mgpu_kernels::cuda::Device;
 
@@ -15,6 +15,7 @@ use super::checkpoints::Checkpoints;
 use super::engine::{Engine, Recipe};
 use super::report::{EpochReport, Tested};
 use super::run::Run;
+use super::stopwatch::{Spent, Stopwatch};
 use crate::data::{Dataset, Mnist};
 use crate::nets::LossReport;
 
@@ -26,46 +27,24 @@ pub(super) const WARM_UP: u64 = 3;
 pub(super) struct Totals {
     pub(super) train_s: f64,
     pub(super) test_s: f64,
-    /// Seconds, steps and images (of all ranks) after the warm-up.
-    measured_s: f64,
+    /// After the warm-up; of all ranks, the images.
+    measured: Spent,
     measured_steps: u64,
     measured_images: u64,
-    /// Of these seconds.
-    measured_collectives: Collectives,
-}
-
-/// Seconds that a rank has spent in collectives, and of these waiting for peers to come.
-#[derive(Debug, Clone, Copy, Default)]
-struct Collectives {
-    seconds: f64,
-    waiting: f64,
-}
-
-impl Collectives {
-    /// So far, if anybody counts.
-    fn so_far(timeline: &Timeline) -> Option<Self> {
-        let (seconds, waiting) = (timeline.communication()?, timeline.waiting()?);
-        Some(Collectives { seconds: seconds.as_secs_f64(), waiting: waiting.as_secs_f64() })
-    }
-
-    fn since(self, earlier: Self) -> Self {
-        Collectives { seconds: self.seconds - earlier.seconds, waiting: self.waiting - earlier.waiting }
-    }
 }
 
 impl Totals {
     pub(super) fn images_per_s(&self) -> f64 {
-        self.measured_images as f64 / self.measured_s.max(1e-9)
+        self.measured_images as f64 / self.measured.seconds.max(1e-9)
     }
 
     pub(super) fn ms_per_step(&self) -> f64 {
-        self.measured_s * 1e3 / self.measured_steps.max(1) as f64
+        self.measured.seconds * 1e3 / self.measured_steps.max(1) as f64
     }
 
     /// Shares of the measured time that this rank spent in collectives, and waiting for peers there.
     pub(super) fn communication(&self) -> [f64; 2] {
-        let Collectives { seconds, waiting } = self.measured_collectives;
-        [seconds, waiting].map(|seconds| seconds / self.measured_s.max(1e-9))
+        self.measured.communication()
     }
 }
 
@@ -206,53 +185,39 @@ impl Trainer {
         // Ranks that go on for different numbers of steps would wait for each other in vain.
         verify_same(self.engine.comm(), &format!("steps by the end of epoch {}", epoch + 1), last as i64)?;
         let global_batch = self.run.global_batch();
-        let (begin, start, length) = (self.steps(), Instant::now(), self.length);
-        let waited = self.waited();
+        let (begin, length, alone) = (self.steps(), self.length, self.run.ranks == 1);
+        let watch = Stopwatch::start(self.engine.comm().timeline());
         // Alone there is nobody to communicate with.
-        let timeline = Some(self.engine.comm().timeline().clone()).filter(|_| self.run.ranks > 1);
-        let collectives = || timeline.as_ref().and_then(Collectives::so_far);
-        let earlier = collectives();
-        let share = || {
-            let spent = collectives()?.since(earlier?);
-            Some(spent.seconds / start.elapsed().as_secs_f64())
-        };
-        let mut measured_from = (begin >= WARM_UP).then_some((start, begin, earlier));
+        let share = |spent: Spent| (!alone).then(|| spent.communication()[0]);
+        let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
         let mut note = |step: u64, loss: f64| {
+            let spent = watch.spent();
             if step >= WARM_UP && measured_from.is_none() {
-                measured_from = Some((Instant::now(), step, collectives()));
+                measured_from = Some((spent, step));
             }
-            let pace = start.elapsed().as_secs_f64() / (step - begin) as f64;
-            let (epoch, images_per_s) = (epoch + 1, global_batch as f64 / pace);
-            let communication = share();
+            let pace = spent.seconds / (step - begin) as f64;
+            let (epoch, images_per_s, communication) = (epoch + 1, global_batch as f64 / pace, share(spent));
             seen(&Position { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
         };
         let mut score = LossReport::default();
         while self.engine.steps() < last {
-            let next =
-                self.checkpoints.as_ref().and_then(|checkpoints| checkpoints.next(self.engine.steps()));
+            let next = self.checkpoints.as_ref().and_then(|saved| saved.next(self.engine.steps()));
             let until = next.map_or(last, |next| next.min(last));
             score += self.engine.train(data, &mut self.sampler, until, &mut note)?;
             if until < last {
                 saving();
-                self.save()?;
+                // Checkpoints have a figure of their own.
+                watch.leave_out(|| self.save())?;
             }
         }
-        // Checkpoints have a figure of their own.
-        let waited = self.waited() - waited;
-        let train_s = (start.elapsed() - waited).as_secs_f64();
-        self.totals.train_s += train_s;
-        let communication = share();
-        if let Some((from, step, earlier)) = measured_from.filter(|(_, step, _)| *step < last) {
-            let steps = last - step;
-            self.totals.measured_s += (from.elapsed().saturating_sub(waited)).as_secs_f64();
-            if let Some((now, earlier)) = collectives().zip(earlier) {
-                let Collectives { seconds, waiting } = now.since(earlier);
-                self.totals.measured_collectives.seconds += seconds;
-                self.totals.measured_collectives.waiting += waiting;
-            }
-            self.totals.measured_steps += steps;
-            self.totals.measured_images += steps * global_batch;
+        let spent = watch.spent();
+        self.totals.train_s += spent.seconds;
+        if let Some((from, step)) = measured_from.filter(|(_, step)| *step < last) {
+            self.totals.measured += spent - from;
+            self.totals.measured_steps += last - step;
+            self.totals.measured_images += (last - step) * global_batch;
         }
+        let (train_s, communication) = (spent.seconds, share(spent));
         let score = over_ranks(score, self.engine.comm())?;
         let communication = communication.map(|share| mean(share, self.engine.comm())).transpose()?;
         Ok(EpochReport {
@@ -287,10 +252,12 @@ impl Trainer {
     /// Begins to write a checkpoint, if one is asked for. Collective.
     pub(super) fn save(&mut self) -> Result<(), Box<dyn Error>> {
         let steps_per_epoch = self.steps_per_epoch();
-        match &mut self.checkpoints {
-            Some(checkpoints) => checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch),
-            None => Ok(()),
-        }
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
+        let timeline = self.engine.comm().timeline().clone();
+        let begin = timeline.begin();
+        checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch)?;
+        timeline.end(begin, Name::new("checkpoint"));
+        Ok(())
     }
 
     /// Waits until the last checkpoint is written.
@@ -301,10 +268,6 @@ impl Trainer {
     /// How many checkpoints were written, and how many milliseconds the training waited for each.
     pub(super) fn checkpoint_cost(&self) -> Option<(u32, f64)> {
         self.checkpoints.as_ref().map(Checkpoints::cost)
-    }
-
-    fn waited(&self) -> Duration {
-        self.checkpoints.as_ref().map_or(Duration::ZERO, Checkpoints::waited)
     }
 }
 

@@ -28,6 +28,44 @@ impl Task for NotFinite<'_> {
     }
 }
 
+/// Elements of a cache line, and lines of which one is looked at.
+const LINE: usize = 16;
+const LINES: usize = 8;
+
+/// Whether elements that are infinite or not a number are among an eighth of them: one cache line of each eight, another one
+/// for another `turn`; all lines in eight turns. That touches as little memory. The lines of neighbouring eights differ, so
+/// that rows and columns of a matrix, which such elements fill, are met.
+pub fn any_not_finite_of_some(values: &[f32], turn: u64) -> bool {
+    dispatch(OneLineOfEight { values, turn: (turn % LINES as u64) as usize })
+}
+
+struct OneLineOfEight<'a> {
+    values: &'a [f32],
+    turn: usize,
+}
+
+impl Task for OneLineOfEight<'_> {
+    type Output = bool;
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> bool {
+        let mut count = 0u32;
+        for (index, eight) in self.values.chunks(LINE * LINES).enumerate() {
+            let from = (index + index / LINES + self.turn) % LINES * LINE;
+            if let Some(line) = eight.get(from..from + LINE) {
+                for value in line {
+                    count += u32::from(!value.is_finite());
+                }
+            } else {
+                // The last eight may be shorter: all of it.
+                for value in eight {
+                    count += u32::from(!value.is_finite());
+                }
+            }
+        }
+        count > 0
+    }
+}
+
 /// The sum of all elements' squares, in f64. Its order depends on the length alone, so that every processor finds the
 /// same bits.
 pub fn sum_of_squares(values: &[f32]) -> f64 {

@@ -50,6 +50,28 @@ mod tests {
     }
 
     #[test]
+    fn every_element_is_looked_at_within_eight_turns_and_rows_and_columns_in_one() {
+        for len in [0, 5, 16, 127, 128, 129, 3000] {
+            for bad in 0..len {
+                let mut values = vec![1.0; len];
+                values[bad] = f32::NAN;
+                assert!((0..8).any(|turn| cpu::any_not_finite_of_some(&values, turn)), "{bad} of {len}");
+            }
+            assert!((0..8).all(|turn| !cpu::any_not_finite_of_some(&vec![1.0; len], turn)));
+        }
+        for (rows, columns) in [(1024, 6272), (200, 1024), (512, 512), (300, 333)] {
+            for turn in [0, 5] {
+                let mut values = vec![0.5; rows * columns];
+                values[columns * 7..columns * 8].fill(f32::INFINITY);
+                assert!(cpu::any_not_finite_of_some(&values, turn), "a row of {rows}x{columns}");
+                let mut values = vec![0.5; rows * columns];
+                values.chunks_mut(columns).for_each(|row| row[columns / 3] = f32::NAN);
+                assert!(cpu::any_not_finite_of_some(&values, turn), "a column of {rows}x{columns}");
+            }
+        }
+    }
+
+    #[test]
     fn squares_are_summed_without_overflow_or_loss() {
         for len in [0, 1, 31, 32, 33, 10_000] {
             let values: Vec<f32> = (0..len).map(|i| (i % 100) as f32 - 50.0).collect();

@@ -78,6 +78,9 @@ fn create(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>
     output.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
+/// Bytes of a manifest that are read; none has as many.
+const LONGEST_MANIFEST: u64 = 16 << 20;
+
 /// Brings the entries of a folder to the disk: which names there are, and what they stand for.
 pub(super) fn flush_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(|error| failed(path, error))
@@ -91,7 +94,9 @@ fn is_file_name(name: &str) -> bool {
 /// The manifest of the checkpoint at `path`.
 pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     let file = path.join(MANIFEST);
-    let text = fs::read(&file).map_err(|error| unreadable(&file, &error))?;
+    let mut text = Vec::new();
+    let read = File::open(&file).and_then(|file| file.take(LONGEST_MANIFEST).read_to_end(&mut text));
+    read.map_err(|error| unreadable(&file, &error))?;
     let manifest = Manifest::parse(&file, &text)?;
     match manifest.files.keys().find(|name| !is_file_name(name)) {
         Some(name) => Err(damaged(&file, format!("{name:?} is not the name of a file"))),
@@ -143,6 +148,10 @@ fn compare(path: &Path, entry: &Entry, bytes: u64, checksum: u64) -> Result<()> 
 /// The values of the arena in file `name` of the checkpoint at `path`, which must hold exactly the tensors of `layout`.
 pub(super) fn load(path: &Path, name: &str, entry: &Entry, layout: &Layout) -> Result<Vec<f32>> {
     let path = path.join(name);
+    let found = fs::metadata(&path).map_err(|error| unreadable(&path, &error))?.len();
+    if let Some(expected) = entry.bytes.filter(|expected| *expected != found) {
+        return Err(damaged(&path, format!("{found} bytes instead of {expected}")));
+    }
     let bytes = fs::read(&path).map_err(|error| unreadable(&path, &error))?;
     compare(&path, entry, bytes.len() as u64, xxh3_64(&bytes))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|error| failed(&path, error))?;

@@ -6,8 +6,9 @@
 //!
 //! One writer at a time: it holds a lock on the folder, which the kernel releases however the process ends. So whatever hidden
 //! name the next writer finds once it has the lock is of a dead one, and can go; and two runs that were given
-//! the same folder by mistake do not delete each other's checkpoints. Where the file system has no locks nothing of
-//! others is removed. Readers need no lock.
+//! the same folder by mistake do not delete each other's checkpoints. Where the file system has no locks hidden names are left
+//! alone, and on a network file system a lock may be known to one host only: there two runs must not share a folder. Readers need
+//! no lock (`read`).
 
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
@@ -39,9 +40,14 @@ impl Named {
             Some((digits, REPLACED)) => (digits, false),
             Some(_) => return None,
         };
-        let step = digits.parse().ok().filter(|_| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
-        Some(Named { step, current, path })
+        let step = digits.parse().ok().filter(|step| digits == digits_of(*step))?;
+        path.is_dir().then_some(Named { step, current, path })
     }
+}
+
+/// A step in names: nothing that is written otherwise is ours.
+fn digits_of(step: u64) -> String {
+    format!("{step:08}")
 }
 
 /// The checkpoints in `folder`, oldest first; none if there is no such folder.
@@ -102,7 +108,7 @@ impl Folder {
 
     /// The name of the checkpoint after `step` steps.
     pub(super) fn target(&self, step: u64) -> PathBuf {
-        self.path.join(format!("{PREFIX}{step:08}"))
+        self.path.join(format!("{PREFIX}{}", digits_of(step)))
     }
 
     /// What it is called until it is whole.
@@ -123,8 +129,14 @@ pub(super) fn hidden(path: &Path, suffix: &str) -> PathBuf {
 
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let hidden = name.strip_prefix('.').is_some_and(|name| name.starts_with(PREFIX));
-    hidden && [PARTIAL, REMOVED].iter().any(|suffix| name.ends_with(&format!(".{suffix}")))
+    let Some((name, suffix)) = name.strip_prefix('.').and_then(|name| name.rsplit_once('.')) else {
+        return false;
+    };
+    // One that was being replaced may have been removed under that name.
+    let step = name.strip_suffix(REPLACED).map_or(name, |name| name.trim_end_matches('.'));
+    let digits = step.strip_prefix(PREFIX).unwrap_or_default();
+    let is_ours = digits.parse().is_ok_and(|step| digits == digits_of(step));
+    is_ours && [PARTIAL, REMOVED].contains(&suffix) && path.is_dir()
 }
 
 /// Removes a folder with all that is in it, if it is there.
@@ -165,6 +177,7 @@ mod tests {
             "step-+5",
             "step-",
             "step-7.old",
+            "step-7",
             "steps",
             ".step-00000200.partial",
             "damaged-step-00000300",
@@ -182,8 +195,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("made/on/the/way");
         let first = Folder::open(&path).unwrap();
-        let kept = ["step-00000001", ".step", ".other.partial", "notes"];
-        let left = [first.partial(2), hidden(&first.target(3), REMOVED)];
+        let kept =
+            ["step-00000001", ".step", ".other.partial", ".step-by-step.partial", ".step-5.partial", "notes"];
+        let replaced = first.target(4).with_extension(REPLACED);
+        let left = [first.partial(2), hidden(&first.target(3), REMOVED), hidden(&replaced, REMOVED)];
         for folder in kept.map(|name| path.join(name)).iter().chain(&left) {
             fs::create_dir(folder).unwrap();
             fs::write(folder.join("file"), b"content").unwrap();

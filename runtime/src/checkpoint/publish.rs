@@ -40,7 +40,13 @@ fn publish_with(
         let _ = remove_tree(&partial);
         return Err(error);
     }
-    put_in_place(folder, &partial, &target, exchange).map_err(|error| failed(&target, error))?;
+    if let Err(error) = put_in_place(folder, &partial, &target, exchange) {
+        // Nothing is lost with it while there is another one of this step.
+        if target.exists() {
+            let _ = remove_tree(&partial);
+        }
+        return Err(failed(&target, error));
+    }
     folder.flush()?;
     // What had the name before, if it was an exchange.
     remove_tree(&partial)?;

@@ -3,9 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use super::files;
-use super::folder::list;
+use super::folder::{Named, list};
 use super::{Manifest, damaged};
 use crate::{Error, Layout, Result};
+
+/// How often a folder is looked at that changes meanwhile.
+const LOOKS: usize = 10;
 
 /// A checkpoint on the disk.
 #[derive(Debug, Clone)]
@@ -70,14 +73,31 @@ pub struct Found {
 /// Looks for the newest checkpoint in `folder` whose files are all as they were written. `None` if there is no checkpoint at
 /// all, or no folder.
 ///
-/// That an older one is found in place of a damaged one is for the caller to say, or to refuse.
+/// That an older one is found in place of a damaged one is for the caller to say, or to refuse. A writer may be at work: what it
+/// takes away meanwhile is not damaged.
 ///
 /// # Errors
 /// [`Error::Damaged`] if there are checkpoints and none is whole; [`Error::Checkpoint`] if one cannot be read for
 /// another reason, such as a format that this version does not know: an older one in its place would be a surprise.
 pub fn find(folder: &Path) -> Result<Option<Found>> {
+    for _ in 0..LOOKS {
+        let listed = list(folder)?;
+        let found = newest_whole(folder, listed.clone());
+        let is_damaged = match &found {
+            Ok(found) => found.as_ref().is_some_and(|found| !found.damaged.is_empty()),
+            Err(error) => matches!(error, Error::Damaged { .. }),
+        };
+        if !is_damaged || list(folder)? == listed {
+            return found;
+        }
+    }
+    Err(super::failed(folder, "checkpoints come and go faster than they can be read"))
+}
+
+/// Looks at `listed`.
+fn newest_whole(folder: &Path, listed: Vec<Named>) -> Result<Option<Found>> {
     let mut bad = Vec::new();
-    for named in list(folder)?.into_iter().rev() {
+    for named in listed.into_iter().rev() {
         let whole = Checkpoint::open(&named.path).and_then(|checkpoint| {
             checkpoint.verify()?;
             Ok(checkpoint)

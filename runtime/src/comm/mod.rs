@@ -182,6 +182,24 @@ fn gather_segments(
 }
 
 /// Collectives over the ranks of a world. See the [module](self) for what holds for all of them.
+///
+/// ```
+/// # fn main() -> mgpu::Result<()> {
+/// use mgpu::{DType, ReduceOp};
+/// let mut world = mgpu::World::from_env()?;
+/// let mut comm = world.communicator()?;
+/// // Memory that peers reach in place.
+/// let mut gradients = comm.allocate(DType::F32, 1000)?;
+/// gradients.as_mut_slice::<f32>().fill(1.5);
+/// let averages = comm.all_reduce(gradients, ReduceOp::Avg)?.wait()?;
+/// assert_eq!(averages.as_slice::<f32>()[999], 1.5);
+/// // Memory of the program's own is copied in and out.
+/// let mut losses = [0.25f64];
+/// comm.all_reduce_slice(&mut losses, ReduceOp::Sum)?;
+/// assert_eq!(losses[0], 0.25 * f64::from(comm.size()));
+/// # Ok(())
+/// # }
+/// ```
 pub trait Communicator: Send {
     /// This rank.
     fn rank(&self) -> u32;
@@ -197,8 +215,8 @@ pub trait Communicator: Send {
         &timeline::OFF
     }
 
-    /// Has every operation note in `at`, where that is 0, when the last rank had come to it, by [`timeline::now`]. Backends
-    /// that cannot tell leave it alone.
+    /// Has every operation of all ranks note in `at`, where that is 0, when the last one had come to it, by
+    /// [`timeline::now`]. Backends that cannot tell leave it alone, and so do [`send`](Self::send) and [`recv`](Self::recv).
     fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
         drop(at);
     }

@@ -8,24 +8,20 @@ use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
 
 use super::slot::{Averaged, Slot};
-use crate::Result;
+use super::slots::Slots;
 use crate::comm::{Communicator, shard};
+use crate::{Layout, Result};
 
 /// Keeps a norm of zero from being divided by.
 const TINY: f64 = 1e-6;
 
 /// Scales what this rank has of the reduced gradients so that their norm is `most` at most, and returns the norm they had.
-/// Collective where buckets are sharded. If `invariant`, no shards are told apart, on which the number of ranks shows.
+/// Collective where buckets are sharded.
 ///
 /// # Errors
 /// As [`Communicator::all_gather`].
-pub(super) fn clip(
-    comm: &mut dyn Communicator,
-    slots: &mut [Slot],
-    most: f64,
-    invariant: bool,
-) -> Result<f64> {
-    let (rank, ranks) = (comm.rank(), if invariant { 1 } else { comm.size() });
+pub(super) fn clip(comm: &mut dyn Communicator, slots: &mut [Slot], most: f64) -> Result<f64> {
+    let (rank, ranks) = (comm.rank(), comm.size());
     let has_shard = |slot: &&Slot| slot.averaged == Averaged::Shard;
     let squares = |slot: &Slot, rank| sum_of_squares(&slot.values()[shard(slot.elements.len(), ranks, rank)]);
     let mine: Vec<f64> = slots.iter().filter(has_shard).map(|slot| squares(slot, rank)).collect();
@@ -40,7 +36,21 @@ pub(super) fn clip(
         }
         place += usize::from(has_shard(&slot));
     }
-    let norm = sum.sqrt();
+    Ok(shorten(slots, sum.sqrt(), most))
+}
+
+/// As [`clip`], of gradients that all ranks have whole, by a sum in which neither ranks nor buckets show.
+pub(super) fn clip_invariant(layout: &Layout, slots: &mut Slots, most: f64) -> f64 {
+    let squares = |tensor: usize| {
+        let slot = &slots.all[slots.of[tensor]];
+        sum_of_squares(&slot.values()[slot.within(layout, tensor)])
+    };
+    let sum: f64 = (0..layout.tensors().len()).map(squares).sum();
+    shorten(&mut slots.all, sum.sqrt(), most)
+}
+
+/// Scales gradients of the norm `norm` to `most`, if that is less, and returns `norm`.
+fn shorten(slots: &mut [Slot], norm: f64, most: f64) -> f64 {
     let factor = most / (norm + TINY);
     if factor < 1.0 {
         for slot in slots {
@@ -48,5 +58,5 @@ pub(super) fn clip(
             scale(&mut slot.values_mut()[reduced], factor as f32);
         }
     }
-    Ok(norm)
+    norm
 }

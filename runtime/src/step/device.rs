@@ -5,8 +5,8 @@
 //! The way of a gradient is that of [`DataParallel`](super::DataParallel): into its bucket, over the ranks, through the
 //! optimizer. Here every leg of it is work on one of two streams. The *compute* stream has the model's kernels and the
 //! optimizer's; the *exchange* stream has the all-reduces. When the last gradient of a bucket has been asked for, the
-//! exchange stream is told to wait for the compute stream to come to that place ([`Slot::written`]), and to all-reduce;
-//! before the bucket's update the compute stream waits for the exchange stream in turn ([`Slot::reduced`]). So buckets
+//! exchange stream is told to wait for the compute stream to come to that place (`Slot::written`), and to all-reduce;
+//! before the bucket's update the compute stream waits for the exchange stream in turn (`Slot::reduced`). So buckets
 //! travel under the rest of the backward pass, and the whole step can be captured into one graph: the streams part and
 //! join within it.
 //!

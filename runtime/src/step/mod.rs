@@ -41,15 +41,6 @@ use crate::{Error, Layout, Result};
 /// cache.
 const BLOCK: usize = 1 << 15;
 
-/// What steps took beside their forward and backward passes, summed over steps.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct StepTimes {
-    /// Waiting for gradients that were still on their way.
-    pub communication: Duration,
-    /// Updating the parameters.
-    pub optimizer: Duration,
-}
-
 /// A part of a rank's batch, of which gradients are computed by themselves.
 pub struct MicroBatch<'a> {
     /// Which of the step's on this rank, from 0.
@@ -99,8 +90,8 @@ pub struct DataParallel {
     norm: Option<f64>,
     /// Elements that are updated before they are passed on.
     block: usize,
-    /// Where they are asked for.
-    times: Option<StepTimes>,
+    /// What updating has taken so far.
+    update_time: Duration,
 }
 
 impl DataParallel {
@@ -155,7 +146,7 @@ impl DataParallel {
             accumulator: Accumulator::new(layout.len(), config.world_size_invariant),
             block: BLOCK * config.threads.max(1),
             observed: Some(Vec::new()),
-            times: None,
+            update_time: Duration::ZERO,
             norm: None,
             comm,
             layout,
@@ -184,6 +175,26 @@ impl DataParallel {
     }
 
     /// Makes one step of several micro-batches, equally many on all ranks, which communicates as much as with one.
+    ///
+    /// ```
+    /// # fn main() -> mgpu::Result<()> {
+    /// # use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+    /// # let mut world = mgpu::World::from_env()?;
+    /// # let mut layout = mgpu::Layout::new();
+    /// # layout.push("mean", [1]);
+    /// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 1.0, ..Sgd::default() }));
+    /// let config = mgpu::DataParallelConfig { clip_norm: Some(100.0), ..mgpu::DataParallelConfig::new(sgd, 1) };
+    /// let mut model = mgpu::DataParallel::with_config(world.communicator()?, layout, vec![0.0], config)?;
+    /// let samples = [1.0, 3.0, 5.0, 11.0];
+    /// // The gradient of (mean - sample)² / 2, sample by sample.
+    /// model.step_accumulated(4, &mut [], |batch| {
+    ///     batch.gradients.write(0, &[batch.parameters[0] - samples[batch.index]])
+    /// })?;
+    /// assert_eq!((model.parameters(), model.gradient_norm()), (&[5.0][..], Some(5.0)));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// `compute` runs forward and backward of each, and hands over every gradient as the mean over the micro-batch; the
     /// step reduces them over micro-batches and ranks, and updates the parameters. `buffers` are what the model changes
     /// beside its parameters, such as running statistics; they are passed on to `compute`.
@@ -191,7 +202,7 @@ impl DataParallel {
     /// # Errors
     /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or twice; rank and tensor,
     /// if gradients are no numbers ([`Error::NotFinite`]; parameters and optimizer are as before then, and another step may
-    /// be made) or weights differ between ranks ([`Error::Diverged`]).
+    /// be made, but `buffers` are as `compute` has left them) or weights differ between ranks ([`Error::Diverged`]).
     ///
     /// # Panics
     /// If there are no micro-batches.
@@ -209,7 +220,8 @@ impl DataParallel {
         self.observed.iter_mut().for_each(Vec::clear);
         self.accumulator.begin_step(micro_batches);
         let mut not_finite = None;
-        let mut mean = self.config.world_size_invariant.then(|| BufferMean::new(buffers, micro_batches));
+        let is_mean = self.config.world_size_invariant && !buffers.is_empty();
+        let mut mean = is_mean.then(|| BufferMean::new(buffers, micro_batches));
         for index in 0..micro_batches {
             self.accumulator.begin_batch(index);
             if let Some(mean) = &mut mean {
@@ -243,14 +255,13 @@ impl DataParallel {
     /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
-        let (start, mut updating) = (Instant::now(), Duration::ZERO);
-        let Self { comm, parameters, optimizer, slots, block, .. } = self;
+        let Self { comm, parameters, optimizer, slots, block, update_time, .. } = self;
         let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
             let from = begin - slot.elements.start;
             let gradients = &slot.values()[from..from + parameters.len()];
             optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
-            updating += start.elapsed();
+            *update_time += start.elapsed();
         };
         for slot in slots.all.iter().filter(|slot| !slot.sharded) {
             update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
@@ -262,15 +273,12 @@ impl DataParallel {
             let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
             *parameters = comm.all_gather_with(all, &slots.segments, *block, &mut make)?.wait()?;
         }
-        if let Some(times) = &mut self.times {
-            times.communication += start.elapsed().saturating_sub(updating);
-            times.optimizer += updating;
-        }
         Ok(())
     }
 
     /// What a micro-batch is computed with. What is found in its gradients goes to `not_finite`.
     fn begin_batch<'a>(&'a mut self, not_finite: &'a mut Option<usize>) -> (&'a [f32], Sink<'a>) {
+        let (micro_batches, step) = (self.accumulator.count(), self.steps());
         for slot in &mut self.slots.all {
             slot.open.fill(true);
         }
@@ -282,7 +290,8 @@ impl DataParallel {
             slots: &mut self.slots,
             observed: self.observed.as_mut(),
             accumulator: &mut self.accumulator,
-            exchange: Exchange { reduction, invariant },
+            exchange: Exchange { reduction, invariant, micro_batches },
+            step,
             check,
             not_finite,
         };
@@ -303,8 +312,10 @@ impl DataParallel {
     /// Shortens the gradients if they are longer than they may be.
     fn clip(&mut self) -> Result<()> {
         if let Some(most) = self.config.clip_norm {
-            let invariant = self.config.world_size_invariant;
-            self.norm = Some(clip::clip(&mut *self.comm, &mut self.slots.all, most, invariant)?);
+            self.norm = Some(match self.config.world_size_invariant {
+                true => clip::clip_invariant(&self.layout, &mut self.slots, most),
+                false => clip::clip(&mut *self.comm, &mut self.slots.all, most)?,
+            });
         }
         Ok(())
     }
@@ -314,14 +325,9 @@ impl DataParallel {
         self.norm
     }
 
-    /// Measures from now on what steps take beside their passes, from zero.
-    pub fn start_times(&mut self) {
-        self.times = Some(StepTimes::default());
-    }
-
-    /// What the steps took since [`start_times`](Self::start_times).
-    pub fn times(&self) -> Option<StepTimes> {
-        self.times
+    /// What updating the parameters has taken so far, without communication.
+    pub fn update_time(&self) -> Duration {
+        self.update_time
     }
 
     /// This rank's copy of the parameters, equal on all ranks. Empty after a step in which a rank was lost while updated

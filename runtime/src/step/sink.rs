@@ -12,6 +12,9 @@ use crate::{Error, Layout, Result};
 pub trait GradientSink {
     /// The gradient of parameter tensor `tensor` (index in the layout), to be overwritten: it holds whatever the
     /// last step left.
+    ///
+    /// # Panics
+    /// If there is no such tensor, or it may be on its way already, since it was announced.
     fn gradient(&mut self, tensor: usize) -> &mut [f32];
 
     /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and micro-batch, in the same
@@ -24,15 +27,9 @@ pub trait GradientSink {
     /// Copies the gradient of `tensor` and announces it.
     ///
     /// # Errors
-    /// If `gradient` has not as many elements as the tensor; or as [`ready`](Self::ready).
+    /// If `gradient` has not as many elements as the tensor (a sink may panic instead); or as [`ready`](Self::ready).
     fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
-        let place = self.gradient(tensor);
-        if place.len() != gradient.len() {
-            let (is, should) = (gradient.len(), place.len());
-            let problem = format!("a gradient of {is} elements for tensor {tensor}, which has {should}");
-            return Err(Error::InvalidArgument { operation: "step", problem });
-        }
-        place.copy_from_slice(gradient);
+        self.gradient(tensor).copy_from_slice(gradient);
         self.ready(tensor)
     }
 
@@ -52,10 +49,25 @@ pub(super) struct Sink<'a> {
     pub(super) observed: Option<&'a mut Vec<usize>>,
     pub(super) accumulator: &'a mut Accumulator,
     pub(super) exchange: Exchange,
+    /// The step being made, from 0.
+    pub(super) step: u64,
     /// Whether to look for gradients that are no numbers.
     pub(super) check: bool,
-    /// The first tensor with such gradients, in the order of the backward pass.
+    /// A tensor with such gradients.
     pub(super) not_finite: &'a mut Option<usize>,
+}
+
+impl Sink<'_> {
+    /// Checks that the gradient of `tensor` was not announced before.
+    fn check_open(&self, tensor: usize) -> Result<()> {
+        let slot = &self.slots.all[self.slots.of[tensor]];
+        if slot.open[tensor - slot.bucket.tensors.start] {
+            return Ok(());
+        }
+        let name = &self.layout.tensors()[tensor].name;
+        let problem = format!("the gradient of tensor `{name}` was handed over twice");
+        Err(Error::InvalidArgument { operation: "step", problem })
+    }
 }
 
 impl GradientSink for Sink<'_> {
@@ -66,13 +78,9 @@ impl GradientSink for Sink<'_> {
     }
 
     fn ready(&mut self, tensor: usize) -> Result<()> {
+        self.check_open(tensor)?;
         let slot = &mut self.slots.all[self.slots.of[tensor]];
-        let open = &mut slot.open[tensor - slot.bucket.tensors.start];
-        if !std::mem::replace(open, false) {
-            let name = &self.layout.tensors()[tensor].name;
-            let problem = format!("the gradient of tensor `{name}` was handed over twice");
-            return Err(Error::InvalidArgument { operation: "step", problem });
-        }
+        slot.open[tensor - slot.bucket.tensors.start] = false;
         if let Some(order) = self.observed.as_mut().filter(|_| self.accumulator.is_last()) {
             order.push(tensor);
         }
@@ -80,7 +88,8 @@ impl GradientSink for Sink<'_> {
             let within = slot.within(self.layout, tensor);
             let gradient = &mut slot.values_mut()[within];
             self.accumulator.add(self.layout.range(tensor), gradient);
-            if self.accumulator.is_last() && self.exchange.reduction == Reduction::Mean {
+            let Exchange { reduction, invariant, .. } = self.exchange;
+            if self.accumulator.is_last() && reduction == Reduction::Mean && !invariant {
                 let count = self.accumulator.count() as f32;
                 gradient.iter_mut().for_each(|value| *value /= count);
             }
@@ -89,10 +98,24 @@ impl GradientSink for Sink<'_> {
             return Ok(());
         }
         if self.check && self.not_finite.is_none() {
-            *self.not_finite = slot.first_not_finite(self.layout);
+            *self.not_finite = slot.not_finite(self.layout, self.step);
         }
-        self.comm.timeline().set_bucket(self.slots.of[tensor]);
+        if !self.exchange.invariant {
+            self.comm.timeline().set_bucket(self.slots.of[tensor]);
+        }
         slot.reduce(self.comm, self.exchange)
+    }
+
+    fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
+        self.check_open(tensor)?;
+        let spec = &self.layout.tensors()[tensor];
+        if gradient.len() != spec.len() {
+            let (name, is, should) = (&spec.name, gradient.len(), spec.len());
+            let problem = format!("a gradient of {is} elements for tensor `{name}`, which has {should}");
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        self.gradient(tensor).copy_from_slice(gradient);
+        self.ready(tensor)
     }
 
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {

@@ -17,12 +17,18 @@ use crate::bucket::Bucket;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
 
+/// Elements of a tensor that is looked at whole for what is no number. (27 MB of gradients, of which `deep` has most in one
+/// tensor, took 2.0 ms of a step of 82.)
+const SMALL: usize = 1 << 16;
+
 /// How gradients become one over ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exchange {
     pub(super) reduction: Reduction,
     /// Whether the result is not to depend on the number of ranks.
     pub(super) invariant: bool,
+    /// Micro-batches of each rank.
+    pub(super) micro_batches: usize,
 }
 
 /// A bucket's gradient: here, or with the communicator.
@@ -125,7 +131,9 @@ impl Slot {
         if exchange.invariant {
             gradient = tree::all_sum(comm, gradient)?;
             if exchange.reduction == Reduction::Mean {
-                arena::scale(gradient.as_mut_slice(), 1.0 / comm.size() as f32);
+                // Divided once, as a single rank would.
+                let count = comm.size() as usize * exchange.micro_batches;
+                arena::scale(gradient.as_mut_slice(), 1.0 / count as f32);
             }
             (self.gradient, self.averaged) = (Gradient::Here(gradient), Averaged::All);
             return Ok(());
@@ -158,14 +166,18 @@ impl Slot {
         self.own.start - self.elements.start..self.own.end - self.elements.start
     }
 
-    /// The last of the bucket's tensors that has gradients which are not finite numbers.
-    pub(super) fn first_not_finite(&self, layout: &Layout) -> Option<usize> {
+    /// A tensor of the bucket with gradients which are not finite numbers, in step `step`. Small ones are looked at whole,
+    /// of large ones an eighth, which is another one in the next step.
+    pub(super) fn not_finite(&self, layout: &Layout, step: u64) -> Option<usize> {
         let values = self.values();
-        if digest::not_finite(values) == 0 {
-            return None;
-        }
-        let mut tensors = self.bucket.tensors.clone().rev();
-        tensors.find(|tensor| digest::not_finite(&values[self.within(layout, *tensor)]) > 0)
+        let is_bad = |tensor: &usize| {
+            let gradient = &values[self.within(layout, *tensor)];
+            match gradient.len() {
+                0..=SMALL => digest::not_finite(gradient) > 0,
+                _ => digest::any_not_finite_of_some(gradient, step),
+            }
+        };
+        self.bucket.tensors.clone().rev().find(is_bad)
     }
 
     /// The averaged gradient. Collective where only shards of it have been averaged.

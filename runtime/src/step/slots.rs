@@ -43,28 +43,29 @@ impl Slots {
         for (place, bucket) in buckets.iter().enumerate() {
             of[bucket.tensors.clone()].fill(place);
         }
-        let mut all: Vec<(usize, Slot)> = Vec::new();
-        let mut buckets: Vec<_> = buckets.into_iter().enumerate().collect();
-        buckets.sort_by_key(|(_, bucket)| bucket.elements.start);
-        // From the end of the arena, so that what lies between two buckets goes with the one before.
-        for (place, bucket) in buckets.into_iter().rev() {
-            let begin = bucket.elements.start;
+        // From the end of the arena, so that what lies between two buckets goes with the one before. Tensors tell the
+        // order: of two buckets that begin at one element, one has none.
+        let mut places: Vec<usize> = (0..buckets.len()).collect();
+        places.sort_by_key(|place| std::cmp::Reverse(buckets[*place].tensors.start));
+        let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
+        for place in &places {
+            let begin = buckets[*place].elements.start;
             let (rest, gradient) = gradients.split_at(begin);
             gradients = rest;
             let (rest, narrowed) = narrow.map(|narrow| narrow.split_at(begin)).unzip();
             narrow = rest;
-            all.push((place, Slot::new(bucket, gradient, narrowed, sharding)));
+            all[*place] = Some(Slot::new(buckets[*place].clone(), gradient, narrowed, sharding));
         }
-        let is_sharded = |(_, slot): &&(usize, Slot)| slot.sharded;
-        let segments = all.iter().rev().filter(is_sharded).map(|(_, slot)| slot.elements.clone()).collect();
-        let of_segment = all.iter().rev().filter(is_sharded).map(|(place, _)| *place).collect();
-        all.sort_by_key(|(place, _)| *place);
-        let (mut all, mut states): (Vec<Slot>, _) = (all.into_iter().map(|(_, slot)| slot).collect(), 0);
+        let mut all: Vec<Slot> = all.into_iter().flatten().collect();
+        let mut states = 0;
         for slot in &mut all {
             slot.state = states;
             states += slot.own.len();
         }
-        Slots { all, of, segments, of_segment, states }
+        places.retain(|place| all[*place].sharded);
+        places.reverse();
+        let segments = places.iter().map(|place| all[*place].elements.clone()).collect();
+        Slots { all, of, segments, of_segment: places, states }
     }
 
     /// Puts the arenas together again.
@@ -73,7 +74,7 @@ impl Slots {
     /// If gradients were lost.
     pub(super) fn uncut(self) -> Result<(Buffer, Option<Buffer>)> {
         let mut all = self.all;
-        all.sort_by_key(|slot| slot.elements.start);
+        all.sort_by_key(|slot| slot.bucket.tensors.start);
         let mut arenas: Option<(Buffer, Option<Buffer>)> = None;
         for slot in all {
             let (gradient, narrow) = slot.into_buffers()?;

@@ -7,7 +7,7 @@ use super::slots::Slots;
 use crate::bucket;
 use crate::optimizer::Optimizer;
 use crate::replicate::replicate;
-use crate::{Layout, Result};
+use crate::{Error, Layout, Result};
 
 /// The name of an arena in a checkpoint, and its values.
 pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
@@ -76,6 +76,12 @@ impl DataParallel {
         let Some(order) = self.observed.take_if(|order| order.len() == tensors) else { return Ok(()) };
         let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
         self.comm.broadcast_slice(&mut order, 0)?;
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        if !sorted.into_iter().eq(0..tensors as i64) {
+            let problem = "its order of gradients does not name every tensor once".to_owned();
+            return Err(Error::Protocol { peer: "rank 0".into(), problem });
+        }
         let order = order.into_iter().map(|tensor| tensor as usize);
         let buckets =
             bucket::plan_in_order(&self.layout, order, self.config.first_bucket(), self.config.bucket);

@@ -39,7 +39,7 @@ pub(super) fn gather(record: &Record, comm: &mut dyn Communicator) -> Result<Vec
     let counts: Vec<_> = all.chunks_exact(counts.len()).collect();
     // Everybody looks at all of them, so that nobody waits for one that gave up.
     for (rank, counts) in counts.iter().enumerate() {
-        if !counts.iter().all(|count| (0..=MOST).contains(count)) {
+        if !counts[..2].iter().all(|count| (0..=MOST).contains(count)) || counts[2] < 0 {
             return Err(bad(rank, "counts that no record has"));
         }
     }
@@ -48,19 +48,18 @@ pub(super) fn gather(record: &Record, comm: &mut dyn Communicator) -> Result<Vec
         comm.send(Buffer::from_slice(&words), 0)?.wait()?;
         return Ok(Vec::new());
     }
-    let mut tracks = Vec::new();
-    for (rank, counts) in counts.iter().enumerate() {
-        let left_out = counts[2] as u64;
-        let track = if rank == 0 {
-            decode(&names, &words, left_out)
-        } else {
-            let names = comm.recv(Buffer::zeroed::<u8>(counts[0] as usize), rank as u32)?.wait()?;
-            let words = comm.recv(Buffer::zeroed::<i64>(counts[1] as usize), rank as u32)?.wait()?;
-            decode(names.as_slice(), words.as_slice(), left_out)
-        };
-        tracks.push(track.map_err(|problem| bad(rank, problem))?);
+    let mut records = vec![(Buffer::from_slice(&names), Buffer::from_slice(&words))];
+    for (rank, counts) in counts.iter().enumerate().skip(1) {
+        let names = comm.recv(Buffer::zeroed::<u8>(counts[0] as usize), rank as u32)?.wait()?;
+        let words = comm.recv(Buffer::zeroed::<i64>(counts[1] as usize), rank as u32)?.wait()?;
+        records.push((names, words));
     }
-    Ok(tracks)
+    // Nobody waits any more, whatever is in them.
+    let decoded = records.iter().zip(&counts).enumerate().map(|(rank, ((names, words), counts))| {
+        let track = decode(names.as_slice(), words.as_slice(), counts[2] as u64);
+        track.map_err(|problem| bad(rank, problem))
+    });
+    decoded.collect()
 }
 
 fn bad(rank: usize, problem: &str) -> Error {

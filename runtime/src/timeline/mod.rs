@@ -222,7 +222,7 @@ impl Timeline {
         }
         let record = &mut *shared.record();
         if record.spans.len() < record.most {
-            record.spans.push(span);
+            record.spans.push(Span { end: span.end.max(span.begin), ..span });
         } else {
             record.left_out += 1;
         }
@@ -269,6 +269,9 @@ impl Timeline {
     /// # Errors
     /// If not; names the file.
     pub fn check(path: &Path) -> Result<()> {
+        if path.is_dir() {
+            return Err(cannot_write(path, &"it is a folder"));
+        }
         let partial = partial(path);
         let checked = std::fs::File::create(&partial).and_then(|_| std::fs::remove_file(&partial));
         checked.map_err(|error| cannot_write(path, &error))

@@ -31,9 +31,11 @@ pub(in super::super) struct Cpu<E> {
     measured: Option<Measured>,
 }
 
-/// Time of the steps that are measured, but for what the network and the model measure.
+/// Time of the steps that are measured, but for what the network measures.
 #[derive(Debug, Default)]
 struct Measured {
+    /// What updating had taken before them.
+    updated: Duration,
     /// For filling batches.
     gather: Duration,
     /// In collectives.
@@ -98,9 +100,8 @@ impl<E: Storage> Engine for Cpu<E> {
         while model.steps() < until {
             let step = model.steps();
             if *profile && measured.is_none() && step >= WARM_UP {
-                *measured = Some(Measured::default());
+                *measured = Some(Measured { updated: model.update_time(), ..Measured::default() });
                 net.start_profile();
-                model.start_times();
             }
             let (begin, communicated) = (measured.as_ref().map(|_| Instant::now()), timeline.communication());
             let mut gathered = Duration::ZERO;
@@ -195,12 +196,12 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn profile(&self) -> Option<StepProfile> {
-        let Measured { gather, communication, steps } = self.measured.as_ref()?;
+        let Measured { updated, gather, communication, steps } = self.measured.as_ref()?;
         let (net, stages) = self.net.profile()?;
         let rest = Sums {
             gather: *gather,
             communication: *communication,
-            optimizer: self.model.times()?.optimizer,
+            optimizer: self.model.update_time() - *updated,
             steps: *steps,
         };
         Some(StepProfile::new(self.net.threads(), (net, stages), rest))

@@ -57,6 +57,8 @@ pub(in super::super) struct Gpu {
     epoch: Option<u64>,
     test: Option<DeviceData>,
     marks: Vec<Mark>,
+    /// Steps since the engine was made.
+    launched: u64,
 }
 
 impl Gpu {
@@ -96,6 +98,7 @@ impl Gpu {
             train: None,
             epoch: None,
             test: None,
+            launched: 0,
         })
     }
 
@@ -197,8 +200,7 @@ impl Engine for Gpu {
         let (mut told, mut score) = (begin, LossReport::default());
         let mut launches = 0;
         while self.model.steps() < until {
-            let made = self.model.steps() - begin;
-            if self.options.graph && self.graphs.is_empty() && made >= FIRST_STEPS {
+            if self.options.graph && self.graphs.is_empty() && self.launched >= FIRST_STEPS {
                 self.capture()?;
             }
             let longest = if self.graphs.is_empty() { 1 } else { STEPS_A_LAUNCH };
@@ -211,6 +213,7 @@ impl Engine for Gpu {
                 told = step;
             }
             self.launch(steps)?;
+            self.launched += steps;
             let Gpu { model, net, marks, .. } = self;
             let mark = &mut marks[place];
             model.read_later(net.score(), &mut mark.score)?;

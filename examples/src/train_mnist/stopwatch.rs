@@ -1,0 +1,105 @@
+//! What an epoch's steps take, and how much of it a rank spends in collectives; without what is done between steps.
+
+use std::cell::Cell;
+use std::ops::{AddAssign, Sub};
+use std::time::Instant;
+
+use mgpu::timeline::Timeline;
+
+/// Seconds: in all, in collectives, and of these waiting for peers to come.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Spent {
+    pub(super) seconds: f64,
+    collectives: f64,
+    waiting: f64,
+}
+
+impl Spent {
+    /// Shares of the time that went to collectives, and to waiting for peers there.
+    pub(super) fn communication(&self) -> [f64; 2] {
+        [self.collectives, self.waiting].map(|seconds| seconds / self.seconds.max(1e-9))
+    }
+}
+
+impl AddAssign for Spent {
+    fn add_assign(&mut self, more: Spent) {
+        self.seconds += more.seconds;
+        self.collectives += more.collectives;
+        self.waiting += more.waiting;
+    }
+}
+
+impl Sub for Spent {
+    type Output = Spent;
+
+    fn sub(self, less: Spent) -> Spent {
+        Spent {
+            seconds: self.seconds - less.seconds,
+            collectives: self.collectives - less.collectives,
+            waiting: self.waiting - less.waiting,
+        }
+    }
+}
+
+/// Runs from when it is made.
+pub(super) struct Stopwatch {
+    started: Instant,
+    timeline: Timeline,
+    /// What does not count.
+    left_out: Cell<Spent>,
+}
+
+impl Stopwatch {
+    pub(super) fn start(timeline: &Timeline) -> Self {
+        let watch =
+            Stopwatch { started: Instant::now(), timeline: timeline.clone(), left_out: Cell::default() };
+        watch.left_out.set(watch.total());
+        watch
+    }
+
+    fn total(&self) -> Spent {
+        let seconds = |counted: Option<std::time::Duration>| counted.unwrap_or_default().as_secs_f64();
+        Spent {
+            seconds: self.started.elapsed().as_secs_f64(),
+            collectives: seconds(self.timeline.communication()),
+            waiting: seconds(self.timeline.waiting()),
+        }
+    }
+
+    /// What was spent so far.
+    pub(super) fn spent(&self) -> Spent {
+        self.total() - self.left_out.get()
+    }
+
+    /// Does something that does not count.
+    pub(super) fn leave_out<R>(&self, work: impl FnOnce() -> R) -> R {
+        let before = self.total();
+        let result = work();
+        let mut left_out = self.left_out.get();
+        left_out += self.total() - before;
+        self.left_out.set(left_out);
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_out_does_not_count() {
+        let timeline = Timeline::new(0);
+        let mut comm = timeline.observe(mgpu::World::from_env().unwrap().communicator().unwrap());
+        comm.barrier().unwrap();
+        let watch = Stopwatch::start(&timeline);
+        assert_eq!(watch.spent().collectives, 0.0);
+        watch.leave_out(|| comm.barrier().unwrap());
+        let before = watch.spent();
+        assert!(before.collectives.abs() < 1e-12 && before.seconds >= 0.0);
+        comm.barrier().unwrap();
+        let spent = watch.spent() - before;
+        assert!(spent.collectives > 0.0 && spent.seconds >= spent.collectives);
+        let [share, waiting] = spent.communication();
+        assert!(share > 0.0 && share <= 1.0 && waiting <= share);
+    }
+}
