@@ -30,38 +30,36 @@ impl Task for NotFinite<'_> {
 
 /// Elements of a cache line, and lines of which one is looked at.
 const LINE: usize = 16;
-const LINES: usize = 8;
+const LINES: usize = 32;
 
-/// Whether elements that are infinite or not a number are among an eighth of them: one cache line of each eight, another one
-/// for another `turn`; all lines in eight turns. That touches as little memory. The lines of neighbouring eights differ, so
-/// that rows and columns of a matrix, which such elements fill, are met.
+/// Whether elements that are infinite or not a number are among some of them: one cache line of 32, another one for another
+/// `turn`; all lines in 32 turns. That touches as little memory. The lines of neighbouring groups differ, so that columns of
+/// a matrix, which such elements may fill, are met as rows of 512 elements are.
 pub fn any_not_finite_of_some(values: &[f32], turn: u64) -> bool {
-    dispatch(OneLineOfEight { values, turn: (turn % LINES as u64) as usize })
+    dispatch(OneLineOfMany { values, turn: (turn % LINES as u64) as usize })
 }
 
-struct OneLineOfEight<'a> {
+struct OneLineOfMany<'a> {
     values: &'a [f32],
     turn: usize,
 }
 
-impl Task for OneLineOfEight<'_> {
+impl Task for OneLineOfMany<'_> {
     type Output = bool;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> bool {
-        let mut count = 0u32;
-        for (index, eight) in self.values.chunks(LINE * LINES).enumerate() {
-            let from = (index + index / LINES + self.turn) % LINES * LINE;
-            if let Some(line) = eight.get(from..from + LINE) {
-                for value in line {
-                    count += u32::from(!value.is_finite());
-                }
-            } else {
-                // The last eight may be shorter: all of it.
-                for value in eight {
-                    count += u32::from(!value.is_finite());
-                }
+        let (lines, rest) = self.values.as_chunks::<LINE>();
+        let (groups, odd) = lines.as_chunks::<LINES>();
+        // Lane by lane, so that a line is a vector or two.
+        let mut counts = [0u32; LINE];
+        for (index, group) in groups.iter().enumerate() {
+            let line = &group[(index + index / LINES + self.turn) % LINES];
+            for lane in 0..LINE {
+                counts[lane] += u32::from(!line[lane].is_finite());
             }
         }
+        let rest = odd.as_flattened().iter().chain(rest);
+        let count = counts.iter().sum::<u32>() + rest.map(|value| u32::from(!value.is_finite())).sum::<u32>();
         count > 0
     }
 }

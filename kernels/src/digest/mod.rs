@@ -50,16 +50,16 @@ mod tests {
     }
 
     #[test]
-    fn every_element_is_looked_at_within_eight_turns_and_rows_and_columns_in_one() {
-        for len in [0, 5, 16, 127, 128, 129, 3000] {
+    fn every_element_is_looked_at_in_its_turn_and_rows_and_columns_in_any() {
+        for len in [0, 5, 16, 511, 512, 513, 1500] {
             for bad in 0..len {
                 let mut values = vec![1.0; len];
                 values[bad] = f32::NAN;
-                assert!((0..8).any(|turn| cpu::any_not_finite_of_some(&values, turn)), "{bad} of {len}");
+                assert!((0..32).any(|turn| cpu::any_not_finite_of_some(&values, turn)), "{bad} of {len}");
             }
-            assert!((0..8).all(|turn| !cpu::any_not_finite_of_some(&vec![1.0; len], turn)));
+            assert!((0..32).all(|turn| !cpu::any_not_finite_of_some(&vec![1.0; len], turn)));
         }
-        for (rows, columns) in [(1024, 6272), (200, 1024), (512, 512), (300, 333)] {
+        for (rows, columns) in [(1024, 6272), (200, 1024), (512, 512)] {
             for turn in [0, 5] {
                 let mut values = vec![0.5; rows * columns];
                 values[columns * 7..columns * 8].fill(f32::INFINITY);

@@ -39,8 +39,8 @@ pub struct DataParallelConfig {
     /// depend on how gradients are cut into buckets, but where ranks are to make no difference.
     pub clip_norm: Option<f64>,
     /// Fail a step, before it changes any parameter, in which a rank's own gradients are not all finite numbers, and name that rank
-    /// and the tensor ([`Error::NotFinite`](crate::Error::NotFinite)). Of tensors with more than 65,536 elements an eighth is
-    /// looked at, another one in each step: an activation or a loss that is no number fills rows or columns, and the biases.
+    /// and the tensor ([`Error::NotFinite`](crate::Error::NotFinite)). Of tensors with more than 65,536 elements one in 32 is
+    /// looked at, others in the next step: an activation or a loss that is no number fills rows or columns, and the biases.
     pub check_finite: bool,
     /// Steps between two comparisons of all ranks' weights by checksum, which fail with rank and tensor
     /// ([`Error::Diverged`](crate::Error::Diverged)). `None` leaves comparing to

@@ -17,8 +17,8 @@ use crate::bucket::Bucket;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
 
-/// Elements of a tensor that is looked at whole for what is no number. (27 MB of gradients, of which `deep` has most in one
-/// tensor, took 2.0 ms of a step of 82.)
+/// Elements of a tensor that is looked at whole for what is no number. (81 MB of gradients, of which `layers` has most in two
+/// tensors, take some 9 ms of a step of 200 to be read.)
 const SMALL: usize = 1 << 16;
 
 /// How gradients become one over ranks.
@@ -167,7 +167,7 @@ impl Slot {
     }
 
     /// A tensor of the bucket with gradients which are not finite numbers, in step `step`. Small ones are looked at whole,
-    /// of large ones an eighth, which is another one in the next step.
+    /// of large ones a part, which is another one in the next step.
     pub(super) fn not_finite(&self, layout: &Layout, step: u64) -> Option<usize> {
         let values = self.values();
         let is_bad = |tensor: &usize| {
