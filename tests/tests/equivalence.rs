@@ -8,8 +8,6 @@ use mgpu_examples::nets::{DropoutKey, LossReport, Mode, Net, Spec, names};
 use mgpu_tests::models::optimizers;
 use mgpu_tests::threads;
 
-/// Images a step, of all ranks.
-const BATCH: usize = 8;
 const STEPS: u64 = 2;
 /// Clips, where gradients are clipped: all networks' are longer in the first step.
 const SHORT: f64 = 0.05;
@@ -44,9 +42,14 @@ fn fill(image: &mut [f32], sample: usize) {
 }
 
 /// Trains a network on this rank's part of each batch, with dropout and synchronised batch normalisation.
-fn train(world: &mut World, name: &str, config: DataParallelConfig, micro_batches: usize) -> Result<Trained> {
+fn train(
+    world: &mut World,
+    name: &str,
+    config: DataParallelConfig,
+    (images_a_step, micro_batches): (usize, usize),
+) -> Result<Trained> {
     let (rank, ranks) = (world.rank() as usize, world.size() as usize);
-    let size = BATCH / ranks / micro_batches;
+    let size = images_a_step / ranks / micro_batches;
     let mut net = Net::new(&Spec::named(name).expect("a network"), size, 1);
     let (layout, parameters) = (net.layout().clone(), net.initial_parameters(1));
     let mut model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
@@ -58,7 +61,7 @@ fn train(world: &mut World, name: &str, config: DataParallelConfig, micro_batche
         model.step_accumulated(micro_batches, &mut buffers, |batch| {
             let MicroBatch { index, parameters, buffers, gradients } = batch;
             let first = (rank * micro_batches + index) * size;
-            let samples = (first..first + size).map(|sample| step as usize * BATCH + sample);
+            let samples = (first..first + size).map(|sample| step as usize * images_a_step + sample);
             for (image, sample) in images.chunks_mut(net.image_len()).zip(samples.clone()) {
                 fill(image, sample);
             }
@@ -70,7 +73,7 @@ fn train(world: &mut World, name: &str, config: DataParallelConfig, micro_batche
         })?;
         let mut sums = [report.loss_sum];
         mgpu::replicate::sum_over_ranks(model.comm(), &mut sums)?;
-        losses.push(sums[0] / BATCH as f64);
+        losses.push(sums[0] / images_a_step as f64);
         if step == 0 {
             let tensors = 0..layout.tensors().len();
             gradients = tensors.map(|tensor| Ok(model.gradient(tensor)?.to_vec())).collect::<Result<_>>()?;
@@ -107,8 +110,9 @@ fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
     let clipped = DataParallelConfig { clip_norm: Some(SHORT), ..sharded };
     let compressed = DataParallelConfig { compression: Compression::Bf16, ..sharded };
     let invariant = DataParallelConfig { world_size_invariant: true, ..plain };
-    let alone =
-        |config, micro_batches| train(&mut World::from_env().unwrap(), name, config, micro_batches).unwrap();
+    // One image a micro-batch.
+    let batch = 2 * ranks as usize;
+    let alone = |config, count| train(&mut World::from_env().unwrap(), name, config, (batch, count)).unwrap();
     let (whole, short) = (alone(plain, 1), alone(DataParallelConfig { clip_norm: Some(SHORT), ..plain }, 1));
     let length = norm(short.gradients.iter().flatten().copied());
     assert!((length / SHORT - 1.0).abs() < 1e-4, "{name} is not clipped: {length}");
@@ -126,13 +130,14 @@ fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
         ("compressed", compressed, 1, &whole, rounded),
     ];
     for (what, config, micro_batches, expected, bound) in cases {
-        let found = threads::run(ranks, |mut world| train(&mut world, name, config, micro_batches).unwrap());
+        let found =
+            threads::run(ranks, |mut world| train(&mut world, name, config, (batch, micro_batches)).unwrap());
         for found in &found {
             assert_close(found, expected, bound, &format!("{name} on {ranks} ranks, {what}"));
         }
     }
     let expected = alone(invariant, 2 * ranks as usize);
-    for found in threads::run(ranks, |mut world| train(&mut world, name, invariant, 2).unwrap()) {
+    for found in threads::run(ranks, |mut world| train(&mut world, name, invariant, (batch, 2)).unwrap()) {
         let same = found.gradients == expected.gradients && found.checksum == expected.checksum;
         assert!(same, "{name} on {ranks} ranks is not what it is on one, to the bit");
     }
