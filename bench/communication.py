@@ -75,7 +75,7 @@ def main():
                 {"net": net, "bucket_mib": float(bucket), **medians(done), "rounds": done}
                 for (net, bucket), done in rounds.items() if done
             ]
-            result["data"] = line["data"]
+            result["data"] = line["data"].split(" from ")[0]  # not where it lies
             with open(path + ".partial", "w") as file:
                 json.dump(result, file, indent=1)
                 file.write("\n")
