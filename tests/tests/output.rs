@@ -102,7 +102,7 @@ fn a_full_disk_costs_the_log_only() {
     let options = ["--log-dir", folder.path().to_str().unwrap()];
     let finished = run(&mut shell(2, &options, "seq 100000"));
     finished.expect(0, &["mgpurun: the log of rank 0 ends here: No space left on device"]);
-    assert_eq!(finished.stderr.lines().count(), 1);
+    assert_eq!(finished.stderr.lines().count(), 1, "{}", finished.stderr);
     assert_eq!(fs::read_to_string(folder.path().join("rank-1.log")).unwrap().lines().count(), 100_000);
     let finished = run(&mut shell(2, &["--events", "/dev/full"], "true"));
     finished.expect(0, &["mgpurun: the events in /dev/full end here: No space left on device"]);
