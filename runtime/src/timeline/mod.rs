@@ -40,7 +40,7 @@ mod observed;
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -128,8 +128,6 @@ struct Shared {
     waiting: AtomicU64,
     /// When the last rank came to the current collective; 0 where that is not known yet.
     arrival: Arc<AtomicU64>,
-    /// The bucket that the next reduction is of, or `NO_NUMBER`.
-    bucket: AtomicU32,
     record: Mutex<Record>,
 }
 
@@ -150,6 +148,8 @@ const NO_NUMBER: u32 = u32::MAX;
 thread_local! {
     /// Whether this is a rank's thread of reductions, whose spans have a track of their own.
     static IN_BACKGROUND: Cell<bool> = const { Cell::new(false) };
+    /// The bucket that the thread's next reduction is of, if that is recorded.
+    static BUCKET: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
 /// From now on this thread is a rank's thread of reductions: what it does is shown beside the rank's own work, and does not
@@ -176,7 +176,6 @@ impl Timeline {
             communication: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             arrival: Arc::default(),
-            bucket: AtomicU32::new(NO_NUMBER),
             record: Mutex::new(record),
         };
         Timeline { shared: Some(Arc::new(shared)) }
@@ -245,17 +244,16 @@ impl Timeline {
         }
     }
 
-    /// The next reduction is of bucket `bucket`, if it is of one.
+    /// The next reduction of this thread is of bucket `bucket`, if it is of one.
     pub(crate) fn set_bucket(&self, bucket: Option<u32>) {
-        if let Some(shared) = &self.shared {
-            shared.bucket.store(bucket.unwrap_or(NO_NUMBER), Relaxed);
+        if self.shared.is_some() {
+            BUCKET.set(bucket);
         }
     }
 
-    /// The bucket that the next reduction is of, which is then no other's.
+    /// The bucket that the next reduction of this thread is of, which is then no other's.
     pub(crate) fn take_bucket(&self) -> Option<u32> {
-        let bucket = self.shared.as_ref()?.bucket.swap(NO_NUMBER, Relaxed);
-        (bucket != NO_NUMBER).then_some(bucket)
+        self.shared.as_ref().and_then(|_| BUCKET.take())
     }
 
     /// This rank's own thread has waited for an operation on another one.
