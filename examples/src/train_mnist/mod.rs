@@ -52,9 +52,6 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
     let mut world = World::from_env()?;
     let (rank, ranks) = (world.rank(), world.size());
     let threads = args.threads(world.thread_share());
-    if world.backend() == Backend::Nccl {
-        args.parallel.check_gpu()?;
-    }
     let timeline = match &args.timeline {
         Some(_) if world.backend() == Backend::Nccl => {
             return Err(
@@ -87,9 +84,7 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
 
     let trainer = trainer.insert(Trainer::new(args, (rank, ranks), &data, |recipe| {
         Ok(match (device, args.precision) {
-            (Some(device), _) => {
-                Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
-            }
+            (Some(device), _) => Box::new(Gpu::new(recipe, args, device, comm)?) as Box<dyn Engine>,
             (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, threads)?),
             (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, threads)?),
         })
