@@ -80,7 +80,7 @@ fn micro_batches_take_less_memory_and_train_as_well() {
     let (whole, parts) = (run(&[]), run(&["--accumulate", "8"]));
     assert!(parts < whole, "{parts} MiB in parts, {whole} MiB at once");
     let finished =
-        train(2, &["--epochs", "1", "--accumulate", "4", "--gradients", "bf16", "--clip-norm", "5"]);
+        train(2, &["--steps", "800", "--accumulate", "4", "--gradients", "bf16", "--clip-norm", "5"]);
     finished.expect(0, &["the same on 2 ranks"]);
     assert!(finished.json()["test_acc"].as_f64().unwrap() > 0.95, "{finished:#?}");
 }

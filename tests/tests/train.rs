@@ -74,7 +74,7 @@ fn generated_digits_are_learned() {
 
 #[test]
 fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
-    let finished = train(TRAIN.launched(2), &["--epochs", "1", "--precision", "bf16"]);
+    let finished = train(TRAIN.launched(2), &["--steps", "800", "--precision", "bf16"]);
     finished.expect(0, &["the same on 2 ranks"]);
     let json = finished.json();
     assert_eq!(json["dtype"], "bf16");
