@@ -14,6 +14,10 @@ pub(crate) struct Parallel {
     /// enough to gain by it; on GPUs of none), on (of all) or off.
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
     shard_optimizer: Sharding,
+    /// Reduce gradients on a thread of its own, under the rest of the backward pass: for where a core is to spare beside
+    /// all ranks' threads. On GPUs this is always so.
+    #[arg(long)]
+    overlap: bool,
     /// Cut each rank's batch into this many micro-batches, of which gradients are computed one after the other and
     /// exchanged once: less memory for the same step.
     #[arg(long, value_name = "K", default_value_t = 1, value_parser = positive)]
@@ -109,6 +113,7 @@ impl Parallel {
                 Sharding::On => Some(0),
                 Sharding::Off => None,
             },
+            overlap: self.overlap,
             clip_norm: self.clip_norm,
             compression: if self.compresses() { Compression::Bf16 } else { Compression::None },
             world_size_invariant: self.is_world_size_invariant(),

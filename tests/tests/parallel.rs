@@ -96,3 +96,26 @@ fn what_cannot_be_divided_is_told_by_its_flag() {
     train(1, &["--clip-norm", "0"]).expect(2, &["--clip-norm", "it should be a number above 0"]);
     train(1, &["--accumulate", "2", "--world-size-invariant", "2"]).expect(2, &["cannot be used with"]);
 }
+
+#[test]
+fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
+    // keras sums over ranks in between; deep has sharded buckets.
+    for (ranks, net, flags) in [
+        (3, "lenet5", &[][..]),
+        (3, "keras", &["--clip-norm", "1"]),
+        (2, "deep", &["--accumulate", "2", "--gradients", "bf16"]),
+        (2, "lenet5", &["--world-size-invariant", "4"]),
+    ] {
+        let all = [&["--net", net, "--batch", "8", "--steps", "4", "--skip-test"], flags].concat();
+        let expected = weights(&train(ranks, &all));
+        let found = weights(&train(ranks, &[&all[..], &["--overlap"]].concat()));
+        assert_eq!(found, expected, "{net} on {ranks} ranks, {flags:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_dies_while_others_reduce_behind_their_backs_is_named() {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", "3", "--inject", "rank=1,step=5,fault=sigkill", TRAIN, "--synthetic", "--overlap"]);
+    run(launcher.args(["--steps", "100000"])).expect(128 + 9, &["rank 1 was killed by SIGKILL"]);
+}

@@ -49,10 +49,15 @@ fn tracks(path: &Path) -> Vec<Vec<Span>> {
             other => panic!("an event of kind {other}"),
         }
     }
-    let names: Vec<_> = ranks.iter().map(|(_, name)| name.as_str().unwrap()).collect();
-    let expected: Vec<_> = (0..ranks.len()).map(|rank| format!("rank {rank}")).collect();
-    assert_eq!(names, expected);
+    ranks.sort_by_key(|(track, _)| *track);
     assert_eq!(tracks.keys().collect::<Vec<_>>(), ranks.iter().map(|(track, _)| track).collect::<Vec<_>>());
+    let names: Vec<_> = ranks.iter().map(|(_, name)| name.as_str().unwrap()).collect();
+    // Ranks, and then their threads of reductions, if there are any.
+    let each = names.iter().filter(|name| !name.contains("reductions")).count();
+    let expected: Vec<_> = (0..ranks.len())
+        .map(|track| format!("rank {}{}", track % each, if track < each { "" } else { ", reductions" }))
+        .collect();
+    assert_eq!(names, expected);
     tracks.into_values().collect()
 }
 
@@ -158,6 +163,31 @@ fn every_rank_has_a_track_on_the_same_clock() {
             assert_eq!(of(track, "make and pass on").count(), if net == "keras" { steps } else { 0 });
         }
     }
+}
+
+#[test]
+fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "3", "--skip-test", "--json"];
+    let finished = train(launched(2), &path, &arguments);
+    finished.expect(0, &[]);
+    let tracks = tracks(&path);
+    assert_eq!(tracks.len(), 4);
+    assert_one_clock(&tracks[2..]);
+    for (own, reductions) in tracks[..2].iter().zip(&tracks[2..]) {
+        assert!(own.iter().all(|span| span.arguments["bucket"].is_null()), "{own:#?}");
+        parents(own);
+        let buckets: Vec<_> =
+            reductions.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
+        assert_eq!(buckets, (0..buckets.len() as u64 / 3).collect::<Vec<_>>().repeat(3));
+        // The first bucket is on its way while the backward pass goes on.
+        let backward = of(own, "backward").next().unwrap();
+        let first = reductions.iter().find(|span| span.arguments["bucket"] == 0).unwrap();
+        assert!(backward.begin < first.begin && first.begin < backward.end, "{first:?} and {backward:?}");
+        assert!(of(own, "wait for reductions").count() >= buckets.len());
+    }
+    assert!(finished.json()["communication"].as_f64() > Some(0.0));
 }
 
 #[test]

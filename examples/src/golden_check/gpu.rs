@@ -79,12 +79,8 @@ impl Replay for Gpu {
     }
 
     fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>> {
-        let tensors = 0..self.net.layout().tensors().len();
-        let norms = tensors.map(|tensor| {
-            let gradient = self.model.gradient(tensor).to_vec::<f32>(self.model.stream())?;
-            Ok(norm(&gradient))
-        });
-        norms.collect()
+        let gradients = self.model.gradients()?;
+        Ok(self.norms(&gradients))
     }
 
     fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>> {

@@ -98,7 +98,7 @@ impl GradientSink for Sink<'_> {
             *self.not_finite = slot.not_finite(self.layout, self.step);
         }
         if !self.exchange.invariant {
-            self.comm.timeline().set_bucket(self.slots.of[tensor]);
+            self.comm.timeline().set_bucket(Some(self.slots.of[tensor] as u32));
         }
         slot.reduce(self.comm, self.exchange)
     }

@@ -215,7 +215,8 @@ mod tests {
     #[test]
     fn of_several_marks_the_lowest_ranks_is_the_largest() {
         let mut layout = Layout::new();
-        ["a", "b"].map(|name| layout.push(name, [1]));
+        layout.push("a", [1]);
+        layout.push("b", [1]);
         let marks = [mark(0, 3), mark(0, 3) + 1, mark(2, 3) + 1];
         assert_eq!(marked(marks.into_iter().max().unwrap(), 3, &layout), (0, "b".into()));
         assert_eq!(marked(marks[0], 3, &layout), (0, "a".into()));

@@ -11,9 +11,6 @@
 //! What differs from step to step (its index, the learning rate, Adam's corrections, what clipping multiplies gradients with)
 //! lies in the GPU's memory and is advanced there, so that a captured step can be replayed as it is. A world of one exchanges
 //! nothing and updates all parameters in one launch.
-//!
-//! Buckets are cut for gradients that come in the reverse order of the layout: a model whose backward pass takes another one is
-//! right, but its buckets travel later than they could.
 
 mod config;
 mod graph;
@@ -38,6 +35,7 @@ use slot::{Slot, Slots, padded};
 use sums::{Buffers, Sums, all_sum};
 
 use super::config::{Compression, Reduction};
+use crate::bucket;
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
 use crate::replicate::replicate;
 use crate::{Error, Layout, Result};
@@ -90,6 +88,8 @@ pub struct DeviceDataParallel {
     slots: Vec<Slot>,
     /// The slot of each tensor.
     slot_of: Vec<usize>,
+    /// Tensors in the order in which their gradients came in the first step, until buckets follow it.
+    observed: Option<Vec<usize>>,
     /// The slot whose exchange began last in this step, and how many did.
     exchanged: (usize, usize),
     sums: Sums,
@@ -101,7 +101,7 @@ pub struct DeviceDataParallel {
     gradients: Memory,
     /// The gradients rounded to bf16, where they travel so.
     narrow: Option<Memory>,
-    /// What a peer has sent of a bucket, where ranks are to make no difference.
+    /// What a peer has sent of its gradients, where ranks are to make no difference.
     theirs: Option<Memory>,
     first: Option<Memory>,
     second: Option<Memory>,
@@ -155,12 +155,12 @@ impl DeviceDataParallel {
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
         let DeviceConfig { parallel, micro_batches, .. } = config;
-        let slots = Slots::cut(&device, &layout, &config, (comm.rank(), comm.size()))?;
+        let buckets = bucket::plan(&layout, parallel.first_bucket(), parallel.bucket);
+        let slots = Slots::cut(&device, &layout, buckets, &parallel, (comm.rank(), comm.size()))?;
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
         let (rule, invariant) = (parallel.optimizer.rule, parallel.world_size_invariant);
-        let longest = slots.all.iter().map(|slot| slot.elements.len()).max().unwrap_or(0);
         let several = comm.size() > 1;
         let model = DeviceDataParallel {
             sums: Sums::new(&device, len, micro_batches, invariant)?,
@@ -170,7 +170,7 @@ impl DeviceDataParallel {
             chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?,
             gradients: Memory::zeroed(&device, DType::F32, len)?,
             narrow: arena(several && parallel.compression == Compression::Bf16, DType::Bf16, len)?,
-            theirs: arena(several && invariant, DType::F32, longest)?,
+            theirs: arena(several && invariant, DType::F32, len)?,
             first: arena(rule.states() > 0, DType::F32, slots.states)?,
             second: arena(rule.states() > 1, DType::F32, slots.states)?,
             average: arena(parallel.optimizer.average.is_some(), DType::F32, slots.states)?,
@@ -179,6 +179,7 @@ impl DeviceDataParallel {
             parameters: Memory::from_slice(&compute, &parameters)?,
             slots: slots.all,
             slot_of: slots.of,
+            observed: several.then(Vec::new),
             exchanged: (0, 0),
             host,
             comm,
@@ -257,6 +258,7 @@ impl DeviceDataParallel {
         let DeviceConfig { parallel, plan, .. } = &self.config;
         begin(&self.compute, &parallel.optimizer.rule, *plan, self.state.view())?;
         self.exchanged = (0, 0);
+        self.observed.iter_mut().for_each(Vec::clear);
         self.begin_micro_batch(0)
     }
 
@@ -289,7 +291,7 @@ impl DeviceDataParallel {
     }
 
     /// The kernels that write the gradient of `tensor` are on the stream: its bucket's exchange may follow them.
-    /// Called once per tensor and micro-batch, in the same order on every rank, best last layer first.
+    /// Called once per tensor and micro-batch, in the same order on every rank; buckets follow that of the first step.
     ///
     /// # Errors
     /// If it was announced before; as the communicator's.
@@ -298,6 +300,9 @@ impl DeviceDataParallel {
         let slot = &mut self.slots[place];
         if !mem::replace(&mut slot.open[tensor - slot.bucket.tensors.start], false) {
             return Err(super::slot::ready_twice(&self.layout, tensor));
+        }
+        if let Some(order) = self.observed.as_mut().filter(|_| self.sums.counter.is_last()) {
+            order.push(tensor);
         }
         if slot.open.contains(&true) {
             return Ok(());
@@ -346,7 +351,7 @@ impl DeviceDataParallel {
             .then(|| self.not_finite());
         if self.is_invariant() {
             if let Some(theirs) = &self.theirs {
-                all_sum(&self.comm, stream, gradients, theirs.slice(0..gradients.len()))?;
+                all_sum(&self.comm, stream, gradients, theirs.slice(slot.elements.clone()))?;
             }
             let count = ranks as usize * self.config.micro_batches;
             if self.is_mean() && count > 1 {
@@ -407,6 +412,7 @@ impl DeviceDataParallel {
             self.update_buckets()?;
         }
         self.steps += 1;
+        self.follow_order()?;
         self.compare_if_due(self.steps - 1)
     }
 

@@ -12,9 +12,9 @@ use mgpu_kernels::cuda::{Device, Event};
 use mgpu_kernels::digest::cuda::{Part, parts};
 use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 
+use super::super::config::DataParallelConfig;
 use super::ALIGNMENT;
-use super::config::DeviceConfig;
-use crate::bucket::{self, Bucket};
+use crate::bucket::Bucket;
 use crate::{Layout, Result};
 
 /// Elements that a shard is a multiple of: 16 bytes of bf16.
@@ -88,25 +88,28 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Cuts the model into buckets for rank `rank` of `ranks`.
+    /// Cuts the model into `buckets` for rank `rank` of `ranks`.
     pub(super) fn cut(
         device: &Arc<Device>,
         layout: &Layout,
-        config: &DeviceConfig,
+        buckets: Vec<Bucket>,
+        config: &DataParallelConfig,
         (rank, ranks): (u32, u32),
     ) -> Result<Self> {
-        let parallel = &config.parallel;
-        let buckets = bucket::plan(layout, parallel.first_bucket(), parallel.bucket);
         let mut of = vec![0; layout.tensors().len()];
-        // From the beginning of the arena, so that states lie in its order.
-        let begins = buckets.iter().map(|bucket| bucket.elements.start);
-        let ends: Vec<usize> = std::iter::once(padded(layout)).chain(begins).collect();
-        let mut all = Vec::new();
+        // From the beginning of the arena, so that states lie in its order. Tensors tell that: of two buckets that begin at one
+        // element, one has none.
+        let mut places: Vec<usize> = (0..buckets.len()).collect();
+        places.sort_by_key(|place| buckets[*place].tensors.start);
+        let mut ends = places.iter().skip(1).map(|place| buckets[*place].elements.start).collect::<Vec<_>>();
+        ends.push(padded(layout));
+        let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
         let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
-        for (place, bucket) in buckets.into_iter().enumerate().rev() {
+        for (place, end) in places.into_iter().zip(ends) {
+            let bucket = buckets[place].clone();
             of[bucket.tensors.clone()].fill(place);
-            let elements = bucket.elements.start..ends[place];
-            let sharded = parallel.shard_from.is_some_and(|least| size_of::<f32>() * elements.len() >= least);
+            let elements = bucket.elements.start..end;
+            let sharded = config.shard_from.is_some_and(|least| size_of::<f32>() * elements.len() >= least);
             let shard = elements.len() / ranks as usize / VECTOR * VECTOR;
             let mut slot = Slot {
                 shard: if sharded && ranks > 1 { shard } else { 0 },
@@ -128,11 +131,11 @@ impl Slots {
                 let within = tensors.iter().map(|tensor| {
                     let Range { start, end } = tensor.range();
                     let within = start.max(region.start)..end.min(region.end);
-                    (within, parallel.optimizer.decays(tensor))
+                    (within, config.optimizer.decays(tensor))
                 });
                 let within = within.filter(|(within, _)| !within.is_empty());
                 let from = mem::size_of_val(&chunk_table[..]);
-                let weight_decay = parallel.optimizer.rule.weight_decay();
+                let weight_decay = config.optimizer.rule.weight_decay();
                 chunk_table.extend(chunks(within, weight_decay).into_iter().map(|chunk| {
                     let state = chunk.begin as usize - region.start + state;
                     Chunk { state: state as u32, ..chunk }
@@ -143,9 +146,9 @@ impl Slots {
             part_table
                 .extend(parts(slot.bucket.tensors.clone().map(|tensor| (tensor, layout.range(tensor)))));
             slot.parts = from..mem::size_of_val(&part_table[..]);
-            all.push(slot);
+            all[place] = Some(slot);
         }
-        all.reverse();
+        let all = all.into_iter().flatten().collect();
         Ok(Slots { all, of, states, chunks: chunk_table, parts: part_table })
     }
 }

@@ -2,6 +2,9 @@
 
 use mgpu_kernels::cuda::{Memory, StepState};
 
+use super::super::state::follow;
+use super::guard::Guard;
+use super::slot::Slots;
 use super::{DeviceDataParallel, STEP};
 use crate::Result;
 use crate::comm::DType;
@@ -16,6 +19,24 @@ impl DeviceDataParallel {
     pub fn parameters(&mut self) -> Result<Vec<f32>> {
         self.check()?;
         self.download(&self.parameters)
+    }
+
+    /// A copy on the host of the last step's gradients, as the optimizer has seen them: reduced and clipped. Collective.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn gradients(&mut self) -> Result<Vec<f32>> {
+        self.check()?;
+        let ranks = self.ranks();
+        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
+            let shards = self.gradients.slice(slot.shards(ranks));
+            self.comm.all_gather(&self.compute, self.gradients.slice(slot.own()), shards)?;
+        }
+        self.wait(STEP)?;
+        let mut gradients = self.download(&self.gradients)?;
+        let StepState { scale, .. } = StepState::download(self.state.view(), &self.compute)?;
+        mgpu_kernels::arena::cpu::scale(&mut gradients, scale);
+        Ok(gradients)
     }
 
     /// The elements of the layout.
@@ -75,6 +96,37 @@ impl DeviceDataParallel {
             }
         }
         Ok(())
+    }
+
+    /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
+    /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
+    /// for: who captures a first step keeps the buckets as they are.
+    pub(super) fn follow_order(&mut self) -> Result<()> {
+        let Some(order) = self.observed.take().filter(|_| !self.capturing) else { return Ok(()) };
+        let buckets = follow(&mut *self.host, &self.layout, order, &self.config.parallel)?;
+        if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
+            return Ok(());
+        }
+        let device = self.compute.device();
+        let whole = |local: &Memory| -> Result<Memory> {
+            let whole = Memory::zeroed(device, DType::F32, self.parameters.len())?;
+            self.gather(local, &whole).map(|()| whole)
+        };
+        let states = self.states().into_iter().map(|(_, local)| whole(local)).collect::<Result<Vec<_>>>()?;
+        // Before any memory goes.
+        self.wait(STEP)?;
+        let place = (self.rank(), self.ranks());
+        let slots = Slots::cut(device, &self.layout, buckets, &self.config.parallel, place)?;
+        self.guard = Guard::new(&self.compute, &slots, place.1, self.config.parallel.clip_norm.is_some())?;
+        self.chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
+        for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
+            *arena = Memory::zeroed(arena.device(), DType::F32, slots.states)?;
+        }
+        (self.slots, self.slot_of) = (slots.all, slots.of);
+        for ((_, local), whole) in self.states().into_iter().zip(&states) {
+            self.keep_own(whole, local)?;
+        }
+        self.wait(STEP)
     }
 
     /// The arenas with the optimizer's state, by the names they have in a checkpoint.
