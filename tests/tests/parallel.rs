@@ -107,15 +107,15 @@ fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
         (2, "lenet5", &["--world-size-invariant", "4"]),
     ] {
         let all = [&["--net", net, "--batch", "8", "--steps", "4", "--skip-test"], flags].concat();
-        let expected = weights(&train(ranks, &all));
-        let found = weights(&train(ranks, &[&all[..], &["--overlap"]].concat()));
+        let expected = train(ranks, &all).weights();
+        let found = train(ranks, &[&all[..], &["--overlap"]].concat()).weights();
         assert_eq!(found, expected, "{net} on {ranks} ranks, {flags:?}");
     }
 }
 
 #[test]
 fn a_rank_that_dies_while_others_reduce_behind_their_backs_is_named() {
-    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.args(["-n", "3", "--inject", "rank=1,step=5,fault=sigkill", TRAIN, "--synthetic", "--overlap"]);
-    run(launcher.args(["--steps", "100000"])).expect(128 + 9, &["rank 1 was killed by SIGKILL"]);
+    let mut launcher = TRAIN.launched_with(3, &["--inject", "rank=1,step=5,fault=sigkill"]);
+    run(launcher.args(["--synthetic", "--overlap", "--steps", "100000"]))
+        .expect(128 + 9, &["rank 1 was killed by SIGKILL"]);
 }

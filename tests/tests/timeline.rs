@@ -170,7 +170,7 @@ fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "3", "--skip-test", "--json"];
-    let finished = train(launched(2), &path, &arguments);
+    let finished = train(TRAIN.launched(2), &path, &arguments);
     finished.expect(0, &[]);
     let tracks = tracks(&path);
     assert_eq!(tracks.len(), 4);
