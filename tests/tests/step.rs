@@ -80,7 +80,8 @@ fn micro_batches_make_the_step_of_the_whole_batch() {
         let expected = run(&mut alone, config(optimizer), (16, 1), exact);
         for ranks in [1, 2, 4] {
             threads::run(ranks, |mut world| {
-                for config in [config(optimizer), sharded(optimizer)] {
+                let overlapped = DataParallelConfig { overlap: true, ..sharded(optimizer) };
+                for config in [config(optimizer), sharded(optimizer), overlapped] {
                     for micro_batches in [1, 2, 4] {
                         let found = run(&mut world, config, (16, micro_batches), exact);
                         assert!(

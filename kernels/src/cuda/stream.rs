@@ -186,6 +186,9 @@ impl Stream {
     /// # Errors
     /// If the driver refuses.
     pub fn zero(&self, view: View<'_>) -> Result<()> {
+        if view.is_empty() {
+            return Ok(());
+        }
         // SAFETY: a view lies within its memory.
         unsafe { result::memset_d8_async(view.address(), 0, view.bytes(), self.raw) }
             .context("cuMemsetD8Async")
@@ -200,6 +203,9 @@ impl Stream {
     /// If they differ in size.
     pub fn copy(&self, from: View<'_>, to: View<'_>) -> Result<()> {
         assert_eq!(from.bytes(), to.bytes(), "sizes of a copy");
+        if from.is_empty() {
+            return Ok(());
+        }
         // SAFETY: views lie within their memories.
         unsafe { result::memcpy_dtod_async(to.address(), from.address(), from.bytes(), self.raw) }
             .context("cuMemcpyDtoDAsync")

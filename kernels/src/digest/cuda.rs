@@ -56,14 +56,14 @@ pub struct Part {
 /// Elements of a tensor that is looked at whole.
 pub const SMALL: usize = 1 << 16;
 
-/// Elements of a group, one cache line of which is looked at.
+/// Elements of a group, 16 of which are looked at.
 const GROUP: usize = 512;
 
 /// Elements that a block looks at in one go, at most.
 const LONGEST: usize = 4096;
 
 /// Cuts tensors, given by index and elements in an arena, into parts. Those with more than [`SMALL`] elements are to be looked
-/// at sparsely: one cache line of 32 in a step, another one in the next, so that all are in 32 steps.
+/// at sparsely: 16 elements of 512 in a step, others in the next, so that all are in 32 steps.
 ///
 /// # Panics
 /// If a tensor ends behind 2^31.

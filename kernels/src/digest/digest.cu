@@ -36,10 +36,10 @@ struct DigestPart {
     u32 begin;   // in the arena
     u32 len;
     u32 tensor;
-    u32 sparse;  // whether to look at one cache line in 32
+    u32 sparse;  // whether to look at one line in 32
 };
 
-// Elements of a cache line, and lines of which one is looked at.
+// Elements of a line, and lines of which one is looked at.
 #define DIGEST_LINE 16
 #define DIGEST_LINES 32
 

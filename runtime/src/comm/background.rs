@@ -9,7 +9,7 @@
 //! two take turns on one core, and what is left to gain is the time that a rank waits for later ones.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 
 /// See the [module](self).
 pub(crate) struct Background {
-    comm: Arc<Mutex<Box<dyn Communicator>>>,
+    shared: Arc<Shared>,
     rank: u32,
     size: u32,
     backend: &'static str,
@@ -32,89 +32,112 @@ pub(crate) struct Background {
     busy: bool,
 }
 
-/// A reduction for the thread, and where its result goes.
-struct Job {
-    reduction: Reduction,
-    buffer: Buffer,
-    op: ReduceOp,
-    /// The bucket it is of, if that is recorded.
-    bucket: Option<u32>,
-    answer: SyncSender<Result<Buffer>>,
+/// What the thread and the caller share.
+struct Shared {
+    comm: Mutex<Box<dyn Communicator>>,
+    /// Nobody is left to wait for results.
+    stopped: AtomicBool,
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Reduction {
+impl Shared {
+    /// After a panic of the other thread an operation is half done: what comes next fails on all ranks.
+    fn comm(&self) -> MutexGuard<'_, Box<dyn Communicator>> {
+        self.comm.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum Job {
+    Reduce {
+        operation: Operation,
+        buffer: Buffer,
+        op: ReduceOp,
+        /// The bucket it is of, if that is recorded.
+        bucket: Option<u32>,
+        result: SyncSender<Result<Buffer>>,
+    },
+    /// Answered when all before it are over.
+    Fence(SyncSender<()>),
+}
+
+#[derive(Clone, Copy)]
+enum Operation {
     AllReduce,
     ReduceScatter,
-    /// Of nothing: answered when all before it are over.
-    None,
 }
 
 impl Background {
-    /// Has `comm` do everything.
+    /// Has `comm` do everything. On all ranks alike.
     ///
     /// # Errors
     /// If no thread can be started.
-    pub(crate) fn new(comm: Box<dyn Communicator>) -> Result<Self> {
+    pub(crate) fn new(mut comm: Box<dyn Communicator>) -> Result<Self> {
         let (rank, size, backend) = (comm.rank(), comm.size(), comm.backend());
         let timeline = comm.timeline().clone();
-        let comm = Arc::new(Mutex::new(comm));
+        comm.expect_company();
+        let shared = Arc::new(Shared { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
         let (jobs, queue) = channel();
-        let (of_thread, recorded) = (Arc::clone(&comm), timeline.clone());
+        let (of_thread, recorded) = (Arc::clone(&shared), timeline.clone());
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
             .spawn(move || work(&of_thread, &queue, &recorded))
             .map_err(|error| Error::system("start a thread for reductions", error))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
-        Ok(Background { comm, rank, size, backend, timeline, jobs, thread, busy: false })
+        Ok(Background { shared, rank, size, backend, timeline, jobs, thread, busy: false })
     }
 
-    /// Gives a reduction to the thread.
-    fn begin(&mut self, reduction: Reduction, buffer: Buffer, op: ReduceOp) -> Pending {
-        let (answer, result) = sync_channel(1);
+    /// Gives the thread a job. Where it has ended by a panic, the job's result never comes.
+    fn give(&self, job: Job) {
+        let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
+    }
+
+    fn begin(&mut self, operation: Operation, buffer: Buffer, op: ReduceOp) -> Pending {
+        let (result, pending) = sync_channel(1);
         let bucket = self.timeline.take_bucket();
-        let jobs = self.jobs.as_ref().expect("there are jobs until it is dropped");
         self.busy = true;
-        // Where the thread has ended the result says so.
-        let _ = jobs.send(Job { reduction, buffer, op, bucket, answer });
-        Pending::under_way(result, &self.timeline)
+        self.give(Job::Reduce { operation, buffer, op, bucket, result });
+        Pending::under_way(pending, &self.timeline)
     }
 
     /// The communicator, once all reductions are over.
     fn idle(&mut self) -> MutexGuard<'_, Box<dyn Communicator>> {
         if std::mem::take(&mut self.busy) {
-            // What has become of each is told by its own result.
-            let _ = self.begin(Reduction::None, Buffer::zeroed::<u8>(0), ReduceOp::Sum).wait();
-            self.busy = false;
+            let (fence, passed) = sync_channel(1);
+            self.give(Job::Fence(fence));
+            // What has become of the reductions is told by their own results.
+            let _ = passed.recv();
         }
-        lock(&self.comm)
+        self.shared.comm()
     }
 }
 
-/// A thread that panicked has left an operation half done: its error, or the peers', comes with the next one.
-fn lock(comm: &Mutex<Box<dyn Communicator>>) -> MutexGuard<'_, Box<dyn Communicator>> {
-    comm.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// What the thread does until there can be no more jobs.
-fn work(comm: &Mutex<Box<dyn Communicator>>, queue: &Receiver<Job>, timeline: &Timeline) {
+fn work(shared: &Shared, queue: &Receiver<Job>, timeline: &Timeline) {
     timeline::enter_background();
-    for Job { reduction, buffer, op, bucket, answer } in queue {
-        timeline.set_bucket(bucket);
-        let reduced = match reduction {
-            Reduction::AllReduce => lock(comm).all_reduce(buffer, op).and_then(Pending::wait),
-            Reduction::ReduceScatter => lock(comm).reduce_scatter(buffer, op).and_then(Pending::wait),
-            Reduction::None => Ok(buffer),
-        };
-        // Nobody waits any more where a step was given up.
-        let _ = answer.send(reduced);
+    for job in queue {
+        match job {
+            Job::Reduce { operation, buffer, op, bucket, result } => {
+                if shared.stopped.load(Ordering::Relaxed) {
+                    continue;
+                }
+                timeline.set_bucket(bucket);
+                let mut comm = shared.comm();
+                let reduced = match operation {
+                    Operation::AllReduce => comm.all_reduce(buffer, op),
+                    Operation::ReduceScatter => comm.reduce_scatter(buffer, op),
+                };
+                // Nobody waits any more where a step was given up.
+                let _ = result.send(reduced.and_then(Pending::wait));
+            }
+            Job::Fence(passed) => _ = passed.send(()),
+        }
     }
 }
 
 impl Drop for Background {
+    /// What has not begun yet is left out: a rank that goes because of an error keeps nobody waiting for that.
     fn drop(&mut self) {
+        self.shared.stopped.store(true, Ordering::Relaxed);
         self.jobs = None;
-        // Jobs that are left take no longer than the world's timeout.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -140,6 +163,10 @@ impl Communicator for Background {
         self.idle().note_arrivals(at);
     }
 
+    fn expect_company(&mut self) {
+        self.idle().expect_company();
+    }
+
     fn set_algorithm(&mut self, algorithm: Algorithm) {
         self.idle().set_algorithm(algorithm);
     }
@@ -149,11 +176,11 @@ impl Communicator for Background {
     }
 
     fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        Ok(self.begin(Reduction::AllReduce, buffer, op))
+        Ok(self.begin(Operation::AllReduce, buffer, op))
     }
 
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        Ok(self.begin(Reduction::ReduceScatter, buffer, op))
+        Ok(self.begin(Operation::ReduceScatter, buffer, op))
     }
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
@@ -216,6 +243,48 @@ mod tests {
                     // One that nobody waits for is over before the next one by the caller.
                     drop(comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap());
                     comm.barrier().unwrap();
+                });
+            }
+        });
+    }
+
+    /// The ranks part in the middle of a step.
+    #[test]
+    fn what_has_not_begun_keeps_nobody() {
+        let worlds = World::threads(2).unwrap();
+        std::thread::scope(|scope| {
+            for mut world in worlds {
+                scope.spawn(move || {
+                    let mut comm = Background::new(world.communicator().unwrap()).unwrap();
+                    let buffer = || Buffer::from_slice(&[1.0f32; 100_000]);
+                    let reduced = comm.all_reduce(buffer(), ReduceOp::Sum).unwrap();
+                    let left = (0..100).map(|_| comm.all_reduce(buffer(), ReduceOp::Sum).unwrap());
+                    let left: Vec<_> = left.collect();
+                    reduced.wait().unwrap();
+                    drop(comm);
+                    drop(world);
+                    let results = left.into_iter().map(Pending::wait).collect::<Vec<_>>();
+                    // Whole or not at all.
+                    for reduced in results.into_iter().flatten() {
+                        assert!(reduced.as_slice::<f32>().iter().all(|value| *value == 2.0));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_that_does_not_come_is_named_by_the_result() {
+        let worlds = World::threads(3).unwrap();
+        std::thread::scope(|scope| {
+            for mut world in worlds {
+                scope.spawn(move || {
+                    let mut comm = Background::new(world.communicator().unwrap()).unwrap();
+                    if comm.rank() == 1 {
+                        return;
+                    }
+                    let reduced = comm.all_reduce(Buffer::from_slice(&[1.0f32; 4]), ReduceOp::Sum).unwrap();
+                    assert_eq!(reduced.wait().unwrap_err().culprit(), Some(1));
                 });
             }
         });

@@ -42,8 +42,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::Receiver;
 
-use crate::Result;
 use crate::timeline::{self, Timeline};
+use crate::{Error, Result};
 
 /// How an all-reduce is carried out. All give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -150,17 +150,17 @@ impl Pending {
     ///
     /// # Errors
     /// As the operation's own.
-    ///
-    /// # Panics
-    /// If the thread that carries it out has panicked.
     pub fn wait(self) -> Result<Buffer> {
         match self.0 {
             State::Complete(buffer) => Ok(buffer),
             State::UnderWay { result, timeline } => {
                 let begin = timeline::now();
-                let result = result.recv().expect("the thread of reductions ends after all of them");
+                let result = result.recv();
                 timeline.note_wait(begin, timeline::now());
-                result
+                result.unwrap_or_else(|_| {
+                    let reason = "the thread of reductions has ended";
+                    Err(Error::system("reduce in the background", reason))
+                })
             }
         }
     }
@@ -247,6 +247,10 @@ pub trait Communicator: Send {
     fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
         drop(at);
     }
+
+    /// From now on other threads compute on the cores of the ranks while they wait here, so they are to give way soon. On all
+    /// ranks alike.
+    fn expect_company(&mut self) {}
 
     /// Chooses how the following all-reduces are carried out, on all ranks alike.
     fn set_algorithm(&mut self, algorithm: Algorithm);

@@ -1,9 +1,8 @@
 //! The trace event format: one JSON object, an event a line.
 //!
-//! All ranks are threads of one process to the viewer, so that their tracks lie below each other, a rank's reductions below
-//! itself. Every span is a complete
-//! event (`"ph":"X"`) in microseconds from the first beginning of any rank, with three decimals: nothing is rounded. Spans
-//! that contain others come before them.
+//! All ranks are threads of one process to the viewer, so that their tracks lie below each other, each rank's reductions below
+//! its own. Every span is a complete event (`"ph":"X"`) in microseconds from the first beginning of any rank, with three
+//! decimals: nothing is rounded. Spans that contain others come before them.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
@@ -40,10 +39,12 @@ fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     writeln!(out, r#"{{"displayTimeUnit":"ms","otherData":{{"left_out":{left_out:?}}},"traceEvents":["#)?;
     write!(out, r#"{{"ph":"M","pid":{PROCESS},"name":"process_name","args":{{"name":"ranks"}}}}"#)?;
     for (rank, track) in tracks.iter().enumerate() {
-        write_track(&format!("rank {rank}"), (thread(rank), 2 * rank), track, (zero, false), out)?;
+        let own = Place { title: format!("rank {rank}"), thread: thread(rank), order: 2 * rank, zero };
+        write_track(&own, track, false, out)?;
         if track.spans.iter().any(|span| span.background) {
-            let place = (tracks.len() + thread(rank), 2 * rank + 1);
-            write_track(&format!("rank {rank}, reductions"), place, track, (zero, true), out)?;
+            let title = format!("rank {rank}, reductions");
+            let below = Place { title, thread: tracks.len() + own.thread, order: own.order + 1, zero };
+            write_track(&below, track, true, out)?;
         }
         if track.left_out > 0 {
             let end = Micros(track.spans.iter().map(|span| span.end).max().unwrap_or(zero) - zero);
@@ -61,19 +62,24 @@ fn thread(rank: usize) -> usize {
     rank + 1
 }
 
-/// Writes the spans of one thread, given its number and its place among all, whose times count from `zero`.
-fn write_track(
-    title: &str,
-    (thread, place): (usize, usize),
-    track: &Track,
-    (zero, background): (u64, bool),
-    out: &mut impl Write,
-) -> io::Result<()> {
+/// Where a viewer is to show something.
+struct Place {
+    title: String,
+    /// Number of the thread, and its place among all.
+    thread: usize,
+    order: usize,
+    /// When the trace begins.
+    zero: u64,
+}
+
+/// Writes a rank's own spans, or those of its thread of reductions.
+fn write_track(place: &Place, track: &Track, background: bool, out: &mut impl Write) -> io::Result<()> {
+    let &Place { ref title, thread, order, zero } = place;
     let about = |name, value: &str| {
         format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
     };
     write!(out, ",\n{}", about("thread_name", &format!(r#""name":"{title}""#)))?;
-    write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{place}"#)))?;
+    write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{order}"#)))?;
     let of_thread = track.spans.iter().enumerate().filter(|(_, span)| span.background == background);
     let mut order: Vec<(usize, &TrackSpan)> = of_thread.collect();
     // Of spans that are equally long, the outer one was recorded later.

@@ -3,7 +3,7 @@
 //! Spans travel as words of 64 bits over the communicator whose operations they are of; the texts of their names before them.
 //! A rank's words are checked like anything else that comes from another process.
 
-use super::{NO_NUMBER, Record, Text};
+use super::{NO_NUMBER, Record, Recorded, Text};
 use crate::comm::{Buffer, Communicator};
 use crate::{Error, Result};
 
@@ -74,7 +74,7 @@ fn bad(rank: usize, problem: &str) -> Error {
 fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
     let mut names: Vec<&str> = record.names.iter().map(String::as_str).collect();
     let mut words = Vec::with_capacity(record.spans.len() * WORDS);
-    for (span, background) in &record.spans {
+    for Recorded { span, background } in &record.spans {
         let name = match span.name.0 {
             Text::Told(place) => place as usize,
             // There are a dozen of them.

@@ -136,11 +136,17 @@ struct Shared {
 struct Record {
     /// Texts of the names that were not known beforehand.
     names: Vec<String>,
-    /// Each with whether it is of the thread of reductions.
-    spans: Vec<(Span, bool)>,
+    spans: Vec<Recorded>,
     most: usize,
     /// Spans that found no room.
     left_out: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Recorded {
+    span: Span,
+    /// Whether it is of the rank's thread of reductions.
+    background: bool,
 }
 
 const NO_NUMBER: u32 = u32::MAX;
@@ -238,7 +244,7 @@ impl Timeline {
         let record = &mut *shared.record();
         if record.spans.len() < record.most {
             let span = Span { end: span.end.max(span.begin), ..span };
-            record.spans.push((span, IN_BACKGROUND.get()));
+            record.spans.push(Recorded { span, background: IN_BACKGROUND.get() });
         } else {
             record.left_out += 1;
         }
@@ -271,14 +277,15 @@ impl Timeline {
     }
 
     /// What of [`communication`](Self::communication) went by before the last rank had come, where the backend can tell
-    /// (the CPU's can).
+    /// (the CPU's can). Waiting in reductions on a thread of their own is not part of it.
     pub fn waiting(&self) -> Option<Duration> {
         self.shared.as_ref().map(|shared| Duration::from_nanos(shared.waiting.load(Relaxed)))
     }
 
     /// Ends the recording and has rank 0 write all ranks' spans to `path`, in the [trace event format][format] that Perfetto
-    /// and chrome://tracing open: a track for each rank, and one for its thread of reductions, microseconds from the first span of any. A file that was there is
-    /// replaced once the new one is whole. Collective: all ranks have a timeline that is not [`off`](Self::off), or none has.
+    /// and chrome://tracing open: a track for each rank, and one for its thread of reductions where it has one, microseconds from
+    /// the first span of any. A file that was there is replaced once the new one is whole. Collective: all ranks have a timeline
+    /// that is not [`off`](Self::off), or none has.
     ///
     /// # Errors
     /// As the communicator's; names a rank that sent something else than a record. On rank 0 alone, if the file cannot be

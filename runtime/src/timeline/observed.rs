@@ -114,6 +114,10 @@ impl Communicator for Observed {
         self.comm.note_arrivals(at);
     }
 
+    fn expect_company(&mut self) {
+        self.comm.expect_company();
+    }
+
     fn set_algorithm(&mut self, algorithm: Algorithm) {
         self.comm.set_algorithm(algorithm);
     }

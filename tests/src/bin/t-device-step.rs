@@ -5,9 +5,11 @@
 use std::process::ExitCode;
 
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Schedule, Sgd};
-use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Plan};
+use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Health, Plan};
 use mgpu::step::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, World};
+use mgpu_kernels::arena::cuda as arena;
+use mgpu_kernels::cuda::Memory;
 
 /// Steps of a training.
 const STEPS: u64 = 4;
@@ -80,24 +82,65 @@ fn model(world: &mut World, config: DeviceConfig) -> Result<DeviceDataParallel> 
     DeviceDataParallel::new(device, host, layout, parameters, &[1.0; 3], config)
 }
 
-/// Makes a step of `count` micro-batches.
-fn step(model: &mut DeviceDataParallel, count: usize) -> Result<()> {
-    let (layout, number) = (layout(), model.steps());
-    for index in 0..count {
-        if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
-        let micro_batch = model.rank() as usize * count + index;
-        // Not that of the layout, so that buckets are cut anew after the first step.
-        for tensor in [6, 5, 0, 1, 3, 2, 4] {
-            let values = gradients(&layout, tensor, micro_batch, number);
-            model.stream().upload(&values, model.gradient(tensor))?;
-            model.ready(tensor)?;
-        }
-        // As a running statistic moves.
-        let moved = model.buffers().to_vec::<f32>(model.stream())?;
-        let moved: Vec<f32> = moved.iter().map(|value| value * 0.5 + micro_batch as f32).collect();
-        model.stream().upload(&moved, model.buffers())?;
+/// What a rank trains with, on its GPU: nothing of a step comes from the host, so that only streams and events keep its parts
+/// in order.
+struct Inputs {
+    layout: Layout,
+    /// The gradients of each micro-batch, for each step.
+    gradients: Vec<Vec<Memory>>,
+    /// What each micro-batch moves the buffers by.
+    moves: Vec<Memory>,
+}
+
+impl Inputs {
+    /// For `micro_batches` of this rank in each step.
+    fn new(model: &DeviceDataParallel, micro_batches: usize) -> Result<Self> {
+        let layout = layout();
+        let of_all = |index| model.rank() as usize * micro_batches + index;
+        let whole = |step, index| -> Result<Memory> {
+            let values = (0..layout.len()).map(|element| gradient(of_all(index), element, step));
+            Ok(Memory::from_slice(model.stream(), &values.collect::<Vec<_>>())?)
+        };
+        let steps = 0..STEPS;
+        let of_step = |step| (0..micro_batches).map(|index| whole(step, index)).collect::<Result<Vec<_>>>();
+        let gradients = steps.map(of_step).collect::<Result<Vec<_>>>()?;
+        let moves = (0..micro_batches)
+            .map(|index| Ok(Memory::from_slice(model.stream(), &[of_all(index) as f32; 3])?))
+            .collect::<Result<_>>()?;
+        Ok(Inputs { layout, gradients, moves })
     }
-    model.finish_step()
+
+    /// Makes the next step of `model`.
+    fn step(&self, model: &mut DeviceDataParallel) -> Result<()> {
+        self.step_with(model, model.steps() as usize)
+    }
+
+    /// Makes a step with the gradients of step `number`.
+    fn step_with(&self, model: &mut DeviceDataParallel, number: usize) -> Result<()> {
+        for (index, gradients) in self.gradients[number].iter().enumerate() {
+            if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
+            // Not the order of the layout, so that buckets are cut anew after the first step.
+            for tensor in [6, 5, 0, 1, 3, 2, 4] {
+                let values = gradients.slice(self.layout.range(tensor));
+                model.stream().copy(values, model.gradient(tensor))?;
+                model.ready(tensor)?;
+            }
+            // As a running statistic moves.
+            arena::scale(model.stream(), model.buffers(), 0.5)?;
+            arena::add(model.stream(), model.buffers(), self.moves[index].view(), 1.0)?;
+        }
+        model.finish_step()
+    }
+
+    /// Makes an element of tensor 4 infinite, or what it was, in the last micro-batch of step `number`.
+    fn set_infinite(&self, model: &DeviceDataParallel, number: usize, infinite: bool) -> Result<()> {
+        let index = self.moves.len() - 1;
+        let element = self.layout.range(4).start + 17;
+        let micro_batch = model.rank() as usize * self.moves.len() + index;
+        let value = if infinite { f32::INFINITY } else { gradient(micro_batch, element, number as u64) };
+        let memory = self.gradients[number][index].slice(element..element + 1);
+        Ok(model.stream().upload(&[value], memory)?)
+    }
 }
 
 /// What is the same on all ranks after a training.
@@ -110,7 +153,8 @@ struct Outcome {
 
 fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     let mut model = model(world, config)?;
-    (0..STEPS).try_for_each(|_| step(&mut model, config.micro_batches))?;
+    let inputs = Inputs::new(&model, config.micro_batches)?;
+    (0..STEPS).try_for_each(|_| inputs.step(&mut model))?;
     model.check()?;
     if config.parallel.world_size_invariant {
         check_buffers(&model, config.micro_batches)?;
@@ -206,10 +250,19 @@ fn same(world: &mut World) -> Result<()> {
                 let mut config = config(optimizer, micro_batches);
                 change(&mut config.parallel);
                 let expected = alone(&config, micro_batches * ranks as usize)?;
+                let mut replicated = None;
                 for shard_from in [None, Some(0), Some(45_000)] {
                     config.parallel.shard_from = shard_from;
                     let found = train(world, config)?;
                     let what = format!("{name}, {micro_batches} micro-batches, sharded from {shard_from:?}");
+                    // Two numbers have one sum. (A norm is summed over shards, where there are any.)
+                    if (ranks <= 2 || name == "invariant") && name != "clipped" {
+                        let replicated = replicated.get_or_insert_with(|| found.weights.clone());
+                        assert!(
+                            found.weights == *replicated,
+                            "{what}: not the bits of a replicated optimizer"
+                        );
+                    }
                     compare(&what, &found.weights, &expected.weights, bound);
                     compare(&format!("{what}, gradients"), &found.gradients, &expected.gradients, bound);
                     assert_eq!(found.average.is_some(), expected.average.is_some(), "{what}");
@@ -232,25 +285,26 @@ fn resume(world: &mut World) -> Result<()> {
         let mut config = config(adam(), 2);
         config.parallel.shard_from = before;
         let mut first = model(world, config)?;
-        (0..3).try_for_each(|_| step(&mut first, 2))?;
+        let inputs = Inputs::new(&first, 2)?;
+        (0..3).try_for_each(|_| inputs.step(&mut first))?;
         let arenas = first.arenas()?;
         let whole = if world.rank() == 0 { layout().len() } else { 0 };
         assert!(arenas.iter().all(|(_, values)| values.len() == whole), "arenas whole on rank 0 alone");
         assert_eq!(arenas.len(), 4);
-        step(&mut first, 2)?;
+        inputs.step(&mut first)?;
         let expected = first.parameters()?;
         drop(first);
 
         config.parallel.shard_from = after;
         let mut second = model(world, config)?;
-        step(&mut second, 2)?;
+        inputs.step(&mut second)?;
         second.restore(3, |name| {
             let found = arenas.iter().find(|(known, _)| *known == name);
             let values = &found.unwrap_or_else(|| panic!("no arena {name}")).1;
             // Others than rank 0 may hold anything.
             Ok(if values.is_empty() { vec![7.0; layout().len()] } else { values.clone() })
         })?;
-        step(&mut second, 2)?;
+        inputs.step(&mut second)?;
         assert!(second.parameters()? == expected, "from {before:?} to {after:?}");
         assert_eq!(second.steps(), 4);
     }
@@ -258,59 +312,17 @@ fn resume(world: &mut World) -> Result<()> {
 }
 
 fn guards(world: &mut World) -> Result<()> {
-    let culprit = world.size() - 1;
-    for shard_from in [None, Some(0)] {
-        let mut config = config(sgd(), 2);
-        config.parallel.verify_every = Some(2);
-        config.parallel.shard_from = shard_from;
-        let expected = train(world, config)?;
-
-        // Gradients that are no numbers: found in the step, which is then made again.
-        let mut model = model(world, config)?;
-        (0..2).try_for_each(|_| step(&mut model, 2))?;
-        let before = model.parameters()?;
-        for round in 0..2 {
-            // In the second round the host goes on without having looked.
-            bad_step(&mut model, culprit)?;
-            (0..round).try_for_each(|_| step(&mut model, 2))?;
-            match model.check() {
-                Err(Error::NotFinite { rank, tensor, step }) => {
-                    assert_eq!((rank, tensor.as_str(), step), (culprit, "4", 3));
-                }
-                other => panic!("gradients that are no numbers: {other:?}"),
-            }
-            assert!(model.parameters()? == before, "parameters have changed");
-            assert_eq!(model.steps(), 2);
-        }
-        (2..STEPS).try_for_each(|_| step(&mut model, 2))?;
-        assert!(model.parameters()? == expected.weights, "the training goes on as another one");
-
-        // A gradient that is handed over twice, or not at all.
-        model.begin_step()?;
-        model.ready(6)?;
-        let twice = model.ready(6).expect_err("a gradient that was handed over").to_string();
-        assert!(twice.contains("the gradient of tensor `6` was handed over twice"), "{twice}");
-        let missing = model.finish_step().expect_err("gradients are missing").to_string();
-        assert!(missing.contains("was not handed over"), "{missing}");
-        drop(model);
-
-        // Weights that differ: found when they are compared next. Those that a rank gets from another one in every step, do not.
-        if world.size() > 1 && shard_from.is_none() {
-            let mut model = self::model(world, config)?;
-            (0..2).try_for_each(|_| step(&mut model, 2))?;
-            model.check()?;
-            if world.rank() == culprit {
-                model.stream().upload(&[5.0f32], model.parameter(2))?;
-            }
-            step(&mut model, 2)?;
-            model.check()?;
-            step(&mut model, 2)?;
-            let found = model.check().expect_err("weights differ");
-            let named = matches!(&found, Error::Diverged { tensor, .. } if tensor == "2");
-            assert!(named, "{found}");
-        }
+    let plain = config(sgd(), 2);
+    let mut sharded = plain;
+    sharded.parallel.shard_from = Some(0);
+    let mut invariant = plain;
+    invariant.parallel.world_size_invariant = world.size().is_power_of_two();
+    for config in [plain, sharded, invariant] {
+        bad_gradients(world, config)?;
+        bad_gradients_in_a_graph(world, config)?;
     }
-    let mut wrong = config(sgd(), 0);
+    weights_that_differ(world, plain)?;
+    let mut wrong = DeviceConfig { micro_batches: 0, ..plain };
     let error = model(world, wrong).err().expect("no micro-batches").to_string();
     assert!(error.contains("a micro-batch at least"), "{error}");
     (wrong.micro_batches, wrong.parallel.verify_every) = (1, Some(0));
@@ -319,19 +331,102 @@ fn guards(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// A step in which the gradients of `culprit` for tensor 4 are no numbers, in the second micro-batch.
-fn bad_step(model: &mut DeviceDataParallel, culprit: u32) -> Result<()> {
-    let (layout, number) = (layout(), model.steps());
-    for index in 0..2 {
-        if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
-        for tensor in (0..layout.tensors().len()).rev() {
-            let mut values = gradients(&layout, tensor, index, number);
-            if index == 1 && tensor == 4 && model.rank() == culprit {
-                values[17] = f32::INFINITY;
-            }
-            model.stream().upload(&values, model.gradient(tensor))?;
-            model.ready(tensor)?;
+/// # Panics
+/// Unless `outcome` is that the last rank's gradients of tensor 4 were no numbers in step `step`.
+fn expect_not_finite(outcome: Result<()>, ranks: u32, step: u64) {
+    match outcome {
+        Err(Error::NotFinite { rank, tensor, step: found }) => {
+            assert_eq!((rank, tensor.as_str(), found), (ranks - 1, "4", step));
         }
+        other => panic!("gradients that are no numbers: {other:?}"),
     }
-    model.finish_step()
+}
+
+/// Gradients that are no numbers are found in the step, which is then made again. So is one that broke off.
+fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
+    let expected = train(world, config)?;
+    let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
+    let mut model = model(world, config)?;
+    let inputs = Inputs::new(&model, 2)?;
+    (0..2).try_for_each(|_| inputs.step(&mut model))?;
+    let before = model.parameters()?;
+    let mut stale = Health::new(&model)?;
+    for later in 0..2 {
+        inputs.set_infinite(&model, 2, is_culprit)?;
+        inputs.step(&mut model)?;
+        model.look_later(&mut stale)?;
+        // In the second round the host goes on without having looked.
+        (0..later).try_for_each(|_| inputs.step(&mut model))?;
+        expect_not_finite(model.check(), ranks, 3);
+        // What was seen before that says nothing any more.
+        model.look(&mut stale)?;
+        assert!(model.parameters()? == before, "parameters have changed");
+        assert_eq!(model.steps(), 2);
+        inputs.set_infinite(&model, 2, false)?;
+    }
+
+    // A gradient that is handed over twice, or not at all; one micro-batch too few, or too many.
+    model.begin_step()?;
+    model.ready(6)?;
+    let told = |outcome: Result<()>, text: &str| {
+        let error = outcome.expect_err("a mistake").to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    told(model.ready(6), "the gradient of tensor `6` was handed over twice");
+    told(model.next_micro_batch(), "was not handed over");
+    told(model.finish_step(), "a step of 2 micro-batches ends after 1");
+    model.begin_step()?;
+    (0..7).try_for_each(|tensor| model.ready(tensor))?;
+    model.next_micro_batch()?;
+    told(model.next_micro_batch(), "a step has 2 micro-batches and no more");
+
+    (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
+    assert!(model.parameters()? == expected.weights, "the training goes on as another one");
+    Ok(())
+}
+
+/// As above, where steps are replayed.
+fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<()> {
+    let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
+    let mut eager = model(world, config)?;
+    let inputs = Inputs::new(&eager, 2)?;
+    (0..5).try_for_each(|_| inputs.step_with(&mut eager, 0))?;
+    let expected = eager.parameters()?;
+    drop(eager);
+
+    let mut model = model(world, config)?;
+    inputs.step_with(&mut model, 0)?;
+    let two = model.capture(|model| (0..2).try_for_each(|_| inputs.step_with(model, 0)))?;
+    model.replay(&two)?;
+    let before = model.parameters()?;
+    inputs.set_infinite(&model, 0, is_culprit)?;
+    (0..2).try_for_each(|_| model.replay(&two))?;
+    expect_not_finite(model.check(), ranks, 4);
+    assert!(model.parameters()? == before, "parameters have changed");
+    assert_eq!(model.steps(), 3);
+    inputs.set_infinite(&model, 0, false)?;
+    model.replay(&two)?;
+    assert!(model.parameters()? == expected, "the training goes on as another one");
+    Ok(())
+}
+
+/// Found when they are compared next. (Those that a rank gets from another one in every step do not differ.)
+fn weights_that_differ(world: &mut World, mut config: DeviceConfig) -> Result<()> {
+    config.parallel.verify_every = Some(2);
+    let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
+    let mut model = model(world, config)?;
+    let inputs = Inputs::new(&model, 2)?;
+    (0..2).try_for_each(|_| inputs.step(&mut model))?;
+    model.check()?;
+    if is_culprit {
+        model.stream().upload(&[5.0f32], model.parameter(2))?;
+    }
+    inputs.step(&mut model)?;
+    model.check()?;
+    inputs.step(&mut model)?;
+    match model.check() {
+        Ok(()) if ranks == 1 => Ok(()),
+        Err(Error::Diverged { tensor, .. }) if tensor == "2" => Ok(()),
+        other => panic!("weights that differ: {other:?}"),
+    }
 }

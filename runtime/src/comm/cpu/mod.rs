@@ -66,6 +66,8 @@ pub(crate) struct CpuCommunicator {
     /// Arenas allocated so far.
     arenas: u32,
     algorithm: Algorithm,
+    /// Cores that all ranks have between them.
+    cores: usize,
     patience: Patience,
     timeout: Duration,
     /// Where to note when all ranks had come to an operation, if somebody wants to know.
@@ -101,6 +103,7 @@ pub(crate) fn connect(
         received: vec![0; size as usize],
         arenas: 0,
         algorithm: Algorithm::Auto,
+        cores,
         patience: Patience::for_ranks(size, cores),
         timeout,
         arrival: None,
@@ -221,6 +224,10 @@ impl Communicator for CpuCommunicator {
 
     fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
         self.arrival = Some(at);
+    }
+
+    fn expect_company(&mut self) {
+        self.patience = Patience::for_ranks(2 * self.size, self.cores);
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {

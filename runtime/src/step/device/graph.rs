@@ -52,11 +52,15 @@ impl DeviceDataParallel {
     /// # Errors
     /// As `work`, and if something cannot be captured.
     pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<StepGraph> {
+        if self.open {
+            self.abandon_step()?;
+        }
         let made = self.steps;
         self.compute.begin_capture()?;
         self.capturing = true;
         let outcome = work(self);
-        self.capturing = false;
+        // A step that breaks off here was none.
+        (self.capturing, self.open) = (false, false);
         // A capture is ended, come what may: until then the stream takes no other work.
         let graph = self.compute.end_capture();
         let steps = std::mem::replace(&mut self.steps, made) - made;

@@ -12,10 +12,12 @@ use std::ops::Range;
 
 use mgpu_kernels::cuda::{Event, Memory, Pinned, StepState, Stream, View};
 use mgpu_kernels::digest::cuda as digest;
+use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda as optimizer;
 
-use super::slot::Slots;
-use super::{DeviceDataParallel, STEP};
+use super::super::config::DataParallelConfig;
+use super::slot::{Slot, Slots};
+use super::{CHUNK, DeviceDataParallel, STEP};
 use crate::comm::{DType, ReduceOp};
 use crate::{Error, Layout, Result};
 
@@ -24,19 +26,54 @@ use crate::{Error, Layout, Result};
 pub(super) struct Guard {
     /// Table of what is looked through.
     parts: Memory,
-    /// The sum of each chunk's squares, where gradients are clipped.
-    squares: Option<Memory>,
+    /// Where gradients are clipped.
+    squares: Option<Squares>,
     /// A hash of each rank's weights.
     hashes: Memory,
+    /// How the steps went, for [`DeviceDataParallel::check`].
+    health: Option<Health>,
+    /// How often the training has gone back: what is known of before says nothing.
+    pub(super) generation: u64,
+}
+
+/// Sums of the gradients' squares, chunk by chunk.
+#[derive(Debug)]
+struct Squares {
+    /// The chunks of all gradients, in the order of the arena, so that neither ranks nor buckets show in the sum; `None` where a
+    /// rank has its shards of them only.
+    whole: Option<Memory>,
+    /// The sum of each chunk.
+    sums: Memory,
+}
+
+impl Squares {
+    fn new(stream: &Stream, slots: &Slots, layout: &Layout, config: &DataParallelConfig) -> Result<Self> {
+        let sharded = slots.all.iter().any(Slot::is_sharded) && !config.world_size_invariant;
+        let all = || chunks(layout.tensors().iter().map(|tensor| (tensor.range(), false)), 0.0);
+        let whole = (!sharded).then(all);
+        let len = whole.as_ref().map_or(slots.chunks.len(), Vec::len);
+        let whole = whole.map(|table| Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&table)));
+        let sums = Memory::zeroed(stream.device(), DType::F64, len)?;
+        Ok(Squares { whole: whole.transpose()?, sums })
+    }
 }
 
 impl Guard {
-    pub(super) fn new(stream: &Stream, slots: &Slots, ranks: u32, clips: bool) -> Result<Self> {
-        let zeroed = |dtype, len| Memory::zeroed(stream.device(), dtype, len);
+    pub(super) fn new(
+        stream: &Stream,
+        slots: &Slots,
+        layout: &Layout,
+        config: &DataParallelConfig,
+        ranks: u32,
+    ) -> Result<Self> {
+        let squares = config.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
+        let hashes = Memory::zeroed(stream.device(), DType::I64, ranks as usize)?;
         Ok(Guard {
             parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
-            squares: clips.then(|| zeroed(DType::F64, slots.chunks.len())).transpose()?,
-            hashes: zeroed(DType::I64, ranks as usize)?,
+            squares: squares.transpose()?,
+            health: Some(Health::with_room(stream, &hashes)?),
+            hashes,
+            generation: 0,
         })
     }
 }
@@ -46,6 +83,7 @@ impl Guard {
 pub struct Health {
     bytes: Pinned,
     done: Event,
+    generation: u64,
 }
 
 impl Health {
@@ -54,9 +92,12 @@ impl Health {
     /// # Errors
     /// If memory is short.
     pub fn new(model: &DeviceDataParallel) -> Result<Self> {
-        let device = model.compute.device();
-        let bytes = Pinned::zeroed(device, StepState::BYTES + model.guard.hashes.view().bytes())?;
-        Ok(Health { bytes, done: Event::new(device)? })
+        Self::with_room(&model.compute, &model.guard.hashes)
+    }
+
+    fn with_room(stream: &Stream, hashes: &Memory) -> Result<Self> {
+        let bytes = Pinned::zeroed(stream.device(), StepState::BYTES + hashes.view().bytes())?;
+        Ok(Health { bytes, done: Event::new(stream.device())?, generation: 0 })
     }
 }
 
@@ -106,11 +147,14 @@ impl DeviceDataParallel {
             return Ok(());
         };
         let (stream, gradients) = (&self.compute, self.gradients.view());
-        let sum = |chunks: Range<usize>| -> Result<()> {
-            let place = chunks.start / super::CHUNK..chunks.end / super::CHUNK;
-            Ok(optimizer::squares(stream, gradients, self.chunks.slice(chunks), squares.slice(place))?)
-        };
-        if self.is_sharded() {
+        if let Some(whole) = &squares.whole {
+            optimizer::squares(stream, gradients, whole.view(), squares.sums.view())?;
+            optimizer::total_squares(stream, squares.sums.view(), self.state.view())?;
+        } else {
+            let sum = |chunks: Range<usize>| {
+                let sums = squares.sums.slice(chunks.start / CHUNK..chunks.end / CHUNK);
+                optimizer::squares(stream, gradients, self.chunks.slice(chunks), sums)
+            };
             // What all ranks have, one counts.
             for slot in &self.slots {
                 let [own, rest] = slot.chunks.clone();
@@ -119,11 +163,7 @@ impl DeviceDataParallel {
                     sum(rest)?;
                 }
             }
-        } else {
-            sum(0..self.chunks.len())?;
-        }
-        optimizer::total_squares(stream, squares.view(), self.state.view())?;
-        if self.is_sharded() {
+            optimizer::total_squares(stream, squares.sums.view(), self.state.view())?;
             self.comm.all_reduce(stream, self.number(StepState::SQUARES, DType::F64), ReduceOp::Sum)?;
         }
         Ok(optimizer::clip(stream, self.state.view(), most)?)
@@ -152,11 +192,12 @@ impl DeviceDataParallel {
     pub fn look_later(&self, to: &mut Health) -> Result<()> {
         self.compute.download_part_later(self.state.view(), &mut to.bytes, 0)?;
         self.compute.download_part_later(self.guard.hashes.view(), &mut to.bytes, StepState::BYTES)?;
+        to.generation = self.guard.generation;
         Ok(self.compute.record(&to.done)?)
     }
 
-    /// Waits for the copy that was begun last, as far as the other ranks come along, and says whether all is well. Collective
-    /// where it is not: all ranks look at the same place.
+    /// Waits for the copy that was begun last, as far as the other ranks come along, and says whether all is well; nothing of
+    /// steps that the training has gone back from since. Collective where all is not well: ranks look at the same places.
     ///
     /// # Errors
     /// [`Error::NotFinite`] if a rank had gradients that are no numbers: parameters, optimizer and [`steps`](Self::steps) are as
@@ -166,13 +207,17 @@ impl DeviceDataParallel {
         self.comm.wait(&health.done, STEP)?;
         // SAFETY: the event lies behind the copies, and none is begun while the bytes are lent.
         let (state, hashes) = unsafe { health.bytes.bytes() }.split_at(StepState::BYTES);
+        if health.generation != self.guard.generation {
+            return Ok(());
+        }
         let state: StepState = bytemuck::pod_read_unaligned(state);
         let (hashes, _) = hashes.as_chunks::<8>();
-        let differ = hashes.iter().any(|hash| *hash != hashes[0]);
         if state.not_finite != 0 {
-            return Err(self.step_back(&state)?);
+            self.go_to(state.step)?;
+            let (rank, tensor) = marked(state.not_finite, self.ranks(), &self.layout);
+            return Err(Error::NotFinite { rank, tensor, step: state.step + 1 });
         }
-        if differ {
+        if hashes.iter().any(|hash| *hash != hashes[0]) {
             self.compare_all()?;
         }
         Ok(())
@@ -183,28 +228,43 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`look`](Self::look).
     pub fn check(&mut self) -> Result<()> {
-        let mut health = Health::new(self)?;
-        self.look_later(&mut health)?;
-        self.look(&mut health)
+        let Some(mut health) = self.guard.health.take() else { return Ok(()) };
+        let outcome = self.look_later(&mut health).and_then(|()| self.look(&mut health));
+        self.guard.health = Some(health);
+        outcome
     }
 
-    /// Goes back to where the update that was not made is the next one. Returns the error that says why.
-    fn step_back(&mut self, state: &StepState) -> Result<Error> {
+    /// Makes the step after `steps` steps the next one. What was found until now is forgotten.
+    pub(super) fn go_to(&mut self, steps: u64) -> Result<()> {
         self.wait(STEP)?;
-        self.steps = state.step;
-        self.compute.upload(bytemuck::bytes_of(&StepState::after(state.step)), self.state.view())?;
-        let (rank, tensor) = marked(state.not_finite, self.ranks(), &self.layout);
-        Ok(Error::NotFinite { rank, tensor, step: state.step + 1 })
+        self.compute.upload(bytemuck::bytes_of(&StepState::after(steps)), self.state.view())?;
+        self.compute.zero(self.guard.hashes.view())?;
+        self.guard.generation += 1;
+        (self.steps, self.open) = (steps, false);
+        Ok(())
     }
 
-    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not.
+    /// Gets a step out of the way that broke off: its collectives, its number, and what was found in its gradients.
+    pub(super) fn abandon_step(&mut self) -> Result<()> {
+        for slot in &self.slots {
+            self.compute.wait_for(&slot.exchanged)?;
+        }
+        self.wait(STEP)?;
+        let state = StepState::download(self.state.view(), &self.compute)?;
+        self.open = false;
+        // An earlier one that was to be the last still is, and the host has yet to see it.
+        if state.halted == 0 { self.go_to(self.steps) } else { Ok(()) }
+    }
+
+    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not, or there was
+    /// none yet.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
-    pub fn gradient_norm(&mut self) -> Result<Option<f64>> {
+    pub fn gradient_norm(&self) -> Result<Option<f64>> {
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
-        Ok(self.config.parallel.clip_norm.map(|_| state.norm))
+        Ok(self.config.parallel.clip_norm.filter(|_| self.steps > 0).map(|_| state.norm))
     }
 }
 

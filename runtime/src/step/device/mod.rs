@@ -13,6 +13,7 @@
 //! nothing and updates all parameters in one launch.
 
 mod config;
+mod exchange;
 mod graph;
 mod guard;
 mod slot;
@@ -30,11 +31,12 @@ use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
 pub use mgpu_kernels::optimizer::cuda::Plan;
-use mgpu_kernels::optimizer::cuda::{Arenas, begin, update};
+use mgpu_kernels::optimizer::cuda::begin;
 use slot::{Slot, Slots, padded};
-use sums::{Buffers, Sums, all_sum};
+use state::keep_own;
+use sums::{Buffers, Sums};
 
-use super::config::{Compression, Reduction};
+use super::config::Compression;
 use crate::bucket;
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
 use crate::replicate::replicate;
@@ -90,8 +92,11 @@ pub struct DeviceDataParallel {
     slot_of: Vec<usize>,
     /// Tensors in the order in which their gradients came in the first step, until buckets follow it.
     observed: Option<Vec<usize>>,
-    /// The slot whose exchange began last in this step, and how many did.
-    exchanged: (usize, usize),
+    /// Exchanges that have begun in this step, and the slot of the last one.
+    exchanges: usize,
+    last_exchange: usize,
+    /// A step has begun and is not finished.
+    open: bool,
     sums: Sums,
     buffers: Buffers,
     guard: Guard,
@@ -165,7 +170,7 @@ impl DeviceDataParallel {
         let model = DeviceDataParallel {
             sums: Sums::new(&device, len, micro_batches, invariant)?,
             buffers: Buffers::new(&compute, buffers, micro_batches, invariant)?,
-            guard: Guard::new(&compute, &slots, comm.size(), parallel.clip_norm.is_some())?,
+            guard: Guard::new(&compute, &slots, &layout, &parallel, comm.size())?,
             state: StepState::after(0).upload(&compute)?,
             chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?,
             gradients: Memory::zeroed(&device, DType::F32, len)?,
@@ -180,7 +185,9 @@ impl DeviceDataParallel {
             slots: slots.all,
             slot_of: slots.of,
             observed: several.then(Vec::new),
-            exchanged: (0, 0),
+            exchanges: 0,
+            last_exchange: 0,
+            open: false,
             host,
             comm,
             layout,
@@ -192,7 +199,7 @@ impl DeviceDataParallel {
             identity: Arc::default(),
         };
         if let Some(average) = &model.average {
-            model.keep_own(&model.parameters, average)?;
+            keep_own(&model.compute, (&model.slots, model.ranks()), &model.parameters, average)?;
         }
         model.renew_copy()?;
         Ok(model)
@@ -250,14 +257,19 @@ impl DeviceDataParallel {
         self.buffers.values.view()
     }
 
-    /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one.
+    /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one. A
+    /// step that broke off is made anew, once the GPU is done with it.
     ///
     /// # Errors
     /// If a kernel cannot be launched.
     pub fn begin_step(&mut self) -> Result<()> {
+        if self.open {
+            self.abandon_step()?;
+        }
+        self.open = true;
         let DeviceConfig { parallel, plan, .. } = &self.config;
         begin(&self.compute, &parallel.optimizer.rule, *plan, self.state.view())?;
-        self.exchanged = (0, 0);
+        self.exchanges = 0;
         self.observed.iter_mut().for_each(Vec::clear);
         self.begin_micro_batch(0)
     }
@@ -275,17 +287,23 @@ impl DeviceDataParallel {
     /// # Errors
     /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if the step has no further micro-batch.
     pub fn next_micro_batch(&mut self) -> Result<()> {
-        self.end_micro_batch()?;
         if self.sums.counter.is_last() {
             let problem = format!("a step has {} micro-batches and no more", self.config.micro_batches);
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
+        self.end_micro_batch()?;
         self.begin_micro_batch(self.sums.counter.current() + 1)
     }
 
     fn end_micro_batch(&self) -> Result<()> {
         if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
             return Err(super::slot::unready(&self.layout, &slot.bucket, &slot.open));
+        }
+        if self.is_invariant() && self.sums.counter.is_last() && self.ranks() > 1 {
+            // Messages between two ranks have no names: those of gradients are over before those of buffers.
+            self.slots
+                .get(self.last_exchange)
+                .map_or(Ok(()), |slot| self.compute.wait_for(&slot.exchanged))?;
         }
         self.buffers.end_batch(&self.comm, &self.compute)
     }
@@ -307,90 +325,7 @@ impl DeviceDataParallel {
         if slot.open.contains(&true) {
             return Ok(());
         }
-        let elements = slot.elements.clone();
-        // Where ranks are to make no difference, all are divided by at once.
-        let is_mean = self.is_mean() && !self.is_invariant();
-        let divisor = if is_mean { self.config.micro_batches as f32 } else { 1.0 };
-        self.sums.add(&self.compute, &self.gradients, elements, divisor)?;
-        if !self.sums.counter.is_last() {
-            return Ok(());
-        }
-        if self.config.parallel.check_finite {
-            self.find_not_finite(place)?;
-        }
-        self.exchanged = (place, self.exchanged.1 + 1);
-        self.exchange(place)
-    }
-
-    fn is_mean(&self) -> bool {
-        self.config.parallel.reduction == Reduction::Mean
-    }
-
-    fn is_invariant(&self) -> bool {
-        self.config.parallel.world_size_invariant
-    }
-
-    /// Whether a rank updates a part of the parameters only.
-    fn is_sharded(&self) -> bool {
-        self.slots.iter().any(Slot::is_sharded)
-    }
-
-    /// Begins to reduce the gradients of a bucket over ranks; with the last one's goes the mark of gradients that are no
-    /// numbers.
-    fn exchange(&self, place: usize) -> Result<()> {
-        let (slot, ranks) = (&self.slots[place], self.ranks());
-        let several = ranks > 1;
-        // A world of one has no other stream to wait for.
-        let stream = if several { &self.exchange } else { &self.compute };
-        if several {
-            self.compute.record(&slot.written)?;
-            stream.wait_for(&slot.written)?;
-        }
-        let gradients = self.gradients.slice(slot.elements.clone());
-        let mark = (several && self.config.parallel.check_finite && self.exchanged.1 == self.slots.len())
-            .then(|| self.not_finite());
-        if self.is_invariant() {
-            if let Some(theirs) = &self.theirs {
-                all_sum(&self.comm, stream, gradients, theirs.slice(slot.elements.clone()))?;
-            }
-            let count = ranks as usize * self.config.micro_batches;
-            if self.is_mean() && count > 1 {
-                arena::scale(stream, gradients, 1.0 / count as f32)?;
-            }
-            if let Some(mark) = mark {
-                self.comm.all_reduce(stream, mark, ReduceOp::Max)?;
-            }
-        } else if several {
-            let op = if self.is_mean() { ReduceOp::Avg } else { ReduceOp::Sum };
-            let (own, rest) = (slot.own(), slot.rest(ranks));
-            if let Some(narrow) = &self.narrow {
-                arena::narrow(stream, gradients, narrow.slice(slot.elements.clone()))?;
-            }
-            let travels = self.narrow.as_ref().unwrap_or(&self.gradients);
-            self.comm.group(|group| {
-                if slot.is_sharded() {
-                    group.reduce_scatter(
-                        stream,
-                        travels.slice(slot.shards(ranks)),
-                        travels.slice(own.clone()),
-                        op,
-                    )?;
-                }
-                if !rest.is_empty() {
-                    group.all_reduce(stream, travels.slice(rest.clone()), op)?;
-                }
-                mark.map_or(Ok(()), |mark| group.all_reduce(stream, mark, ReduceOp::Max))
-            })?;
-            for reduced in [own, rest].into_iter().filter(|reduced| !reduced.is_empty()) {
-                if let Some(narrow) = &self.narrow {
-                    arena::widen(stream, narrow.slice(reduced.clone()), self.gradients.slice(reduced))?;
-                }
-            }
-        }
-        if several {
-            stream.record(&slot.exchanged)?;
-        }
-        Ok(())
+        self.end_bucket(place)
     }
 
     /// Updates the parameters by the gradients, reduced over micro-batches and ranks.
@@ -398,68 +333,18 @@ impl DeviceDataParallel {
     /// # Errors
     /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if micro-batches are missing.
     pub fn finish_step(&mut self) -> Result<()> {
-        self.end_micro_batch()?;
         let counter = &self.sums.counter;
         if !counter.is_last() {
             let (made, all) = (counter.current() + 1, counter.count());
             let problem = format!("a step of {all} micro-batches ends after {made}");
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
-        if self.ranks() == 1 {
-            self.clip()?;
-            self.update(self.chunks.view(), self.copy.as_ref())?;
-        } else {
-            self.update_buckets()?;
-        }
+        self.end_micro_batch()?;
+        self.update()?;
         self.steps += 1;
+        self.open = false;
         self.follow_order()?;
         self.compare_if_due(self.steps - 1)
-    }
-
-    /// Updates bucket by bucket, as soon as it may be, and gathers what is sharded.
-    fn update_buckets(&self) -> Result<()> {
-        let parallel = &self.config.parallel;
-        if (parallel.check_finite || parallel.clip_norm.is_some()) && !self.slots.is_empty() {
-            // The exchange stream goes in order: what began last ends last.
-            self.compute.wait_for(&self.slots[self.exchanged.0].exchanged)?;
-        }
-        self.clip()?;
-        let ranks = self.ranks();
-        for slot in &self.slots {
-            self.compute.wait_for(&slot.exchanged)?;
-            let [own, rest] = slot.chunks.clone();
-            // The copy of a sharded bucket is made when all of it is here.
-            let copy = self.copy.as_ref().filter(|_| !slot.is_sharded());
-            self.update(self.chunks.slice(own.start..rest.end), copy)?;
-            if slot.is_sharded() {
-                self.compute.record(&slot.written)?;
-                self.exchange.wait_for(&slot.written)?;
-                let whole = self.parameters.slice(slot.shards(ranks));
-                self.comm.all_gather(&self.exchange, self.parameters.slice(slot.own()), whole)?;
-                self.exchange.record(&slot.exchanged)?;
-            }
-        }
-        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
-            self.compute.wait_for(&slot.exchanged)?;
-            if let Some(copy) = &self.copy {
-                let elements = slot.elements.clone();
-                arena::narrow(&self.compute, self.parameters.slice(elements.clone()), copy.slice(elements))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn update(&self, chunks: View<'_>, copy: Option<&Memory>) -> Result<()> {
-        let optimizer = &self.config.parallel.optimizer;
-        let arenas = Arenas {
-            gradients: self.gradients.view(),
-            params: self.parameters.view(),
-            first: self.first.as_ref().map(Memory::view),
-            second: self.second.as_ref().map(Memory::view),
-            average: self.average.as_ref().map(Memory::view).zip(optimizer.average),
-            copy: copy.map(Memory::view),
-        };
-        Ok(update(&self.compute, &optimizer.rule, self.state.view(), chunks, &arenas)?)
     }
 
     /// Sums `values` over all ranks, in place, between what is on the stream before and after: for synchronised batch

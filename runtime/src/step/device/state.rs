@@ -1,10 +1,10 @@
 //! What a checkpoint needs of a model on GPUs, and its moving average.
 
-use mgpu_kernels::cuda::{Memory, StepState};
+use mgpu_kernels::cuda::{Memory, StepState, Stream};
 
 use super::super::state::follow;
 use super::guard::Guard;
-use super::slot::Slots;
+use super::slot::{Slot, Slots};
 use super::{DeviceDataParallel, STEP};
 use crate::Result;
 use crate::comm::DType;
@@ -12,7 +12,7 @@ use crate::optimizer::AVERAGE;
 use crate::replicate::{replicate, verify_equal};
 
 impl DeviceDataParallel {
-    /// A copy of the parameters on the host.
+    /// A copy of the parameters on the host. Collective, as [`check`](Self::check), which it begins with.
     ///
     /// # Errors
     /// As [`look`](Self::look).
@@ -58,19 +58,20 @@ impl DeviceDataParallel {
     /// # Panics
     /// If no average is kept.
     pub fn swap_average(&mut self) -> Result<()> {
+        // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
+        self.wait(STEP)?;
         // Captured graphs hold the addresses: the values change places, not the memories.
-        self.aside = match self.aside.take() {
-            Some(parameters) => {
-                self.compute.copy(parameters.view(), self.parameters.view())?;
-                None
-            }
-            None => {
-                let aside = Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
-                self.compute.copy(self.parameters.view(), aside.view())?;
-                self.gather(self.average.as_ref().expect("a moving average is kept"), &self.parameters)?;
-                Some(aside)
-            }
-        };
+        if let Some(parameters) = &self.aside {
+            self.compute.copy(parameters.view(), self.parameters.view())?;
+            self.wait(STEP)?;
+            self.aside = None;
+        } else {
+            let aside = Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
+            self.compute.copy(self.parameters.view(), aside.view())?;
+            let average = self.average.as_ref().expect("a moving average is kept");
+            self.aside = Some(aside);
+            self.gather(average, &self.parameters)?;
+        }
         self.renew_copy()
     }
 
@@ -87,17 +88,6 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Keeps the elements of a whole arena that this rank updates.
-    pub(super) fn keep_own(&self, whole: &Memory, local: &Memory) -> Result<()> {
-        let ranks = self.ranks();
-        for slot in &self.slots {
-            for (state, elements) in slot.states(ranks).into_iter().zip([slot.own(), slot.rest(ranks)]) {
-                self.compute.copy(whole.slice(elements), local.slice(state))?;
-            }
-        }
-        Ok(())
-    }
-
     /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
     /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
     /// for: who captures a first step keeps the buckets as they are.
@@ -107,26 +97,29 @@ impl DeviceDataParallel {
         if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
             return Ok(());
         }
-        let device = self.compute.device();
-        let whole = |local: &Memory| -> Result<Memory> {
-            let whole = Memory::zeroed(device, DType::F32, self.parameters.len())?;
-            self.gather(local, &whole).map(|()| whole)
-        };
-        let states = self.states().into_iter().map(|(_, local)| whole(local)).collect::<Result<Vec<_>>>()?;
-        // Before any memory goes.
+        // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
         self.wait(STEP)?;
-        let place = (self.rank(), self.ranks());
+        let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
         let slots = Slots::cut(device, &self.layout, buckets, &self.config.parallel, place)?;
-        self.guard = Guard::new(&self.compute, &slots, place.1, self.config.parallel.clip_norm.is_some())?;
-        self.chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
+        let mut guard = Guard::new(&self.compute, &slots, &self.layout, &self.config.parallel, place.1)?;
+        guard.generation = self.guard.generation;
+        let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
+        let zeroed = |len| Memory::zeroed(device, DType::F32, len);
+        let states = self.states().into_iter().map(|(_, local)| local);
+        let moved = states.map(|local| Ok((local, zeroed(self.parameters.len())?, zeroed(slots.states)?)));
+        let moved = moved.collect::<Result<Vec<_>>>()?;
+        for (local, whole, renewed) in &moved {
+            self.gather(local, whole)?;
+            keep_own(&self.compute, (&slots.all, place.1), whole, renewed)?;
+        }
+        self.wait(STEP)?;
+        let mut renewed = moved.into_iter().map(|(_, _, renewed)| renewed).collect::<Vec<_>>().into_iter();
         for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
-            *arena = Memory::zeroed(arena.device(), DType::F32, slots.states)?;
+            *arena = renewed.next().expect("as many as there are");
         }
         (self.slots, self.slot_of) = (slots.all, slots.of);
-        for ((_, local), whole) in self.states().into_iter().zip(&states) {
-            self.keep_own(whole, local)?;
-        }
-        self.wait(STEP)
+        (self.guard, self.chunks) = (guard, chunks);
+        Ok(())
     }
 
     /// The arenas with the optimizer's state, by the names they have in a checkpoint.
@@ -182,14 +175,13 @@ impl DeviceDataParallel {
         for (place, name) in states.into_iter().enumerate() {
             let values = whole(self, name)?;
             let values = Memory::from_slice(&self.compute, &values)?;
-            self.keep_own(&values, self.states()[place].1)?;
+            keep_own(&self.compute, (&self.slots, self.ranks()), &values, self.states()[place].1)?;
             // Before the memory goes.
             self.wait(STEP)?;
         }
+        self.aside = None;
         self.renew_copy()?;
-        self.compute.upload(bytemuck::bytes_of(&StepState::after(steps)), self.state.view())?;
-        self.steps = steps;
-        Ok(())
+        self.go_to(steps)
     }
 
     /// Checks that all ranks hold the same parameters, and returns their checksum in the order of the device's layout.
@@ -208,4 +200,19 @@ impl DeviceDataParallel {
         let parameters = self.download(&self.parameters)?;
         verify_equal(&mut *self.host, &self.layout, &parameters)
     }
+}
+
+/// Keeps the elements of a whole arena that this rank of so many updates.
+pub(super) fn keep_own(
+    stream: &Stream,
+    (slots, ranks): (&[Slot], u32),
+    whole: &Memory,
+    local: &Memory,
+) -> Result<()> {
+    for slot in slots {
+        for (state, elements) in slot.states(ranks).into_iter().zip([slot.own(), slot.rest(ranks)]) {
+            stream.copy(whole.slice(elements), local.slice(state))?;
+        }
+    }
+    Ok(())
 }

@@ -30,6 +30,9 @@ impl Sums {
     /// by `divisor`.
     pub(super) fn add(&self, stream: &Stream, values: &Memory, at: Range<usize>, divisor: f32) -> Result<()> {
         let values = values.slice(at.clone());
+        if values.is_empty() {
+            return Ok(());
+        }
         for (level, divisor) in self.counter.carried(divisor) {
             arena::add(stream, values, self.levels[level].slice(at.clone()), divisor)?;
         }
