@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures which share of a training step goes to communication on this machine's processor, by network and size of bucket.
 
-    MGPU_DATA=…/mnist bench/communication.py [NET…] [--ranks 2] [--batch 64] [--buckets 0.25,1,4,25] [--rounds 3]
+    MGPU_DATA=…/mnist bench/communication.py [NET…] [--ranks 2] [--batch 64] [--buckets 0.25,1,1+overlap,4,25] [--rounds 3]
 
-Every rank has one thread. In every round each network runs once with each size of bucket (in MiB), so that a noisy minute hits
-no size alone; figures are the medians of the rounds. `communication` is the share of the steps' time that a rank spends in
-collectives, synchronised batch normalisation included; `waiting` is the part of it that goes by until the last rank has come.
+Every rank has one thread, and with `+overlap` another one for reductions. In every round each network runs once with each size
+of bucket (in MiB), so that a noisy minute hits no size alone; figures are the medians of the rounds. `communication` is the share of the steps' time that a rank spends in
+collectives, or waits for its thread that is, synchronised batch normalisation included; `waiting` is the part of it that goes by until the last rank has come.
 Both are means over ranks. Writes bench/results/communication-<date>-<machine>.json after every run and prints a table.
 Run it on a quiet machine, after `cargo build --release`: where ranks share their cores with others, they wait for each other.
 """
@@ -20,6 +20,7 @@ import subprocess
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Steps of a run: some seconds on two cores.
 STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
+OVERLAP = "+overlap"
 KEYS = ("communication", "waiting", "ms_per_step")
 
 
@@ -30,7 +31,9 @@ def output(*command):
 def train(options, net, bucket):
     command = [f"{ROOT}/target/release/mgpurun", "-n", str(options.ranks), "--no-prefix", "train_mnist", "--net", net,
                "--steps", str(options.steps or STEPS[net]), "--batch", str(options.batch), "--threads", "1",
-               "--bucket", bucket, "--skip-test", "--json"]
+               "--bucket", bucket.removesuffix(OVERLAP), "--skip-test", "--json"]
+    if bucket.endswith(OVERLAP):
+        command.append("--overlap")
     if not os.environ.get("MGPU_DATA"):
         command.append("--synthetic")
     return json.loads(output(*command).splitlines()[-1])
@@ -45,7 +48,7 @@ def main():
     parser.add_argument("nets", nargs="*", metavar="NET", help="all, unless some are named")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help="images a step on each rank")
-    parser.add_argument("--buckets", default="0.25,1,4,25", help="MiB")
+    parser.add_argument("--buckets", default="0.25,1,1+overlap,4,25", help="MiB, each with or without +overlap")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run, in place of some seconds' worth")
     parser.add_argument("--note", help="what else is to be known of these figures")
@@ -72,7 +75,7 @@ def main():
             done.append({key: line[key] for key in KEYS})
             result["load"] = os.getloadavg()
             result["lines"] = [
-                {"net": net, "bucket_mib": float(bucket), **medians(done), "rounds": done}
+                {"net": net, "bucket_mib": float(bucket.removesuffix(OVERLAP)), "overlap": bucket.endswith(OVERLAP), **medians(done), "rounds": done}
                 for (net, bucket), done in rounds.items() if done
             ]
             result["data"] = line["data"].split(" from ")[0]  # not where it lies
@@ -80,7 +83,7 @@ def main():
                 json.dump(result, file, indent=1)
                 file.write("\n")
             os.replace(path + ".partial", path)
-    print("| network | " + " | ".join(f"{bucket} MiB" for bucket in buckets) + " |\n|---|" + "---|" * len(buckets))
+    print("| network | " + " | ".join(f"{bucket} (MiB)" for bucket in buckets) + " |\n|---|" + "---|" * len(buckets))
     for net in nets:
         cells = []
         for bucket in buckets:

@@ -13,7 +13,8 @@
 //! - **Failure.** A lost peer, a mismatch or a passed deadline makes the communicator unusable: the call returns
 //!   an error that names the rank, the buffer is gone (a peer may still be writing to it), and every later call
 //!   returns [`Error::Poisoned`](crate::Error::Poisoned). No call waits longer than the world's timeout without
-//!   any peer making progress. Invalid arguments are told before anything is sent and poison nothing.
+//!   any peer making progress. Invalid arguments are told before anything is sent and poison nothing. Of an operation on another
+//!   thread ([`DataParallelConfig::overlap`](crate::DataParallelConfig::overlap)) all of this is told by [`Pending::wait`].
 //! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first wait
 //!   for each other until the deadline. A communicator's end is collective there: all ranks come together in its drop.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass

@@ -26,12 +26,13 @@ pub struct DataParallelConfig {
     /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB.
     pub bucket: usize,
     /// Bytes from which on a bucket's part of the optimizer is sharded: every rank has 1/n of its state and of its moving
-    /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not. `None`
-    /// replicates all, and so does a backend whose ranks do not share memory: its sums may differ in their last bits from one
-    /// operation to the other.
+    /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not (under `nccl` where
+    /// two ranks add). `None` replicates all, and so does a [`DataParallel`](super::DataParallel) whose ranks do not share
+    /// memory: sums of its backend may differ in their last bits from one operation to the other.
     pub shard_from: Option<usize>,
-    /// Reduce buckets on a thread of its own, under the rest of the backward pass. It gains where a core is to spare; where all
-    /// of them compute, it does not. What is trained keeps its bits. (On GPUs reductions always go on beside the computation.)
+    /// Reduce buckets on a thread of its own, under the rest of the backward pass, for where a core is to spare. What is trained
+    /// keeps its bits. It changes nothing where ranks are to make no difference, which takes messages in place of reductions, nor
+    /// on GPUs, where reductions always go on beside the computation.
     pub overlap: bool,
     /// What the gradients of micro-batches and ranks become together.
     pub reduction: Reduction,
@@ -113,6 +114,7 @@ pub enum Reduction {
 pub enum Compression {
     /// As they are.
     None,
-    /// Rounded to bf16: half the bytes. They are added in f32, and the result is rounded once more.
+    /// Rounded to bf16: half the bytes. They are added in f32, and the result is rounded once more (under `nccl` each sum of
+    /// two is).
     Bf16,
 }

@@ -5,7 +5,7 @@
 //! ([`crate::optimizer`]) into the parameters, of which every rank has a copy. All copies were made equal once
 //! ([`crate::replicate`](mod@crate::replicate)). Of a small bucket every rank averages all and applies the same update to the
 //! same bits. Of a large one it averages and updates its shard, and passes that on: state and work are divided by n, and
-//! the bits are the same (`slot`). On a GPU the same way is `device`'s, without shards.
+//! the bits are the same (`slot`). On a GPU the same way is `device`'s.
 
 mod accumulate;
 mod buffers;

@@ -12,9 +12,7 @@ pub const BUCKET: usize = 16 << 20;
 /// How a [`DeviceDataParallel`](super::DeviceDataParallel) trains. The same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceConfig {
-    /// What there is to choose on every backend; `threads` mean nothing here. Compressed gradients are added by NCCL, in f32 two at
-    /// a time, and rounded in between. The weights that a sharded optimizer trains may differ in their last bits from a
-    /// replicated one's, as NCCL's sums may.
+    /// What there is to choose on every backend; `threads` and `overlap` mean nothing here.
     pub parallel: DataParallelConfig,
     /// Micro-batches of a rank in each step.
     pub micro_batches: usize,
