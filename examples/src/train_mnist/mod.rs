@@ -95,9 +95,7 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
         })
     })?);
     if let Some(folder) = &args.checkpoint_dir {
-        // A launcher that restarts the ranks wants them to go on.
-        let resume = args.resume || world.restart_count() > 0;
-        trainer.keep_in(folder, resume, args, &data, threads)?;
+        trainer.keep_in(folder, &world, args, &data, threads)?;
     }
     if rank == 0 {
         println!(

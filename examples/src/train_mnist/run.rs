@@ -27,6 +27,9 @@ pub(super) struct Run {
     pub(super) lr: f64,
     /// Steps by which the learning rate has fallen to its end; none if it has none. Such a run can be prolonged.
     pub(super) lr_steps: Option<u64>,
+    /// Identifier of the launch that has saved it, the same after restarts, where there is one.
+    #[serde(default)]
+    pub(super) launch: Option<String>,
     /// What checkpoints of format 1 do not say.
     #[serde(default)]
     details: Option<Details>,
@@ -71,6 +74,7 @@ impl Run {
             ranks,
             lr: args.lr(),
             lr_steps: args.schedule.ends().then_some(length),
+            launch: None,
             details: None,
         }
     }
@@ -98,6 +102,11 @@ impl Run {
                 batch_norm: args.net.layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
             },
         });
+    }
+
+    /// Whether a checkpoint was saved by this run, before or after a restart.
+    pub(super) fn is_of_the_launch_of(&self, saved: &Run) -> bool {
+        self.launch.is_some() && self.launch == saved.launch
     }
 
     /// Images a step on all ranks.
