@@ -212,3 +212,57 @@ impl Run {
 fn with_checksum(details: &Details) -> String {
     format!("{} (checksum {})", details.data, details.data_xxh3)
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::data::{Dataset, IMAGE_LEN, Origin};
+
+    fn run() -> Run {
+        let args = Args::try_parse_from(["train_mnist", "--net", "keras", "--clip-norm", "1"]).unwrap();
+        let mut run = Run::new(&args, 2, 100);
+        let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
+        let data = Mnist { train: set(), test: set(), origin: Origin::Generated { seed: 1 } };
+        run.describe(&args, &data, 1, None);
+        run
+    }
+
+    #[test]
+    fn only_a_launch_that_is_known_has_checkpoints_of_its_own() {
+        let of = |launch: Option<&str>| Run { launch: launch.map(str::to_owned), ..run() };
+        assert!(of(Some("a")).is_of_the_launch_of(&of(Some("a"))));
+        for (here, saved) in [(Some("a"), Some("b")), (Some("a"), None), (None, Some("a")), (None, None)] {
+            assert!(!of(here).is_of_the_launch_of(&of(saved)), "{here:?} {saved:?}");
+        }
+        assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
+    }
+
+    /// Everything in `value` that has a value of its own.
+    fn leaves(value: &mut Value) -> Vec<&mut Value> {
+        match value {
+            Value::Object(entries) => entries.values_mut().flat_map(leaves).collect(),
+            leaf => vec![leaf],
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_checkpoint_remembers_can_be_compared_or_is_an_error(
+            which in any::<prop::sample::Index>(),
+            forged in prop::sample::select(vec![
+                json!(null), json!(0), json!(-1), json!(u64::MAX), json!(1e308), json!(""), json!("x"), json!(true), json!([]), json!({}),
+            ]),
+        ) {
+            let mut state = serde_json::to_value(run()).unwrap();
+            *which.get_mut(&mut leaves(&mut state)[..]) = forged;
+            if let Ok(saved) = serde_json::from_value::<Run>(state) {
+                let lines = [run().differences(&saved), run().roundings(&saved)].concat();
+                prop_assert!(lines.iter().all(|line| !line.is_empty()));
+            }
+        }
+    }
+}
