@@ -258,7 +258,7 @@ mod tests {
             ]),
         ) {
             let mut state = serde_json::to_value(run()).unwrap();
-            *which.get_mut(&mut leaves(&mut state)[..]) = forged;
+            **which.get_mut(&mut leaves(&mut state)[..]) = forged;
             if let Ok(saved) = serde_json::from_value::<Run>(state) {
                 let lines = [run().differences(&saved), run().roundings(&saved)].concat();
                 prop_assert!(lines.iter().all(|line| !line.is_empty()));
