@@ -6,6 +6,7 @@ Parts, in the order in which they run unless some are named:
   kernels      gpu_check: every CUDA kernel against the CPU
   golden       golden_check of every network, precision and choice of kernels
   nccl         NCCL with one rank, and with 2 and 4 ranks that share the GPU: sums, training, a killed peer
+  parallel     what a step can do besides averaging: golden runs with each flag, and weights that ranks make no difference to
   bandwidth    memory bandwidth, the optimizer's share of it, large products
   throughput   training of every network beside PyTorch (eager, compiled, graphed), taking turns
   accuracy     conv6, deep and keras trained to the end, in bf16
@@ -266,6 +267,29 @@ def nccl(s):
         ], limit=90, expect=code, contains=r"rank 1")
 
 
+def parallel(s):
+    """Correctness alone, as above."""
+    files = [os.path.join(s.golden or "", net + ".json") for net in (["lenet5"] if s.fake else ["lenet5", "deep"])]
+    if s.data and all(map(os.path.exists, files)):
+        for ranks in [1, 2]:
+            for flags in ["--accumulate 4", "--gradients bf16", "--shard-optimizer on", "--world-size-invariant 8"]:
+                s.run(f"{ranks} ranks, golden, {flags}", [*launcher(s, ranks), s.program("golden_check"), "--data", s.data,
+                                                          *flags.split(), *files], limit=120, keep=" deviation .* bound ")
+    else:
+        s.skip("golden runs with flags", "MGPU_GOLDEN and MGPU_DATA are needed")
+    weights = {}
+    for ranks in [1, 2, 4]:
+        s.run(f"{ranks} ranks that make no difference", [
+            *launcher(s, ranks), s.program("train_mnist"), *digits(s), "--net", "lenet5" if s.fake else "keras", "--batch",
+            str(16 // ranks if s.fake else 128 // ranks), "--steps", "5" if s.fake else "30", "--world-size-invariant", "4",
+            "--clip-norm", "1", "--skip-test", "--json",
+        ], judge=lambda now: on_gpu(now) or (None if now["weights"] == weights.setdefault(1, now["weights"])
+                                             else "the weights are not those of one rank"))
+    s.run("2 ranks, a loss that is no number", [
+        *launcher(s, 2), s.program("train_mnist"), *digits(s), "--batch", "8", "--steps", "40", "--lr", "1e30", "--skip-test",
+    ], limit=60, expect=1, contains="gradients that are not finite numbers, in tensor")
+
+
 def bandwidth(s):
     if s.fake:
         return s.skip("bandwidth", "a fake is not measured")
@@ -351,7 +375,7 @@ def sanitizer(s):
               limit=600)
 
 
-PARTS = [kernels, golden, nccl, bandwidth, throughput, accuracy, sanitizer]
+PARTS = [kernels, golden, nccl, parallel, bandwidth, throughput, accuracy, sanitizer]
 
 
 def table(s):

@@ -2,8 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use mgpu::DataParallelConfig;
-use mgpu::optimizer::OptimizerConfig;
-use mgpu::step::{Compression, SHARD_FROM};
+use mgpu::step::Compression;
 
 /// How ranks train together.
 #[derive(Debug, Args)]
@@ -12,9 +11,13 @@ pub(crate) struct Parallel {
     #[arg(long, value_name = "MIB", value_parser = mebibytes)]
     bucket: Option<usize>,
     /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
-    /// enough to gain by it), on (of all) or off; on GPUs off.
+    /// enough to gain by it; on GPUs of none), on (of all) or off.
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
     shard_optimizer: Sharding,
+    /// Reduce gradients on a thread of its own, under the rest of the backward pass: for where a core is to spare beside
+    /// all ranks' threads. On GPUs this is always so.
+    #[arg(long)]
+    overlap: bool,
     /// Cut each rank's batch into this many micro-batches, of which gradients are computed one after the other and
     /// exchanged once: less memory for the same step.
     #[arg(long, value_name = "K", default_value_t = 1, value_parser = positive)]
@@ -101,35 +104,20 @@ impl Parallel {
         }
     }
 
-    /// How a CPU is to be used, by ranks with `threads` threads.
-    pub(crate) fn config(&self, optimizer: OptimizerConfig, threads: usize) -> DataParallelConfig {
-        let defaults = DataParallelConfig::new(optimizer, threads);
+    /// What was asked for, and `defaults` for the rest.
+    pub(crate) fn config(&self, defaults: DataParallelConfig) -> DataParallelConfig {
         DataParallelConfig {
-            bucket: self.bucket_bytes().unwrap_or(defaults.bucket),
+            bucket: self.bucket.unwrap_or(defaults.bucket),
             shard_from: match self.shard_optimizer {
-                Sharding::Auto => Some(SHARD_FROM),
+                Sharding::Auto => defaults.shard_from,
                 Sharding::On => Some(0),
                 Sharding::Off => None,
             },
+            overlap: self.overlap,
             clip_norm: self.clip_norm,
             compression: if self.compresses() { Compression::Bf16 } else { Compression::None },
             world_size_invariant: self.is_world_size_invariant(),
             ..defaults
-        }
-    }
-
-    /// Says what is asked for and is not there on GPUs.
-    pub(crate) fn check_gpu(&self) -> Result<(), String> {
-        let flags = [
-            ("--shard-optimizer on", self.shard_optimizer == Sharding::On),
-            ("--accumulate", self.accumulate > 1),
-            ("--world-size-invariant", self.is_world_size_invariant()),
-            ("--clip-norm", self.clip_norm.is_some()),
-            ("--gradients bf16", self.compresses()),
-        ];
-        match flags.into_iter().find(|(_, asked)| *asked) {
-            Some((flag, _)) => Err(format!("{flag} is for the CPU only, as yet: leave it out on GPUs")),
-            None => Ok(()),
         }
     }
 }

@@ -208,7 +208,8 @@ fn write_all(shared: &Shared, mut files: Vec<File>) {
             }
         };
         drop(state);
-        for piece in batch.bytes.chunks(PIECE) {
+        let mut pieces = batch.bytes.chunks(PIECE).peekable();
+        while let Some(piece) = pieces.next() {
             let given_up = shared.lock().failed[batch.file];
             let written = if given_up { Ok(()) } else { files[batch.file].write_all(piece) };
             let mut state = shared.lock();
@@ -216,6 +217,10 @@ fn write_all(shared: &Shared, mut files: Vec<File>) {
             // Less than what was counted only if everything was given up meanwhile.
             state.waiting = state.waiting.saturating_sub(piece.len());
             state.taken += piece.len() as u64;
+            if pieces.peek().is_none() {
+                // At once with the last bytes: when none wait any more, `abandon` must not count these lines as lost.
+                state.lines[batch.file] = state.lines[batch.file].saturating_sub(batch.lines);
+            }
             if let Err(error) = written
                 && !std::mem::replace(&mut state.failed[batch.file], true)
             {
@@ -226,9 +231,6 @@ fn write_all(shared: &Shared, mut files: Vec<File>) {
                 shared.ring(&mut state);
             }
         }
-        let mut state = shared.lock();
-        state.lines[batch.file] = state.lines[batch.file].saturating_sub(batch.lines);
-        drop(state);
         shared.changed.notify_all();
     }
 }
@@ -288,6 +290,19 @@ mod tests {
         };
         assert_eq!(std::fs::read_to_string(&paths[0]).unwrap(), lines(0));
         assert_eq!(std::fs::read_to_string(&paths[1]).unwrap(), format!("old\n{}", lines(1)));
+    }
+
+    #[test]
+    fn when_no_bytes_wait_no_lines_do() {
+        let writer =
+            Writer::start("test", vec![open(Path::new("/dev/null"), Start::Append).unwrap()]).unwrap();
+        for _ in 0..50_000 {
+            assert!(writer.push(0, b"written\n", 1));
+            while writer.waiting() > 0 {
+                std::hint::spin_loop();
+            }
+            assert_eq!(writer.shared.lock().lines, [0]);
+        }
     }
 
     #[test]

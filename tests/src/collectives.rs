@@ -2,6 +2,8 @@
 //! lengths, each result compared bit for bit with a fold in rank order. A [`Case`] is one of them, for tests that
 //! choose at random.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use mgpu::comm::shard;
 use mgpu::{Algorithm, Buffer, Communicator, DType, Element, ReduceOp, Result, World};
@@ -65,7 +67,12 @@ fn input<T: Sample>(rank: u32, len: usize) -> Vec<T> {
 
 /// The reduction of all ranks' inputs.
 fn reduced<T: Sample>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
-    (0..len as u64)
+    reduced_part(ranks, 0..len, op)
+}
+
+/// These elements of it.
+fn reduced_part<T: Sample>(ranks: u32, elements: Range<usize>, op: ReduceOp) -> Vec<T> {
+    (elements.start as u64..elements.end as u64)
         .map(|i| T::fold((0..ranks).map(|rank| T::sample(i * 64 + u64::from(rank))), op, ranks))
         .collect()
 }
@@ -141,7 +148,7 @@ impl Case {
 
     fn run_with<T: Sample>(&self, comm: &mut dyn Communicator) -> Result<()> {
         let (len, op, ranks) = (self.len, self.op, comm.size());
-        let mut bench = Bench { comm, place: self.place, offset: self.offset };
+        let mut bench = Bench { comm, places: &[self.place], offset: self.offset };
         match self.collective {
             Collective::AllReduce => bench.all_reduce::<T>(len, op),
             Collective::ReduceScatter => bench.reduce_scatter::<T>(len, op),
@@ -159,15 +166,16 @@ impl Case {
 
 struct Bench<'a> {
     comm: &'a mut dyn Communicator,
-    place: Place,
+    /// Each operation runs in all of them: what should come out, which takes longer to make, is the same.
+    places: &'a [Place],
     offset: usize,
 }
 
 impl Bench<'_> {
     /// A buffer with these values, somewhere within a larger allocation: offsets are exercised too.
-    fn buffer<T: Sample>(&mut self, values: &[T]) -> Result<Buffer> {
+    fn buffer<T: Sample>(&mut self, place: Place, values: &[T]) -> Result<Buffer> {
         let whole = self.offset + values.len() + 1;
-        let allocation = match self.place {
+        let allocation = match place {
             Place::Private => Buffer::zeroed::<T>(whole),
             Place::Arena => self.comm.allocate(T::DTYPE, whole)?,
         };
@@ -178,23 +186,24 @@ impl Bench<'_> {
     }
 
     /// What failed, for a message.
-    fn describe<T: Sample>(&self, name: &str, len: usize) -> String {
-        let Bench { place, offset, .. } = self;
-        format!("{name} of {len} {} ({place:?} from element {offset})", T::DTYPE)
+    fn describe<T: Sample>(&self, name: &str, len: usize, place: Place) -> String {
+        format!("{name} of {len} {} ({place:?} from element {})", T::DTYPE, self.offset)
     }
 
     fn all_reduce<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mine, expected) = (input::<T>(rank, len), reduced::<T>(ranks, len, op));
-        for algorithm in Algorithm::ALL {
-            if algorithm == Algorithm::Eager && len * T::DTYPE.size() > EAGER_BYTES {
-                continue;
+        for place in self.places.iter().copied() {
+            for algorithm in Algorithm::ALL {
+                if algorithm == Algorithm::Eager && len * T::DTYPE.size() > EAGER_BYTES {
+                    continue;
+                }
+                self.comm.set_algorithm(algorithm);
+                let buffer = self.buffer(place, &mine)?;
+                let found = self.comm.all_reduce(buffer, op)?.wait()?;
+                let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len, place);
+                assert_equal(found.as_slice::<T>(), &expected, &what);
             }
-            self.comm.set_algorithm(algorithm);
-            let buffer = self.buffer(&mine)?;
-            let found = self.comm.all_reduce(buffer, op)?.wait()?;
-            let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len);
-            assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         self.comm.set_algorithm(Algorithm::Auto);
         Ok(())
@@ -203,12 +212,14 @@ impl Bench<'_> {
     fn reduce_scatter<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let shard = shard(len, ranks, rank);
-        let buffer = self.buffer(&input::<T>(rank, len))?;
-        let found = self.comm.reduce_scatter(buffer, op)?.wait()?;
-        let expected = reduced::<T>(ranks, len, op);
-        assert_equal(&found.as_slice::<T>()[shard.clone()], &expected[shard], &|| {
-            self.describe::<T>(&format!("{op} reduce_scatter"), len)
-        });
+        let (mine, expected) = (input::<T>(rank, len), reduced_part::<T>(ranks, shard.clone(), op));
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.reduce_scatter(buffer, op)?.wait()?;
+            assert_equal(&found.as_slice::<T>()[shard.clone()], &expected, &|| {
+                self.describe::<T>(&format!("{op} reduce_scatter"), len, place)
+            });
+        }
         Ok(())
     }
 
@@ -218,9 +229,11 @@ impl Bench<'_> {
         let expected = input::<T>(0, len);
         let mut mine = input::<T>(rank + 1, len);
         mine[shard.clone()].copy_from_slice(&expected[shard]);
-        let buffer = self.buffer(&mine)?;
-        let found = self.comm.all_gather(buffer)?.wait()?;
-        assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len));
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.all_gather(buffer)?.wait()?;
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len, place));
+        }
         Ok(())
     }
 
@@ -233,59 +246,70 @@ impl Bench<'_> {
         for rest in [0..segments[0].start, segments[0].end..segments[1].start] {
             expected[rest.clone()].copy_from_slice(&mine[rest]);
         }
-        let buffer = self.buffer(&mine)?;
-        let (block, mut made) = (1 + len / 7, 0);
-        let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
-            let elements = begin..begin + values.len();
-            let (start, own) = (segments[segment].start, own(segment));
-            assert!(start + own.start <= begin && elements.end <= start + own.end && values.len() <= block);
-            made += values.len();
-            values.as_mut_slice::<T>().copy_from_slice(&expected[elements]);
-        };
-        let found = self.comm.all_gather_with(buffer, &segments, block, &mut make)?.wait()?;
-        assert_eq!(made, own(0).len() + own(1).len());
-        assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather_with", len));
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let (block, mut made) = (1 + len / 7, 0);
+            let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
+                let elements = begin..begin + values.len();
+                let (start, own) = (segments[segment].start, own(segment));
+                assert!(start + own.start <= begin && elements.end <= start + own.end);
+                assert!(values.len() <= block);
+                made += values.len();
+                values.as_mut_slice::<T>().copy_from_slice(&expected[elements]);
+            };
+            let found = self.comm.all_gather_with(buffer, &segments, block, &mut make)?.wait()?;
+            assert_eq!(made, own(0).len() + own(1).len());
+            let what = || self.describe::<T>("all_gather_with", len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+        }
         Ok(())
     }
 
     fn broadcast<T: Sample>(&mut self, len: usize, root: u32) -> Result<()> {
-        let buffer = self.buffer(&input::<T>(self.comm.rank(), len))?;
-        let found = self.comm.broadcast(buffer, root)?.wait()?;
-        let what = || self.describe::<T>(&format!("broadcast from {root}"), len);
-        assert_equal(found.as_slice::<T>(), &input::<T>(root, len), &what);
+        let (mine, expected) = (input::<T>(self.comm.rank(), len), input::<T>(root, len));
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.broadcast(buffer, root)?.wait()?;
+            let what = || self.describe::<T>(&format!("broadcast from {root}"), len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+        }
         Ok(())
     }
 
     fn reduce<T: Sample>(&mut self, len: usize, op: ReduceOp, root: u32) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let mine = input::<T>(rank, len);
-        let buffer = self.buffer(&mine)?;
-        let found = self.comm.reduce(buffer, op, root)?.wait()?;
-        let expected = if rank == root { reduced(ranks, len, op) } else { mine };
-        let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len);
-        assert_equal(found.as_slice::<T>(), &expected, &what);
+        let reduced = (rank == root).then(|| reduced::<T>(ranks, len, op));
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.reduce(buffer, op, root)?.wait()?;
+            let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len, place);
+            assert_equal(found.as_slice::<T>(), reduced.as_ref().unwrap_or(&mine), &what);
+        }
         Ok(())
     }
 
     /// Messages around the ring: even ranks send first, then nobody waits for nobody.
     fn messages<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
-        let mine = input::<T>(rank, len);
-        let (outgoing, incoming) = (self.buffer(&mine)?, self.buffer(&mine)?);
         if ranks == 1 {
             return Ok(());
         }
         let (left, right) = neighbours(self.comm);
-        let found = if rank % 2 == 0 {
-            let _ = self.comm.send(outgoing, right)?.wait()?;
-            self.comm.recv(incoming, left)?.wait()?
-        } else {
-            let found = self.comm.recv(incoming, left)?.wait()?;
-            let _ = self.comm.send(outgoing, right)?.wait()?;
-            found
-        };
-        let what = || self.describe::<T>("send and recv", len);
-        assert_equal(found.as_slice::<T>(), &input::<T>(left, len), &what);
+        let (mine, expected) = (input::<T>(rank, len), input::<T>(left, len));
+        for place in self.places.iter().copied() {
+            let (outgoing, incoming) = (self.buffer(place, &mine)?, self.buffer(place, &mine)?);
+            let found = if rank % 2 == 0 {
+                let _ = self.comm.send(outgoing, right)?.wait()?;
+                self.comm.recv(incoming, left)?.wait()?
+            } else {
+                let found = self.comm.recv(incoming, left)?.wait()?;
+                let _ = self.comm.send(outgoing, right)?.wait()?;
+                found
+            };
+            let what = || self.describe::<T>("send and recv", len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+        }
         Ok(())
     }
 
@@ -335,16 +359,14 @@ fn neighbours(comm: &dyn Communicator) -> (u32, u32) {
 /// As the collectives.
 pub fn all(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
-    for place in [Place::Arena, Place::Private] {
-        let mut bench = Bench { comm: &mut *comm, place, offset: 3 };
-        bench.element::<f32>()?;
-        bench.element::<f64>()?;
-        bench.element::<f16>()?;
-        bench.element::<bf16>()?;
-        bench.element::<i32>()?;
-        bench.element::<i64>()?;
-        bench.element::<u8>()?;
-    }
+    let mut bench = Bench { comm: &mut *comm, places: &[Place::Arena, Place::Private], offset: 3 };
+    bench.element::<f32>()?;
+    bench.element::<f64>()?;
+    bench.element::<f16>()?;
+    bench.element::<bf16>()?;
+    bench.element::<i32>()?;
+    bench.element::<i64>()?;
+    bench.element::<u8>()?;
     comm.barrier()
 }
 

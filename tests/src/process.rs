@@ -30,6 +30,16 @@ impl Finished {
         serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {self:#?}"))
     }
 
+    /// The checksum of the weights that a training printed.
+    ///
+    /// # Panics
+    /// If it failed, or printed none.
+    #[track_caller]
+    pub fn weights(&self) -> String {
+        assert_eq!(self.code, Some(0), "{self:#?}");
+        self.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+    }
+
     /// Asserts the exit code, and that each of `texts` is somewhere in the output.
     ///
     /// # Panics
@@ -67,6 +77,34 @@ pub fn command(program: impl AsRef<Path>) -> Command {
     }
     command.env_remove("XDG_CACHE_HOME").env("HOME", "/nonexistent").stdin(Stdio::null());
     command
+}
+
+/// A program of this package, and the launcher: where cargo put them only a test is told.
+#[derive(Debug, Clone, Copy)]
+pub struct Program {
+    /// The launcher.
+    pub launcher: &'static str,
+    /// The program itself.
+    pub path: &'static str,
+}
+
+impl Program {
+    /// The program without a launcher.
+    pub fn alone(self) -> Command {
+        command(self.path)
+    }
+
+    /// The program as ranks of the launcher, their lines as they are.
+    pub fn launched(self, ranks: u32) -> Command {
+        self.launched_with(ranks, &[])
+    }
+
+    /// The same, with further options of the launcher.
+    pub fn launched_with(self, ranks: u32, options: &[&str]) -> Command {
+        let mut launcher = command(self.launcher);
+        launcher.args(["-n", &ranks.to_string(), "--no-prefix"]).args(options).arg(self.path);
+        launcher
+    }
 }
 
 /// Runs a command to its end.

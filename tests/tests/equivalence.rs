@@ -121,8 +121,10 @@ fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
     let exact = 1e-4;
     // To 8 bits on each rank, and once more when they are summed.
     let rounded = 1.0 / 64.0;
+    let overlapped = DataParallelConfig { overlap: true, ..sharded };
     let cases = [
         ("replicated", plain, 1, &whole, exact),
+        ("overlapped", overlapped, 1, &whole, exact),
         ("sharded", sharded, 1, &whole, exact),
         ("clipped", clipped, 1, &short, exact),
         ("accumulated", sharded, parts, &whole, exact),

@@ -32,10 +32,6 @@ fn train(ranks: u32, arguments: &[&str]) -> Finished {
     finished
 }
 
-fn weights(finished: &Finished) -> String {
-    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
-}
-
 #[test]
 fn two_ranks_train_on_a_gpu_each() {
     let finished =
@@ -56,19 +52,19 @@ fn a_graph_gives_the_bits_of_single_launches() {
     // Past the first steps, with a longer launch, and some single ones.
     let arguments = ["--steps", "16", "--skip-test"];
     for ranks in [1, 2] {
-        let graph = weights(&train(ranks, &arguments));
+        let graph = train(ranks, &arguments).weights();
         let single = train(ranks, &[&arguments[..], &["--no-graph"]].concat());
-        assert_eq!(graph, weights(&single), "{ranks} ranks");
+        assert_eq!(graph, single.weights(), "{ranks} ranks");
     }
 }
 
 #[test]
 fn work_that_comes_late_changes_nothing() {
     let arguments = ["--steps", "5", "--skip-test"];
-    let prompt = weights(&train(2, &arguments));
+    let prompt = train(2, &arguments).weights();
     let mut late = on_gpus(2, TRAIN);
     late.env("FAKE_GPU_DELAY_US", "200").args(SMALL).args(arguments);
-    assert_eq!(prompt, weights(&run(&mut late)));
+    assert_eq!(prompt, run(&mut late).weights());
 }
 
 /// Loss of the only epoch in a file of metrics, and the test's.
@@ -142,12 +138,12 @@ fn a_run_goes_on_from_its_checkpoint_to_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     // An epoch of generated digits is long; the steps of this run end within the first.
-    let whole = weights(&train(1, &["--steps", "9", "--schedule", "constant", "--skip-test"]));
+    let whole = train(1, &["--steps", "9", "--schedule", "constant", "--skip-test"]).weights();
     let kept = ["--schedule", "constant", "--skip-test", "--checkpoint-dir", folder];
     train(1, &[&["--steps", "5"], &kept[..]].concat());
     let resumed = train(1, &[&["--steps", "9", "--resume"], &kept[..]].concat());
     resumed.expect(0, &["resumed from", "after step 5"]);
-    assert_eq!(whole, weights(&resumed));
+    assert_eq!(whole, resumed.weights());
 }
 
 #[test]

@@ -1,18 +1,12 @@
 //! The flags for how ranks train together, as a user gives them.
 
-use mgpu_tests::process::{Finished, command, run};
+use mgpu_tests::process::{Finished, Program, run};
 
-const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+const TRAIN: Program =
+    Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
 
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
-    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.args(["-n", &ranks.to_string(), "--no-prefix", TRAIN, "--synthetic", "--json"]);
-    run(launcher.args(arguments))
-}
-
-fn weights(finished: &Finished) -> String {
-    assert_eq!(finished.code, Some(0), "{finished:#?}");
-    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+    run(TRAIN.launched(ranks).args(["--synthetic", "--json"]).args(arguments))
 }
 
 #[test]
@@ -22,7 +16,7 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
         let run = |ranks: u32, flags: &[&str]| {
             let batch = (32 / ranks).to_string();
             let all = ["--net", net, "--steps", steps, "--batch", &batch, "--skip-test"];
-            weights(&train(ranks, &[&all[..], flags].concat()))
+            train(ranks, &[&all[..], flags].concat()).weights()
         };
         let invariant = ["--world-size-invariant", "4", "--clip-norm", "1"];
         let expected = run(1, &invariant);
@@ -44,16 +38,15 @@ fn whatever_a_step_does_a_killed_run_goes_on_to_the_same_bits() {
         &["--world-size-invariant", "4", "--clip-norm", "0.5"],
     ] {
         let all = [&["--batch", "16", "--steps", "9", "--skip-test"], flags].concat();
-        let expected = weights(&train(2, &all));
+        let expected = train(2, &all).weights();
         let folder = tempfile::tempdir().unwrap();
         let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];
         let saving = [&all[..], &saving].concat();
-        let mut killed = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-        killed.args(["-n", "2", "--inject", "rank=1,step=6,fault=sigkill", TRAIN, "--synthetic"]);
-        run(killed.args(&saving)).expect(128 + 9, &[]);
+        let mut killed = TRAIN.launched_with(2, &["--inject", "rank=1,step=6,fault=sigkill"]);
+        run(killed.arg("--synthetic").args(&saving)).expect(128 + 9, &[]);
         let resumed = train(2, &[&saving[..], &["--resume"]].concat());
         resumed.expect(0, &["resumed from"]);
-        assert_eq!(weights(&resumed), expected, "{flags:?}");
+        assert_eq!(resumed.weights(), expected, "{flags:?}");
     }
 }
 
@@ -67,10 +60,10 @@ fn a_run_goes_on_with_other_ranks_to_the_same_bits() {
         let all = ["--world-size-invariant", "8", "--batch", &batch, "--schedule", "constant", "--skip-test"];
         train(ranks, &[&all[..], &["--steps", steps], flags].concat())
     };
-    let expected = weights(&run(1, "8", &[]));
+    let expected = run(1, "8", &[]).weights();
     run(4, "3", &["--checkpoint-dir", folder]).expect(0, &[]);
     let resumed = run(2, "8", &["--checkpoint-dir", folder, "--resume"]);
-    assert_eq!(weights(&resumed), expected);
+    assert_eq!(resumed.weights(), expected);
     assert!(!resumed.stdout.contains("will not have the bits"), "{resumed:#?}");
     let other = ["--checkpoint-dir", folder, "--resume", "--clip-norm", "1", "--warm-up", "2"];
     run(2, "8", &other).expect(1, &["--clip-norm: none in the checkpoint, 1 here", "--warm-up: 0 in the"]);
@@ -87,7 +80,7 @@ fn micro_batches_take_less_memory_and_train_as_well() {
     let (whole, parts) = (run(&[]), run(&["--accumulate", "8"]));
     assert!(parts < whole, "{parts} MiB in parts, {whole} MiB at once");
     let finished =
-        train(2, &["--epochs", "1", "--accumulate", "4", "--gradients", "bf16", "--clip-norm", "5"]);
+        train(2, &["--steps", "800", "--accumulate", "4", "--gradients", "bf16", "--clip-norm", "5"]);
     finished.expect(0, &["the same on 2 ranks"]);
     assert!(finished.json()["test_acc"].as_f64().unwrap() > 0.95, "{finished:#?}");
 }
@@ -102,4 +95,27 @@ fn what_cannot_be_divided_is_told_by_its_flag() {
     told(1, &["--accumulate", "5"], "16 images a step on each rank cannot be cut into 5 micro-batches");
     train(1, &["--clip-norm", "0"]).expect(2, &["--clip-norm", "it should be a number above 0"]);
     train(1, &["--accumulate", "2", "--world-size-invariant", "2"]).expect(2, &["cannot be used with"]);
+}
+
+#[test]
+fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
+    // keras sums over ranks in between; deep has sharded buckets.
+    for (ranks, net, flags) in [
+        (3, "lenet5", &[][..]),
+        (3, "keras", &["--clip-norm", "1"]),
+        (2, "deep", &["--accumulate", "2", "--gradients", "bf16"]),
+        (2, "lenet5", &["--world-size-invariant", "4"]),
+    ] {
+        let all = [&["--net", net, "--batch", "8", "--steps", "4", "--skip-test"], flags].concat();
+        let expected = train(ranks, &all).weights();
+        let found = train(ranks, &[&all[..], &["--overlap"]].concat()).weights();
+        assert_eq!(found, expected, "{net} on {ranks} ranks, {flags:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_dies_while_others_reduce_behind_their_backs_is_named() {
+    let mut launcher = TRAIN.launched_with(3, &["--inject", "rank=1,step=5,fault=sigkill"]);
+    run(launcher.args(["--synthetic", "--overlap", "--steps", "100000"]))
+        .expect(128 + 9, &["rank 1 was killed by SIGKILL"]);
 }

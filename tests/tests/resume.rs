@@ -6,28 +6,13 @@ use std::process::{Command, Stdio};
 
 use mgpu::checkpoint::{Checkpoint, Position, Writer};
 use mgpu_tests::mnist;
-use mgpu_tests::process::{Finished, command, finish, run, until};
+use mgpu_tests::process::{Finished, Program, finish, run, until};
 
-const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
-
-/// `train_mnist` under the launcher.
-fn launched(ranks: u32) -> Command {
-    launched_with(ranks, &[])
-}
-
-fn launched_with(ranks: u32, options: &[&str]) -> Command {
-    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.args(["-n", &ranks.to_string(), "--no-prefix"]).args(options).arg(TRAIN);
-    launcher
-}
+const TRAIN: Program =
+    Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
 
 fn train(mut program: Command, arguments: &[&str]) -> Finished {
     run(program.args(["--synthetic", "--json"]).args(arguments))
-}
-
-fn weights(finished: &Finished) -> String {
-    assert_eq!(finished.code, Some(0), "{finished:#?}");
-    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
 }
 
 /// A small data set, and a folder for checkpoints.
@@ -101,18 +86,19 @@ fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
     for precision in ["f32", "bf16"] {
         let tiny = Tiny::new();
         let all = ["--net", "keras", "--precision", precision, "--skip-test"];
-        let whole = weights(&tiny.run(launched(2), &all));
+        let whole = tiny.run(TRAIN.launched(2), &all).weights();
         let every = [&all[..], &["--checkpoint-every", "3"]].concat();
-        let killed = tiny.saved(launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
+        let killed =
+            tiny.saved(TRAIN.launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
         assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
         // Every third step and every eighth are saved; what was being written may be lost.
         let newest = mgpu::checkpoint::find(&tiny.checkpoints()).unwrap().unwrap().checkpoint;
         let step = newest.manifest().step;
         assert_eq!(newest.manifest().position, Some(Position { seed: 1, epoch: step / 8, step: step % 8 }));
-        let resumed = tiny.saved(launched(2), &every);
+        let resumed = tiny.saved(TRAIN.launched(2), &every);
         assert_eq!(resumed_after(&resumed), step);
         assert!(!step.is_multiple_of(8), "in the middle of an epoch: {step}");
-        assert_eq!(weights(&resumed), whole);
+        assert_eq!(resumed.weights(), whole);
         let json = resumed.json();
         assert!(json["ms_per_checkpoint"].as_f64().is_some_and(|ms| ms > 0.0), "{json:#}");
     }
@@ -121,19 +107,19 @@ fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
 #[test]
 fn as_many_as_are_wanted_are_kept() {
     let tiny = Tiny::new();
-    let finished = tiny.saved(launched(2), &["--checkpoint-every", "5", "--keep", "3", "--skip-test"]);
+    let finished = tiny.saved(TRAIN.launched(2), &["--checkpoint-every", "5", "--keep", "3", "--skip-test"]);
     assert_eq!(finished.json()["checkpoints"], 7, "after steps 5, 8, 10, 15, 16, 20 and 24");
     assert_eq!(tiny.names(), ["step-00000016", "step-00000020", "step-00000024"]);
     let tiny = Tiny::new();
-    tiny.saved(launched(1), &["--skip-test"]).expect(0, &["no checkpoint in"]);
+    tiny.saved(TRAIN.launched(1), &["--skip-test"]).expect(0, &["no checkpoint in"]);
     assert_eq!(tiny.names(), ["step-00000032", "step-00000048"]);
 }
 
 #[test]
 fn a_finished_run_tells_what_it_has_come_to() {
     let tiny = Tiny::new();
-    let first = tiny.saved(launched(2), &["--net", "deep"]);
-    let again = tiny.saved(launched(2), &["--net", "deep"]);
+    let first = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
+    let again = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
     again.expect(0, &["resumed from", "nothing left to train: 24 steps are made, 24 asked for; test"]);
     let (first, again) = (first.json(), again.json());
     for key in ["weights", "epochs", "steps", "test_acc", "test_loss", "test_acc_average", "data"] {
@@ -147,7 +133,7 @@ fn a_finished_run_tells_what_it_has_come_to() {
 fn another_run_is_refused_by_all_that_differs() {
     let tiny = Tiny::new();
     let first = ["--skip-test", "--epochs", "1"];
-    tiny.saved(launched(2), &first).expect(0, &[]);
+    tiny.saved(TRAIN.launched(2), &first).expect(0, &[]);
     let other = tempfile::tempdir().unwrap();
     mnist::write_tiny(other.path());
     let labels = other.path().join("train-labels-idx1-ubyte");
@@ -158,7 +144,7 @@ fn another_run_is_refused_by_all_that_differs() {
         &["--net", "deep", "--seed", "9", "--batch", "8", "--lr", "0.5", "--epochs", "3"][..],
         &["--precision", "bf16", "--data", other.path().to_str().unwrap(), "--skip-test"],
     ];
-    let refused = tiny.saved(launched(2), &changed.concat());
+    let refused = tiny.saved(TRAIN.launched(2), &changed.concat());
     refused.expect(
         1,
         &[
@@ -172,47 +158,47 @@ fn another_run_is_refused_by_all_that_differs() {
             "\n  --data: MNIST from ",
         ],
     );
-    tiny.saved(launched(2), &["--skip-test", "--epochs", "1", "--schedule", "constant"])
+    tiny.saved(TRAIN.launched(2), &["--skip-test", "--epochs", "1", "--schedule", "constant"])
         .expect(1, &["\n  --schedule: linear in the checkpoint, constant here"]);
     // The same images in another place are the same data.
     let moved = tiny.folder.path().join("moved");
     fs::rename(tiny.folder.path().join("data"), &moved).unwrap();
     let again = [&first[..], &["--data", moved.to_str().unwrap()]].concat();
-    tiny.saved(launched(2), &again).expect(0, &["nothing left to train"]);
+    tiny.saved(TRAIN.launched(2), &again).expect(0, &["nothing left to train"]);
 }
 
 #[test]
 fn other_ranks_and_threads_may_go_on_and_are_told_of_the_bits() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant", "--steps"];
-    tiny.saved(launched(2), &[&all[..], &["5"]].concat()).expect(0, &[]);
+    tiny.saved(TRAIN.launched(2), &[&all[..], &["5"]].concat()).expect(0, &[]);
     let note = "the weights will not have the bits of an uninterrupted run: ";
-    let same = tiny.saved(launched(2), &[&all[..], &["6"]].concat());
+    let same = tiny.saved(TRAIN.launched(2), &[&all[..], &["6"]].concat());
     assert!(!same.expect(0, &["resumed from"]).stdout.contains(note), "{same:#?}");
     let alone = [&all[..], &["7", "--batch", "8", "--threads", "2"]].concat();
     let text = format!("{note}ranks 1 in place of 2, threads 2 in place of 1");
-    tiny.saved(launched(1), &alone).expect(0, &[&text, "resumed from", "after step 6"]);
+    tiny.saved(TRAIN.launched(1), &alone).expect(0, &[&text, "resumed from", "after step 6"]);
     let four = [&all[..], &["8", "--batch", "2"]].concat();
-    tiny.saved(launched(4), &four).expect(0, &["ranks 4 in place of 1", "after step 7"]);
+    tiny.saved(TRAIN.launched(4), &four).expect(0, &["ranks 4 in place of 1", "after step 7"]);
 }
 
 #[test]
 fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant"];
-    let whole = weights(&tiny.run(launched(2), &all));
-    tiny.saved(launched(2), &[&all[..], &["--epochs", "2"]].concat()).expect(0, &[]);
+    let whole = tiny.run(TRAIN.launched(2), &all).weights();
+    tiny.saved(TRAIN.launched(2), &[&all[..], &["--epochs", "2"]].concat()).expect(0, &[]);
     tiny.damage(16, "exp_avg.safetensors");
-    let resumed = tiny.saved(launched(2), &all);
+    let resumed = tiny.saved(TRAIN.launched(2), &all);
     let name = "step-00000016/exp_avg.safetensors: damaged: checksum";
     let said = "it is now called damaged-step-00000016, and the one before it is taken:";
     resumed.expect(0, &[name, said]);
-    assert_eq!((resumed_after(&resumed), weights(&resumed)), (8, whole));
+    assert_eq!((resumed_after(&resumed), resumed.weights()), (8, whole));
     assert_eq!(tiny.names(), ["damaged-step-00000016", "step-00000016", "step-00000024"]);
     // No whole one is left: a run that begins anew would be a surprise.
     tiny.damage(16, "weights.safetensors");
     fs::remove_file(tiny.checkpoints().join("step-00000024/manifest.json")).unwrap();
-    tiny.saved(launched(2), &all).expect(
+    tiny.saved(TRAIN.launched(2), &all).expect(
         1,
         &["no checkpoint is whole, of 2", "step-00000024/manifest.json: damaged: there is no such file"],
     );
@@ -222,7 +208,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
 fn a_folder_that_another_run_writes_to_is_refused() {
     let tiny = Tiny::new();
     let _writer = Writer::new(&tiny.checkpoints(), 1).unwrap();
-    tiny.saved(launched(2), &["--skip-test"])
+    tiny.saved(TRAIN.launched(2), &["--skip-test"])
         .expect(1, &["checkpoints: another run is writing its checkpoints here"]);
 }
 
@@ -230,8 +216,8 @@ fn a_folder_that_another_run_writes_to_is_refused() {
 fn a_checkpoint_of_format_1_is_gone_on_from() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant"];
-    let whole = weights(&tiny.run(launched(2), &all));
-    tiny.saved(launched(2), &[&all[..], &["--epochs", "1"]].concat()).expect(0, &[]);
+    let whole = tiny.run(TRAIN.launched(2), &all).weights();
+    tiny.saved(TRAIN.launched(2), &[&all[..], &["--epochs", "1"]].concat()).expect(0, &[]);
     // As it was written then.
     let path = tiny.checkpoints().join("step-00000008");
     let manifest = path.join("manifest.json");
@@ -246,8 +232,8 @@ fn a_checkpoint_of_format_1_is_gone_on_from() {
     }
     fs::write(&manifest, json.to_string()).unwrap();
     assert_eq!(Checkpoint::open(&path).unwrap().manifest().position, None);
-    let resumed = tiny.saved(launched(2), &all);
-    assert_eq!((resumed_after(&resumed), weights(&resumed)), (8, whole));
+    let resumed = tiny.saved(TRAIN.launched(2), &all);
+    assert_eq!((resumed_after(&resumed), resumed.weights()), (8, whole));
 }
 
 #[test]
@@ -257,7 +243,7 @@ fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
     let read =
         |path: &Path| -> serde_json::Value { serde_json::from_slice(&fs::read(path).unwrap()).unwrap() };
     let arguments = ["--net", "keras", "--epochs", "1", "--logits", file.to_str().unwrap()];
-    tiny.saved(launched(2), &arguments).expect(0, &[]);
+    tiny.saved(TRAIN.launched(2), &arguments).expect(0, &[]);
     let first = read(&file);
     assert_eq!((&first["net"], &first["labels"][11]), (&"keras".into(), &1.into()));
     let length = |key: &str| first[key].as_array().unwrap().len();
@@ -266,7 +252,7 @@ fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
     let logits = first["logits"][3].as_array().unwrap();
     assert!(logits.len() == 10 && logits.iter().all(|value| value.as_f64() != Some(0.0)), "{logits:?}");
     fs::remove_file(&file).unwrap();
-    tiny.saved(launched(2), &arguments).expect(0, &["nothing left to train"]);
+    tiny.saved(TRAIN.launched(2), &arguments).expect(0, &["nothing left to train"]);
     assert_eq!(read(&file), first);
 }
 
@@ -274,15 +260,15 @@ fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
 fn a_sharded_run_goes_on_replicated_and_back() {
     let folder = tempfile::tempdir().unwrap();
     let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
-    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "15"]].concat()));
+    let whole = train(TRAIN.launched(2), &[&all[..], &["--steps", "15"]].concat()).weights();
     let folder = folder.path().to_str().unwrap();
     let go_on = |how, steps| {
         let saving = ["--checkpoint-dir", folder, "--resume", "--shard-optimizer", how, "--steps", steps];
-        train(launched(2), &[&all[..], &saving].concat())
+        train(TRAIN.launched(2), &[&all[..], &saving].concat())
     };
     go_on("on", "5").expect(0, &["no checkpoint in"]);
     go_on("off", "10").expect(0, &["resumed from"]);
-    assert_eq!(weights(&go_on("on", "15")), whole);
+    assert_eq!(go_on("on", "15").weights(), whole);
 }
 
 #[test]
@@ -290,31 +276,31 @@ fn a_prolonged_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
-    let whole = weights(&train(launched(2), &[&all[..], &["--steps", "30"]].concat()));
+    let whole = train(TRAIN.launched(2), &[&all[..], &["--steps", "30"]].concat()).weights();
     let saving = [&all[..], &["--checkpoint-dir", folder, "--resume"]].concat();
-    train(launched(2), &[&saving[..], &["--steps", "18"]].concat()).expect(0, &["no checkpoint in"]);
-    let resumed = train(launched(2), &[&saving[..], &["--steps", "30"]].concat());
+    train(TRAIN.launched(2), &[&saving[..], &["--steps", "18"]].concat()).expect(0, &["no checkpoint in"]);
+    let resumed = train(TRAIN.launched(2), &[&saving[..], &["--steps", "30"]].concat());
     resumed.expect(0, &["resumed from", "after step 18"]);
-    assert_eq!(weights(&resumed), whole);
+    assert_eq!(resumed.weights(), whole);
     // Another run's checkpoint is refused by name.
-    let other = train(launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
+    let other = train(TRAIN.launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
     other.expect(1, &["step-00000030 is of another run"]);
 }
 
 #[test]
 fn a_run_that_is_killed_with_its_launcher_and_resumed_is_bit_equal() {
     let tiny = Tiny::new();
-    let whole = weights(&tiny.run(launched(2), &["--net", "keras"]));
+    let whole = tiny.run(TRAIN.launched(2), &["--net", "keras"]).weights();
     let folder = tiny.checkpoints();
     let saving = ["--net", "keras", "--checkpoint-dir", folder.to_str().unwrap(), "--resume"];
-    let mut first = tiny.command(launched(2), &saving);
+    let mut first = tiny.command(TRAIN.launched(2), &saving);
     let mut first = first.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     until(|| mgpu::checkpoint::latest(&folder).unwrap().is_some());
     first.kill().unwrap();
     finish(&mut first);
-    let resumed = tiny.run(launched(2), &saving);
+    let resumed = tiny.run(TRAIN.launched(2), &saving);
     resumed.expect(0, &["resumed from"]);
-    assert_eq!(weights(&resumed), whole);
+    assert_eq!(resumed.weights(), whole);
 }
 
 #[test]
@@ -324,17 +310,17 @@ fn a_restarted_run_goes_on_from_its_checkpoint() {
     let restarted = |faults: &[&str]| {
         let faults = faults.iter().flat_map(|fault| ["--inject", *fault]);
         let options: Vec<&str> = ["--max-restarts", "1"].into_iter().chain(faults).collect();
-        let mut launcher = launched_with(2, &options);
+        let mut launcher = TRAIN.launched_with(2, &options);
         launcher.args(["--synthetic", "--json", "--batch", "2048", "--epochs", "3", "--skip-test"]);
         launcher
     };
     let undisturbed = run(&mut restarted(&[]));
-    let (whole, steps) = (weights(&undisturbed), undisturbed.json()["steps"].as_u64().unwrap());
+    let (whole, steps) = (undisturbed.weights(), undisturbed.json()["steps"].as_u64().unwrap());
     // After the second checkpoint.
     let fault = format!("rank=1,step={},fault=sigkill", steps * 2 / 3 + 1);
     let finished = run(restarted(&[&fault]).args(["--checkpoint-dir", folder]));
     finished.expect(0, &["rank 1 was killed by SIGKILL", "restart 1 of 1", "resumed from"]);
-    assert_eq!(weights(&finished), whole);
+    assert_eq!(finished.weights(), whole);
     // What is there is not overwritten by mistake.
     let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
     again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
@@ -349,9 +335,9 @@ fn a_restart_does_not_take_up_the_checkpoints_of_an_earlier_launch() {
         let fault = fault.iter().flat_map(|fault| ["--inject", *fault]);
         let options: Vec<&str> =
             ["--max-restarts", "1", "--restart-always"].into_iter().chain(fault).collect();
-        launched_with(2, &options)
+        TRAIN.launched_with(2, &options)
     };
-    tiny.run(launched(2), &all).expect(0, &[]);
+    tiny.run(TRAIN.launched(2), &all).expect(0, &[]);
     // The restart is of the start that has refused, or of one that came to nothing before it looked.
     let early = "rank=1,phase=start,fault=exit:5";
     for fault in [&[][..], &[early]] {

@@ -8,17 +8,12 @@ use std::process::Command;
 use mgpu::ReduceOp;
 use mgpu::timeline::Timeline;
 use mgpu_tests::fake_gpu;
-use mgpu_tests::process::{Finished, command, run};
+use mgpu_tests::process::{Finished, Program, run};
 use mgpu_tests::threads;
 use serde_json::Value;
 
-const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
-
-fn launched(ranks: u32) -> Command {
-    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.args(["-n", &ranks.to_string(), "--no-prefix", TRAIN]);
-    launcher
-}
+const TRAIN: Program =
+    Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
 
 fn train(mut program: Command, timeline: &Path, arguments: &[&str]) -> Finished {
     run(program.args(["--synthetic", "--threads", "1", "--timeline"]).arg(timeline).args(arguments))
@@ -54,10 +49,15 @@ fn tracks(path: &Path) -> Vec<Vec<Span>> {
             other => panic!("an event of kind {other}"),
         }
     }
-    let names: Vec<_> = ranks.iter().map(|(_, name)| name.as_str().unwrap()).collect();
-    let expected: Vec<_> = (0..ranks.len()).map(|rank| format!("rank {rank}")).collect();
-    assert_eq!(names, expected);
+    ranks.sort_by_key(|(track, _)| *track);
     assert_eq!(tracks.keys().collect::<Vec<_>>(), ranks.iter().map(|(track, _)| track).collect::<Vec<_>>());
+    let names: Vec<_> = ranks.iter().map(|(_, name)| name.as_str().unwrap()).collect();
+    // Ranks, and then their threads of reductions, if there are any.
+    let each = names.iter().filter(|name| !name.contains("reductions")).count();
+    let expected: Vec<_> = (0..ranks.len())
+        .map(|track| format!("rank {}{}", track % each, if track < each { "" } else { ", reductions" }))
+        .collect();
+    assert_eq!(names, expected);
     tracks.into_values().collect()
 }
 
@@ -121,7 +121,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
     let steps = 4;
     // Batch normalisation sums over ranks within the passes, and buckets are both sharded and not.
     for (ranks, net) in [(2, "lenet5"), (3, "lenet5"), (2, "keras")] {
-        train(launched(ranks), &path, &["--net", net, "--batch", "8", "--steps", "4", "--skip-test"])
+        train(TRAIN.launched(ranks), &path, &["--net", net, "--batch", "8", "--steps", "4", "--skip-test"])
             .expect(0, &[]);
         let tracks = tracks(&path);
         assert_eq!(tracks.len(), ranks as usize);
@@ -166,12 +166,37 @@ fn every_rank_has_a_track_on_the_same_clock() {
 }
 
 #[test]
+fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "3", "--skip-test", "--json"];
+    let finished = train(TRAIN.launched(2), &path, &arguments);
+    finished.expect(0, &[]);
+    let tracks = tracks(&path);
+    assert_eq!(tracks.len(), 4);
+    assert_one_clock(&tracks[2..]);
+    for (own, reductions) in tracks[..2].iter().zip(&tracks[2..]) {
+        assert!(own.iter().all(|span| span.arguments["bucket"].is_null()), "{own:#?}");
+        parents(own);
+        let buckets: Vec<_> =
+            reductions.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
+        assert_eq!(buckets, (0..buckets.len() as u64 / 3).collect::<Vec<_>>().repeat(3));
+        // The first bucket is on its way while the backward pass goes on.
+        let backward = of(own, "backward").next().unwrap();
+        let first = reductions.iter().find(|span| span.arguments["bucket"] == 0).unwrap();
+        assert!(backward.begin < first.begin && first.begin < backward.end, "{first:?} and {backward:?}");
+        assert!(of(own, "wait for reductions").count() >= buckets.len());
+    }
+    assert!(finished.json()["communication"].as_f64() > Some(0.0));
+}
+
+#[test]
 fn a_world_of_one_has_a_timeline_too() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let saving = folder.path().join("checkpoints");
     let arguments = ["--steps", "3", "--checkpoint-dir", saving.to_str().unwrap()];
-    train(command(TRAIN), &path, &arguments).expect(0, &[]);
+    train(TRAIN.alone(), &path, &arguments).expect(0, &[]);
     let [track] = &tracks(&path)[..] else { panic!("more than a track") };
     parents(track);
     for (name, count) in [("step", 3), ("evaluation", 1), ("checkpoint", 1)] {
@@ -185,7 +210,7 @@ fn only_the_steps_asked_for_are_recorded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let arguments = ["--batch", "8", "--steps", "9", "--skip-test", "--timeline-steps", "4-6"];
-    train(launched(2), &path, &arguments).expect(0, &[]);
+    train(TRAIN.launched(2), &path, &arguments).expect(0, &[]);
     let tracks = tracks(&path);
     assert_one_clock(&tracks);
     for track in &tracks {
@@ -202,7 +227,7 @@ fn the_weights_do_not_depend_on_being_watched() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let weights = |watched: bool| {
-        let mut program = launched(2);
+        let mut program = TRAIN.launched(2);
         program.args([
             "--synthetic",
             "--net",
@@ -217,9 +242,7 @@ fn the_weights_do_not_depend_on_being_watched() {
         if watched {
             program.arg("--timeline").arg(&path);
         }
-        let finished = run(&mut program);
-        finished.expect(0, &[]);
-        finished.json()["weights"].as_str().unwrap().to_owned()
+        run(&mut program).weights()
     };
     assert_eq!(weights(true), weights(false));
 }
@@ -262,19 +285,19 @@ fn bad_files_and_steps_are_named() {
         (&["--bucket", "0"], "a number from 0.001 to 1024"),
         (&["--bucket", "1e9"], "a number from 0.001 to 1024"),
     ] {
-        run(command(TRAIN).args(arguments)).expect(2, &[text]);
+        run(TRAIN.alone().args(arguments)).expect(2, &[text]);
     }
     // Known before the training, not after it.
     let nowhere = Path::new("/nonexistent/t.json");
-    let finished = train(command(TRAIN), nowhere, &["--steps", "1"]);
+    let finished = train(TRAIN.alone(), nowhere, &["--steps", "1"]);
     finished.expect(1, &["cannot write the timeline /nonexistent/t.json"]);
     assert!(!finished.stdout.contains("epoch"), "{finished:#?}");
 }
 
 #[test]
 fn a_timeline_of_gpus_is_refused() {
-    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl", "--no-prefix", TRAIN]);
+    let mut launcher = fake_gpu::command(TRAIN.launcher);
+    launcher.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl", "--no-prefix", TRAIN.path]);
     train(launcher, Path::new("t.json"), &["--steps", "1"]).expect(1, &["nsys profile", "--backend cpu"]);
     assert!(!Path::new("t.json").exists());
 }
@@ -283,7 +306,7 @@ fn a_timeline_of_gpus_is_refused() {
 fn communication_is_reported_where_there_is_any() {
     let folder = tempfile::tempdir().unwrap();
     let metrics = folder.path().join("metrics.jsonl");
-    let mut program = launched(2);
+    let mut program = TRAIN.launched(2);
     program.args(["--synthetic", "--net", "keras", "--batch", "8", "--steps", "8", "--skip-test", "--json"]);
     program.args(["--profile", "--bucket", "0.25", "--metrics"]).arg(&metrics);
     let finished = run(&mut program);
@@ -299,7 +322,7 @@ fn communication_is_reported_where_there_is_any() {
     assert_rows_add_up(&summary);
 
     // With an evaluation, which is no part of a step.
-    let alone = run(command(TRAIN).args(["--synthetic", "--steps", "8", "--profile", "--json"]));
+    let alone = run(TRAIN.alone().args(["--synthetic", "--steps", "8", "--profile", "--json"]));
     let alone = alone.expect(0, &[]).json();
     assert!(alone["communication"].is_null() && alone["waiting"].is_null(), "{alone:#}");
     assert_rows_add_up(&alone);

@@ -5,33 +5,18 @@ use std::path::Path;
 use std::process::Command;
 
 use mgpu_tests::mnist;
-use mgpu_tests::process::{Finished, command, run};
+use mgpu_tests::process::{Finished, Program, run};
 
-const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
-
-/// `train_mnist` under the launcher.
-fn launched(ranks: u32) -> Command {
-    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.args(["-n", &ranks.to_string(), "--no-prefix", TRAIN]);
-    launcher
-}
-
-fn plain() -> Command {
-    command(TRAIN)
-}
+const TRAIN: Program =
+    Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
 
 fn train(mut program: Command, arguments: &[&str]) -> Finished {
     run(program.args(["--synthetic", "--json"]).args(arguments))
 }
 
-fn weights(finished: &Finished) -> String {
-    assert_eq!(finished.code, Some(0), "{finished:#?}");
-    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
-}
-
 #[test]
 fn the_smoke_test_of_a_ci_job() {
-    for program in [launched(1), plain()] {
+    for program in [TRAIN.launched(1), TRAIN.alone()] {
         let finished = train(program, &["--steps", "20"]);
         finished.expect(0, &["generated digits"]);
         let json = finished.json();
@@ -50,18 +35,18 @@ fn the_smoke_test_of_a_ci_job() {
 #[test]
 fn alone_with_and_without_the_launcher_gives_the_same_bits() {
     let arguments = ["--steps", "12", "--skip-test", "--threads", "1"];
-    assert_eq!(weights(&train(plain(), &arguments)), weights(&train(launched(1), &arguments)));
+    assert_eq!(train(TRAIN.alone(), &arguments).weights(), train(TRAIN.launched(1), &arguments).weights());
 }
 
 #[test]
 fn a_seed_and_a_rank_count_give_the_same_bits_every_time() {
     let arguments = ["--steps", "12", "--skip-test", "--seed", "5"];
     for ranks in [2, 3] {
-        let first = weights(&train(launched(ranks), &arguments));
-        assert_eq!(first, weights(&train(launched(ranks), &arguments)));
+        let first = train(TRAIN.launched(ranks), &arguments).weights();
+        assert_eq!(first, train(TRAIN.launched(ranks), &arguments).weights());
     }
     let other = ["--steps", "12", "--skip-test", "--seed", "6"];
-    assert_ne!(weights(&train(launched(2), &arguments)), weights(&train(launched(2), &other)));
+    assert_ne!(train(TRAIN.launched(2), &arguments).weights(), train(TRAIN.launched(2), &other).weights());
 }
 
 #[test]
@@ -69,7 +54,7 @@ fn a_sharded_optimizer_gives_the_same_bits() {
     for (net, steps) in [("lenet5", "12"), ("keras", "3")] {
         let run = |ranks, how| {
             let arguments = ["--net", net, "--steps", steps, "--batch", "8", "--skip-test"];
-            weights(&train(launched(ranks), &[&arguments[..], &["--shard-optimizer", how]].concat()))
+            train(TRAIN.launched(ranks), &[&arguments[..], &["--shard-optimizer", how]].concat()).weights()
         };
         for ranks in [2, 3] {
             let replicated = run(ranks, "off");
@@ -81,7 +66,7 @@ fn a_sharded_optimizer_gives_the_same_bits() {
 
 #[test]
 fn generated_digits_are_learned() {
-    let finished = train(launched(2), &["--epochs", "1"]);
+    let finished = train(TRAIN.launched(2), &["--epochs", "1"]);
     finished.expect(0, &["the same on 2 ranks"]);
     let accuracy = finished.json()["test_acc"].as_f64().unwrap();
     assert!(accuracy > 0.9, "test accuracy {accuracy}");
@@ -89,7 +74,7 @@ fn generated_digits_are_learned() {
 
 #[test]
 fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
-    let finished = train(launched(2), &["--epochs", "1", "--precision", "bf16"]);
+    let finished = train(TRAIN.launched(2), &["--steps", "800", "--precision", "bf16"]);
     finished.expect(0, &["the same on 2 ranks"]);
     let json = finished.json();
     assert_eq!(json["dtype"], "bf16");
@@ -97,7 +82,7 @@ fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
     assert!(accuracy > 0.9, "test accuracy {accuracy}");
     let weights_in = |precision| {
         let arguments = ["--steps", "5", "--skip-test", "--precision", precision];
-        weights(&train(launched(1), &arguments))
+        train(TRAIN.launched(1), &arguments).weights()
     };
     assert_ne!(weights_in("bf16"), weights_in("f32"), "nothing was rounded");
 }
@@ -106,7 +91,7 @@ fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
 fn curves_are_drawn_and_written_for_tensorboard() {
     let folder = tempfile::tempdir().unwrap();
     let (plot, events) = (folder.path().join("curves.svg"), folder.path().join("events"));
-    let mut program = launched(2);
+    let mut program = TRAIN.launched(2);
     program.arg("--plot").arg(&plot).arg("--tensorboard").arg(&events);
     train(program, &["--steps", "20"]).expect(0, &[]);
     let text = fs::read_to_string(&plot).unwrap();
@@ -117,8 +102,9 @@ fn curves_are_drawn_and_written_for_tensorboard() {
     let bytes = fs::read(&files[0]).unwrap();
     let times = |tag: &[u8]| bytes.windows(tag.len()).filter(|window| *window == tag).count();
     assert_eq!((times(b"train/step_loss"), times(b"test/accuracy")), (20, 1));
-    run(plain().args(["--synthetic", "--plot", "/nonexistent/c.svg"])).expect(1, &["/nonexistent/c.svg"]);
-    run(plain().args(["--synthetic", "--tensorboard", "/proc/none"])).expect(1, &["/proc/none"]);
+    run(TRAIN.alone().args(["--synthetic", "--plot", "/nonexistent/c.svg"]))
+        .expect(1, &["/nonexistent/c.svg"]);
+    run(TRAIN.alone().args(["--synthetic", "--tensorboard", "/proc/none"])).expect(1, &["/proc/none"]);
 }
 
 #[test]
@@ -126,7 +112,7 @@ fn metrics_are_one_json_object_an_epoch() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("metrics.jsonl");
     let arguments = ["--steps", "5", "--skip-test", "--metrics", file.to_str().unwrap()];
-    train(launched(2), &arguments).expect(0, &[]);
+    train(TRAIN.launched(2), &arguments).expect(0, &[]);
     let text = fs::read_to_string(file).unwrap();
     let line: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     assert_eq!((&line["epoch"], &line["step"]), (&1.into(), &5.into()));
@@ -135,7 +121,8 @@ fn metrics_are_one_json_object_an_epoch() {
 }
 
 fn with_data(folder: &Path) -> Finished {
-    run(launched(2).args(["--data", folder.to_str().unwrap(), "--steps", "1", "--batch", "8", "--json"]))
+    let mut program = TRAIN.launched(2);
+    run(program.arg("--data").arg(folder).args(["--steps", "1", "--batch", "8", "--json"]))
 }
 
 #[test]
@@ -176,13 +163,13 @@ fn bad_arguments_are_usage_errors() {
         (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], "0 is not in 1.."),
         (&["--checkpoint-dir", "c", "--keep", "0"], "0 is not in 1.."),
     ] {
-        run(plain().args(arguments)).expect(2, &[text]);
+        run(TRAIN.alone().args(arguments)).expect(2, &[text]);
     }
-    run(plain().args(["--synthetic", "--steps", "1", "--batch", "70000"]))
+    run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--batch", "70000"]))
         .expect(1, &["60000 samples are fewer"]);
-    run(plain().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"]))
+    run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"]))
         .expect(1, &["/nonexistent/m"]);
-    run(plain().args(["--synthetic", "--steps", "1", "--checkpoint-dir", "/proc/none"]))
+    run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--checkpoint-dir", "/proc/none"]))
         .expect(1, &["/proc/none"]);
-    run(plain().args(["--threads", "5000"])).expect(2, &["5000 is not in 1..=1024"]);
+    run(TRAIN.alone().args(["--threads", "5000"])).expect(2, &["5000 is not in 1..=1024"]);
 }

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use mgpu::{Communicator, DataParallel, Layout, MicroBatch};
+use mgpu::{Communicator, DataParallel, DataParallelConfig, Layout, MicroBatch};
 use mgpu_kernels::Storage;
 
 use super::{Args, Golden, Replay, norm};
@@ -34,7 +34,8 @@ impl<'a, E: Storage> Cpu<'a, E> {
         let batch = batch / args.parallel.micro_batches(batch, comm.size())?;
         let net = Net::with_choice(&Spec::named(&golden.net)?, batch, threads, args.conv);
         let parameters = net.golden_parameters(golden.seed);
-        let (layout, config) = (net.layout().clone(), args.parallel.config(golden.optimizer(), threads));
+        let config = args.parallel.config(DataParallelConfig::new(golden.optimizer(), threads));
+        let layout = net.layout().clone();
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let buffers = net.initial_buffers();
         let (images, labels) = (vec![0.0; batch * IMAGE_LEN], vec![0; batch]);

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use mgpu::optimizer::Schedule;
-use mgpu::step::device::{BUCKET, DeviceConfig, DeviceDataParallel, Plan};
+use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Plan};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Options, Stream};
@@ -17,6 +17,7 @@ pub(super) struct Gpu {
     model: DeviceDataParallel,
     net: DeviceNet,
     data: DeviceData,
+    micro_batches: usize,
 }
 
 impl Gpu {
@@ -31,18 +32,23 @@ impl Gpu {
     ) -> Result<Self, Box<dyn Error>> {
         let set_up = Stream::new(device.device())?;
         let options = Options { deterministic: true, libraries: args.kernels };
-        let net = DeviceNet::new(&Spec::named(&golden.net)?, batch, args.precision, options, &set_up)?;
+        let micro_batches = args.parallel.micro_batches(batch, device.size())?;
+        let spec = Spec::named(&golden.net)?;
+        let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;
         let parameters = net.to_device(&net.golden_parameters(golden.seed));
+        // Every step has its own order, and so is at the beginning of it.
+        let plan = Plan { steps_per_epoch: 1, schedule: Schedule::CONSTANT };
+        let defaults = DeviceConfig::new(golden.optimizer(), plan);
         let config = DeviceConfig {
-            optimizer: golden.optimizer(),
-            // Every step has its own order, and so is at the beginning of it.
-            plan: Plan { steps_per_epoch: 1, schedule: Schedule::CONSTANT },
+            parallel: args.parallel.config(defaults.parallel),
+            micro_batches,
             bf16_copy: args.precision == Precision::Bf16,
-            bucket: args.parallel.bucket_bytes().unwrap_or(BUCKET),
+            ..defaults
         };
-        let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
+        let (layout, buffers) = (net.layout().clone(), net.initial_buffers());
+        let model = DeviceDataParallel::new(device, host, layout, parameters, &buffers, config)?;
         let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;
-        Ok(Gpu { model, net, data })
+        Ok(Gpu { model, net, data, micro_batches })
     }
 
     /// The norms of tensors of the device's order.
@@ -61,21 +67,20 @@ impl Replay for Gpu {
     }
 
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
-        let Gpu { model, net, data } = self;
-        data.set_order(model.stream(), samples)?;
+        let Gpu { model, net, data, micro_batches } = self;
+        // The micro-batch with the first sample comes last: its logits are those that stay.
+        let mut order = samples.to_vec();
+        order.rotate_left(samples.len() / *micro_batches);
+        data.set_order(model.stream(), &order)?;
         net.clear_score(model.stream())?;
-        net.step(model, data, None)?;
-        model.wait("training step")?;
+        net.step(model, data, *micro_batches, None)?;
+        model.check()?;
         Ok(net.read_score(model.stream())?.loss())
     }
 
     fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>> {
-        let tensors = 0..self.net.layout().tensors().len();
-        let norms = tensors.map(|tensor| {
-            let gradient = self.model.gradient(tensor).to_vec::<f32>(self.model.stream())?;
-            Ok(norm(&gradient))
-        });
-        norms.collect()
+        let gradients = self.model.gradients()?;
+        Ok(self.norms(&gradients))
     }
 
     fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>> {

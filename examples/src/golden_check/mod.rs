@@ -179,7 +179,6 @@ fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> R
             }
         }
         Backend::Nccl => {
-            args.parallel.check_gpu()?;
             let (device, host) = world.communicators()?;
             Box::new(Gpu::new(golden, train, batch, device, host, args)?)
         }

@@ -1,9 +1,10 @@
 //! What goes element by element: activations, whole arenas, digests.
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
+use mgpu_kernels::cuda::{Result, StepState};
 use mgpu_kernels::{DType, arena, digest};
 
-use super::bench::{Bench, Outcome, Output, narrow};
+use super::bench::{Bench, Judge, Outcome, Output, narrow};
 use super::values::to_bf16;
 
 pub(super) fn check(bench: &mut Bench) -> Outcome {
@@ -110,6 +111,18 @@ fn arenas(bench: &mut Bench, len: usize) -> Outcome {
             Ok(())
         })?;
     }
+    bench.check("arena add", len, "f32", |bench, judge| {
+        let [values, others] = [bench.random.floats(len), bench.random.floats(len)];
+        let memory = bench.input(&others)?;
+        let divisor = [1.0, 3.0][bench.random.below(2)];
+        let found = bench.twice(judge, &[Output::holding(&values)], |stream, outputs| {
+            arena::cuda::add(stream, outputs[0], memory.view(), divisor)
+        })?;
+        let mut expected = values;
+        arena::cpu::add(&mut expected, &others, divisor);
+        judge.same("element", &found.floats(0), &expected);
+        Ok(())
+    })?;
     bench.check("arena narrow", len, "bf16", |bench, judge| {
         let mut values = bench.random.floats(len);
         // Ties between neighbours, infinities, and a NaN whose upper half alone is an infinity.
@@ -154,6 +167,7 @@ fn digests(bench: &mut Bench, len: usize) -> Outcome {
             Ok(())
         })?;
     }
+    bench.check("digest find_not_finite", len, "f32", |bench, judge| find(bench, judge, len))?;
     bench.check("digest hash", len, "f32", |bench, judge| {
         let values = random(bench, DType::F32, len);
         let memory = bench.input(&values)?;
@@ -163,4 +177,36 @@ fn digests(bench: &mut Bench, len: usize) -> Outcome {
         judge.equal("hash", &found.values::<i64>(0), &[digest::cpu::hash(&values) as i64]);
         Ok(())
     })
+}
+
+/// Two tensors, the second of which has an element that is no number, looked at in 32 steps.
+fn find(bench: &mut Bench, judge: &mut Judge, len: usize) -> Result<()> {
+    const MARK: u64 = 1 << 32;
+    let between = bench.random.below(len);
+    let mut values = bench.random.floats(len);
+    values[between + bench.random.below(len - between)] = f32::NAN;
+    let parts = digest::cuda::parts([(0, 0..between), (1, between..len)]);
+    let memory = bench.input(&values)?;
+    // Tables lie straight.
+    let skew = std::mem::take(&mut bench.skew);
+    let table = bench.input(bytemuck::cast_slice::<_, u8>(&parts))?;
+    let states: Vec<StepState> = (0..32).map(|step| StepState { step, ..StepState::after(0) }).collect();
+    let states = bench.input(bytemuck::cast_slice::<_, u8>(&states))?;
+    bench.skew = skew;
+    let state = |step: usize| states.view().slice(step * StepState::BYTES..(step + 1) * StepState::BYTES);
+    let found = bench.twice(judge, &[Output::holding(&[0i64; 33])], |stream, outputs| {
+        for step in 0..32 {
+            let found = outputs[0].slice(step..step + 1);
+            digest::cuda::find_not_finite(stream, memory.view(), table.view(), state(step), MARK, found)?;
+        }
+        let (none, found) = (table.view().slice(0..0), outputs[0].slice(32..33));
+        digest::cuda::find_not_finite(stream, memory.view(), none, state(0), MARK, found)
+    })?;
+    let found = found.values::<i64>(0);
+    // A small tensor is looked at whole in every step, of a large one each element once.
+    let at_least = if len - between > digest::cuda::SMALL { 1 } else { 32 };
+    let seen = found.iter().filter(|mark| **mark == MARK as i64 + 1).count();
+    judge.equal("found", &[seen.min(at_least)], &[at_least]);
+    judge.equal("not found", &[found.iter().filter(|mark| **mark == 0).count()], &[33 - seen]);
+    Ok(())
 }

@@ -75,7 +75,6 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&chunks([(0..PARAMETERS, true)], 0.0)))?;
     let arenas = Arenas {
         gradients: gradients.view(),
-        scale: 1.0,
         params: params.view(),
         first: Some(first.view()),
         second: Some(second.view()),

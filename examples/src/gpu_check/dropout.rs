@@ -34,7 +34,7 @@ fn each(bench: &mut Bench, images: &Images) -> Outcome {
             let seed = bench.random.below(1 << 20) as u64;
             let (layer, first_sample) = (bench.random.below(20) as u64, bench.random.below(1 << 20) as u64);
             let step = bench.random.below(10_000) as u64;
-            let state = StepState { step, position: 0, learning_rate: 0.0, constants: [0.0; 8] };
+            let state = StepState { step, ..StepState::after(0) };
             let state = state.upload(&bench.stream)?;
             let mask = cuda::Mask { seed, stream: layer, first_sample, channels, plane };
             let outputs = [Output::activations(dtype, &values)];

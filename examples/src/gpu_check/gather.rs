@@ -47,8 +47,10 @@ fn each(
     let signed: Vec<i32> = order.iter().map(|index| *index as i32).collect();
     let [images_memory, labels_memory] = [bench.input(&images)?, bench.input(&labels)?];
     let order_memory = bench.input(&signed)?;
-    let position = bench.random.below(samples / batch) as u64;
-    let state = StepState { step: 77, position, learning_rate: 0.0, constants: [0.0; 8] };
+    let place = bench.random.below(samples / batch);
+    // The same place as a whole batch, and as the second part of a batch of twice as many.
+    let (position, part) = if place % 2 == 1 { (place / 2, (1, 2)) } else { (place, (0, 1)) };
+    let state = StepState { step: 77, position: position as u64, ..StepState::after(0) };
     let state = state.upload(&bench.stream)?;
     let source = cuda::Samples {
         images: images_memory.view(),
@@ -56,9 +58,9 @@ fn each(
         order: ordered.then(|| order_memory.view()),
     };
     let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
-    let first = position * batch as u64;
+    let first = (place * batch) as u64;
     let found = bench.twice(judge, &outputs, |stream, outputs| match by_position {
-        true => cuda::batch(stream, &source, state.view(), outputs[0], outputs[1]),
+        true => cuda::batch(stream, &source, state.view(), outputs[0], outputs[1], part),
         false => cuda::range(stream, &source, first, outputs[0], outputs[1]),
     })?;
     let (mut x, mut expected) = (vec![0.0; batch * len], vec![0; batch]);

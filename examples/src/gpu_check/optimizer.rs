@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
+use mgpu_kernels::digest;
 use mgpu_kernels::optimizer::chunk::{LONGEST, chunks};
 use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer, RmsProp, Sgd, State, cpu, cuda};
@@ -17,8 +18,10 @@ use super::bound;
 const STEPS: u64 = 5;
 const AVERAGE: f64 = 0.9;
 const DECAY: f64 = 0.05;
-/// Gradients come as sums over two ranks.
-const SCALE: f32 = 0.5;
+/// The norm that gradients are clipped to: most steps' are longer.
+const MOST: f64 = 5.0;
+/// Elements by which states lie behind parameters.
+const SHIFT: usize = 64;
 
 /// All rules, by the names of their kernels.
 pub(super) fn rules() -> [(&'static str, Optimizer); 7] {
@@ -102,10 +105,12 @@ fn update(
     let gradients = bench.random.floats(len * STEPS as usize);
     let mut params = bench.random.floats(len);
     // Kernels pass over the padding.
-    let mut states = [vec![0.0f32; len], vec![0.0f32; len]];
-    let mut average = params.clone();
+    let mut states = [vec![0.0f32; SHIFT + len], vec![0.0f32; SHIFT + len]];
+    let mut average = [vec![0.0; SHIFT], params.clone()].concat();
     let gradients_memory = bench.input(&gradients)?;
-    let table = chunks(tensors.iter().cloned(), DECAY);
+    let mut table = chunks(tensors.iter().cloned(), DECAY);
+    table.iter_mut().for_each(|chunk| chunk.state += SHIFT as u32);
+    let sums_memory = bench.input(&vec![0.0f64; table.len()])?;
     let table_memory = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
     let outputs = [
         Output::holding(bytemuck::bytes_of(&StepState::after(0))),
@@ -119,24 +124,33 @@ fn update(
     let found = bench.twice(judge, &outputs, |stream, outputs| {
         for step in 0..STEPS as usize {
             let gradients = gradients_memory.view().slice(step * len..(step + 1) * len);
-            one_step(stream, optimizer, plan, table_memory.view(), gradients, outputs)?;
+            let (table, sums) = (table_memory.view(), sums_memory.view());
+            one_step(stream, optimizer, plan, (table, sums), gradients, outputs)?;
         }
         Ok(())
     })?;
     for step in 0..STEPS {
         let gradients = &gradients[step as usize * len..][..len];
-        let gradients: Vec<f32> = gradients.iter().map(|gradient| gradient * SCALE).collect();
+        let squares = tensors.iter().map(|(range, _)| digest::cpu::sum_of_squares(&gradients[range.clone()]));
+        let norm = squares.sum::<f64>().sqrt();
+        let scale = if norm > MOST { (MOST / (norm + 1e-6)) as f32 } else { 1.0 };
+        let gradients: Vec<f32> = gradients.iter().map(|gradient| gradient * scale).collect();
+        if step + 1 == STEPS {
+            let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
+            judge.close("norm", [state.norm], &[norm], |_| norm, 1e-12);
+        }
         let now = optimizer.with_lr(rate(optimizer, plan, step));
         for (range, decays) in &tensors {
             let now = if *decays { now } else { now.with_weight_decay(0.0) };
             let [first, second] = &mut states;
+            let own = SHIFT + range.start..SHIFT + range.end;
             let state = State {
-                first: if used > 0 { &mut first[range.clone()] } else { &mut [] },
-                second: if used > 1 { &mut second[range.clone()] } else { &mut [] },
+                first: if used > 0 { &mut first[own.clone()] } else { &mut [] },
+                second: if used > 1 { &mut second[own.clone()] } else { &mut [] },
             };
             let (params, gradients) = (&mut params[range.clone()], &gradients[range.clone()]);
             cpu::update(&bench.threads, &now, step + 1, params, gradients, state);
-            cpu::average(&bench.threads, AVERAGE, params, &mut average[range.clone()]);
+            cpu::average(&bench.threads, AVERAGE, params, &mut average[own]);
         }
     }
     let bound = bound::chain(2 * STEPS as u32, false);
@@ -156,20 +170,23 @@ fn update(
     Ok(())
 }
 
-/// Begins and makes a step. `outputs` are state, parameters, first and second state, average and copy.
+/// Begins and makes a step with clipped gradients, given the table of chunks and room for a sum of each. `outputs` are state,
+/// parameters, first and second state, average and copy.
 pub(super) fn one_step(
     stream: &Stream,
     optimizer: &Optimizer,
     plan: Plan,
-    table: View<'_>,
+    (table, sums): (View<'_>, View<'_>),
     gradients: View<'_>,
     outputs: &[View<'_>],
 ) -> Result<()> {
     cuda::begin(stream, optimizer, plan, outputs[0])?;
+    cuda::squares(stream, gradients, table, sums)?;
+    cuda::total_squares(stream, sums, outputs[0])?;
+    cuda::clip(stream, outputs[0], MOST)?;
     let used = optimizer.states();
     let arenas = Arenas {
         gradients,
-        scale: SCALE,
         params: outputs[1],
         first: (used > 0).then_some(outputs[2]),
         second: (used > 1).then_some(outputs[3]),

@@ -58,6 +58,7 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
     let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
     let workspace = bench.input(&vec![0.0f32; workspace.max(1)])?;
     let table = chunks([(0..weights, true), (weights..weights + CLASSES, false)], 0.01);
+    let sums = bench.input(&vec![0.0f64; table.len()])?;
     let table = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
     let mask = dropout::cuda::Mask {
         seed: 3,
@@ -93,8 +94,8 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         let (w, b) = (copy.slice(0..weights), outputs[1].slice(weights..weights + CLASSES));
         let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
         // The gradients of the step before, for the optimizer to begin with.
-        one_step(stream, &optimizer, plan, table.view(), gradients, &outputs[..6])?;
-        gather::cuda::batch(stream, &samples, state, x, labels_here)?;
+        one_step(stream, &optimizer, plan, (table.view(), sums.view()), gradients, &outputs[..6])?;
+        gather::cuda::batch(stream, &samples, state, x, labels_here, (0, 1))?;
         conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
         dropout::cuda::apply(stream, 0.5, &mask, state, y)?;
         dense::cuda::forward(stream, &layer, BATCH, precision, y, w, b, dense::cuda::LINEAR, logits)?;

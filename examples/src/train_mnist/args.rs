@@ -175,12 +175,7 @@ impl Args {
 
     /// How a GPU is to be used.
     pub(super) fn gpu(&self) -> Options {
-        Options {
-            precision: self.precision,
-            libraries: self.kernels,
-            graph: !self.no_graph,
-            bucket: self.parallel.bucket_bytes(),
-        }
+        Options { precision: self.precision, libraries: self.kernels, graph: !self.no_graph }
     }
 
     /// Threads of a rank whose share of the cores is `share`.

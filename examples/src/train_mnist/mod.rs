@@ -86,9 +86,6 @@ impl<'a> Session<'a> {
     fn begin(args: &'a Args) -> Result<(Self, DeviceComm, Comm), Box<dyn Error>> {
         let mut world = World::from_env()?;
         let is_first = world.rank() == 0;
-        if world.backend() == Backend::Nccl {
-            args.parallel.check_gpu()?;
-        }
         let timeline = timeline(args, &world)?;
         record_next(&timeline, args, 0);
         let (device, mut comm) = match world.backend() {
@@ -112,9 +109,7 @@ impl<'a> Session<'a> {
         let Session { args, world, threads, .. } = self;
         Trainer::new(args, (world.rank(), world.size()), &self.data, |recipe| {
             Ok(match (device, args.precision) {
-                (Some(device), _) => {
-                    Box::new(Gpu::new(recipe, &args.net, args.gpu(), device, comm)?) as Box<dyn Engine>
-                }
+                (Some(device), _) => Box::new(Gpu::new(recipe, args, device, comm)?) as Box<dyn Engine>,
                 (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, *threads)?),
                 (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, *threads)?),
             })

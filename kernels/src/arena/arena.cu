@@ -1,4 +1,4 @@
-// Whole arenas: fill, scale, change of type. See mod.rs for the contract.
+// Whole arenas: fill, scale, sum, change of type. See mod.rs for the contract.
 
 template <class T>
 __device__ void arena_fill(T* values, u32 len, u32 packs, f32 value) {
@@ -27,6 +27,17 @@ __device__ void arena_scale(T* values, u32 len, u32 packs, f32 factor) {
 
 KERNEL(arena_scale_f32)(f32* values, u32 len, u32 packs, f32 factor) { arena_scale(values, len, packs, factor); }
 KERNEL(arena_scale_bf16)(bf16* values, u32 len, u32 packs, f32 factor) { arena_scale(values, len, packs, factor); }
+
+KERNEL(arena_add_f32)(f32* to, const f32* from, u32 len, u32 packs, f32 divisor) {
+    constexpr u32 N = PACK<f32>;
+    for (u32 i = grid_thread(); i < packs; i += grid_threads()) {
+        Pack<f32, N> sum = load_pack<N>(to + i * N);
+        const Pack<f32, N> other = load_pack<N>(from + i * N);
+        for (u32 j = 0; j < N; j++) sum.at[j] = (sum.at[j] + other.at[j]) / divisor;
+        store_pack<N>(to + i * N, sum);
+    }
+    for (u32 i = packs * N + grid_thread(); i < len; i += grid_threads()) to[i] = (to[i] + from[i]) / divisor;
+}
 
 // A pack is one access of the narrower type, two of the wider.
 template <class From, class To>

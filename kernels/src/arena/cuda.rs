@@ -37,6 +37,23 @@ fn in_place(stream: &Stream, name: &str, values: View<'_>, number: f32) -> Resul
     unsafe { run(stream, &SOURCE, &name, grid(stream, values.len().div_ceil(pack)), &arguments) }
 }
 
+/// Adds `from` (f32) to `to` (f32), and divides the sums by `divisor`.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn add(stream: &Stream, to: View<'_>, from: View<'_>, divisor: f32) -> Result<()> {
+    check("sums", to, DType::F32, to.len());
+    check("what is added", from, DType::F32, to.len());
+    let pack = pack(DType::F32);
+    let packs = packs(pack, &[to, from]);
+    let arguments = [to.into(), from.into(), count(to.len()).into(), packs.into(), divisor.into()];
+    // SAFETY: the kernel visits as many elements as both views have.
+    unsafe { run(stream, &SOURCE, "arena_add_f32", grid(stream, to.len().div_ceil(pack)), &arguments) }
+}
+
 /// Overwrites `to` (bf16) with `from` (f32), rounded.
 ///
 /// # Errors

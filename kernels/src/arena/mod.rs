@@ -1,7 +1,8 @@
-//! Whole arenas: fill, scale, change of type.
+//! Whole arenas: fill, scale, sum, change of type.
 //!
 //! Contract: an arena is a flat slice of f32 or bf16. [`cpu::fill`] overwrites all elements by one value;
-//! [`cpu::scale`] multiplies them by a factor in f32 and rounds once; [`cpu::narrow`] rounds f32 to bf16, to nearest and
+//! [`cpu::scale`] multiplies them by a factor in f32 and rounds once; [`cpu::add`] adds another arena's, and divides the sums,
+//! each rounded by itself; [`cpu::narrow`] rounds f32 to bf16, to nearest and
 //! to even, keeping NaNs; [`cpu::widen`] is exact.
 
 pub mod cpu;
@@ -24,6 +25,13 @@ mod tests {
         assert_eq!(wide, [1.0, -2.5, f32::INFINITY, 1.0, 1.0 + 4.0 / 256.0]);
         cpu::narrow(&[f32::from_bits(0x7f80_0001)], &mut narrow[..1]);
         assert!(narrow[0].is_nan());
+    }
+
+    #[test]
+    fn sums_are_divided_after_they_were_rounded() {
+        let mut values = [1.0, f32::MAX, 16_777_216.0];
+        cpu::add(&mut values, &[2.0, f32::MAX, 1.0], 2.0);
+        assert_eq!(values, [1.5, f32::INFINITY, 8_388_608.0]);
     }
 
     #[test]

@@ -172,6 +172,11 @@ struct StepState {
     u64 position;        // of that step within its epoch
     f64 learning_rate;   // of that step
     f32 constants[8];    // the optimizer's numbers that depend on the step
+    f64 squares;         // sum of its gradients' squares, where they are clipped
+    f64 norm;            // the root of that
+    f32 scale;           // what its gradients are multiplied with
+    u32 halted;          // an earlier step had gradients that are no numbers: this one is none
+    u64 not_finite;      // whose gradients those were, 0 for nobody's
 };
 
 #if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 800

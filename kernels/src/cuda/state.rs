@@ -1,5 +1,9 @@
 //! What changes from step to step.
 
+use std::ops::Range;
+
+use bytemuck::Zeroable;
+
 use super::{Memory, Result, Stream, View};
 use crate::DType;
 
@@ -19,16 +23,33 @@ pub struct StepState {
     pub learning_rate: f64,
     /// The optimizer's numbers that depend on the step.
     pub constants: [f32; 8],
+    /// The sum of its gradients' squares, where they are clipped.
+    pub squares: f64,
+    /// The Euclidean norm of its gradients before they were clipped, where they are.
+    pub norm: f64,
+    /// What the optimizer multiplies its gradients with.
+    pub scale: f32,
+    /// Not 0 if an earlier step had gradients that are no numbers. That step's update was not made, and none is until the state
+    /// is overwritten.
+    pub halted: u32,
+    /// The mark of those gradients, as [`find_not_finite`](crate::digest::cuda::find_not_finite) was told; 0 for none.
+    pub not_finite: u64,
 }
 
 impl StepState {
     /// Bytes of memory that hold one.
     pub const BYTES: usize = size_of::<Self>();
 
+    /// The bytes of [`squares`](Self::squares), which ranks add up.
+    pub const SQUARES: Range<usize> = 56..64;
+
+    /// The bytes of [`not_finite`](Self::not_finite), of which ranks take the largest.
+    pub const NOT_FINITE: Range<usize> = 80..88;
+
     /// The state after `step` steps: the next one that begins has that index.
     pub fn after(step: u64) -> Self {
         // One less than 0 is the largest number, to which the kernel adds 1 all the same.
-        StepState { step: step.wrapping_sub(1), position: 0, learning_rate: 0.0, constants: [0.0; 8] }
+        StepState { step: step.wrapping_sub(1), scale: 1.0, ..Zeroable::zeroed() }
     }
 
     /// A copy on the GPU of `stream`, as bytes.
@@ -66,11 +87,20 @@ mod tests {
 
     #[test]
     fn the_state_lies_as_the_kernels_have_it() {
-        let state = StepState { step: 1, position: 2, learning_rate: 0.5, constants: [0.25; 8] };
+        let state = StepState {
+            learning_rate: 0.5,
+            constants: [0.25; 8],
+            squares: 3.0,
+            not_finite: 7,
+            ..StepState::after(2)
+        };
         let bytes = bytemuck::bytes_of(&state);
-        assert_eq!(bytes.len(), 56);
+        assert_eq!(bytes.len(), 88);
         assert_eq!(bytes[16..24], 0.5f64.to_ne_bytes());
-        assert_eq!(bytes[52..], 0.25f32.to_ne_bytes());
+        assert_eq!(bytes[52..56], 0.25f32.to_ne_bytes());
+        assert_eq!(bytes[StepState::SQUARES], 3.0f64.to_ne_bytes());
+        assert_eq!(bytes[72..76], 1.0f32.to_ne_bytes());
+        assert_eq!(bytes[StepState::NOT_FINITE], 7u64.to_ne_bytes());
         assert_eq!(StepState::after(0).step.wrapping_add(1), 0);
     }
 }

@@ -1,8 +1,10 @@
 //! Digests on a GPU: the arena is read once, and one number comes back.
 
+use std::ops::Range;
+
 use crate::DType;
-use crate::cuda::elements::{aligned, check, count, grid, pack, packs, run, typed};
-use crate::cuda::{Result, Source, Stream, View};
+use crate::cuda::elements::{aligned, blocks, check, count, grid, pack, packs, run, typed};
+use crate::cuda::{Grid, Result, Source, StepState, Stream, View};
 
 /// The kernels.
 pub static SOURCE: Source = Source { name: "digest", text: include_str!("digest.cu") };
@@ -39,4 +41,83 @@ fn add(stream: &Stream, name: &str, values: View<'_>, total: View<'_>) -> Result
     let arguments = [values.into(), count(values.len()).into(), packs(pack, &[values]).into(), total.into()];
     // SAFETY: the kernel visits as many elements as the view has, and adds to one number.
     unsafe { run(stream, &SOURCE, name, grid(stream, values.len().div_ceil(pack)), &arguments) }
+}
+
+/// What [`find_not_finite`] looks at in one go: `struct DigestPart` of the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Part {
+    begin: u32,
+    len: u32,
+    tensor: u32,
+    sparse: u32,
+}
+
+/// Elements of a tensor that is looked at whole.
+pub const SMALL: usize = 1 << 16;
+
+/// Elements of a group, one cache line of which is looked at.
+const GROUP: usize = 512;
+
+/// Elements that a block looks at in one go, at most.
+const LONGEST: usize = 4096;
+
+/// Cuts tensors, given by index and elements in an arena, into parts. Those with more than [`SMALL`] elements are to be looked
+/// at sparsely: one cache line of 32 in a step, another one in the next, so that all are in 32 steps.
+///
+/// # Panics
+/// If a tensor ends behind 2^31.
+pub fn parts(tensors: impl IntoIterator<Item = (usize, Range<usize>)>) -> Vec<Part> {
+    let mut parts = Vec::new();
+    for (tensor, range) in tensors {
+        let sparse = if range.len() > SMALL { range.len() / GROUP * GROUP } else { 0 };
+        let between = range.start + sparse;
+        for (elements, sparse) in [(range.start..between, true), (between..range.end, false)] {
+            let longest = if sparse { LONGEST * GROUP / 16 } else { LONGEST };
+            for begin in elements.clone().step_by(longest) {
+                let len = longest.min(elements.end - begin);
+                parts.push(Part {
+                    begin: count(begin),
+                    len: count(len),
+                    tensor: count(tensor),
+                    sparse: u32::from(sparse),
+                });
+            }
+        }
+    }
+    parts
+}
+
+/// Raises `found`, one i64, to `mark` + the index of a tensor, if `parts` (a table of [`Part`], as bytes, or a part of one) has one
+/// with elements that are infinite or not a number; to the largest, if several have. Does nothing where `state` says that an
+/// earlier step was the last.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If types or lengths do not fit.
+pub fn find_not_finite(
+    stream: &Stream,
+    values: View<'_>,
+    parts: View<'_>,
+    state: View<'_>,
+    mark: u64,
+    found: View<'_>,
+) -> Result<()> {
+    StepState::check(state);
+    let table = parts.len() / size_of::<Part>();
+    check("a table of parts", parts, DType::U8, table * size_of::<Part>());
+    check("an arena to be looked through", values, DType::F32, values.len());
+    check("the mark of what is found", found, DType::I64, 1);
+    assert!(parts.address().is_multiple_of(4) && aligned(1, &[found]), "addresses of parts and mark");
+    if table == 0 {
+        return Ok(());
+    }
+    let (table, len) = (count(table), count(values.len()));
+    let arguments =
+        [values.into(), len.into(), parts.into(), table.into(), state.into(), mark.into(), found.into()];
+    let grid = Grid::new(table.min(blocks(stream)), 256);
+    // SAFETY: the kernel passes over parts that lie outside of the arena, and writes one number.
+    unsafe { run(stream, &SOURCE, "digest_find_not_finite", grid, &arguments) }
 }

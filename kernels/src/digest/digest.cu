@@ -1,6 +1,6 @@
-// Two looks at a whole arena: how many elements are not finite, and a hash of all. See mod.rs for the contract.
+// Looks at a whole arena: how many elements are not finite, and where one is; a hash of all. See mod.rs for the contract.
 //
-// Both are sums of integers, which any order of threads and blocks adds up to the same number.
+// Counts and hashes are sums of integers, which any order of threads and blocks adds up to the same number.
 
 #define DIGEST_THREADS 256
 
@@ -29,6 +29,43 @@ KERNEL_BOUNDS(digest_not_finite_f32, DIGEST_THREADS)(const f32* values, u32 len,
 }
 KERNEL_BOUNDS(digest_not_finite_bf16, DIGEST_THREADS)(const bf16* values, u32 len, u32 packs, u64* count) {
     digest_not_finite(values, len, packs, count);
+}
+
+// What is looked at in one go: a tensor, or some of it.
+struct DigestPart {
+    u32 begin;   // in the arena
+    u32 len;
+    u32 tensor;
+    u32 sparse;  // whether to look at one cache line in 32
+};
+
+// Elements of a cache line, and lines of which one is looked at.
+#define DIGEST_LINE 16
+#define DIGEST_LINES 32
+
+// The element that is number i of those to be looked at in this turn.
+__device__ inline u32 digest_sparse(u32 begin, u32 i, u64 turn) {
+    constexpr u32 GROUP = DIGEST_LINE * DIGEST_LINES;
+    const u32 group = begin / GROUP + i / DIGEST_LINE;
+    const u32 line = (u32)((group + group / DIGEST_LINES + turn) % DIGEST_LINES);
+    return begin + i / DIGEST_LINE * GROUP + line * DIGEST_LINE + i % DIGEST_LINE;
+}
+
+// A block takes whole parts.
+KERNEL_BOUNDS(digest_find_not_finite, DIGEST_THREADS)(
+    const f32* values, u32 len, const DigestPart* parts, u32 count, const StepState* state, u64 mark, u64* found) {
+    if (state->halted) return;
+    for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+        const DigestPart part = parts[index];
+        // A table made for another arena looks at nothing outside of this one.
+        if (part.begin > len || part.len > len - part.begin) continue;
+        const u32 items = part.sparse ? part.len / DIGEST_LINES : part.len;
+        bool bad = false;
+        for (u32 i = threadIdx.x; i < items; i += blockDim.x) {
+            bad |= not_finite(values[part.sparse ? digest_sparse(part.begin, i, state->step) : part.begin + i]);
+        }
+        if (bad) atomicMax(found, mark + part.tensor);
+    }
 }
 
 __device__ inline u64 digest_of(u32 index, f32 value) { return splitmix64((u64)index << 32 | bits_of(value)); }

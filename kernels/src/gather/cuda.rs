@@ -58,12 +58,19 @@ impl Samples<'_> {
         }
     }
 
-    /// Runs a kernel that is given `place` after the data set.
-    fn gather(&self, stream: &Stream, name: &str, place: Arg, x: View<'_>, labels: View<'_>) -> Result<()> {
+    /// Runs a kernel that is given `place` after the data set, and `more` after everything.
+    fn gather(
+        &self,
+        stream: &Stream,
+        name: &str,
+        place: Arg,
+        (x, labels): (View<'_>, View<'_>),
+        more: &[u32],
+    ) -> Result<()> {
         let parameters = self.parameters(x, labels);
         let pack = pack(x.dtype());
         let wide = (parameters.sample_len as usize).is_multiple_of(pack) && aligned(pack, &[x, self.images]);
-        let arguments = [
+        let arguments: [Arg; 6] = [
             Arg::of(&parameters),
             place,
             x.into(),
@@ -71,6 +78,8 @@ impl Samples<'_> {
             count(labels.len()).into(),
             u32::from(wide).into(),
         ];
+        let arguments: Vec<Arg> =
+            arguments.into_iter().chain(more.iter().map(|more| (*more).into())).collect();
         let grid = grid(stream, if wide { x.len() / pack } else { x.len() });
         // SAFETY: the lengths are those of the data set and of the batch; the kernel looks at each index before it uses
         // it.
@@ -78,7 +87,8 @@ impl Samples<'_> {
     }
 }
 
-/// Overwrites `x` and `labels` with the batch of the order at the position that `state` says.
+/// Overwrites `x` and `labels` with a part of the batch of the order at the position that `state` says: `part`, its index and the
+/// number of equal parts.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -91,9 +101,11 @@ pub fn batch(
     state: View<'_>,
     x: View<'_>,
     labels: View<'_>,
+    (part, parts): (usize, usize),
 ) -> Result<()> {
     StepState::check(state);
-    samples.gather(stream, "gather_batch", state.into(), x, labels)
+    assert!(part < parts, "part {part} of {parts}");
+    samples.gather(stream, "gather_batch", state.into(), (x, labels), &[count(part), count(parts)])
 }
 
 /// Overwrites `x` and `labels` with the samples from place `first` of the order: for evaluation.
@@ -110,5 +122,5 @@ pub fn range(
     x: View<'_>,
     labels: View<'_>,
 ) -> Result<()> {
-    samples.gather(stream, "gather_range", first.into(), x, labels)
+    samples.gather(stream, "gather_range", first.into(), (x, labels), &[])
 }

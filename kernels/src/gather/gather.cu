@@ -46,12 +46,12 @@ __device__ void gather(const GatherSource& source, u64 first, T* x, u8* labels, 
 }
 
 KERNEL(gather_batch_f32)(
-    GatherSource source, const StepState* state, f32* x, u8* labels, u32 batch, u32 wide) {
-    gather(source, state->position * batch, x, labels, batch, wide);
+    GatherSource source, const StepState* state, f32* x, u8* labels, u32 batch, u32 wide, u32 part, u32 parts) {
+    gather(source, (state->position * parts + part) * batch, x, labels, batch, wide);
 }
 KERNEL(gather_batch_bf16)(
-    GatherSource source, const StepState* state, bf16* x, u8* labels, u32 batch, u32 wide) {
-    gather(source, state->position * batch, x, labels, batch, wide);
+    GatherSource source, const StepState* state, bf16* x, u8* labels, u32 batch, u32 wide, u32 part, u32 parts) {
+    gather(source, (state->position * parts + part) * batch, x, labels, batch, wide);
 }
 
 KERNEL(gather_range_f32)(GatherSource source, u64 first, f32* x, u8* labels, u32 count, u32 wide) {

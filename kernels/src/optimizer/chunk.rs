@@ -16,20 +16,24 @@ pub struct Chunk {
     pub len: u32,
     /// Weight decay of all of them.
     pub decay: f32,
+    /// First element in the arenas of the optimizer's state and of the moving average, which may hold a part of the parameters
+    /// only.
+    pub state: u32,
 }
 
 /// Elements of a chunk at most: a few for each thread of a block.
 pub const LONGEST: usize = 4096;
 
-/// Cuts tensors, given by their elements in an arena and whether they decay, into chunks with `weight_decay` or none.
+/// Cuts tensors, given by their elements in an arena and whether they decay, into chunks with `weight_decay` or none, whose state
+/// lies as they do.
 ///
 /// ```
 /// use mgpu_kernels::optimizer::chunk::{Chunk, LONGEST, chunks};
 /// let table = chunks([(0..LONGEST + 10, true), (8192..8202, false)], 0.5);
 /// assert_eq!(table, [
-///     Chunk { begin: 0, len: 4096, decay: 0.5 },
-///     Chunk { begin: 4096, len: 10, decay: 0.5 },
-///     Chunk { begin: 8192, len: 10, decay: 0.0 },
+///     Chunk { begin: 0, len: 4096, decay: 0.5, state: 0 },
+///     Chunk { begin: 4096, len: 10, decay: 0.5, state: 4096 },
+///     Chunk { begin: 8192, len: 10, decay: 0.0, state: 8192 },
 /// ]);
 /// ```
 ///
@@ -42,7 +46,8 @@ pub fn chunks(tensors: impl IntoIterator<Item = (Range<usize>, bool)>, weight_de
         let decay = if decays { weight_decay as f32 } else { 0.0 };
         let end = range.end;
         for begin in range.step_by(LONGEST) {
-            chunks.push(Chunk { begin: begin as u32, len: LONGEST.min(end - begin) as u32, decay });
+            let (len, begin) = (LONGEST.min(end - begin) as u32, begin as u32);
+            chunks.push(Chunk { begin, len, decay, state: begin });
         }
     }
     chunks

@@ -14,6 +14,9 @@ use crate::schedule::{Decay, Schedule};
 /// The kernels.
 pub static SOURCE: Source = Source { name: "optimizer", text: include_str!("optimizer.cu") };
 
+/// Threads of a block that sums squares, `NORM_THREADS` of the kernels.
+const NORM_THREADS: u32 = 256;
+
 /// What a step's index says about the training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Plan {
@@ -88,13 +91,12 @@ pub fn begin(stream: &Stream, optimizer: &Optimizer, plan: Plan, state: View<'_>
     unsafe { run(stream, &SOURCE, "step_begin", Grid::new(1, 32), &arguments) }
 }
 
-/// Matching arenas: element i of each belongs to parameter i. All begin at multiples of 16 bytes.
+/// Matching arenas: element i of each belongs to parameter i, but that those of states and of the average may hold some of the
+/// parameters only. All begin at multiples of 16 bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Arenas<'a> {
     /// Gradients, f32.
     pub gradients: View<'a>,
-    /// What gradients are multiplied with: 1 if they are averaged over ranks, 1/n if they are sums.
-    pub scale: f32,
     /// Parameters, f32.
     pub params: View<'a>,
     /// First state, f32, where the optimizer has one.
@@ -118,7 +120,7 @@ struct Addresses {
     average: u64,
     copy: u64,
     len: u32,
-    scale: f32,
+    state_len: u32,
     towards: f32,
     unused: u32,
 }
@@ -127,24 +129,27 @@ impl Arenas<'_> {
     #[track_caller]
     fn addresses(&self, states: usize) -> Addresses {
         let len = self.params.len();
-        let address = |what: &str, view: View<'_>, dtype: DType| {
+        let average = self.average.map(|(view, _)| view);
+        let state_len = self.first.or(average).map(|view| view.len());
+        let address = |what: &str, view: View<'_>, dtype: DType, len: usize| {
             check(what, view, dtype, len);
             assert!(view.address().is_multiple_of(16), "{what} at an address that is no multiple of 16");
             view.address()
         };
         let state = |what: &str, view: Option<View<'_>>, used: bool| {
             assert_eq!(view.is_some(), used, "{what}");
-            view.map_or(0, |view| address(what, view, DType::F32))
+            view.map_or(0, |view| address(what, view, DType::F32, state_len.unwrap_or(0)))
         };
         Addresses {
-            gradients: address("gradients", self.gradients, DType::F32),
-            params: address("parameters", self.params, DType::F32),
+            gradients: address("gradients", self.gradients, DType::F32, len),
+            params: address("parameters", self.params, DType::F32, len),
             first: state("first state", self.first, states > 0),
             second: state("second state", self.second, states > 1),
-            average: self.average.map_or(0, |(view, _)| address("a moving average", view, DType::F32)),
-            copy: self.copy.map_or(0, |view| address("a copy of parameters", view, DType::Bf16)),
+            average: state("a moving average", average, average.is_some()),
+            copy: self.copy.map_or(0, |view| address("a copy of parameters", view, DType::Bf16, len)),
             len: count(len),
-            scale: self.scale,
+            // Where there is none, a chunk's place in it says nothing.
+            state_len: state_len.map_or(u32::MAX, count),
             towards: self.average.map_or(0.0, |(_, decay)| (1.0 - decay) as f32),
             unused: 0,
         }
@@ -152,7 +157,8 @@ impl Arenas<'_> {
 }
 
 /// Applies one step to the parameters in `chunks` (a table of [`Chunk`], as bytes, or a part of one), whose weight decay
-/// is the chunks'. [`begin`] has begun the step, with the same optimizer.
+/// is the chunks'. [`begin`] has begun the step, with the same optimizer; gradients are multiplied with the state's scale. Where
+/// the state has a mark of gradients that are no numbers, nothing changes.
 ///
 /// A chunk that lies outside of the arenas is passed over.
 ///
@@ -169,9 +175,7 @@ pub fn update(
     arenas: &Arenas<'_>,
 ) -> Result<()> {
     StepState::check(state);
-    let table = chunks.len() / size_of::<Chunk>();
-    check("a table of chunks", chunks, DType::U8, table * size_of::<Chunk>());
-    assert!(chunks.address().is_multiple_of(4), "a table of chunks at an address that is no multiple of 4");
+    let table = table_len(chunks);
     let momentum = optimizer.states() == 2 || matches!(optimizer, Optimizer::Sgd(o) if o.momentum != 0.0);
     let name = match optimizer {
         Optimizer::Adam(_) => "optimizer_update_adam",
@@ -185,8 +189,69 @@ pub fn update(
     if table == 0 {
         return Ok(());
     }
-    let arguments = [state.into(), chunks.into(), count(table).into(), Arg::of(&addresses)];
-    let grid = Grid::new(count(table).min(blocks(stream)), THREADS);
+    let arguments = [state.into(), chunks.into(), table.into(), Arg::of(&addresses)];
+    let grid = Grid::new(table.min(blocks(stream)), THREADS);
     // SAFETY: the arenas have equal lengths, and the kernel passes over what is outside of them.
     unsafe { run(stream, &SOURCE, name, grid, &arguments) }
+}
+
+/// Chunks in a table.
+#[track_caller]
+fn table_len(chunks: View<'_>) -> u32 {
+    let table = chunks.len() / size_of::<Chunk>();
+    check("a table of chunks", chunks, DType::U8, table * size_of::<Chunk>());
+    assert!(chunks.address().is_multiple_of(4), "a table of chunks at an address that is no multiple of 4");
+    count(table)
+}
+
+/// Overwrites `sums` (f64, one for each chunk of the table) with the sums of the squares of the chunks' elements of `gradients`
+/// (f32). That of a chunk which lies outside stays as it is.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn squares(stream: &Stream, gradients: View<'_>, chunks: View<'_>, sums: View<'_>) -> Result<()> {
+    let table = table_len(chunks);
+    check("gradients", gradients, DType::F32, gradients.len());
+    check("sums of squares", sums, DType::F64, table as usize);
+    assert!(gradients.address().is_multiple_of(16), "gradients at an address that is no multiple of 16");
+    if table == 0 {
+        return Ok(());
+    }
+    let arguments =
+        [gradients.into(), count(gradients.len()).into(), chunks.into(), table.into(), sums.into()];
+    let grid = Grid::new(table.min(blocks(stream)), NORM_THREADS);
+    // SAFETY: the kernel passes over chunks that lie outside of the gradients, and writes a number for each of the others.
+    unsafe { run(stream, &SOURCE, "optimizer_squares", grid, &arguments) }
+}
+
+/// Adds up `sums` (f64) in a fixed order: the state's sum of squares.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If types do not fit.
+pub fn total_squares(stream: &Stream, sums: View<'_>, state: View<'_>) -> Result<()> {
+    StepState::check(state);
+    check("sums of squares", sums, DType::F64, sums.len());
+    let arguments = [sums.into(), count(sums.len()).into(), state.into()];
+    // SAFETY: the kernel reads as many numbers as there are, and writes to the state.
+    unsafe { run(stream, &SOURCE, "optimizer_squares_total", Grid::new(1, NORM_THREADS), &arguments) }
+}
+
+/// Takes the norm from the state's sum of squares, and the scale that shortens gradients of that norm to `most`, by
+/// `most / (norm + 10⁻⁶)`, if they are longer.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If `state` is not the memory of a [`StepState`].
+pub fn clip(stream: &Stream, state: View<'_>, most: f64) -> Result<()> {
+    StepState::check(state);
+    // SAFETY: the kernel reads and writes the state.
+    unsafe { run(stream, &SOURCE, "optimizer_clip", Grid::new(1, 32), &[state.into(), most.into()]) }
 }

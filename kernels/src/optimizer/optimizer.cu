@@ -68,6 +68,10 @@ __device__ inline f64 schedule_factor(const Plan& plan, u64 step) {
 // Advances the state to the step that begins. One thread: all others of the step wait for it anyway.
 KERNEL(step_begin)(StepState* state, Plan plan) {
     if (grid_thread() > 0) return;
+    if (state->not_finite) {
+        state->halted = 1;
+        return;
+    }
     const u64 step = state->step + 1;
     const f64 rate = mul(plan.learning_rate, schedule_factor(plan, step));
     const f64 first = plan.decays[0], second = plan.decays[1];
@@ -98,6 +102,7 @@ KERNEL(step_begin)(StepState* state, Plan plan) {
     state->step = step;
     state->position = step % plan.steps_per_epoch;
     state->learning_rate = rate;
+    state->scale = 1.0f;
     for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
 }
 
@@ -184,9 +189,11 @@ struct Chunk {
     u32 begin;  // in the arena, a multiple of 4
     u32 len;
     f32 decay;
+    u32 state;  // in the arenas of states and average, a multiple of 4
 };
 
-// Matching arenas of `len` elements; states that the rule does not use, average and copy may be null.
+// Matching arenas of `len` elements, those of states and average of `state_len`; states that the rule does not use, average
+// and copy may be null.
 struct Arenas {
     const f32* gradients;
     f32* params;
@@ -195,30 +202,36 @@ struct Arenas {
     f32* average;
     bf16* copy;
     u32 len;
-    f32 scale;    // of the gradients
+    u32 state_len;
     f32 towards;  // share of the parameters in their moving average
     u32 unused;
 };
 
+// A table made for other arenas touches nothing outside of these.
+__device__ inline bool chunk_within(u32 begin, u32 chunk_len, u32 len) {
+    return begin <= len && chunk_len <= len - begin;
+}
+
+// `at` counts in the arena, `own` in those of states and average.
 template <class Rule, u32 N>
-__device__ void optimizer_pack(const Rule& rule, const Arenas& arenas, f32 decay, u32 at) {
+__device__ void optimizer_pack(const Rule& rule, const Arenas& arenas, f32 scale, f32 decay, u32 at, u32 own) {
     const Pack<f32, N> gradients = load_pack<N>(arenas.gradients + at);
     Pack<f32, N> params = load_pack<N>(arenas.params + at), first = {}, second = {};
-    if (Rule::STATES > 0) first = load_pack<N>(arenas.first + at);
-    if (Rule::STATES > 1) second = load_pack<N>(arenas.second + at);
+    if (Rule::STATES > 0) first = load_pack<N>(arenas.first + own);
+    if (Rule::STATES > 1) second = load_pack<N>(arenas.second + own);
     for (u32 j = 0; j < N; j++) {
-        const f32 gradient = mul(gradients.at[j], arenas.scale);
+        const f32 gradient = mul(gradients.at[j], scale);
         rule.update(params.at[j], gradient, first.at[j], second.at[j], decay);
     }
     store_pack<N>(arenas.params + at, params);
-    if (Rule::STATES > 0) store_pack<N>(arenas.first + at, first);
-    if (Rule::STATES > 1) store_pack<N>(arenas.second + at, second);
+    if (Rule::STATES > 0) store_pack<N>(arenas.first + own, first);
+    if (Rule::STATES > 1) store_pack<N>(arenas.second + own, second);
     if (arenas.average) {
-        Pack<f32, N> average = load_pack<N>(arenas.average + at);
+        Pack<f32, N> average = load_pack<N>(arenas.average + own);
         for (u32 j = 0; j < N; j++) {
             average.at[j] = add(average.at[j], mul(arenas.towards, sub(params.at[j], average.at[j])));
         }
-        store_pack<N>(arenas.average + at, average);
+        store_pack<N>(arenas.average + own, average);
     }
     if (arenas.copy) {
         Pack<bf16, N> copy;
@@ -227,21 +240,25 @@ __device__ void optimizer_pack(const Rule& rule, const Arenas& arenas, f32 decay
     }
 }
 
-// A block takes whole chunks.
+// A block takes whole chunks. After gradients that are no numbers everything stays as it is.
 template <class Rule>
 __device__ void optimizer_update(const StepState* state, const Chunk* chunks, u32 count, const Arenas& arenas) {
     constexpr u32 N = PACK<f32>;
+    if (state->not_finite) return;
     const Rule rule(state->constants);
+    const f32 scale = state->scale;
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
         const Chunk chunk = chunks[index];
-        // A table made for other arenas touches nothing outside of these.
-        if (chunk.begin > arenas.len || chunk.len > arenas.len - chunk.begin) continue;
+        if (!chunk_within(chunk.begin, chunk.len, arenas.len)) continue;
+        if (!chunk_within(chunk.state, chunk.len, arenas.state_len)) continue;
         const u32 packs = chunk.len / N;
         for (u32 i = threadIdx.x; i < packs; i += blockDim.x) {
-            optimizer_pack<Rule, N>(rule, arenas, chunk.decay, chunk.begin + i * N);
+            optimizer_pack<Rule, N>(rule, arenas, scale, chunk.decay, chunk.begin + i * N, chunk.state + i * N);
         }
         const u32 rest = packs * N + threadIdx.x;
-        if (rest < chunk.len) optimizer_pack<Rule, 1>(rule, arenas, chunk.decay, chunk.begin + rest);
+        if (rest < chunk.len) {
+            optimizer_pack<Rule, 1>(rule, arenas, scale, chunk.decay, chunk.begin + rest, chunk.state + rest);
+        }
     }
 }
 
@@ -262,4 +279,43 @@ KERNEL(optimizer_update_sgd)(const StepState* state, const Chunk* chunks, u32 co
 }
 KERNEL(optimizer_update_sgd_momentum)(const StepState* state, const Chunk* chunks, u32 count, Arenas arenas) {
     optimizer_update<SgdRule<true>>(state, chunks, count, arenas);
+}
+
+// Clipping: the squares of all gradients are summed chunk by chunk, and these sums by one block, always in the same order.
+
+#define NORM_THREADS 256
+
+KERNEL_BOUNDS(optimizer_squares, NORM_THREADS)(
+    const f32* gradients, u32 len, const Chunk* chunks, u32 count, f64* sums) {
+    constexpr u32 N = PACK<f32>;
+    __shared__ f64 scratch[NORM_THREADS / WARP];
+    for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+        const Chunk chunk = chunks[index];
+        if (!chunk_within(chunk.begin, chunk.len, len)) continue;
+        const u32 packs = chunk.len / N, rest = packs * N + threadIdx.x;
+        f64 mine = 0.0;
+        for (u32 i = threadIdx.x; i < packs; i += blockDim.x) {
+            const Pack<f32, N> pack = load_pack<N>(gradients + chunk.begin + i * N);
+            for (u32 j = 0; j < N; j++) mine += (f64)pack.at[j] * (f64)pack.at[j];
+        }
+        if (rest < chunk.len) mine += (f64)gradients[chunk.begin + rest] * (f64)gradients[chunk.begin + rest];
+        const f64 sum = block_sum(mine, scratch);
+        if (threadIdx.x == 0) sums[index] = sum;
+    }
+}
+
+KERNEL_BOUNDS(optimizer_squares_total, NORM_THREADS)(const f64* sums, u32 count, StepState* state) {
+    __shared__ f64 scratch[NORM_THREADS / WARP];
+    f64 mine = 0.0;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) mine += sums[i];
+    const f64 total = block_sum(mine, scratch);
+    if (threadIdx.x == 0) state->squares = total;
+}
+
+// Shortens gradients of a norm above `most` to it. The small number is that of PyTorch's clip_grad_norm_.
+KERNEL(optimizer_clip)(StepState* state, f64 most) {
+    if (grid_thread() > 0) return;
+    const f64 norm = sqrt(state->squares), factor = most / (norm + 1e-6);
+    state->norm = norm;
+    state->scale = factor < 1.0 ? (f32)factor : 1.0f;
 }

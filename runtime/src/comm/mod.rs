@@ -23,12 +23,14 @@
 //! [`recv`]: Communicator::recv
 //! [`allocate`]: Communicator::allocate
 
+mod background;
 mod buffer;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod nccl;
 mod solo;
 
+pub(crate) use background::Background;
 pub use buffer::Buffer;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
@@ -38,6 +40,7 @@ pub(crate) use solo::Solo;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::Receiver;
 
 use crate::Result;
 use crate::timeline::{self, Timeline};
@@ -120,22 +123,46 @@ pub type Make<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
 /// An operation under way, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
 #[derive(Debug)]
-pub struct Pending {
-    buffer: Buffer,
+pub struct Pending(State);
+
+#[derive(Debug)]
+enum State {
+    Complete(Buffer),
+    /// On another thread.
+    UnderWay {
+        result: Receiver<Result<Buffer>>,
+        timeline: Timeline,
+    },
 }
 
 impl Pending {
     /// An operation that has already completed.
     pub(crate) fn complete(buffer: Buffer) -> Self {
-        Pending { buffer }
+        Pending(State::Complete(buffer))
+    }
+
+    /// One of which `result` tells. Waiting for it is noted in `timeline`.
+    pub(crate) fn under_way(result: Receiver<Result<Buffer>>, timeline: &Timeline) -> Self {
+        Pending(State::UnderWay { result, timeline: timeline.clone() })
     }
 
     /// Waits until the operation has completed and returns its buffer.
     ///
     /// # Errors
     /// As the operation's own.
+    ///
+    /// # Panics
+    /// If the thread that carries it out has panicked.
     pub fn wait(self) -> Result<Buffer> {
-        Ok(self.buffer)
+        match self.0 {
+            State::Complete(buffer) => Ok(buffer),
+            State::UnderWay { result, timeline } => {
+                let begin = timeline::now();
+                let result = result.recv().expect("the thread of reductions ends after all of them");
+                timeline.note_wait(begin, timeline::now());
+                result
+            }
+        }
     }
 }
 

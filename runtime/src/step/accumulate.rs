@@ -10,32 +10,22 @@
 
 use std::ops::Range;
 
-/// Sums of micro-batches, for all gradients.
-#[derive(Debug, Default)]
-pub(super) struct Accumulator {
-    /// Elements of all gradients.
-    len: usize,
+use mgpu_kernels::arena::cpu as arena;
+
+/// Which sums there are while the micro-batches of a step come one after the other.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Counter {
     pairwise: bool,
-    levels: Vec<Vec<f32>>,
     /// Micro-batches of the step.
     count: usize,
     /// The one being computed.
     current: usize,
 }
 
-impl Accumulator {
-    pub(super) fn new(len: usize, pairwise: bool) -> Self {
-        Accumulator { len, pairwise, ..Self::default() }
-    }
-
-    /// Gets ready for a step of `count` micro-batches.
-    pub(super) fn begin_step(&mut self, count: usize) {
-        let levels =
-            (count - 1).checked_ilog2().map_or(0, |log| if self.pairwise { log as usize + 1 } else { 1 });
-        while self.levels.len() < levels {
-            self.levels.push(vec![0.0; self.len]);
-        }
-        (self.count, self.current) = (count, 0);
+impl Counter {
+    /// For a step of `count` micro-batches.
+    pub(super) fn new(count: usize, pairwise: bool) -> Self {
+        Counter { pairwise, count, current: 0 }
     }
 
     /// Gets ready for micro-batch `index`.
@@ -48,29 +38,89 @@ impl Accumulator {
         self.count
     }
 
+    /// The micro-batch being computed.
+    pub(super) fn current(&self) -> usize {
+        self.current
+    }
+
     /// Whether the micro-batch being computed is the step's last.
     pub(super) fn is_last(&self) -> bool {
         self.current + 1 == self.count
     }
 
-    /// Takes the micro-batch's gradients of the elements `at`; with the last micro-batch, replaces them by the sum of all.
-    pub(super) fn add(&mut self, at: Range<usize>, gradients: &mut [f32]) {
-        let last = self.is_last();
-        // Bits that are set are levels with sums that wait. The lowest ones are carried; with the last micro-batch all are.
-        let waiting = if self.pairwise { self.current } else { self.current.min(1) };
-        let mut level = 0;
-        while waiting >> level & 1 == 1 || last && waiting >> level > 0 {
-            if waiting >> level & 1 == 1 {
-                let earlier = &self.levels[level][at.clone()];
-                for (gradient, earlier) in gradients.iter_mut().zip(earlier) {
-                    *gradient += earlier;
-                }
-            }
-            level += 1;
+    /// Levels that sums wait on at most.
+    pub(super) fn levels(&self) -> usize {
+        let pairs = (self.count - 1).checked_ilog2().map_or(0, |log| log as usize + 1);
+        if self.pairwise { pairs } else { pairs.min(1) }
+    }
+
+    /// A bit for each level on which a sum waits.
+    fn waiting(&self) -> usize {
+        if self.pairwise { self.current } else { self.current.min(1) }
+    }
+
+    /// The levels whose sums are added to the micro-batch's gradients, the lowest ones, as a carry goes; with the last
+    /// micro-batch all. With each comes what the result is divided by: `divisor` in the step's last addition, else 1.
+    pub(super) fn carried(&self, divisor: f32) -> impl Iterator<Item = (usize, f32)> + use<> {
+        let (waiting, last) = (self.waiting(), self.is_last());
+        let top = if last { usize::BITS } else { waiting.trailing_ones() };
+        let levels = (0..top as usize).filter(move |level| waiting >> level & 1 == 1);
+        levels.map(move |level| (level, if last && waiting >> level == 1 { divisor } else { 1.0 }))
+    }
+
+    /// The level on which the sum waits then; none for the last micro-batch's, which is that of the step.
+    pub(super) fn kept(&self) -> Option<usize> {
+        let level = if self.pairwise { self.waiting().trailing_ones() as usize } else { 0 };
+        (!self.is_last()).then_some(level)
+    }
+}
+
+/// Sums of micro-batches, for all gradients.
+#[derive(Debug)]
+pub(super) struct Accumulator {
+    /// Elements of all gradients.
+    len: usize,
+    levels: Vec<Vec<f32>>,
+    counter: Counter,
+}
+
+impl Accumulator {
+    pub(super) fn new(len: usize, pairwise: bool) -> Self {
+        Accumulator { len, levels: Vec::new(), counter: Counter::new(1, pairwise) }
+    }
+
+    /// Gets ready for a step of `count` micro-batches.
+    pub(super) fn begin_step(&mut self, count: usize) {
+        self.counter = Counter::new(count, self.counter.pairwise);
+        while self.levels.len() < self.counter.levels() {
+            self.levels.push(vec![0.0; self.len]);
         }
-        if !last {
-            let level = if self.pairwise { level } else { 0 };
-            self.levels[level][at].copy_from_slice(gradients);
+    }
+
+    /// Gets ready for micro-batch `index`.
+    pub(super) fn begin_batch(&mut self, index: usize) {
+        self.counter.begin_batch(index);
+    }
+
+    /// Micro-batches of the step.
+    pub(super) fn count(&self) -> usize {
+        self.counter.count()
+    }
+
+    /// Whether the micro-batch being computed is the step's last.
+    pub(super) fn is_last(&self) -> bool {
+        self.counter.is_last()
+    }
+
+    /// Takes the micro-batch's gradients of the elements `at`; with the last micro-batch, replaces them by the sum of all,
+    /// divided by `divisor`.
+    pub(super) fn add(&mut self, at: Range<usize>, gradients: &mut [f32], divisor: f32) {
+        let Self { levels, counter, .. } = self;
+        for (level, divisor) in counter.carried(divisor) {
+            arena::add(gradients, &levels[level][at.clone()], divisor);
+        }
+        if let Some(level) = counter.kept() {
+            levels[level][at].copy_from_slice(gradients);
         }
     }
 }
@@ -86,7 +136,7 @@ mod tests {
         for (index, value) in values.iter().enumerate() {
             accumulator.begin_batch(index);
             let mut gradient = [*value];
-            accumulator.add(1..2, &mut gradient);
+            accumulator.add(1..2, &mut gradient, 1.0);
             [result] = gradient;
         }
         result
@@ -132,7 +182,7 @@ mod tests {
             for index in 0..count {
                 accumulator.begin_batch(index);
                 let mut gradient = [1.0];
-                accumulator.add(0..1, &mut gradient);
+                accumulator.add(0..1, &mut gradient, 1.0);
                 assert!(!accumulator.is_last() || gradient == [count as f32]);
             }
         }

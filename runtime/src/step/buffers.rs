@@ -32,7 +32,7 @@ impl BufferMean {
 
     /// Takes them as a micro-batch has left them.
     pub(super) fn add(&mut self, buffers: &mut [f32]) {
-        self.sum.add(0..buffers.len(), buffers);
+        self.sum.add(0..buffers.len(), buffers, 1.0);
     }
 
     /// Replaces the sum over this rank's micro-batches, which the last one has left, by the mean over all. Collective.

@@ -30,6 +30,9 @@ pub struct DataParallelConfig {
     /// replicates all, and so does a backend whose ranks do not share memory: its sums may differ in their last bits from one
     /// operation to the other.
     pub shard_from: Option<usize>,
+    /// Reduce buckets on a thread of its own, under the rest of the backward pass. It gains where a core is to spare; where all
+    /// of them compute, it does not. What is trained keeps its bits. (On GPUs reductions always go on beside the computation.)
+    pub overlap: bool,
     /// What the gradients of micro-batches and ranks become together.
     pub reduction: Reduction,
     /// How gradients travel between ranks.
@@ -64,6 +67,7 @@ impl DataParallelConfig {
             threads,
             bucket: BUCKET,
             shard_from: Some(SHARD_FROM),
+            overlap: false,
             reduction: Reduction::Mean,
             compression: Compression::None,
             clip_norm: None,

@@ -31,7 +31,7 @@ use slots::{Sharding, Slots};
 pub use state::NamedArena;
 
 use crate::bucket;
-use crate::comm::{Buffer, Communicator, DType};
+use crate::comm::{Background, Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{replicate, verify_equal};
 use crate::timeline::Name;
@@ -123,6 +123,9 @@ impl DataParallel {
         config.check(comm.size())?;
         replicate(&mut *comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
+        if config.overlap && ranks > 1 {
+            comm = Box::new(Background::new(comm)?);
+        }
         let shares_memory = ranks > 1 && comm.backend() == "cpu";
         let sharding = Sharding { rank, ranks, from: config.shard_from.filter(|_| shares_memory) };
         let gradients = comm.allocate(DType::F32, layout.len())?;

@@ -2,7 +2,7 @@
 
 use super::Reduction;
 use super::accumulate::Accumulator;
-use super::slot::Exchange;
+use super::slot::{Exchange, ready_twice};
 use super::slots::Slots;
 use crate::comm::Communicator;
 use crate::replicate::sum_over_ranks;
@@ -62,11 +62,10 @@ impl Sink<'_> {
     fn check_open(&self, tensor: usize) -> Result<()> {
         let slot = &self.slots.all[self.slots.of[tensor]];
         if slot.open[tensor - slot.bucket.tensors.start] {
-            return Ok(());
+            Ok(())
+        } else {
+            Err(ready_twice(self.layout, tensor))
         }
-        let name = &self.layout.tensors()[tensor].name;
-        let problem = format!("the gradient of tensor `{name}` was handed over twice");
-        Err(Error::InvalidArgument { operation: "step", problem })
     }
 }
 
@@ -86,13 +85,11 @@ impl GradientSink for Sink<'_> {
         }
         if self.accumulator.count() > 1 {
             let within = slot.within(self.layout, tensor);
-            let gradient = &mut slot.values_mut()[within];
-            self.accumulator.add(self.layout.range(tensor), gradient);
-            let Exchange { reduction, invariant, .. } = self.exchange;
-            if self.accumulator.is_last() && reduction == Reduction::Mean && !invariant {
-                let count = self.accumulator.count() as f32;
-                gradient.iter_mut().for_each(|value| *value /= count);
-            }
+            let Exchange { reduction, invariant, micro_batches } = self.exchange;
+            // Where ranks are to make no difference, all are divided by at once.
+            let is_mean = reduction == Reduction::Mean && !invariant;
+            let divisor = if is_mean { micro_batches as f32 } else { 1.0 };
+            self.accumulator.add(self.layout.range(tensor), &mut slot.values_mut()[within], divisor);
         }
         if slot.open.contains(&true) || !self.accumulator.is_last() {
             return Ok(());
@@ -101,7 +98,7 @@ impl GradientSink for Sink<'_> {
             *self.not_finite = slot.not_finite(self.layout, self.step);
         }
         if !self.exchange.invariant {
-            self.comm.timeline().set_bucket(self.slots.of[tensor]);
+            self.comm.timeline().set_bucket(Some(self.slots.of[tensor] as u32));
         }
         slot.reduce(self.comm, self.exchange)
     }

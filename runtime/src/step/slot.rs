@@ -210,6 +210,13 @@ impl Slot {
     }
 }
 
+/// The error of a gradient that was announced before.
+pub(super) fn ready_twice(layout: &Layout, tensor: usize) -> Error {
+    let name = &layout.tensors()[tensor].name;
+    let problem = format!("the gradient of tensor `{name}` was handed over twice");
+    Error::InvalidArgument { operation: "step", problem }
+}
+
 /// The error of a bucket that was not completed: names its first open tensor.
 pub(super) fn unready(layout: &Layout, bucket: &Bucket, open: &[bool]) -> Error {
     let open = open.iter().position(|open| *open).unwrap_or_default();

@@ -3,8 +3,10 @@
 use std::borrow::Cow;
 
 use super::DataParallel;
+use super::config::DataParallelConfig;
 use super::slots::Slots;
-use crate::bucket;
+use crate::bucket::{self, Bucket};
+use crate::comm::Communicator;
 use crate::optimizer::Optimizer;
 use crate::replicate::replicate;
 use crate::{Error, Layout, Result};
@@ -74,17 +76,7 @@ impl DataParallel {
     pub(super) fn follow_order(&mut self) -> Result<()> {
         let tensors = self.layout.tensors().len();
         let Some(order) = self.observed.take_if(|order| order.len() == tensors) else { return Ok(()) };
-        let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
-        self.comm.broadcast_slice(&mut order, 0)?;
-        let mut sorted = order.clone();
-        sorted.sort_unstable();
-        if !sorted.into_iter().eq(0..tensors as i64) {
-            let problem = "its order of gradients does not name every tensor once".to_owned();
-            return Err(Error::Protocol { peer: "rank 0".into(), problem });
-        }
-        let order = order.into_iter().map(|tensor| tensor as usize);
-        let buckets =
-            bucket::plan_in_order(&self.layout, order, self.config.first_bucket(), self.config.bucket);
+        let buckets = follow(&mut *self.comm, &self.layout, order, &self.config)?;
         let current = self.slots.all.iter().map(|slot| &slot.bucket);
         if self.comm.size() == 1 || current.eq(&buckets) {
             return Ok(());
@@ -107,4 +99,23 @@ impl DataParallel {
         *optimizer = renewed;
         Ok(())
     }
+}
+
+/// Buckets for gradients that come in rank 0's `order`, the same on all ranks. Collective.
+pub(super) fn follow(
+    comm: &mut dyn Communicator,
+    layout: &Layout,
+    order: Vec<usize>,
+    config: &DataParallelConfig,
+) -> Result<Vec<Bucket>> {
+    let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
+    comm.broadcast_slice(&mut order, 0)?;
+    let mut sorted = order.clone();
+    sorted.sort_unstable();
+    if !sorted.into_iter().eq(0..layout.tensors().len() as i64) {
+        let problem = "its order of gradients does not name every tensor once".to_owned();
+        return Err(Error::Protocol { peer: "rank 0".into(), problem });
+    }
+    let order = order.into_iter().map(|tensor| tensor as usize);
+    Ok(bucket::plan_in_order(layout, order, config.first_bucket(), config.bucket))
 }

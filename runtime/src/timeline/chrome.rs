@@ -1,6 +1,7 @@
 //! The trace event format: one JSON object, an event a line.
 //!
-//! All ranks are threads of one process to the viewer, so that their tracks lie below each other. Every span is a complete
+//! All ranks are threads of one process to the viewer, so that their tracks lie below each other, a rank's reductions below
+//! itself. Every span is a complete
 //! event (`"ph":"X"`) in microseconds from the first beginning of any rank, with three decimals: nothing is rounded. Spans
 //! that contain others come before them.
 
@@ -39,36 +40,57 @@ fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     writeln!(out, r#"{{"displayTimeUnit":"ms","otherData":{{"left_out":{left_out:?}}},"traceEvents":["#)?;
     write!(out, r#"{{"ph":"M","pid":{PROCESS},"name":"process_name","args":{{"name":"ranks"}}}}"#)?;
     for (rank, track) in tracks.iter().enumerate() {
-        // Viewers take thread 0 for the idle one.
-        let thread = rank + 1;
-        let about = |name, value: &str| {
-            format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
-        };
-        write!(out, ",\n{}", about("thread_name", &format!(r#""name":"rank {rank}""#)))?;
-        write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{rank}"#)))?;
-        let mut order: Vec<(usize, &TrackSpan)> = track.spans.iter().enumerate().collect();
-        // Of spans that are equally long, the outer one was recorded later.
-        order.sort_by_key(|(place, span)| (span.begin, Reverse(span.end), Reverse(*place)));
-        let names: Vec<String> = track.names.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
-        for (_, span) in order {
-            let (begin, duration) = (Micros(span.begin - zero), Micros(span.end - span.begin));
-            let name = &names[span.name];
-            writeln!(out, ",")?;
-            write!(
-                out,
-                r#"{{"ph":"X","pid":{PROCESS},"tid":{thread},"ts":{begin},"dur":{duration},"name":{name}"#
-            )?;
-            write_arguments(span, &track.names[span.name], out)?;
-            write!(out, "}}")?;
+        write_track(&format!("rank {rank}"), (thread(rank), 2 * rank), track, (zero, false), out)?;
+        if track.spans.iter().any(|span| span.background) {
+            let place = (tracks.len() + thread(rank), 2 * rank + 1);
+            write_track(&format!("rank {rank}, reductions"), place, track, (zero, true), out)?;
         }
         if track.left_out > 0 {
             let end = Micros(track.spans.iter().map(|span| span.end).max().unwrap_or(zero) - zero);
             let text = format!("the record is full: {} later spans left out", track.left_out);
+            let thread = thread(rank);
             writeln!(out, ",")?;
             write!(out, r#"{{"ph":"i","s":"t","pid":{PROCESS},"tid":{thread},"ts":{end},"name":"{text}"}}"#)?;
         }
     }
     writeln!(out, "\n]}}")
+}
+
+/// The number of a rank's own thread. Viewers take thread 0 for the idle one.
+fn thread(rank: usize) -> usize {
+    rank + 1
+}
+
+/// Writes the spans of one thread, given its number and its place among all, whose times count from `zero`.
+fn write_track(
+    title: &str,
+    (thread, place): (usize, usize),
+    track: &Track,
+    (zero, background): (u64, bool),
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let about = |name, value: &str| {
+        format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
+    };
+    write!(out, ",\n{}", about("thread_name", &format!(r#""name":"{title}""#)))?;
+    write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{place}"#)))?;
+    let of_thread = track.spans.iter().enumerate().filter(|(_, span)| span.background == background);
+    let mut order: Vec<(usize, &TrackSpan)> = of_thread.collect();
+    // Of spans that are equally long, the outer one was recorded later.
+    order.sort_by_key(|(place, span)| (span.begin, Reverse(span.end), Reverse(*place)));
+    let names: Vec<String> = track.names.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+    for (_, span) in order {
+        let (begin, duration) = (Micros(span.begin - zero), Micros(span.end - span.begin));
+        let name = &names[span.name];
+        writeln!(out, ",")?;
+        write!(
+            out,
+            r#"{{"ph":"X","pid":{PROCESS},"tid":{thread},"ts":{begin},"dur":{duration},"name":{name}"#
+        )?;
+        write_arguments(span, &track.names[span.name], out)?;
+        write!(out, "}}")?;
+    }
+    Ok(())
 }
 
 fn write_arguments(span: &TrackSpan, name: &str, out: &mut impl Write) -> io::Result<()> {
@@ -101,7 +123,7 @@ mod tests {
     use super::*;
 
     fn span(name: usize, number: Option<u32>, (begin, end): (u64, u64), bytes: u64) -> TrackSpan {
-        TrackSpan { begin, end, bytes, name, number }
+        TrackSpan { begin, end, bytes, name, number, background: false }
     }
 
     #[test]
@@ -111,6 +133,7 @@ mod tests {
             span(2, Some(4), (2_000_500, 2_000_600), 64),
             span(1, None, (2_000_500, 2_003_000), 0),
             span(0, Some(9), (2_000_500, 2_003_000), 0),
+            TrackSpan { background: true, ..span(2, Some(5), (2_001_500, 2_003_500), 32) },
         ];
         let full = Track { names: names.clone(), spans, left_out: 0 };
         let late = Track { names, spans: vec![span(1, None, (3_000_001, 3_000_001), 5)], left_out: 12 };
@@ -122,7 +145,14 @@ mod tests {
         let of = |phase: &str| events.iter().filter(|event| event["ph"] == phase).collect::<Vec<_>>();
         let named: Vec<_> = of("M").into_iter().filter(|event| event["name"] == "thread_name").collect();
         let tracks: Vec<_> = named.iter().map(|event| (&event["tid"], &event["args"]["name"])).collect();
-        assert_eq!(tracks, [(&json!(1), &json!("rank 0")), (&json!(2), &json!("rank 1"))]);
+        assert_eq!(
+            tracks,
+            [
+                (&json!(1), &json!("rank 0")),
+                (&json!(3), &json!("rank 0, reductions")),
+                (&json!(2), &json!("rank 1"))
+            ]
+        );
         let spans: Vec<_> = of("X")
             .into_iter()
             .map(|event| {
@@ -135,6 +165,7 @@ mod tests {
                 (Some(1), "step", &json!(0.0), &json!(2.5)),
                 (Some(1), "a \"quoted\" name", &json!(0.0), &json!(2.5)),
                 (Some(1), "all_reduce", &json!(0.0), &json!(0.1)),
+                (Some(3), "all_reduce", &json!(1.0), &json!(2.0)),
                 (Some(2), "a \"quoted\" name", &json!(999.501), &json!(0.0)),
             ]
         );
@@ -142,7 +173,13 @@ mod tests {
         let none = Value::Null;
         assert_eq!(
             arguments,
-            [&json!({"step": 9}), &none, &json!({"bucket": 4, "bytes": 64}), &json!({"bytes": 5})]
+            [
+                &json!({"step": 9}),
+                &none,
+                &json!({"bucket": 4, "bytes": 64}),
+                &json!({"bucket": 5, "bytes": 32}),
+                &json!({"bytes": 5})
+            ]
         );
         let left_out = of("i");
         assert_eq!((left_out.len(), left_out[0]["tid"].as_u64()), (1, Some(2)));

@@ -9,6 +9,8 @@ use crate::{Error, Result};
 
 /// Words of a span: beginning, end, bytes, name and number.
 const WORDS: usize = 4;
+/// The bits of a name; above them is whether the span is of the thread of reductions.
+const NAMES: u64 = (1 << 31) - 1;
 /// Spans and bytes of names that a rank is believed to have.
 const MOST: i64 = 1 << 26;
 
@@ -29,6 +31,8 @@ pub(super) struct TrackSpan {
     pub(super) bytes: u64,
     pub(super) name: usize,
     pub(super) number: Option<u32>,
+    /// Whether it is of the rank's thread of reductions.
+    pub(super) background: bool,
 }
 
 /// All ranks' records, by rank, on rank 0; nothing elsewhere. Collective.
@@ -70,7 +74,7 @@ fn bad(rank: usize, problem: &str) -> Error {
 fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
     let mut names: Vec<&str> = record.names.iter().map(String::as_str).collect();
     let mut words = Vec::with_capacity(record.spans.len() * WORDS);
-    for span in &record.spans {
+    for (span, background) in &record.spans {
         let name = match span.name.0 {
             Text::Told(place) => place as usize,
             // There are a dozen of them.
@@ -80,8 +84,8 @@ fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
             }),
         };
         let number = u64::from(span.number.unwrap_or(NO_NUMBER));
-        words
-            .extend([span.begin, span.end, span.bytes, (name as u64) << 32 | number].map(|word| word as i64));
+        let which = u64::from(*background) << 63 | (name as u64) << 32 | number;
+        words.extend([span.begin, span.end, span.bytes, which].map(|word| word as i64));
     }
     (serde_json::to_vec(&names).expect("texts are JSON"), words)
 }
@@ -92,7 +96,7 @@ fn decode(names: &[u8], words: &[i64], left_out: u64) -> Result<Track, &'static 
     let spans = words.chunks(WORDS).map(|words| {
         let &[begin, end, bytes, which] = words else { return Err("half a span") };
         let (begin, end, which) = (begin as u64, end as u64, which as u64);
-        let (name, number) = ((which >> 32) as usize, which as u32);
+        let (background, name, number) = (which >> 63 == 1, (which >> 32 & NAMES) as usize, which as u32);
         if end < begin {
             return Err("a span that ends before it begins");
         }
@@ -105,6 +109,7 @@ fn decode(names: &[u8], words: &[i64], left_out: u64) -> Result<Track, &'static 
             bytes: bytes as u64,
             name,
             number: (number != NO_NUMBER).then_some(number),
+            background,
         })
     });
     let spans = spans.collect::<Result<_, _>>()?;
@@ -121,9 +126,16 @@ mod tests {
         let timeline = Timeline::new(4);
         let told = timeline.name("layer 3");
         let spans = [(told, None, 7), (Name::STEP, Some(0), 0), (Name::STEP, Some(1), u64::MAX)];
-        for (name, number, bytes) in spans {
+        let record = |(name, number, bytes)| {
             timeline.record(Span { name, number, begin: 5, end: 1 << 60, bytes });
-        }
+        };
+        spans[..2].iter().copied().for_each(record);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                super::super::enter_background();
+                record(spans[2]);
+            });
+        });
         let (names, words) = encode(&timeline.shared.as_ref().unwrap().record());
         let track = decode(&names, &words, 9).unwrap();
         assert_eq!(track.left_out, 9);
@@ -134,6 +146,8 @@ mod tests {
             .collect();
         assert_eq!(found, [("layer 3", None, 7), ("step", Some(0), 0), ("step", Some(1), u64::MAX)]);
         assert!(track.spans.iter().all(|span| (span.begin, span.end) == (5, 1 << 60)));
+        let background: Vec<bool> = track.spans.iter().map(|span| span.background).collect();
+        assert_eq!(background, [false, false, true]);
     }
 
     #[test]

@@ -38,8 +38,9 @@ mod chrome;
 mod gather;
 mod observed;
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -76,6 +77,8 @@ impl Name {
     pub const WAIT: Name = Name::new("wait for peers");
     /// The part of an [all-gather](Communicator::all_gather_with) in which what is gathered was made and passed on.
     pub const MAKE: Name = Name::new("make and pass on");
+    /// Waiting for reductions [on another thread](crate::DataParallelConfig::overlap).
+    pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");
     /// [`Communicator::all_reduce`]; its number is the bucket's, if it is of one.
     pub const ALL_REDUCE: Name = Name::new("all_reduce");
     /// [`Communicator::reduce_scatter`]; its number is the bucket's, if it is of one.
@@ -109,7 +112,8 @@ pub struct Span {
 #[must_use = "a span is recorded when it ends"]
 pub struct Begin(Option<u64>);
 
-/// What a rank did when. Clones are of the same record. Made for one thread: spans of several would overlap.
+/// What a rank did when. Clones are of the same record. Made for one thread, and one for reductions beside it: spans of several
+/// would overlap.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline {
     shared: Option<Arc<Shared>>,
@@ -124,8 +128,6 @@ struct Shared {
     waiting: AtomicU64,
     /// When the last rank came to the current collective; 0 where that is not known yet.
     arrival: Arc<AtomicU64>,
-    /// The bucket that the next reduction is of, or `NO_NUMBER`.
-    bucket: AtomicU32,
     record: Mutex<Record>,
 }
 
@@ -134,13 +136,27 @@ struct Shared {
 struct Record {
     /// Texts of the names that were not known beforehand.
     names: Vec<String>,
-    spans: Vec<Span>,
+    /// Each with whether it is of the thread of reductions.
+    spans: Vec<(Span, bool)>,
     most: usize,
     /// Spans that found no room.
     left_out: u64,
 }
 
 const NO_NUMBER: u32 = u32::MAX;
+
+thread_local! {
+    /// Whether this is a rank's thread of reductions, whose spans have a track of their own.
+    static IN_BACKGROUND: Cell<bool> = const { Cell::new(false) };
+    /// The bucket that the thread's next reduction is of, if that is recorded.
+    static BUCKET: Cell<Option<u32>> = const { Cell::new(None) };
+}
+
+/// From now on this thread is a rank's thread of reductions: what it does is shown beside the rank's own work, and does not
+/// count as the rank's time in collectives.
+pub(crate) fn enter_background() {
+    IN_BACKGROUND.set(true);
+}
 
 /// A communicator without a timeline has this one.
 pub(crate) static OFF: Timeline = Timeline::off();
@@ -151,7 +167,7 @@ impl Timeline {
         Timeline { shared: None }
     }
 
-    /// One with room for `most` spans (48 bytes each, taken now), recording from now on. With room for none it only
+    /// One with room for `most` spans (56 bytes each, taken now), recording from now on. With room for none it only
     /// adds up [`communication`](Self::communication).
     pub fn new(most: usize) -> Self {
         let record = Record { spans: Vec::with_capacity(most), most, ..Record::default() };
@@ -160,7 +176,6 @@ impl Timeline {
             communication: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             arrival: Arc::default(),
-            bucket: AtomicU32::new(NO_NUMBER),
             record: Mutex::new(record),
         };
         Timeline { shared: Some(Arc::new(shared)) }
@@ -222,16 +237,30 @@ impl Timeline {
         }
         let record = &mut *shared.record();
         if record.spans.len() < record.most {
-            record.spans.push(Span { end: span.end.max(span.begin), ..span });
+            let span = Span { end: span.end.max(span.begin), ..span };
+            record.spans.push((span, IN_BACKGROUND.get()));
         } else {
             record.left_out += 1;
         }
     }
 
-    /// The next reduction is of bucket `bucket`.
-    pub(crate) fn set_bucket(&self, bucket: usize) {
+    /// The next reduction of this thread is of bucket `bucket`, if it is of one.
+    pub(crate) fn set_bucket(&self, bucket: Option<u32>) {
+        if self.shared.is_some() {
+            BUCKET.set(bucket);
+        }
+    }
+
+    /// The bucket that the next reduction of this thread is of, which is then no other's.
+    pub(crate) fn take_bucket(&self) -> Option<u32> {
+        self.shared.as_ref().and_then(|_| BUCKET.take())
+    }
+
+    /// This rank's own thread has waited for an operation on another one.
+    pub(crate) fn note_wait(&self, begin: u64, end: u64) {
         if let Some(shared) = &self.shared {
-            shared.bucket.store(bucket as u32, Relaxed);
+            shared.communication.fetch_add(end - begin, Relaxed);
+            self.record(Span { name: Name::WAIT_REDUCTIONS, number: None, begin, end, bytes: 0 });
         }
     }
 
@@ -248,7 +277,7 @@ impl Timeline {
     }
 
     /// Ends the recording and has rank 0 write all ranks' spans to `path`, in the [trace event format][format] that Perfetto
-    /// and chrome://tracing open: a track for each rank, microseconds from the first span of any. A file that was there is
+    /// and chrome://tracing open: a track for each rank, and one for its thread of reductions, microseconds from the first span of any. A file that was there is
     /// replaced once the new one is whole. Collective: all ranks have a timeline that is not [`off`](Self::off), or none has.
     ///
     /// # Errors

@@ -1,14 +1,14 @@
 //! A communicator that has another one do everything, and looks at the clock.
 //!
 //! Every operation of every backend is over when its call returns ([`Pending`] only hands the buffer back), so a call's
-//! beginning and end are the operation's. A backend that lets operations go on behind the caller's back would have to tell
-//! their end itself, as it tells the arrival of the last rank now.
+//! beginning and end are the operation's. Where operations go on behind the caller's back (`comm::background`), it is the thread
+//! there that calls.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::{NO_NUMBER, Name, Shared, Span, Timeline, now};
+use super::{IN_BACKGROUND, Name, Shared, Span, Timeline, now};
 use crate::Result;
 use crate::comm::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp};
 
@@ -50,11 +50,13 @@ impl Observed {
         let (mut made, begin) = (Made::default(), now());
         let result = operate(&mut *self.comm, &mut made);
         let end = now();
-        shared.communication.fetch_add((end - begin).saturating_sub(made.took), Relaxed);
         let wait = waited(shared, begin, &made);
-        shared.waiting.fetch_add(wait.end - wait.start, Relaxed);
-        let bucket = shared.bucket.swap(NO_NUMBER, Relaxed);
-        let number = (bucket != NO_NUMBER).then_some(bucket);
+        // What goes on beside the rank's own work counts as far as that waits for it.
+        if !IN_BACKGROUND.get() {
+            shared.communication.fetch_add((end - begin).saturating_sub(made.took), Relaxed);
+            shared.waiting.fetch_add(wait.end - wait.start, Relaxed);
+        }
+        let number = self.timeline.take_bucket();
         for (name, part) in [(Name::WAIT, wait), (Name::MAKE, made.from..made.to)] {
             if !part.is_empty() {
                 self.timeline.record(Span { name, number: None, begin: part.start, end: part.end, bytes: 0 });

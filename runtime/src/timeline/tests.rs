@@ -7,7 +7,7 @@ fn observed(timeline: &Timeline) -> Box<dyn Communicator> {
 }
 
 fn names(timeline: &Timeline) -> Vec<Name> {
-    timeline.shared.as_ref().unwrap().record().spans.iter().map(|span| span.name).collect()
+    timeline.shared.as_ref().unwrap().record().spans.iter().map(|(span, _)| span.name).collect()
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
     let alone = train(Box::new(crate::comm::Solo::new(None)));
     assert_eq!(train(observed(&timeline)), alone);
     let record = timeline.shared.as_ref().unwrap().record();
-    let of = |name: Name| record.spans.iter().filter(move |span| span.name == name);
+    let of = |name: Name| record.spans.iter().map(|(span, _)| span).filter(move |span| span.name == name);
     let numbers = |name| of(name).map(|span| span.number).collect::<Vec<_>>();
     let of_a_step = [None, None, Some(0), None, Some(1)];
     assert_eq!(numbers(Name::ALL_REDUCE), [of_a_step, of_a_step].concat());
@@ -124,7 +124,9 @@ fn what_is_made_for_a_gather_is_no_communication() {
                         assert!(counted + made <= whole, "{counted} and {made} of {whole} ns");
                     }
                     let record = timeline.shared.as_ref().unwrap().record();
-                    let last = |name: Name| record.spans.iter().rfind(|span| span.name == name).copied();
+                    let last = |name: Name| {
+                        record.spans.iter().map(|(span, _)| *span).rfind(|span| span.name == name)
+                    };
                     let [gather, wait, make] =
                         [Name::ALL_GATHER, Name::WAIT, Name::MAKE].map(|name| last(name).unwrap());
                     for part in [wait, make] {

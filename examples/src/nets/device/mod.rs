@@ -92,8 +92,6 @@ pub struct DeviceNet {
     /// For every output of each pooling layer, which of its window was the largest.
     chosen: Vec<Memory>,
     norms: Vec<Norm>,
-    /// Running statistics.
-    buffers: Memory,
     /// For what products need besides, and for sums of normalisations.
     workspace: Memory,
     sums: Memory,
@@ -186,7 +184,6 @@ impl DeviceNet {
                 .map(|len| zeroed(DType::U8, len * max_batch))
                 .collect::<Result<_, _>>()?,
             norms: plan.norms.iter().map(norm).collect::<Result<_>>()?,
-            buffers: Memory::from_slice(stream, &initial::buffers(&plan))?,
             workspace: zeroed(DType::F32, workspace.div_ceil(size_of::<f32>()))?,
             sums: zeroed(DType::F64, norm::cuda::workspace_len(device.multiprocessors(), widest))?,
             labels: zeroed(DType::U8, max_batch)?,
@@ -249,9 +246,9 @@ impl DeviceNet {
         initial::golden_parameters(&self.plan, seed)
     }
 
-    /// The running statistics, in the order of [`buffers_layout`](Self::buffers_layout).
-    pub fn buffers(&self) -> View<'_> {
-        self.buffers.view()
+    /// The running statistics before any training, in the order of [`buffers_layout`](Self::buffers_layout).
+    pub fn initial_buffers(&self) -> Vec<f32> {
+        initial::buffers(&self.plan)
     }
 
     /// Losses and hits of all batches since [`clear_score`](Self::clear_score): bytes of a [`loss::cuda::Score`].
@@ -305,8 +302,8 @@ impl DeviceNet {
         self.products.iter().flatten().map(|product| product.conv.describe()).collect()
     }
 
-    /// Puts one training step on the model's stream: the batch that is the step's turn, with its labels, forward,
-    /// backward and update. Adds to the [`score`](Self::score).
+    /// Puts one training step on the model's stream: `micro_batches` times a part of the batch that is the step's turn, with its
+    /// labels, forward and backward; and the update. Adds to the [`score`](Self::score).
     ///
     /// # Errors
     /// If a kernel cannot be launched, and as the communicator's.
@@ -314,14 +311,20 @@ impl DeviceNet {
         &mut self,
         model: &mut DeviceDataParallel,
         data: &DeviceData,
+        micro_batches: usize,
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
-        model.begin_step()?;
         let n = self.max_batch;
         let (x, labels) = (self.output(0, n), self.labels.view());
-        gather::cuda::batch(model.stream(), &data.samples(), model.state(), x, labels)?;
-        self.forward(model, n, Pass::Train(dropout))?;
-        self.backward(model, dropout)?;
+        for index in 0..micro_batches {
+            if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
+            let part = (index, micro_batches);
+            gather::cuda::batch(model.stream(), &data.samples(), model.state(), x, labels, part)?;
+            let first = (index * n) as u64;
+            let dropout = dropout.map(|key| DeviceDropout { first_sample: key.first_sample + first, ..key });
+            self.forward(model, n, Pass::Train(dropout))?;
+            self.backward(model, dropout)?;
+        }
         model.finish_step()
     }
 
@@ -354,7 +357,7 @@ impl DeviceNet {
         self.slots[slot].slice(0..self.plan.slots[slot] * images)
     }
 
-    fn forward(&self, model: &mut DeviceDataParallel, n: usize, pass: Pass) -> Result<()> {
+    fn forward(&self, model: &DeviceDataParallel, n: usize, pass: Pass) -> Result<()> {
         for (&Stage { op, input, output, .. }, product) in self.plan.stages.iter().zip(&self.products) {
             let (x, y) = (self.output(input, n), self.output(output, n));
             if let Some(product) = product {
@@ -366,7 +369,7 @@ impl DeviceNet {
                 Op::Norm { index, weight, mean } => {
                     let Norm { statistics, sums } = &self.norms[index];
                     let (statistics, sums) = (statistics.view(), sums.view());
-                    let running = |tensor| self.buffers.slice(self.plan.buffers.range(tensor));
+                    let running = |tensor| model.buffers().slice(self.plan.buffers.range(tensor));
                     let (running_mean, running_var) = (running(mean), running(mean + 1));
                     if pass == Pass::Eval {
                         norm::cuda::running_statistics(

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::replicate;
 use mgpu::timeline::Name;
-use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
+use mgpu::{Communicator, DataParallel, DataParallelConfig, MicroBatch, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
@@ -57,7 +57,7 @@ impl<E: Storage> Cpu<E> {
             net.show_on(comm.timeline());
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
-        let config = args.parallel.config(args.net.optimizer, threads);
+        let config = args.parallel.config(DataParallelConfig::new(args.net.optimizer, threads));
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         Ok(Cpu {
             buffers: net.initial_buffers(),

@@ -9,16 +9,17 @@ use std::sync::Arc;
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::{checksum, replicate, verify_equal};
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Plan, Reading, StepGraph};
+use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Health, Plan, Reading, StepGraph};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
 use mgpu_kernels::loss::cuda::Score;
 
+use super::super::args::Args;
 use super::super::profile::StepProfile;
 use super::{Engine, Recipe, Seen, read};
 use crate::data::Dataset;
-use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport, Spec};
+use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
 
 /// Steps that are launched kernel by kernel.
 const FIRST_STEPS: u64 = 3;
@@ -34,13 +35,12 @@ pub(in super::super) struct Options {
     pub(in super::super) libraries: Libraries,
     /// Replay steps from graphs.
     pub(in super::super) graph: bool,
-    /// Bytes of gradients in one all-reduce; `None` for the backend's own.
-    pub(in super::super) bucket: Option<usize>,
 }
 
-/// A place in the stream's work, and the score as it was there.
+/// A place in the stream's work, and how things stood there.
 struct Mark {
     score: Reading,
+    health: Health,
     /// Steps that had been made.
     step: u64,
 }
@@ -64,28 +64,32 @@ pub(in super::super) struct Gpu {
 impl Gpu {
     pub(in super::super) fn new(
         recipe: &Recipe,
-        spec: &Spec,
-        options: Options,
+        args: &Args,
         device: Arc<DeviceCommunicator>,
         host: Box<dyn Communicator>,
     ) -> mgpu::Result<Self> {
-        let set_up = Stream::new(device.device())?;
+        let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let choice = cuda::Options { deterministic: true, libraries: options.libraries };
-        let net = DeviceNet::new(spec, recipe.batch, options.precision, choice, &set_up)?;
+        let micro_batch = recipe.batch / recipe.micro_batches;
+        let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(recipe.seed));
-        let mut optimizer = spec.optimizer;
+        let mut optimizer = args.net.optimizer;
         optimizer.rule = optimizer.rule.with_lr(recipe.lr);
+        let plan = Plan { steps_per_epoch: recipe.steps_per_epoch, schedule: recipe.schedule };
+        let defaults = DeviceConfig::new(optimizer, plan);
         let config = DeviceConfig {
-            optimizer,
-            plan: Plan { steps_per_epoch: recipe.steps_per_epoch, schedule: recipe.schedule },
+            parallel: args.parallel.config(defaults.parallel),
+            micro_batches: recipe.micro_batches,
             bf16_copy: options.precision == Precision::Bf16,
-            bucket: options.bucket.unwrap_or(mgpu::step::device::BUCKET),
+            ..defaults
         };
-        let layout = net.layout().clone();
-        let model = DeviceDataParallel::new(device, host, layout, parameters, config)?;
+        let (layout, buffers) = (net.layout().clone(), net.initial_buffers());
+        let model = DeviceDataParallel::new(device, host, layout, parameters, &buffers, config)?;
         let device = model.stream().device();
-        let mark =
-            |_| -> mgpu::Result<Mark> { Ok(Mark { score: Reading::new(device, Score::BYTES)?, step: 0 }) };
+        let mark = |_| -> mgpu::Result<Mark> {
+            let (score, health) = (Reading::new(device, Score::BYTES)?, Health::new(&model)?);
+            Ok(Mark { score, health, step: 0 })
+        };
         // What set-up took to time kernels with is not the training's.
         device.reset_memory_peak();
         Ok(Gpu {
@@ -170,7 +174,7 @@ fn launch_each(
 ) -> mgpu::Result<()> {
     let data = data.expect("the training set is on the GPU");
     let dropout = DeviceDropout { seed: recipe.seed, first_sample: recipe.first_sample };
-    (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
+    (0..steps).try_for_each(|_| net.step(model, data, recipe.micro_batches, Some(dropout)))
 }
 
 impl Engine for Gpu {
@@ -217,6 +221,7 @@ impl Engine for Gpu {
             let Gpu { model, net, marks, .. } = self;
             let mark = &mut marks[place];
             model.read_later(net.score(), &mut mark.score)?;
+            model.look_later(&mut mark.health)?;
             mark.step = model.steps();
             launches += 1;
             if self.graphs.is_empty() {
@@ -256,15 +261,16 @@ impl Engine for Gpu {
     }
 
     fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
-        if self.model.comm().rank() > 0 {
+        let arenas = self.model.arenas()?;
+        if self.model.rank() > 0 {
             return Ok(None);
         }
         let mut snapshot = Snapshot::new(self.model.steps());
-        for (name, values) in self.model.arenas()? {
+        for (name, values) in arenas {
             let to_host = self.net.host_order();
             snapshot.add_later(name, self.host_layout(), move || to_host(&values));
         }
-        let buffers = self.net.buffers().to_vec::<f32>(self.model.stream())?;
+        let buffers = self.model.buffers().to_vec::<f32>(self.model.stream())?;
         snapshot.add("buffers", self.net.buffers_layout(), buffers);
         Ok(Some(snapshot))
     }
@@ -276,7 +282,7 @@ impl Engine for Gpu {
         let layout = net.buffers_layout();
         let mut buffers = read(checkpoint, "buffers", layout)?;
         replicate(model.comm(), layout, &mut buffers)?;
-        Ok(model.stream().upload(&buffers, net.buffers())?)
+        Ok(model.stream().upload(&buffers, model.buffers())?)
     }
 
     fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
@@ -321,6 +327,7 @@ impl Gpu {
         steps: std::ops::Range<u64>,
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
+        self.model.look(&mut self.marks[place].health)?;
         let bytes = self.model.read(&mut self.marks[place].score)?;
         let score: LossReport = Score::from_bytes(bytes).into();
         let samples = (score.samples - before.samples).max(1);

@@ -1,0 +1,228 @@
+//! What keeps a training on a GPU from going wrong unseen, and how the host learns of it without a wait in each step.
+//!
+//! - *Gradients that are no numbers*: a rank looks through its own before they are reduced, and marks itself and the tensor in the
+//!   [`StepState`]. The largest mark of all ranks travels with the last bucket, so that all know before any parameter changes:
+//!   the update is not made then, and none after it.
+//! - *Weights that differ*: every now and then each rank's are hashed where they lie, and the hashes gathered.
+//!
+//! Marks and hashes are copied to the host in the order of the stream ([`Health`]), which looks at them when it looks at losses
+//! anyway.
+
+use std::ops::Range;
+
+use mgpu_kernels::cuda::{Event, Memory, Pinned, StepState, Stream, View};
+use mgpu_kernels::digest::cuda as digest;
+use mgpu_kernels::optimizer::cuda as optimizer;
+
+use super::slot::Slots;
+use super::{DeviceDataParallel, STEP};
+use crate::comm::{DType, ReduceOp};
+use crate::{Error, Layout, Result};
+
+/// What the guards need of a GPU's memory.
+#[derive(Debug)]
+pub(super) struct Guard {
+    /// Table of what is looked through.
+    parts: Memory,
+    /// The sum of each chunk's squares, where gradients are clipped.
+    squares: Option<Memory>,
+    /// A hash of each rank's weights.
+    hashes: Memory,
+}
+
+impl Guard {
+    pub(super) fn new(stream: &Stream, slots: &Slots, ranks: u32, clips: bool) -> Result<Self> {
+        let zeroed = |dtype, len| Memory::zeroed(stream.device(), dtype, len);
+        Ok(Guard {
+            parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
+            squares: clips.then(|| zeroed(DType::F64, slots.chunks.len())).transpose()?,
+            hashes: zeroed(DType::I64, ranks as usize)?,
+        })
+    }
+}
+
+/// How the steps up to a place of the stream went, on the way to the host.
+#[derive(Debug)]
+pub struct Health {
+    bytes: Pinned,
+    done: Event,
+}
+
+impl Health {
+    /// Room for what there is to know of `model`.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn new(model: &DeviceDataParallel) -> Result<Self> {
+        let device = model.compute.device();
+        let bytes = Pinned::zeroed(device, StepState::BYTES + model.guard.hashes.view().bytes())?;
+        Ok(Health { bytes, done: Event::new(device)? })
+    }
+}
+
+/// The mark of gradients of `rank` that are no numbers, less the index of the tensor: of several ranks' the lowest one's is the
+/// largest, and there is no mark 0.
+fn mark(rank: u32, ranks: u32) -> u64 {
+    u64::from(ranks - rank) << 32 | 1
+}
+
+/// The rank and the tensor of a mark.
+fn marked(mark: u64, ranks: u32, layout: &Layout) -> (u32, String) {
+    let tensor = (mark & u64::from(u32::MAX)).saturating_sub(1) as usize;
+    let name =
+        layout.tensors().get(tensor).map_or_else(|| "unknown".to_owned(), |tensor| tensor.name.clone());
+    (ranks.saturating_sub((mark >> 32) as u32), name)
+}
+
+impl DeviceDataParallel {
+    /// The bytes of the state that ranks exchange, as one number.
+    fn number(&self, bytes: Range<usize>, dtype: DType) -> View<'_> {
+        self.state.slice(bytes).cast(dtype)
+    }
+
+    /// The mark of gradients that are no numbers.
+    pub(super) fn not_finite(&self) -> View<'_> {
+        self.number(StepState::NOT_FINITE, DType::I64)
+    }
+
+    /// Looks through this rank's gradients of a bucket.
+    pub(super) fn find_not_finite(&self, place: usize) -> Result<()> {
+        let (parts, mark) =
+            (self.guard.parts.slice(self.slots[place].parts.clone()), mark(self.rank(), self.ranks()));
+        let gradients = self.gradients.view();
+        Ok(digest::find_not_finite(
+            &self.compute,
+            gradients,
+            parts,
+            self.state.view(),
+            mark,
+            self.not_finite(),
+        )?)
+    }
+
+    /// Clips the reduced gradients, if that is asked for. Collective where buckets are sharded.
+    pub(super) fn clip(&self) -> Result<()> {
+        let (Some(most), Some(squares)) = (self.config.parallel.clip_norm, &self.guard.squares) else {
+            return Ok(());
+        };
+        let (stream, gradients) = (&self.compute, self.gradients.view());
+        let sum = |chunks: Range<usize>| -> Result<()> {
+            let place = chunks.start / super::CHUNK..chunks.end / super::CHUNK;
+            Ok(optimizer::squares(stream, gradients, self.chunks.slice(chunks), squares.slice(place))?)
+        };
+        if self.is_sharded() {
+            // What all ranks have, one counts.
+            for slot in &self.slots {
+                let [own, rest] = slot.chunks.clone();
+                sum(own)?;
+                if self.rank() == 0 {
+                    sum(rest)?;
+                }
+            }
+        } else {
+            sum(0..self.chunks.len())?;
+        }
+        optimizer::total_squares(stream, squares.view(), self.state.view())?;
+        if self.is_sharded() {
+            self.comm.all_reduce(stream, self.number(StepState::SQUARES, DType::F64), ReduceOp::Sum)?;
+        }
+        Ok(optimizer::clip(stream, self.state.view(), most)?)
+    }
+
+    /// Hashes the weights for comparison, if it is time, where `before` steps had been made before the last ones. Collective.
+    pub(super) fn compare_if_due(&self, before: u64) -> Result<()> {
+        let is_due =
+            self.config.parallel.verify_every.is_some_and(|every| self.steps / every > before / every);
+        if !is_due || self.capturing || self.ranks() == 1 {
+            return Ok(());
+        }
+        let hashes = &self.guard.hashes;
+        let mine = hashes.slice(self.rank() as usize..self.rank() as usize + 1);
+        digest::hash(&self.compute, self.parameters.view(), mine)?;
+        self.comm.all_gather(&self.compute, mine, hashes.view())
+    }
+
+    /// Begins to copy to the host how the steps so far went.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If `to` was made for a model on another number of ranks.
+    pub fn look_later(&self, to: &mut Health) -> Result<()> {
+        self.compute.download_part_later(self.state.view(), &mut to.bytes, 0)?;
+        self.compute.download_part_later(self.guard.hashes.view(), &mut to.bytes, StepState::BYTES)?;
+        Ok(self.compute.record(&to.done)?)
+    }
+
+    /// Waits for the copy that was begun last, as far as the other ranks come along, and says whether all is well. Collective
+    /// where it is not: all ranks look at the same place.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] if a rank had gradients that are no numbers: parameters, optimizer and [`steps`](Self::steps) are as
+    /// before that step, and another one may be made, but buffers are as the model has left them. [`Error::Diverged`] if weights
+    /// differ between ranks. As [`wait`](Self::wait).
+    pub fn look(&mut self, health: &mut Health) -> Result<()> {
+        self.comm.wait(&health.done, STEP)?;
+        // SAFETY: the event lies behind the copies, and none is begun while the bytes are lent.
+        let (state, hashes) = unsafe { health.bytes.bytes() }.split_at(StepState::BYTES);
+        let state: StepState = bytemuck::pod_read_unaligned(state);
+        let (hashes, _) = hashes.as_chunks::<8>();
+        let differ = hashes.iter().any(|hash| *hash != hashes[0]);
+        if state.not_finite != 0 {
+            return Err(self.step_back(&state)?);
+        }
+        if differ {
+            self.compare_all()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all steps so far, and says whether all is well. Collective.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn check(&mut self) -> Result<()> {
+        let mut health = Health::new(self)?;
+        self.look_later(&mut health)?;
+        self.look(&mut health)
+    }
+
+    /// Goes back to where the update that was not made is the next one. Returns the error that says why.
+    fn step_back(&mut self, state: &StepState) -> Result<Error> {
+        self.wait(STEP)?;
+        self.steps = state.step;
+        self.compute.upload(bytemuck::bytes_of(&StepState::after(state.step)), self.state.view())?;
+        let (rank, tensor) = marked(state.not_finite, self.ranks(), &self.layout);
+        Ok(Error::NotFinite { rank, tensor, step: state.step + 1 })
+    }
+
+    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn gradient_norm(&mut self) -> Result<Option<f64>> {
+        self.wait(STEP)?;
+        let state = StepState::download(self.state.view(), &self.compute)?;
+        Ok(self.config.parallel.clip_norm.map(|_| state.norm))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_several_marks_the_lowest_ranks_is_the_largest() {
+        let mut layout = Layout::new();
+        layout.push("a", [1]);
+        layout.push("b", [1]);
+        let marks = [mark(0, 3), mark(0, 3) + 1, mark(2, 3) + 1];
+        assert_eq!(marked(marks.into_iter().max().unwrap(), 3, &layout), (0, "b".into()));
+        assert_eq!(marked(marks[0], 3, &layout), (0, "a".into()));
+        assert_eq!(marked(marks[2], 3, &layout), (2, "b".into()));
+        assert!(marks.iter().all(|mark| *mark > 0 && i64::try_from(*mark).is_ok()));
+        // Memory that was harmed is no reason to panic.
+        assert_eq!(marked(u64::MAX, 3, &layout), (0, "unknown".into()));
+    }
+}

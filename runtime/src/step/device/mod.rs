@@ -1,0 +1,523 @@
+//! The training step on a GPU, where nothing waits for anything on the host.
+//!
+//! The way of a gradient is that of [`DataParallel`](super::DataParallel): into its bucket, over the ranks, through the
+//! optimizer. Here every leg of it is work on one of two streams. The *compute* stream has the model's kernels and the
+//! optimizer's; the *exchange* stream has the collectives. When the last gradient of a bucket has been asked for, the
+//! exchange stream is told to wait for the compute stream to come to that place (`Slot::written`), and to reduce;
+//! before the update the compute stream waits for the exchange stream in turn (`Slot::exchanged`). So buckets
+//! travel under the rest of the backward pass, and the whole step can be captured into one graph: the streams part and
+//! join within it. Of a sharded bucket every rank gets and updates its own shard (`slot`), and gathers the others'.
+//!
+//! What differs from step to step (its index, the learning rate, Adam's corrections, what clipping multiplies gradients with)
+//! lies in the GPU's memory and is advanced there, so that a captured step can be replayed as it is. A world of one exchanges
+//! nothing and updates all parameters in one launch.
+
+mod config;
+mod graph;
+mod guard;
+mod slot;
+mod state;
+mod sums;
+
+use std::mem;
+use std::sync::Arc;
+
+pub use config::{BUCKET, DeviceConfig};
+pub use graph::{Reading, StepGraph};
+use guard::Guard;
+pub use guard::Health;
+use mgpu_kernels::arena::cuda as arena;
+use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
+use mgpu_kernels::optimizer::chunk::Chunk;
+pub use mgpu_kernels::optimizer::cuda::Plan;
+use mgpu_kernels::optimizer::cuda::{Arenas, begin, update};
+use slot::{Slot, Slots, padded};
+use sums::{Buffers, Sums, all_sum};
+
+use super::config::{Compression, Reduction};
+use crate::bucket;
+use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
+use crate::replicate::replicate;
+use crate::{Error, Layout, Result};
+
+/// Elements that every tensor's offset is a multiple of: 256 bytes of f32, 128 of bf16.
+pub const ALIGNMENT: usize = 64;
+
+/// What is waited for mostly, in the words of errors.
+const STEP: &str = "training step";
+
+/// Bytes of an entry of the table of chunks.
+const CHUNK: usize = size_of::<Chunk>();
+
+/// A model's parameters on this rank's GPU, replicated on every rank and updated together.
+///
+/// Used in the order of a step: [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which
+/// write every [`gradient`](Self::gradient) and announce it by [`ready`](Self::ready); [`finish_step`](Self::finish_step).
+/// Between two micro-batches comes [`next_micro_batch`](Self::next_micro_batch). None of these waits for the GPU;
+/// [`check`](Self::check) does and says whether all is well.
+///
+/// ```no_run
+/// use mgpu::optimizer::{OptimizerConfig, Rule, Schedule, Sgd};
+/// use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Plan};
+/// # fn main() -> mgpu::Result<()> {
+/// let mut world = mgpu::World::from_env()?; // under `mgpurun --backend nccl`
+/// let (device, host) = world.communicators()?;
+/// let mut layout = mgpu::Layout::new();
+/// layout.push_aligned("slope", [1], ALIGNMENT);
+/// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() }));
+/// let config = DeviceConfig::new(sgd, Plan { steps_per_epoch: 100, schedule: Schedule::CONSTANT });
+/// let mut model = DeviceDataParallel::new(device, host, layout, vec![0.0], &[], config)?;
+/// for _ in 0..100 {
+///     model.begin_step()?;
+///     // Kernels of the model on `model.stream()` write `model.gradient(0)`. Here: the parameter itself.
+///     model.stream().copy(model.parameter(0), model.gradient(0))?;
+///     model.ready(0)?;
+///     model.finish_step()?;
+/// }
+/// println!("{:?}", model.parameters()?);
+/// # Ok(())
+/// # }
+/// ```
+pub struct DeviceDataParallel {
+    // Both go before the memory below, after `drop` has seen to it that collectives do nothing to it any more.
+    host: Box<dyn Communicator>,
+    comm: Arc<DeviceCommunicator>,
+    layout: Layout,
+    config: DeviceConfig,
+    /// Buckets, in the order in which they are expected to be complete.
+    slots: Vec<Slot>,
+    /// The slot of each tensor.
+    slot_of: Vec<usize>,
+    /// Tensors in the order in which their gradients came in the first step, until buckets follow it.
+    observed: Option<Vec<usize>>,
+    /// The slot whose exchange began last in this step, and how many did.
+    exchanged: (usize, usize),
+    sums: Sums,
+    buffers: Buffers,
+    guard: Guard,
+    state: Memory,
+    chunks: Memory,
+    parameters: Memory,
+    gradients: Memory,
+    /// The gradients rounded to bf16, where they travel so.
+    narrow: Option<Memory>,
+    /// What a peer has sent of its gradients, where ranks are to make no difference.
+    theirs: Option<Memory>,
+    first: Option<Memory>,
+    second: Option<Memory>,
+    average: Option<Memory>,
+    /// The parameters, while their average is in their place.
+    aside: Option<Memory>,
+    copy: Option<Memory>,
+    compute: Stream,
+    exchange: Stream,
+    steps: u64,
+    /// Steps are being captured and not made.
+    capturing: bool,
+    /// Tells this model from others.
+    identity: Arc<()>,
+}
+
+impl Drop for DeviceDataParallel {
+    /// The communicator may have other holders, so it need not end here: the work does.
+    fn drop(&mut self) {
+        self.comm.come_to_rest(&self.exchange);
+        self.comm.come_to_rest(&self.compute);
+    }
+}
+
+impl DeviceDataParallel {
+    /// Replaces every rank's `parameters` by those of rank 0, brings them to the GPU and gets ready to train them.
+    /// Collective. Every tensor of `layout` begins at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). `buffers` are what
+    /// the model changes beside its parameters, such as running statistics, equal on all ranks. Gradients
+    /// travel by `comm`; `host` serves for what is set up and verified on the host
+    /// ([`World::communicators`](crate::World::communicators) has both).
+    ///
+    /// # Errors
+    /// If the ranks' layouts differ (names the first tensor), what is chosen does not go together, memory is short, or as the
+    /// communicator's.
+    ///
+    /// # Panics
+    /// If a tensor is not aligned.
+    pub fn new(
+        comm: Arc<DeviceCommunicator>,
+        mut host: Box<dyn Communicator>,
+        layout: Layout,
+        mut parameters: Vec<f32>,
+        buffers: &[f32],
+        config: DeviceConfig,
+    ) -> Result<Self> {
+        for tensor in layout.tensors() {
+            assert!(tensor.offset.is_multiple_of(ALIGNMENT), "tensor `{}` is not aligned", tensor.name);
+        }
+        config.check(comm.size())?;
+        replicate(&mut *host, &layout, &mut parameters)?;
+        let device = comm.device().clone();
+        let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
+        let DeviceConfig { parallel, micro_batches, .. } = config;
+        let buckets = bucket::plan(&layout, parallel.first_bucket(), parallel.bucket);
+        let slots = Slots::cut(&device, &layout, buckets, &parallel, (comm.rank(), comm.size()))?;
+        let len = padded(&layout);
+        parameters.resize(len, 0.0);
+        let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
+        let (rule, invariant) = (parallel.optimizer.rule, parallel.world_size_invariant);
+        let several = comm.size() > 1;
+        let model = DeviceDataParallel {
+            sums: Sums::new(&device, len, micro_batches, invariant)?,
+            buffers: Buffers::new(&compute, buffers, micro_batches, invariant)?,
+            guard: Guard::new(&compute, &slots, comm.size(), parallel.clip_norm.is_some())?,
+            state: StepState::after(0).upload(&compute)?,
+            chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?,
+            gradients: Memory::zeroed(&device, DType::F32, len)?,
+            narrow: arena(several && parallel.compression == Compression::Bf16, DType::Bf16, len)?,
+            theirs: arena(several && invariant, DType::F32, len)?,
+            first: arena(rule.states() > 0, DType::F32, slots.states)?,
+            second: arena(rule.states() > 1, DType::F32, slots.states)?,
+            average: arena(parallel.optimizer.average.is_some(), DType::F32, slots.states)?,
+            aside: None,
+            copy: arena(config.bf16_copy, DType::Bf16, len)?,
+            parameters: Memory::from_slice(&compute, &parameters)?,
+            slots: slots.all,
+            slot_of: slots.of,
+            observed: several.then(Vec::new),
+            exchanged: (0, 0),
+            host,
+            comm,
+            layout,
+            config,
+            compute,
+            exchange,
+            steps: 0,
+            capturing: false,
+            identity: Arc::default(),
+        };
+        if let Some(average) = &model.average {
+            model.keep_own(&model.parameters, average)?;
+        }
+        model.renew_copy()?;
+        Ok(model)
+    }
+
+    /// Makes the bf16 copy that of the parameters.
+    fn renew_copy(&self) -> Result<()> {
+        if let Some(copy) = &self.copy {
+            arena::narrow(&self.compute, self.parameters.view(), copy.view())?;
+        }
+        Ok(())
+    }
+
+    /// The stream that the model's kernels belong on.
+    pub fn stream(&self) -> &Stream {
+        &self.compute
+    }
+
+    /// Index, learning rate and the like of the step being made, for kernels that depend on them.
+    pub fn state(&self) -> View<'_> {
+        self.state.view()
+    }
+
+    /// The parameters of `tensor`, f32.
+    ///
+    /// # Panics
+    /// If there is no such tensor.
+    pub fn parameter(&self, tensor: usize) -> View<'_> {
+        self.parameters.slice(self.layout.range(tensor))
+    }
+
+    /// The parameters of `tensor` as `dtype`: themselves for f32, their copy for bf16.
+    ///
+    /// # Panics
+    /// If there is no such tensor, or no copy.
+    pub fn parameter_as(&self, tensor: usize, dtype: DType) -> View<'_> {
+        match (dtype, &self.copy) {
+            (DType::F32, _) => self.parameter(tensor),
+            (DType::Bf16, Some(copy)) => copy.slice(self.layout.range(tensor)),
+            _ => panic!("there is no copy of the parameters in {dtype}"),
+        }
+    }
+
+    /// The gradient of `tensor`, f32, to be overwritten in every micro-batch. After a step: reduced over micro-batches and
+    /// ranks, of a sharded bucket this rank's shard alone, and as long as it was before clipping.
+    ///
+    /// # Panics
+    /// If there is no such tensor.
+    pub fn gradient(&self, tensor: usize) -> View<'_> {
+        self.gradients.slice(self.layout.range(tensor))
+    }
+
+    /// What the model changes beside its parameters, f32.
+    pub fn buffers(&self) -> View<'_> {
+        self.buffers.values.view()
+    }
+
+    /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one.
+    ///
+    /// # Errors
+    /// If a kernel cannot be launched.
+    pub fn begin_step(&mut self) -> Result<()> {
+        let DeviceConfig { parallel, plan, .. } = &self.config;
+        begin(&self.compute, &parallel.optimizer.rule, *plan, self.state.view())?;
+        self.exchanged = (0, 0);
+        self.observed.iter_mut().for_each(Vec::clear);
+        self.begin_micro_batch(0)
+    }
+
+    fn begin_micro_batch(&mut self, index: usize) -> Result<()> {
+        for slot in &mut self.slots {
+            slot.open.fill(true);
+        }
+        self.sums.counter.begin_batch(index);
+        self.buffers.begin_batch(&self.compute, index)
+    }
+
+    /// Ends a micro-batch, and begins the next one of the step.
+    ///
+    /// # Errors
+    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if the step has no further micro-batch.
+    pub fn next_micro_batch(&mut self) -> Result<()> {
+        self.end_micro_batch()?;
+        if self.sums.counter.is_last() {
+            let problem = format!("a step has {} micro-batches and no more", self.config.micro_batches);
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        self.begin_micro_batch(self.sums.counter.current() + 1)
+    }
+
+    fn end_micro_batch(&self) -> Result<()> {
+        if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
+            return Err(super::slot::unready(&self.layout, &slot.bucket, &slot.open));
+        }
+        self.buffers.end_batch(&self.comm, &self.compute)
+    }
+
+    /// The kernels that write the gradient of `tensor` are on the stream: its bucket's exchange may follow them.
+    /// Called once per tensor and micro-batch, in the same order on every rank; buckets follow that of the first step.
+    ///
+    /// # Errors
+    /// If it was announced before; as the communicator's.
+    pub fn ready(&mut self, tensor: usize) -> Result<()> {
+        let place = self.slot_of[tensor];
+        let slot = &mut self.slots[place];
+        if !mem::replace(&mut slot.open[tensor - slot.bucket.tensors.start], false) {
+            return Err(super::slot::ready_twice(&self.layout, tensor));
+        }
+        if let Some(order) = self.observed.as_mut().filter(|_| self.sums.counter.is_last()) {
+            order.push(tensor);
+        }
+        if slot.open.contains(&true) {
+            return Ok(());
+        }
+        let elements = slot.elements.clone();
+        // Where ranks are to make no difference, all are divided by at once.
+        let is_mean = self.is_mean() && !self.is_invariant();
+        let divisor = if is_mean { self.config.micro_batches as f32 } else { 1.0 };
+        self.sums.add(&self.compute, &self.gradients, elements, divisor)?;
+        if !self.sums.counter.is_last() {
+            return Ok(());
+        }
+        if self.config.parallel.check_finite {
+            self.find_not_finite(place)?;
+        }
+        self.exchanged = (place, self.exchanged.1 + 1);
+        self.exchange(place)
+    }
+
+    fn is_mean(&self) -> bool {
+        self.config.parallel.reduction == Reduction::Mean
+    }
+
+    fn is_invariant(&self) -> bool {
+        self.config.parallel.world_size_invariant
+    }
+
+    /// Whether a rank updates a part of the parameters only.
+    fn is_sharded(&self) -> bool {
+        self.slots.iter().any(Slot::is_sharded)
+    }
+
+    /// Begins to reduce the gradients of a bucket over ranks; with the last one's goes the mark of gradients that are no
+    /// numbers.
+    fn exchange(&self, place: usize) -> Result<()> {
+        let (slot, ranks) = (&self.slots[place], self.ranks());
+        let several = ranks > 1;
+        // A world of one has no other stream to wait for.
+        let stream = if several { &self.exchange } else { &self.compute };
+        if several {
+            self.compute.record(&slot.written)?;
+            stream.wait_for(&slot.written)?;
+        }
+        let gradients = self.gradients.slice(slot.elements.clone());
+        let mark = (several && self.config.parallel.check_finite && self.exchanged.1 == self.slots.len())
+            .then(|| self.not_finite());
+        if self.is_invariant() {
+            if let Some(theirs) = &self.theirs {
+                all_sum(&self.comm, stream, gradients, theirs.slice(slot.elements.clone()))?;
+            }
+            let count = ranks as usize * self.config.micro_batches;
+            if self.is_mean() && count > 1 {
+                arena::scale(stream, gradients, 1.0 / count as f32)?;
+            }
+            if let Some(mark) = mark {
+                self.comm.all_reduce(stream, mark, ReduceOp::Max)?;
+            }
+        } else if several {
+            let op = if self.is_mean() { ReduceOp::Avg } else { ReduceOp::Sum };
+            let (own, rest) = (slot.own(), slot.rest(ranks));
+            if let Some(narrow) = &self.narrow {
+                arena::narrow(stream, gradients, narrow.slice(slot.elements.clone()))?;
+            }
+            let travels = self.narrow.as_ref().unwrap_or(&self.gradients);
+            self.comm.group(|group| {
+                if slot.is_sharded() {
+                    group.reduce_scatter(
+                        stream,
+                        travels.slice(slot.shards(ranks)),
+                        travels.slice(own.clone()),
+                        op,
+                    )?;
+                }
+                if !rest.is_empty() {
+                    group.all_reduce(stream, travels.slice(rest.clone()), op)?;
+                }
+                mark.map_or(Ok(()), |mark| group.all_reduce(stream, mark, ReduceOp::Max))
+            })?;
+            for reduced in [own, rest].into_iter().filter(|reduced| !reduced.is_empty()) {
+                if let Some(narrow) = &self.narrow {
+                    arena::widen(stream, narrow.slice(reduced.clone()), self.gradients.slice(reduced))?;
+                }
+            }
+        }
+        if several {
+            stream.record(&slot.exchanged)?;
+        }
+        Ok(())
+    }
+
+    /// Updates the parameters by the gradients, reduced over micro-batches and ranks.
+    ///
+    /// # Errors
+    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if micro-batches are missing.
+    pub fn finish_step(&mut self) -> Result<()> {
+        self.end_micro_batch()?;
+        let counter = &self.sums.counter;
+        if !counter.is_last() {
+            let (made, all) = (counter.current() + 1, counter.count());
+            let problem = format!("a step of {all} micro-batches ends after {made}");
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        if self.ranks() == 1 {
+            self.clip()?;
+            self.update(self.chunks.view(), self.copy.as_ref())?;
+        } else {
+            self.update_buckets()?;
+        }
+        self.steps += 1;
+        self.follow_order()?;
+        self.compare_if_due(self.steps - 1)
+    }
+
+    /// Updates bucket by bucket, as soon as it may be, and gathers what is sharded.
+    fn update_buckets(&self) -> Result<()> {
+        let parallel = &self.config.parallel;
+        if (parallel.check_finite || parallel.clip_norm.is_some()) && !self.slots.is_empty() {
+            // The exchange stream goes in order: what began last ends last.
+            self.compute.wait_for(&self.slots[self.exchanged.0].exchanged)?;
+        }
+        self.clip()?;
+        let ranks = self.ranks();
+        for slot in &self.slots {
+            self.compute.wait_for(&slot.exchanged)?;
+            let [own, rest] = slot.chunks.clone();
+            // The copy of a sharded bucket is made when all of it is here.
+            let copy = self.copy.as_ref().filter(|_| !slot.is_sharded());
+            self.update(self.chunks.slice(own.start..rest.end), copy)?;
+            if slot.is_sharded() {
+                self.compute.record(&slot.written)?;
+                self.exchange.wait_for(&slot.written)?;
+                let whole = self.parameters.slice(slot.shards(ranks));
+                self.comm.all_gather(&self.exchange, self.parameters.slice(slot.own()), whole)?;
+                self.exchange.record(&slot.exchanged)?;
+            }
+        }
+        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
+            self.compute.wait_for(&slot.exchanged)?;
+            if let Some(copy) = &self.copy {
+                let elements = slot.elements.clone();
+                arena::narrow(&self.compute, self.parameters.slice(elements.clone()), copy.slice(elements))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn update(&self, chunks: View<'_>, copy: Option<&Memory>) -> Result<()> {
+        let optimizer = &self.config.parallel.optimizer;
+        let arenas = Arenas {
+            gradients: self.gradients.view(),
+            params: self.parameters.view(),
+            first: self.first.as_ref().map(Memory::view),
+            second: self.second.as_ref().map(Memory::view),
+            average: self.average.as_ref().map(Memory::view).zip(optimizer.average),
+            copy: copy.map(Memory::view),
+        };
+        Ok(update(&self.compute, &optimizer.rule, self.state.view(), chunks, &arenas)?)
+    }
+
+    /// Sums `values` over all ranks, in place, between what is on the stream before and after: for synchronised batch
+    /// normalisation. Where ranks are to make no difference, each micro-batch is normalised by itself, and this does nothing.
+    ///
+    /// # Errors
+    /// As the communicator's.
+    pub fn sum_over_ranks(&self, values: View<'_>) -> Result<()> {
+        if self.ranks() == 1 || self.is_invariant() {
+            return Ok(());
+        }
+        self.comm.all_reduce(&self.compute, values, ReduceOp::Sum)
+    }
+
+    /// Waits until all work on the stream is over, as far as the other ranks are alive and come along. `what` is what it
+    /// is, in the words of an error.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait`].
+    pub fn wait(&self, what: &str) -> Result<()> {
+        self.comm.wait(&self.compute, what)
+    }
+
+    /// As [`wait`](Self::wait), where no other rank has a part in the work on the stream, as in an evaluation.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait_local`].
+    pub fn wait_local(&self, what: &str) -> Result<()> {
+        self.comm.wait_local(&self.compute, what)
+    }
+
+    /// Names, shapes and offsets of the parameters.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Steps made, as far as they have been put on the stream.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Rank of this process.
+    pub fn rank(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.comm.size()
+    }
+
+    /// Elements of the optimizer's state on this rank, the moving average among them.
+    pub fn optimizer_len(&self) -> usize {
+        [&self.first, &self.second, &self.average].into_iter().flatten().map(Memory::len).sum()
+    }
+
+    /// The communicator for host buffers, for collectives of the program's own between steps.
+    pub fn comm(&mut self) -> &mut dyn Communicator {
+        &mut *self.host
+    }
+}

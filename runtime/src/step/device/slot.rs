@@ -1,0 +1,159 @@
+//! A bucket on a GPU: which of its elements this rank updates, and where they lie.
+//!
+//! A sharded bucket is cut into n equal shards, one for each rank, of whole vectors; what is left over, fewer than 8·n elements,
+//! every rank updates for itself. So is all of a replicated bucket, which has no shards. (On the CPU, where ranks share memory,
+//! shards may differ in length; NCCL's may not.)
+
+use std::mem;
+use std::ops::Range;
+use std::sync::Arc;
+
+use mgpu_kernels::cuda::{Device, Event};
+use mgpu_kernels::digest::cuda::{Part, parts};
+use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
+
+use super::super::config::DataParallelConfig;
+use super::ALIGNMENT;
+use crate::bucket::Bucket;
+use crate::{Layout, Result};
+
+/// Elements that a shard is a multiple of: 16 bytes of bf16.
+const VECTOR: usize = 8;
+
+/// A bucket, and where its gradients are on their way.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) bucket: Bucket,
+    /// Elements of the arena: the bucket's, and what lies between them and the next one's.
+    pub(super) elements: Range<usize>,
+    /// Elements of the shard of each rank, and whose this rank's is.
+    shard: usize,
+    rank: usize,
+    /// Where the state of the elements that this rank updates begins: its shard's, then that of the rest.
+    state: usize,
+    /// Bytes of the table of chunks: of this rank's shard, and of the rest.
+    pub(super) chunks: [Range<usize>; 2],
+    /// Bytes of the table of what is looked through for gradients that are no numbers.
+    pub(super) parts: Range<usize>,
+    /// Tensors not yet ready in this micro-batch.
+    pub(super) open: Vec<bool>,
+    /// The compute stream has written all gradients of the bucket, or updated this rank's shard of the parameters.
+    pub(super) written: Event,
+    /// The exchange stream has reduced the gradients, or gathered the parameters.
+    pub(super) exchanged: Event,
+}
+
+impl Slot {
+    /// Elements of all ranks' shards.
+    pub(super) fn shards(&self, ranks: u32) -> Range<usize> {
+        self.elements.start..self.elements.start + self.shard * ranks as usize
+    }
+
+    /// Elements of this rank's shard; none of a replicated bucket.
+    pub(super) fn own(&self) -> Range<usize> {
+        let begin = self.elements.start + self.shard * self.rank;
+        begin..begin + self.shard
+    }
+
+    /// Elements that every rank updates.
+    pub(super) fn rest(&self, ranks: u32) -> Range<usize> {
+        self.shards(ranks).end..self.elements.end
+    }
+
+    /// The state of this rank's shard, and that of the rest.
+    pub(super) fn states(&self, ranks: u32) -> [Range<usize>; 2] {
+        let between = self.state + self.shard;
+        [self.state..between, between..between + self.rest(ranks).len()]
+    }
+
+    /// Whether each rank updates a part of it only.
+    pub(super) fn is_sharded(&self) -> bool {
+        self.shard > 0
+    }
+}
+
+/// The buckets of a model.
+#[derive(Debug)]
+pub(super) struct Slots {
+    /// In the order in which they are expected to be complete.
+    pub(super) all: Vec<Slot>,
+    /// The slot of each tensor.
+    pub(super) of: Vec<usize>,
+    /// Elements that this rank has the optimizer's state of.
+    pub(super) states: usize,
+    /// What the optimizer updates here, bucket by bucket.
+    pub(super) chunks: Vec<Chunk>,
+    /// What is looked through for gradients that are no numbers, bucket by bucket.
+    pub(super) parts: Vec<Part>,
+}
+
+impl Slots {
+    /// Cuts the model into `buckets` for rank `rank` of `ranks`.
+    pub(super) fn cut(
+        device: &Arc<Device>,
+        layout: &Layout,
+        buckets: Vec<Bucket>,
+        config: &DataParallelConfig,
+        (rank, ranks): (u32, u32),
+    ) -> Result<Self> {
+        let mut of = vec![0; layout.tensors().len()];
+        // From the beginning of the arena, so that states lie in its order. Tensors tell that: of two buckets that begin at one
+        // element, one has none.
+        let mut places: Vec<usize> = (0..buckets.len()).collect();
+        places.sort_by_key(|place| buckets[*place].tensors.start);
+        let mut ends = places.iter().skip(1).map(|place| buckets[*place].elements.start).collect::<Vec<_>>();
+        ends.push(padded(layout));
+        let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
+        let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
+        for (place, end) in places.into_iter().zip(ends) {
+            let bucket = buckets[place].clone();
+            of[bucket.tensors.clone()].fill(place);
+            let elements = bucket.elements.start..end;
+            let sharded = config.shard_from.is_some_and(|least| size_of::<f32>() * elements.len() >= least);
+            let shard = elements.len() / ranks as usize / VECTOR * VECTOR;
+            let mut slot = Slot {
+                shard: if sharded && ranks > 1 { shard } else { 0 },
+                rank: rank as usize,
+                state: states,
+                chunks: [0..0, 0..0],
+                parts: 0..0,
+                open: vec![true; bucket.tensors.len()],
+                written: Event::new(device)?,
+                exchanged: Event::new(device)?,
+                elements,
+                bucket,
+            };
+            let regions = [slot.own(), slot.rest(ranks)];
+            slot.chunks = regions.map(|region| {
+                let state = states;
+                states += region.len();
+                let tensors = &layout.tensors()[slot.bucket.tensors.clone()];
+                let within = tensors.iter().map(|tensor| {
+                    let Range { start, end } = tensor.range();
+                    let within = start.max(region.start)..end.min(region.end);
+                    (within, config.optimizer.decays(tensor))
+                });
+                let within = within.filter(|(within, _)| !within.is_empty());
+                let from = mem::size_of_val(&chunk_table[..]);
+                let weight_decay = config.optimizer.rule.weight_decay();
+                chunk_table.extend(chunks(within, weight_decay).into_iter().map(|chunk| {
+                    let state = chunk.begin as usize - region.start + state;
+                    Chunk { state: state as u32, ..chunk }
+                }));
+                from..mem::size_of_val(&chunk_table[..])
+            });
+            let from = mem::size_of_val(&part_table[..]);
+            part_table
+                .extend(parts(slot.bucket.tensors.clone().map(|tensor| (tensor, layout.range(tensor)))));
+            slot.parts = from..mem::size_of_val(&part_table[..]);
+            all[place] = Some(slot);
+        }
+        let all = all.into_iter().flatten().collect();
+        Ok(Slots { all, of, states, chunks: chunk_table, parts: part_table })
+    }
+}
+
+/// Elements of the arenas: as many as end where the next tensor would begin.
+pub(super) fn padded(layout: &Layout) -> usize {
+    layout.len().next_multiple_of(ALIGNMENT)
+}

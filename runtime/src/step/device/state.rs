@@ -1,0 +1,211 @@
+//! What a checkpoint needs of a model on GPUs, and its moving average.
+
+use mgpu_kernels::cuda::{Memory, StepState};
+
+use super::super::state::follow;
+use super::guard::Guard;
+use super::slot::Slots;
+use super::{DeviceDataParallel, STEP};
+use crate::Result;
+use crate::comm::DType;
+use crate::optimizer::AVERAGE;
+use crate::replicate::{replicate, verify_equal};
+
+impl DeviceDataParallel {
+    /// A copy of the parameters on the host.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn parameters(&mut self) -> Result<Vec<f32>> {
+        self.check()?;
+        self.download(&self.parameters)
+    }
+
+    /// A copy on the host of the last step's gradients, as the optimizer has seen them: reduced and clipped. Collective.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn gradients(&mut self) -> Result<Vec<f32>> {
+        self.check()?;
+        let ranks = self.ranks();
+        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
+            let shards = self.gradients.slice(slot.shards(ranks));
+            self.comm.all_gather(&self.compute, self.gradients.slice(slot.own()), shards)?;
+        }
+        self.wait(STEP)?;
+        let mut gradients = self.download(&self.gradients)?;
+        let StepState { scale, .. } = StepState::download(self.state.view(), &self.compute)?;
+        mgpu_kernels::arena::cpu::scale(&mut gradients, scale);
+        Ok(gradients)
+    }
+
+    /// The elements of the layout.
+    fn download(&self, arena: &Memory) -> Result<Vec<f32>> {
+        Ok(arena.slice(0..self.layout.len()).to_vec(&self.compute)?)
+    }
+
+    /// True if a moving average of the parameters is kept.
+    pub fn has_average(&self) -> bool {
+        self.average.is_some()
+    }
+
+    /// Puts the moving average in the place of the parameters, to evaluate with it, or the parameters back. Collective where the
+    /// optimizer is sharded.
+    ///
+    /// # Errors
+    /// If the driver refuses, or memory is short; as [`DeviceCommunicator::all_gather`](crate::DeviceCommunicator::all_gather).
+    ///
+    /// # Panics
+    /// If no average is kept.
+    pub fn swap_average(&mut self) -> Result<()> {
+        // Captured graphs hold the addresses: the values change places, not the memories.
+        self.aside = match self.aside.take() {
+            Some(parameters) => {
+                self.compute.copy(parameters.view(), self.parameters.view())?;
+                None
+            }
+            None => {
+                let aside = Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
+                self.compute.copy(self.parameters.view(), aside.view())?;
+                self.gather(self.average.as_ref().expect("a moving average is kept"), &self.parameters)?;
+                Some(aside)
+            }
+        };
+        self.renew_copy()
+    }
+
+    /// Gathers an arena of which this rank has its own elements. Collective where the optimizer is sharded.
+    fn gather(&self, local: &Memory, whole: &Memory) -> Result<()> {
+        let ranks = self.ranks();
+        for slot in &self.slots {
+            let [own, rest] = slot.states(ranks);
+            if slot.is_sharded() {
+                self.comm.all_gather(&self.compute, local.slice(own), whole.slice(slot.shards(ranks)))?;
+            }
+            self.compute.copy(local.slice(rest), whole.slice(slot.rest(ranks)))?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the elements of a whole arena that this rank updates.
+    pub(super) fn keep_own(&self, whole: &Memory, local: &Memory) -> Result<()> {
+        let ranks = self.ranks();
+        for slot in &self.slots {
+            for (state, elements) in slot.states(ranks).into_iter().zip([slot.own(), slot.rest(ranks)]) {
+                self.compute.copy(whole.slice(elements), local.slice(state))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
+    /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
+    /// for: who captures a first step keeps the buckets as they are.
+    pub(super) fn follow_order(&mut self) -> Result<()> {
+        let Some(order) = self.observed.take().filter(|_| !self.capturing) else { return Ok(()) };
+        let buckets = follow(&mut *self.host, &self.layout, order, &self.config.parallel)?;
+        if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
+            return Ok(());
+        }
+        let device = self.compute.device();
+        let whole = |local: &Memory| -> Result<Memory> {
+            let whole = Memory::zeroed(device, DType::F32, self.parameters.len())?;
+            self.gather(local, &whole).map(|()| whole)
+        };
+        let states = self.states().into_iter().map(|(_, local)| whole(local)).collect::<Result<Vec<_>>>()?;
+        // Before any memory goes.
+        self.wait(STEP)?;
+        let place = (self.rank(), self.ranks());
+        let slots = Slots::cut(device, &self.layout, buckets, &self.config.parallel, place)?;
+        self.guard = Guard::new(&self.compute, &slots, place.1, self.config.parallel.clip_norm.is_some())?;
+        self.chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
+        for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
+            *arena = Memory::zeroed(arena.device(), DType::F32, slots.states)?;
+        }
+        (self.slots, self.slot_of) = (slots.all, slots.of);
+        for ((_, local), whole) in self.states().into_iter().zip(&states) {
+            self.keep_own(whole, local)?;
+        }
+        self.wait(STEP)
+    }
+
+    /// The arenas with the optimizer's state, by the names they have in a checkpoint.
+    fn states(&self) -> Vec<(&'static str, &Memory)> {
+        let names = self.config.parallel.optimizer.rule.state_names().iter().copied();
+        let states = names.zip([&self.first, &self.second].into_iter().flatten());
+        states.chain(self.average.iter().map(|average| (AVERAGE, average))).collect()
+    }
+
+    /// Copies on the host of the parameters and the optimizer's state, with the names a checkpoint has for them: whole on rank 0
+    /// and empty elsewhere. Collective.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn arenas(&mut self) -> Result<Vec<(&'static str, Vec<f32>)>> {
+        self.check()?;
+        let download = |arena: &Memory| {
+            if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
+        };
+        let mut arenas = vec![("weights", download(&self.parameters)?)];
+        for (name, local) in self.states() {
+            let values = if self.is_sharded() {
+                let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
+                self.gather(local, &whole)?;
+                // Before the memory goes.
+                self.wait(STEP)?;
+                download(&whole)?
+            } else {
+                download(local)?
+            };
+            arenas.push((name, values));
+        }
+        Ok(arenas)
+    }
+
+    /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas) by its
+    /// name, in the order of the device's layout. Collective; afterwards all ranks hold rank 0's values. They may come from any
+    /// number of ranks, with a sharded optimizer or not.
+    ///
+    /// # Errors
+    /// As `read`, and the communicator's.
+    pub fn restore(&mut self, steps: u64, mut read: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<()> {
+        self.wait(STEP)?;
+        let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
+        let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
+            let mut values = read(name)?;
+            replicate(&mut *model.host, &model.layout, &mut values)?;
+            values.resize(model.parameters.len(), 0.0);
+            Ok(values)
+        };
+        let weights = whole(self, "weights")?;
+        self.compute.upload(&weights, self.parameters.view())?;
+        for (place, name) in states.into_iter().enumerate() {
+            let values = whole(self, name)?;
+            let values = Memory::from_slice(&self.compute, &values)?;
+            self.keep_own(&values, self.states()[place].1)?;
+            // Before the memory goes.
+            self.wait(STEP)?;
+        }
+        self.renew_copy()?;
+        self.compute.upload(bytemuck::bytes_of(&StepState::after(steps)), self.state.view())?;
+        self.steps = steps;
+        Ok(())
+    }
+
+    /// Checks that all ranks hold the same parameters, and returns their checksum in the order of the device's layout.
+    /// Collective.
+    ///
+    /// # Errors
+    /// [`Error::Diverged`](crate::Error::Diverged) with rank and tensor; as [`look`](Self::look).
+    pub fn verify(&mut self) -> Result<u64> {
+        self.check()?;
+        self.compare_all()
+    }
+
+    /// Compares all ranks' parameters on the host. Collective.
+    pub(super) fn compare_all(&mut self) -> Result<u64> {
+        self.wait(STEP)?;
+        let parameters = self.download(&self.parameters)?;
+        verify_equal(&mut *self.host, &self.layout, &parameters)
+    }
+}

@@ -1,0 +1,113 @@
+//! Sums over micro-batches, and over ranks in an order that does not depend on how many there are: what
+//! [`accumulate`](super::super::accumulate), [`tree`](super::super::tree) and [`buffers`](super::super::buffers) are on a CPU.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use mgpu_kernels::arena::cuda as arena;
+use mgpu_kernels::cuda::{Device, Memory, Stream, View};
+
+use super::super::accumulate::Counter;
+use crate::Result;
+use crate::comm::{DType, DeviceCommunicator};
+
+/// Sums of micro-batches, for all elements of an arena.
+#[derive(Debug)]
+pub(super) struct Sums {
+    pub(super) counter: Counter,
+    levels: Vec<Memory>,
+}
+
+impl Sums {
+    /// For an arena of `len` elements and steps of `count` micro-batches.
+    pub(super) fn new(device: &Arc<Device>, len: usize, count: usize, pairwise: bool) -> Result<Self> {
+        let counter = Counter::new(count, pairwise);
+        let level = |_| Ok(Memory::zeroed(device, DType::F32, len)?);
+        Ok(Sums { counter, levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
+    }
+
+    /// Takes the elements `at` of the micro-batch's `values`; with the last micro-batch, replaces them by the sum of all, divided
+    /// by `divisor`.
+    pub(super) fn add(&self, stream: &Stream, values: &Memory, at: Range<usize>, divisor: f32) -> Result<()> {
+        let values = values.slice(at.clone());
+        for (level, divisor) in self.counter.carried(divisor) {
+            arena::add(stream, values, self.levels[level].slice(at.clone()), divisor)?;
+        }
+        match self.counter.kept() {
+            Some(level) => Ok(stream.copy(values, self.levels[level].slice(at))?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Replaces every rank's `values` (f32) by their sum over ranks, in the order of a balanced binary tree. `theirs` has room for as
+/// many. Collective; the number of ranks is a power of two.
+///
+/// # Errors
+/// As [`DeviceCommunicator::send`].
+pub(super) fn all_sum(
+    comm: &DeviceCommunicator,
+    stream: &Stream,
+    values: View<'_>,
+    theirs: View<'_>,
+) -> Result<()> {
+    for bit in 0..comm.size().ilog2() {
+        let peer = comm.rank() ^ 1 << bit;
+        comm.group(|group| {
+            group.send(stream, values, peer)?;
+            group.recv(stream, theirs, peer)
+        })?;
+        arena::add(stream, values, theirs, 1.0)?;
+    }
+    Ok(())
+}
+
+/// What a model changes beside its parameters: running statistics.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    pub(super) values: Memory,
+    /// Where ranks are to make no difference.
+    mean: Option<Mean>,
+}
+
+/// The mean of buffers after each micro-batch.
+#[derive(Debug)]
+struct Mean {
+    before: Memory,
+    sums: Sums,
+    theirs: Memory,
+}
+
+impl Buffers {
+    /// For steps of `count` micro-batches.
+    pub(super) fn new(stream: &Stream, values: &[f32], count: usize, is_mean: bool) -> Result<Self> {
+        let mean = || -> Result<Mean> {
+            let device = stream.device();
+            let zeroed = || Memory::zeroed(device, DType::F32, values.len());
+            let sums = Sums::new(device, values.len(), count, true)?;
+            Ok(Mean { before: zeroed()?, sums, theirs: zeroed()? })
+        };
+        let mean = (is_mean && !values.is_empty()).then(mean).transpose()?;
+        Ok(Buffers { values: Memory::from_slice(stream, values)?, mean })
+    }
+
+    /// Puts them back for micro-batch `index`.
+    pub(super) fn begin_batch(&mut self, stream: &Stream, index: usize) -> Result<()> {
+        let Some(Mean { before, sums, .. }) = &mut self.mean else { return Ok(()) };
+        sums.counter.begin_batch(index);
+        let (values, before) = (self.values.view(), before.view());
+        Ok(if index == 0 { stream.copy(values, before) } else { stream.copy(before, values) }?)
+    }
+
+    /// Takes them as a micro-batch has left them; replaces them by the mean over all of all ranks after the last one. Collective.
+    pub(super) fn end_batch(&self, comm: &DeviceCommunicator, stream: &Stream) -> Result<()> {
+        let Some(Mean { sums, theirs, .. }) = &self.mean else { return Ok(()) };
+        sums.add(stream, &self.values, 0..self.values.len(), 1.0)?;
+        if !sums.counter.is_last() {
+            return Ok(());
+        }
+        all_sum(comm, stream, self.values.view(), theirs.view())?;
+        let count = sums.counter.count() * comm.size() as usize;
+        Ok(arena::scale(stream, self.values.view(), 1.0 / count as f32)?)
+    }
+}

@@ -1,0 +1,337 @@
+//! A rank with a GPU that trains a model whose gradients are formulas: `t-device-step same` compares what a step does, in every
+//! configuration, with the CPU's step of a single rank; `t-device-step resume` goes on from another configuration's state;
+//! `t-device-step guards` makes mistakes that have to be found.
+
+use std::process::ExitCode;
+
+use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Schedule, Sgd};
+use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Plan};
+use mgpu::step::{Compression, Reduction};
+use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, World};
+
+/// Steps of a training.
+const STEPS: u64 = 4;
+
+fn main() -> ExitCode {
+    let mode = std::env::args().nth(1).unwrap_or_default();
+    let mut world = World::from_env().expect("a world");
+    let outcome = match mode.as_str() {
+        "same" => same(&mut world),
+        "resume" => resume(&mut world),
+        "guards" => guards(&mut world),
+        other => panic!("unknown body {other}"),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(9)
+        }
+    }
+}
+
+/// Several buckets of 40 KB, a tensor that is looked through sparsely, one of one element, one of none.
+fn layout() -> Layout {
+    let mut layout = Layout::new();
+    let shapes: [&[usize]; 7] = [&[70, 1001], &[5000], &[1], &[0], &[3, 21], &[130, 100], &[129]];
+    for (index, shape) in shapes.iter().enumerate() {
+        layout.push_aligned(index.to_string(), *shape, ALIGNMENT);
+    }
+    layout
+}
+
+fn initial(layout: &Layout) -> Vec<f32> {
+    (0..layout.len()).map(|index| (index % 17) as f32 / 8.0 - 1.0).collect()
+}
+
+/// The gradient that a micro-batch, counted over all ranks, has for an element.
+fn gradient(micro_batch: usize, element: usize, step: u64) -> f32 {
+    let bits = (micro_batch * 7919 + element * 104_729 + step as usize * 31) % 10_007;
+    bits as f32 / 10_007.0 - 0.5
+}
+
+fn gradients(layout: &Layout, tensor: usize, micro_batch: usize, step: u64) -> Vec<f32> {
+    layout.range(tensor).map(|element| gradient(micro_batch, element, step)).collect()
+}
+
+fn sgd() -> OptimizerConfig {
+    OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, ..Sgd::default() }))
+}
+
+fn adam() -> OptimizerConfig {
+    OptimizerConfig {
+        // The last bits of a gradient near 0 would decide which way the parameter goes, but for a large ε.
+        rule: Rule::Adam(Adam { lr: 0.01, weight_decay: 0.1, eps: 0.1, ..Adam::default() }),
+        decay_weights_only: true,
+        average: Some(0.9),
+    }
+}
+
+fn config(optimizer: OptimizerConfig, micro_batches: usize) -> DeviceConfig {
+    let mut config = DeviceConfig::new(optimizer, Plan { steps_per_epoch: 3, schedule: Schedule::CONSTANT });
+    (config.parallel.bucket, config.micro_batches) = (40_000, micro_batches);
+    config
+}
+
+fn model(world: &mut World, config: DeviceConfig) -> Result<DeviceDataParallel> {
+    let (device, host) = world.communicators()?;
+    let layout = layout();
+    let parameters = initial(&layout);
+    DeviceDataParallel::new(device, host, layout, parameters, &[1.0; 3], config)
+}
+
+/// Makes a step of `count` micro-batches.
+fn step(model: &mut DeviceDataParallel, count: usize) -> Result<()> {
+    let (layout, number) = (layout(), model.steps());
+    for index in 0..count {
+        if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
+        let micro_batch = model.rank() as usize * count + index;
+        // Not that of the layout, so that buckets are cut anew after the first step.
+        for tensor in [6, 5, 0, 1, 3, 2, 4] {
+            let values = gradients(&layout, tensor, micro_batch, number);
+            model.stream().upload(&values, model.gradient(tensor))?;
+            model.ready(tensor)?;
+        }
+        // As a running statistic moves.
+        let moved = model.buffers().to_vec::<f32>(model.stream())?;
+        let moved: Vec<f32> = moved.iter().map(|value| value * 0.5 + micro_batch as f32).collect();
+        model.stream().upload(&moved, model.buffers())?;
+    }
+    model.finish_step()
+}
+
+/// What is the same on all ranks after a training.
+struct Outcome {
+    weights: Vec<f32>,
+    average: Option<Vec<f32>>,
+    /// The last step's.
+    gradients: Vec<f32>,
+}
+
+fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
+    let mut model = model(world, config)?;
+    (0..STEPS).try_for_each(|_| step(&mut model, config.micro_batches))?;
+    model.check()?;
+    if config.parallel.world_size_invariant {
+        check_buffers(&model, config.micro_batches)?;
+    }
+    if let Some(most) = config.parallel.clip_norm {
+        let norm = model.gradient_norm()?.expect("the norm of gradients that are clipped");
+        assert!(norm > most, "the norm {norm} is not above {most}");
+    }
+    let (own, all) = (model.optimizer_len(), layout().len().next_multiple_of(ALIGNMENT));
+    let arenas =
+        config.parallel.optimizer.rule.states() + usize::from(config.parallel.optimizer.average.is_some());
+    // What is left over of each sharded bucket is everybody's.
+    let (ranks, rests) = (world.size() as usize, 7 * 8 * world.size() as usize);
+    let most = if config.parallel.shard_from == Some(0) { all / ranks + rests } else { all };
+    assert!(own <= arenas * most, "{own} elements in {arenas} arenas of {all}");
+    let weights = model.parameters()?;
+    let average = if model.has_average() {
+        model.swap_average()?;
+        let average = model.parameters()?;
+        model.swap_average()?;
+        assert!(model.parameters()? == weights, "the parameters are not what they were");
+        Some(average)
+    } else {
+        None
+    };
+    model.verify()?;
+    Ok(Outcome { weights, average, gradients: model.gradients()? })
+}
+
+/// Each micro-batch moves them from where they were; the mean of that is where they are.
+fn check_buffers(model: &DeviceDataParallel, micro_batches: usize) -> Result<()> {
+    let all = model.ranks() as usize * micro_batches;
+    let mut expected = 1.0f32;
+    for _ in 0..STEPS {
+        expected = (0..all).map(|micro_batch| expected * 0.5 + micro_batch as f32).sum::<f32>() / all as f32;
+    }
+    let found = model.buffers().to_vec::<f32>(model.stream())?;
+    assert_eq!(found, [expected; 3]);
+    Ok(())
+}
+
+/// The same on a CPU, by one rank with all micro-batches.
+fn alone(config: &DeviceConfig, micro_batches: usize) -> Result<Outcome> {
+    let mut world = World::threads(1)?.remove(0);
+    let layout = layout();
+    let parameters = initial(&layout);
+    let config = DataParallelConfig { shard_from: None, ..config.parallel };
+    let mut model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
+    for step in 0..STEPS {
+        model.step_accumulated(micro_batches, &mut [], |batch| {
+            (0..layout.tensors().len()).rev().try_for_each(|tensor| {
+                batch.gradients.write(tensor, &gradients(&layout, tensor, batch.index, step))
+            })
+        })?;
+    }
+    let (weights, average) = (model.parameters().to_vec(), model.averaged_parameters()?);
+    let mut gradients = vec![0.0; layout.len()];
+    for (tensor, spec) in layout.tensors().iter().enumerate() {
+        gradients[spec.range()].copy_from_slice(model.gradient(tensor)?);
+    }
+    Ok(Outcome { weights, average, gradients })
+}
+
+/// # Panics
+/// Unless all tensors' elements are as close as `bound`, of numbers around 1.
+fn compare(what: &str, found: &[f32], expected: &[f32], bound: f32) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let differs = |index: &usize| (found[*index] - expected[*index]).abs() > bound || found[*index].is_nan();
+    if let Some(index) = layout().tensors().iter().flat_map(|tensor| tensor.range()).find(differs) {
+        panic!("{what}: element {index} is {}, not {}", found[index], expected[index]);
+    }
+}
+
+fn same(world: &mut World) -> Result<()> {
+    let (rank, ranks) = (world.rank(), world.size());
+    type Change = fn(&mut DataParallelConfig);
+    let changes: [(&str, Change, f32); 5] = [
+        ("plain", |_| {}, 1e-5),
+        ("sum", |config| config.reduction = Reduction::Sum, 1e-4),
+        ("clipped", |config| config.clip_norm = Some(2.0), 1e-5),
+        // Gradients around 0.5, rounded to 8 bits up to ranks + 1 times, in four steps.
+        ("compressed", |config| config.compression = Compression::Bf16, 2e-2),
+        ("invariant", |config| config.world_size_invariant = true, 0.0),
+    ];
+    for (name, change, bound) in changes {
+        if name == "invariant" && !ranks.is_power_of_two() {
+            continue;
+        }
+        for optimizer in [sgd(), adam()] {
+            // Adam's powers are those of another library.
+            let bound = if matches!(optimizer.rule, Rule::Adam(_)) { f32::max(bound, 1e-6) } else { bound };
+            for micro_batches in [1, 2, 4] {
+                let mut config = config(optimizer, micro_batches);
+                change(&mut config.parallel);
+                let expected = alone(&config, micro_batches * ranks as usize)?;
+                for shard_from in [None, Some(0), Some(45_000)] {
+                    config.parallel.shard_from = shard_from;
+                    let found = train(world, config)?;
+                    let what = format!("{name}, {micro_batches} micro-batches, sharded from {shard_from:?}");
+                    compare(&what, &found.weights, &expected.weights, bound);
+                    compare(&format!("{what}, gradients"), &found.gradients, &expected.gradients, bound);
+                    assert_eq!(found.average.is_some(), expected.average.is_some(), "{what}");
+                    if let (Some(found), Some(expected)) = (&found.average, &expected.average) {
+                        compare(&format!("{what}, average"), found, expected, bound);
+                    }
+                }
+            }
+        }
+    }
+    if rank == 0 {
+        println!("the same on {ranks} ranks");
+    }
+    Ok(())
+}
+
+/// A training that is sharded goes on from one that is not, and the other way round.
+fn resume(world: &mut World) -> Result<()> {
+    for (before, after) in [(None, Some(0)), (Some(0), None), (Some(0), Some(0))] {
+        let mut config = config(adam(), 2);
+        config.parallel.shard_from = before;
+        let mut first = model(world, config)?;
+        (0..3).try_for_each(|_| step(&mut first, 2))?;
+        let arenas = first.arenas()?;
+        let whole = if world.rank() == 0 { layout().len() } else { 0 };
+        assert!(arenas.iter().all(|(_, values)| values.len() == whole), "arenas whole on rank 0 alone");
+        assert_eq!(arenas.len(), 4);
+        step(&mut first, 2)?;
+        let expected = first.parameters()?;
+        drop(first);
+
+        config.parallel.shard_from = after;
+        let mut second = model(world, config)?;
+        step(&mut second, 2)?;
+        second.restore(3, |name| {
+            let found = arenas.iter().find(|(known, _)| *known == name);
+            let values = &found.unwrap_or_else(|| panic!("no arena {name}")).1;
+            // Others than rank 0 may hold anything.
+            Ok(if values.is_empty() { vec![7.0; layout().len()] } else { values.clone() })
+        })?;
+        step(&mut second, 2)?;
+        assert!(second.parameters()? == expected, "from {before:?} to {after:?}");
+        assert_eq!(second.steps(), 4);
+    }
+    Ok(())
+}
+
+fn guards(world: &mut World) -> Result<()> {
+    let culprit = world.size() - 1;
+    for shard_from in [None, Some(0)] {
+        let mut config = config(sgd(), 2);
+        config.parallel.verify_every = Some(2);
+        config.parallel.shard_from = shard_from;
+        let expected = train(world, config)?;
+
+        // Gradients that are no numbers: found in the step, which is then made again.
+        let mut model = model(world, config)?;
+        (0..2).try_for_each(|_| step(&mut model, 2))?;
+        let before = model.parameters()?;
+        for round in 0..2 {
+            // In the second round the host goes on without having looked.
+            bad_step(&mut model, culprit)?;
+            (0..round).try_for_each(|_| step(&mut model, 2))?;
+            match model.check() {
+                Err(Error::NotFinite { rank, tensor, step }) => {
+                    assert_eq!((rank, tensor.as_str(), step), (culprit, "4", 3));
+                }
+                other => panic!("gradients that are no numbers: {other:?}"),
+            }
+            assert!(model.parameters()? == before, "parameters have changed");
+            assert_eq!(model.steps(), 2);
+        }
+        (2..STEPS).try_for_each(|_| step(&mut model, 2))?;
+        assert!(model.parameters()? == expected.weights, "the training goes on as another one");
+
+        // A gradient that is handed over twice, or not at all.
+        model.begin_step()?;
+        model.ready(6)?;
+        let twice = model.ready(6).expect_err("a gradient that was handed over").to_string();
+        assert!(twice.contains("the gradient of tensor `6` was handed over twice"), "{twice}");
+        let missing = model.finish_step().expect_err("gradients are missing").to_string();
+        assert!(missing.contains("was not handed over"), "{missing}");
+        drop(model);
+
+        // Weights that differ: found when they are compared next. Those that a rank gets from another one in every step, do not.
+        if world.size() > 1 && shard_from.is_none() {
+            let mut model = self::model(world, config)?;
+            (0..2).try_for_each(|_| step(&mut model, 2))?;
+            model.check()?;
+            if world.rank() == culprit {
+                model.stream().upload(&[5.0f32], model.parameter(2))?;
+            }
+            step(&mut model, 2)?;
+            model.check()?;
+            step(&mut model, 2)?;
+            let found = model.check().expect_err("weights differ");
+            let named = matches!(&found, Error::Diverged { tensor, .. } if tensor == "2");
+            assert!(named, "{found}");
+        }
+    }
+    let mut wrong = config(sgd(), 0);
+    let error = model(world, wrong).err().expect("no micro-batches").to_string();
+    assert!(error.contains("a micro-batch at least"), "{error}");
+    (wrong.micro_batches, wrong.parallel.verify_every) = (1, Some(0));
+    let error = model(world, wrong).err().expect("every 0 steps").to_string();
+    assert!(error.contains("not every 0 steps"), "{error}");
+    Ok(())
+}
+
+/// A step in which the gradients of `culprit` for tensor 4 are no numbers, in the second micro-batch.
+fn bad_step(model: &mut DeviceDataParallel, culprit: u32) -> Result<()> {
+    let (layout, number) = (layout(), model.steps());
+    for index in 0..2 {
+        if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
+        for tensor in (0..layout.tensors().len()).rev() {
+            let mut values = gradients(&layout, tensor, index, number);
+            if index == 1 && tensor == 4 && model.rank() == culprit {
+                values[17] = f32::INFINITY;
+            }
+            model.stream().upload(&values, model.gradient(tensor))?;
+            model.ready(tensor)?;
+        }
+    }
+    model.finish_step()
+}

@@ -1,0 +1,121 @@
+//! Data parallelism on GPUs: what a step does, and the flags for it, on the fakes of `tests/gpu`.
+
+use std::process::Command;
+
+use mgpu_tests::fake_gpu;
+use mgpu_tests::process::{Finished, run};
+
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+
+/// `program` on `ranks` fake GPUs.
+fn on_gpus(ranks: u32, program: &str) -> Command {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", ranks.to_string());
+    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", "--no-prefix", program]);
+    launcher
+}
+
+fn step(ranks: u32, mode: &str) -> Finished {
+    let finished = run(on_gpus(ranks, env!("CARGO_BIN_EXE_t-device-step")).arg(mode));
+    assert_eq!(finished.code, Some(0), "{mode} on {ranks} ranks: {finished:#?}");
+    finished
+}
+
+#[test]
+fn a_step_on_gpus_is_that_of_the_cpu_whatever_it_does() {
+    for ranks in [1, 2, 3, 4] {
+        step(ranks, "same").expect(0, &[&format!("the same on {ranks} ranks")]);
+    }
+}
+
+#[test]
+fn a_training_goes_on_sharded_or_not() {
+    for ranks in [1, 2, 3] {
+        step(ranks, "resume");
+    }
+}
+
+#[test]
+fn gradients_that_are_no_numbers_and_weights_that_differ_are_named() {
+    for ranks in [1, 2, 3] {
+        step(ranks, "guards");
+    }
+}
+
+/// Generated digits, small batches, our own kernels.
+fn train(ranks: u32, arguments: &[&str]) -> Finished {
+    let mut program = on_gpus(ranks, TRAIN);
+    program.args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
+    run(program.args(arguments))
+}
+
+fn weights(finished: &Finished) -> String {
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
+}
+
+/// What a user may ask for, in several combinations.
+const FLAGS: [&[&str]; 4] = [
+    &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],
+    &["--shard-optimizer", "on", "--clip-norm", "0.5", "--schedule", "constant"],
+    &["--gradients", "bf16", "--shard-optimizer", "on", "--accumulate", "2", "--schedule", "constant"],
+    &["--world-size-invariant", "4", "--clip-norm", "0.5", "--schedule", "constant"],
+];
+
+#[test]
+fn a_graph_gives_the_bits_of_single_launches_whatever_a_step_does() {
+    for flags in FLAGS {
+        // Past the first steps, with a longer launch, and some single ones.
+        let all = [&["--batch", "8", "--steps", "15"][..], flags].concat();
+        let graph = weights(&train(2, &all));
+        assert_eq!(graph, weights(&train(2, &[&all[..], &["--no-graph"]].concat())), "{flags:?}");
+    }
+}
+
+#[test]
+fn a_run_that_was_cut_off_goes_on_to_the_same_bits() {
+    for flags in FLAGS {
+        let all = [&["--batch", "8", "--steps", "7"][..], flags].concat();
+        // The schedule is that of the whole run.
+        let expected = weights(&train(2, &all));
+        let folder = tempfile::tempdir().unwrap();
+        let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];
+        let saving = [&all[..], &saving].concat();
+        let mut killed = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        killed.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl"]);
+        killed.args([
+            "--inject",
+            "rank=1,step=5,fault=sigkill",
+            TRAIN,
+            "--synthetic",
+            "--kernels",
+            "builtin",
+        ]);
+        run(killed.args(["--skip-test"]).args(&saving)).expect(128 + 9, &[]);
+        let resumed = train(2, &[&saving[..], &["--resume"]].concat());
+        resumed.expect(0, &["resumed from"]);
+        assert_eq!(weights(&resumed), expected, "{flags:?}");
+    }
+}
+
+#[test]
+fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
+    // keras has batch normalisation and dropout.
+    for (net, batch, steps) in [("lenet5", 16, "6"), ("keras", 4, "2")] {
+        let run = |ranks: u32| {
+            let batch = (batch / ranks).to_string();
+            let all = ["--net", net, "--batch", &batch, "--steps", steps, "--world-size-invariant", "4"];
+            weights(&train(ranks, &[&all[..], &["--clip-norm", "1"]].concat()))
+        };
+        let expected = run(1);
+        for ranks in [2, 4] {
+            assert_eq!(run(ranks), expected, "{net} on {ranks} ranks");
+        }
+    }
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_training_and_is_named() {
+    let finished = train(2, &["--batch", "8", "--steps", "20", "--lr", "1e30"]);
+    finished.expect(1, &["gradients that are not finite numbers, in tensor `", "in step "]);
+}
