@@ -76,6 +76,7 @@ def main():
     parser.add_argument("checkpoint", type=pathlib.Path, help="folder step-…")
     parser.add_argument("logits", type=pathlib.Path, help="file that train_mnist --logits has written")
     parser.add_argument("--bound", type=float, default=1e-5, help="largest deviation, relative to the largest logit")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
     name, net = load(arguments.checkpoint)
     theirs = json.loads(arguments.logits.read_text())
@@ -88,8 +89,12 @@ def main():
     deviation = (logits - expected).abs().max().item()
     largest = expected.abs().max().item()
     same = (logits.argmax(1) == expected.argmax(1)).sum().item()
-    print(f"{name}: largest deviation {deviation:.2e}, largest logit {largest:.2f}, "
-          f"same digit for {same} of {len(expected)}")
+    if arguments.json:
+        print(json.dumps({"net": name, "deviation": deviation, "largest_logit": largest, "same_digit": same,
+                          "images": len(expected)}))
+    else:
+        print(f"{name}: largest deviation {deviation:.2e}, largest logit {largest:.2f}, "
+              f"same digit for {same} of {len(expected)}")
     return 0 if deviation <= arguments.bound * largest else 1
 
 

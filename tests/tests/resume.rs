@@ -325,3 +325,29 @@ fn a_restarted_run_goes_on_from_its_checkpoint() {
     let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
     again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
 }
+
+#[test]
+fn a_restart_does_not_take_up_the_checkpoints_of_an_earlier_launch() {
+    let tiny = Tiny::new();
+    let folder = tiny.checkpoints();
+    let all = ["--skip-test", "--epochs", "1", "--checkpoint-dir", folder.to_str().unwrap()];
+    let restarted = |fault: &[&str]| {
+        let fault = fault.iter().flat_map(|fault| ["--inject", *fault]);
+        let options: Vec<&str> =
+            ["--max-restarts", "1", "--restart-always"].into_iter().chain(fault).collect();
+        TRAIN.launched_with(2, &options)
+    };
+    tiny.run(TRAIN.launched(2), &all).expect(0, &[]);
+    // The restart is of the start that has refused, or of one that came to nothing before it looked.
+    let early = "rank=1,phase=start,fault=exit:5";
+    for fault in [&[][..], &[early]] {
+        let refused = tiny.run(restarted(fault), &all);
+        refused.expect(1, &["restart 1 of 1", "step-00000008 is of an earlier run: go on with --resume"]);
+        assert!(!refused.stdout.contains("resumed from"), "{refused:#?}");
+    }
+    // Who asks for it gets it, and who has none of his own begins anew.
+    let resuming = [&all[..], &["--resume"]].concat();
+    tiny.run(restarted(&[early]), &resuming).expect(0, &["restart 1 of 1", "resumed from", "nothing left"]);
+    fs::remove_dir_all(&folder).unwrap();
+    tiny.run(restarted(&[early]), &all).expect(0, &["restart 1 of 1", "beginning anew"]);
+}

@@ -2,16 +2,41 @@
 //!
 //! Rank 0 alone looks at the folder, so that all ranks go on from the same checkpoint; the others get what it has read.
 //! If it refuses it ends, and the others learn of that.
+//!
+//! Ranks that a launcher has restarted go on without being told to, but from checkpoints of their own launch alone. The folder may
+//! have others: the first start, which has refused them, counts as a failure like any other, and is restarted if the user wants that
+//! always. So a checkpoint says of which launch it is (`Run::launch`).
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use mgpu::World;
 use mgpu::checkpoint::{self, Checkpoint, Found, Writer};
 
 use super::args::Args;
 use super::engine::Engine;
 use super::run::Run;
+
+/// Which checkpoints a training goes on from, if there are any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ResumeFrom {
+    /// There must be none.
+    Nothing,
+    /// There must be no others.
+    ThisLaunch,
+    AnyLaunch,
+}
+
+impl ResumeFrom {
+    pub(super) fn choose(args: &Args, world: &World) -> Self {
+        match world.restart_count() {
+            _ if args.resume => ResumeFrom::AnyLaunch,
+            0 => ResumeFrom::Nothing,
+            _ => ResumeFrom::ThisLaunch,
+        }
+    }
+}
 
 /// The checkpoints of a training.
 pub(super) struct Checkpoints {
@@ -36,17 +61,23 @@ impl Checkpoints {
         })
     }
 
-    /// Goes on from the newest checkpoint, if `resume` and there is one; if not `resume`, there must not be one. Collective.
+    /// Goes on from the newest checkpoint, if there is one and it is of `from`. Collective.
     pub(super) fn begin(
         &mut self,
         engine: &mut dyn Engine,
         run: &Run,
-        resume: bool,
+        from: ResumeFrom,
     ) -> Result<(), Box<dyn Error>> {
-        let chosen = match &self.writer {
-            Some(writer) if resume => self.choose(writer, run)?,
-            Some(_) => self.refuse_others().map(|()| None)?,
-            None => None,
+        let chosen = match (&self.writer, from) {
+            (None, _) => None,
+            // Old ones are deleted by their step: this run's would be mixed up with those of another.
+            (Some(_), ResumeFrom::Nothing) => match checkpoint::latest(&self.folder)? {
+                Some(other) => return Err(of_an_earlier_run(&other)),
+                None => None,
+            },
+            (Some(writer), ResumeFrom::ThisLaunch | ResumeFrom::AnyLaunch) => {
+                self.choose(writer, run, from)?
+            }
         };
         let step = |checkpoint: &Checkpoint| {
             let step = checkpoint.manifest().step;
@@ -65,7 +96,12 @@ impl Checkpoints {
     }
 
     /// The checkpoint to go on from.
-    fn choose(&self, writer: &Writer, run: &Run) -> Result<Option<Checkpoint>, Box<dyn Error>> {
+    fn choose(
+        &self,
+        writer: &Writer,
+        run: &Run,
+        from: ResumeFrom,
+    ) -> Result<Option<Checkpoint>, Box<dyn Error>> {
         let Some(Found { checkpoint, damaged }) = checkpoint::find(&self.folder)? else {
             println!("no checkpoint in {} yet: beginning anew", self.folder.display());
             return Ok(None);
@@ -73,6 +109,9 @@ impl Checkpoints {
         let path = checkpoint.path().display();
         let saved: Run = serde_json::from_value(checkpoint.manifest().state.clone())
             .map_err(|error| format!("{path}: not a checkpoint of train_mnist: {error}"))?;
+        if from == ResumeFrom::ThisLaunch && !run.is_of_the_launch_of(&saved) {
+            return Err(of_an_earlier_run(checkpoint.path()));
+        }
         let differences = run.differences(&saved);
         if !differences.is_empty() {
             return Err(format!("{path} is of another run:\n  {}", differences.join("\n  ")).into());
@@ -89,18 +128,6 @@ impl Checkpoints {
             println!("the weights will not have the bits of an uninterrupted run: {}", roundings.join(", "));
         }
         Ok(Some(checkpoint))
-    }
-
-    /// Old ones are deleted by their step: this run's would be mixed up with those of another.
-    fn refuse_others(&self) -> Result<(), Box<dyn Error>> {
-        match checkpoint::latest(&self.folder)? {
-            None => Ok(()),
-            Some(found) => Err(format!(
-                "{} is of an earlier run: go on with --resume, or choose another --checkpoint-dir",
-                found.display()
-            )
-            .into()),
-        }
     }
 
     /// The step after `step` after which to save next within an epoch.
@@ -136,4 +163,9 @@ impl Checkpoints {
     pub(super) fn cost(&self) -> (u32, f64) {
         (self.saved, self.waited.as_secs_f64() * 1e3 / f64::from(self.saved.max(1)))
     }
+}
+
+fn of_an_earlier_run(path: &Path) -> Box<dyn Error> {
+    let path = path.display();
+    format!("{path} is of an earlier run: go on with --resume, or choose another --checkpoint-dir").into()
 }

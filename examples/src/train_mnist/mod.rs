@@ -1,8 +1,8 @@
 //! `mgpurun -n 2 train_mnist`: the networks of [`nets`](crate::nets) on MNIST, data-parallel.
 //!
-//! `run` reads from top to bottom: join the world, get the data, replicate the weights, then epochs of steps. A step is
-//! in `Trainer::train_epoch`; everything around it is what a training program needs besides: evaluation, checkpoints, a
-//! report.
+//! `run` reads from top to bottom: join the world and get the data, replicate the weights, go on from a checkpoint, epochs of
+//! steps, a conclusion. A step is in `Trainer::train_epoch`; everything around it is what a training program needs besides:
+//! evaluation, checkpoints, a report.
 
 mod args;
 mod checkpoints;
@@ -19,6 +19,7 @@ mod trainer;
 
 use std::error::Error;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use args::Args;
 use clap::Parser;
@@ -27,10 +28,12 @@ use engine::{Cpu, Engine, Gpu};
 use half::bf16;
 use mgpu::progress::Phase;
 use mgpu::timeline::{Name, Timeline};
-use mgpu::{Backend, ReduceOp, World};
+use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{Metrics, Progress, Summary, Tested};
+use report::{EpochReport, Metrics, Progress, Summary, Tested};
 use trainer::{Position, Trainer};
+
+use crate::data::Mnist;
 
 /// Spans of the timeline that a rank has room for: 3 MiB; some 7 MB in the file.
 const SPANS: usize = 65_536;
@@ -49,193 +52,209 @@ pub fn main() -> ExitCode {
 }
 
 fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>> {
-    let mut world = World::from_env()?;
-    let (rank, ranks) = (world.rank(), world.size());
-    let threads = args.threads(world.thread_share());
-    let timeline = match &args.timeline {
-        Some(_) if world.backend() == Backend::Nccl => {
-            return Err(
-                "--timeline shows what the CPU does: on GPUs take `nsys profile`, or --backend cpu".into()
-            );
-        }
-        Some(path) => {
-            if rank == 0 {
-                Timeline::check(path)?;
-            }
-            Timeline::new(SPANS)
-        }
-        // Counting what communication takes costs next to nothing.
-        None => Timeline::new(0),
-    };
-    let record_next = |made: u64| timeline.set_recording(args.timeline_steps().contains(&(made + 1)));
-    record_next(0);
-    let (device, mut comm) = match world.backend() {
-        Backend::Cpu => (None, timeline.observe(world.communicator()?)),
-        Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
-    };
-    if let Some(path) = args.logits.as_deref().filter(|_| rank == 0) {
-        logits::check(path)?;
-    }
-    let data = source::load(args, &world, &mut *comm)?;
-    let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
-    let mut curves = if rank == 0 { Curves::new(plot, events)? } else { Curves::default() };
-    let mut metrics = args.metrics.as_deref().filter(|_| rank == 0).map(Metrics::open).transpose()?;
-    let mut progress = Progress::new(rank);
-
-    let trainer = trainer.insert(Trainer::new(args, (rank, ranks), &data, |recipe| {
-        Ok(match (device, args.precision) {
-            (Some(device), _) => Box::new(Gpu::new(recipe, args, device, comm)?) as Box<dyn Engine>,
-            (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, threads)?),
-            (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, threads)?),
-        })
-    })?);
+    let (mut session, device, comm) = Session::begin(args)?;
+    let trainer = trainer.insert(session.trainer(device, comm)?);
     if let Some(folder) = &args.checkpoint_dir {
-        // A launcher that restarts the ranks wants them to go on.
-        let resume = args.resume || world.restart_count() > 0;
-        trainer.keep_in(folder, resume, args, &data, threads)?;
+        trainer.keep_in(folder, &session.world, args, &session.data, session.threads)?;
     }
-    if rank == 0 {
+    session.introduce(trainer);
+    let begun = trainer.steps();
+    record_next(&session.timeline, args, begun);
+    let tested =
+        if begun < trainer.length() { session.train(trainer)? } else { session.nothing_left(trainer)? };
+    session.conclude(trainer, begun, tested)
+}
+
+/// What there is around a training, on one rank.
+struct Session<'a> {
+    args: &'a Args,
+    world: World,
+    timeline: Timeline,
+    threads: usize,
+    data: Mnist,
+    curves: Curves,
+    metrics: Option<Metrics>,
+    progress: Progress,
+}
+
+/// Of a rank with a GPU.
+type DeviceComm = Option<Arc<DeviceCommunicator>>;
+type Comm = Box<dyn Communicator>;
+
+impl<'a> Session<'a> {
+    /// Joins the world, checks what will be written to, and gets the data.
+    fn begin(args: &'a Args) -> Result<(Self, DeviceComm, Comm), Box<dyn Error>> {
+        let mut world = World::from_env()?;
+        let is_first = world.rank() == 0;
+        let timeline = timeline(args, &world)?;
+        record_next(&timeline, args, 0);
+        let (device, mut comm) = match world.backend() {
+            Backend::Cpu => (None, timeline.observe(world.communicator()?)),
+            Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
+        };
+        if let Some(path) = args.logits.as_deref().filter(|_| is_first) {
+            logits::check(path)?;
+        }
+        let data = source::load(args, &world, &mut *comm)?;
+        let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
+        let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
+        let metrics = args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?;
+        let (threads, progress) = (args.threads(world.thread_share()), Progress::new(world.rank()));
+        let session = Session { args, world, timeline, threads, data, curves, metrics, progress };
+        Ok((session, device, comm))
+    }
+
+    /// The model, with the same weights on all ranks.
+    fn trainer(&self, device: DeviceComm, comm: Comm) -> Result<Trainer, Box<dyn Error>> {
+        let Session { args, world, threads, .. } = self;
+        Trainer::new(args, (world.rank(), world.size()), &self.data, |recipe| {
+            Ok(match (device, args.precision) {
+                (Some(device), _) => Box::new(Gpu::new(recipe, args, device, comm)?) as Box<dyn Engine>,
+                (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, *threads)?),
+                (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, *threads)?),
+            })
+        })
+    }
+
+    /// Says what will be trained, and on what.
+    fn introduce(&self, trainer: &mut Trainer) {
+        if self.world.rank() > 0 {
+            return;
+        }
+        let (args, ranks) = (self.args, self.world.size());
         println!(
-            "{} ({} parameters) on {ranks} rank{} of {}, {} images a step; {}",
+            "{} ({} parameters) on {} of {}, {} images a step; {}",
             args.net.name,
             trainer.engine().parameters(),
-            if ranks == 1 { "" } else { "s" },
+            number_of_ranks(ranks),
             trainer.engine().place(),
             args.batch() * ranks as usize,
-            data.origin
+            self.data.origin
         );
         if args.show_kernels {
             trainer.engine().kernels().iter().for_each(|line| println!("{line}"));
         }
     }
 
-    let mut tested = None;
-    let begun = trainer.steps();
-    record_next(begun);
-    while trainer.steps() < trainer.length() {
+    /// Trains to the end, epoch by epoch. Returns the last evaluation.
+    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<Tested>, Box<dyn Error>> {
+        let mut tested = None;
+        while trainer.steps() < trainer.length() {
+            let mut report = self.train_epoch(trainer)?;
+            if !self.args.skip_test {
+                let begin = self.timeline.begin();
+                report.set_test(tested.insert(self.evaluate(trainer)?));
+                self.timeline.end(begin, Name::new("evaluation"));
+            }
+            if self.world.rank() == 0 {
+                self.progress.line(&report.line(trainer.epochs(), tested.as_ref()));
+                if let Some(metrics) = &mut self.metrics {
+                    metrics.append(&report)?;
+                }
+                self.curves.epoch(&report)?;
+            }
+            if self.args.checkpoint_dir.is_some() {
+                self.world.report_phase(Phase::Checkpoint);
+                trainer.save()?;
+            }
+        }
+        trainer.finish_saving()?;
+        Ok(tested)
+    }
+
+    /// An epoch, or what is left of it, with the launcher and the user told of each step.
+    fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
+        let Session { args, world, timeline, data, curves, progress, .. } = self;
         let mut written = Ok(());
         let seen = |position: &Position| {
             world.report_step(position.step);
-            record_next(position.step);
+            record_next(timeline, args, position.step);
             progress.update(|| position.to_string());
-            if rank == 0 && written.is_ok() {
+            if world.rank() == 0 && written.is_ok() {
                 written = curves.step(position.step, position.loss);
             }
         };
-        let saving = || world.report_phase(Phase::Checkpoint);
-        let mut report = trainer.train_epoch(&data.train, seen, saving)?;
+        let report = trainer.train_epoch(&data.train, seen, || world.report_phase(Phase::Checkpoint))?;
         written?;
-        if !args.skip_test {
-            world.report_phase(Phase::Evaluation);
-            let begin = timeline.begin();
-            let now = tested.insert(trainer.evaluate(&data.test)?);
-            timeline.end(begin, Name::new("evaluation"));
-            report.set_test(now);
-        }
-        if rank == 0 {
-            progress.line(&report.line(trainer.epochs(), tested.as_ref()));
-            if let Some(metrics) = &mut metrics {
-                metrics.append(&report)?;
-            }
-            curves.epoch(&report)?;
-        }
-        if args.checkpoint_dir.is_some() {
-            world.report_phase(Phase::Checkpoint);
-            trainer.save()?;
-        }
+        Ok(report)
     }
-    trainer.finish_saving()?;
-    if begun >= trainer.length() {
-        // What it has come to is still worth knowing.
-        if !args.skip_test {
-            world.report_phase(Phase::Evaluation);
-            tested = Some(trainer.evaluate(&data.test)?);
-        }
-        if rank == 0 {
+
+    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<Tested> {
+        self.world.report_phase(Phase::Evaluation);
+        trainer.evaluate(&self.data.test)
+    }
+
+    /// All steps were made before. What they have come to is still worth knowing.
+    fn nothing_left(&self, trainer: &mut Trainer) -> Result<Option<Tested>, Box<dyn Error>> {
+        let tested = if self.args.skip_test { None } else { Some(self.evaluate(trainer)?) };
+        if self.world.rank() == 0 {
+            let (made, asked) = (trainer.steps(), trainer.length());
             let result = tested.map_or(String::new(), |tested| format!("; {tested}"));
-            println!("nothing left to train: {begun} steps are made, {} asked for{result}", trainer.length());
+            println!("nothing left to train: {made} steps are made, {asked} asked for{result}");
         }
+        Ok(tested)
     }
-    let checksum = trainer.engine().verify()?;
-    let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
-    // Of the rank that has the most of each.
-    let mut memory = [peak_resident_mib()?, gpu_mib.unwrap_or(0.0)];
-    trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
-    let mut communication = trainer.totals().communication();
-    trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
-    if rank == 0 {
-        println!("weights {checksum:016x}, the same on {ranks} rank{}", if ranks == 1 { "" } else { "s" });
-        let profile = trainer.engine().profile();
-        if let Some(profile) = &profile {
-            print!("{profile}");
-        }
-        if args.json {
-            let mut summary = summary(args, trainer, tested, memory, threads, checksum);
-            if ranks > 1 && trainer.steps() > begun {
-                [summary.communication, summary.waiting] = communication.map(|share| Some(round(share)));
+
+    /// Compares the weights of all ranks, and says and writes what came of it all.
+    fn conclude(
+        &self,
+        trainer: &mut Trainer,
+        begun: u64,
+        tested: Option<Tested>,
+    ) -> Result<(), Box<dyn Error>> {
+        let (args, ranks) = (self.args, self.world.size());
+        let checksum = trainer.engine().verify()?;
+        let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
+        // Of the rank that has the most of each.
+        let mut memory = [report::peak_resident_mib()?, gpu_mib.unwrap_or(0.0)];
+        trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
+        let mut communication = trainer.totals().communication();
+        trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
+        if self.world.rank() == 0 {
+            println!("weights {checksum:016x}, the same on {}", number_of_ranks(ranks));
+            let profile = trainer.engine().profile();
+            if let Some(profile) = &profile {
+                print!("{profile}");
             }
-            summary.profile = profile;
-            println!("{}", serde_json::to_string(&summary)?);
+            if args.json {
+                let mut summary = Summary::new(args, trainer, tested, memory, self.threads, checksum);
+                if ranks > 1 && trainer.steps() > begun {
+                    summary.set_communication(communication);
+                }
+                summary.profile = profile;
+                println!("{}", serde_json::to_string(&summary)?);
+            }
+            // Last: a full disk does not cost what was said above.
+            if let Some(path) = &args.logits {
+                logits::write(path, &args.net.name, trainer.engine(), &self.data.test)?;
+            }
         }
-    }
-    // Last: a full disk does not cost what was said above.
-    if let Some(path) = args.logits.as_deref().filter(|_| rank == 0) {
-        logits::write(path, &args.net.name, trainer.engine(), &data.test)?;
-    }
-    if let Some(path) = &args.timeline {
-        timeline.write(trainer.engine().comm(), path)?;
-    }
-    Ok(())
-}
-
-fn summary(
-    args: &Args,
-    trainer: &mut Trainer,
-    tested: Option<Tested>,
-    [rss_mib, gpu_mib]: [f64; 2],
-    threads: usize,
-    checksum: u64,
-) -> Summary {
-    let (totals, cost) = (trainer.totals(), trainer.checkpoint_cost());
-    Summary {
-        implementation: "mgpu",
-        net: args.net.name.clone(),
-        ranks: trainer.engine().comm().size(),
-        batch: args.batch(),
-        device: if trainer.engine().gpu().is_some() { "cuda" } else { "cpu" },
-        dtype: args.precision.name(),
-        epochs: trainer.epoch(),
-        steps: trainer.steps(),
-        images_per_s: round(totals.images_per_s()),
-        ms_per_step: round(totals.ms_per_step()),
-        communication: None,
-        waiting: None,
-        train_s: round(totals.train_s),
-        test_s: round(totals.test_s),
-        test_acc: tested.map(|tested| tested.score.accuracy()),
-        test_loss: tested.map(|tested| tested.score.loss()),
-        test_acc_average: tested.and_then(|tested| Some(tested.average?.accuracy())),
-        max_gpu_mib: trainer.engine().gpu().map(|_| gpu_mib.ceil() as u64),
-        gpu: trainer.engine().gpu().map(|gpu| gpu.name().to_owned()),
-        rss_mib: round(rss_mib),
-        threads,
-        seed: args.seed,
-        data: trainer.data().to_owned(),
-        checkpoints: cost.map(|(saved, _)| saved),
-        ms_per_checkpoint: cost.map(|(_, ms)| round(ms)),
-        weights: format!("{checksum:016x}"),
-        profile: None,
+        if let Some(path) = &args.timeline {
+            self.timeline.write(trainer.engine().comm(), path)?;
+        }
+        Ok(())
     }
 }
 
-fn round(value: f64) -> f64 {
-    (value * 1e3).round() / 1e3
+/// The timeline that the arguments ask for, or one that counts only: what communication takes costs next to nothing.
+fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
+    let Some(path) = &args.timeline else { return Ok(Timeline::new(0)) };
+    if world.backend() == Backend::Nccl {
+        return Err(
+            "--timeline shows what the CPU does: on GPUs take `nsys profile`, or --backend cpu".into()
+        );
+    }
+    if world.rank() == 0 {
+        Timeline::check(path)?;
+    }
+    Ok(Timeline::new(SPANS))
 }
 
-/// Peak resident memory of this process, in MiB (VmHWM of `/proc/self/status`).
-fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
-    let kib: f64 = line.split_whitespace().next().unwrap_or_default().parse().unwrap_or(0.0);
-    Ok(kib / 1024.0)
+/// Records what follows step `made` if it is to be on the timeline.
+fn record_next(timeline: &Timeline, args: &Args, made: u64) {
+    timeline.set_recording(args.timeline_steps().contains(&(made + 1)));
+}
+
+fn number_of_ranks(ranks: u32) -> String {
+    format!("{ranks} rank{}", if ranks == 1 { "" } else { "s" })
 }

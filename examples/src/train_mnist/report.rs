@@ -1,5 +1,6 @@
 //! What the user sees: a line that moves, a line an epoch, and a summary.
 
+use std::error::Error;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write, stdout};
@@ -8,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::args::Args;
 use super::profile::StepProfile;
+use super::trainer::Trainer;
 use crate::nets::LossReport;
 
 /// One epoch, or the part of it that was trained.
@@ -120,6 +123,66 @@ pub(super) struct Summary {
     /// With `--profile`.
     #[serde(flatten)]
     pub(super) profile: Option<StepProfile>,
+}
+
+impl Summary {
+    /// `memory` is the peak resident memory and that of the GPU, in MiB, of the ranks that have the most.
+    pub(super) fn new(
+        args: &Args,
+        trainer: &mut Trainer,
+        tested: Option<Tested>,
+        [rss_mib, gpu_mib]: [f64; 2],
+        threads: usize,
+        checksum: u64,
+    ) -> Self {
+        let (totals, cost) = (trainer.totals(), trainer.checkpoint_cost());
+        Summary {
+            implementation: "mgpu",
+            net: args.net.name.clone(),
+            ranks: trainer.engine().comm().size(),
+            batch: args.batch(),
+            device: if trainer.engine().gpu().is_some() { "cuda" } else { "cpu" },
+            dtype: args.precision.name(),
+            epochs: trainer.epoch(),
+            steps: trainer.steps(),
+            images_per_s: round(totals.images_per_s()),
+            ms_per_step: round(totals.ms_per_step()),
+            communication: None,
+            waiting: None,
+            train_s: round(totals.train_s),
+            test_s: round(totals.test_s),
+            test_acc: tested.map(|tested| tested.score.accuracy()),
+            test_loss: tested.map(|tested| tested.score.loss()),
+            test_acc_average: tested.and_then(|tested| Some(tested.average?.accuracy())),
+            max_gpu_mib: trainer.engine().gpu().map(|_| gpu_mib.ceil() as u64),
+            gpu: trainer.engine().gpu().map(|gpu| gpu.name().to_owned()),
+            rss_mib: round(rss_mib),
+            threads,
+            seed: args.seed,
+            data: trainer.data().to_owned(),
+            checkpoints: cost.map(|(saved, _)| saved),
+            ms_per_checkpoint: cost.map(|(_, ms)| round(ms)),
+            weights: format!("{checksum:016x}"),
+            profile: None,
+        }
+    }
+
+    /// With the shares of the time spent in collectives, and waiting there.
+    pub(super) fn set_communication(&mut self, shares: [f64; 2]) {
+        [self.communication, self.waiting] = shares.map(|share| Some(round(share)));
+    }
+}
+
+fn round(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+/// Peak resident memory of this process, in MiB (VmHWM of `/proc/self/status`).
+pub(super) fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    let kib: f64 = line.split_whitespace().next().unwrap_or_default().parse().unwrap_or(0.0);
+    Ok(kib / 1024.0)
 }
 
 /// Metrics of each epoch, appended to a file.

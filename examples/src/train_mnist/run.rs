@@ -27,6 +27,9 @@ pub(super) struct Run {
     pub(super) lr: f64,
     /// Steps by which the learning rate has fallen to its end; none if it has none. Such a run can be prolonged.
     pub(super) lr_steps: Option<u64>,
+    /// Identifier of the launch that has saved it, the same after restarts, where there is one.
+    #[serde(default)]
+    pub(super) launch: Option<String>,
     /// What checkpoints of format 1 do not say.
     #[serde(default)]
     details: Option<Details>,
@@ -71,6 +74,7 @@ impl Run {
             ranks,
             lr: args.lr(),
             lr_steps: args.schedule.ends().then_some(length),
+            launch: None,
             details: None,
         }
     }
@@ -98,6 +102,11 @@ impl Run {
                 batch_norm: args.net.layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
             },
         });
+    }
+
+    /// Whether a checkpoint was saved by this run, before or after a restart.
+    pub(super) fn is_of_the_launch_of(&self, saved: &Run) -> bool {
+        self.launch.is_some() && self.launch == saved.launch
     }
 
     /// Images a step on all ranks.
@@ -202,4 +211,58 @@ impl Run {
 
 fn with_checksum(details: &Details) -> String {
     format!("{} (checksum {})", details.data, details.data_xxh3)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::data::{Dataset, IMAGE_LEN, Origin};
+
+    fn run() -> Run {
+        let args = Args::try_parse_from(["train_mnist", "--net", "keras", "--clip-norm", "1"]).unwrap();
+        let mut run = Run::new(&args, 2, 100);
+        let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
+        let data = Mnist { train: set(), test: set(), origin: Origin::Generated { seed: 1 } };
+        run.describe(&args, &data, 1, None);
+        run
+    }
+
+    #[test]
+    fn only_a_launch_that_is_known_has_checkpoints_of_its_own() {
+        let of = |launch: Option<&str>| Run { launch: launch.map(str::to_owned), ..run() };
+        assert!(of(Some("a")).is_of_the_launch_of(&of(Some("a"))));
+        for (here, saved) in [(Some("a"), Some("b")), (Some("a"), None), (None, Some("a")), (None, None)] {
+            assert!(!of(here).is_of_the_launch_of(&of(saved)), "{here:?} {saved:?}");
+        }
+        assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
+    }
+
+    /// Everything in `value` that has a value of its own.
+    fn leaves(value: &mut Value) -> Vec<&mut Value> {
+        match value {
+            Value::Object(entries) => entries.values_mut().flat_map(leaves).collect(),
+            leaf => vec![leaf],
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_checkpoint_remembers_can_be_compared_or_is_an_error(
+            which in any::<prop::sample::Index>(),
+            forged in prop::sample::select(vec![
+                json!(null), json!(0), json!(-1), json!(u64::MAX), json!(1e308), json!(""), json!("x"), json!(true), json!([]), json!({}),
+            ]),
+        ) {
+            let mut state = serde_json::to_value(run()).unwrap();
+            **which.get_mut(&mut leaves(&mut state)[..]) = forged;
+            if let Ok(saved) = serde_json::from_value::<Run>(state) {
+                let lines = [run().differences(&saved), run().roundings(&saved)].concat();
+                prop_assert!(lines.iter().all(|line| !line.is_empty()));
+            }
+        }
+    }
 }

@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use mgpu::replicate::verify_same;
 use mgpu::timeline::Name;
-use mgpu::{Communicator, ReduceOp, Sampler, sampler};
+use mgpu::{Communicator, ReduceOp, Sampler, World, sampler};
 use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
-use super::checkpoints::Checkpoints;
+use super::checkpoints::{Checkpoints, ResumeFrom};
 use super::engine::{Engine, Recipe};
 use super::report::{EpochReport, Tested};
 use super::run::Run;
@@ -116,21 +116,21 @@ impl Trainer {
         Ok(Trainer { engine, sampler, run, data, checkpoints: None, length, totals: Totals::default() })
     }
 
-    /// Saves the training to `folder` from now on, and goes on from what is there if `resume`. Collective.
+    /// Saves the training to `folder` from now on, and goes on from what is there if it may. Collective.
     pub(super) fn keep_in(
         &mut self,
         folder: &Path,
-        resume: bool,
+        world: &World,
         args: &Args,
         data: &Mnist,
         threads: usize,
     ) -> Result<(), Box<dyn Error>> {
-        let rank = self.engine.comm().rank();
-        let mut checkpoints = Checkpoints::open(folder, args, rank)?;
-        if rank == 0 {
+        let mut checkpoints = Checkpoints::open(folder, args, world.rank())?;
+        if world.rank() == 0 {
             self.run.describe(args, data, threads, self.engine.gpu().map(Device::name));
+            self.run.launch = world.launch_id().map(str::to_owned);
         }
-        checkpoints.begin(&mut *self.engine, &self.run, resume)?;
+        checkpoints.begin(&mut *self.engine, &self.run, ResumeFrom::choose(args, world))?;
         self.checkpoints = Some(checkpoints);
         Ok(())
     }

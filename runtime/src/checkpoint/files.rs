@@ -4,12 +4,13 @@
 //! shapes and offsets, its length before it, the tensors after it, in the layout's order.
 //! (<https://github.com/huggingface/safetensors#format>)
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
 
-use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde::Deserialize;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::manifest::{Entry, MANIFEST, Manifest, hexadecimal};
@@ -32,9 +33,16 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
         }
         files.insert(name, write_arena(&file, arena)?);
     }
-    let manifest = Manifest::new(step, position, state, files);
+    let manifest = Manifest::new(step, position, state, files).to_json();
     let file = path.join(MANIFEST);
-    create(&file, |output| output.write_all(&manifest.to_json())).map_err(|error| failed(&file, error))?;
+    if manifest.len() > LONGEST_MANIFEST {
+        let problem = format!(
+            "{} bytes, of which {LONGEST_MANIFEST} would be read: its state is too large",
+            manifest.len()
+        );
+        return Err(failed(&file, problem));
+    }
+    create(&file, |output| output.write_all(&manifest)).map_err(|error| failed(&file, error))?;
     flush_folder(path)
 }
 
@@ -54,6 +62,10 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
     let mut header = serde_json::to_vec(&header).map_err(|error| failed(path, error))?;
     // Tensors begin at a multiple of 8, the length included.
     header.resize(header.len().next_multiple_of(8), b' ');
+    if header.len() > LONGEST_HEADER {
+        let problem = format!("a header of {} bytes, of which {LONGEST_HEADER} would be read", header.len());
+        return Err(failed(path, problem));
+    }
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
     let written = create(path, |output| {
         let mut put = |part: &[u8]| {
@@ -78,8 +90,11 @@ fn create(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>
     output.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// Bytes of a manifest that are read; none has as many.
-const LONGEST_MANIFEST: u64 = 16 << 20;
+/// Bytes of a manifest, at most: as JSON values they can take a hundred times their size in memory.
+const LONGEST_MANIFEST: usize = 1 << 20;
+
+/// Bytes of a safetensors file's header, at most: those of some 100,000 tensors.
+const LONGEST_HEADER: usize = 16 << 20;
 
 /// Brings the entries of a folder to the disk: which names there are, and what they stand for.
 pub(super) fn flush_folder(path: &Path) -> Result<()> {
@@ -94,14 +109,31 @@ fn is_file_name(name: &str) -> bool {
 /// The manifest of the checkpoint at `path`.
 pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     let file = path.join(MANIFEST);
+    let (mut input, bytes) = open(&file)?;
+    if bytes > LONGEST_MANIFEST as u64 {
+        return Err(damaged(
+            &file,
+            format!("{bytes} bytes, where a manifest has at most {LONGEST_MANIFEST}"),
+        ));
+    }
     let mut text = Vec::new();
-    let read = File::open(&file).and_then(|file| file.take(LONGEST_MANIFEST).read_to_end(&mut text));
-    read.map_err(|error| unreadable(&file, &error))?;
+    input.read_to_end(&mut text).map_err(|error| unreadable(&file, &error))?;
     let manifest = Manifest::parse(&file, &text)?;
     match manifest.files.keys().find(|name| !is_file_name(name)) {
         Some(name) => Err(damaged(&file, format!("{name:?} is not the name of a file"))),
         None => Ok(manifest),
     }
+}
+
+/// Opens a file, and says how long it is. Anything else under its name could keep a reader waiting, or never come to an end.
+fn open(path: &Path) -> Result<(io::Take<File>, u64)> {
+    let metadata = fs::metadata(path).map_err(|error| unreadable(path, &error))?;
+    if !metadata.is_file() {
+        return Err(damaged(path, "not a file"));
+    }
+    let file = File::open(path).map_err(|error| unreadable(path, &error))?;
+    // What is appended meanwhile is none of its business.
+    Ok((file.take(metadata.len()), metadata.len()))
 }
 
 /// A file that is not there was there once: a checkpoint is whole when it gets its name.
@@ -115,29 +147,29 @@ fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
 /// Compares file `name` of the checkpoint at `path` with what the manifest knows of it.
 pub(super) fn verify(path: &Path, name: &str, entry: &Entry) -> Result<()> {
     let path = path.join(name);
-    let read = || -> io::Result<(u64, u64)> {
-        let (mut file, mut chunk) = (File::open(&path)?, vec![0; CHUNK]);
-        let (mut hash, mut bytes) = (Xxh3::new(), 0);
-        loop {
-            match file.read(&mut chunk) {
-                Ok(0) => return Ok((bytes, hash.digest())),
-                Ok(count) => {
-                    hash.update(&chunk[..count]);
-                    bytes += count as u64;
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+    let (mut file, bytes) = open(&path)?;
+    check_size(&path, entry, bytes)?;
+    let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK]);
+    loop {
+        match file.read(&mut chunk) {
+            Ok(0) => return check_sum(&path, entry, hash.digest()),
+            Ok(count) => hash.update(&chunk[..count]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(unreadable(&path, &error)),
         }
-    };
-    let (bytes, checksum) = read().map_err(|error| unreadable(&path, &error))?;
-    compare(&path, entry, bytes, checksum)
+    }
 }
 
-fn compare(path: &Path, entry: &Entry, bytes: u64, checksum: u64) -> Result<()> {
-    if let Some(expected) = entry.bytes.filter(|expected| *expected != bytes) {
-        return Err(damaged(path, format!("{bytes} bytes instead of {expected}")));
+fn check_size(path: &Path, entry: &Entry, bytes: u64) -> Result<()> {
+    match entry.bytes {
+        Some(expected) if expected != bytes => {
+            Err(damaged(path, format!("{bytes} bytes instead of {expected}")))
+        }
+        _ => Ok(()),
     }
+}
+
+fn check_sum(path: &Path, entry: &Entry, checksum: u64) -> Result<()> {
     let (found, expected) = (hexadecimal(checksum), &entry.xxh3);
     if found != *expected {
         return Err(damaged(path, format!("checksum {found} instead of {expected}")));
@@ -148,29 +180,60 @@ fn compare(path: &Path, entry: &Entry, bytes: u64, checksum: u64) -> Result<()> 
 /// The values of the arena in file `name` of the checkpoint at `path`, which must hold exactly the tensors of `layout`.
 pub(super) fn load(path: &Path, name: &str, entry: &Entry, layout: &Layout) -> Result<Vec<f32>> {
     let path = path.join(name);
-    let found = fs::metadata(&path).map_err(|error| unreadable(&path, &error))?.len();
-    if let Some(expected) = entry.bytes.filter(|expected| *expected != found) {
-        return Err(damaged(&path, format!("{found} bytes instead of {expected}")));
+    let (mut file, size) = open(&path)?;
+    check_size(&path, entry, size)?;
+    let needed = size_of::<f32>() * layout.tensors().iter().map(|tensor| tensor.len()).sum::<usize>();
+    if size > (needed + LONGEST_HEADER + size_of::<u64>()) as u64 {
+        return Err(failed(&path, format!("{size} bytes, where the model's tensors have {needed}")));
     }
-    let bytes = fs::read(&path).map_err(|error| unreadable(&path, &error))?;
-    compare(&path, entry, bytes.len() as u64, xxh3_64(&bytes))?;
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|error| failed(&path, error))?;
-    if tensors.len() != layout.tensors().len() {
-        let counts = format!("{} tensors where the model has {}", tensors.len(), layout.tensors().len());
+    let mut bytes = Vec::with_capacity(size as usize);
+    file.read_to_end(&mut bytes).map_err(|error| unreadable(&path, &error))?;
+    check_sum(&path, entry, xxh3_64(&bytes))?;
+    let (header, data) = split(&bytes).map_err(|problem| failed(&path, problem))?;
+    if header.tensors.len() != layout.tensors().len() {
+        let counts =
+            format!("{} tensors where the model has {}", header.tensors.len(), layout.tensors().len());
         return Err(failed(&path, counts));
     }
     let mut values = vec![0.0; layout.len()];
     for tensor in layout.tensors() {
-        let view = tensors.tensor(&tensor.name).map_err(|error| failed(&path, error))?;
-        if view.dtype() != Dtype::F32 || view.shape() != tensor.shape {
-            let (dtype, shape) = (view.dtype(), view.shape());
-            let (name, expected) = (&tensor.name, &tensor.shape);
+        let name = &tensor.name;
+        let info =
+            header.tensors.get(name).ok_or_else(|| failed(&path, format!("there is no tensor `{name}`")))?;
+        if info.dtype != Dtype::F32 || info.shape != tensor.shape {
+            let (dtype, shape, expected) = (info.dtype, &info.shape, &tensor.shape);
             let text = format!(
                 "tensor `{name}` is {dtype:?} of shape {shape:?} where the model has F32 of shape {expected:?}"
             );
             return Err(failed(&path, text));
         }
-        bytemuck::cast_slice_mut::<f32, u8>(&mut values[tensor.range()]).copy_from_slice(view.data());
+        let into: &mut [u8] = bytemuck::cast_slice_mut(&mut values[tensor.range()]);
+        let (begin, end) = info.data_offsets;
+        let from = data.get(begin..end).filter(|from| from.len() == into.len());
+        let problem = || format!("tensor `{name}` does not lie in bytes {begin} to {end} of {}", data.len());
+        into.copy_from_slice(from.ok_or_else(|| failed(&path, problem()))?);
     }
     Ok(values)
+}
+
+/// The header of a safetensors file. The crate's own reader adds up offsets as they come, and a sum that overflows panics
+/// where overflows are checked.
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "__metadata__")]
+    _metadata: Option<HashMap<String, String>>,
+    #[serde(flatten)]
+    tensors: HashMap<String, TensorInfo>,
+}
+
+/// Header and tensors of a safetensors file.
+fn split(bytes: &[u8]) -> std::result::Result<(Header, &[u8]), String> {
+    let parts = bytes.split_first_chunk().and_then(|(length, rest)| {
+        let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+        rest.split_at_checked(length)
+    });
+    let (header, data) = parts.ok_or("not a safetensors file: it ends within its header")?;
+    let header =
+        serde_json::from_slice(header).map_err(|error| format!("not a safetensors header: {error}"))?;
+    Ok((header, data))
 }

@@ -119,7 +119,7 @@ fn newest_whole(folder: &Path, listed: Vec<Named>) -> Result<Option<Found>> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
 
     use serde_json::json;
 
@@ -234,5 +234,81 @@ mod tests {
             error.contains("step-00000020/weights.safetensors: damaged: there is no such file"),
             "{error}"
         );
+    }
+
+    /// Loads `bytes` as the weights of a checkpoint of format 1 that has their checksum.
+    fn load_forged(bytes: &[u8]) -> Result<Vec<f32>> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        fs::write(path.join("weights.safetensors"), bytes).unwrap();
+        let checksum = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(bytes));
+        let manifest =
+            json!({"format": 1, "step": 1, "state": null, "files": {"weights.safetensors": checksum}});
+        fs::write(path.join("manifest.json"), manifest.to_string()).unwrap();
+        Checkpoint::open(path)?.load("weights", &layout())
+    }
+
+    #[test]
+    fn forged_headers_are_refused() {
+        let file = |header: &str, data: usize| {
+            [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
+        };
+        let tensors = |weight: (u64, u64), bias: (u64, u64)| {
+            let tensor = |shape: &[u64], (begin, end)| json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, end]});
+            json!({"0.weight": tensor(&[2, 3], weight), "0.bias": tensor(&[2], bias)}).to_string()
+        };
+        assert_eq!(load_forged(&file(&tensors((0, 24), (24, 32)), 32)).unwrap(), vec![0.0; 18]);
+        let lie = "does not lie in bytes";
+        for (bytes, problem) in [
+            (file(&tensors((0, 24), (24, 32)), 31), lie),
+            (file(&tensors((24, 0), (24, 32)), 32), lie),
+            (file(&tensors((0, 25), (24, 32)), 32), lie),
+            (file(&tensors((0, 24), (u64::MAX - 8, u64::MAX)), 32), lie),
+            (file(&tensors((0, 24), (24, 32)).replace("0.bias", "bias"), 32), "no tensor `0.bias`"),
+            (file(&tensors((0, 24), (24, 32)).replacen("F32", "I32", 1), 32), "is I32 of shape [2]"),
+            (file("{}", 0), "0 tensors where the model has 2"),
+            (file("[", 0), "not a safetensors header"),
+            (u64::MAX.to_le_bytes().to_vec(), "it ends within its header"),
+            (b"short".to_vec(), "it ends within its header"),
+        ] {
+            let error = load_forged(&bytes).unwrap_err().to_string();
+            assert!(error.contains("weights.safetensors: ") && error.contains(problem), "{problem}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_too_long_or_no_file_is_refused_unread() {
+        let folder = tempfile::tempdir().unwrap();
+        two(folder.path());
+        let path = folder.path().join("step-00000020");
+        // Sparse files, which take no room on the disk: a terabyte of zeros would not fit into memory.
+        let lengthen = |name: &str| File::options().write(true).open(path.join(name))?.set_len(1 << 40);
+        for name in ["weights.safetensors", "manifest.json"] {
+            lengthen(name).unwrap();
+            let damaged = find(folder.path()).unwrap().unwrap().damaged;
+            assert!(damaged[0].1.to_string().contains(&format!("{name}: damaged: 1099511627776 bytes")));
+        }
+        // Format 1 knows no sizes, the model does.
+        let old = json!({"format": 1, "step": 20, "state": null, "files": {"weights.safetensors": "0"}});
+        fs::write(path.join("manifest.json"), old.to_string()).unwrap();
+        let error = Checkpoint::open(&path).unwrap().load("weights", &layout()).unwrap_err().to_string();
+        let expected = "weights.safetensors: 1099511627776 bytes, where the model's tensors have 32";
+        assert!(error.ends_with(expected), "{error}");
+        // Nobody writes into this pipe: whoever opened it would wait for ever.
+        fs::remove_file(path.join("manifest.json")).unwrap();
+        nix::unistd::mkfifo(&path.join("manifest.json"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let error = Checkpoint::open(&path).unwrap_err().to_string();
+        assert!(error.ends_with("manifest.json: damaged: not a file"), "{error}");
+    }
+
+    #[test]
+    fn a_manifest_that_nobody_would_read_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        two(folder.path());
+        let mut writer = Writer::new(folder.path(), 2).unwrap();
+        writer.save(Snapshot::new(30).with_state("x".repeat(2 << 20).into())).unwrap();
+        let error = writer.finish().unwrap_err().to_string();
+        assert!(error.contains("manifest.json: ") && error.ends_with("its state is too large"), "{error}");
+        assert_eq!(find(folder.path()).unwrap().unwrap().checkpoint.manifest().step, 20);
     }
 }

@@ -54,6 +54,8 @@ pub(super) struct Identity {
     /// `None` in a world of one that nobody has to meet in.
     pub(super) rendezvous: Option<Rendezvous>,
     pub(super) run_id: String,
+    /// The same after each restart; `None` where nobody restarts, or does not say what.
+    pub(super) launch_id: Option<String>,
     pub(super) restart_count: u32,
     pub(super) backend: Backend,
     /// Nobody has chosen a backend; it depends on the GPUs there are.
@@ -78,6 +80,7 @@ impl Identity {
             local_world_size: 1,
             rendezvous: None,
             run_id: String::new(),
+            launch_id: None,
             restart_count: 0,
             backend: Backend::Cpu,
             backend_is_open: false,
@@ -173,6 +176,8 @@ impl Identity {
             local_rank,
             local_world_size,
             rendezvous,
+            // The launcher makes it once, for all starts.
+            launch_id: Some(run_id.clone()),
             run_id,
             restart_count,
             ..settings
@@ -199,6 +204,7 @@ impl Identity {
             local_rank,
             local_world_size: world_size,
             rendezvous: rendezvous.map(|job| Rendezvous::RankZero { title: job.title(), patience }),
+            launch_id: job.as_ref().and_then(|job| job.launch_id(surroundings.parent)),
             run_id: job.map(|job| job.run_id(restart_count)).unwrap_or_default(),
             restart_count,
             backend_is_open: (surroundings.variable)(MGPU_BACKEND).is_none(),
@@ -254,7 +260,7 @@ mod tests {
     fn read(pairs: &[(&str, &str)]) -> Result<Identity> {
         let variable =
             |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-        Identity::read(&Surroundings { variable: &variable, hydra: &|| None })
+        Identity::read(&Surroundings { variable: &variable, hydra: &|| None, parent: &|| None })
     }
 
     #[test]

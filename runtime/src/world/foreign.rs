@@ -70,9 +70,23 @@ impl Job {
 
     /// The run's identifier: 32 hexadecimal digits like those of a launcher of our own. One of another start is another.
     pub(super) fn run_id(&self, restart_count: u32) -> String {
+        self.identifier(&restart_count.to_string())
+    }
+
+    /// The launch's identifier, of all its starts. `None` if that of torchrun cannot be told: unless somebody gives them one,
+    /// its launches all have one name and one port, and only `parent`, its process, tells them apart.
+    pub(super) fn launch_id(&self, parent: impl FnOnce() -> Option<String>) -> Option<String> {
+        let starter = match self.launcher {
+            Launcher::Torchrun => parent()?,
+            _ => String::new(),
+        };
+        Some(self.identifier(&starter))
+    }
+
+    fn identifier(&self, start: &str) -> String {
         let Job { launcher, name } = self;
-        // Neither can contain a zero byte, so different jobs are different texts.
-        let text = format!("{launcher}\0{name}\0{restart_count}");
+        // None can contain a zero byte, so different ones are different texts.
+        let text = format!("{launcher}\0{name}\0{start}");
         format!("{:032x}", xxhash_rust::xxh3::xxh3_128(text.as_bytes()))
     }
 }
@@ -129,6 +143,8 @@ pub(super) struct Surroundings<'a> {
     pub(super) variable: &'a dyn Fn(&str) -> Option<String>,
     /// Names hydra's process on this host that has started this one, if there is one.
     pub(super) hydra: &'a dyn Fn() -> Option<String>,
+    /// Names the process that has started this one.
+    pub(super) parent: &'a dyn Fn() -> Option<String>,
 }
 
 impl Surroundings<'_> {
@@ -265,8 +281,15 @@ fn several_hosts(name: &'static str, finding: String) -> Error {
     )
 }
 
-/// Names the process of hydra that has started this one: its number, and when it was started, because numbers are given
-/// again. All ranks on a host are children of one, or of shells that are.
+/// Names the process that has started this one: its number, and when it was started, because numbers are given again.
+pub(super) fn parent() -> Option<String> {
+    let parent = std::os::unix::process::parent_id();
+    let stat = std::fs::read_to_string(format!("/proc/{parent}/stat")).ok()?;
+    let (_, _, started) = parse_stat(&stat)?;
+    Some(format!("{parent} of {started}"))
+}
+
+/// Names the process of hydra that has started this one, in the same way. All ranks on a host are children of one, or of shells that are.
 pub(super) fn hydra_proxy() -> Option<String> {
     let mut process = std::process::id();
     loop {

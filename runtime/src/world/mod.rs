@@ -49,8 +49,11 @@ pub struct World {
 }
 
 /// The environment of this process.
-const SURROUNDINGS: Surroundings<'static> =
-    Surroundings { variable: &|name| std::env::var(name).ok(), hydra: &foreign::hydra_proxy };
+const SURROUNDINGS: Surroundings<'static> = Surroundings {
+    variable: &|name| std::env::var(name).ok(),
+    hydra: &foreign::hydra_proxy,
+    parent: &foreign::parent,
+};
 
 /// Reaches the rendezvous, which rank 0 opens first where no launcher does.
 fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, Host)> {
@@ -178,6 +181,15 @@ impl World {
     /// Identifier of the run; empty without a launcher.
     pub fn run_id(&self) -> &str {
         &self.identity.run_id
+    }
+
+    /// Identifier of the launch, the same after each restart of the ranks: what the checkpoints are marked with that a
+    /// restarted run may take for its own. `None` without a launcher, or if it cannot be told.
+    ///
+    /// Under `mgpurun` it is the [`run_id`](Self::run_id), under torchrun it depends on the process that has started this
+    /// one, elsewhere on what the launcher calls the job, or on `MGPU_RUN_ID`.
+    pub fn launch_id(&self) -> Option<&str> {
+        self.identity.launch_id.as_deref()
     }
 
     /// How often the launcher has restarted the ranks, if it says so.

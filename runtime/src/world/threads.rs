@@ -24,6 +24,7 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
             local_rank: rank,
             local_world_size: size,
             run_id: run_id.clone(),
+            launch_id: Some(run_id.clone()),
             ..Identity::alone()
         };
         let membership = Some(Arc::new(Membership::new(rank, store, page, Vec::new())));

@@ -14,7 +14,7 @@ fn variables(pairs: &[(&'static str, &str)]) -> Variables {
 
 fn read(variables: &Variables) -> Result<Option<Launched>> {
     let variable = |name: &str| variables.get(name).cloned();
-    Surroundings { variable: &variable, hydra: &|| Some("77 of 12".into()) }.launched()
+    Surroundings { variable: &variable, hydra: &|| Some("77 of 12".into()), parent: &|| None }.launched()
 }
 
 /// The variables of `rank` of `size` under each launcher, as they set them.
@@ -157,6 +157,30 @@ fn different_jobs_have_different_names() {
     }
     let ids: std::collections::BTreeSet<String> = jobs.iter().map(run_id).collect();
     assert_eq!(ids.len(), jobs.len());
+}
+
+#[test]
+fn a_launch_keeps_its_identifier_over_restarts_and_no_other_has_it() {
+    let id = |variables: &Variables, parent: &str| {
+        let parent = (!parent.is_empty()).then(|| parent.to_owned());
+        read(variables).unwrap().unwrap().job.unwrap().launch_id(|| parent)
+    };
+    for (launcher, count, name) in [
+        (Launcher::Torchrun, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+        (Launcher::Slurm, "SLURM_RESTART_COUNT", "SLURM_JOB_ID"),
+    ] {
+        let first = ranks_of(launcher, 0, 2);
+        let with = |name, value: &str| first.clone().into_iter().chain([(name, value.to_owned())]).collect();
+        assert!(id(&first, "7 of 1").is_some());
+        assert_eq!(id(&with(count, "1"), "7 of 1"), id(&first, "7 of 1"));
+        assert_ne!(id(&with(name, "99"), "7 of 1"), id(&first, "7 of 1"));
+    }
+    // Two launches of torchrun may differ in nothing else.
+    let torchrun = ranks_of(Launcher::Torchrun, 0, 2);
+    assert_ne!(id(&torchrun, "7 of 1"), id(&torchrun, "8 of 2"));
+    assert_eq!(id(&torchrun, ""), None);
+    assert_eq!(super::parent(), super::parent());
+    assert!(super::parent().is_some_and(|parent| parent.contains(" of ")));
 }
 
 #[test]
