@@ -56,6 +56,15 @@ impl Parallel {
         self.bucket
     }
 
+    /// What of the optimizer is sharded, where the user says.
+    pub(crate) fn sharding(&self) -> Option<&'static str> {
+        match self.shard_optimizer {
+            Sharding::Auto => None,
+            Sharding::On => Some("on"),
+            Sharding::Off => Some("off"),
+        }
+    }
+
     /// Threads of a rank: as many as asked for, else its share of the cores. That depends on the number of ranks, and sums on
     /// the number of threads.
     pub(crate) fn threads(&self, asked: Option<u16>, share: usize) -> usize {

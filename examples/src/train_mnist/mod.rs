@@ -35,7 +35,7 @@ use trainer::{Position, Trainer};
 
 use crate::data::Mnist;
 
-/// Spans of the timeline that a rank has room for: 3 MiB; some 7 MB in the file.
+/// Spans of the timeline that a rank has room for: 3.5 MiB; some 7 MB in the file.
 const SPANS: usize = 65_536;
 
 /// The program.

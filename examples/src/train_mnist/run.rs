@@ -58,6 +58,9 @@ struct Update {
     gradients: String,
     /// Bytes of gradients that are summed together, where that was chosen.
     bucket: Option<usize>,
+    /// What of the optimizer was sharded, where that was chosen.
+    #[serde(default)]
+    sharding: Option<String>,
     /// How many there are and whose, in words.
     micro_batches: String,
     world_size_invariant: bool,
@@ -97,6 +100,7 @@ impl Run {
                 clip_norm: args.parallel.clip_norm(),
                 gradients: if args.parallel.compresses() { "bf16" } else { "f32" }.to_owned(),
                 bucket: args.parallel.bucket_bytes(),
+                sharding: args.parallel.sharding().map(str::to_owned),
                 micro_batches: args.parallel.describe_micro_batches(),
                 world_size_invariant: args.parallel.is_world_size_invariant(),
                 batch_norm: args.net.layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
@@ -171,11 +175,16 @@ impl Run {
         let (before, now) = (saved.update(), self.update());
         if !(before.world_size_invariant && now.world_size_invariant) {
             compare("ranks", saved.ranks.to_string(), self.ranks.to_string());
-            if now.clip_norm.is_some() {
-                // A norm is summed bucket by bucket.
+            let on_gpus = self.details.as_ref().is_some_and(|here| here.threads.is_none());
+            if now.clip_norm.is_some() || on_gpus {
+                // A norm is summed bucket by bucket, and NCCL's sums depend on lengths.
                 let bucket =
                     |update: &Update| update.bucket.map_or("default".to_owned(), |bytes| bytes.to_string());
                 compare("bytes of a bucket", bucket(&before), bucket(&now));
+            }
+            if on_gpus {
+                let sharding = |update: &Update| update.sharding.clone().unwrap_or("auto".to_owned());
+                compare("a sharded optimizer", sharding(&before), sharding(&now));
             }
         }
         compare("micro-batches", before.micro_batches, now.micro_batches);
@@ -197,6 +206,7 @@ impl Run {
             clip_norm: None,
             gradients: "f32".to_owned(),
             bucket: None,
+            sharding: None,
             micro_batches: "1 of each rank".to_owned(),
             world_size_invariant: false,
             batch_norm: false,

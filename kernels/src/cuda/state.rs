@@ -25,7 +25,7 @@ pub struct StepState {
     pub constants: [f32; 8],
     /// The sum of its gradients' squares, where they are clipped.
     pub squares: f64,
-    /// The Euclidean norm of its gradients before they were clipped, where they are.
+    /// The Euclidean norm of its gradients before they were clipped, where they are; not a number before the first step.
     pub norm: f64,
     /// What the optimizer multiplies its gradients with.
     pub scale: f32,
@@ -49,7 +49,7 @@ impl StepState {
     /// The state after `step` steps: the next one that begins has that index.
     pub fn after(step: u64) -> Self {
         // One less than 0 is the largest number, to which the kernel adds 1 all the same.
-        StepState { step: step.wrapping_sub(1), scale: 1.0, ..Zeroable::zeroed() }
+        StepState { step: step.wrapping_sub(1), norm: f64::NAN, scale: 1.0, ..Zeroable::zeroed() }
     }
 
     /// A copy on the GPU of `stream`, as bytes.

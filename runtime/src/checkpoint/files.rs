@@ -233,6 +233,9 @@ fn split(bytes: &[u8]) -> std::result::Result<(Header, &[u8]), String> {
         rest.split_at_checked(length)
     });
     let (header, data) = parts.ok_or("not a safetensors file: it ends within its header")?;
+    if header.len() > LONGEST_HEADER {
+        return Err(format!("not a safetensors file: a header of {} bytes", header.len()));
+    }
     let header =
         serde_json::from_slice(header).map_err(|error| format!("not a safetensors header: {error}"))?;
     Ok((header, data))

@@ -268,6 +268,7 @@ mod tests {
             (file(&tensors((0, 24), (24, 32)).replacen("F32", "I32", 1), 32), "is I32 of shape [2]"),
             (file("{}", 0), "0 tensors where the model has 2"),
             (file("[", 0), "not a safetensors header"),
+            (file(&" ".repeat((16 << 20) + 1), 0), "a header of 16777217 bytes"),
             (u64::MAX.to_le_bytes().to_vec(), "it ends within its header"),
             (b"short".to_vec(), "it ends within its header"),
         ] {

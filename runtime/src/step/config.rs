@@ -27,7 +27,7 @@ pub struct DataParallelConfig {
     pub bucket: usize,
     /// Bytes from which on a bucket's part of the optimizer is sharded: every rank has 1/n of its state and of its moving
     /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not (under `nccl` where
-    /// two ranks add). `None` replicates all, and so does a [`DataParallel`](super::DataParallel) whose ranks do not share
+    /// two ranks add, and but for a clipped norm). `None` replicates all, and so does a [`DataParallel`](super::DataParallel) whose ranks do not share
     /// memory: sums of its backend may differ in their last bits from one operation to the other.
     pub shard_from: Option<usize>,
     /// Reduce buckets on a thread of its own, under the rest of the backward pass, for where a core is to spare. What is trained

@@ -43,7 +43,8 @@ pub(super) fn gather(record: &Record, comm: &mut dyn Communicator) -> Result<Vec
     let counts: Vec<_> = all.chunks_exact(counts.len()).collect();
     // Everybody looks at all of them, so that nobody waits for one that gave up.
     for (rank, counts) in counts.iter().enumerate() {
-        if !counts[..2].iter().all(|count| (0..=MOST).contains(count)) || counts[2] < 0 {
+        let limits = [MOST, MOST * WORDS as i64, i64::MAX];
+        if !counts.iter().zip(limits).all(|(count, most)| (0..=most).contains(count)) {
             return Err(bad(rank, "counts that no record has"));
         }
     }

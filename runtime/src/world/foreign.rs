@@ -281,21 +281,27 @@ fn several_hosts(name: &'static str, finding: String) -> Error {
     )
 }
 
-/// Names the process that has started this one: its number, and when it was started, because numbers are given again.
+/// Shells that a launcher may have started this process by.
+const SHELLS: [&str; 6] = ["sh", "bash", "dash", "ksh", "zsh", "fish"];
+
+/// Names the process that has started this one, but for shells in between: its number, and when it was started, because numbers
+/// are given again.
 pub(super) fn parent() -> Option<String> {
-    let parent = std::os::unix::process::parent_id();
-    let stat = std::fs::read_to_string(format!("/proc/{parent}/stat")).ok()?;
-    let (_, _, started) = parse_stat(&stat)?;
-    Some(format!("{parent} of {started}"))
+    ancestor(std::os::unix::process::parent_id(), |name| !SHELLS.contains(&name))
 }
 
-/// Names the process of hydra that has started this one, in the same way. All ranks on a host are children of one, or of shells that are.
+/// Names the process of hydra that has started this one, in the same way. All ranks on a host are children of one, or of shells
+/// that are.
 pub(super) fn hydra_proxy() -> Option<String> {
-    let mut process = std::process::id();
+    ancestor(std::process::id(), |name| name.starts_with("hydra"))
+}
+
+/// Names the first process that `is_it`, by its name, from `process` upwards.
+fn ancestor(mut process: u32, is_it: impl Fn(&str) -> bool) -> Option<String> {
     loop {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
         let (name, parent, started) = parse_stat(&stat)?;
-        if name.starts_with("hydra") {
+        if is_it(name) {
             return Some(format!("{process} of {started}"));
         }
         process = Some(parent).filter(|parent| *parent > 0)?;

@@ -174,6 +174,9 @@ fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     let average = if model.has_average() {
         model.swap_average()?;
         let average = model.parameters()?;
+        let error = model.begin_step().expect_err("the average is in the parameters' place").to_string();
+        assert!(error.contains("swap it back first"), "{error}");
+        assert!(model.arenas()?[0].1.iter().zip(&weights).all(|(saved, weight)| saved == weight));
         model.swap_average()?;
         assert!(model.parameters()? == weights, "the parameters are not what they were");
         Some(average)
@@ -397,6 +400,9 @@ fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<(
     let mut model = model(world, config)?;
     inputs.step_with(&mut model, 0)?;
     let two = model.capture(|model| (0..2).try_for_each(|_| inputs.step_with(model, 0)))?;
+    // A step that breaks off after a capture, of which events remain, and before a replay.
+    model.begin_step()?;
+    model.ready(6)?;
     model.replay(&two)?;
     let before = model.parameters()?;
     inputs.set_infinite(&model, 0, is_culprit)?;

@@ -52,9 +52,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As `work`, and if something cannot be captured.
     pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<StepGraph> {
-        if self.open {
-            self.abandon_step()?;
-        }
+        self.get_ready()?;
         let made = self.steps;
         self.compute.begin_capture()?;
         self.capturing = true;
@@ -72,12 +70,13 @@ impl DeviceDataParallel {
     /// Makes the steps of a graph that was captured from this model.
     ///
     /// # Errors
-    /// If an error has made the communicator unusable, or the driver refuses.
+    /// If an error has made the communicator unusable, or the driver refuses; as [`begin_step`](Self::begin_step).
     ///
     /// # Panics
     /// If it was captured from another one.
     pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
         assert!(Arc::ptr_eq(&graph.model, &self.identity), "a graph of another model");
+        self.get_ready()?;
         self.comm.begin_launch()?;
         // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread
         // aborts it now, NCCL keeps what captured operations use until the graph is gone.

@@ -223,11 +223,14 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Waits for all steps so far, and says whether all is well. Collective.
+    /// Waits for all steps so far, and says whether all is well. A step that broke off is given up. Collective.
     ///
     /// # Errors
     /// As [`look`](Self::look).
     pub fn check(&mut self) -> Result<()> {
+        if self.open {
+            self.abandon_step()?;
+        }
         let Some(mut health) = self.guard.health.take() else { return Ok(()) };
         let outcome = self.look_later(&mut health).and_then(|()| self.look(&mut health));
         self.guard.health = Some(health);
@@ -246,14 +249,17 @@ impl DeviceDataParallel {
 
     /// Gets a step out of the way that broke off: its collectives, its number, and what was found in its gradients.
     pub(super) fn abandon_step(&mut self) -> Result<()> {
-        for slot in &self.slots {
-            self.compute.wait_for(&slot.exchanged)?;
-        }
+        // Not by their events, which may have been recorded in a capture.
+        self.comm.wait(&self.exchange, STEP)?;
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
         self.open = false;
         // An earlier one that was to be the last still is, and the host has yet to see it.
-        if state.halted == 0 { self.go_to(self.steps) } else { Ok(()) }
+        if state.halted != 0 {
+            return Ok(());
+        }
+        self.guard.generation += 1;
+        Ok(self.compute.upload(bytemuck::bytes_of(&StepState::after(self.steps)), self.state.view())?)
     }
 
     /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not, or there was
@@ -264,7 +270,7 @@ impl DeviceDataParallel {
     pub fn gradient_norm(&self) -> Result<Option<f64>> {
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
-        Ok(self.config.parallel.clip_norm.filter(|_| self.steps > 0).map(|_| state.norm))
+        Ok(self.config.parallel.clip_norm.and(Some(state.norm).filter(|norm| !norm.is_nan())))
     }
 }
 

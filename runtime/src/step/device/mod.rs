@@ -55,8 +55,8 @@ const CHUNK: usize = size_of::<Chunk>();
 ///
 /// Used in the order of a step: [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which
 /// write every [`gradient`](Self::gradient) and announce it by [`ready`](Self::ready); [`finish_step`](Self::finish_step).
-/// Between two micro-batches comes [`next_micro_batch`](Self::next_micro_batch). None of these waits for the GPU;
-/// [`check`](Self::check) does and says whether all is well.
+/// Between two micro-batches comes [`next_micro_batch`](Self::next_micro_batch). None of these waits for the GPU, but at the end of
+/// the first step, where ranks agree on its order; [`check`](Self::check) does and says whether all is well.
 ///
 /// ```no_run
 /// use mgpu::optimizer::{OptimizerConfig, Rule, Schedule, Sgd};
@@ -261,10 +261,10 @@ impl DeviceDataParallel {
     /// step that broke off is made anew, once the GPU is done with it.
     ///
     /// # Errors
-    /// If a kernel cannot be launched.
+    /// If a kernel cannot be launched, or the moving average is in the parameters' place.
     pub fn begin_step(&mut self) -> Result<()> {
-        if self.open {
-            self.abandon_step()?;
+        if !self.capturing {
+            self.get_ready()?;
         }
         self.open = true;
         let DeviceConfig { parallel, plan, .. } = &self.config;
@@ -272,6 +272,15 @@ impl DeviceDataParallel {
         self.exchanges = 0;
         self.observed.iter_mut().for_each(Vec::clear);
         self.begin_micro_batch(0)
+    }
+
+    /// Gets ready for a step: gives up one that broke off.
+    fn get_ready(&mut self) -> Result<()> {
+        if self.aside.is_some() {
+            let problem = "the moving average is in the parameters' place: swap it back first".to_owned();
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
+        if self.open { self.abandon_step() } else { Ok(()) }
     }
 
     fn begin_micro_batch(&mut self, index: usize) -> Result<()> {

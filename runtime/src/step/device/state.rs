@@ -139,7 +139,7 @@ impl DeviceDataParallel {
         let download = |arena: &Memory| {
             if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
         };
-        let mut arenas = vec![("weights", download(&self.parameters)?)];
+        let mut arenas = vec![("weights", download(self.aside.as_ref().unwrap_or(&self.parameters))?)];
         for (name, local) in self.states() {
             let values = if self.is_sharded() {
                 let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
