@@ -66,7 +66,7 @@ const FLAGS: [&[&str]; 4] = [
 fn a_graph_gives_the_bits_of_single_launches_whatever_a_step_does() {
     for flags in FLAGS {
         // Past the first steps, with a longer launch, and some single ones.
-        let all = [&["--batch", "8", "--steps", "15"][..], flags].concat();
+        let all = [&["--batch", "4", "--steps", "14"][..], flags].concat();
         let graph = weights(&train(2, &all));
         assert_eq!(graph, weights(&train(2, &[&all[..], &["--no-graph"]].concat())), "{flags:?}");
     }
@@ -75,7 +75,7 @@ fn a_graph_gives_the_bits_of_single_launches_whatever_a_step_does() {
 #[test]
 fn a_run_that_was_cut_off_goes_on_to_the_same_bits() {
     for flags in FLAGS {
-        let all = [&["--batch", "8", "--steps", "7"][..], flags].concat();
+        let all = [&["--batch", "4", "--steps", "7"][..], flags].concat();
         // The schedule is that of the whole run.
         let expected = weights(&train(2, &all));
         let folder = tempfile::tempdir().unwrap();
@@ -101,7 +101,7 @@ fn a_run_that_was_cut_off_goes_on_to_the_same_bits() {
 #[test]
 fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
     // keras has batch normalisation and dropout.
-    for (net, batch, steps) in [("lenet5", 16, "6"), ("keras", 4, "2")] {
+    for (net, batch, steps) in [("lenet5", 8, "5"), ("keras", 4, "1")] {
         let run = |ranks: u32| {
             let batch = (batch / ranks).to_string();
             let all = ["--net", net, "--batch", &batch, "--steps", steps, "--world-size-invariant", "4"];
@@ -117,6 +117,6 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
 
 #[test]
 fn a_loss_that_is_no_number_ends_the_training_and_is_named() {
-    let finished = train(2, &["--batch", "8", "--steps", "20", "--lr", "1e30"]);
+    let finished = train(2, &["--batch", "4", "--steps", "20", "--lr", "1e30"]);
     finished.expect(1, &["gradients that are not finite numbers, in tensor `", "in step "]);
 }

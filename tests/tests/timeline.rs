@@ -169,7 +169,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
 fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
-    let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "3", "--skip-test", "--json"];
+    let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "6", "--skip-test", "--json"];
     let finished = train(TRAIN.launched(2), &path, &arguments);
     finished.expect(0, &[]);
     let tracks = tracks(&path);
@@ -180,7 +180,7 @@ fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
         parents(own);
         let buckets: Vec<_> =
             reductions.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
-        assert_eq!(buckets, (0..buckets.len() as u64 / 3).collect::<Vec<_>>().repeat(3));
+        assert_eq!(buckets, (0..buckets.len() as u64 / 6).collect::<Vec<_>>().repeat(6));
         // None begins before the backward pass has made its gradients.
         let backward = of(own, "backward").next().unwrap();
         let first = reductions.iter().find(|span| span.arguments["bucket"] == 0).unwrap();
