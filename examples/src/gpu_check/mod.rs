@@ -4,8 +4,8 @@
 //! them through their public launchers on whatever GPU there is, on fresh random numbers, for the shapes of the seven
 //! networks and for awkward ones, in all precisions. Each result is compared
 //!
-//! - with the CPU sibling of the operation, or with a plain sum in f64 where rounding matters ([`reference`]), of the
-//!   operands as the precision rounds them, within a bound that is derived rather than tried ([`bound`]);
+//! - with the CPU sibling of the operation, or with a plain sum in f64 where rounding matters (`reference`), of the
+//!   operands as the precision rounds them, within a bound that is derived rather than tried (`bound`);
 //! - with itself: every launch runs twice, on different garbage, and gives the same bits;
 //! - with its limits: the bytes around each output stay as they were.
 //!
