@@ -95,6 +95,17 @@ pub fn command(program: impl AsRef<Path>) -> Command {
     command
 }
 
+/// A `launcher` of `ranks` ranks, with a fake GPU for each.
+///
+/// # Panics
+/// As [`folder`].
+pub fn launched(launcher: impl AsRef<Path>, ranks: u32) -> Command {
+    let mut launcher = command(launcher);
+    launcher.env("FAKE_GPU_COUNT", ranks.to_string());
+    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl"]);
+    launcher
+}
+
 /// Everything the object is made from.
 struct Inputs {
     /// What is compiled, by the name of its object file: a few lines that include the file itself, with a number in a

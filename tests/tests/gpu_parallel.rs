@@ -9,9 +9,8 @@ const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 
 /// `program` on `ranks` fake GPUs.
 fn on_gpus(ranks: u32, program: &str) -> Command {
-    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    launcher.env("FAKE_GPU_COUNT", ranks.to_string());
-    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", "--no-prefix", program]);
+    let mut launcher = fake_gpu::launched(env!("CARGO_BIN_EXE_t-mgpurun"), ranks);
+    launcher.args(["--no-prefix", program]);
     launcher
 }
 
@@ -81,8 +80,7 @@ fn a_run_that_was_cut_off_goes_on_to_the_same_bits() {
         let folder = tempfile::tempdir().unwrap();
         let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];
         let saving = [&all[..], &saving].concat();
-        let mut killed = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
-        killed.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl"]);
+        let mut killed = fake_gpu::launched(env!("CARGO_BIN_EXE_t-mgpurun"), 2);
         killed.args([
             "--inject",
             "rank=1,step=5,fault=sigkill",

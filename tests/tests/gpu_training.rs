@@ -20,9 +20,8 @@ const SMALL: [&str; 6] = ["--synthetic", "--json", "--batch", "8", "--kernels", 
 
 /// `program` on `ranks` fake GPUs.
 fn on_gpus(ranks: u32, program: &str) -> Command {
-    let mut launcher = fake_gpu::command(LAUNCHER);
-    launcher.env("FAKE_GPU_COUNT", ranks.to_string());
-    launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", "--no-prefix", program]);
+    let mut launcher = fake_gpu::launched(LAUNCHER, ranks);
+    launcher.args(["--no-prefix", program]);
     launcher
 }
 

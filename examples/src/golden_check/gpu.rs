@@ -17,7 +17,6 @@ pub(super) struct Gpu {
     model: DeviceDataParallel,
     net: DeviceNet,
     data: DeviceData,
-    micro_batches: usize,
 }
 
 impl Gpu {
@@ -48,7 +47,7 @@ impl Gpu {
         let (layout, buffers) = (net.layout().clone(), net.initial_buffers());
         let model = DeviceDataParallel::new(device, host, layout, parameters, &buffers, config)?;
         let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;
-        Ok(Gpu { model, net, data, micro_batches })
+        Ok(Gpu { model, net, data })
     }
 
     /// The norms of tensors of the device's order.
@@ -67,13 +66,13 @@ impl Replay for Gpu {
     }
 
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
-        let Gpu { model, net, data, micro_batches } = self;
+        let Gpu { model, net, data } = self;
         // The micro-batch with the first sample comes last: its logits are those that stay.
         let mut order = samples.to_vec();
-        order.rotate_left(samples.len() / *micro_batches);
+        order.rotate_left(samples.len() / model.micro_batches());
         data.set_order(model.stream(), &order)?;
         net.clear_score(model.stream())?;
-        net.step(model, data, *micro_batches, None)?;
+        net.step(model, data, None)?;
         model.check()?;
         Ok(net.read_score(model.stream())?.loss())
     }

@@ -223,28 +223,33 @@ mod tests {
     use super::*;
     use crate::World;
 
-    #[test]
-    fn operations_come_to_what_they_were_begun_as_in_any_order_of_waiting() {
-        let worlds = World::threads(3).unwrap();
+    /// Runs `body` on every rank of a world of `size` threads.
+    fn on_ranks(size: u32, body: impl Fn(Background) + Sync) {
+        let worlds = World::threads(size).unwrap();
         std::thread::scope(|scope| {
             for mut world in worlds {
-                scope.spawn(move || {
-                    let mut comm = Background::new(world.communicator().unwrap()).unwrap();
-                    let rank = comm.rank() as f32;
-                    let first = comm.all_reduce(Buffer::from_slice(&[rank; 5000]), ReduceOp::Sum).unwrap();
-                    let second = comm.reduce_scatter(Buffer::from_slice(&[rank; 6]), ReduceOp::Avg).unwrap();
-                    // By the caller, after both.
-                    let mut values = [rank];
-                    (&mut comm as &mut dyn Communicator).broadcast_slice(&mut values, 2).unwrap();
-                    assert_eq!(values, [2.0]);
-                    let own = comm.rank() as usize * 2;
-                    assert_eq!(second.wait().unwrap().as_slice::<f32>()[own..own + 2], [1.0; 2]);
-                    assert_eq!(first.wait().unwrap().as_slice::<f32>(), [3.0; 5000]);
-                    // One that nobody waits for is over before the next one by the caller.
-                    drop(comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap());
-                    comm.barrier().unwrap();
-                });
+                let body = &body;
+                scope.spawn(move || body(Background::new(world.communicator().unwrap()).unwrap()));
             }
+        });
+    }
+
+    #[test]
+    fn operations_come_to_what_they_were_begun_as_in_any_order_of_waiting() {
+        on_ranks(3, |mut comm| {
+            let rank = comm.rank() as f32;
+            let first = comm.all_reduce(Buffer::from_slice(&[rank; 5000]), ReduceOp::Sum).unwrap();
+            let second = comm.reduce_scatter(Buffer::from_slice(&[rank; 6]), ReduceOp::Avg).unwrap();
+            // By the caller, after both.
+            let mut values = [rank];
+            (&mut comm as &mut dyn Communicator).broadcast_slice(&mut values, 2).unwrap();
+            assert_eq!(values, [2.0]);
+            let own = comm.rank() as usize * 2;
+            assert_eq!(second.wait().unwrap().as_slice::<f32>()[own..own + 2], [1.0; 2]);
+            assert_eq!(first.wait().unwrap().as_slice::<f32>(), [3.0; 5000]);
+            // One that nobody waits for is over before the next one by the caller.
+            drop(comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap());
+            comm.barrier().unwrap();
         });
     }
 
@@ -269,36 +274,24 @@ mod tests {
 
     #[test]
     fn a_rank_that_does_not_come_is_named_by_the_result() {
-        let worlds = World::threads(3).unwrap();
-        std::thread::scope(|scope| {
-            for mut world in worlds {
-                scope.spawn(move || {
-                    let mut comm = Background::new(world.communicator().unwrap()).unwrap();
-                    if comm.rank() == 1 {
-                        return;
-                    }
-                    let reduced = comm.all_reduce(Buffer::from_slice(&[1.0f32; 4]), ReduceOp::Sum).unwrap();
-                    assert_eq!(reduced.wait().unwrap_err().culprit(), Some(1));
-                });
+        on_ranks(3, |mut comm| {
+            if comm.rank() == 1 {
+                return;
             }
+            let reduced = comm.all_reduce(Buffer::from_slice(&[1.0f32; 4]), ReduceOp::Sum).unwrap();
+            assert_eq!(reduced.wait().unwrap_err().culprit(), Some(1));
         });
     }
 
     #[test]
     fn an_error_comes_with_what_it_is_the_error_of() {
-        let worlds = World::threads(2).unwrap();
-        std::thread::scope(|scope| {
-            for mut world in worlds {
-                scope.spawn(move || {
-                    let mut comm = Background::new(world.communicator().unwrap()).unwrap();
-                    let values = vec![1.0f32; 4 + world.rank() as usize];
-                    let reduced = comm.all_reduce(Buffer::from_slice(&values), ReduceOp::Sum).unwrap();
-                    let error = reduced.wait().unwrap_err();
-                    assert!(matches!(error, Error::Mismatch { .. }), "{error}");
-                    // And everything after it fails, as without a thread.
-                    assert!(comm.barrier().is_err());
-                });
-            }
+        on_ranks(2, |mut comm| {
+            let values = vec![1.0f32; 4 + comm.rank() as usize];
+            let reduced = comm.all_reduce(Buffer::from_slice(&values), ReduceOp::Sum).unwrap();
+            let error = reduced.wait().unwrap_err();
+            assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+            // And everything after it fails, as without a thread.
+            assert!(comm.barrier().is_err());
         });
     }
 }

@@ -148,7 +148,7 @@ impl DataParallel {
         Ok(DataParallel {
             accumulator: Accumulator::new(layout.len(), config.world_size_invariant),
             block: BLOCK * config.threads.max(1),
-            observed: Some(Vec::new()),
+            observed: (ranks > 1).then(Vec::new),
             update_time: Duration::ZERO,
             norm: None,
             comm,

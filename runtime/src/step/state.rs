@@ -78,7 +78,7 @@ impl DataParallel {
         let Some(order) = self.observed.take_if(|order| order.len() == tensors) else { return Ok(()) };
         let buckets = follow(&mut *self.comm, &self.layout, order, &self.config)?;
         let current = self.slots.all.iter().map(|slot| &slot.bucket);
-        if self.comm.size() == 1 || current.eq(&buckets) {
+        if current.eq(&buckets) {
             return Ok(());
         }
         let Self { comm, layout, slots, optimizer, .. } = self;

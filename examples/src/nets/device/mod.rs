@@ -302,7 +302,7 @@ impl DeviceNet {
         self.products.iter().flatten().map(|product| product.conv.describe()).collect()
     }
 
-    /// Puts one training step on the model's stream: `micro_batches` times a part of the batch that is the step's turn, with its
+    /// Puts one training step on the model's stream: for each micro-batch a part of the batch that is the step's turn, with its
     /// labels, forward and backward; and the update. Adds to the [`score`](Self::score).
     ///
     /// # Errors
@@ -311,11 +311,11 @@ impl DeviceNet {
         &mut self,
         model: &mut DeviceDataParallel,
         data: &DeviceData,
-        micro_batches: usize,
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
         let n = self.max_batch;
         let (x, labels) = (self.output(0, n), self.labels.view());
+        let micro_batches = model.micro_batches();
         for index in 0..micro_batches {
             if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
             let part = (index, micro_batches);

@@ -174,7 +174,7 @@ fn launch_each(
 ) -> mgpu::Result<()> {
     let data = data.expect("the training set is on the GPU");
     let dropout = DeviceDropout { seed: recipe.seed, first_sample: recipe.first_sample };
-    (0..steps).try_for_each(|_| net.step(model, data, recipe.micro_batches, Some(dropout)))
+    (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }
 
 impl Engine for Gpu {

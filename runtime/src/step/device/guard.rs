@@ -30,8 +30,6 @@ pub(super) struct Guard {
     squares: Option<Squares>,
     /// A hash of each rank's weights.
     hashes: Memory,
-    /// How the steps went, for [`DeviceDataParallel::check`].
-    health: Option<Health>,
     /// How often the training has gone back: what is known of before says nothing.
     pub(super) generation: u64,
 }
@@ -67,12 +65,10 @@ impl Guard {
         ranks: u32,
     ) -> Result<Self> {
         let squares = config.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
-        let hashes = Memory::zeroed(stream.device(), DType::I64, ranks as usize)?;
         Ok(Guard {
             parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
             squares: squares.transpose()?,
-            health: Some(Health::with_room(stream, &hashes)?),
-            hashes,
+            hashes: Memory::zeroed(stream.device(), DType::I64, ranks as usize)?,
             generation: 0,
         })
     }
@@ -92,12 +88,9 @@ impl Health {
     /// # Errors
     /// If memory is short.
     pub fn new(model: &DeviceDataParallel) -> Result<Self> {
-        Self::with_room(&model.compute, &model.guard.hashes)
-    }
-
-    fn with_room(stream: &Stream, hashes: &Memory) -> Result<Self> {
-        let bytes = Pinned::zeroed(stream.device(), StepState::BYTES + hashes.view().bytes())?;
-        Ok(Health { bytes, done: Event::new(stream.device())?, generation: 0 })
+        let device = model.compute.device();
+        let bytes = Pinned::zeroed(device, StepState::BYTES + model.guard.hashes.view().bytes())?;
+        Ok(Health { bytes, done: Event::new(device)?, generation: 0 })
     }
 }
 
@@ -211,7 +204,12 @@ impl DeviceDataParallel {
             return Ok(());
         }
         let state: StepState = bytemuck::pod_read_unaligned(state);
-        let (hashes, _) = hashes.as_chunks::<8>();
+        let hashes: Vec<i64> = bytemuck::pod_collect_to_vec(hashes);
+        self.judge(&state, &hashes)
+    }
+
+    /// Says whether all is well, by a state and hashes of this generation.
+    fn judge(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
         if state.not_finite != 0 {
             self.go_to(state.step)?;
             let (rank, tensor) = marked(state.not_finite, self.ranks(), &self.layout);
@@ -231,10 +229,10 @@ impl DeviceDataParallel {
         if self.open {
             self.abandon_step()?;
         }
-        let Some(mut health) = self.guard.health.take() else { return Ok(()) };
-        let outcome = self.look_later(&mut health).and_then(|()| self.look(&mut health));
-        self.guard.health = Some(health);
-        outcome
+        self.wait(STEP)?;
+        let state = StepState::download(self.state.view(), &self.compute)?;
+        let hashes = self.guard.hashes.to_vec::<i64>(&self.compute)?;
+        self.judge(&state, &hashes)
     }
 
     /// Makes the step after `steps` steps the next one. What was found until now is forgotten.

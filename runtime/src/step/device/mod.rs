@@ -405,6 +405,11 @@ impl DeviceDataParallel {
         self.comm.size()
     }
 
+    /// Micro-batches of this rank in each step.
+    pub fn micro_batches(&self) -> usize {
+        self.config.micro_batches
+    }
+
     /// Elements of the optimizer's state on this rank, the moving average among them.
     pub fn optimizer_len(&self) -> usize {
         [&self.first, &self.second, &self.average].into_iter().flatten().map(Memory::len).sum()
