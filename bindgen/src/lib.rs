@@ -28,6 +28,7 @@
 mod calls;
 mod config;
 mod loader;
+mod python;
 mod results;
 mod search;
 #[allow(
@@ -44,10 +45,9 @@ mod sys;
 pub use calls::{UniqueId, Version};
 pub use config::InitConfig;
 pub use loader::{Attempt, Library, LoadError};
+pub use python::{SitePackages, site_packages};
 pub use results::{NcclError, Progress, check};
-pub use search::{
-    Candidate, LIBRARY_NAME, LIBRARY_VARIABLE, SearchEnv, SitePackages, Source, candidates, site_packages,
-};
+pub use search::{Candidate, LIBRARY_NAME, LIBRARY_VARIABLE, SearchEnv, Source, candidates};
 /// The types of `nccl.h` that appear in this crate's signatures, under their C names.
 pub use sys::{
     CUevent_st, CUstream_st, cudaEvent_t, cudaStream_t, ncclComm, ncclComm_t, ncclDataType_t, ncclRedOp_t,

@@ -8,8 +8,9 @@
 //! A library once opened is never closed: NCCL starts threads that outlive a communicator, and unmapping the code
 //! under them ends the process.
 
+use crate::python::site_packages;
 use crate::results::NcclError;
-use crate::search::{LIBRARY_NAME, LIBRARY_VARIABLE, SearchEnv, Source, candidates, site_packages};
+use crate::search::{LIBRARY_NAME, LIBRARY_VARIABLE, SearchEnv, Source, candidates};
 use crate::sys::NcclSymbols;
 use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
 use std::error::Error as _;

@@ -3,13 +3,14 @@
 //! People get NCCL in four ways: they say where it is, a package puts it on the system loader's path, a CUDA
 //! toolkit brings it, or `pip` drops it inside a Python environment, where no loader finds it unaided. They are
 //! tried in that order. [`candidates`] is a pure function of [`SearchEnv`] and the Python directories found by
-//! [`site_packages`], so the order can be tested on a machine that has none of it; places that do not apply stay
+//! [`site_packages`](crate::site_packages), so the order can be tested on a machine that has none of it; places that do not apply stay
 //! in the list with the reason, because "CUDA_HOME is not set" is half of the answer to "why did it not load".
 
 use std::env;
 use std::fmt;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+use crate::python::SitePackages;
 
 /// The name the library is installed under; the unversioned one belongs to development packages only.
 pub const LIBRARY_NAME: &str = "libnccl.so.2";
@@ -30,8 +31,16 @@ pub struct SearchEnv {
     pub cuda_home: Option<PathBuf>,
     /// `VIRTUAL_ENV`: the root of the active Python environment.
     pub virtual_env: Option<PathBuf>,
+    /// `CONDA_PREFIX`: the root of the active conda environment.
+    pub conda_prefix: Option<PathBuf>,
+    /// Where `pip install --user` installs: `PYTHONUSERBASE`, else `~/.local`; `None` with `PYTHONNOUSERSITE`.
+    pub user_base: Option<PathBuf>,
     /// The directories of `PATH`, in order.
     pub path: Vec<PathBuf>,
+    /// `PYENV_VERSION`: the versions of Python that pyenv's shims start.
+    pub pyenv_version: Option<String>,
+    /// The current folder: pyenv looks for `.python-version` in it and above.
+    pub current_dir: Option<PathBuf>,
 }
 
 impl SearchEnv {
@@ -43,7 +52,11 @@ impl SearchEnv {
             explicit: None,
             cuda_home: None,
             virtual_env: None,
+            conda_prefix: None,
+            user_base: None,
             path: Vec::new(),
+            pyenv_version: None,
+            current_dir: None,
         }
     }
 
@@ -57,13 +70,18 @@ impl SearchEnv {
     pub fn for_library(name: &str, explicit: &str, wheels: &'static [&'static str]) -> Self {
         let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
         let directory = |name| variable(name).map(PathBuf::from);
+        let user_base = || Some(directory("PYTHONUSERBASE").unwrap_or(env::home_dir()?.join(".local")));
         Self {
             file_name: name.into(),
             wheels,
             explicit: directory(explicit),
             cuda_home: directory("CUDA_HOME"),
             virtual_env: directory("VIRTUAL_ENV"),
+            conda_prefix: directory("CONDA_PREFIX"),
+            user_base: if variable("PYTHONNOUSERSITE").is_some() { None } else { user_base() },
             path: variable("PATH").map(|value| env::split_paths(&value).collect()).unwrap_or_default(),
+            pyenv_version: variable("PYENV_VERSION").and_then(|value| value.into_string().ok()),
+            current_dir: env::current_dir().ok(),
         }
     }
 }
@@ -80,8 +98,12 @@ pub enum Source {
     CudaHome,
     /// An NVIDIA wheel in the environment named by `VIRTUAL_ENV`.
     VirtualEnv,
+    /// The environment named by `CONDA_PREFIX`: `lib`, where conda's own packages are, or an NVIDIA wheel.
+    Conda,
     /// An NVIDIA wheel of the first `python3` or `python` on `PATH`.
     Interpreter,
+    /// An NVIDIA wheel that `pip install --user` has installed.
+    UserSite,
 }
 
 impl fmt::Display for Source {
@@ -91,7 +113,9 @@ impl fmt::Display for Source {
             Self::SystemLoader => "system loader",
             Self::CudaHome => "CUDA_HOME",
             Self::VirtualEnv => "VIRTUAL_ENV",
+            Self::Conda => "CONDA_PREFIX",
             Self::Interpreter => "python on PATH",
+            Self::UserSite => "pip's --user packages",
         })
     }
 }
@@ -105,22 +129,14 @@ pub struct Candidate {
     pub file: Result<PathBuf, String>,
 }
 
-/// A directory that Python imports packages from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SitePackages {
-    /// [`Source::VirtualEnv`] or [`Source::Interpreter`].
-    pub source: Source,
-    /// The directory, such as `.venv/lib/python3.12/site-packages`.
-    pub directory: PathBuf,
-}
-
 /// The places to try, best first. Pure: neither the disk nor the process's environment is consulted.
 ///
 /// 1. The variable that names the library ([`LIBRARY_VARIABLE`] for NCCL). When it is set nothing else is tried:
 ///    whoever names a library would rather read that it does not load than train on another one.
 /// 2. The system loader, asked for the bare file name.
 /// 3. `$CUDA_HOME/lib64`.
-/// 4. [`SearchEnv::wheels`] of the environments in `sites`: those under `VIRTUAL_ENV`, then the interpreter's.
+/// 4. [`SearchEnv::wheels`] of the environments in `sites`: those under `VIRTUAL_ENV`, conda's (after its `lib`), the
+///    interpreter's, the user's own.
 ///
 /// ```
 /// use nccl_sys::{SearchEnv, Source, candidates};
@@ -145,8 +161,11 @@ pub fn candidates(env: &SearchEnv, sites: &[SitePackages]) -> Vec<Candidate> {
             },
         ),
     ];
-    for source in [Source::VirtualEnv, Source::Interpreter] {
+    for source in [Source::VirtualEnv, Source::Conda, Source::Interpreter, Source::UserSite] {
         let before = places.len();
+        if let Some(root) = env.conda_prefix.as_ref().filter(|_| source == Source::Conda) {
+            places.push(candidate(source, Ok(root.join("lib").join(&env.file_name))));
+        }
         for site in sites.iter().filter(|site| site.source == source) {
             let files = env.wheels.iter().map(|folder| site.directory.join(folder).join(&env.file_name));
             places.extend(files.map(|file| candidate(source, Ok(file))));
@@ -159,75 +178,15 @@ pub fn candidates(env: &SearchEnv, sites: &[SitePackages]) -> Vec<Candidate> {
 }
 
 fn why_no_site_packages(env: &SearchEnv, source: Source) -> String {
-    match (source, &env.virtual_env) {
-        (Source::VirtualEnv, None) => "not set".to_owned(),
-        (Source::VirtualEnv, Some(root)) => format!("no site-packages under {}", root.display()),
-        _ => "no interpreter with a site-packages directory beside it".to_owned(),
-    }
-}
-
-/// The directories on this disk that the Python environments of `env` import packages from. No interpreter is
-/// started: a wrapper script on `PATH` (as pyenv installs) is not followed, its environment wants `VIRTUAL_ENV`.
-pub fn site_packages(env: &SearchEnv) -> Vec<SitePackages> {
-    let mut found: Vec<SitePackages> = Vec::new();
-    let mut add = |source, prefix: &Path| {
-        for directory in site_packages_under(prefix) {
-            if found.iter().all(|known| known.directory != directory) {
-                found.push(SitePackages { source, directory });
-            }
-        }
+    let root = match source {
+        Source::VirtualEnv => &env.virtual_env,
+        Source::Conda => &env.conda_prefix,
+        Source::UserSite => &env.user_base,
+        _ => return "no interpreter with a site-packages directory beside it".to_owned(),
     };
-    if let Some(root) = &env.virtual_env {
-        add(Source::VirtualEnv, root);
-    }
-    if let Some(interpreter) = first_interpreter(&env.path) {
-        // A virtual environment's interpreter is a link out of it and its packages are beside the link; any other
-        // link (say ~/bin/python3) has its packages beside the target. So look at both, the link first.
-        let resolved = fs::canonicalize(&interpreter).ok();
-        for file in [Some(interpreter), resolved].into_iter().flatten() {
-            if let Some(prefix) = file.parent().and_then(Path::parent) {
-                add(Source::Interpreter, prefix);
-            }
-        }
-    }
-    found
-}
-
-fn first_interpreter(path: &[PathBuf]) -> Option<PathBuf> {
-    path.iter()
-        .flat_map(|directory| [directory.join("python3"), directory.join("python")])
-        .find(|file| file.is_file())
-}
-
-/// `lib/python3.*/site-packages` and its variations: `lib64` on Fedora, `local/lib` and `dist-packages` on Debian.
-/// Newest Python first.
-fn site_packages_under(prefix: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for lib in ["lib", "lib64", "local/lib"] {
-        let mut versions: Vec<(u32, PathBuf)> = fs::read_dir(prefix.join(lib))
-            .into_iter()
-            .flatten()
-            .flatten()
-            .filter_map(|entry| Some((python_minor(entry.file_name().to_str()?)?, entry.path())))
-            .collect();
-        versions.sort_by(|a, b| b.cmp(a));
-        for (_, python) in versions {
-            found.extend(
-                ["site-packages", "dist-packages"]
-                    .map(|name| python.join(name))
-                    .into_iter()
-                    .filter(|directory| directory.is_dir()),
-            );
-        }
-    }
-    found
-}
-
-/// `python3.12` → 12; `python3`, Debian's directory for all versions, sorts last.
-fn python_minor(directory: &str) -> Option<u32> {
-    match directory.strip_prefix("python3")? {
-        "" => Some(0),
-        rest => rest.strip_prefix('.')?.trim_end_matches('t').parse().ok(),
+    match root {
+        None => "not set".to_owned(),
+        Some(root) => format!("no site-packages under {}", root.display()),
     }
 }
 
@@ -247,14 +206,16 @@ mod tests {
     }
 
     #[test]
-    fn the_order_is_loader_toolkit_virtual_env_interpreter() {
+    fn the_order_is_loader_toolkit_virtual_env_conda_interpreter_user() {
         let env = SearchEnv {
             cuda_home: Some("/opt/cuda".into()),
             virtual_env: Some("/home/u/.venv".into()),
+            conda_prefix: Some("/opt/conda".into()),
             ..SearchEnv::empty()
         };
         // Given in the wrong order on purpose: the source decides.
         let sites = [
+            site(Source::UserSite, "/home/u/.local/lib/python3.12/site-packages"),
             site(Source::Interpreter, "/usr/lib/python3/dist-packages"),
             site(Source::VirtualEnv, "/home/u/.venv/lib/python3.12/site-packages"),
         ];
@@ -267,7 +228,12 @@ mod tests {
                     Source::VirtualEnv,
                     "/home/u/.venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
                 ),
+                (Source::Conda, "/opt/conda/lib/libnccl.so.2"),
                 (Source::Interpreter, "/usr/lib/python3/dist-packages/nvidia/nccl/lib/libnccl.so.2"),
+                (
+                    Source::UserSite,
+                    "/home/u/.local/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
+                ),
             ]
         );
     }
@@ -294,56 +260,15 @@ mod tests {
                 Source::SystemLoader,
                 Source::CudaHome,
                 Source::VirtualEnv,
-                Source::Interpreter
+                Source::Conda,
+                Source::Interpreter,
+                Source::UserSite,
             ]
         );
-        assert_eq!(places.iter().filter(|place| place.file.is_err()).count(), 4);
+        assert_eq!(places.iter().filter(|place| place.file.is_err()).count(), 6);
 
         let env = SearchEnv { virtual_env: Some("/gone".into()), ..SearchEnv::empty() };
         let reason = candidates(&env, &[])[3].file.clone().unwrap_err();
         assert_eq!(reason, "no site-packages under /gone");
-    }
-
-    #[test]
-    fn site_packages_are_found_beside_the_link_and_beside_its_target_newest_python_first() {
-        let root = tempfile::tempdir().unwrap();
-        let root = fs::canonicalize(root.path()).unwrap();
-        for directory in [
-            "venv/bin",
-            "venv/lib/python3.12/site-packages",
-            "base/bin",
-            "base/lib/python3.9/site-packages",
-            "base/lib/python3.13/site-packages",
-            "base/lib/python3/dist-packages",
-            "base/lib/python2.7/site-packages",
-        ] {
-            fs::create_dir_all(root.join(directory)).unwrap();
-        }
-        fs::write(root.join("base/bin/python3"), "").unwrap();
-        std::os::unix::fs::symlink(root.join("base/bin/python3"), root.join("venv/bin/python3")).unwrap();
-
-        let env = SearchEnv {
-            path: vec![root.join("nothing-here"), root.join("venv/bin"), root.join("base/bin")],
-            ..SearchEnv::empty()
-        };
-        let found = site_packages(&env);
-        assert!(found.iter().all(|site| site.source == Source::Interpreter));
-        let found: Vec<&str> =
-            found.iter().map(|site| site.directory.strip_prefix(&root).unwrap().to_str().unwrap()).collect();
-        assert_eq!(
-            found,
-            [
-                "venv/lib/python3.12/site-packages",
-                "base/lib/python3.13/site-packages",
-                "base/lib/python3.9/site-packages",
-                "base/lib/python3/dist-packages",
-            ]
-        );
-
-        // The active environment is the interpreter's own: it is listed once, under the stronger name.
-        let env = SearchEnv { virtual_env: Some(root.join("venv")), ..env };
-        let sources: Vec<Source> = site_packages(&env).iter().map(|site| site.source).collect();
-        assert_eq!(sources[..2], [Source::VirtualEnv, Source::Interpreter]);
-        assert_eq!(sources.len(), 4);
     }
 }

@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 
 use nccl_sys::{SitePackages, Source, candidates, site_packages};
 
+use super::nvidia::driver_cuda;
 use super::report::{Item, Mark, Section};
 use super::system::Host;
 
@@ -33,7 +34,10 @@ struct Library {
     /// Its folders in a Python environment.
     wheels: &'static [&'static str],
     purpose: &'static str,
+    /// How to get it; `{pip}` stands for pip's package.
     install: &'static str,
+    /// Its package for drivers of CUDA 13 and newer, and for those of CUDA 12.
+    pip: [&'static str; 2],
 }
 
 const LIBRARIES: [Library; 6] = [
@@ -42,36 +46,42 @@ const LIBRARIES: [Library; 6] = [
         wheels: &[],
         purpose: "the driver's interface",
         install: "it comes with the driver; in a container, with the NVIDIA container toolkit (--gpus all)",
+        pip: [""; 2],
     },
     Library {
         names: &["libnvidia-ml.so.1"],
         wheels: &[],
         purpose: "the driver's figures",
         install: "it comes with the driver",
+        pip: [""; 2],
     },
     Library {
         names: &[nccl_sys::LIBRARY_NAME],
         wheels: &["nvidia/nccl/lib"],
         purpose: "collectives on GPUs",
-        install: "apt install libnccl2, or pip install nvidia-nccl-cu12, or name the file in MGPU_NCCL_LIBRARY",
+        install: "apt install libnccl2, or pip install {pip}, or name the file in MGPU_NCCL_LIBRARY",
+        pip: ["nvidia-nccl-cu13", "nvidia-nccl-cu12"],
     },
     Library {
         names: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
         wheels: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
         purpose: "compiles kernels",
-        install: "the CUDA toolkit has it, or pip install nvidia-cuda-nvrtc-cu12",
+        install: "the CUDA toolkit has it, or pip install {pip}",
+        pip: ["nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"],
     },
     Library {
         names: &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
         wheels: &["nvidia/cu13/lib", "nvidia/cublas/lib"],
         purpose: "matrix products",
-        install: "the CUDA toolkit has it, or pip install nvidia-cublas-cu12",
+        install: "the CUDA toolkit has it, or pip install {pip}",
+        pip: ["nvidia-cublas", "nvidia-cublas-cu12"],
     },
     Library {
         names: &["libcudnn.so.9", "libcudnn.so"],
         wheels: &["nvidia/cudnn/lib"],
         purpose: "convolutions",
-        install: "apt install libcudnn9-cuda-12, or pip install nvidia-cudnn-cu12",
+        install: "apt install libcudnn9-cuda-{cuda}, or pip install {pip}",
+        pip: ["nvidia-cudnn-cu13", "nvidia-cudnn-cu12"],
     },
 ];
 
@@ -79,14 +89,24 @@ const LIBRARIES: [Library; 6] = [
 pub(super) fn section(host: &Host) -> Section {
     let sites = site_packages(&host.search);
     let toolkits = toolkits(host);
+    let cuda = driver_cuda(host);
     let mut items: Vec<Item> =
-        LIBRARIES.iter().map(|library| look(host, &sites, &toolkits, library)).collect();
+        LIBRARIES.iter().map(|library| look(host, &sites, &toolkits, library, cuda)).collect();
     items.push(Item::new(Mark::Note, "looked in", places(host, &sites, &toolkits)));
     Section { title: "Libraries for GPUs", items }
 }
 
-fn look(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf], library: &Library) -> Item {
-    let name = library.names[0];
+fn look(
+    host: &Host,
+    sites: &[SitePackages],
+    toolkits: &[PathBuf],
+    library: &Library,
+    cuda: Option<u32>,
+) -> Item {
+    // A driver of CUDA 12 does not load what the libraries of CUDA 13 make.
+    let serves = |name: &&&str| cuda != Some(12) || !name.ends_with(".so.13");
+    let names: Vec<&str> = library.names.iter().filter(serves).copied().collect();
+    let name = names[0];
     let nccl = name == nccl_sys::LIBRARY_NAME;
     if nccl {
         for place in candidates(&host.search, sites) {
@@ -107,19 +127,31 @@ fn look(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf], library: &Lib
     let home = host.search.cuda_home.iter().map(|home| home.join("lib64"));
     let wheels =
         sites.iter().flat_map(|site| library.wheels.iter().map(|folder| site.directory.join(folder)));
-    let folders: Vec<PathBuf> = home.chain(toolkits.iter().cloned()).chain(wheels).collect();
-    for name in library.names {
+    let conda = host.search.conda_prefix.iter().map(|root| root.join("lib"));
+    let folders: Vec<PathBuf> = home.chain(toolkits.iter().cloned()).chain(conda).chain(wheels).collect();
+    for name in names.iter().copied() {
         let in_folders =
             || folders.iter().map(|folder| folder.join(name)).find(|file| host.path(file).is_file());
         let Some(file) = loaded(host, name).or_else(in_folders) else { continue };
         if nccl {
             let file = file.display();
             let text = format!("{file} is not where it is looked for in a run: set MGPU_NCCL_LIBRARY={file}");
-            return Item::new(Mark::Note, *name, text);
+            return Item::new(Mark::Note, name, text);
         }
-        return Item::new(Mark::Ok, *name, file.display().to_string());
+        return Item::new(Mark::Ok, name, file.display().to_string());
     }
-    Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, library.install))
+    Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, how_to_install(library, cuda)))
+}
+
+/// What to do about a library that is missing, for a driver of this CUDA version if there is one.
+fn how_to_install(library: &Library, cuda: Option<u32>) -> String {
+    let [newest, for_cuda_12] = library.pip;
+    let pip = match cuda {
+        Some(12) => for_cuda_12.to_owned(),
+        Some(_) => newest.to_owned(),
+        None => format!("{newest} ({for_cuda_12} for a driver of CUDA 12)"),
+    };
+    library.install.replace("{pip}", &pip).replace("{cuda}", &cuda.unwrap_or(13).to_string())
 }
 
 /// The file that the system's loader would take for `name`.
@@ -170,12 +202,16 @@ fn places(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf]) -> String {
         None => "CUDA_HOME (not set)".into(),
     };
     let toolkits = if toolkits.is_empty() { "/usr/local/cuda* (none)".into() } else { list(toolkits) };
+    let conda = match &host.search.conda_prefix {
+        Some(root) => format!("CONDA_PREFIX ({}/lib)", root.display()),
+        None => "CONDA_PREFIX (not set)".into(),
+    };
     let sites: Vec<PathBuf> = sites.iter().map(|site| site.directory.join("nvidia")).collect();
     let wheels = match sites.as_slice() {
         [] => "Python's packages (no Python found)".to_owned(),
         sites => format!("Python's packages ({})", list(sites)),
     };
-    [explicit, told, cache, SYSTEM.join(", "), home, toolkits, wheels].join("; ")
+    [explicit, told, cache, SYSTEM.join(", "), home, toolkits, conda, wheels].join("; ")
 }
 
 /// What `ldconfig -p` prints, where there is one.

@@ -28,13 +28,26 @@ fn driver(host: &Host) -> Item {
                     distribution (nvidia-driver) or the one from nvidia.com";
         return Item::new(Mark::Missing, "driver", text);
     };
-    // `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`, with more words in the open one.
     let line = text.lines().next().unwrap_or_default();
-    let number =
-        |word: &&str| word.split('.').count() > 1 && word.split('.').all(|part| part.parse::<u32>().is_ok());
-    let version = line.split_whitespace().find(number);
+    let version = driver_version(line);
     let kind = if line.contains("Open Kernel Module") { " (open kernel module)" } else { "" };
     Item::new(Mark::Ok, "driver", version.map_or(line.to_owned(), |version| format!("{version}{kind}")))
+}
+
+/// The number in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`. The open kernel module has
+/// more words.
+fn driver_version(line: &str) -> Option<&str> {
+    let number =
+        |word: &&str| word.split('.').count() > 1 && word.split('.').all(|part| part.parse::<u32>().is_ok());
+    line.split_whitespace().find(number)
+}
+
+/// The newest major version of CUDA that the driver supports, if there is a driver: 13 from branch 580 on (CUDA Toolkit
+/// release notes, table of driver versions).
+pub(super) fn driver_cuda(host: &Host) -> Option<u32> {
+    let text = host.read("/proc/driver/nvidia/version")?;
+    let branch: u32 = driver_version(text.lines().next()?)?.split('.').next()?.parse().ok()?;
+    Some(if branch >= 580 { 13 } else { 12 })
 }
 
 fn describe(index: usize, gpu: &Listed) -> Item {

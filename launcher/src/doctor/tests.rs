@@ -69,7 +69,12 @@ fn a_machine_with_nothing_is_not_ill() {
     let root = tempfile::tempdir().unwrap();
     let (text, healthy) = shown(&host(root.path()));
     assert!(healthy, "{text}");
-    for part in ["  missing  driver", "  missing  GPUs", "  missing  libnccl.so.2", "nvidia-nccl-cu12"] {
+    for part in [
+        "  missing  driver",
+        "  missing  GPUs",
+        "  missing  libnccl.so.2",
+        "nvidia-nccl-cu13 (nvidia-nccl-cu12 ",
+    ] {
         assert!(text.contains(part), "no `{part}` in {text}");
     }
     assert!(text.contains("\n\nBackends: cpu can be used; nccl"), "{text}");
@@ -111,6 +116,28 @@ fn nccl_is_looked_for_where_a_run_looks() {
     assert_eq!(line(&host), (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, where no file is".into()));
     write(root.path(), "opt/libnccl.so", "");
     assert_eq!(line(&host), (Mark::Ok, "/opt/libnccl.so".into()));
+}
+
+/// A driver of CUDA 12 is not told to get what it cannot load, and what it cannot load does not count.
+#[test]
+fn what_is_recommended_is_what_the_driver_takes() {
+    let root = tempfile::tempdir().unwrap();
+    machine_with_gpus(root.path());
+    let item = |host: &Host, beginning: &str| {
+        let items = libraries::section(host).items;
+        let item = items.into_iter().find(|item| item.name.starts_with(beginning)).unwrap();
+        (item.mark, item.text)
+    };
+    let mut host = host(root.path());
+    host.search.conda_prefix = Some("/opt/conda".into());
+    write(root.path(), "opt/conda/lib/libcublasLt.so.13", "");
+    let (mark, text) = item(&host, "libcublasLt.so");
+    assert!(mark == Mark::Missing && text.ends_with("pip install nvidia-cublas-cu12"), "{text}");
+    let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Release Build\n";
+    write(root.path(), "proc/driver/nvidia/version", version);
+    assert_eq!(item(&host, "libcublasLt.so"), (Mark::Ok, "/opt/conda/lib/libcublasLt.so.13".into()));
+    let (_, text) = item(&host, "libcudnn");
+    assert!(text.ends_with("apt install libcudnn9-cuda-13, or pip install nvidia-cudnn-cu13"), "{text}");
 }
 
 #[test]
