@@ -4,11 +4,21 @@ it quick, and does nothing survive?
 
     chaos.py --launcher PATH --job PATH [--runs 500] [--seed 1] [--out FILE.json]
 
-Every run is a small job (tests/src/bin/t-job.rs) on 1 to 6 ranks. Something goes wrong in it: a rank commits one of the
-faults of `mgpurun --inject`, or the launcher's two processes or the run as a whole are sent a signal at a random moment.
-A miss is a wrong exit code, a culprit that is not named, a process that is left, or an end that comes later than a
-second after a death, or than the deadline and a second after a silence. A program that exits with a miss count other
-than 0 prints each miss with the command line to repeat it.
+Every run is a small job (tests/src/bin/t-job.rs) on 1 to 6 ranks, in a temporary folder full of other programs' files.
+Something goes wrong in it:
+
+    fault, early, leak    a rank commits one of the faults of `mgpurun --inject`, directly or behind a wrapper (a shell,
+                          timeout, setsid, a process that filters its output …)
+    guardian, launcher,   one of the launcher's two processes, or the run as a whole, is sent a signal at a random moment
+    interrupt
+    wrapped               nothing goes wrong, but ranks are started by wrappers
+    limits                few open files, small files
+    flood                 a rank opens connections, or writes far more than its reader reads before that one leaves
+    mixed                 ranks make different numbers of steps, swap ranks, disagree on the world size
+
+A miss is a wrong exit code, a culprit that is not named, output that is lost, a panic, a process or a file that is left, a
+file of another program that is touched, or an end that comes later than a second after a death, or than the deadline and a
+second after a silence. Each miss is printed with the command line to repeat it; the exit code is 1 if there was one.
 """
 
 import argparse
@@ -16,6 +26,7 @@ import collections
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -44,46 +55,151 @@ def left(mark):
     return found
 
 
+# What starts a rank, as a command line in front of the program. `timeout` and `setsid` leave the rank's process group.
+WRAPPERS = {
+    "shell": ["sh", "-c", '"$0" "$@"'],
+    "exec": ["sh", "-c", 'exec "$0" "$@"'],
+    "background": ["bash", "-c", '"$0" "$@" & wait $!'],
+    "filter": ["bash", "-c", 'exec > >(sed "s/^/| /"); exec "$0" "$@"'],
+    "env": ["env", "SOME=thing"],
+    "nice": ["nice", "-n", "1"],
+    "timeout": ["timeout", "50"],
+    "setsid": ["setsid", "--wait"],
+}
+
+# A rank that opens connections and says nothing on them, then becomes the program.
+KNOCK = """import os, socket, sys
+address = os.environ["MGPU_RENDEZVOUS"].removeprefix("unix:")
+sockets = []
+for _ in range(int(sys.argv[1])):
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.connect(address)
+    except OSError:
+        break
+    if len(sockets) < 500:
+        sockets.append(peer)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def plant(folder, chance):
+    """Puts what other programs may have there into `folder`: names like ours, and what we might take for our own."""
+    for name in ["mgpurun-checkpoints", "mgpurun-0123456789abcdef", "mgpurun-0123456789abcdef-1", "mgpurun-", "mgpurun"]:
+        if chance.random() < 0.5:
+            deep = os.path.join(folder, name, "step-1")
+            os.makedirs(deep)
+            for file in [os.path.join(deep, "weights"), os.path.join(folder, name, "rendezvous")]:
+                with open(file, "w") as out:
+                    out.write(str(chance.random()))
+    if chance.random() < 0.5:
+        os.makedirs(os.path.join(folder, "mgpurun-fedcba9876543210"))
+    if chance.random() < 0.5:
+        os.symlink(folder, os.path.join(folder, "mgpurun-aaaaaaaaaaaaaaaa"))
+
+
+def contents(folder):
+    """Every path below `folder`, with what is in it."""
+    found = {}
+    for parent, folders, files in os.walk(folder):
+        for name in folders + files:
+            path = os.path.join(parent, name)
+            if os.path.islink(path):
+                found[path] = os.readlink(path)
+            elif os.path.isfile(path):
+                with open(path) as file:
+                    found[path] = file.read()
+            else:
+                found[path] = None
+    return found
+
+
 class Run:
     """One job that something happens to."""
 
     def __init__(self, chance, launcher, job):
-        self.kind = chance.choice(["fault"] * 6 + ["early", "leak", "guardian", "launcher", "interrupt"])
+        self.kind = chance.choice(
+            ["fault"] * 6 + ["early", "leak", "guardian", "launcher", "interrupt", "wrapped", "limits", "flood", "mixed"]
+        )
         self.ranks = chance.randint(1, 6)
         self.culprit = chance.randrange(self.ranks)
         self.phase = chance.choice(PHASES)
         self.delay = chance.uniform(0.0, 0.2)
+        self.seed = chance.random()
+        self.fault = None
+        self.variant = None
+        self.reader_leaves = False
+        options, prefix, program, arguments = [], [], [], []
         if self.kind == "fault":
             self.fault = chance.choice(list(DEADLY) + SILENT)
-        else:
+        elif self.kind in ("early", "leak", "guardian", "launcher", "interrupt"):
             self.fault = {"early": "exit0"}.get(self.kind, "leak-child")
-        self.command = [launcher, "--backend", "cpu", "-n", str(self.ranks)]
-        self.command += ["--inject", f"rank={self.culprit},{self.phase},fault={self.fault}"]
+        if self.fault:
+            options += ["--inject", f"rank={self.culprit},{self.phase},fault={self.fault}"]
         if self.fault in SILENT:
-            self.command += ["--timeout", str(DEADLINE), "--progress-timeout", str(DEADLINE)]
-        self.command.append(job)
+            options += ["--timeout", str(DEADLINE), "--progress-timeout", str(DEADLINE)]
         if self.kind in ("guardian", "launcher", "interrupt"):
-            self.command.append("100000000")
+            arguments = ["100000000"]
+        if self.kind == "wrapped" or self.kind == "fault" and chance.random() < 0.3:
+            # A filter ends by itself when what it reads from does, so a fault is seen through it, too.
+            self.variant = chance.choice(list(WRAPPERS))
+            program = WRAPPERS[self.variant]
+        elif self.kind == "limits":
+            self.variant = chance.choice(["open files", "file size"])
+            limit = ["-n", str(chance.randint(4, 64))] if self.variant == "open files" else ["-f", str(chance.randint(0, 200))]
+            prefix = ["sh", "-c", f'ulimit {" ".join(limit)}; exec "$0" "$@"']
+        elif self.kind == "flood":
+            self.variant = chance.choice(["connections", "output"])
+            if self.variant == "connections":
+                flooded = [sys.executable, "-c", KNOCK, str(chance.randint(100, 5000))]
+                program = self.only_culprit(flooded)
+            else:
+                self.reader_leaves = True
+                program = ["sh", "-c", 'head -c 20000000 /dev/zero | tr "\\0" "\\n"; exec "$0" "$@"']
+        elif self.kind == "mixed":
+            self.ranks = max(2, self.ranks)
+            self.variant = chance.choice(["steps", "rank", "world size"])
+            program = {
+                "steps": self.only_culprit(["sh", "-c", 'exec "$0" 9']),
+                "rank": self.only_culprit(["sh", "-c", 'RANK=$(((RANK + 1) % WORLD_SIZE)) exec "$0"']),
+                "world size": self.only_culprit(["sh", "-c", 'WORLD_SIZE=$((WORLD_SIZE + 1)) exec "$0"']),
+            }[self.variant]
+        self.command = prefix + [launcher, "--backend", "cpu", "-n", str(self.ranks)]
+        self.command += options + ["--"] + program + [job] + arguments
+
+    def only_culprit(self, wrapper):
+        """A wrapper that the culprit alone has."""
+        script = f'if [ "$RANK" = {self.culprit} ]; then program=$0; exec {quoted(wrapper)} "$program" "$@"; fi; exec "$0" "$@"'
+        return ["sh", "-c", script]
 
     def expected(self):
-        """Exit code, what has to be said, and the longest time."""
+        """Exit codes, what has to be said, and the longest time."""
         name = f"mgpurun: rank {self.culprit} "
         alone = self.ranks == 1
         if self.kind == "guardian":
-            return -signal.SIGKILL, "", self.delay + 1.0
+            return [-signal.SIGKILL], "", self.delay + 1.0
         if self.kind == "launcher":
-            return 137, "the launcher was killed by SIGKILL", self.delay + 1.0
+            return [137], "the launcher was killed by SIGKILL", self.delay + 1.0
         if self.kind == "interrupt":
-            return 143, "stopped by SIGTERM", self.delay + 1.0
+            return [143], "stopped by SIGTERM", self.delay + 1.0
+        if self.kind == "wrapped":
+            return [0], "", HEALTHY + 1.0
+        if self.kind == "limits":
+            # Either the limit does not matter or somebody says what is too little.
+            return None, "", HEALTHY + 2.0
+        if self.kind == "flood":
+            return [0], "", HEALTHY + 3.0
+        if self.kind == "mixed":
+            return {"steps": [9], "rank": None, "world size": [68]}[self.variant], "mgpurun: rank ", HEALTHY + 2.0
         if self.fault in DEADLY:
-            return DEADLY[self.fault], name, HEALTHY + 1.0
+            return [DEADLY[self.fault]], name, HEALTHY + 1.0
         if self.kind == "leak" or alone and self.fault == "exit0" or self.phase == "phase=finalise" and self.fault == "exit0":
-            return 0, "", HEALTHY + 1.0
+            return [0], "", HEALTHY + 1.0
         if self.fault == "exit0":
-            return 9, name + "exited with code 0 while others needed it", HEALTHY + 1.0
+            return [9], name + "exited with code 0 while others needed it", HEALTHY + 1.0
         if self.phase in ("phase=start", "phase=join"):
-            return 64, name + f"did not join within {DEADLINE:.0f} s", HEALTHY + DEADLINE + 1.0
-        return 65, name + "made no progress for", HEALTHY + DEADLINE + 1.0
+            return [64], name + f"did not join within {DEADLINE:.0f} s", HEALTHY + DEADLINE + 1.0
+        return [65], name + "made no progress for", HEALTHY + DEADLINE + 1.0
 
     def is_possible(self):
         """A single rank that never joins is a program that does not use the runtime: nobody waits for it."""
@@ -92,39 +208,67 @@ class Run:
     def go(self):
         """Runs it; the seconds it took, and what was wrong."""
         with tempfile.TemporaryDirectory() as folder:
-            environment = dict(os.environ, TMPDIR=folder, MGPU_CHAOS=folder, RUST_BACKTRACE="0")
+            temporary, private = os.path.join(folder, "tmp"), os.path.join(folder, "run")
+            chance = random.Random(self.seed)
+            environment = dict(os.environ, TMPDIR=temporary, MGPU_CHAOS=folder, RUST_BACKTRACE="0")
             environment.pop("XDG_RUNTIME_DIR", None)
+            for place in (temporary, private):
+                os.mkdir(place)
+                plant(place, chance)
+            if chance.random() < 0.5:
+                environment["XDG_RUNTIME_DIR"] = private
+            before = contents(folder)
             started = time.monotonic()
             process = subprocess.Popen(
-                self.command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             self.disturb(process)
             try:
-                _, said = process.communicate(timeout=60)
+                printed, said = process.communicate(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                _, said = process.communicate()
+                printed, said = process.communicate()
             took = time.monotonic() - started
-            code, wanted, longest = self.expected()
-            wrong = []
-            if self.kind == "guardian":
-                # Its standard error stays open until the last process has ended, so that is what was waited for.
-                wanted = ""
-            if process.returncode != code:
-                wrong.append(f"exit code {process.returncode} instead of {code}")
-            if wanted not in said:
-                wrong.append(f"not said: {wanted}")
-            if took > longest:
-                wrong.append(f"{took:.2f} s")
+            wrong = self.judge(process.returncode, printed, said, took)
             survivors = left(f"MGPU_CHAOS={folder}")
             if survivors:
                 wrong.append(f"left: {survivors}")
-            if os.listdir(folder):
-                wrong.append(f"left: {os.listdir(folder)}")
+            after = contents(folder)
+            if after != before:
+                paths = sorted(path for path in before.keys() | after.keys() if before.get(path, 0) != after.get(path, 0))
+                wrong.append(f"changed: {[os.path.relpath(path, folder) for path in paths]}")
             return took, wrong, said
 
+    def judge(self, code, printed, said, took):
+        """What is wrong with how the run ended."""
+        codes, wanted, longest = self.expected()
+        wrong = []
+        if codes is not None and code not in codes:
+            wrong.append(f"exit code {code} instead of {codes[0]}")
+        if wanted not in said:
+            wrong.append(f"not said: {wanted}")
+        if took > longest:
+            wrong.append(f"{took:.2f} s")
+        if "panicked" in said and self.fault != "panic":
+            wrong.append("a panic")
+        if self.kind == "limits" and code != 0 and ("mgpurun" not in said or code < 0):
+            wrong.append(f"exit code {code} without a word")
+        if self.kind == "mixed" and code == 0:
+            wrong.append("exit code 0")
+        if code == 0 and not self.reader_leaves and self.fault != "exit0":
+            lines = sum("life 0" in line for line in printed.splitlines())
+            if lines != self.ranks:
+                wrong.append(f"{lines} lines of {self.ranks} ranks")
+        if len(said.splitlines()) > 200:
+            wrong.append(f"{len(said.splitlines())} lines on standard error")
+        return wrong
+
     def disturb(self, process):
-        """Sends the signal, where that is what happens."""
+        """Sends the signal, or leaves the output unread, where that is what happens."""
+        if self.reader_leaves:
+            process.stdout.read(1000)
+            process.stdout.close()
+            process.stdout = None
         if self.kind not in ("guardian", "launcher", "interrupt"):
             return
         time.sleep(self.delay)
@@ -139,6 +283,11 @@ class Run:
                 if children:
                     os.kill(int(children[0]), signal.SIGKILL)
                     return
+
+
+def quoted(words):
+    """`words` as the shell reads them."""
+    return " ".join(shlex.quote(word) for word in words)
 
 
 def main():
@@ -160,7 +309,7 @@ def main():
         times["silence" if silent else "death" if run.kind == "fault" else run.kind].append(took)
         if wrong:
             misses.append({"run": number, "kind": run.kind, "command": run.command, "wrong": wrong})
-            print(f"miss in run {number} ({run.kind}): {'; '.join(wrong)}\n  {' '.join(run.command)}\n{said}")
+            print(f"miss in run {number} ({run.kind} {run.variant or ''}): {'; '.join(wrong)}\n  {quoted(run.command)}\n{said[:2000]}")
     summary = {
         "runs": args.runs,
         "misses": len(misses),
