@@ -85,7 +85,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 def plant(folder, chance):
     """Puts what other programs may have there into `folder`: names like ours, and what we might take for our own."""
-    for name in ["mgpurun-checkpoints", "mgpurun-0123456789abcdef", "mgpurun-0123456789abcdef-1", "mgpurun-", "mgpurun"]:
+    names = ["checkpoints", "0123456789abcdef", "socket-0123456789abcdef", "socket-0123456789abcdef-1", "socket-", ""]
+    for name in [f"mgpurun-{name}" for name in names]:
         if chance.random() < 0.5:
             deep = os.path.join(folder, name, "step-1")
             os.makedirs(deep)
@@ -95,7 +96,7 @@ def plant(folder, chance):
     if chance.random() < 0.5:
         os.makedirs(os.path.join(folder, "mgpurun-fedcba9876543210"))
     if chance.random() < 0.5:
-        os.symlink(folder, os.path.join(folder, "mgpurun-aaaaaaaaaaaaaaaa"))
+        os.symlink(folder, os.path.join(folder, "mgpurun-socket-aaaaaaaaaaaaaaaa"))
 
 
 def contents(folder):
