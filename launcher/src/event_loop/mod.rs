@@ -8,15 +8,17 @@ mod wait;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use mgpu::inject::Injection;
 use mgpu::progress::{self, RankState};
 use mgpu::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
-use nix::unistd::read;
+use nix::unistd::{Pid, getpgid, read};
 
 use crate::events::{self, EventLog};
+use crate::faults;
 use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
 use crate::output::{Output, Stream};
@@ -52,6 +54,8 @@ pub(crate) struct EventLoop<'a> {
     next_look: Option<Instant>,
     /// When to look for new steps, if somebody records them.
     next_steps: Option<Instant>,
+    /// Faults that ranks are to commit.
+    injections: Vec<Injection>,
     /// This process is the parent of whatever the ranks leave behind.
     adopts: bool,
     /// The guardian has ended.
@@ -65,6 +69,8 @@ pub(crate) struct End {
     pub(crate) outcome: Outcome,
     /// Some rank has made a training step.
     pub(crate) made_a_step: bool,
+    /// Faults that were to be injected and were not, each in a line.
+    pub(crate) missed_faults: Vec<String>,
 }
 
 impl<'a> EventLoop<'a> {
@@ -87,6 +93,7 @@ impl<'a> EventLoop<'a> {
             progress_timeout: None,
             next_look: None,
             next_steps,
+            injections: Vec::new(),
             adopts: false,
             orphaned: false,
             awake_since: Duration::ZERO,
@@ -97,6 +104,12 @@ impl<'a> EventLoop<'a> {
     pub(crate) fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.progress_timeout = timeout;
         self.next_look = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self
+    }
+
+    /// At the end it is told which of these have not happened.
+    pub(crate) fn injections(mut self, injections: &[Injection]) -> Self {
+        self.injections = injections.to_vec();
         self
     }
 
@@ -136,6 +149,11 @@ impl<'a> EventLoop<'a> {
     fn end(&mut self, outcome: Outcome) -> End {
         self.drain_all();
         self.record_steps();
+        for event in self.server.last_refusals() {
+            if let ServerEvent::Refused { process, connections, why } = event {
+                self.say_refused(process, connections, &why);
+            }
+        }
         if self.adopts {
             if !orphans::end_all(&[]) {
                 self.output.say("a process that a rank has left behind does not end, though it was killed");
@@ -145,12 +163,13 @@ impl<'a> EventLoop<'a> {
         }
         let page = self.server.page();
         let made_a_step = (0..page.world_size()).any(|rank| page.progress(rank).steps_begun > 1);
-        End { outcome, made_a_step }
+        let missed_faults = faults::missed(&self.injections, page);
+        End { outcome, made_a_step, missed_faults }
     }
 
     /// What has happened, the most telling first.
     fn events(&mut self, ready: &[Source]) -> Vec<Event> {
-        let (mut events, mut exits) = (Vec::new(), Vec::new());
+        let (mut events, mut exits, mut served) = (Vec::new(), Vec::new(), false);
         for source in ready {
             match source {
                 Source::Signals => events.extend(self.take_signals()),
@@ -158,7 +177,12 @@ impl<'a> EventLoop<'a> {
                     self.orphaned = true;
                     events.push(Event::Orphaned);
                 }
-                Source::Server => events.extend(self.serve()),
+                // All of its connections at once.
+                Source::Server if !served => {
+                    served = true;
+                    events.extend(self.serve());
+                }
+                Source::Server => {}
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
                 Source::Pipe(..) | Source::Room(_) | Source::Log => {}
             }
@@ -299,10 +323,25 @@ impl<'a> EventLoop<'a> {
                 ServerEvent::Unfit { rank, fault, why } => {
                     events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
                 }
-                ServerEvent::Refused { why } => self.output.say(&format!("refused a connection: {why}")),
+                ServerEvent::Refused { process, connections, why } => {
+                    self.say_refused(process, connections, &why);
+                }
             }
         }
         events
+    }
+
+    fn say_refused(&mut self, process: Option<u32>, connections: u64, why: &str) {
+        let what = match connections {
+            1 => "a connection".to_owned(),
+            many => format!("{many} connections, the first"),
+        };
+        // Processes that a rank starts are in its group.
+        let group = process.and_then(|pid| getpgid(Some(Pid::from_raw(pid as i32))).ok());
+        let rank =
+            group.and_then(|group| self.ranks.iter().position(|rank| !rank.reaped && rank.pid == group));
+        let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
+        self.output.say(&format!("refused {what}{whose}: {why}"));
     }
 
     /// Reads once; the number of bytes, 0 when there are none for now or for ever.
