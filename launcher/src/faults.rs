@@ -35,6 +35,7 @@ fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
             let is_later = !matches!(fault.moment, Moment::Start | Moment::Join);
             (ended_well || is_later).then(|| format!("rank {rank} never joined the run"))
         }
+        Moment::Start | Moment::Join => None,
         Moment::Step(_) if progress.step == 0 => Some(format!("rank {rank} began no step")),
         Moment::Step(_) => Some(format!("the last step of rank {rank} was {}", progress.step)),
         _ => Some(format!("rank {rank} did not come to that phase")),

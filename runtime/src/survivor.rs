@@ -2,10 +2,11 @@
 //!
 //! `mgpurun` reads on the progress page whom a failing rank holds responsible. Others know exit codes alone and take the
 //! first failure that they see for the cause, while a survivor ends within milliseconds of the rank that it lost. torchrun
-//! looks at its ranks every 0.1 s (every 5 s before PyTorch 2.4) and names the lowest of those that have ended by then. So a
-//! survivor waits until the launcher has seen the culprit's end: the kernel keeps a process that has ended as a zombie until
-//! its parent has waited for it. A shell between the two may wait for it and end itself, which takes a moment more. A
-//! launcher that then ends all ranks, as torchrun does, ends the survivor in its wait.
+//! looks at its ranks every 0.1 s and names the lowest of those that have ended by then. So a survivor waits until the
+//! launcher has seen the culprit's end: the kernel keeps a process that has ended until its parent has waited for it. A
+//! shell between the two may wait for it and end itself, which takes a moment more; and a parent that waits for its ranks one
+//! after the other never sees it, so that there is a limit. A launcher that ends all ranks when it has seen the first one fail,
+//! as torchrun does, ends the survivor in its wait.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,8 @@ use crate::process::state;
 
 /// In any case: three looks of torchrun's.
 const AT_LEAST: Duration = Duration::from_millis(300);
-/// While the culprit still runs: it may have said that it panics before it ends.
-const WHILE_RUNNING: Duration = Duration::from_secs(1);
-/// While nobody has waited for the culprit's process: more than the longest interval of any torchrun.
-const WHILE_UNSEEN: Duration = Duration::from_secs(6);
+/// While the culprit's process is there: ten looks, for a machine that has much else to do.
+const AT_MOST: Duration = Duration::from_secs(1);
 /// Between two looks.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
@@ -26,18 +25,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 pub(crate) fn let_the_culprit_be_seen(error: &Error, process: impl FnOnce(u32) -> Option<u32>) {
     let Error::PeerLost { peer, silent: false, .. } = error else { return };
     let process = process(*peer);
+    let is_there = || process.is_some_and(|pid| state(pid).is_some());
     let began = Instant::now();
-    while began.elapsed() < limit(process.and_then(state)) {
+    while began.elapsed() < AT_LEAST || began.elapsed() < AT_MOST && is_there() {
         std::thread::sleep(LOOK_EVERY);
-    }
-}
-
-/// How long to wait for a culprit whose process is in this state.
-fn limit(state: Option<char>) -> Duration {
-    match state {
-        None => AT_LEAST,
-        Some('Z' | 'X') => WHILE_UNSEEN,
-        Some(_) => WHILE_RUNNING,
     }
 }
 
@@ -47,37 +38,29 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn only_the_loss_of_a_peer_that_has_ended_is_held_back() {
-        let lost = |silent| Error::PeerLost {
-            rank: 0,
-            peer: 1,
-            operation: "barrier".into(),
-            how: "ended".into(),
-            silent,
-        };
-        let asked = |error: &Error| {
-            let mut asked = None;
-            let began = Instant::now();
-            let_the_culprit_be_seen(error, |rank| {
-                asked = Some(rank);
-                None
-            });
-            (asked, began.elapsed() >= AT_LEAST)
-        };
-        assert_eq!(asked(&lost(false)), (Some(1), true));
-        assert_eq!(asked(&lost(true)).0, None);
-        assert_eq!(asked(&Error::Poisoned { rank: 0, cause: String::new() }).0, None);
+    fn lost(silent: bool) -> Error {
+        let (operation, how) = ("barrier".into(), "ended".into());
+        Error::PeerLost { rank: 0, peer: 1, operation, how, silent }
     }
 
     #[test]
-    fn a_zombie_is_waited_for_until_its_parent_has_seen_it() {
+    fn only_the_loss_of_a_peer_that_has_ended_is_held_back() {
+        let_the_culprit_be_seen(&lost(true), |_| unreachable!("it has not ended"));
+        let_the_culprit_be_seen(&Error::Poisoned { rank: 0, cause: String::new() }, |_| unreachable!());
+    }
+
+    #[test]
+    fn a_survivor_waits_until_the_culprit_was_waited_for() {
         let mut child = Command::new("true").spawn().unwrap();
         while state(child.id()) != Some('Z') {
             std::thread::yield_now();
         }
-        assert_eq!(limit(state(child.id())), WHILE_UNSEEN);
+        let began = Instant::now();
+        let_the_culprit_be_seen(&lost(false), |rank| Some(child.id()).filter(|_| rank == 1));
+        assert!(began.elapsed() >= AT_MOST);
         child.wait().unwrap();
-        assert_eq!(limit(state(child.id())), AT_LEAST);
+        let began = Instant::now();
+        let_the_culprit_be_seen(&lost(false), |_| Some(child.id()));
+        assert!(began.elapsed() >= AT_LEAST);
     }
 }

@@ -38,7 +38,7 @@ fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
         ("hello_ring", env!("CARGO_BIN_EXE_t-hello_ring")),
         ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
     ] {
-        run(command(program).arg("--help")).expect(0, &[&format!("Usage: {name}"), "--help"]);
+        run(command(program).arg("--help")).expect(0, &[&format!("Usage: t-{name}"), "--help"]);
         run(command(program).arg("--no-such-option")).expect(2, &["unexpected argument '--no-such-option'"]);
     }
 }

@@ -338,6 +338,26 @@ fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
 }
 
 #[test]
+fn ranks_that_use_mpi_are_told_that_they_are_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    // Any library will do under that name.
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let library = maps.split_ascii_whitespace().find(|word| word.contains("/libgcc_s.so")).unwrap();
+    let mpi = folder.path().join("libmpi.so.40");
+    fs::copy(library, &mpi).unwrap();
+    let mut job = launcher(folder.path());
+    job.args(["-n", "2", "env"]).arg(format!("LD_PRELOAD={}", mpi.display())).args(["sleep", "1000"]);
+    let mut child = job.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let told = lines.find_map(|line| line.ok().filter(|line| line.contains("MPI")));
+    let told = told.expect("a line about MPI");
+    assert!(told.starts_with("mgpurun: the ranks use MPI, ") && told.contains("mpirun"), "{told}");
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    child.wait().unwrap();
+    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "it is told once");
+}
+
+#[test]
 fn a_forked_child_harms_nobody() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(launcher(folder.path()).args(["-n", "3", env!("CARGO_BIN_EXE_t-fork")]));

@@ -21,12 +21,13 @@ use crate::events::{self, EventLog};
 use crate::faults;
 use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
+use crate::mpi::MpiWatch;
 use crate::output::{Output, Stream};
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
 use crate::watch::{self, Verdict, Watched};
-use crate::{exit_code, orphans};
+use crate::{exit_code, mpi, orphans};
 use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
 
@@ -54,6 +55,7 @@ pub(crate) struct EventLoop<'a> {
     next_look: Option<Instant>,
     /// When to look for new steps, if somebody records them.
     next_steps: Option<Instant>,
+    mpi: MpiWatch,
     /// Faults that ranks are to commit.
     injections: Vec<Injection>,
     /// This process is the parent of whatever the ranks leave behind.
@@ -84,6 +86,7 @@ impl<'a> EventLoop<'a> {
     ) -> Self {
         let next_steps = events.is_enabled().then(Instant::now);
         EventLoop {
+            mpi: MpiWatch::new(ranks.len()),
             ranks,
             server,
             signals,
@@ -197,6 +200,7 @@ impl<'a> EventLoop<'a> {
             self.record_steps();
             self.next_steps = Some(Instant::now() + STEPS_APART);
         }
+        self.look_for_mpi();
         events.extend(self.look_for_silence());
         events.push(Event::Tick);
         events
@@ -210,6 +214,15 @@ impl<'a> EventLoop<'a> {
             orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
         }
         signals.into_iter().map(Event::Signalled).collect()
+    }
+
+    /// Tells the user if the ranks seem to expect another launcher.
+    fn look_for_mpi(&mut self) {
+        match self.ranks.first().filter(|rank| !rank.reaped) {
+            Some(rank) if self.mpi.look(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
+            Some(_) => {}
+            None => self.mpi.end(),
+        }
     }
 
     /// The rank that has been silent for too long, if one could have been by now.
@@ -302,6 +315,7 @@ impl<'a> EventLoop<'a> {
             self.output.next_deadline(),
             self.next_look,
             self.next_steps,
+            self.mpi.next_deadline(),
         ];
         let deadline = deadlines.into_iter().flatten().min();
         let ready = poll_sources(&sources, deadline);
@@ -316,6 +330,7 @@ impl<'a> EventLoop<'a> {
         for event in self.server.service() {
             match event {
                 ServerEvent::Joined { rank, pid } => {
+                    self.mpi.end();
                     self.events.record(events::Event::Join { rank, pid });
                     events.push(Event::Joined(rank));
                 }
@@ -331,15 +346,24 @@ impl<'a> EventLoop<'a> {
         events
     }
 
+    /// The rank that has started `process`, or is it.
+    fn rank_of(&self, process: u32) -> Option<u32> {
+        // What a rank starts is in its group.
+        let group = getpgid(Some(Pid::from_raw(process as i32))).ok();
+        let is_its = |rank: &u32| {
+            let leader = &self.ranks[*rank as usize];
+            !leader.reaped && group == Some(leader.pid) || self.pid_of(*rank) == process
+        };
+        (0..self.ranks.len() as u32).find(is_its)
+    }
+
+    /// Tells the user of refused connections.
     fn say_refused(&mut self, process: Option<u32>, connections: u64, why: &str) {
         let what = match connections {
             1 => "a connection".to_owned(),
             many => format!("{many} connections, the first"),
         };
-        // Processes that a rank starts are in its group.
-        let group = process.and_then(|pid| getpgid(Some(Pid::from_raw(pid as i32))).ok());
-        let rank =
-            group.and_then(|group| self.ranks.iter().position(|rank| !rank.reaped && rank.pid == group));
+        let rank = process.and_then(|process| self.rank_of(process));
         let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
         self.output.say(&format!("refused {what}{whose}: {why}"));
     }
