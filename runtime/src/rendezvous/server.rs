@@ -307,12 +307,7 @@ impl Server {
         let intruder = strangers.max_by_key(|(_, peer)| (counts[&peer.pid()], Reverse(peer.id)));
         if let Some((index, peer)) = intruder {
             let (own, all) = (counts[&peer.pid()], counts.values().sum::<usize>());
-            self.expel(
-                index,
-                &format!(
-                    "has {own} of {all} connections that have not said hello, more than any other process"
-                ),
-            );
+            self.expel(index, &format!("has {own} of {all} silent connections, and no process has more"));
         }
         Ok(())
     }

@@ -149,9 +149,9 @@ fn a_flood_of_connections_is_one_line_and_keeps_nobody_out() {
     }
     let told = refusals(&mut server);
     assert_eq!((told.len(), told[0].0), (1, 401 - 18), "{told:?}");
-    let own = format!("process {}, which has not said hello: has 19 of 19 connections", std::process::id());
+    let own = format!("process {}, which has not said hello: has 19 of 19 silent connections", std::process::id());
     assert!(told[0].1.starts_with(&own), "{}", told[0].1);
-    assert!(refused(read_reply(&first)).starts_with("has 19 of 19 connections"));
+    assert!(refused(read_reply(&first)).starts_with("has 19 of 19 silent connections"));
     assert_eq!(server.peers.len(), 18);
     // Whoever has something to say is heard, however many say nothing.
     let ranks = [0, 1].map(|rank| {
@@ -175,7 +175,7 @@ fn a_process_that_floods_the_rendezvous_is_in_its_own_way_alone() {
     let _silent: Vec<UnixStream> = (0..40).map(|_| connect()).collect();
     let told = refusals(&mut server);
     assert_eq!(told.len(), 1);
-    assert!(told[0].1.contains("has 17 of 18 connections"), "{told:?}");
+    assert!(told[0].1.contains("has 17 of 18 silent connections"), "{told:?}");
     let of_another = server.peers.iter().filter(|peer| peer.pid == 1);
     assert_eq!((of_another.count(), server.peers.len()), (1, 17));
 }
