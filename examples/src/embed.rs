@@ -8,21 +8,24 @@
 
 use std::process::ExitCode;
 
+use clap::Parser;
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::{DataParallel, Layout, World};
 
+/// Fits a line on ranks that the program starts itself, on those of a launcher, or alone.
+#[derive(Debug, Parser)]
+#[command(name = "embed", version)]
+struct Args {
+    /// Ranks to start, unless this process is one already.
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    ranks: Option<u32>,
+}
+
 /// The program.
 pub fn main() -> ExitCode {
-    if World::is_launched() {
-        return crate::exit::report("embed", train());
-    }
-    match std::env::args().nth(1).as_deref().map(str::parse) {
-        None => crate::exit::report("embed", train()),
-        Some(Ok(ranks)) => start_ranks(ranks),
-        Some(Err(_)) => {
-            eprintln!("embed: usage: embed [RANKS]");
-            ExitCode::from(2)
-        }
+    match Args::parse().ranks {
+        Some(ranks) if !World::is_launched() => start_ranks(ranks),
+        _ => crate::exit::report("embed", train()),
     }
 }
 

@@ -4,10 +4,17 @@
 
 use std::process::ExitCode;
 
+use clap::Parser;
 use mgpu::{Buffer, ReduceOp, World};
+
+/// Sends a token around the ranks, to which each adds its number.
+#[derive(Debug, Parser)]
+#[command(name = "hello_ring", version)]
+struct Args {}
 
 /// The program.
 pub fn main() -> ExitCode {
+    Args::parse();
     crate::exit::report("hello_ring", run())
 }
 

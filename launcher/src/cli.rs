@@ -10,6 +10,7 @@ use clap::{Parser, ValueEnum};
 use mgpu::inject::Injection;
 
 use crate::doctor;
+use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::{LONGEST, Launch};
 use crate::output::{Color, OutputOptions};
@@ -244,7 +245,8 @@ pub fn main() -> ExitCode {
     done.unwrap_or_else(|error| {
         // Whoever closed standard error does not want to know.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
-        ExitCode::from(exit_code::LAUNCHER)
+        let refused = error.downcast_ref::<LaunchError>();
+        ExitCode::from(refused.map_or(exit_code::LAUNCHER, LaunchError::exit_code))
     })
 }
 

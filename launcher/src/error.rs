@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::exit_code;
 use crate::output::LogError;
 use crate::plan::PlanError;
 
@@ -33,4 +34,16 @@ pub enum LaunchError {
     /// The system refused something.
     #[error("cannot wait for signals: {0}")]
     Signals(#[from] nix::Error),
+}
+
+impl LaunchError {
+    /// The launcher's exit code.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            LaunchError::Plan(
+                PlanError::NoRanks | PlanError::TooManyRanks(_) | PlanError::NoRankToInject(..),
+            ) => exit_code::USAGE,
+            _ => exit_code::LAUNCHER,
+        }
+    }
 }

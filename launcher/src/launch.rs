@@ -20,7 +20,7 @@ use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{Process, spawn};
 use crate::supervisor::{Outcome, Supervisor};
-use crate::{exit_code, nccl, orphans};
+use crate::{exit_code, faults, nccl, orphans};
 
 /// Thirty years: no clock has a time much further away.
 pub(crate) const LONGEST: Duration = Duration::from_secs(1_000_000_000);
@@ -187,7 +187,7 @@ impl Launch {
     /// If they cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
         let plan = self.plan()?;
-        let Launch { output, signals, restart, grace, .. } = self;
+        let Launch { request, output, signals, restart, grace, .. } = self;
         let signals = signals?;
         if self.adopts_orphans {
             orphans::adopt()?;
@@ -215,6 +215,7 @@ impl Launch {
             grace,
             adopts_orphans: self.adopts_orphans,
             restart,
+            injections: &request.injections,
         };
         let result = run.until_over(&mut output, &mut events);
         let outcome = result.as_ref().ok();
@@ -248,6 +249,7 @@ struct Run<'a> {
     grace: Duration,
     adopts_orphans: bool,
     restart: RestartPolicy,
+    injections: &'a [Injection],
 }
 
 impl Run<'_> {
@@ -255,10 +257,11 @@ impl Run<'_> {
     fn until_over(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
         let mut restarts = 0;
         loop {
-            let End { outcome, made_a_step } = self.attempt(restarts, output, events)?;
+            let End { outcome, made_a_step, missed_faults } = self.attempt(restarts, output, events)?;
             if let Some(message) = &outcome.message {
                 output.say(message);
             }
+            missed_faults.iter().for_each(|fault| output.say(fault));
             if let Some(culprit) = outcome.culprit {
                 output.repeat_last_lines(culprit);
             }
@@ -273,6 +276,9 @@ impl Run<'_> {
                 }
                 Decision::Stop(why) => {
                     why.into_iter().for_each(|why| output.say(why));
+                    faults::of_later_lives(self.injections, restarts)
+                        .iter()
+                        .for_each(|fault| output.say(fault));
                     return Ok(outcome);
                 }
             }
@@ -307,6 +313,7 @@ impl Run<'_> {
         });
         let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
         let event_loop = EventLoop::new(processes, server, self.signals, output, events, supervisor);
-        Ok(event_loop.progress_timeout(self.progress_timeout).adopts(self.adopts_orphans).run())
+        let event_loop = event_loop.progress_timeout(self.progress_timeout).injections(self.injections);
+        Ok(event_loop.adopts(self.adopts_orphans).run())
     }
 }

@@ -15,6 +15,8 @@
 //! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
 //! | `watch` | who is silent? (pure) |
 //! | `status` | what is every rank doing? |
+//! | `mpi` | are the ranks programs of MPI? |
+//! | `faults` | which injected faults have not happened? |
 //! | `group`, `orphans`, `guardian` | nothing of a rank is left, whoever is killed |
 //! | `restart` | outcome → once more? (pure) |
 //! | [`output`] | bytes → whole lines with their rank |
@@ -32,11 +34,13 @@ mod error;
 mod event_loop;
 pub mod events;
 pub mod exit_code;
+mod faults;
 mod group;
 mod guardian;
 mod interrupt;
 mod launch;
 mod machine;
+mod mpi;
 mod nccl;
 mod orphans;
 pub mod output;

@@ -7,7 +7,7 @@ use mgpu::inject::{self, Injection};
 use mgpu::protocol::{
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_DEVICE, MGPU_INJECT,
     MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS, MGPU_THREADS,
-    OMP_NUM_THREADS, RANK, WORLD_SIZE,
+    MOST_RANKS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
 };
 
 use crate::nccl;
@@ -15,8 +15,6 @@ use crate::placement::{self, Bind, CoreSet, Gpu, Topology, place};
 
 /// Whether ranks of this build can use NCCL.
 pub(crate) const NCCL_IS_BUILT: bool = cfg!(feature = "cuda");
-/// More ranks than any machine has cores or GPUs for are a typing error.
-const MOST_RANKS: u32 = 4096;
 
 /// How many ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

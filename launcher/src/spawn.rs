@@ -136,8 +136,7 @@ fn hint(error: &io::Error) -> &'static str {
         Some(Errno::EMFILE | Errno::ENFILE) => {
             "; a rank takes four descriptors of the launcher: raise `ulimit -n` or start fewer ranks"
         }
-        Some(Errno::EAGAIN) => "; the limit of processes is reached: raise `ulimit -u` or start fewer ranks",
-        _ => "",
+        _ => mgpu::process::start_hint(error),
     }
 }
 

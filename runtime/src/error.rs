@@ -37,6 +37,16 @@ pub enum Error {
         /// Why it could not.
         problem: String,
     },
+    /// The rendezvous, which this rank had joined, did not serve it.
+    #[error("rank {rank} in {operation}: {problem}")]
+    Rendezvous {
+        /// The rank.
+        rank: u32,
+        /// What it asked for.
+        operation: String,
+        /// What became of that.
+        problem: String,
+    },
     /// A peer sent bytes that are not a message of the protocol.
     #[error("{peer} sent a bad message: {problem}")]
     Protocol {
@@ -95,6 +105,17 @@ pub enum Error {
         rank: u32,
         /// The earlier error.
         cause: String,
+    },
+    /// The process is a child that a rank has forked: it has a copy of the rank's memory, and no part in the run.
+    #[error(
+        "process {process} was forked by rank {rank} and is no rank itself: leave collectives and the run to the parent, or \
+         fork before the world is joined"
+    )]
+    Forked {
+        /// The rank.
+        rank: u32,
+        /// The child.
+        process: u32,
     },
     /// The caller's arguments make no sense.
     #[error("{operation}: {problem}")]

@@ -66,6 +66,14 @@ pub struct Injection {
     pub restart: u32,
 }
 
+/// A fault that this rank is to commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Planned {
+    /// Its place in the list of all ranks' faults.
+    pub(crate) number: usize,
+    pub(crate) injection: Injection,
+}
+
 const MOMENTS: [(&str, Moment); 5] = [
     ("start", Moment::Start),
     ("join", Moment::Join),

@@ -61,6 +61,7 @@ pub mod replicate;
 pub mod sampler;
 mod shm;
 pub mod step;
+mod survivor;
 pub mod timeline;
 pub mod world;
 

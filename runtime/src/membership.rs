@@ -1,9 +1,10 @@
 //! What a rank holds as long as it belongs to the run.
 
-use crate::Error;
-use crate::inject::{Injection, Moment};
+use crate::inject::{Moment, Planned};
 use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
+use crate::survivor::let_the_culprit_be_seen;
+use crate::{Error, Result};
 
 /// Connection and progress page of one rank. The last owner to let go says goodbye.
 #[derive(Debug)]
@@ -12,14 +13,16 @@ pub(crate) struct Membership {
     store: Store,
     page: ProgressPage,
     /// Faults this rank is to commit.
-    injections: Vec<Injection>,
+    injections: Vec<Planned>,
     /// How it stands with this rank's communicators on the GPU.
     #[cfg(feature = "cuda")]
     pub(crate) standing: crate::comm::nccl::Standing,
 }
 
 impl Membership {
-    pub(crate) fn new(rank: u32, store: Store, page: ProgressPage, injections: Vec<Injection>) -> Self {
+    pub(crate) fn new(rank: u32, store: Store, page: ProgressPage, injections: Vec<Planned>) -> Self {
+        let is_past = |planned: &&Planned| matches!(planned.injection.moment, Moment::Start | Moment::Join);
+        injections.iter().filter(is_past).for_each(|planned| page.note_fault(rank, planned.number));
         Membership {
             rank,
             store,
@@ -42,14 +45,33 @@ impl Membership {
         &self.page
     }
 
+    /// An error in a child that the rank has forked: the run is not its own.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        self.store.check_process()
+    }
+
+    /// Where another launcher judges, waits until it has seen the end of the peer that `error` tells the loss of.
+    pub(crate) fn hold_back(&self, error: &Error) {
+        if self.store.is_served_by_a_rank() {
+            let process = |peer| Some(self.page.progress(peer).pid).filter(|pid| *pid > 0);
+            let_the_culprit_be_seen(error, process);
+        }
+    }
+
     /// Notes that a step begins.
     pub(crate) fn begin_step(&self, step: u64) {
+        if self.check_process().is_err() {
+            return;
+        }
         self.page.begin_step(self.rank, step);
         self.come_to(Moment::Step(step));
     }
 
     /// Notes that another part of the work begins.
     pub(crate) fn begin_phase(&self, phase: Phase) {
+        if self.check_process().is_err() {
+            return;
+        }
         self.page.set_phase(self.rank, phase);
         if phase == Phase::Checkpoint {
             self.come_to(Moment::Checkpoint);
@@ -58,7 +80,10 @@ impl Membership {
 
     /// Commits the faults of this moment.
     pub(crate) fn come_to(&self, moment: Moment) {
-        commit(&self.injections, moment);
+        for planned in due(&self.injections, moment) {
+            self.page.note_fault(self.rank, planned.number);
+            planned.injection.fault.commit();
+        }
     }
 
     /// The error of waiting for `awaited` in vain, if it is in vain: some rank has failed, or one of `awaited` has
@@ -97,15 +122,22 @@ impl Membership {
     }
 }
 
-/// Commits those of `injections` that are due at `moment`.
-pub(crate) fn commit(injections: &[Injection], moment: Moment) {
-    for injection in injections.iter().filter(|injection| injection.moment == moment) {
-        injection.fault.commit();
-    }
+/// Those of `injections` that are due at `moment`.
+fn due(injections: &[Planned], moment: Moment) -> impl Iterator<Item = &Planned> {
+    injections.iter().filter(move |planned| planned.injection.moment == moment)
+}
+
+/// Commits the faults of a moment at which there is no progress page yet.
+pub(crate) fn commit(injections: &[Planned], moment: Moment) {
+    due(injections, moment).for_each(|planned| planned.injection.fault.commit());
 }
 
 impl Drop for Membership {
     fn drop(&mut self) {
+        // A forked child has a copy, and says goodbye for nobody.
+        if self.check_process().is_err() {
+            return;
+        }
         if std::thread::panicking() {
             self.page.depart(self.rank, Ending::Failed("panicked"));
         } else {

@@ -1,12 +1,16 @@
 //! What a launcher needs of the operating system to own a child process, and the standard library lacks.
 
 use std::io;
+use std::num::NonZeroUsize;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::libc;
 use nix::sched::{CpuSet, sched_setaffinity};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Pid, getpid, getppid};
 
@@ -32,6 +36,24 @@ pub fn tie_to_parent(command: &mut Command) {
     unsafe { command.pre_exec(in_child) };
 }
 
+/// What to try when no process or thread could be started; empty where `error` says enough. The kernel does not tell which of
+/// its limits is reached.
+pub fn start_hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EAGAIN) => {
+            "; a limit of processes is reached: that of the user (raise `ulimit -u`), of the control group (pids.max, which \
+             containers and systemd set) or of the machine (sysctl kernel.pid_max and kernel.threads-max); or start fewer \
+             ranks"
+        }
+        _ => "",
+    }
+}
+
+/// Why no process or thread could be started, and what to try.
+pub(crate) fn start_failure(error: &io::Error) -> String {
+    format!("{error}{}", start_hint(error))
+}
+
 /// Which of the two processes this one is after a [`fork`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fork {
@@ -51,7 +73,10 @@ pub fn fork() -> io::Result<Fork> {
         return Err(io::Error::other("a process with threads cannot be forked"));
     }
     // SAFETY: this is the only thread, so the child has all there is: no lock is held by a thread that is not there.
-    match unsafe { nix::unistd::fork() }? {
+    let forked = unsafe { nix::unistd::fork() };
+    match forked
+        .map_err(|errno| io::Error::other(format!("cannot fork: {}", start_failure(&errno.into()))))?
+    {
         nix::unistd::ForkResult::Parent { child } => Ok(Fork::Parent(child)),
         nix::unistd::ForkResult::Child => Ok(Fork::Child),
     }
@@ -101,6 +126,73 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
+/// The state of process `pid`, a letter as `ps` shows it; `None` if there is no such process.
+pub(crate) fn state(pid: u32) -> Option<char> {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    // The name before it may contain anything.
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    stat.get(end + 2).map(|state| char::from(*state))
+}
+
+/// Tells the process that made it from the children that it forks, which get a copy.
+///
+/// It is asked in every collective, where a system call would be felt, so it is a page of memory that the kernel clears in
+/// children (`MADV_WIPEONFORK`, since Linux 4.14). Where there is none, the process's number decides.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    process: u32,
+    page: Option<NonNull<AtomicBool>>,
+}
+
+// SAFETY: the page belongs to this value alone, lives as long as it, and holds an atomic.
+unsafe impl Send for Origin {}
+// SAFETY: as above.
+unsafe impl Sync for Origin {}
+
+const PAGE: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+
+impl Origin {
+    /// This process.
+    pub(crate) fn here() -> Self {
+        Origin { process: std::process::id(), page: Self::marked_page().ok() }
+    }
+
+    fn marked_page() -> nix::Result<NonNull<AtomicBool>> {
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing of ours.
+        let page = unsafe { mmap_anonymous(None, PAGE, access, MapFlags::MAP_PRIVATE) }?;
+        // SAFETY: the range is the mapping just made, which nobody uses yet.
+        if let Err(errno) = unsafe { madvise(page, PAGE.get(), MmapAdvise::MADV_WIPEONFORK) } {
+            // SAFETY: as above.
+            let _ = unsafe { munmap(page, PAGE.get()) };
+            return Err(errno);
+        }
+        let mark: NonNull<AtomicBool> = page.cast();
+        // SAFETY: the mapping is writable, aligned, and zeroed, which is a valid value.
+        unsafe { mark.as_ref() }.store(true, Ordering::Relaxed);
+        Ok(mark)
+    }
+
+    /// True in the process that has made this, false in its children.
+    #[inline]
+    pub(crate) fn is_here(&self) -> bool {
+        match self.page {
+            // SAFETY: the page is mapped as long as `self`; a child has one of zeros in its place.
+            Some(mark) => unsafe { mark.as_ref() }.load(Ordering::Relaxed),
+            None => std::process::id() == self.process,
+        }
+    }
+}
+
+impl Drop for Origin {
+    fn drop(&mut self) {
+        if let Some(mark) = self.page {
+            // SAFETY: the range is the one mapped at the construction, and no reference into it outlives `self`.
+            let _ = unsafe { munmap(mark.cast(), PAGE.get()) };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use nix::sched::sched_getaffinity;
@@ -119,6 +211,20 @@ mod tests {
         let output = String::from_utf8(command.output().unwrap().stdout).unwrap();
         assert_eq!(output.split_whitespace().last(), Some(core.to_string().as_str()));
         assert_eq!(sched_getaffinity(Pid::from_raw(0)).unwrap(), own);
+    }
+
+    #[test]
+    fn a_forked_child_is_not_the_process_that_it_is_a_copy_of() {
+        let own = Origin::here();
+        assert!(own.is_here() && own.page.is_some());
+        let by_number = Origin { process: own.process + 1, page: None };
+        assert!(!by_number.is_here());
+    }
+
+    #[test]
+    fn the_state_of_a_process_is_a_letter() {
+        assert!(state(std::process::id()).is_some_and(|state| "RSD".contains(state)));
+        assert_eq!(state(0), None);
     }
 
     #[test]

@@ -37,6 +37,9 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Free port for a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
 pub const MASTER_PORT: &str = "MASTER_PORT";
 
+/// Most ranks of a run: more than any machine has cores or GPUs for.
+pub const MOST_RANKS: u32 = 4096;
+
 /// A fresh identifier of a run: 128 random bits as 32 hexadecimal digits.
 ///
 /// # Errors

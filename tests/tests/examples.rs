@@ -25,7 +25,22 @@ fn embed_starts_its_own_ranks() {
     run(&mut command(program)).expect(0, &["1 ranks agree", line]);
     run(command(program).arg("3")).expect(0, &["3 ranks agree", line]);
     launched(2, program, &[]).expect(0, &["2 ranks agree", line]);
-    run(command(program).arg("many")).expect(2, &["usage"]);
+    run(command(program).arg("many")).expect(2, &["invalid value 'many'"]);
+}
+
+#[test]
+fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
+    for (name, program) in [
+        ("allreduce_perf", ALLREDUCE_PERF),
+        ("embed", env!("CARGO_BIN_EXE_t-embed")),
+        ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
+        ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
+        ("hello_ring", env!("CARGO_BIN_EXE_t-hello_ring")),
+        ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
+    ] {
+        run(command(program).arg("--help")).expect(0, &[&format!("Usage: t-{name}"), "--help"]);
+        run(command(program).arg("--no-such-option")).expect(2, &["unexpected argument '--no-such-option'"]);
+    }
 }
 
 const ALLREDUCE_PERF: &str = env!("CARGO_BIN_EXE_t-allreduce_perf");

@@ -5,7 +5,8 @@ use std::fs::{self, File};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use mgpu::progress::{PAGE_NAME, ProgressPage, RankState};
 use mgpu_tests::fake_gpu;
@@ -201,6 +202,36 @@ fn a_rank_that_dies_is_named_by_all_others() {
     }
 }
 
+/// Looks at the ranks as torchrun does: every 0.1 s, one after the other. The first of those that have failed by then is the
+/// one that it calls the root cause; the others are ended.
+fn root_cause(ranks: &mut [Child]) -> usize {
+    loop {
+        let looks: Vec<_> = ranks.iter_mut().map(|rank| rank.try_wait().unwrap()).collect();
+        let has_failed = |end: &Option<ExitStatus>| end.is_some_and(|end| !end.success());
+        if let Some(rank) = looks.iter().position(has_failed) {
+            ranks.iter_mut().for_each(|rank| _ = rank.kill());
+            ranks.iter_mut().for_each(|rank| _ = rank.wait());
+            return rank;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn the_rank_that_died_is_the_one_that_torchrun_sees_first() {
+    for fault in ["kill", "exit-3", "panic"] {
+        for culprit in 0..3 {
+            let job = Job::new(Torchrun, &format!("cause-{fault}-{culprit}"), 3);
+            let start = |rank| {
+                let mut command = job.rank(rank, MISBEHAVE, &[fault, &culprit.to_string(), "direct"]);
+                command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+            };
+            let mut ranks: Vec<Child> = (0..3).map(start).collect();
+            assert_eq!(root_cause(&mut ranks), culprit, "{fault}");
+        }
+    }
+}
+
 #[test]
 fn a_rank_that_stops_is_named_at_the_deadline() {
     let job = Job::new(OpenMpi, "stop", 2);
@@ -359,6 +390,14 @@ fn what_cannot_be_is_said() {
         (Slurm, "SLURM_STEP_NUM_NODES", "2", "SLURM_STEP_NUM_NODES is 2: the ranks are on several hosts"),
         (OpenMpi, "OMPI_COMM_WORLD_RANK", "2", "OMPI_COMM_WORLD_RANK is 2 in a world of 2"),
         (Hydra, "MGPU_BACKEND", "mpi", "MGPU_BACKEND is `mpi`"),
+        (Hydra, "PMI_SIZE", "20000", "PMI_SIZE is 20000; a world has at most 4096 ranks"),
+        (
+            Slurm,
+            "SLURM_STEP_NUM_TASKS",
+            "4294967295",
+            "SLURM_STEP_NUM_TASKS is 4294967295; a world has at most",
+        ),
+        (Torchrun, "MGPU_INJECT", "rank=2,step=1,fault=abort", "MGPU_INJECT has rank=2,step=1,fault=abort"),
     ] {
         let job = Job::new(launcher, "wrong", 2);
         run(job.rank(0, HELLO_RING, &[]).env(name, value)).expect(1, &[text]);

@@ -293,6 +293,80 @@ fn a_failed_rank_is_restarted_with_all_others() {
 }
 
 #[test]
+fn a_fault_that_does_not_happen_is_told() {
+    let job = env!("CARGO_BIN_EXE_t-job");
+    let folder = tempfile::tempdir().unwrap();
+    let inject = |faults: &[&str], program: &str| {
+        let mut launcher = launcher(folder.path());
+        launcher.args(["-n", "2"]);
+        faults.iter().for_each(|fault| _ = launcher.args(["--inject", fault]));
+        run(launcher.arg(program))
+    };
+    let late = "rank=1,step=100,fault=abort";
+    for (fault, program, why) in [
+        (late, job, "the last step of rank 1 was 5"),
+        (late, "true", "rank 1 never joined the run"),
+        ("rank=0,phase=start,fault=exit:3", "true", "rank 0 never joined the run"),
+        ("rank=0,step=2,fault=abort,restart=1", job, "the ranks were restarted 0 times"),
+    ] {
+        inject(&[fault], program).expect(0, &[&format!("mgpurun: the fault {fault} did not happen: {why}")]);
+    }
+    // Another one came before it.
+    inject(&["rank=0,step=2,fault=exit:3", late], job)
+        .expect(3, &[&format!("the fault {late} did not happen")]);
+    for fault in ["rank=1,phase=start,fault=exit0", "rank=1,phase=checkpoint,fault=leak-child"] {
+        let finished = inject(&[fault], job);
+        assert!(!finished.stderr.contains("did not happen"), "{finished:#?}");
+    }
+    inject(&["rank=2,step=1,fault=abort"], job).expect(2, &["there is no rank 2 among 2"]);
+}
+
+#[test]
+fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    let finished = run(job.args(["-n", "2", env!("CARGO_BIN_EXE_t-flood"), "1", "3000"]));
+    finished.expect(0, &["[0] 2 ranks are here", "[1] 2 ranks are here"]);
+    let refused: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("refused")).collect();
+    // What comes within a moment is one line.
+    assert!((1..=5).contains(&refused.len()), "{finished:#?}");
+    for line in refused {
+        let parts =
+            ["mgpurun: refused ", " connections, the first of rank 1: process ", " silent connections, and no process has more"];
+        assert!(parts.iter().all(|part| line.contains(part)), "{line}");
+    }
+}
+
+#[test]
+fn ranks_that_use_mpi_are_told_that_they_are_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    // Any library will do under that name.
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let library = maps.split_ascii_whitespace().find(|word| word.contains("/libgcc_s.so")).unwrap();
+    let mpi = folder.path().join("libmpi.so.40");
+    fs::copy(library, &mpi).unwrap();
+    let mut job = launcher(folder.path());
+    job.args(["-n", "2", "env"]).arg(format!("LD_PRELOAD={}", mpi.display())).args(["sleep", "1000"]);
+    let mut child = job.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let told = lines.find_map(|line| line.ok().filter(|line| line.contains("MPI")));
+    let told = told.expect("a line about MPI");
+    assert!(told.starts_with("mgpurun: the ranks use MPI, ") && told.contains("mpirun"), "{told}");
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    child.wait().unwrap();
+    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "it is told once");
+}
+
+#[test]
+fn a_forked_child_harms_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let finished = run(launcher(folder.path()).args(["-n", "3", env!("CARGO_BIN_EXE_t-fork")]));
+    finished.expect(0, &["[0] 3 ranks went on", "[2] 3 ranks went on", "a forked child cannot use"]);
+    let child = |line: &&str| line.contains("was forked by rank 1 and is no rank itself");
+    assert_eq!(finished.stdout.lines().filter(child).count(), 3, "{finished:#?}");
+}
+
+#[test]
 fn many_launches_at_once() {
     std::thread::scope(|scope| {
         for _ in 0..50 {

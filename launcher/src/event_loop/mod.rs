@@ -8,23 +8,26 @@ mod wait;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use mgpu::inject::Injection;
 use mgpu::progress::{self, RankState};
 use mgpu::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
-use nix::unistd::read;
+use nix::unistd::{Pid, getpgid, read};
 
 use crate::events::{self, EventLog};
+use crate::faults;
 use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
+use crate::mpi::MpiWatch;
 use crate::output::{Output, Stream};
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
 use crate::watch::{self, Verdict, Watched};
-use crate::{exit_code, orphans};
+use crate::{exit_code, mpi, orphans};
 use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
 
@@ -52,6 +55,9 @@ pub(crate) struct EventLoop<'a> {
     next_look: Option<Instant>,
     /// When to look for new steps, if somebody records them.
     next_steps: Option<Instant>,
+    mpi: MpiWatch,
+    /// Faults that ranks are to commit.
+    injections: Vec<Injection>,
     /// This process is the parent of whatever the ranks leave behind.
     adopts: bool,
     /// The guardian has ended.
@@ -65,6 +71,8 @@ pub(crate) struct End {
     pub(crate) outcome: Outcome,
     /// Some rank has made a training step.
     pub(crate) made_a_step: bool,
+    /// Faults that were to be injected and were not, each in a line.
+    pub(crate) missed_faults: Vec<String>,
 }
 
 impl<'a> EventLoop<'a> {
@@ -78,6 +86,7 @@ impl<'a> EventLoop<'a> {
     ) -> Self {
         let next_steps = events.is_enabled().then(Instant::now);
         EventLoop {
+            mpi: MpiWatch::new(ranks.len()),
             ranks,
             server,
             signals,
@@ -87,6 +96,7 @@ impl<'a> EventLoop<'a> {
             progress_timeout: None,
             next_look: None,
             next_steps,
+            injections: Vec::new(),
             adopts: false,
             orphaned: false,
             awake_since: Duration::ZERO,
@@ -97,6 +107,12 @@ impl<'a> EventLoop<'a> {
     pub(crate) fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.progress_timeout = timeout;
         self.next_look = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self
+    }
+
+    /// At the end it is told which of these have not happened.
+    pub(crate) fn injections(mut self, injections: &[Injection]) -> Self {
+        self.injections = injections.to_vec();
         self
     }
 
@@ -136,6 +152,11 @@ impl<'a> EventLoop<'a> {
     fn end(&mut self, outcome: Outcome) -> End {
         self.drain_all();
         self.record_steps();
+        for event in self.server.last_refusals() {
+            if let ServerEvent::Refused { process, connections, why } = event {
+                self.say_refused(process, connections, &why);
+            }
+        }
         if self.adopts {
             if !orphans::end_all(&[]) {
                 self.output.say("a process that a rank has left behind does not end, though it was killed");
@@ -145,12 +166,13 @@ impl<'a> EventLoop<'a> {
         }
         let page = self.server.page();
         let made_a_step = (0..page.world_size()).any(|rank| page.progress(rank).steps_begun > 1);
-        End { outcome, made_a_step }
+        let missed_faults = faults::missed(&self.injections, page);
+        End { outcome, made_a_step, missed_faults }
     }
 
     /// What has happened, the most telling first.
     fn events(&mut self, ready: &[Source]) -> Vec<Event> {
-        let (mut events, mut exits) = (Vec::new(), Vec::new());
+        let (mut events, mut exits, mut served) = (Vec::new(), Vec::new(), false);
         for source in ready {
             match source {
                 Source::Signals => events.extend(self.take_signals()),
@@ -158,7 +180,12 @@ impl<'a> EventLoop<'a> {
                     self.orphaned = true;
                     events.push(Event::Orphaned);
                 }
-                Source::Server => events.extend(self.serve()),
+                // All of its connections at once.
+                Source::Server if !served => {
+                    served = true;
+                    events.extend(self.serve());
+                }
+                Source::Server => {}
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
                 Source::Pipe(..) | Source::Room(_) | Source::Log => {}
             }
@@ -173,6 +200,7 @@ impl<'a> EventLoop<'a> {
             self.record_steps();
             self.next_steps = Some(Instant::now() + STEPS_APART);
         }
+        self.look_for_mpi();
         events.extend(self.look_for_silence());
         events.push(Event::Tick);
         events
@@ -186,6 +214,15 @@ impl<'a> EventLoop<'a> {
             orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
         }
         signals.into_iter().map(Event::Signalled).collect()
+    }
+
+    /// Tells the user if the ranks seem to expect another launcher.
+    fn look_for_mpi(&mut self) {
+        match self.ranks.first().filter(|rank| !rank.reaped) {
+            Some(rank) if self.mpi.look(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
+            Some(_) => {}
+            None => self.mpi.end(),
+        }
     }
 
     /// The rank that has been silent for too long, if one could have been by now.
@@ -278,6 +315,7 @@ impl<'a> EventLoop<'a> {
             self.output.next_deadline(),
             self.next_look,
             self.next_steps,
+            self.mpi.next_deadline(),
         ];
         let deadline = deadlines.into_iter().flatten().min();
         let ready = poll_sources(&sources, deadline);
@@ -292,6 +330,7 @@ impl<'a> EventLoop<'a> {
         for event in self.server.service() {
             match event {
                 ServerEvent::Joined { rank, pid } => {
+                    self.mpi.end();
                     self.events.record(events::Event::Join { rank, pid });
                     events.push(Event::Joined(rank));
                 }
@@ -299,10 +338,34 @@ impl<'a> EventLoop<'a> {
                 ServerEvent::Unfit { rank, fault, why } => {
                     events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
                 }
-                ServerEvent::Refused { why } => self.output.say(&format!("refused a connection: {why}")),
+                ServerEvent::Refused { process, connections, why } => {
+                    self.say_refused(process, connections, &why);
+                }
             }
         }
         events
+    }
+
+    /// The rank that has started `process`, or is it.
+    fn rank_of(&self, process: u32) -> Option<u32> {
+        // What a rank starts is in its group.
+        let group = getpgid(Some(Pid::from_raw(process as i32))).ok();
+        let is_its = |rank: &u32| {
+            let leader = &self.ranks[*rank as usize];
+            !leader.reaped && group == Some(leader.pid) || self.pid_of(*rank) == process
+        };
+        (0..self.ranks.len() as u32).find(is_its)
+    }
+
+    /// Tells the user of refused connections.
+    fn say_refused(&mut self, process: Option<u32>, connections: u64, why: &str) {
+        let what = match connections {
+            1 => "a connection".to_owned(),
+            many => format!("{many} connections, the first"),
+        };
+        let rank = process.and_then(|process| self.rank_of(process));
+        let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
+        self.output.say(&format!("refused {what}{whose}: {why}"));
     }
 
     /// Reads once; the number of bytes, 0 when there are none for now or for ever.

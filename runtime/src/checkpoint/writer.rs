@@ -12,6 +12,7 @@ use super::failed;
 use super::folder::Folder;
 use super::publish::publish;
 use super::snapshot::Snapshot;
+use crate::process::{Origin, start_failure};
 use crate::{Error, Result};
 
 /// Writes checkpoints into a folder, beside the training.
@@ -43,6 +44,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug)]
 pub struct Writer {
+    origin: Origin,
     folder: Arc<Folder>,
     keep: usize,
     under_way: Option<JoinHandle<Result<PathBuf>>>,
@@ -57,7 +59,7 @@ impl Writer {
     /// If the folder cannot be made or read, or another writer has it.
     pub fn new(folder: &Path, keep: usize) -> Result<Self> {
         let folder = Arc::new(Folder::open(folder)?);
-        Ok(Writer { folder, keep: keep.max(1), under_way: None, written: None })
+        Ok(Writer { origin: Origin::here(), folder, keep: keep.max(1), under_way: None, written: None })
     }
 
     /// Begins to write `snapshot`, once the write before it has come to its end. A checkpoint of the same step is replaced;
@@ -67,12 +69,14 @@ impl Writer {
     /// Of the write before, which left all earlier checkpoints as they were; the new one is begun nevertheless. Its own errors
     /// come with the next call of `save` or [`finish`](Self::finish). Or if no thread can be started.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
+        self.check_process()?;
         let before = self.wait();
         let (folder, keep) = (Arc::clone(&self.folder), self.keep);
         let thread = std::thread::Builder::new().name("checkpoint".to_owned());
         let started = thread.spawn(move || publish(&folder, snapshot, keep));
-        let started =
-            started.map_err(|error| Error::system("start the thread that writes a checkpoint", error));
+        let started = started.map_err(|error| {
+            Error::system("start the thread that writes a checkpoint", start_failure(&error))
+        });
         self.under_way = Some(started?);
         before
     }
@@ -82,8 +86,18 @@ impl Writer {
     /// # Errors
     /// Of that write, which left all earlier checkpoints as they were.
     pub fn finish(&mut self) -> Result<Option<PathBuf>> {
+        self.check_process()?;
         self.wait()?;
         Ok(self.written.clone())
+    }
+
+    /// An error in a forked child, which has a copy of this and not the thread: it would write beside its parent, and wait for
+    /// ever.
+    fn check_process(&self) -> Result<()> {
+        match self.origin.is_here() {
+            true => Ok(()),
+            false => Err(failed(&self.folder.path, "a forked child cannot use its parent's writer")),
+        }
     }
 
     fn wait(&mut self) -> Result<()> {
@@ -116,7 +130,9 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        let _ = self.wait();
+        if self.check_process().is_ok() {
+            let _ = self.wait();
+        }
     }
 }
 

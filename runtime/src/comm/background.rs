@@ -15,11 +15,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp};
+use crate::process::{Origin, start_failure};
 use crate::timeline::{self, Timeline};
 use crate::{Error, Result};
 
 /// See the [module](self).
 pub(crate) struct Background {
+    /// A forked child has a copy, and not the thread.
+    origin: Origin,
     shared: Arc<Shared>,
     rank: u32,
     size: u32,
@@ -80,9 +83,10 @@ impl Background {
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
             .spawn(move || work(&of_thread, &queue, &recorded))
-            .map_err(|error| Error::system("start a thread for reductions", error))?;
+            .map_err(|error| Error::system("start a thread for reductions", start_failure(&error)))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
-        Ok(Background { shared, rank, size, backend, timeline, jobs, thread, busy: false })
+        let origin = Origin::here();
+        Ok(Background { origin, shared, rank, size, backend, timeline, jobs, thread, busy: false })
     }
 
     /// Gives the thread a job. Where it has ended by a panic, the job's result never comes.
@@ -90,23 +94,32 @@ impl Background {
         let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
     }
 
-    fn begin(&mut self, operation: Operation, buffer: Buffer, op: ReduceOp) -> Pending {
+    fn begin(&mut self, operation: Operation, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+        self.check_process()?;
         let (result, pending) = sync_channel(1);
         let bucket = self.timeline.take_bucket();
         self.busy = true;
         self.give(Job::Reduce { operation, buffer, op, bucket, result });
-        Pending::under_way(pending, &self.timeline)
+        Ok(Pending::under_way(pending, &self.timeline))
+    }
+
+    fn check_process(&self) -> Result<()> {
+        match self.origin.is_here() {
+            true => Ok(()),
+            false => Err(Error::Forked { rank: self.rank, process: std::process::id() }),
+        }
     }
 
     /// The communicator, once all reductions are over.
-    fn idle(&mut self) -> MutexGuard<'_, Box<dyn Communicator>> {
+    fn idle(&mut self) -> Result<MutexGuard<'_, Box<dyn Communicator>>> {
+        self.check_process()?;
         if std::mem::take(&mut self.busy) {
             let (fence, passed) = sync_channel(1);
             self.give(Job::Fence(fence));
             // What has become of the reductions is told by their own results.
             let _ = passed.recv();
         }
-        self.shared.comm()
+        Ok(self.shared.comm())
     }
 }
 
@@ -138,6 +151,9 @@ impl Drop for Background {
     fn drop(&mut self) {
         self.shared.stopped.store(true, Ordering::Relaxed);
         self.jobs = None;
+        if self.check_process().is_err() {
+            return;
+        }
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -160,31 +176,31 @@ impl Communicator for Background {
     }
 
     fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        self.idle().note_arrivals(at);
+        let _ = self.idle().map(|mut comm| comm.note_arrivals(at));
     }
 
     fn expect_company(&mut self) {
-        self.idle().expect_company();
+        let _ = self.idle().map(|mut comm| comm.expect_company());
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {
-        self.idle().set_algorithm(algorithm);
+        let _ = self.idle().map(|mut comm| comm.set_algorithm(algorithm));
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.idle().allocate(dtype, len)
+        self.idle()?.allocate(dtype, len)
     }
 
     fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        Ok(self.begin(Operation::AllReduce, buffer, op))
+        self.begin(Operation::AllReduce, buffer, op)
     }
 
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        Ok(self.begin(Operation::ReduceScatter, buffer, op))
+        self.begin(Operation::ReduceScatter, buffer, op)
     }
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
-        self.idle().all_gather(buffer)
+        self.idle()?.all_gather(buffer)
     }
 
     fn all_gather_with(
@@ -194,27 +210,27 @@ impl Communicator for Background {
         block: usize,
         make: &mut Make<'_>,
     ) -> Result<Pending> {
-        self.idle().all_gather_with(buffer, segments, block, make)
+        self.idle()?.all_gather_with(buffer, segments, block, make)
     }
 
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
-        self.idle().broadcast(buffer, root)
+        self.idle()?.broadcast(buffer, root)
     }
 
     fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
-        self.idle().reduce(buffer, op, root)
+        self.idle()?.reduce(buffer, op, root)
     }
 
     fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
-        self.idle().send(buffer, to)
+        self.idle()?.send(buffer, to)
     }
 
     fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
-        self.idle().recv(buffer, from)
+        self.idle()?.recv(buffer, from)
     }
 
     fn barrier(&mut self) -> Result<()> {
-        self.idle().barrier()
+        self.idle()?.barrier()
     }
 }
 

@@ -24,7 +24,9 @@ impl Solo {
     /// Every operation is over when it begins.
     fn note(&mut self, operation: Operation, bytes: usize) {
         self.sequence = self.sequence.wrapping_add(1);
-        let Some(membership) = &self.membership else { return };
+        let Some(membership) = self.membership.as_ref().filter(|it| it.check_process().is_ok()) else {
+            return;
+        };
         if self.sequence == 1 {
             membership.come_to(Moment::Collective);
         }

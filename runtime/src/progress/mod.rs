@@ -53,7 +53,7 @@ struct Header {
 }
 
 /// Tells a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0003;
+const MAGIC: u64 = 0x6d67_7075_0000_0004;
 
 /// One rank's slot: a multiple of the cache line, so that no rank's writes disturb another's.
 #[repr(C, align(128))]
@@ -75,6 +75,8 @@ struct Slot {
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
+    /// Injected faults that the rank has come to: a bit for each, by its place in the list of them.
+    faults: AtomicU64,
     phase: AtomicU32,
     state: AtomicU32,
     pid: AtomicU32,
@@ -334,6 +336,18 @@ impl ProgressPage {
         slot.step.store(step, Ordering::Relaxed);
         slot.steps_begun.fetch_add(1, Ordering::Relaxed);
         self.set_phase(rank, Phase::Step);
+    }
+
+    /// Notes that `rank` commits the fault of this number. Those past the 64th are not noted.
+    pub(crate) fn note_fault(&self, rank: u32, number: usize) {
+        if number < u64::BITS as usize {
+            self.slot(rank).faults.fetch_or(1 << number, Ordering::Relaxed);
+        }
+    }
+
+    /// True if `rank` has committed the injected fault of this number, and for numbers past the 64th.
+    pub fn has_committed(&self, rank: u32, number: usize) -> bool {
+        number >= u64::BITS as usize || self.slot(rank).faults.load(Ordering::Relaxed) >> number & 1 == 1
     }
 
     pub(crate) fn set_phase(&self, rank: u32, phase: Phase) {

@@ -14,6 +14,7 @@ use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
+use crate::process::Origin;
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
 
@@ -25,6 +26,9 @@ const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
 /// Longest wait for anything: an instant further away may not exist.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
+
+/// The operation of a hello, in errors.
+const JOIN: &str = "join";
 
 /// As long as a message can say.
 fn milliseconds(timeout: Duration) -> u64 {
@@ -61,6 +65,7 @@ pub(crate) enum Host {
 /// The key/value store of a run, and its barriers.
 #[derive(Debug)]
 pub struct Store {
+    origin: Origin,
     host: Host,
     rank: u32,
     world_size: u32,
@@ -133,7 +138,8 @@ impl Store {
         }
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
         let connection = Mutex::new(connection);
-        let store = Store { host, rank, world_size, connection, closed: AtomicBool::new(false) };
+        let (origin, closed) = (Origin::here(), AtomicBool::new(false));
+        let store = Store { origin, host, rank, world_size, connection, closed };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,7 +147,7 @@ impl Store {
             Host::Launcher => JOIN_PATIENCE,
             Host::RankZero { patience } => patience,
         };
-        let hello = store.begin(&mut connection, &request, &[], "join", patience)?;
+        let hello = store.begin(&mut connection, &request, &[], JOIN, patience)?;
         drop(connection);
         Ok(Application { store, hello })
     }
@@ -223,6 +229,20 @@ impl Store {
         let _ = self.call(&mut connection, &Request::Leave, &[], "leave", Duration::ZERO);
     }
 
+    /// True under another launcher than `mgpurun`.
+    pub(crate) fn is_served_by_a_rank(&self) -> bool {
+        self.host != Host::Launcher
+    }
+
+    /// An error in a child that the rank has forked. It shares the connection: what it sent or read would be the parent's
+    /// requests and replies.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        match self.origin.is_here() {
+            true => Ok(()),
+            false => Err(Error::Forked { rank: self.rank, process: std::process::id() }),
+        }
+    }
+
     /// Sends a request and waits for its reply.
     fn call(
         &self,
@@ -245,6 +265,11 @@ impl Store {
         operation: &str,
         timeout: Duration,
     ) -> Result<Exchange> {
+        self.check_process()?;
+        if self.closed.load(Ordering::Relaxed) {
+            let problem = "this rank has closed its connection to the rendezvous because of an earlier error";
+            return Err(self.unserved(operation, problem.into()));
+        }
         let started = Instant::now();
         let deadline = started + timeout.min(LONGEST_WAIT) + SERVER_MARGIN;
         connection.settle().map_err(|problem| self.bad_message(connection, problem))?;
@@ -276,7 +301,7 @@ impl Store {
                 how: format!("is gone, and the rendezvous that it served with it ({reason})"),
                 silent: false,
             },
-            _ => Error::Join { rank: self.rank, problem: format!("the launcher is gone ({reason})") },
+            _ => self.unserved(operation, format!("{} is gone ({reason})", self.server())),
         }
     }
 
@@ -284,15 +309,29 @@ impl Store {
     fn silent(&self, connection: &Connection, exchange: &Exchange) -> Error {
         // A late answer would be taken for that to the next request.
         self.close(connection);
-        let (operation, after) = (exchange.operation.clone(), exchange.started.elapsed());
+        let (operation, after) = (&exchange.operation, exchange.started.elapsed());
         match self.host {
-            Host::RankZero { .. } => {
+            Host::RankZero { .. } if self.rank != 0 => {
+                let operation = operation.clone();
                 Error::Timeout { rank: self.rank, waited_for: vec![0], operation, after }
             }
-            Host::Launcher => {
-                let problem = format!("the launcher did not answer {operation} for {after:?}");
-                Error::Join { rank: self.rank, problem }
-            }
+            _ => self.unserved(operation, format!("{} did not answer for {after:.1?}", self.server())),
+        }
+    }
+
+    /// The error of a server that is no other rank.
+    fn unserved(&self, operation: &str, problem: String) -> Error {
+        match operation {
+            JOIN => Error::Join { rank: self.rank, problem },
+            _ => Error::Rendezvous { rank: self.rank, operation: operation.to_owned(), problem },
+        }
+    }
+
+    /// Who serves this rank, where that is no other rank.
+    fn server(&self) -> &'static str {
+        match self.host {
+            Host::Launcher => "the launcher",
+            Host::RankZero { .. } => "its own rendezvous thread",
         }
     }
 
@@ -331,7 +370,13 @@ impl Store {
                 let (rank, operation) = (self.rank, exchange.operation);
                 Err(Error::PeerLost { rank, peer, operation, how, silent: false })
             }
-            reply => Ok(reply),
+            reply => {
+                if matches!(reply, Reply::Refused { .. }) {
+                    // The server ends the connection, but not itself.
+                    self.close(connection);
+                }
+                Ok(reply)
+            }
         }
     }
 
@@ -345,7 +390,11 @@ impl Store {
     /// request: the connection is not used any more.
     fn bad_message(&self, connection: &Connection, problem: String) -> Error {
         self.close(connection);
-        Error::Protocol { peer: "the launcher".into(), problem }
+        let peer = match self.host {
+            Host::RankZero { .. } if self.rank != 0 => "rank 0",
+            _ => self.server(),
+        };
+        Error::Protocol { peer: peer.into(), problem }
     }
 
     fn unexpected(&self, connection: &Connection, reply: &Reply) -> Error {
@@ -371,21 +420,21 @@ mod tests {
             theirs.write_all(&encode(reply)).unwrap();
         }
         let connection = Mutex::new(Connection::new(ours).unwrap());
-        let (host, closed) = (Host::Launcher, AtomicBool::new(false));
-        (Store { host, rank: 0, world_size: 2, connection, closed }, theirs)
+        let (origin, host, closed) = (Origin::here(), Host::Launcher, AtomicBool::new(false));
+        (Store { origin, host, rank: 0, world_size: 2, connection, closed }, theirs)
     }
 
     #[test]
     fn a_rank_0_that_was_hung_up_on_is_not_taken_for_dead() {
-        for (wrong, is_gone) in [(true, false), (false, true)] {
-            let (store, rank_0) = store(if wrong { &[Reply::Done] } else { &[] });
+        let refusal = Reply::Refused { why: "no room".into() };
+        for (reply, is_gone) in [(Some(Reply::Done), false), (Some(refusal), false), (None, true)] {
+            let (store, rank_0) = store(reply.as_slice());
             let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, ..store };
             assert!(!store.host_is_gone());
-            if wrong {
+            if reply.is_some() {
                 store.get("a", 0, Duration::ZERO).unwrap_err();
-            } else {
-                drop(rank_0);
             }
+            drop(rank_0);
             assert_eq!(store.host_is_gone(), is_gone);
         }
     }
@@ -412,7 +461,8 @@ mod tests {
             let error = store.get("a", 1, Duration::ZERO).unwrap_err();
             assert!(matches!(error, Error::Protocol { .. }), "{error}");
             let error = store.barrier("b", Duration::ZERO).unwrap_err();
-            assert!(matches!(error, Error::Join { .. }), "{error}");
+            assert!(matches!(error, Error::Rendezvous { .. }), "{error}");
+            assert!(error.to_string().starts_with("rank 0 in barrier `b`: this rank has closed"), "{error}");
         }
     }
 

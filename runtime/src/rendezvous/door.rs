@@ -42,8 +42,8 @@ pub(super) struct Door {
 pub(super) enum Knock {
     /// A connection.
     Stream(UnixStream),
-    /// Connections cannot be accepted; the launcher should know why.
-    Trouble(String),
+    /// One that could not be accepted; the launcher should know why, unless it does already.
+    Refused(Option<String>),
     /// Nothing more for now.
     Nobody,
 }
@@ -113,12 +113,8 @@ impl Door {
                 _ if !self.has_caller() => return Knock::Nobody,
                 _ => self.turn_away(&error, now),
             }
-            if !std::mem::replace(&mut self.is_told, true) {
-                return Knock::Trouble(explain(&error));
-            }
-            if self.shut_until.is_some() {
-                return Knock::Nobody;
-            }
+            let why = (!std::mem::replace(&mut self.is_told, true)).then(|| explain(&error));
+            return Knock::Refused(why);
         }
     }
 

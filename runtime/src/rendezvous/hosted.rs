@@ -14,8 +14,8 @@
 //! the server notes on the progress page; the end of rank 0, and of the server with it, the others notice by their own
 //! connections ([`Store::host_is_gone`](super::Store)).
 
-use std::io::{self, ErrorKind};
-use std::os::fd::BorrowedFd;
+use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Write, pipe};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ use nix::unistd::geteuid;
 use super::client;
 use super::door::Door;
 use super::server::Server;
+use crate::process::start_failure;
 use crate::{Error, Result};
 
 /// First pause between two attempts to reach rank 0; later ones are up to [`LONGEST_PAUSE`].
@@ -52,7 +53,7 @@ impl HostedRun<'_> {
     ///
     /// # Errors
     /// If another run of this name is being started, or the system refuses a socket, memory or a thread.
-    pub(crate) fn serve(&self) -> Result<()> {
+    pub(crate) fn serve(&self) -> Result<Serving> {
         let name = self.name();
         let door = Door::open_abstract(&name).map_err(|error| match error.kind() {
             ErrorKind::AddrInUse => Error::Join { rank: 0, problem: self.taken() },
@@ -62,7 +63,9 @@ impl HostedRun<'_> {
         let server = Server::unattended(self.world_size, self.run_id, door, join_by)?;
         let program = std::env::args_os().next().unwrap_or_default();
         server.describe(&program.to_string_lossy(), self.restart_count);
-        spawn(server)
+        let (attempt, alive) = pipe().map_err(|error| Error::system("make a pipe", error))?;
+        spawn(server, Some(attempt))?;
+        Ok(Serving { alive })
     }
 
     /// Connects to rank 0, as soon as it serves.
@@ -119,21 +122,37 @@ impl HostedRun<'_> {
     }
 }
 
+/// The rendezvous that this process serves and has not joined yet. If it never does, the rendezvous ends when this is
+/// dropped: the next attempt needs its name.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    alive: PipeWriter,
+}
+
+impl Serving {
+    /// From now on the rendezvous lasts as long as its ranks.
+    pub(crate) fn has_joined(mut self) {
+        // Fails only if the thread has ended, since a pipe has room for a byte.
+        let _ = self.alive.write(&[1]);
+    }
+}
+
 /// Process and user that listen at the other end.
 fn owner(stream: &UnixStream) -> nix::Result<(i32, u32)> {
     getsockopt(stream, PeerCredentials).map(|owner| (owner.pid(), owner.uid()))
 }
 
-/// Drives `server` on a thread of its own, which ends with the last rank's connection.
-pub(crate) fn spawn(server: Server) -> Result<()> {
+/// Drives `server` on a thread of its own, which ends with the last rank's connection, or with a pipe whose writer is dropped
+/// and has written nothing.
+pub(crate) fn spawn(server: Server, attempt: Option<PipeReader>) -> Result<()> {
     std::thread::Builder::new()
         .name("mgpu-rendezvous".into())
-        .spawn(move || drive(server))
+        .spawn(move || drive(server, attempt))
         .map(drop)
-        .map_err(|error| Error::system("start the rendezvous thread", error))
+        .map_err(|error| Error::system("start the rendezvous thread", start_failure(&error)))
 }
 
-fn drive(mut server: Server) {
+fn drive(mut server: Server, mut attempt: Option<PipeReader>) {
     while server.is_needed() {
         let timeout = match server.next_deadline() {
             None => PollTimeout::NONE,
@@ -143,11 +162,45 @@ fn drive(mut server: Server) {
                 PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
             }
         };
-        let mut fds: Vec<PollFd<'_>> =
-            server.fds().into_iter().map(|fd: BorrowedFd<'_>| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        let fds: Vec<BorrowedFd<'_>> = attempt.iter().map(AsFd::as_fd).chain(server.fds()).collect();
+        let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         // An interrupted poll is as good as a timeout: `service` looks at everything anyway.
-        let _ = poll(&mut fds, timeout);
+        let is_ready = poll(&mut fds, timeout).is_ok_and(|ready| ready > 0);
+        let is_decided = attempt.is_some() && is_ready && fds[0].any().unwrap_or(true);
         drop(fds);
+        if is_decided
+            && attempt.take().is_some_and(|mut pipe| pipe.read(&mut [0]).is_ok_and(|count| count == 0))
+        {
+            return;
+        }
         let _ = server.service();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_attempt_that_rank_0_gives_up_leaves_the_name_free() {
+        let run_id = format!("test-attempts-{}", std::process::id());
+        let patience = Duration::from_secs(3600);
+        let run = HostedRun { run_id: &run_id, title: "a test", world_size: 2, restart_count: 0, patience };
+        let serving = run.serve().unwrap();
+        let waiting = run.connect(1).unwrap();
+        let error = run.serve().unwrap_err().to_string();
+        assert!(error.contains("is being started already, by process"), "{error}");
+        drop(serving);
+        // As soon as the thread has seen it.
+        let again = loop {
+            match run.serve() {
+                Ok(serving) => break serving,
+                Err(_) => std::thread::yield_now(),
+            }
+        };
+        // Who waited has been told, and the second attempt is not tied to the first.
+        assert_eq!((&waiting).read(&mut [0]).unwrap(), 0);
+        again.has_joined();
+        run.connect(0).unwrap();
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct Peer {
     /// Its hello has been answered.
     pub(super) admitted: bool,
     /// Its process when it connected.
-    pid: i32,
+    pub(super) pid: i32,
     /// When its hello has to be here; `None` for connections that this process has made itself.
     pub(super) hello_by: Option<Instant>,
 }
@@ -53,7 +53,12 @@ impl Peer {
 
     /// Its process, if this process can see it.
     pub(super) fn pid(&self) -> Option<u32> {
-        u32::try_from(self.pid).ok().filter(|pid| *pid > 0)
+        visible(self.pid)
+    }
+
+    /// The process at the other end of a connection that is not taken in, if this process can see it.
+    pub(super) fn process_of(stream: &UnixStream) -> Option<u32> {
+        getsockopt(stream, PeerCredentials).ok().and_then(|owner| visible(owner.pid()))
     }
 
     /// Who it is, as far as that is known.
@@ -74,4 +79,9 @@ impl Peer {
     pub(super) fn hello_deadline(&self) -> Option<Instant> {
         self.hello_by.filter(|_| self.rank.is_none())
     }
+}
+
+/// A process of a namespace that this one does not see has no number here.
+fn visible(pid: i32) -> Option<u32> {
+    u32::try_from(pid).ok().filter(|pid| *pid > 0)
 }

@@ -1,5 +1,7 @@
 //! The launcher's side: a state machine over non-blocking sockets that the launcher's event loop drives.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -10,9 +12,12 @@ use super::entries::Entries;
 use super::message::{MAX_VALUE, Reply, Request, VERSION, check_name, encode};
 use super::peer::{HELLO_PATIENCE, Peer};
 use super::preflight::{Applicant, PreflightFault, Program, compare};
+use super::refusals::{Refusal, Refusals};
 use super::socket::Received;
+use super::turn::{Conversation, take_turn};
 use super::waits::{WaitFor, Waits};
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
+use crate::protocol::MOST_RANKS;
 use crate::{Error, Result};
 
 /// Something the launcher wants to know.
@@ -39,11 +44,21 @@ pub enum ServerEvent {
         /// What was found, naming both sides.
         why: String,
     },
-    /// A connection was refused or broken off.
+    /// Connections were refused or broken off.
     Refused {
-        /// Who and why.
+        /// The process that had made them; `None` if it is not known, or if they were several.
+        process: Option<u32>,
+        /// Their number.
+        connections: u64,
+        /// Who had made the first one, and why it was refused.
         why: String,
     },
+}
+
+impl From<Refusal> for ServerEvent {
+    fn from(Refusal { process, count, why }: Refusal) -> Self {
+        ServerEvent::Refused { process, connections: count, why }
+    }
 }
 
 /// How a rank's process ended, as its launcher saw it.
@@ -55,10 +70,10 @@ pub enum Departure {
     Failed(String),
 }
 
-/// Reads from one peer before it is the others' turn.
-const MOST_READS: usize = 16;
 /// Connections without a hello, beyond one for each rank.
 const SPARE_STRANGERS: usize = 16;
+/// Connections that are taken in before it is the others' turn: whoever goes on connecting keeps nobody waiting.
+const MOST_CONNECTIONS: usize = 64;
 
 /// The rendezvous of one run.
 ///
@@ -88,6 +103,7 @@ pub struct Server {
     unattended: bool,
     /// When those who have joined are told that others have not.
     join_by: Option<Instant>,
+    refusals: Refusals,
     events: Vec<ServerEvent>,
 }
 
@@ -126,6 +142,11 @@ impl Server {
     }
 
     fn new(world_size: u32, run_id: &str, address: String, door: Option<Door>) -> Result<Self> {
+        // Replies that name many ranks have to fit a frame.
+        if world_size > MOST_RANKS {
+            let problem = format!("{world_size} ranks, where {MOST_RANKS} are the most");
+            return Err(Error::InvalidArgument { operation: "rendezvous", problem });
+        }
         let (page, page_fd) = ProgressPage::create(world_size)?;
         Ok(Server {
             door,
@@ -142,6 +163,7 @@ impl Server {
             first_gone: None,
             unattended: false,
             join_by: None,
+            refusals: Refusals::default(),
             events: Vec::new(),
         })
     }
@@ -181,7 +203,8 @@ impl Server {
     pub fn next_deadline(&self) -> Option<Instant> {
         let hellos = self.peers.iter().filter_map(Peer::hello_deadline);
         let door = self.door.as_ref().and_then(Door::opens_at);
-        hellos.chain(door).chain(self.waits.next_deadline()).chain(self.join_by).min()
+        let refusals = self.refusals.next_deadline();
+        hellos.chain(door).chain(self.waits.next_deadline()).chain(self.join_by).chain(refusals).min()
     }
 
     /// Accepts, reads and answers whatever is there, and gives up on waits whose deadline has passed.
@@ -189,14 +212,21 @@ impl Server {
         self.accept(Instant::now());
         let mut index = 0;
         while index < self.peers.len() {
-            match self.serve_peer(index) {
+            match take_turn(&mut Visit { server: self, index }) {
                 Ok(true) => index += 1,
                 Ok(false) => self.forget(index),
                 Err(problem) => self.expel(index, &problem),
             }
         }
         self.expire(Instant::now());
-        std::mem::take(&mut self.events)
+        let refusals = self.refusals.take_due(Instant::now());
+        let events = std::mem::take(&mut self.events);
+        events.into_iter().chain(refusals.into_iter().map(ServerEvent::from)).collect()
+    }
+
+    /// Refusals that were to be told a little later, together with more of their kind: for the end of a run.
+    pub fn last_refusals(&mut self) -> Vec<ServerEvent> {
+        self.refusals.take().into_iter().map(ServerEvent::from).collect()
     }
 
     /// Records how a rank's process ended, and tells those who wait for it.
@@ -241,33 +271,44 @@ impl Server {
     }
 
     fn accept(&mut self, now: Instant) {
-        while let Some(door) = &mut self.door {
-            let why = match door.answer(now) {
+        for _ in 0..MOST_CONNECTIONS {
+            let Some(door) = &mut self.door else { return };
+            let (process, why) = match door.answer(now) {
                 Knock::Stream(stream) => match self.admit(stream, Some(now + HELLO_PATIENCE)) {
                     Ok(()) => continue,
                     Err((stream, why)) => {
+                        let process = Peer::process_of(&stream);
                         refuse(stream, why.clone());
-                        format!("a connection that {why}")
+                        (process, why)
                     }
                 },
-                Knock::Trouble(why) => format!("a connection that {why}"),
+                Knock::Refused(Some(why)) => (None, why),
+                Knock::Refused(None) => continue,
                 Knock::Nobody => return,
             };
-            self.events.push(ServerEvent::Refused { why });
+            self.refusals.add(process, format!("a connection that {why}"), now);
         }
     }
 
-    /// Takes a new connection in, unless there are too many already that have not said hello. Otherwise gives it back
-    /// with the reason, as a predicate.
+    /// Takes a new connection in, or gives it back with the reason, as a predicate. If there are too many then that have not
+    /// said hello, the oldest of the process that has most of them goes: so a process that floods the rendezvous is in its
+    /// own way, and in nobody else's.
     fn admit(&mut self, stream: UnixStream, hello_by: Option<Instant>) -> Result<(), (UnixStream, String)> {
-        let strangers = self.peers.iter().filter(|peer| peer.rank.is_none()).count();
-        let peer = Peer::admit(stream, self.next_id, hello_by)?;
-        if strangers >= self.world_size as usize + SPARE_STRANGERS {
-            let why = format!("comes from {} like {strangers} others before it", peer.name());
-            return Err((peer.connection.into_stream(), why));
-        }
-        self.peers.push(peer);
+        self.peers.push(Peer::admit(stream, self.next_id, hello_by)?);
         self.next_id += 1;
+        let strangers = self.peers.iter().filter(|peer| peer.rank.is_none());
+        if strangers.clone().count() <= self.world_size as usize + SPARE_STRANGERS {
+            return Ok(());
+        }
+        let mut counts: HashMap<Option<u32>, usize> = HashMap::new();
+        strangers.for_each(|peer| *counts.entry(peer.pid()).or_default() += 1);
+        let strangers = self.peers.iter().enumerate().filter(|(_, peer)| peer.rank.is_none());
+        // Of several processes that have equally many, the one that has been silent for longest.
+        let intruder = strangers.max_by_key(|(_, peer)| (counts[&peer.pid()], Reverse(peer.id)));
+        if let Some((index, peer)) = intruder {
+            let (own, all) = (counts[&peer.pid()], counts.values().sum::<usize>());
+            self.expel(index, &format!("has {own} of {all} silent connections, and no process has more"));
+        }
         Ok(())
     }
 
@@ -277,7 +318,7 @@ impl Server {
         let problem: String = problem.chars().take(1000).collect();
         let why = format!("{}: {problem}", self.peers[index].name());
         let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
-        self.events.push(ServerEvent::Refused { why });
+        self.refusals.add(self.peers[index].pid(), why, Instant::now());
         self.forget(index);
     }
 
@@ -292,22 +333,6 @@ impl Server {
             // It has given up; its next attempt may be of the same name.
             self.door = None;
         }
-    }
-
-    /// Reads all that a peer has sent and handles its requests. `false`: it is gone.
-    fn serve_peer(&mut self, index: usize) -> Result<bool, String> {
-        for _ in 0..MOST_READS {
-            while let Some(request) = self.peers[index].connection.next_message::<Request>()? {
-                self.handle(index, request)?;
-            }
-            self.peers[index].connection.settle()?;
-            match self.peers[index].connection.receive().map_err(|error| error.to_string())? {
-                Received::Bytes => {}
-                Received::Nothing => return Ok(true),
-                Received::End => return Ok(false),
-            }
-        }
-        Ok(true)
     }
 
     fn handle(&mut self, index: usize, request: Request) -> Result<(), String> {
@@ -512,6 +537,25 @@ impl Server {
         {
             let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
         }
+    }
+}
+
+/// The turn of the peer of this index.
+struct Visit<'a> {
+    server: &'a mut Server,
+    index: usize,
+}
+
+impl Conversation for Visit<'_> {
+    fn receive(&mut self) -> Result<Received, String> {
+        self.server.peers[self.index].connection.receive().map_err(|error| error.to_string())
+    }
+
+    fn handle_messages(&mut self) -> Result<(), String> {
+        while let Some(request) = self.server.peers[self.index].connection.next_message::<Request>()? {
+            self.server.handle(self.index, request)?;
+        }
+        self.server.peers[self.index].connection.settle()
     }
 }
 

@@ -52,10 +52,6 @@ impl Connection {
         &self.stream
     }
 
-    pub(super) fn into_stream(self) -> UnixStream {
-        self.stream
-    }
-
     /// Sends a whole frame with its descriptors. A full buffer is an error: each side has at most one small frame
     /// under way, so only a peer that does not read fills it.
     pub(super) fn send(&self, frame: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {

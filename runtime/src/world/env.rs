@@ -9,7 +9,7 @@ use std::time::Duration;
 use mgpu_kernels::level;
 
 use super::foreign::{Launched, Surroundings};
-use crate::inject::{self, Injection};
+use crate::inject::{self, Planned};
 use crate::protocol::*;
 use crate::{Error, Result};
 
@@ -62,7 +62,7 @@ pub(super) struct Identity {
     pub(super) backend_is_open: bool,
     pub(super) timeout: Duration,
     /// Faults this rank is to commit in this life of it.
-    pub(super) injections: Vec<Injection>,
+    pub(super) injections: Vec<Planned>,
     pub(super) threads: Option<NonZeroUsize>,
     /// The GPU to use, where it is not that of the local rank's number.
     pub(super) device: Option<u32>,
@@ -103,13 +103,27 @@ impl Identity {
             Some(address) => Self::of_own_launcher(settings, variable, address)?,
             None => Self::of_another_launcher(settings, surroundings)?,
         };
-        let mut injections = inject::split(&variable(MGPU_INJECT).unwrap_or_default())
-            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
-        injections.retain(|injection| {
-            (injection.rank, injection.restart) == (identity.rank, identity.restart_count)
-        });
-        identity.injections = injections;
+        identity.injections = identity.injections(&variable(MGPU_INJECT).unwrap_or_default())?;
         Ok(identity)
+    }
+
+    /// Those of the faults in `text` that this rank is to commit.
+    fn injections(&self, text: &str) -> Result<Vec<Planned>> {
+        let faults = inject::split(text)
+            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
+        if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size) {
+            let problem = format!("has {fault}: ranks of a world of {} count from 0", self.world_size);
+            return Err(wrong(MGPU_INJECT, problem));
+        }
+        if self.rendezvous.is_none() && !faults.is_empty() {
+            let problem = "is set for a world of one without mgpurun, which commits no faults; use mgpurun -n 1 --inject";
+            return Err(wrong(MGPU_INJECT, problem.into()));
+        }
+        let planned = faults.into_iter().enumerate().map(|(number, injection)| Planned { number, injection });
+        let is_own = |planned: &Planned| {
+            (planned.injection.rank, planned.injection.restart) == (self.rank, self.restart_count)
+        };
+        Ok(planned.filter(is_own).collect())
     }
 
     /// A rank of one with what may be set with any launcher or none.
@@ -151,9 +165,7 @@ impl Identity {
             found.ok_or_else(|| wrong(name, format!("is missing while {MGPU_RENDEZVOUS} is set")))
         };
         let world_size = needed(WORLD_SIZE)?;
-        if world_size == 0 {
-            return Err(wrong(WORLD_SIZE, "is 0; a world has at least one rank".into()));
-        }
+        check_size(WORLD_SIZE, world_size)?;
         let rank = needed(RANK)?;
         if rank >= world_size {
             return Err(wrong(RANK, format!("is {rank} in a world of {world_size}; ranks count from 0")));
@@ -246,6 +258,15 @@ fn wrong(name: &'static str, problem: String) -> Error {
     Error::Environment { name, problem }
 }
 
+/// Is this a size of a world? What is made for so many ranks should not be attempted for a typing error.
+pub(super) fn check_size(name: &'static str, world_size: u32) -> Result<()> {
+    match world_size {
+        0 => Err(wrong(name, "is 0; a world has at least one rank".into())),
+        1..=MOST_RANKS => Ok(()),
+        _ => Err(wrong(name, format!("is {world_size}; a world has at most {MOST_RANKS} ranks"))),
+    }
+}
+
 /// The whole number in the variable `name`, if that is set.
 pub(super) fn number(variable: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result<Option<u32>> {
     let Some(text) = variable(name) else { return Ok(None) };
@@ -320,6 +341,24 @@ mod tests {
             (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
             (&[(MGPU_THREADS, "all")], "MGPU_THREADS is `all` where a number of threads from 1 is expected"),
             (&[(MGPU_TIMEOUT, "-1")], "MGPU_TIMEOUT is `-1` where seconds are expected"),
+            (&[(WORLD_SIZE, "20000"), (RANK, "0")], "WORLD_SIZE is 20000; a world has at most 4096 ranks"),
+            (
+                &[(MGPU_RENDEZVOUS, "unix:/x"), (WORLD_SIZE, "4294967295")],
+                "WORLD_SIZE is 4294967295; a world has at most 4096 ranks",
+            ),
+            (
+                &[
+                    (WORLD_SIZE, "2"),
+                    (RANK, "0"),
+                    (MGPU_RUN_ID, "a"),
+                    (MGPU_INJECT, "rank=2,step=1,fault=abort"),
+                ],
+                "MGPU_INJECT has rank=2,step=1,fault=abort: ranks of a world of 2 count from 0",
+            ),
+            (
+                &[(MGPU_INJECT, "rank=0,step=1,fault=abort")],
+                "MGPU_INJECT is set for a world of one without mgpurun",
+            ),
         ] {
             let error = read(pairs).unwrap_err().to_string();
             assert!(error.contains(expected), "`{error}` should contain `{expected}`");

@@ -18,6 +18,7 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 
+use super::env::check_size;
 use crate::protocol::*;
 use crate::{Error, Result};
 
@@ -158,9 +159,7 @@ impl Surroundings<'_> {
             Some(found) => found,
             None => return Err(wrong(names.size[0], format!("is missing while {} is set", names.rank))),
         };
-        if world_size == 0 {
-            return Err(wrong(size_name, "is 0; a world has at least one rank".into()));
-        }
+        check_size(size_name, world_size)?;
         let Some(rank) = self.number(names.rank)? else {
             return Err(wrong(names.rank, format!("is missing while {size_name} is set")));
         };

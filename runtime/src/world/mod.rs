@@ -24,7 +24,8 @@ use crate::inject::Moment;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
 use crate::rendezvous::message::Manifest;
-use crate::rendezvous::{Host, HostedRun, Store};
+use crate::rendezvous::{Application, Host, HostedRun, Serving, Store};
+use crate::survivor::let_the_culprit_be_seen;
 use crate::{Error, Result};
 
 /// This rank's view of the run.
@@ -56,10 +57,10 @@ const SURROUNDINGS: Surroundings<'static> = Surroundings {
 };
 
 /// Reaches the rendezvous, which rank 0 opens first where no launcher does.
-fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, Host)> {
+fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, Host, Option<Serving>)> {
     let rank = identity.rank;
     match rendezvous {
-        Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, Host::Launcher)),
+        Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, Host::Launcher, None)),
         Rendezvous::RankZero { title, patience } => {
             let run = HostedRun {
                 run_id: &identity.run_id,
@@ -68,12 +69,28 @@ fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, 
                 restart_count: identity.restart_count,
                 patience: *patience,
             };
-            if rank == 0 {
-                run.serve()?;
-            }
-            Ok((run.connect(rank)?, Host::RankZero { patience: *patience }))
+            let serving = (rank == 0).then(|| run.serve()).transpose()?;
+            Ok((run.connect(rank)?, Host::RankZero { patience: *patience }, serving))
         }
     }
+}
+
+/// Joins the run, as a rank that works with what the `manifest` says.
+fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Result<Membership> {
+    let (rank, ranks, injections) = (identity.rank, identity.world_size, identity.injections.clone());
+    let (stream, host, serving) = connect(identity, rendezvous)?;
+    membership::commit(&injections, Moment::Join);
+    let hello = Store::apply(stream, host, &identity.run_id, rank, ranks, manifest);
+    let admitted = hello.and_then(Application::admission).inspect_err(|error| {
+        if host != Host::Launcher {
+            let_the_culprit_be_seen(error, |_| None);
+        }
+    });
+    let (store, page) = admitted?;
+    if let Some(serving) = serving {
+        serving.has_joined();
+    }
+    Ok(Membership::new(rank, store, page, injections))
 }
 
 impl World {
@@ -109,8 +126,7 @@ impl World {
         let membership = match &identity.rendezvous {
             None => None,
             Some(rendezvous) => {
-                let (rank, injections) = (identity.rank, identity.injections.clone());
-                membership::commit(&injections, Moment::Start);
+                membership::commit(&identity.injections, Moment::Start);
                 #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
                 // Before anything that others could wait for: a rank 0 without a GPU serves no rendezvous.
@@ -119,12 +135,7 @@ impl World {
                     Backend::Cpu => Manifest::default(),
                     Backend::Nccl => gpu.insert(gpu::Gpu::open(&identity)?).manifest(&identity)?,
                 };
-                let (stream, host) = connect(&identity, rendezvous)?;
-                membership::commit(&injections, Moment::Join);
-                let (run_id, ranks) = (&identity.run_id, identity.world_size);
-                let hello = Store::apply(stream, host, run_id, rank, ranks, manifest)?;
-                let (store, page) = hello.admission()?;
-                Some(Arc::new(Membership::new(rank, store, page, injections)))
+                Some(Arc::new(join(&identity, rendezvous, manifest)?))
             }
         };
         #[cfg(feature = "cuda")]

@@ -12,7 +12,7 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
     assert!(size > 0, "a world has at least one rank");
     let run_id = crate::protocol::new_run_id()?;
     let (server, streams) = Server::in_process(size, &run_id)?;
-    rendezvous::spawn(server)?;
+    rendezvous::spawn(server, None)?;
     let apply =
         |(stream, rank)| Store::apply(stream, Host::Launcher, &run_id, rank, size, Manifest::default());
     let applications: Vec<_> = streams.into_iter().zip(0..).map(apply).collect::<Result<_>>()?;

@@ -60,6 +60,16 @@ impl Call {
         Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: (0, 0) }
     }
 
+    /// What a peer has to call: `send` and `recv` are the two sides of a message, all other calls are equal.
+    pub(in crate::comm) fn counterpart(self) -> Self {
+        let kind = match self.kind {
+            Operation::Send => Operation::Recv,
+            Operation::Recv => Operation::Send,
+            other => other,
+        };
+        Call { kind, ..self }
+    }
+
     pub(in crate::comm) fn via(self, path: Path) -> Self {
         Call { path, ..self }
     }

@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 
 use super::CpuCommunicator;
-use super::call::{Call, Path};
+use super::call::Call;
 use crate::Result;
 use crate::comm::Buffer;
 use crate::progress::Operation;
@@ -69,7 +69,7 @@ impl CpuCommunicator {
         self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![self.last_in_line(from)]))?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
-        if theirs != call.encode() {
+        if theirs != call.counterpart().encode() {
             return Err(self.disagreement(from, count.wrapping_add(1), call, theirs));
         }
         Ok(self.region.chunk(from, place, count))
@@ -89,12 +89,9 @@ impl CpuCommunicator {
         (0..bytes.div_ceil(most).max(1)).map(move |index| (index * most, most.min(bytes - index * most)))
     }
 
-    fn message(buffer: &Buffer) -> Call {
-        Call::plain(Operation::Send, buffer.dtype(), buffer.len()).via(Path::None)
-    }
-
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32) -> Result<()> {
-        let (call, channel) = (Self::message(buffer), Channel::of_messages(self.rank, to));
+        let call = Call::plain(Operation::Send, buffer.dtype(), buffer.len());
+        let channel = Channel::of_messages(self.rank, to);
         self.note(&call, self.sent[to as usize].wrapping_add(1));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
@@ -107,7 +104,8 @@ impl CpuCommunicator {
     }
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32) -> Result<()> {
-        let (call, channel) = (Self::message(buffer), Channel::of_messages(from, self.rank));
+        let call = Call::plain(Operation::Recv, buffer.dtype(), buffer.len());
+        let channel = Channel::of_messages(from, self.rank);
         let sequence = self.received(channel).wrapping_add(1);
         self.note(&call, sequence);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
@@ -117,5 +115,37 @@ impl CpuCommunicator {
             self.release_chunk(channel);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crate::{Buffer, Communicator, World};
+
+    /// What goes wrong for rank 1 when it receives 4 floats and rank 0 does this.
+    fn error_of_recv(by_rank_0: impl Fn(&mut dyn Communicator) + Sync) -> String {
+        let mut worlds = World::threads(2).unwrap();
+        worlds.iter_mut().for_each(|world| world.set_timeout(Duration::from_millis(50)));
+        let [mut first, mut second] = <[World; 2]>::try_from(worlds).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut comm = first.communicator().unwrap();
+                by_rank_0(&mut *comm);
+                comm.barrier().unwrap_err();
+            });
+            let mut comm = second.communicator().unwrap();
+            comm.recv(Buffer::zeroed::<f32>(4), 0).unwrap_err().to_string()
+        })
+    }
+
+    #[test]
+    fn each_side_of_a_message_is_called_by_its_name() {
+        let error =
+            error_of_recv(|comm| drop(comm.send(Buffer::zeroed::<f32>(8), 1).unwrap().wait().unwrap()));
+        assert!(error.contains("rank 1 calls recv(4 f32), rank 0 calls send(8 f32)"), "{error}");
+        let error = error_of_recv(|_| ());
+        assert!(error.contains("recv(4 f32)") && !error.contains("send"), "{error}");
     }
 }

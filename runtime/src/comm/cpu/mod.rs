@@ -84,10 +84,13 @@ pub(crate) fn connect(
     timeout: Duration,
 ) -> Result<CpuCommunicator> {
     let name = format!("communicator-{number}");
+    membership.check_process()?;
     let (rank, page) = (membership.rank(), membership.page());
     page.enter(rank, Operation::Connect, number, 0);
-    let region =
-        share_region(membership, size, &name, timeout).inspect_err(|error| page.blame(rank, error))?;
+    let region = share_region(membership, size, &name, timeout).inspect_err(|error| {
+        page.blame(rank, error);
+        membership.hold_back(error);
+    })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
     Ok(CpuCommunicator {
@@ -133,6 +136,7 @@ fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duratio
 impl CpuCommunicator {
     /// Runs an operation. Its error, unless it is about the arguments, makes the communicator unusable.
     fn guard<R>(&mut self, operation: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+        self.membership.check_process()?;
         if let Some(cause) = &self.poison {
             return Err(Error::Poisoned { rank: self.rank, cause: cause.clone() });
         }
@@ -141,6 +145,7 @@ impl CpuCommunicator {
             if !matches!(error, Error::InvalidArgument { .. }) {
                 self.poison = Some(error.to_string());
                 self.membership.page().blame(self.rank, error);
+                self.membership.hold_back(error);
             }
         })
     }

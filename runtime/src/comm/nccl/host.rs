@@ -149,12 +149,7 @@ impl HostCommunicator {
             let mut theirs = [0; CALL_WORDS];
             let at = *peer as usize * WORDS;
             cast_slice_mut(&mut theirs).copy_from_slice(&all[at..at + WORDS]);
-            // Of a message the two ranks call the two sides.
-            let expected = match kind {
-                Kind::Send { .. } | Kind::Recv { .. } => Call { root: !call.root, ..*call },
-                _ => *call,
-            };
-            if theirs != expected.encode() {
+            if theirs != call.counterpart().encode() {
                 let (rank, sequence) = (self.link().rank, doing.sequence);
                 let (ours, theirs) = (call.to_string(), describe(theirs));
                 self.let_all_know(kind);
@@ -323,12 +318,12 @@ impl Communicator for HostCommunicator {
 
     fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
         self.check_peer("send", to)?;
-        self.collective(Kind::Send { to }, Operation::Send, buffer, None, SENDING)
+        self.collective(Kind::Send { to }, Operation::Send, buffer, None, 0)
     }
 
     fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
         self.check_peer("recv", from)?;
-        self.collective(Kind::Recv { from }, Operation::Send, buffer, None, !SENDING)
+        self.collective(Kind::Recv { from }, Operation::Recv, buffer, None, 0)
     }
 
     fn barrier(&mut self) -> Result<()> {
@@ -337,6 +332,3 @@ impl Communicator for HostCommunicator {
         self.run(Kind::AllGather, &call, None)
     }
 }
-
-/// Tells the two sides of a message apart, where collectives have their root.
-const SENDING: u32 = 0;

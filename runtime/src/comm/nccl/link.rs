@@ -12,6 +12,7 @@ use mgpu_kernels::cuda;
 
 use super::owner::{Answer, Ended, Owner};
 use crate::membership::Membership;
+use crate::process;
 use crate::progress::{Operation, RankState};
 use crate::{Error, Result};
 
@@ -64,6 +65,7 @@ impl Link {
     /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
     /// free memory, which waits for the GPU unless that was given up.
     pub(super) fn check(&self) -> Result<()> {
+        self.membership.check_process()?;
         let Some(cause) = self.poison.get() else { return Ok(()) };
         drop(self.aborting());
         Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
@@ -86,7 +88,7 @@ impl Link {
             return error;
         }
         // If another thread is faster, its abort is waited for.
-        let _aborting = self.aborting();
+        let aborting = self.aborting();
         if self.poison.get().is_some() {
             return error;
         }
@@ -97,6 +99,8 @@ impl Link {
         // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
         self.membership.page().blame(self.rank, &error);
         self.owner.abort();
+        drop(aborting);
+        self.membership.hold_back(&error);
         error
     }
 
@@ -246,16 +250,15 @@ impl Link {
 
 /// True if somebody has stopped the process, as with SIGSTOP: what it has noted on the page is then no longer true.
 fn is_stopped(pid: u32) -> bool {
-    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    // The name before it may contain anything.
-    text.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with(['T', 't']))
+    matches!(process::state(pid), Some('T' | 't'))
 }
 
 impl Drop for Link {
     /// The proper end needs all ranks: they come together first, so that none is gone while another still works. A rank
     /// that does not come, or has failed, leaves nothing but the abort.
     fn drop(&mut self) {
-        if self.poison.get().is_some() {
+        // A forked child has a copy of all this, and not the thread that owns the communicator.
+        if self.poison.get().is_some() || self.membership.check_process().is_err() {
             return;
         }
         let _: Ended = if self.come_to_the_end() {

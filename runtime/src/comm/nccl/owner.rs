@@ -23,6 +23,7 @@ use nccl_sys::{InitConfig, Library, NcclError, Progress, UniqueId, ncclComm};
 
 use super::call::Call;
 use super::group::Calls;
+use crate::process::start_failure;
 use crate::{Error, Result};
 
 /// How often NCCL is asked whether something went wrong in the background, while somebody waits.
@@ -309,7 +310,7 @@ impl Owner {
                 let _ = ready.send(());
                 serve(&owned, &receiver);
             })
-            .map_err(|error| Error::system("start the thread that owns NCCL", error))?;
+            .map_err(|error| Error::system("start the thread that owns NCCL", start_failure(&error)))?;
         let _ = is_ready.recv_timeout(START_LIMIT);
         Ok(Owner { shared, device: Arc::clone(device), tasks: Mutex::new(sender) })
     }

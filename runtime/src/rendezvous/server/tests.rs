@@ -53,9 +53,12 @@ fn read_reply(mut stream: &UnixStream) -> Reply {
     }
 }
 
-fn refusals(events: Vec<ServerEvent>) -> Vec<String> {
+/// Why connections were refused in a turn, and how many for each reason that is told.
+fn refusals(server: &mut Server) -> Vec<(u64, String)> {
+    let mut events = server.service();
+    events.extend(server.last_refusals());
     let why = |event| match event {
-        ServerEvent::Refused { why } => Some(why),
+        ServerEvent::Refused { connections, why, .. } => Some((connections, why)),
         _ => None,
     };
     events.into_iter().filter_map(why).collect()
@@ -117,26 +120,64 @@ fn descriptors_that_no_request_announces_are_refused() {
     ask(&mut server, &streams[0], &[hello(0, 1)]);
     let sender = super::super::socket::Connection::new(streams[0].try_clone().unwrap()).unwrap();
     sender.send(&encode(&set("a")), &[streams[0].as_fd(); 3]).unwrap();
-    let why = refusals(server.service());
-    assert_eq!(why, ["rank 0: sent 3 descriptors that no message announced"]);
+    let told = refusals(&mut server);
+    assert_eq!(told, [(1, "rank 0: sent 3 descriptors that no message announced".into())]);
     sender.stream().shutdown(Shutdown::Both).unwrap();
 }
 
+/// A hello with the token of `server`.
+fn hello_to(server: &Server, rank: u32) -> Request {
+    Request::Hello {
+        version: VERSION,
+        run_id: server.run_id.clone(),
+        rank,
+        world_size: server.world_size,
+        pid: std::process::id(),
+        manifest: Manifest::default(),
+    }
+}
+
 #[test]
-fn connections_that_do_not_say_hello_are_bounded() {
+fn a_flood_of_connections_is_one_line_and_keeps_nobody_out() {
     let (mut server, connect) = listening(2);
-    let silent: Vec<UnixStream> = (0..2 + SPARE_STRANGERS).map(|_| connect()).collect();
-    assert_eq!(server.service(), []);
-    let late = connect();
-    let told = refusals(server.service());
-    assert_eq!(told.len(), 1);
-    let own = format!("process {}, which has not said hello like 18 others", std::process::id());
-    assert!(told[0].contains(&own), "{}", told[0]);
-    assert!(refused(read_reply(&late)).contains(&own));
+    let first = connect();
+    server.service();
+    // Its connection is the oldest, and this process has most of them: it goes.
+    let silent: Vec<UnixStream> = (0..400).map(|_| connect()).collect();
+    for _ in 0..400 / MOST_CONNECTIONS {
+        server.service();
+    }
+    let told = refusals(&mut server);
+    assert_eq!((told.len(), told[0].0), (1, 401 - 18), "{told:?}");
+    let own = format!("process {}, which has not said hello: has 19 of 19 silent connections", std::process::id());
+    assert!(told[0].1.starts_with(&own), "{}", told[0].1);
+    assert!(refused(read_reply(&first)).starts_with("has 19 of 19 silent connections"));
+    assert_eq!(server.peers.len(), 18);
+    // Whoever has something to say is heard, however many say nothing.
+    let ranks = [0, 1].map(|rank| {
+        let stream = connect();
+        (&stream).write_all(&encode(&hello_to(&server, rank))).unwrap();
+        server.service();
+        stream
+    });
+    assert_eq!(ranks.each_ref().map(read_reply), [Reply::Welcome, Reply::Welcome]);
     drop(silent);
     server.service();
-    let _welcome = connect();
-    assert_eq!(server.service(), []);
+    assert_eq!(server.peers.len(), 2);
+}
+
+#[test]
+fn a_process_that_floods_the_rendezvous_is_in_its_own_way_alone() {
+    let (mut server, connect) = listening(1);
+    let _of_another = connect();
+    server.service();
+    server.peers[0].pid = 1;
+    let _silent: Vec<UnixStream> = (0..40).map(|_| connect()).collect();
+    let told = refusals(&mut server);
+    assert_eq!(told.len(), 1);
+    assert!(told[0].1.contains("has 17 of 18 silent connections"), "{told:?}");
+    let of_another = server.peers.iter().filter(|peer| peer.pid == 1);
+    assert_eq!((of_another.count(), server.peers.len()), (1, 17));
 }
 
 #[test]
@@ -145,28 +186,20 @@ fn silence_after_connecting_has_an_end() {
     let (first, silent) = (connect(), connect());
     server.service();
     assert!(server.next_deadline().is_some());
-    let (now, run_id) = (Instant::now(), server.run_id.clone());
-    let hello = |rank| Request::Hello {
-        version: VERSION,
-        run_id: run_id.clone(),
-        rank,
-        world_size: 2,
-        pid: std::process::id(),
-        manifest: Manifest::default(),
-    };
-    (&first).write_all(&encode(&hello(0))).unwrap();
+    (&first).write_all(&encode(&hello_to(&server, 0))).unwrap();
     server.service();
     for peer in &mut server.peers {
-        peer.hello_by = Some(now);
+        peer.hello_by = Some(Instant::now());
     }
-    let told = refusals(server.service());
+    let told = refusals(&mut server);
     assert_eq!(told.len(), 1);
-    assert!(told[0].ends_with("was silent for 10s after it had connected"), "{}", told[0]);
+    assert!(told[0].1.ends_with("was silent for 10s after it had connected"), "{}", told[0].1);
     assert!(refused(read_reply(&silent)).contains("silent for 10s"));
     assert_eq!(server.peers.len(), 1);
     // Who has said hello may wait for the others for as long as it takes.
     let second = connect();
-    assert_eq!(ask(&mut server, &second, &[hello(1)]), [Reply::Welcome]);
+    let hello = hello_to(&server, 1);
+    assert_eq!(ask(&mut server, &second, &[hello]), [Reply::Welcome]);
     assert_eq!(read_reply(&first), Reply::Welcome);
     assert_eq!((server.peers.len(), server.next_deadline()), (2, None));
 }
@@ -199,9 +232,9 @@ fn without_descriptors_the_door_is_quiet() {
     let first_free = std::os::fd::AsRawFd::as_raw_fd(&free) as u64;
     drop(free);
     limit(first_free);
-    let told = refusals(server.service());
+    let told = refusals(&mut server);
     assert_eq!(told.len(), 1, "{told:?}");
-    assert!(told[0].contains("os error 24") && told[0].contains("ulimit -n"), "{}", told[0]);
+    assert!(told[0].1.contains("os error 24") && told[0].1.contains("ulimit -n"), "{}", told[0].1);
     for stream in &streams {
         assert!(refused(read_reply(stream)).contains("ulimit -n"));
     }
@@ -286,4 +319,29 @@ fn without_a_launcher_the_server_says_who_is_missing() {
     assert_eq!(ask(&mut server, &stream, &[hello(1, 3)]), [Reply::TimedOut { missing: vec![0, 2] }]);
     assert_eq!(connect().unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     assert_eq!(server.next_deadline(), None);
+}
+
+/// The peer's next request may come while its last one is being answered, within one turn of the server.
+#[test]
+fn a_rank_that_asks_again_at_once_is_always_answered() {
+    let worlds = crate::World::threads(2).unwrap();
+    std::thread::scope(|scope| {
+        for world in &worlds {
+            scope.spawn(|| {
+                let store = world.store().unwrap();
+                for number in 0..3000 {
+                    let key = format!("{} of {}", number, world.rank());
+                    store.set(&key, b"value", &[], 1).unwrap();
+                    let (value, _) = store.get(&key, world.rank(), LONG).unwrap();
+                    assert_eq!(value, b"value");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_world_of_too_many_ranks_is_refused() {
+    let error = Server::bind(20_000, RUN).map(drop).unwrap_err().to_string();
+    assert!(error.contains("20000 ranks, where 4096 are the most"), "{error}");
 }

@@ -1,0 +1,104 @@
+//! Refused connections, summed up: a process that floods the rendezvous is one line of its launcher, not thousands. Pure.
+//!
+//! Refusals are collected for a moment and told together. Each time the next moment is twice as long, so a flood that goes
+//! on does not fill a screen either.
+
+use std::time::{Duration, Instant};
+
+/// First and longest time for which refusals are collected.
+const COLLECT: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
+
+/// Processes that are told apart at a time; the others are counted together.
+const MOST_PROCESSES: usize = 8;
+
+/// Connections of one process that were refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Refusal {
+    /// `None` where it is not known, or for several processes.
+    pub(super) process: Option<u32>,
+    pub(super) count: u64,
+    /// Who the first one was, and why it was refused.
+    pub(super) why: String,
+}
+
+/// Refusals that have not been told yet.
+#[derive(Debug, Default)]
+pub(super) struct Refusals {
+    collected: Vec<Refusal>,
+    tell_at: Option<Instant>,
+    /// How often refusals have been told.
+    told: u32,
+}
+
+impl Refusals {
+    pub(super) fn add(&mut self, process: Option<u32>, why: String, now: Instant) {
+        let (first, longest) = COLLECT;
+        self.tell_at.get_or_insert_with(|| now + longest.min(first * (1 << self.told.min(16))));
+        // Beyond that many, processes are counted as if they were not known.
+        let known = |process| self.collected.iter().position(|refusal| refusal.process == process);
+        let is_full = self.collected.len() >= MOST_PROCESSES;
+        let process = process.filter(|_| known(process).is_some() || !is_full);
+        match known(process) {
+            Some(position) => self.collected[position].count += 1,
+            None => self.collected.push(Refusal { process, count: 1, why }),
+        }
+    }
+
+    /// When [`take_due`](Self::take_due) has something, if nothing else happens.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.tell_at
+    }
+
+    /// All refusals, if they have been collected for long enough.
+    pub(super) fn take_due(&mut self, now: Instant) -> Vec<Refusal> {
+        if self.tell_at.is_none_or(|at| now < at) {
+            return Vec::new();
+        }
+        self.take()
+    }
+
+    /// All refusals.
+    pub(super) fn take(&mut self) -> Vec<Refusal> {
+        self.told += u32::from(self.tell_at.take().is_some());
+        std::mem::take(&mut self.collected)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn every_refusal_is_counted_once(processes in prop::collection::vec(prop::option::of(0u32..20), 0..200)) {
+            let (mut refusals, now) = (Refusals::default(), Instant::now());
+            for (number, process) in processes.iter().enumerate() {
+                refusals.add(*process, number.to_string(), now);
+            }
+            let told = refusals.take();
+            prop_assert_eq!(told.iter().map(|refusal| refusal.count).sum::<u64>(), processes.len() as u64);
+            prop_assert!(told.len() <= MOST_PROCESSES + 1);
+            for refusal in told.iter().filter(|refusal| refusal.process.is_some()) {
+                let own: Vec<usize> = (0..processes.len()).filter(|index| processes[*index] == refusal.process).collect();
+                prop_assert_eq!(refusal.count, own.len() as u64);
+                prop_assert_eq!(&refusal.why, &own[0].to_string());
+            }
+        }
+    }
+
+    #[test]
+    fn a_flood_that_goes_on_is_told_less_and_less_often() {
+        let (mut refusals, start) = (Refusals::default(), Instant::now());
+        let mut now = start;
+        let mut lines = 0;
+        while now < start + Duration::from_secs(3600) {
+            refusals.add(Some(7), "is a flood".into(), now);
+            lines += refusals.take_due(now).len();
+            now += Duration::from_millis(100);
+        }
+        assert!((60..=70).contains(&lines), "{lines} lines in an hour");
+        assert!(refusals.next_deadline().is_some_and(|at| at <= now + COLLECT.1));
+    }
+}

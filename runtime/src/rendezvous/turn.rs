@@ -1,0 +1,110 @@
+//! A connection's turn: how much of what a peer has sent is handled before it is the others' turn.
+//!
+//! A poll wakes the server for bytes that are in a socket, not for those that it has read already. A whole message that
+//! stayed in the decoder at the end of a turn would wait for the peer's next one, and the peer waits for its answer first.
+//! So every read is followed by the messages that it completes, and the number of reads alone ends a turn.
+
+use super::socket::Received;
+
+/// Reads from one peer before it is the others' turn.
+const MOST_READS: usize = 16;
+
+/// A connection, and what is to happen to its messages.
+pub(super) trait Conversation {
+    /// Reads once.
+    fn receive(&mut self) -> Result<Received, String>;
+
+    /// Handles all messages that have been read whole.
+    fn handle_messages(&mut self) -> Result<(), String>;
+}
+
+/// Handles what a peer has sent. `false`: it is gone.
+pub(super) fn take_turn(conversation: &mut impl Conversation) -> Result<bool, String> {
+    for _ in 0..MOST_READS {
+        match conversation.receive()? {
+            Received::Bytes => conversation.handle_messages()?,
+            Received::Nothing => return Ok(true),
+            Received::End => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::rendezvous::message::{Decoder, Request, encode};
+
+    /// A peer that sends its next request as soon as the last one was answered, and a socket that hands its bytes over in
+    /// parts of any length. Like a socket, it wakes the server only for bytes that were not read.
+    struct Model {
+        requests: VecDeque<Request>,
+        /// Lengths of the reads to come, over and over.
+        reads: Vec<usize>,
+        read: usize,
+        socket: VecDeque<u8>,
+        decoder: Decoder,
+        answered: Vec<Request>,
+    }
+
+    impl Model {
+        fn new(requests: &[Request], reads: Vec<usize>) -> Self {
+            let mut model = Model {
+                requests: requests.iter().cloned().collect(),
+                reads,
+                read: 0,
+                socket: VecDeque::new(),
+                decoder: Decoder::default(),
+                answered: Vec::new(),
+            };
+            model.send();
+            model
+        }
+
+        fn send(&mut self) {
+            self.socket.extend(self.requests.pop_front().iter().flat_map(encode));
+        }
+    }
+
+    impl Conversation for Model {
+        fn receive(&mut self) -> Result<Received, String> {
+            if self.socket.is_empty() {
+                let is_over = self.requests.is_empty() && self.decoder.is_empty();
+                return Ok(if is_over { Received::End } else { Received::Nothing });
+            }
+            let most = self.reads[self.read % self.reads.len()];
+            self.read += 1;
+            let count = most.min(self.socket.len());
+            self.decoder.push(&self.socket.drain(..count).collect::<Vec<u8>>());
+            Ok(Received::Bytes)
+        }
+
+        fn handle_messages(&mut self) -> Result<(), String> {
+            while let Some(request) = self.decoder.next_message()? {
+                self.answered.push(request);
+                self.send();
+            }
+            Ok(())
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_whole_request_is_answered(
+            keys in prop::collection::vec("[a-z]{0,40}", 1..60),
+            reads in prop::collection::vec(1usize..200, 1..8),
+        ) {
+            let requests: Vec<Request> =
+                keys.into_iter().map(|key| Request::Get { key, from: 0, timeout_ms: 1 }).collect();
+            let mut model = Model::new(&requests, reads);
+            while !model.socket.is_empty() {
+                take_turn(&mut model).unwrap();
+            }
+            prop_assert_eq!(model.answered, requests);
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! A rank that forks while it belongs to a run. The child uses all that it has a copy of, drops it and ends; the ranks go on.
+
+use std::process::ExitCode;
+
+use mgpu::checkpoint::{Snapshot, Writer};
+use mgpu::process::{Fork, fork};
+use mgpu::progress::Phase;
+use mgpu::{ReduceOp, Result, World};
+use nix::sys::wait::{WaitStatus, waitpid};
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut world = World::from_env()?;
+    let mut comm = world.communicator()?;
+    let mut writer = Writer::new(folder.path(), 1)?;
+    world.report_step(7);
+    comm.barrier()?;
+    match fork().expect("a process without threads can be forked") {
+        Fork::Child => {
+            // The parent removes it.
+            std::mem::forget(folder);
+            world.report_step(8);
+            world.report_phase(Phase::Checkpoint);
+            let store = world.store().expect("a run with a launcher");
+            for error in [
+                comm.barrier().unwrap_err(),
+                store.set("key", b"value", &[], 1).unwrap_err(),
+                writer.save(Snapshot::new(1)).unwrap_err(),
+                world.communicator().map(drop).unwrap_err(),
+            ] {
+                println!("child: {error}");
+            }
+        }
+        Fork::Parent(child) => {
+            let end = waitpid(child, None).expect("a child can be waited for");
+            assert!(matches!(end, WaitStatus::Exited(_, 0)), "{end:?}");
+            let mut sum = [1.0];
+            comm.all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+            world.store().expect("a run with a launcher").barrier("end", world.timeout())?;
+            println!("{} ranks went on", sum[0]);
+        }
+    }
+    Ok(())
+}
