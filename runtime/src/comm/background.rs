@@ -163,6 +163,10 @@ impl Communicator for Background {
         self.idle().note_arrivals(at);
     }
 
+    fn blame(&mut self, error: &Error) {
+        self.idle().blame(error);
+    }
+
     fn expect_company(&mut self) {
         self.idle().expect_company();
     }

@@ -167,6 +167,24 @@ impl Pending {
     }
 }
 
+/// Whether segments of `buffer` ascend, do not overlap and are within it, and can be cut into blocks.
+fn check_segments(buffer: &Buffer, segments: &[Range<usize>], block: usize) -> Result<()> {
+    let mut end = 0;
+    let fits = |segment: &Range<usize>| {
+        let fits = end <= segment.start && segment.start <= segment.end && segment.end <= buffer.len();
+        end = segment.end;
+        fits
+    };
+    let problem = if block == 0 {
+        "a block has at least one element".to_owned()
+    } else if !segments.iter().all(fits) {
+        format!("segments {segments:?} are not ascending parts of a buffer of {} elements", buffer.len())
+    } else {
+        return Ok(());
+    };
+    Err(Error::InvalidArgument { operation: "all_gather", problem })
+}
+
 /// Has `make` change the shards of `rank` of `ranks`, block by block, and shows each to `made`.
 fn make_blocks(
     buffer: Buffer,
@@ -176,7 +194,6 @@ fn make_blocks(
     make: &mut Make<'_>,
     mut made: impl FnMut(usize, &Buffer),
 ) -> Buffer {
-    assert!(block > 0, "blocks hold an element at least");
     let (mut done, mut rest) = buffer.split_at(0);
     for (index, segment) in segments.iter().enumerate() {
         let own = shard(segment.len(), ranks, rank);
@@ -249,6 +266,12 @@ pub trait Communicator: Send {
         drop(at);
     }
 
+    /// Tells the launcher, if there is one, whom `error` holds responsible, because this rank is about to end with it: it
+    /// names that rank even if this one ends first. The first error told stays.
+    fn blame(&mut self, error: &Error) {
+        let _ = error;
+    }
+
     /// From now on other threads compute on the cores of the ranks while they wait here, so they are to give way soon. On all
     /// ranks alike.
     fn expect_company(&mut self) {}
@@ -287,10 +310,7 @@ pub trait Communicator: Send {
     /// once before and once after all segments.
     ///
     /// # Errors
-    /// As in the [contract](self).
-    ///
-    /// # Panics
-    /// If `block` is 0, or the segments are not as they should be.
+    /// If `block` is 0, or the segments are not as they should be; or as in the [contract](self).
     fn all_gather_with(
         &mut self,
         buffer: Buffer,
@@ -298,6 +318,7 @@ pub trait Communicator: Send {
         block: usize,
         make: &mut Make<'_>,
     ) -> Result<Pending> {
+        check_segments(&buffer, segments, block)?;
         let made = make_blocks(buffer, segments, (self.size(), self.rank()), block, make, |_, _| ());
         gather_segments(made, segments, |shards| self.all_gather(shards)?.wait()).map(Pending::complete)
     }

@@ -78,10 +78,11 @@ pub enum Operation {
     Reduce = 7,
     Send = 8,
     Connect = 9,
+    Recv = 10,
 }
 
 impl Operation {
-    pub(crate) const ALL: [Operation; 9] = [
+    pub(crate) const ALL: [Operation; 10] = [
         Operation::Barrier,
         Operation::Allocate,
         Operation::AllReduce,
@@ -91,6 +92,7 @@ impl Operation {
         Operation::Reduce,
         Operation::Send,
         Operation::Connect,
+        Operation::Recv,
     ];
 
     pub(crate) fn from_number(number: u8) -> Option<Self> {
@@ -109,6 +111,7 @@ impl Operation {
             Operation::Reduce => "reduce",
             Operation::Send => "send",
             Operation::Connect => "connect",
+            Operation::Recv => "recv",
         }
     }
 }

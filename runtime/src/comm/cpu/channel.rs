@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 
 use super::CpuCommunicator;
-use super::call::{Call, Path};
+use super::call::Call;
 use crate::Result;
 use crate::comm::Buffer;
 use crate::progress::Operation;
@@ -69,7 +69,12 @@ impl CpuCommunicator {
         self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![self.last_in_line(from)]))?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
-        if theirs != call.encode() {
+        // Around a ring all call the same; a message has two sides.
+        let expected = match call.kind {
+            Operation::Recv => Call { kind: Operation::Send, root: self.rank, ..*call },
+            _ => *call,
+        };
+        if theirs != expected.encode() {
             return Err(self.disagreement(from, count.wrapping_add(1), call, theirs));
         }
         Ok(self.region.chunk(from, place, count))
@@ -89,12 +94,9 @@ impl CpuCommunicator {
         (0..bytes.div_ceil(most).max(1)).map(move |index| (index * most, most.min(bytes - index * most)))
     }
 
-    fn message(buffer: &Buffer) -> Call {
-        Call::plain(Operation::Send, buffer.dtype(), buffer.len()).via(Path::None)
-    }
-
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32) -> Result<()> {
-        let (call, channel) = (Self::message(buffer), Channel::of_messages(self.rank, to));
+        let call = Call::message(Operation::Send, buffer, to);
+        let channel = Channel::of_messages(self.rank, to);
         self.note(&call, self.sent[to as usize].wrapping_add(1));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
@@ -107,7 +109,8 @@ impl CpuCommunicator {
     }
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32) -> Result<()> {
-        let (call, channel) = (Self::message(buffer), Channel::of_messages(from, self.rank));
+        let call = Call::message(Operation::Recv, buffer, from);
+        let channel = Channel::of_messages(from, self.rank);
         let sequence = self.received(channel).wrapping_add(1);
         self.note(&call, sequence);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {

@@ -51,7 +51,8 @@ impl Call {
             Kind::AllGather => Operation::AllGather,
             Kind::Broadcast { .. } => Operation::Broadcast,
             Kind::Reduce { .. } => Operation::Reduce,
-            Kind::Send { .. } | Kind::Recv { .. } => Operation::Send,
+            Kind::Send { .. } => Operation::Send,
+            Kind::Recv { .. } => Operation::Recv,
         }
     }
 

@@ -150,8 +150,10 @@ impl HostCommunicator {
             let at = *peer as usize * WORDS;
             cast_slice_mut(&mut theirs).copy_from_slice(&all[at..at + WORDS]);
             // Of a message the two ranks call the two sides.
+            let root = self.link().rank;
             let expected = match kind {
-                Kind::Send { .. } | Kind::Recv { .. } => Call { root: !call.root, ..*call },
+                Kind::Send { .. } => Call { kind: Operation::Recv, root, ..*call },
+                Kind::Recv { .. } => Call { kind: Operation::Send, root, ..*call },
                 _ => *call,
             };
             if theirs != expected.encode() {
@@ -286,6 +288,10 @@ impl Communicator for HostCommunicator {
         "nccl"
     }
 
+    fn blame(&mut self, error: &Error) {
+        self.link().membership.blame(error);
+    }
+
     /// NCCL chooses by itself.
     fn set_algorithm(&mut self, _: Algorithm) {}
 
@@ -323,12 +329,12 @@ impl Communicator for HostCommunicator {
 
     fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
         self.check_peer("send", to)?;
-        self.collective(Kind::Send { to }, Operation::Send, buffer, None, SENDING)
+        self.collective(Kind::Send { to }, Operation::Send, buffer, None, to)
     }
 
     fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
         self.check_peer("recv", from)?;
-        self.collective(Kind::Recv { from }, Operation::Send, buffer, None, !SENDING)
+        self.collective(Kind::Recv { from }, Operation::Recv, buffer, None, from)
     }
 
     fn barrier(&mut self) -> Result<()> {
@@ -337,6 +343,3 @@ impl Communicator for HostCommunicator {
         self.run(Kind::AllGather, &call, None)
     }
 }
-
-/// Tells the two sides of a message apart, where collectives have their root.
-const SENDING: u32 = 0;
