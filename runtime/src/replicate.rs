@@ -121,9 +121,13 @@ pub(crate) fn blamed<T>(comm: &mut dyn Communicator, error: Error) -> Result<T> 
 /// Checks that all ranks hold the same values, and returns their checksum. Collective.
 ///
 /// # Errors
-/// [`Error::Diverged`] on every rank, naming the first tensor and the first rank that differs from most of them (from
-/// rank 0, where as many agree with it).
+/// If there are fewer values than the layout has elements. [`Error::Diverged`] on every rank, naming the first tensor and the
+/// first rank that differs from most of them (from rank 0, where as many agree with it).
 pub fn verify_equal(comm: &mut dyn Communicator, layout: &Layout, values: &[f32]) -> Result<u64> {
+    if values.len() < layout.len() {
+        let problem = format!("{} values for a layout of {}", values.len(), layout.len());
+        return Err(Error::InvalidArgument { operation: "verify_equal", problem });
+    }
     let sum = checksum(values);
     let sums = comm.all_gather_slice(&[sum as i64])?;
     let Some((right, peer)) = odd_one(&sums) else { return Ok(sum) };

@@ -97,8 +97,8 @@ fn messages_that_cannot_meet_are_named_by_those_that_wait() {
         });
         for (rank, error) in errors.into_iter().enumerate() {
             let error = error.unwrap_or_else(|| panic!("rank {rank} is not told: {texts:?}"));
-            for peer in 0..2 {
-                let call = format!("rank {peer} calls {}", texts[peer]);
+            for (peer, text) in texts.iter().enumerate() {
+                let call = format!("rank {peer} calls {text}");
                 assert!(error.contains(&call), "rank {rank} should say `{call}`: {error}");
             }
         }
@@ -186,7 +186,7 @@ fn an_arena_belongs_to_one_world() {
                     for operation in operations {
                         let (buffer, behind) = rest.split_at(100);
                         rest = behind;
-                        let error = operation(&mut *comm, buffer).err().expect("a foreign arena");
+                        let error = operation(&mut *comm, buffer).expect_err("a foreign arena");
                         let text = error.to_string();
                         assert!(matches!(error, Error::InvalidArgument { .. }), "{text}");
                         assert!(text.contains("arena 1 of communicator 1 that rank "), "{text}");
@@ -207,16 +207,16 @@ fn segments_that_make_no_sense_are_refused() {
     in_threads(2, |mut world| {
         let mut comm = world.communicator()?;
         for in_arena in [true, false] {
-            for (segments, block) in [
-                (&[0..4][..], 0),
-                (&[4..9], 1),
-                (&[4..6, 2..3], 1),
-                (&[0..3, 2..4], 1),
-                #[allow(clippy::reversed_empty_ranges)]
-                (&[3..1], 1),
+            for (ends, block) in [
+                (vec![(0, 4)], 0),
+                (vec![(4, 9)], 1),
+                (vec![(4, 6), (2, 3)], 1),
+                (vec![(0, 3), (2, 4)], 1),
+                (vec![(3, 1)], 1),
             ] {
+                let segments: Vec<_> = ends.into_iter().map(|(begin, end)| begin..end).collect();
                 let buffer = if in_arena { comm.allocate(DType::F32, 8)? } else { Buffer::zeroed::<f32>(8) };
-                let error = comm.all_gather_with(buffer, segments, block, &mut |_, _, _| ()).err();
+                let error = comm.all_gather_with(buffer, &segments, block, &mut |_, _, _| ()).err();
                 assert!(matches!(error, Some(Error::InvalidArgument { .. })), "{segments:?} {block}");
             }
         }

@@ -391,7 +391,7 @@ fn settings_that_differ_are_named_before_the_first_step() {
         ),
         (
             other(|config| {
-                config.optimizer.rule = Rule::Sgd(Sgd { lr: 0.1, momentum: 0.9, ..Sgd::default() })
+                config.optimizer.rule = Rule::Sgd(Sgd { lr: 0.1, momentum: 0.9, ..Sgd::default() });
             }),
             "optimizer Sgd(Sgd { lr: 0.1, momentum: 0.9, ",
         ),

@@ -118,10 +118,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         println!("on {}, {}", device.name(), args.precision);
     }
     let coarse = args.precision != Precision::F32 || args.parallel.compresses();
-    let mut failed = Vec::new();
+    let (settings, mut failed) = (args.settings(&train), Vec::new());
     for path in &args.files {
         let golden = read(path)?;
-        let settings = args.settings(path, &train);
         let found = repeat(&golden, &train, &mut world, args, &settings)
             .map_err(|error| format!("{}: {error}", path.display()))?;
         if rank == 0 && !compare(&golden, &found, coarse) {
@@ -160,12 +159,10 @@ trait Replay {
 type Settings = Vec<(&'static str, String)>;
 
 impl Args {
-    /// For the repetition of the file `path`.
-    fn settings(&self, path: &Path, train: &Dataset) -> Settings {
+    fn settings(&self, train: &Dataset) -> Settings {
         let files: Vec<String> = self.files.iter().map(|path| path.display().to_string()).collect();
         let mut settings = vec![
             ("golden files", files.join(" ")),
-            ("golden file", path.display().to_string()),
             ("--data", format!("{} images with checksum {:016x}", train.len(), train.checksum())),
             ("--precision", self.precision.to_string()),
             ("--kernels", self.kernels.to_string()),

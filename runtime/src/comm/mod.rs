@@ -3,7 +3,8 @@
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
 //!   reduction and root. A rank that does not is named in an [`Error::Mismatch`] on every
-//!   rank. [`send`] and [`recv`] concern two ranks only.
+//!   rank. [`send`] and [`recv`] concern two ranks only; where one can never meet its other side, because that waits in another
+//!   call, this is a mismatch, too, named by all that wait for it (under `nccl` they wait for the deadline).
 //! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then
 //!   peers may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
 //! - **Result.** Reductions combine in rank order 0…n−1 for every element (see
@@ -18,7 +19,8 @@
 //! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first wait
 //!   for each other until the deadline. A communicator's end is collective there: all ranks come together in its drop.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass
-//!   the same part of the same allocation, or all pass private buffers.
+//!   the same part of the same allocation, or all pass private buffers. It is for the rank that allocated it, with any
+//!   communicator of the same world: others refuse it.
 //!
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv
@@ -105,6 +107,9 @@ fn bytes_of(dtype: DType, len: usize) -> Result<usize> {
 
 /// The elements of the shard of `rank`, where `len` elements are cut into shards for `ranks` ranks: all of ⌈len/n⌉
 /// elements, but for the last ones, which may be shorter or empty.
+///
+/// # Panics
+/// If there are no ranks.
 ///
 /// ```
 /// use mgpu::comm::shard;

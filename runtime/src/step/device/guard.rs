@@ -214,9 +214,9 @@ impl DeviceDataParallel {
     /// steps that the training has gone back from since. Collective where all is not well: ranks look at the same places.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only all ranks' together are: parameters, optimizer and [`steps`](Self::steps) are as
-    /// before that step, and another one may be made, but buffers are as the model has left them. [`Error::Diverged`] if weights
-    /// differ between ranks. As [`wait`](Self::wait).
+    /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only those of all ranks together
+    /// are: parameters, optimizer and [`steps`](Self::steps) are as before that step, and another one may be made, but buffers
+    /// are as the model has left them. [`Error::Diverged`] if weights differ between ranks. As [`wait`](Self::wait).
     pub fn look(&mut self, health: &mut Health) -> Result<()> {
         self.comm.wait(&health.done, STEP)?;
         // SAFETY: the event lies behind the copies, and none is begun while the bytes are lent.
