@@ -1,5 +1,7 @@
 //! The flags for how ranks train together, the same in all programs that train.
 
+use std::fmt::Display;
+
 use clap::{Args, ValueEnum};
 use mgpu::DataParallelConfig;
 use mgpu::step::Compression;
@@ -113,6 +115,19 @@ impl Parallel {
         }
     }
 
+    /// The flags by name, with what was asked for: all ranks need the same.
+    pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("--bucket", given(self.bucket.map(|bytes| bytes as f64 / f64::from(1 << 20)))),
+            ("--shard-optimizer", self.sharding().unwrap_or("auto").to_owned()),
+            ("--overlap", self.overlap.to_string()),
+            ("--world-size-invariant", given(self.world_size_invariant)),
+            ("--accumulate", self.accumulate.to_string()),
+            ("--clip-norm", given(self.clip_norm)),
+            ("--gradients", if self.compresses() { "bf16" } else { "f32" }.to_owned()),
+        ]
+    }
+
     /// What was asked for, and `defaults` for the rest.
     pub(crate) fn config(&self, defaults: DataParallelConfig) -> DataParallelConfig {
         DataParallelConfig {
@@ -129,6 +144,11 @@ impl Parallel {
             ..defaults
         }
     }
+}
+
+/// The value of a flag, in words.
+pub(crate) fn given(value: Option<impl Display>) -> String {
+    value.map_or_else(|| "none".to_owned(), |value| value.to_string())
 }
 
 /// The bytes of a bucket.

@@ -30,16 +30,25 @@ impl Threads {
     /// # Panics
     /// If `count` is zero or the operating system refuses to start the threads.
     pub fn new(count: usize) -> Self {
-        assert!(count > 0, "a rank needs at least one thread");
-        let pool = (count > 1).then(|| {
+        Self::try_new(count).unwrap_or_else(|problem| panic!("{problem}"))
+    }
+
+    /// As [`new`](Self::new), with the problem in words where that would panic.
+    ///
+    /// # Errors
+    /// If `count` is zero or the operating system refuses to start the threads.
+    pub fn try_new(count: usize) -> Result<Self, String> {
+        let start = || {
             // The caller is one of the workers.
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(count - 1)
-                .thread_name(|index| format!("kernel-{index}"))
-                .build()
-                .expect("cannot start worker threads")
-        });
-        Self { pool, count }
+            let builder = rayon::ThreadPoolBuilder::new().num_threads(count - 1);
+            let pool = builder.thread_name(|index| format!("kernel-{index}")).build();
+            pool.map_err(|error| format!("cannot start {count} threads: {error}"))
+        };
+        match count {
+            0 => Err("a rank needs at least one thread".to_owned()),
+            1 => Ok(Self { pool: None, count }),
+            _ => Ok(Self { pool: Some(start()?), count }),
+        }
     }
 
     /// Number of threads.

@@ -38,6 +38,9 @@ pub fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
 /// assert_eq!(tensors(&plan(&layout, 100, 800)), [3..4, 1..3, 0..1]);
 /// assert_eq!(tensors(&plan_in_order(&layout, [1, 0, 2, 3], 100, 800)), [1..2, 0..1, 2..4]);
 /// ```
+///
+/// # Panics
+/// If `order` names a tensor that there is none of.
 pub fn plan_in_order(
     layout: &Layout,
     order: impl IntoIterator<Item = usize>,

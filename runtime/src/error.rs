@@ -128,9 +128,9 @@ pub enum Error {
     /// Ranks hold different models.
     #[error("rank {rank} and rank {peer} hold different models: {difference}")]
     LayoutMismatch {
-        /// The rank that noticed.
+        /// The rank it is compared with.
         rank: u32,
-        /// The rank it compared with.
+        /// The rank that differs.
         peer: u32,
         /// The first difference.
         difference: String,
@@ -155,6 +155,18 @@ pub enum Error {
         /// The step, from 1.
         step: u64,
     },
+    /// The gradients of all ranks together are infinite or not a number, in the sum or in the mean.
+    #[error(
+        "the gradients of all ranks together are not finite in tensor `{tensor}`, in step {step}, although no rank was seen to \
+         have such gradients: their sum overflows, or a single element of a large tensor is not finite; a smaller loss has \
+         smaller gradients"
+    )]
+    ReducedNotFinite {
+        /// A tensor with such gradients.
+        tensor: String,
+        /// The step, from 1.
+        step: u64,
+    },
     /// Ranks that should have the same number of something do not.
     #[error("rank {peer} has {theirs} {what} where rank {rank} has {ours}")]
     Disagreement {
@@ -168,6 +180,20 @@ pub enum Error {
         ours: i64,
         /// How many `peer` has.
         theirs: i64,
+    },
+    /// Ranks that need the same setting have different ones.
+    #[error("rank {peer} has {setting} {theirs} where rank {rank} has {ours}; all ranks need the same")]
+    SettingMismatch {
+        /// The rank it is compared with.
+        rank: u32,
+        /// The rank that differs.
+        peer: u32,
+        /// The name of the setting.
+        setting: String,
+        /// Its value on `rank`.
+        ours: String,
+        /// Its value on `peer`.
+        theirs: String,
     },
     /// Something went wrong in the program's own part of a step.
     #[error("{0}")]
@@ -246,6 +272,8 @@ impl Error {
         match self {
             Error::PeerLost { peer, .. }
             | Error::Mismatch { peer, .. }
+            | Error::LayoutMismatch { peer, .. }
+            | Error::SettingMismatch { peer, .. }
             | Error::Diverged { peer, .. }
             | Error::Disagreement { peer, .. } => Some(*peer),
             Error::Timeout { waited_for, .. } => waited_for.first().copied(),

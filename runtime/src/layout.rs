@@ -8,6 +8,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::{Error, Result};
+
 /// One tensor's place in a flat arena.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorSpec {
@@ -20,9 +22,10 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Number of elements: the product of the shape, 1 for a scalar.
+    /// Number of elements: the product of the shape, 1 for a scalar. More than can be counted are `usize::MAX`, which no
+    /// memory holds.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        self.shape.iter().fold(1, |len, extent| len.saturating_mul(*extent))
     }
 
     /// True for a tensor with an extent of zero.
@@ -32,7 +35,11 @@ impl TensorSpec {
 
     /// The tensor's elements within the arena.
     pub fn range(&self) -> Range<usize> {
-        self.offset..self.offset + self.len()
+        self.offset..self.end()
+    }
+
+    fn end(&self) -> usize {
+        self.offset.saturating_add(self.len())
     }
 }
 
@@ -79,7 +86,7 @@ impl Layout {
         shape: impl Into<Vec<usize>>,
         alignment: usize,
     ) -> usize {
-        let offset = self.len().next_multiple_of(alignment);
+        let offset = self.len().checked_next_multiple_of(alignment.max(1)).unwrap_or(usize::MAX);
         self.tensors.push(TensorSpec { name: name.into(), shape: shape.into(), offset });
         self.tensors.len() - 1
     }
@@ -99,7 +106,7 @@ impl Layout {
 
     /// Number of elements in the whole arena.
     pub fn len(&self) -> usize {
-        self.tensors.last().map_or(0, |last| last.offset + last.len())
+        self.tensors.last().map_or(0, TensorSpec::end)
     }
 
     /// True when the arena holds no element.
@@ -107,22 +114,45 @@ impl Layout {
         self.len() == 0
     }
 
+    /// Checks that all tensors can lie in memory.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with the first tensor that has, or ends behind, more elements than there are addresses for.
+    pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
+        // No allocation is larger than this, in bytes.
+        let most = isize::MAX as usize / size_of::<f32>();
+        let Some(tensor) = self.tensors.iter().find(|tensor| tensor.end() > most) else { return Ok(()) };
+        let TensorSpec { name, shape, .. } = tensor;
+        let problem = format!("tensor `{name}` of shape {shape:?} is larger than any memory");
+        Err(Error::InvalidArgument { operation, problem })
+    }
+
     /// Describes the first place where `other` differs, or `None` when both are the same.
     pub fn difference(&self, other: &Layout) -> Option<String> {
+        self.difference_between(other, ["here", "there"])
+    }
+
+    /// As [`difference`](Self::difference), with words for where this one is, and where the other.
+    pub(crate) fn difference_between(&self, other: &Layout, [here, there]: [&str; 2]) -> Option<String> {
         let pairs = self.tensors.iter().zip(&other.tensors);
         for (index, (mine, theirs)) in pairs.enumerate() {
+            let name = &mine.name;
             if mine.name != theirs.name {
-                return Some(format!("tensor {index} is `{}` here and `{}` there", mine.name, theirs.name));
+                return Some(format!("tensor {index} is `{name}` {here} and `{}` {there}", theirs.name));
             }
             if mine.shape != theirs.shape {
+                let (mine, theirs) = (&mine.shape, &theirs.shape);
+                return Some(format!("tensor `{name}` has shape {mine:?} {here} and {theirs:?} {there}"));
+            }
+            if mine.offset != theirs.offset {
+                let (mine, theirs) = (mine.offset, theirs.offset);
                 return Some(format!(
-                    "tensor `{}` has shape {:?} here and {:?} there",
-                    mine.name, mine.shape, theirs.shape
+                    "tensor `{name}` begins at element {mine} {here} and at {theirs} {there}"
                 ));
             }
         }
-        let (here, there) = (self.tensors.len(), other.tensors.len());
-        (here != there).then(|| format!("{here} tensors here and {there} there"))
+        let (mine, theirs) = (self.tensors.len(), other.tensors.len());
+        (mine != theirs).then(|| format!("{mine} tensors {here} and {theirs} {there}"))
     }
 }
 
@@ -143,5 +173,33 @@ mod tests {
         right.push("a", [2, 3]);
         right.push("b", [5]);
         assert_eq!(left.difference(&right).unwrap(), "tensor `b` has shape [4] here and [5] there");
+    }
+
+    #[test]
+    fn difference_names_offsets() {
+        let (mut packed, mut aligned) = (Layout::new(), Layout::new());
+        packed.push("a", [60]);
+        packed.push("b", [10]);
+        aligned.push("a", [60]);
+        aligned.push_aligned("b", [10], 64);
+        assert_eq!(
+            packed.difference(&aligned).unwrap(),
+            "tensor `b` begins at element 60 here and at 64 there"
+        );
+    }
+
+    #[test]
+    fn shapes_that_wrap_fit_no_memory() {
+        for shape in [vec![1 << 32, 1 << 32], vec![usize::MAX, 2], vec![1 << 61], vec![3, usize::MAX]] {
+            let mut layout = Layout::new();
+            layout.push("a", [4]);
+            layout.push_aligned("huge", shape, 64);
+            layout.push_aligned("b", [1], 0);
+            let error = layout.check("test").unwrap_err().to_string();
+            assert!(error.starts_with("test: tensor `huge` of shape ["), "{error}");
+        }
+        let mut layout = Layout::new();
+        layout.push("none", [1 << 32, 1 << 32, 0]);
+        assert!(layout.check("test").is_ok() && layout.is_empty());
     }
 }

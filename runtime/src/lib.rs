@@ -70,7 +70,7 @@ pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceO
 pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
-pub use sampler::Sampler;
+pub use sampler::{Sampler, SamplerConfig};
 #[cfg(feature = "cuda")]
 pub use step::device::DeviceDataParallel;
 pub use step::{DataParallel, DataParallelConfig, GradientSink, MicroBatch};

@@ -78,6 +78,13 @@ impl Membership {
         }
     }
 
+    /// Notes whom `error` holds responsible, unless that is this rank itself: its own end says that.
+    pub(crate) fn blame(&self, error: &Error) {
+        if error.culprit() != Some(self.rank) {
+            self.page.blame(self.rank, error);
+        }
+    }
+
     /// Commits the faults of this moment.
     pub(crate) fn come_to(&self, moment: Moment) {
         for planned in due(&self.injections, moment) {

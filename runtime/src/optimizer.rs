@@ -9,7 +9,7 @@ use mgpu_kernels::optimizer::{State, cpu};
 pub use mgpu_kernels::schedule::{Decay, Schedule};
 
 use crate::comm::Buffer;
-use crate::{Layout, TensorSpec};
+use crate::{Error, Layout, Result, TensorSpec};
 
 /// Name of the moving average's arena in a checkpoint.
 pub(crate) const AVERAGE: &str = "average";
@@ -53,17 +53,22 @@ pub(crate) struct Optimizer {
 
 impl Optimizer {
     /// For elements of `layout`, of which this rank has the state of `len`. The moving average is yet to be set.
-    pub(crate) fn new(config: OptimizerConfig, layout: &Layout, len: usize, threads: usize) -> Self {
+    ///
+    /// # Errors
+    /// If there are no threads, or the system refuses to start them.
+    pub(crate) fn new(config: OptimizerConfig, layout: &Layout, len: usize, threads: usize) -> Result<Self> {
         let arena = |used: bool| Buffer::zeroed::<f32>(if used { len } else { 0 });
-        Optimizer {
+        let threads = Threads::try_new(threads)
+            .map_err(|problem| Error::InvalidArgument { operation: "data parallel", problem })?;
+        Ok(Optimizer {
             config,
-            threads: Threads::new(threads),
+            threads,
             step: 0,
             runs: runs(&config, layout),
             first: arena(config.rule.states() > 0),
             second: arena(config.rule.states() > 1),
             average: arena(config.average.is_some()),
-        }
+        })
     }
 
     /// Elements of the state on this rank, of all arenas together.
@@ -74,6 +79,10 @@ impl Optimizer {
     /// With the learning rate that was set last.
     pub(crate) fn config(&self) -> OptimizerConfig {
         self.config
+    }
+
+    pub(crate) fn learning_rate(&self) -> f64 {
+        self.config.rule.lr()
     }
 
     pub(crate) fn steps(&self) -> u64 {
@@ -192,7 +201,7 @@ mod tests {
         let layout = layout();
         let gradients: Vec<f32> = (0..layout.len()).map(|i| i as f32 - 7.5).collect();
         let update = |piece: usize| {
-            let mut optimizer = Optimizer::new(config, &layout, layout.len(), 1);
+            let mut optimizer = Optimizer::new(config, &layout, layout.len(), 1).unwrap();
             let mut parameters = vec![1.0f32; layout.len()];
             optimizer.begin_step();
             let pieces = parameters.chunks_mut(piece).zip(gradients.chunks(piece));

@@ -1,52 +1,133 @@
 //! Making the ranks equal once, and proving that they stay so.
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::comm::{Communicator, ReduceOp};
 use crate::{Error, Layout, Result};
-
-/// Longest description of a difference that ranks tell each other.
-const DIFFERENCE_BYTES: usize = 512;
 
 /// A checksum of values: equal bits give equal sums (XXH3, 64 bits).
 pub fn checksum(values: &[f32]) -> u64 {
     xxh3_64(bytemuck::cast_slice(values))
 }
 
-/// Checks that all ranks have the same layout. Collective.
+/// Checks that all ranks have the same layout: names, shapes and offsets of all tensors. Collective.
 ///
 /// # Errors
-/// [`Error::LayoutMismatch`] on every rank, naming a rank that differs from rank 0 and the first difference.
+/// [`Error::LayoutMismatch`] on every rank, naming the first rank that differs from most of them and the first difference.
 pub fn verify_layout(comm: &mut dyn Communicator, layout: &Layout) -> Result<()> {
-    let mine = serde_json::to_vec(layout).expect("a layout holds names and numbers");
-    let mut len = [mine.len() as i64];
-    comm.broadcast_slice(&mut len, 0)?;
-    let mut reference = if comm.rank() == 0 { mine } else { vec![0; len[0] as usize] };
-    comm.broadcast_slice(&mut reference, 0)?;
-    let reference: Layout = serde_json::from_slice(&reference).map_err(|error| Error::Protocol {
-        peer: "rank 0".into(),
-        problem: format!("not a layout: {error}"),
-    })?;
-    // Everybody learns of a difference: a rank that only waited for a stranger would name the wrong cause.
-    let mut text = layout.difference(&reference).unwrap_or_default().into_bytes();
-    text.resize(DIFFERENCE_BYTES, 0);
-    let texts = comm.all_gather_slice(&text)?;
-    let Some(peer) = texts.chunks(DIFFERENCE_BYTES).position(|text| text[0] != 0) else { return Ok(()) };
-    let text = &texts[peer * DIFFERENCE_BYTES..][..DIFFERENCE_BYTES];
-    let text = String::from_utf8_lossy(text).trim_end_matches('\0').to_owned();
-    Err(Error::LayoutMismatch {
-        rank: peer as u32,
-        peer: 0,
-        difference: format!("{text} (here is rank {peer}, there rank 0)"),
+    let difference = |theirs: &Layout, [rank, peer]: [u32; 2]| {
+        let places = [format!("on rank {rank}"), format!("on rank {peer}")];
+        layout.difference_between(theirs, places.each_ref().map(String::as_str)).unwrap_or_default()
+    };
+    let Some((rank, peer, difference)) = compare(comm, layout, difference)? else { return Ok(()) };
+    blamed(comm, Error::LayoutMismatch { rank, peer, difference })
+}
+
+/// Checks that all ranks have the same settings: names and values of whatever has to be equal for them to train together,
+/// such as the flags of a program. Collective. Best called before anything else: ranks that go on with different settings may
+/// call different operations, or train something that nobody has asked for.
+///
+/// ```
+/// # fn main() -> mgpu::Result<()> {
+/// let worlds = mgpu::World::threads(3)?;
+/// std::thread::scope(|scope| {
+///     for mut world in worlds {
+///         scope.spawn(move || {
+///             let seed = if world.rank() == 2 { 8 } else { 7 };
+///             let settings = [("--net", "lenet5".to_owned()), ("--seed", seed.to_string())];
+///             let mut comm = world.communicator().unwrap();
+///             let error = mgpu::replicate::agree(&mut *comm, &settings).unwrap_err();
+///             assert_eq!(error.to_string(), "rank 2 has --seed 8 where rank 0 has 7; all ranks need the same");
+///         });
+///     }
+/// });
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::SettingMismatch`] on every rank, naming the first setting in which a rank differs from most of them.
+pub fn agree(comm: &mut dyn Communicator, settings: &[(&str, String)]) -> Result<()> {
+    let mine: Vec<(String, String)> =
+        settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+    let difference = |theirs: &Vec<_>, _| first_setting(&mine, theirs);
+    let Some((rank, peer, difference)) = compare(comm, &mine, difference)? else { return Ok(()) };
+    let (setting, theirs, ours) = difference;
+    blamed(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs })
+}
+
+/// The first setting in which two lists differ, and its values in both.
+fn first_setting(mine: &[(String, String)], theirs: &[(String, String)]) -> (String, String, String) {
+    let absent = || "none".to_owned();
+    let differs = |place: &usize| mine.get(*place) != theirs.get(*place);
+    let place = (0..mine.len().max(theirs.len())).find(differs).unwrap_or_default();
+    match (mine.get(place).cloned(), theirs.get(place).cloned()) {
+        (Some((name, mine)), Some((other, theirs))) if name == other => (name, mine, theirs),
+        (Some((name, mine)), _) => (name, mine, absent()),
+        (None, Some((name, theirs))) => (name, absent(), theirs),
+        (None, None) => Default::default(),
+    }
+}
+
+/// Compares `mine` over all ranks. If they are not the same: a rank that has what most have, the first that has not, and
+/// its `difference`, given what most have and the two ranks, its own first. Collective.
+fn compare<T: Serialize + DeserializeOwned, D: Serialize + DeserializeOwned + Default>(
+    comm: &mut dyn Communicator,
+    mine: &T,
+    difference: impl FnOnce(&T, [u32; 2]) -> D,
+) -> Result<Option<(u32, u32, D)>> {
+    let bytes = to_json(mine);
+    let hashes = comm.all_gather_slice(&[xxh3_64(&bytes) as i64])?;
+    let Some((right, peer)) = odd_one(&hashes) else { return Ok(None) };
+    let (right, peer) = (right as u32, peer as u32);
+    let reference = share(comm, bytes, right)?;
+    // Everybody learns of the difference: a rank that only waited for the other one would name the wrong cause.
+    let own = match comm.rank() == peer {
+        true => difference(&from_json(&reference, right)?, [peer, right]),
+        false => D::default(),
+    };
+    let text = share(comm, to_json(&own), peer)?;
+    Ok(Some((right, peer, from_json(&text, peer)?)))
+}
+
+/// The bytes of rank `root`, on all ranks.
+fn share(comm: &mut dyn Communicator, mut bytes: Vec<u8>, root: u32) -> Result<Vec<u8>> {
+    let mut len = [bytes.len() as i64];
+    comm.broadcast_slice(&mut len, root)?;
+    bytes.resize(len[0] as usize, 0);
+    comm.broadcast_slice(&mut bytes, root)?;
+    Ok(bytes)
+}
+
+fn to_json<T: Serialize>(value: &T) -> Vec<u8> {
+    serde_json::to_vec(value).expect("names and numbers can be written as JSON")
+}
+
+fn from_json<T: DeserializeOwned>(bytes: &[u8], rank: u32) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| Error::Protocol {
+        peer: format!("rank {rank}"),
+        problem: format!("not what is compared: {error}"),
     })
+}
+
+/// Returns `error`, whose culprit the launcher learns of, too: whichever rank ends first then, it is named.
+pub(crate) fn blamed<T>(comm: &mut dyn Communicator, error: Error) -> Result<T> {
+    comm.blame(&error);
+    Err(error)
 }
 
 /// Checks that all ranks hold the same values, and returns their checksum. Collective.
 ///
 /// # Errors
-/// [`Error::Diverged`] on every rank, naming the first tensor and the first rank that differs from most of them (from
-/// rank 0, where as many agree with it).
+/// If there are fewer values than the layout has elements. [`Error::Diverged`] on every rank, naming the first tensor and the
+/// first rank that differs from most of them (from rank 0, where as many agree with it).
 pub fn verify_equal(comm: &mut dyn Communicator, layout: &Layout, values: &[f32]) -> Result<u64> {
+    if values.len() < layout.len() {
+        let problem = format!("{} values for a layout of {}", values.len(), layout.len());
+        return Err(Error::InvalidArgument { operation: "verify_equal", problem });
+    }
     let sum = checksum(values);
     let sums = comm.all_gather_slice(&[sum as i64])?;
     let Some((right, peer)) = odd_one(&sums) else { return Ok(sum) };
@@ -56,7 +137,8 @@ pub fn verify_equal(comm: &mut dyn Communicator, layout: &Layout, values: &[f32]
     let of = |rank: usize| &all[rank * tensors.len()..][..tensors.len()];
     let first = of(right).iter().zip(of(peer)).position(|(a, b)| a != b);
     let tensor = first.map_or("(none: values beyond the layout)", |index| &layout.tensors()[index].name);
-    Err(Error::Diverged { rank: right as u32, peer: peer as u32, tensor: tensor.to_owned() })
+    let tensor = tensor.to_owned();
+    blamed(comm, Error::Diverged { rank: right as u32, peer: peer as u32, tensor })
 }
 
 /// Checks that all ranks have the same number of `what`, such as steps in an epoch: ranks that go on with different ones
@@ -68,12 +150,13 @@ pub fn verify_same(comm: &mut dyn Communicator, what: &str, number: i64) -> Resu
     let numbers = comm.all_gather_slice(&[number])?;
     let Some((right, peer)) = odd_one(&numbers) else { return Ok(()) };
     let (ours, theirs) = (numbers[right], numbers[peer]);
-    Err(Error::Disagreement { rank: right as u32, peer: peer as u32, what: what.to_owned(), ours, theirs })
+    let what = what.to_owned();
+    blamed(comm, Error::Disagreement { rank: right as u32, peer: peer as u32, what, ours, theirs })
 }
 
 /// The first place of the most common value, and the first that has another one. `None` if all are the same.
-fn odd_one(values: &[i64]) -> Option<(usize, usize)> {
-    let count = |value: &i64| values.iter().filter(|other| *other == value).count();
+pub(crate) fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
+    let count = |value: &T| values.iter().filter(|other| *other == value).count();
     // Of equally common values the first one.
     let right = (0..values.len()).rev().max_by_key(|place| count(&values[*place]))?;
     let peer = values.iter().position(|value| *value != values[right])?;
@@ -84,8 +167,9 @@ fn odd_one(values: &[i64]) -> Option<(usize, usize)> {
 /// checksum after checking that all ranks have it. Collective.
 ///
 /// # Errors
-/// As [`verify_layout`], [`verify_equal`] and the communicator's.
+/// If there are not as many values as the layout has elements; as [`verify_layout`], [`verify_equal`] and the communicator's.
 pub fn replicate(comm: &mut dyn Communicator, layout: &Layout, values: &mut [f32]) -> Result<u64> {
+    layout.check("replicate")?;
     if values.len() != layout.len() {
         let problem = format!("{} values for a layout of {}", values.len(), layout.len());
         return Err(Error::InvalidArgument { operation: "replicate", problem });
@@ -110,10 +194,26 @@ mod tests {
     #[test]
     fn most_are_right() {
         assert_eq!(odd_one(&[7, 7, 7]), None);
-        assert_eq!(odd_one(&[]), None);
+        assert_eq!(odd_one::<i64>(&[]), None);
         assert_eq!(odd_one(&[7, 8]), Some((0, 1)));
         assert_eq!(odd_one(&[8, 7, 7]), Some((1, 0)));
         assert_eq!(odd_one(&[7, 8, 8, 7]), Some((0, 1)));
         assert_eq!(odd_one(&[1, 7, 7, 2]), Some((1, 0)));
+    }
+
+    #[test]
+    fn the_first_setting_that_differs_is_found_in_lists_of_any_length() {
+        let list = |settings: &[(&str, &str)]| -> Vec<(String, String)> {
+            settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        };
+        let (a, b) = (list(&[("x", "1"), ("y", "2")]), list(&[("x", "1"), ("y", "3")]));
+        let found = |mine: &[_], theirs: &[_]| {
+            let (name, mine, theirs) = first_setting(mine, theirs);
+            format!("{name}: {mine}, {theirs}")
+        };
+        assert_eq!(found(&a, &b), "y: 2, 3");
+        assert_eq!(found(&a, &a[..1]), "y: 2, none");
+        assert_eq!(found(&[], &b), "x: none, 1");
+        assert_eq!(found(&list(&[("z", "1")]), &a), "z: 1, none");
     }
 }

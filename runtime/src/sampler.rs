@@ -13,53 +13,75 @@ use mgpu_kernels::rng::Stream;
 
 use crate::{Error, Result};
 
+/// What a [`Sampler`] is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SamplerConfig {
+    /// Samples of the training set.
+    pub samples: usize,
+    /// Samples of a batch on each rank.
+    pub batch: usize,
+    /// This rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Of the shuffling; the same on all ranks.
+    pub seed: u64,
+}
+
 /// The training samples of one rank.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
-/// let mut first = mgpu::Sampler::new(10, 2, 0, 2, 7)?;
-/// let mut second = mgpu::Sampler::new(10, 2, 1, 2, 7)?;
+/// use mgpu::sampler::{Sampler, SamplerConfig};
+/// let config = SamplerConfig { samples: 10, batch: 2, rank: 0, ranks: 2, seed: 7 };
+/// let mut first = Sampler::new(config)?;
+/// let mut second = Sampler::new(SamplerConfig { rank: 1, ..config })?;
 /// assert_eq!(first.steps_per_epoch(), 2);
 /// let global: Vec<u32> = [first.batch(0, 1), second.batch(0, 1)].concat();
-/// assert_eq!(global, mgpu::Sampler::new(10, 4, 0, 1, 7)?.batch(0, 1));
+/// assert_eq!(global, Sampler::new(SamplerConfig { batch: 4, ranks: 1, ..config })?.batch(0, 1));
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    samples: usize,
-    batch: usize,
-    rank: usize,
-    ranks: usize,
-    seed: u64,
+    config: SamplerConfig,
     /// The epoch that `order` belongs to.
     epoch: Option<u64>,
     order: Vec<u32>,
 }
 
+/// Checks that there is a rank `rank` among `ranks`.
+fn check_rank(rank: u32, ranks: u32) -> Result<()> {
+    if rank < ranks {
+        return Ok(());
+    }
+    let problem = format!("there is no rank {rank} among {ranks}");
+    Err(Error::InvalidArgument { operation: "sampler", problem })
+}
+
 impl Sampler {
-    /// For `samples` samples in batches of `batch` per rank.
+    /// The samples of `config.rank`.
     ///
     /// # Errors
-    /// If there are fewer samples than one batch on every rank needs, or the batch is empty.
-    pub fn new(samples: usize, batch: usize, rank: u32, ranks: u32, seed: u64) -> Result<Self> {
-        let (rank, ranks) = (rank as usize, ranks as usize);
+    /// If there is no such rank, there are fewer samples than one batch on every rank needs, or the batch is empty.
+    pub fn new(config: SamplerConfig) -> Result<Self> {
+        let SamplerConfig { samples, batch, rank, ranks, .. } = config;
+        check_rank(rank, ranks)?;
         let problem = if batch == 0 {
             "a batch has at least one sample".to_owned()
         } else if samples > u32::MAX as usize {
             format!("{samples} samples are more than 32-bit numbers count")
-        } else if samples < batch.saturating_mul(ranks) {
+        } else if samples < batch.saturating_mul(ranks as usize) {
             format!("{samples} samples are fewer than a batch of {batch} on each of {ranks} ranks")
         } else {
-            let order = (0..samples as u32).collect();
-            return Ok(Sampler { samples, batch, rank, ranks, seed, epoch: None, order });
+            return Ok(Sampler { config, epoch: None, order: (0..samples as u32).collect() });
         };
         Err(Error::InvalidArgument { operation: "sampler", problem })
     }
 
     /// Steps of an epoch, the same on every rank.
     pub fn steps_per_epoch(&self) -> usize {
-        self.samples / (self.batch * self.ranks)
+        self.config.samples / (self.config.batch * self.config.ranks as usize)
     }
 
     /// This rank's samples for step `step` (from 0) of epoch `epoch`.
@@ -71,15 +93,17 @@ impl Sampler {
         if self.epoch != Some(epoch) {
             self.shuffle(epoch);
         }
-        let begin = (step * self.ranks + self.rank) * self.batch;
-        &self.order[begin..begin + self.batch]
+        let SamplerConfig { batch, rank, ranks, .. } = self.config;
+        let begin = (step * ranks as usize + rank as usize) * batch;
+        &self.order[begin..begin + batch]
     }
 
     /// Fisher–Yates with a counter-based generator (Knuth, The Art of Computer Programming 2, algorithm P).
     fn shuffle(&mut self, epoch: u64) {
-        let stream = Stream::new(self.seed, epoch);
-        self.order = (0..self.samples as u32).collect();
-        for last in (1..self.samples).rev() {
+        let SamplerConfig { samples, seed, .. } = self.config;
+        let stream = Stream::new(seed, epoch);
+        self.order = (0..samples as u32).collect();
+        for last in (1..samples).rev() {
             let random = stream.bits(last as u64);
             // The high half of the 128-bit product is uniform over 0..=last to within 2^-32.
             let chosen = (u128::from(random) * (last as u128 + 1)) >> 64;
@@ -89,11 +113,16 @@ impl Sampler {
     }
 }
 
-/// The samples that `rank` evaluates: together the ranks cover all samples once, in parts that differ by at most
-/// one.
-pub fn evaluation_shard(samples: usize, rank: u32, ranks: u32) -> Range<usize> {
-    let bound = |rank: u32| samples * rank as usize / ranks as usize;
-    bound(rank)..bound(rank + 1)
+/// The samples that `rank` of `ranks` ranks evaluates: together the ranks cover all samples once, in parts that differ by at
+/// most one.
+///
+/// # Errors
+/// If there is no such rank.
+pub fn evaluation_shard(samples: usize, rank: u32, ranks: u32) -> Result<Range<usize>> {
+    check_rank(rank, ranks)?;
+    // At most `samples`.
+    let bound = |rank: u32| (samples as u128 * u128::from(rank) / u128::from(ranks)) as usize;
+    Ok(bound(rank)..bound(rank + 1))
 }
 
 #[cfg(test)]
@@ -110,7 +139,7 @@ mod tests {
             let samples = batch * ranks as usize + extra;
             let mut seen = vec![false; samples];
             for rank in 0..ranks {
-                let mut sampler = Sampler::new(samples, batch, rank, ranks, seed).unwrap();
+                let mut sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed }).unwrap();
                 prop_assert_eq!(sampler.steps_per_epoch(), samples / (batch * ranks as usize));
                 for step in 0..sampler.steps_per_epoch() {
                     for index in sampler.batch(epoch, step) {
@@ -124,7 +153,7 @@ mod tests {
 
         #[test]
         fn evaluation_covers_everything_once(samples in 0usize..1000, ranks in 1u32..17) {
-            let shards: Vec<_> = (0..ranks).map(|rank| evaluation_shard(samples, rank, ranks)).collect();
+            let shards: Vec<_> = (0..ranks).map(|rank| evaluation_shard(samples, rank, ranks).unwrap()).collect();
             let all: Vec<usize> = shards.iter().cloned().flatten().collect();
             prop_assert_eq!(all, (0..samples).collect::<Vec<_>>());
             let sizes = shards.iter().map(ExactSizeIterator::len);
@@ -134,7 +163,8 @@ mod tests {
 
     #[test]
     fn epochs_differ_and_repeat() {
-        let mut sampler = Sampler::new(1000, 1000, 0, 1, 3).unwrap();
+        let config = SamplerConfig { samples: 1000, batch: 1000, rank: 0, ranks: 1, seed: 3 };
+        let mut sampler = Sampler::new(config).unwrap();
         let first = sampler.batch(0, 0).to_vec();
         let second = sampler.batch(1, 0).to_vec();
         assert_ne!(first, second);
@@ -142,8 +172,17 @@ mod tests {
     }
 
     #[test]
-    fn too_few_samples_are_an_error() {
-        let error = Sampler::new(10, 6, 0, 2, 0).unwrap_err().to_string();
-        assert_eq!(error, "sampler: 10 samples are fewer than a batch of 6 on each of 2 ranks");
+    fn what_makes_no_sense_is_an_error() {
+        let config = SamplerConfig { samples: 10, batch: 6, rank: 0, ranks: 2, seed: 0 };
+        let refused = |config| Sampler::new(config).unwrap_err().to_string();
+        assert_eq!(refused(config), "sampler: 10 samples are fewer than a batch of 6 on each of 2 ranks");
+        let fits = SamplerConfig { batch: 5, ..config };
+        assert_eq!(refused(SamplerConfig { rank: 2, ..fits }), "sampler: there is no rank 2 among 2");
+        assert_eq!(refused(SamplerConfig { ranks: 0, ..fits }), "sampler: there is no rank 0 among 0");
+        assert_eq!(refused(SamplerConfig { batch: 0, ..fits }), "sampler: a batch has at least one sample");
+        assert!(refused(SamplerConfig { batch: usize::MAX, ..fits }).contains("fewer than a batch of"));
+        assert!(evaluation_shard(10, 3, 3).is_err() && evaluation_shard(10, 0, 0).is_err());
+        let last = evaluation_shard(usize::MAX, u32::MAX - 1, u32::MAX).unwrap();
+        assert_eq!(last.end, usize::MAX);
     }
 }

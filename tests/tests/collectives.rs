@@ -1,6 +1,6 @@
 //! Threads as ranks and processes as ranks run the same collectives.
 
-use mgpu::{DType, ReduceOp, Result, World};
+use mgpu::{Buffer, Communicator, DType, Error, ReduceOp, Result, World};
 use mgpu_tests::collectives::{self, Case, Collective, Place};
 use mgpu_tests::process::{command, run};
 use mgpu_tests::threads;
@@ -61,6 +61,167 @@ fn a_shortage_of_memory_is_told_and_survived() {
     for ranks in [2, 3, 5] {
         in_processes(ranks, "shortage");
     }
+}
+
+/// What every rank is told that makes its own call of a collective or a message, by rank.
+fn told(ranks: u32, call: impl Fn(&mut dyn Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
+    threads::run(ranks, |mut world| {
+        let error = call(&mut *world.communicator().unwrap()).err()?;
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        Some(error.to_string())
+    })
+}
+
+/// Without a deadline: nobody waits for calls that cannot meet.
+#[test]
+fn messages_that_cannot_meet_are_named_by_those_that_wait() {
+    type Call = fn(&mut dyn Communicator, u32) -> Result<()>;
+    let send: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(1 << 20), to)?.wait().map(drop);
+    let send_few: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(3), to)?.wait().map(drop);
+    let send_bytes: Call = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
+    let recv: Call = |comm, from| comm.recv(Buffer::zeroed::<f32>(1 << 20), from)?.wait().map(drop);
+    let barrier: Call = |comm, _| comm.barrier();
+    let broadcast: Call = |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
+    let (sends, receives) = ("send(1048576 f32, to rank ", "recv(1048576 f32, from rank ");
+    for (calls, texts) in [
+        ([recv, recv], [receives; 2]),
+        ([send, send], [sends; 2]),
+        ([send, barrier], [sends, "barrier"]),
+        ([barrier, recv], ["barrier", receives]),
+        ([broadcast, send], ["broadcast(262144 f32, root 1, staged)", sends]),
+        ([recv, broadcast], [receives, "broadcast(262144 f32, root 0, staged)"]),
+    ] {
+        let errors = told(2, |comm| {
+            let rank = comm.rank();
+            calls[rank as usize](comm, 1 - rank)
+        });
+        for (rank, error) in errors.into_iter().enumerate() {
+            let error = error.unwrap_or_else(|| panic!("rank {rank} is not told: {texts:?}"));
+            for (peer, text) in texts.iter().enumerate() {
+                let call = format!("rank {peer} calls {text}");
+                assert!(error.contains(&call), "rank {rank} should say `{call}`: {error}");
+            }
+        }
+    }
+    // What was sent was sent: only who receives something else can tell.
+    for (wrong, text) in [(send_few, "send(3 f32, to rank 1)"), (send_bytes, "send(12 u8, to rank 1)")] {
+        let errors = told(2, |comm| if comm.rank() == 0 { wrong(comm, 1) } else { recv(comm, 0) });
+        assert_eq!(errors[0], None);
+        let error = errors[1].as_deref().unwrap_or_default();
+        assert!(error.contains(text) && error.contains("recv(1048576 f32, from rank 0)"), "{error}");
+    }
+}
+
+#[test]
+fn circles_of_any_length_are_found_and_those_who_wait_for_them_are_told() {
+    for ranks in [3, 5] {
+        // All receive from the next one.
+        let errors = told(ranks, |comm| {
+            let next = (comm.rank() + 1) % comm.size();
+            comm.recv(Buffer::zeroed::<u8>(1), next)?.wait().map(drop)
+        });
+        assert!(errors.iter().all(Option::is_some), "{errors:?}");
+        // One receives from a rank that is in a barrier with all others.
+        let errors = told(ranks, |comm| match comm.rank() {
+            1 => comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait().map(drop),
+            _ => comm.barrier(),
+        });
+        for error in errors {
+            let error = error.expect("every rank is told");
+            assert!(error.contains("rank 1 calls recv(1 u8, from rank 0)"), "{error}");
+            assert!(error.contains("calls barrier") && error.contains("operation 1:"), "{error}");
+        }
+    }
+}
+
+/// A message that comes late is none that cannot come: ranks wait in each other's direction for a while.
+#[test]
+fn a_late_message_is_waited_for() {
+    in_threads(3, |mut world| {
+        let (rank, mut comm) = (world.rank(), world.communicator()?);
+        for turn in 0..5u8 {
+            match rank {
+                // Until the others have slept.
+                0 => {
+                    std::thread::sleep(std::time::Duration::from_millis(60));
+                    let _ = comm.send(Buffer::from_slice(&[turn]), 1)?.wait()?;
+                }
+                1 => {
+                    let message = comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait()?;
+                    let _ = comm.send(message, 2)?.wait()?;
+                }
+                _ => assert_eq!(comm.recv(Buffer::zeroed::<u8>(1), 1)?.wait()?.as_slice::<u8>(), [turn]),
+            }
+            comm.barrier()?;
+        }
+        Ok(())
+    });
+}
+
+/// Arenas of two worlds have the same numbers: those of another world are refused, by every operation, before it begins.
+#[test]
+fn an_arena_belongs_to_one_world() {
+    let [mut first, mut second] = [3, 2].map(|ranks| World::threads(ranks).unwrap());
+    std::thread::scope(|scope| {
+        while let Some(mut world) = first.pop() {
+            let mut other = second.pop();
+            scope.spawn(move || {
+                let mut comm = world.communicator().unwrap();
+                let own = comm.allocate(DType::F32, 1000).unwrap();
+                if let Some(other) = &mut other {
+                    let mut other_comm = other.communicator().unwrap();
+                    let mut rest = other_comm.allocate(DType::F32, 1000).unwrap();
+                    rest.as_mut_slice::<f32>().fill(7.0);
+                    type Operation = fn(&mut dyn Communicator, Buffer) -> Result<mgpu::Pending>;
+                    let operations: [Operation; 8] = [
+                        |comm, buffer| comm.all_reduce(buffer, ReduceOp::Sum),
+                        |comm, buffer| comm.reduce_scatter(buffer, ReduceOp::Sum),
+                        |comm, buffer| comm.all_gather(buffer),
+                        |comm, buffer| comm.all_gather_with(buffer, &[], 1, &mut |_, _, _| ()),
+                        |comm, buffer| comm.broadcast(buffer, 0),
+                        |comm, buffer| comm.reduce(buffer, ReduceOp::Sum, 0),
+                        |comm, buffer| comm.send(buffer, 2),
+                        |comm, buffer| comm.recv(buffer, 2),
+                    ];
+                    for operation in operations {
+                        let (buffer, behind) = rest.split_at(100);
+                        rest = behind;
+                        let error = operation(&mut *comm, buffer).expect_err("a foreign arena");
+                        let text = error.to_string();
+                        assert!(matches!(error, Error::InvalidArgument { .. }), "{text}");
+                        assert!(text.contains("arena 1 of communicator 1 that rank "), "{text}");
+                        assert!(text.contains(" of 2 allocated in another world"), "{text}");
+                    }
+                    assert_eq!(rest.as_slice::<f32>(), [7.0; 200]);
+                }
+                // Nothing was sent, and nothing is poisoned.
+                let sum = comm.all_reduce(own, ReduceOp::Sum).unwrap().wait().unwrap();
+                assert_eq!(sum.as_slice::<f32>(), [0.0; 1000]);
+            });
+        }
+    });
+}
+
+#[test]
+fn segments_that_make_no_sense_are_refused() {
+    in_threads(2, |mut world| {
+        let mut comm = world.communicator()?;
+        for in_arena in [true, false] {
+            for (ends, block) in [
+                (vec![(0, 4)], 0),
+                (vec![(4, 9)], 1),
+                (vec![(4, 6), (2, 3)], 1),
+                (vec![(0, 3), (2, 4)], 1),
+                (vec![(3, 1)], 1),
+            ] {
+                let segments: Vec<_> = ends.into_iter().map(|(begin, end)| begin..end).collect();
+                let buffer = if in_arena { comm.allocate(DType::F32, 8)? } else { Buffer::zeroed::<f32>(8) };
+                let error = comm.all_gather_with(buffer, &segments, block, &mut |_, _, _| ()).err();
+                assert!(matches!(error, Some(Error::InvalidArgument { .. })), "{segments:?} {block}");
+            }
+        }
+        comm.barrier()
+    });
 }
 
 /// Lengths where one path ends and the next begins, in bytes: within a line, two kinds of slots, one and more blocks,

@@ -24,7 +24,7 @@ fn all_reduce(len: usize, dtype_and_op: &str, path: &str) -> String {
 }
 
 /// What a rank may do instead of the next all-reduce.
-const FAULTS: [(&str, End); 11] = [
+const FAULTS: [(&str, End); 13] = [
     ("kill", Lost(137, "was killed by SIGKILL")),
     ("exit-3", Lost(3, "exited with code 3")),
     // The first to fail is then a rank that needed it.
@@ -37,6 +37,8 @@ const FAULTS: [(&str, End); 11] = [
     ("wrong-algorithm", Mismatch(|way| all_reduce(way.len, "f32, sum", way.other_algorithm().name()))),
     ("barrier", Mismatch(|_| "barrier".into())),
     ("broadcast", Mismatch(|way| format!("broadcast({} f32, root 0, {}", way.len, way.usual_path))),
+    ("send", Mismatch(|_| "send(1048576 f32, to rank ".into())),
+    ("recv", Mismatch(|way| format!("recv({} f32, from rank ", way.len))),
 ];
 
 /// A cell of the matrix. With a seed, the fault happens within an operation.

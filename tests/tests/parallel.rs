@@ -1,6 +1,7 @@
 //! The flags for how ranks train together, as a user gives them.
 
-use mgpu_tests::process::{Finished, Program, run};
+use mgpu_tests::mnist;
+use mgpu_tests::process::{Finished, Program, command, run};
 
 const TRAIN: Program =
     Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
@@ -110,4 +111,69 @@ fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
         let found = train(ranks, &[&all[..], &["--overlap"]].concat()).weights();
         assert_eq!(found, expected, "{net} on {ranks} ranks, {flags:?}");
     }
+}
+
+/// Three ranks with `arguments`, of which rank 1 has `others` as well.
+fn train_unequally(arguments: &[&str], others: &str) -> Finished {
+    let script = format!(r#"if [ "$RANK" = 1 ]; then set -- "$@" {others}; fi; exec "$@""#);
+    let mut launcher = command(TRAIN.launcher);
+    launcher.args(["-n", "3", "sh", "-c", &script, "sh", TRAIN.path]).args(arguments);
+    run(&mut launcher)
+}
+
+/// They would train something that nobody has asked for, or wait for each other in vain.
+#[test]
+fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
+    for (others, text) in [
+        ("--net keras", "--net keras where rank 0 has lenet5"),
+        ("--steps 3", "--steps 3 where rank 0 has none"),
+        ("--epochs 2", "--epochs 2 where rank 0 has 3"),
+        ("--batch 8", "--batch 8 where rank 0 has 16"),
+        ("--lr 0.5", "--lr 0.5 where rank 0 has 0.001"),
+        ("--schedule cosine:0.1", "--schedule cosine:0.1 where rank 0 has linear"),
+        ("--warm-up 2", "--warm-up 2 where rank 0 has 0"),
+        ("--seed 2", "--seed 2 where rank 0 has 1"),
+        ("--precision bf16", "--precision bf16 where rank 0 has f32"),
+        ("--conv direct", "--conv direct where rank 0 has auto"),
+        ("--bucket 0.5", "--bucket 0.5 where rank 0 has none"),
+        ("--shard-optimizer on", "--shard-optimizer on where rank 0 has auto"),
+        ("--overlap", "--overlap true where rank 0 has false"),
+        ("--accumulate 2", "--accumulate 2 where rank 0 has 1"),
+        ("--world-size-invariant 4", "--world-size-invariant 4 where rank 0 has none"),
+        ("--clip-norm 1.5", "--clip-norm 1.5 where rank 0 has none"),
+        ("--gradients bf16", "--gradients bf16 where rank 0 has f32"),
+        ("--skip-test", "--skip-test true where rank 0 has false"),
+    ] {
+        let finished = train_unequally(&["--synthetic"], others);
+        assert_eq!(finished.code, Some(1), "{finished:#?}");
+        for rank in 0..3 {
+            let line = format!("[{rank}] train_mnist: rank 1 has {text}; all ranks need the same");
+            assert!(finished.stderr.contains(&line), "no `{line}` in {finished:#?}");
+        }
+    }
+}
+
+#[test]
+fn digits_that_differ_between_ranks_are_named() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    folders.iter().for_each(|folder| mnist::write_tiny(folder.path()));
+    let [first, second] = folders.each_ref().map(|folder| folder.path().to_str().unwrap());
+    // What the digits are decides, not where they lie.
+    let script = r#"if [ "$RANK" = 1 ]; then set -- "$@" --data "$1"; else set -- "$@" --data "$2"; fi; shift 2; exec "$@""#;
+    let train = || {
+        let mut launcher = command(TRAIN.launcher);
+        launcher.args(["-n", "3", "sh", "-c", script, "sh", first, second, TRAIN.path, "--steps", "1"]);
+        run(launcher.args(["--batch", "4"]))
+    };
+    train().expect(0, &["the same on 3 ranks"]);
+    let labels = folders[0].path().join("train-labels-idx1-ubyte");
+    let mut bytes = std::fs::read(&labels).unwrap();
+    bytes[8] ^= 1;
+    std::fs::write(&labels, bytes).unwrap();
+    let text = "rank 1 has as training set 64 images with checksum ";
+    train().expect(1, &[text, "where rank 0 has 64 images with checksum ", "mgpurun: rank 1 exited"]);
+    train_unequally(&["--steps", "1"], &format!("--data {first}")).expect(
+        1,
+        &["rank 1 has --data, --synthetic or --download a folder where rank 0 has generated digits; all"],
+    );
 }

@@ -79,10 +79,39 @@ fn different_models_are_named_on_every_rank() {
     for error in errors {
         assert_eq!(
             error,
-            "rank 2 and rank 0 hold different models: tensor `fc.weight` has shape [10, 20] here and [20, 10] \
-             there (here is rank 2, there rank 0)"
+            "rank 0 and rank 2 hold different models: tensor `fc.weight` has shape [10, 20] on rank 2 and [20, 10] on rank 0"
         );
     }
+}
+
+/// Gradients of different tensors would be averaged.
+#[test]
+fn tensors_in_different_places_are_named_on_every_rank() {
+    let errors = threads::run(4, |mut world| {
+        let mut layout = Layout::new();
+        layout.push("a", [60]);
+        // Rank 0 is the odd one.
+        let alignment = if world.rank() == 0 { 64 } else { 1 };
+        layout.push_aligned("b", [10], alignment);
+        let comm = world.communicator().unwrap();
+        let values = vec![1.0; layout.len()];
+        let error = DataParallel::new(comm, layout, values, adam(), 1).err().expect("different models");
+        (error.culprit(), error.to_string())
+    });
+    for error in errors {
+        let text = "rank 1 and rank 0 hold different models: tensor `b` begins at element 64 on rank 0 and at 60 on rank 1";
+        assert_eq!(error, (Some(0), text.to_owned()));
+    }
+}
+
+#[test]
+fn shapes_that_fit_no_memory_are_refused() {
+    let mut layout = Layout::new();
+    layout.push("huge", [1 << 32, 1 << 32]);
+    let mut world = World::from_env().unwrap();
+    let error = DataParallel::new(world.communicator().unwrap(), layout, Vec::new(), adam(), 1).err();
+    let error = error.expect("no memory holds it").to_string();
+    assert_eq!(error, "replicate: tensor `huge` of shape [4294967296, 4294967296] is larger than any memory");
 }
 
 #[test]

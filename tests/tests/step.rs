@@ -4,6 +4,7 @@
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::replicate::verify_same;
 use mgpu::step::{Compression, Reduction};
+use mgpu::timeline::Timeline;
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, World};
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::threads;
@@ -285,20 +286,172 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
     assert!(model.parameters()[0].is_nan());
 }
 
+/// The mean of finite gradients is not: the sum overflows.
 #[test]
-fn weights_that_drift_apart_are_found_while_training() {
-    let errors = threads::run(4, |mut world| {
-        // One rank has been given another learning rate.
-        let lr = if world.rank() == 2 { 0.1001 } else { 0.1 };
-        let optimizer = OptimizerConfig::new(Rule::Sgd(Sgd { lr, ..Sgd::default() }));
-        let config = DataParallelConfig { verify_every: Some(5), ..config(optimizer) };
-        let mut model = model(&mut world, &shapes(), config).unwrap();
-        train(&mut model, 10, (4, 1), rough).map(|_| ()).map_err(|error| (model.steps(), error.to_string()))
-    });
-    for error in errors {
-        let (steps, text) = error.unwrap_err();
-        assert_eq!((steps, text.as_str()), (5, "rank 2 holds other weights than rank 0 in tensor `0`"));
+fn sums_that_overflow_are_named_and_change_nothing() {
+    let bf16 = |config| DataParallelConfig { compression: Compression::Bf16, ..config };
+    let summed = |config| DataParallelConfig { reduction: Reduction::Sum, ..config };
+    let (plain, shards) = (config(sgd()), sharded(sgd()));
+    let overlapped = DataParallelConfig { overlap: true, ..shards };
+    let invariant = DataParallelConfig { world_size_invariant: true, ..plain };
+    for config in [plain, shards, overlapped, bf16(plain), bf16(shards), summed(plain), invariant] {
+        for ranks in [2, 4] {
+            threads::run(ranks, |mut world| {
+                let mut model = model(&mut world, &shapes(), config).unwrap();
+                train(&mut model, 2, (ranks as usize, 1), rough).unwrap();
+                let before = model.parameters().to_vec();
+                // In any element, and so in any rank's shard. Less than the largest number, to which bf16 rounds it.
+                for bad in [0, 34, 40, 55, 114, 400, 820] {
+                    let huge = |sample: usize, index: usize, step| {
+                        if index == bad { f32::MAX * 0.9 } else { rough(sample, index, step) }
+                    };
+                    let error = train(&mut model, 1, (ranks as usize, 1), huge).unwrap_err();
+                    let name = shapes()
+                        .tensors()
+                        .iter()
+                        .find(|tensor| tensor.range().contains(&bad))
+                        .unwrap()
+                        .name
+                        .clone();
+                    assert!(
+                        matches!(&error, Error::ReducedNotFinite { tensor, step: 3 } if *tensor == name),
+                        "element {bad} on {ranks} ranks, {config:?}: {error}"
+                    );
+                    assert!(model.parameters() == before && model.steps() == 2);
+                }
+                train(&mut model, 1, (ranks as usize, 1), rough).unwrap();
+                assert_eq!(model.steps(), 3);
+            });
+        }
     }
+}
+
+/// Too large to be checked whole before the reduction.
+#[test]
+fn a_single_bad_element_of_a_large_tensor_is_found_in_the_step() {
+    let large = layout(&[&[3], &[700, 300]]);
+    for shard_from in [None, Some(0)] {
+        for ranks in [1, 3] {
+            threads::run(ranks, |mut world| {
+                let last = world.rank() + 1 == ranks;
+                let config = DataParallelConfig { shard_from, ..config(sgd()) };
+                let mut model = model(&mut world, &large, config).unwrap();
+                let before = model.parameters().to_vec();
+                for bad in [3, 4321, 100_000, 210_002] {
+                    let error = model.step(|_, sink| {
+                        for tensor in [1, 0] {
+                            let gradient = sink.gradient(tensor);
+                            gradient.fill(0.5);
+                            if tensor == 1 && last {
+                                gradient[bad - 3] = f32::NAN;
+                            }
+                            sink.ready(tensor)?;
+                        }
+                        Ok(())
+                    });
+                    match error.unwrap_err() {
+                        Error::NotFinite { rank, tensor, step: 1 } if tensor == "1" => {
+                            assert_eq!(rank, ranks - 1);
+                        }
+                        Error::ReducedNotFinite { tensor, step: 1 } if ranks > 1 => assert_eq!(tensor, "1"),
+                        other => panic!("element {bad} on {ranks} ranks: {other}"),
+                    }
+                    assert!(model.parameters() == before && model.steps() == 0);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn settings_that_differ_are_named_before_the_first_step() {
+    let plain = config(sgd());
+    let other = |change: fn(&mut DataParallelConfig)| {
+        let mut config = plain;
+        change(&mut config);
+        config
+    };
+    for (config, text) in [
+        (other(|config| config.bucket = 401), "bucket 401 where rank 0 has 400"),
+        (other(|config| config.shard_from = Some(7)), "shard_from Some(7) where rank 0 has None"),
+        (other(|config| config.overlap = true), "overlap true where rank 0 has false"),
+        (other(|config| config.reduction = Reduction::Sum), "reduction Sum where rank 0 has Mean"),
+        (other(|config| config.compression = Compression::Bf16), "compression Bf16 where rank 0 has None"),
+        (other(|config| config.clip_norm = Some(1.5)), "clip_norm Some(1.5) where rank 0 has None"),
+        (other(|config| config.check_finite = false), "check_finite false where rank 0 has true"),
+        (other(|config| config.verify_every = None), "verify_every None where rank 0 has Some(100)"),
+        (
+            other(|config| config.world_size_invariant = true),
+            "world_size_invariant true where rank 0 has false",
+        ),
+        (other(|config| config.optimizer.average = Some(0.5)), "average Some(0.5) where rank 0 has None"),
+        (
+            other(|config| config.optimizer.decay_weights_only = true),
+            "decay_weights_only true where rank 0 has false",
+        ),
+        (
+            other(|config| {
+                config.optimizer.rule = Rule::Sgd(Sgd { lr: 0.1, momentum: 0.9, ..Sgd::default() });
+            }),
+            "optimizer Sgd(Sgd { lr: 0.1, momentum: 0.9, ",
+        ),
+    ] {
+        let errors = threads::run(4, |mut world| {
+            let config = if world.rank() == 2 { config } else { plain };
+            let error = model(&mut world, &shapes(), config).err().expect("settings that differ");
+            (error.culprit(), error.to_string())
+        });
+        for (culprit, error) in errors {
+            assert_eq!(culprit, Some(2));
+            assert!(error.starts_with(&format!("rank 2 has {text}")), "{error}");
+        }
+    }
+    // How many threads a rank has is its own affair.
+    threads::run(2, |mut world| {
+        let config = DataParallelConfig { threads: 1 + world.rank() as usize, ..plain };
+        train(&mut model(&mut world, &shapes(), config).unwrap(), 2, (2, 1), rough).unwrap()
+    });
+}
+
+#[test]
+fn ranks_that_make_different_steps_are_told_before_anything_changes() {
+    for check_finite in [true, false] {
+        threads::run(3, |mut world| {
+            let config = DataParallelConfig { check_finite, ..config(sgd()) };
+            let (is_odd, mut model) = (world.rank() == 1, model(&mut world, &shapes(), config).unwrap());
+            let before = model.parameters().to_vec();
+            let error = train(&mut model, 1, (6, if is_odd { 2 } else { 1 }), rough).unwrap_err();
+            assert_eq!(error.to_string(), "rank 1 has 2 micro-batches in step 1 where rank 0 has 1");
+            model.set_learning_rate(if is_odd { 0.2 } else { 0.1 });
+            let error = train(&mut model, 1, (6, 1), rough).unwrap_err().to_string();
+            assert_eq!(
+                error,
+                "rank 1 has in step 1 the learning rate 0.2 where rank 0 has 0.1; all ranks need the same"
+            );
+            assert!(model.parameters() == before && model.steps() == 0);
+        });
+    }
+}
+
+#[test]
+fn arguments_that_make_no_sense_are_errors() {
+    let mut world = World::from_env().unwrap();
+    let none = DataParallelConfig { threads: 0, ..config(sgd()) };
+    let error = model(&mut world, &shapes(), none).err().unwrap().to_string();
+    assert_eq!(error, "data parallel: updates run on at least one thread");
+    let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
+    let error = model.step_accumulated(0, &mut [], |_| Ok(())).unwrap_err().to_string();
+    assert_eq!(error, "step: a step has at least one micro-batch");
+    for tensor in [5, usize::MAX] {
+        let problem = format!("there is no tensor {tensor}: the model has 5");
+        let error = model.step(|_, gradients| gradients.ready(tensor)).unwrap_err().to_string();
+        assert_eq!(error, format!("step: {problem}"));
+        let error = model.step(|_, gradients| gradients.write(tensor, &[1.0])).unwrap_err().to_string();
+        assert_eq!(error, format!("step: {problem}"));
+        assert_eq!(model.gradient(tensor).unwrap_err().to_string(), format!("gradient: {problem}"));
+    }
+    let error = Timeline::new(usize::MAX).unwrap_err().to_string();
+    assert!(error.starts_with("timeline: no room for 18446744073709551615 spans: "), "{error}");
 }
 
 #[test]

@@ -253,7 +253,7 @@ fn spans_beyond_the_room_are_counted_in_the_file() {
     let path = folder.path().join("timeline.json");
     threads::run(2, |mut world| {
         // Ranks need not have the same room.
-        let timeline = Timeline::new(3 + world.rank() as usize);
+        let timeline = Timeline::new(3 + world.rank() as usize).unwrap();
         let mut comm = timeline.observe(world.communicator().unwrap());
         let own = timeline.name("rank's own");
         for _ in 0..10 {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
 use clap::Parser;
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
-use mgpu::sampler::evaluation_shard;
+use mgpu::sampler::{SamplerConfig, evaluation_shard};
 use mgpu::{ReduceOp, Sampler, World};
 use mgpu_candle::{Classifier, Replica};
 use mgpu_examples::data::{Dataset, Split, digits};
@@ -69,7 +69,8 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     }
 
     let train = generate(args.seed, Split::Train, args.train);
-    let mut sampler = Sampler::new(train.len(), args.batch, rank, ranks, args.seed)?;
+    let (samples, batch, seed) = (train.len(), args.batch, args.seed);
+    let mut sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed })?;
     let mut start = Instant::now();
     for step in 0..args.steps {
         if step == WARM_UP {
@@ -85,7 +86,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 
     // Each rank tests its shard; the counts are added up.
     let test = generate(args.seed, Split::Test, args.test);
-    let shard: Vec<u32> = evaluation_shard(test.len(), rank, ranks).map(|sample| sample as u32).collect();
+    let shard: Vec<u32> = evaluation_shard(test.len(), rank, ranks)?.map(|sample| sample as u32).collect();
     let mut right = [0i64];
     for samples in shard.chunks(TEST_BATCH) {
         right[0] += i64::from(classifier.loss(&test, samples)?.1);

@@ -18,6 +18,7 @@ use cpu::Cpu;
 use gpu::Gpu;
 use half::bf16;
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
+use mgpu::replicate::agree;
 use mgpu::{Backend, Communicator, Layout, ReduceOp, World};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Libraries;
@@ -117,10 +118,10 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         println!("on {}, {}", device.name(), args.precision);
     }
     let coarse = args.precision != Precision::F32 || args.parallel.compresses();
-    let mut failed = Vec::new();
+    let (settings, mut failed) = (args.settings(&train), Vec::new());
     for path in &args.files {
         let golden = read(path)?;
-        let found = repeat(&golden, &train, &mut world, args)
+        let found = repeat(&golden, &train, &mut world, args, &settings)
             .map_err(|error| format!("{}: {error}", path.display()))?;
         if rank == 0 && !compare(&golden, &found, coarse) {
             failed.push(golden.net);
@@ -154,8 +155,32 @@ trait Replay {
     fn verify(&mut self) -> mgpu::Result<()>;
 }
 
+/// What has to be the same on all ranks, by name.
+type Settings = Vec<(&'static str, String)>;
+
+impl Args {
+    fn settings(&self, train: &Dataset) -> Settings {
+        let files: Vec<String> = self.files.iter().map(|path| path.display().to_string()).collect();
+        let mut settings = vec![
+            ("golden files", files.join(" ")),
+            ("--data", format!("{} images with checksum {:016x}", train.len(), train.checksum())),
+            ("--precision", self.precision.to_string()),
+            ("--kernels", self.kernels.to_string()),
+            ("--conv", format!("{:?}", self.conv).to_lowercase()),
+        ];
+        settings.extend(self.parallel.settings());
+        settings
+    }
+}
+
 /// Trains as the file says.
-fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> Result<Lists, Box<dyn Error>> {
+fn repeat(
+    golden: &Golden,
+    train: &Dataset,
+    world: &mut World,
+    args: &Args,
+    settings: &Settings,
+) -> Result<Lists, Box<dyn Error>> {
     let (rank, ranks) = (world.rank() as usize, world.size() as usize);
     if !golden.batch.is_multiple_of(ranks) {
         return Err(format!("a batch of {} cannot be split over {ranks} ranks", golden.batch).into());
@@ -171,7 +196,8 @@ fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> R
     let mut replay: Box<dyn Replay + '_> = match world.backend() {
         Backend::Cpu => {
             let threads = args.parallel.threads(args.threads, world.thread_share());
-            let comm = world.communicator()?;
+            let mut comm = world.communicator()?;
+            agree(&mut *comm, settings)?;
             if args.precision == Precision::Bf16 {
                 Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?)
             } else {
@@ -179,7 +205,8 @@ fn repeat(golden: &Golden, train: &Dataset, world: &mut World, args: &Args) -> R
             }
         }
         Backend::Nccl => {
-            let (device, host) = world.communicators()?;
+            let (device, mut host) = world.communicators()?;
+            agree(&mut *host, settings)?;
             Box::new(Gpu::new(golden, train, batch, device, host, args)?)
         }
     };

@@ -11,7 +11,7 @@ use mgpu_kernels::cuda::Libraries;
 use super::engine::Options;
 use super::schedule::Shape;
 use crate::nets::{Choice, Spec};
-use crate::parallel::{Parallel, above_0, positive};
+use crate::parallel::{Parallel, above_0, given, positive};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
 ///
@@ -176,6 +176,42 @@ impl Args {
     /// How a GPU is to be used.
     pub(super) fn gpu(&self) -> Options {
         Options { precision: self.precision, libraries: self.kernels, graph: !self.no_graph }
+    }
+
+    /// The flags by name, with their values, that decide what is trained or what ranks do together: all need the same.
+    ///
+    /// Where the digits come from is compared with the digits. How many threads a rank has is its own affair, unless the
+    /// weights are to have the same bits on any number of ranks.
+    pub(super) fn settings(&self, threads: usize) -> Vec<(&'static str, String)> {
+        let length = match self.length() {
+            Length::Epochs(epochs) => ("--epochs", epochs.to_string()),
+            Length::Steps(steps) => ("--steps", steps.to_string()),
+        };
+        let mut settings = vec![
+            ("--net", self.net.name.clone()),
+            length,
+            ("--batch", self.batch().to_string()),
+            ("--lr", self.lr().to_string()),
+            ("--schedule", self.schedule.to_string()),
+            ("--warm-up", self.warm_up.to_string()),
+            ("--seed", self.seed.to_string()),
+            ("--precision", self.precision.to_string()),
+            ("--kernels", self.kernels.to_string()),
+            ("--conv", format!("{:?}", self.conv).to_lowercase()),
+            ("--no-graph", self.no_graph.to_string()),
+        ];
+        settings.extend(self.parallel.settings());
+        if self.parallel.is_world_size_invariant() {
+            settings.push(("--threads", threads.to_string()));
+        }
+        settings.extend([
+            ("--checkpoint-dir", if self.checkpoint_dir.is_some() { "given" } else { "none" }.to_owned()),
+            ("--checkpoint-every", given(self.checkpoint_every)),
+            ("--resume", self.resume.to_string()),
+            ("--timeline", if self.timeline.is_some() { "given" } else { "none" }.to_owned()),
+            ("--skip-test", self.skip_test.to_string()),
+        ]);
+        settings
     }
 
     /// Threads of a rank whose share of the cores is `share`.

@@ -27,6 +27,7 @@ use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
 use half::bf16;
 use mgpu::progress::Phase;
+use mgpu::replicate::agree;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
@@ -82,7 +83,7 @@ type DeviceComm = Option<Arc<DeviceCommunicator>>;
 type Comm = Box<dyn Communicator>;
 
 impl<'a> Session<'a> {
-    /// Joins the world, checks what will be written to, and gets the data.
+    /// Joins the world, compares the arguments of all ranks, checks what will be written to, and gets the data.
     fn begin(args: &'a Args) -> Result<(Self, DeviceComm, Comm), Box<dyn Error>> {
         let mut world = World::from_env()?;
         let is_first = world.rank() == 0;
@@ -92,6 +93,8 @@ impl<'a> Session<'a> {
             Backend::Cpu => (None, timeline.observe(world.communicator()?)),
             Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
         };
+        let threads = args.threads(world.thread_share());
+        agree(&mut *comm, &args.settings(threads))?;
         if let Some(path) = args.logits.as_deref().filter(|_| is_first) {
             logits::check(path)?;
         }
@@ -99,7 +102,7 @@ impl<'a> Session<'a> {
         let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
         let metrics = args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?;
-        let (threads, progress) = (args.threads(world.thread_share()), Progress::new(world.rank()));
+        let progress = Progress::new(world.rank());
         let session = Session { args, world, timeline, threads, data, curves, metrics, progress };
         Ok((session, device, comm))
     }
@@ -238,7 +241,7 @@ impl<'a> Session<'a> {
 
 /// The timeline that the arguments ask for, or one that counts only: what communication takes costs next to nothing.
 fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
-    let Some(path) = &args.timeline else { return Ok(Timeline::new(0)) };
+    let Some(path) = &args.timeline else { return Ok(Timeline::new(0)?) };
     if world.backend() == Backend::Nccl {
         return Err(
             "--timeline shows what the CPU does: on GPUs take `nsys profile`, or --backend cpu".into()
@@ -247,7 +250,7 @@ fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
     if world.rank() == 0 {
         Timeline::check(path)?;
     }
-    Ok(Timeline::new(SPANS))
+    Ok(Timeline::new(SPANS)?)
 }
 
 /// Records what follows step `made` if it is to be on the timeline.

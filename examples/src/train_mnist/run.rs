@@ -8,7 +8,6 @@
 use mgpu::checkpoint::Position;
 use mgpu_kernels::level;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::Xxh3;
 
 use super::args::Args;
 use super::schedule::Shape;
@@ -84,13 +83,10 @@ impl Run {
 
     /// Completes what a checkpoint remembers. `gpu` is the name of the GPU, where there is one.
     pub(super) fn describe(&mut self, args: &Args, data: &Mnist, threads: usize, gpu: Option<&str>) {
-        let mut hash = Xxh3::new();
-        hash.update(&data.train.images);
-        hash.update(&data.train.labels);
         self.details = Some(Details {
             precision: args.precision.name().to_owned(),
             data: data.origin.to_string(),
-            data_xxh3: format!("{:016x}", hash.digest()),
+            data_xxh3: format!("{:016x}", data.train.checksum()),
             device: gpu.map_or_else(|| format!("cpu, {}", level::name()), str::to_owned),
             kernels: args.choice_of_kernels(gpu.is_some()),
             threads: gpu.is_none().then_some(threads),

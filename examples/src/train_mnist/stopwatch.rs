@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn what_is_left_out_does_not_count() {
-        let timeline = Timeline::new(0);
+        let timeline = Timeline::new(0).unwrap();
         let mut comm = timeline.observe(mgpu::World::from_env().unwrap().communicator().unwrap());
         comm.barrier().unwrap();
         let watch = Stopwatch::start(&timeline);

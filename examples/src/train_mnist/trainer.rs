@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use mgpu::replicate::verify_same;
 use mgpu::timeline::Name;
-use mgpu::{Communicator, ReduceOp, Sampler, World, sampler};
+use mgpu::{Communicator, ReduceOp, Sampler, SamplerConfig, World, sampler};
 use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
@@ -97,7 +97,8 @@ impl Trainer {
         engine: impl FnOnce(&Recipe) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
-        let sampler = Sampler::new(data.train.len(), batch, rank, ranks, args.seed)?;
+        let samples = data.train.len();
+        let sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed: args.seed })?;
         let length = match args.length() {
             Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
             Length::Steps(steps) => steps,
@@ -240,7 +241,7 @@ impl Trainer {
     pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<Tested> {
         let start = Instant::now();
         let (rank, ranks) = (self.engine.comm().rank(), self.run.ranks);
-        let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks).map(|i| i as u32).collect();
+        let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
         let (score, average) = self.engine.evaluate(data, &shard)?;
         let score = over_ranks(score, self.engine.comm())?;
         let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;

@@ -68,9 +68,22 @@ const LONGEST: usize = 4096;
 /// # Panics
 /// If a tensor ends behind 2^31.
 pub fn parts(tensors: impl IntoIterator<Item = (usize, Range<usize>)>) -> Vec<Part> {
+    cut(tensors, SMALL)
+}
+
+/// As [`parts`], where every element is to be looked at in every step.
+///
+/// # Panics
+/// If a tensor ends behind 2^31.
+pub fn whole_parts(tensors: impl IntoIterator<Item = (usize, Range<usize>)>) -> Vec<Part> {
+    cut(tensors, usize::MAX)
+}
+
+/// Looks at tensors of up to `small` elements whole.
+fn cut(tensors: impl IntoIterator<Item = (usize, Range<usize>)>, small: usize) -> Vec<Part> {
     let mut parts = Vec::new();
     for (tensor, range) in tensors {
-        let sparse = if range.len() > SMALL { range.len() / GROUP * GROUP } else { 0 };
+        let sparse = if range.len() > small { range.len() / GROUP * GROUP } else { 0 };
         let between = range.start + sparse;
         for (elements, sparse) in [(range.start..between, true), (between..range.end, false)] {
             let longest = if sparse { LONGEST * GROUP / 16 } else { LONGEST };

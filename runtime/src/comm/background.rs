@@ -179,6 +179,10 @@ impl Communicator for Background {
         let _ = self.idle().map(|mut comm| comm.note_arrivals(at));
     }
 
+    fn blame(&mut self, error: &Error) {
+        let _ = self.idle().map(|mut comm| comm.blame(error));
+    }
+
     fn expect_company(&mut self) {
         let _ = self.idle().map(|mut comm| comm.expect_company());
     }

@@ -2,11 +2,12 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use nix::sys::mman::{MmapAdvise, madvise};
 
 use super::{DType, Element};
+use crate::membership::Membership;
 use crate::shm::SharedMemory;
 
 /// Alignment of every allocation: a cache line and a vector register.
@@ -25,14 +26,23 @@ fn wish_for_huge_pages(base: NonNull<u8>, bytes: usize) {
 #[derive(Debug)]
 pub(crate) struct Arena {
     pub(crate) memory: SharedMemory,
-    /// Number of the allocation: the same on every rank, another one for every arena of a world, never 0.
+    /// Number of the allocation: the same on every rank, another one for every arena of a world, never 0. Arenas of other
+    /// worlds have the same numbers: [`belongs_to`](Self::belongs_to) tells those apart.
     pub(crate) id: u64,
+    /// The rank's membership of its world.
+    pub(crate) owner: Weak<Membership>,
     /// Where each rank's part begins.
     pub(crate) parts: Vec<usize>,
     pub(crate) rank: u32,
 }
 
 impl Arena {
+    /// Whether it was allocated by this very rank of this very world. Peers know it then by its number; those of another
+    /// world would find other memory by it, or none.
+    pub(crate) fn belongs_to(&self, membership: &Arc<Membership>) -> bool {
+        std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(membership))
+    }
+
     /// Address of byte `offset` of the part of `rank`.
     pub(crate) fn address(&self, rank: u32, offset: usize) -> *mut u8 {
         self.memory.at(self.parts[rank as usize] + offset)

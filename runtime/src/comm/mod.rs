@@ -3,7 +3,8 @@
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
 //!   reduction and root. A rank that does not is named in an [`Error::Mismatch`] on every
-//!   rank. [`send`] and [`recv`] concern two ranks only.
+//!   rank. [`send`] and [`recv`] concern two ranks only; where one can never meet its other side, because that waits in another
+//!   call, this is a mismatch, too, named by all that wait for it (under `nccl` they wait for the deadline).
 //! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then
 //!   peers may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
 //! - **Result.** Reductions combine in rank order 0…n−1 for every element (see
@@ -18,7 +19,8 @@
 //! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first wait
 //!   for each other until the deadline. A communicator's end is collective there: all ranks come together in its drop.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass
-//!   the same part of the same allocation, or all pass private buffers.
+//!   the same part of the same allocation, or all pass private buffers. It is for the rank that allocated it, with any
+//!   communicator of the same world: others refuse it.
 //!
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv
@@ -106,6 +108,9 @@ fn bytes_of(dtype: DType, len: usize) -> Result<usize> {
 /// The elements of the shard of `rank`, where `len` elements are cut into shards for `ranks` ranks: all of ⌈len/n⌉
 /// elements, but for the last ones, which may be shorter or empty.
 ///
+/// # Panics
+/// If there are no ranks.
+///
 /// ```
 /// use mgpu::comm::shard;
 /// assert_eq!([0, 1, 2].map(|rank| shard(10, 3, rank)), [0..4, 4..8, 8..10]);
@@ -167,6 +172,24 @@ impl Pending {
     }
 }
 
+/// Whether segments of `buffer` ascend, do not overlap and are within it, and can be cut into blocks.
+fn check_segments(buffer: &Buffer, segments: &[Range<usize>], block: usize) -> Result<()> {
+    let mut end = 0;
+    let fits = |segment: &Range<usize>| {
+        let fits = end <= segment.start && segment.start <= segment.end && segment.end <= buffer.len();
+        end = segment.end;
+        fits
+    };
+    let problem = if block == 0 {
+        "a block has at least one element".to_owned()
+    } else if !segments.iter().all(fits) {
+        format!("segments {segments:?} are not ascending parts of a buffer of {} elements", buffer.len())
+    } else {
+        return Ok(());
+    };
+    Err(Error::InvalidArgument { operation: "all_gather", problem })
+}
+
 /// Has `make` change the shards of `rank` of `ranks`, block by block, and shows each to `made`.
 fn make_blocks(
     buffer: Buffer,
@@ -176,7 +199,6 @@ fn make_blocks(
     make: &mut Make<'_>,
     mut made: impl FnMut(usize, &Buffer),
 ) -> Buffer {
-    assert!(block > 0, "blocks hold an element at least");
     let (mut done, mut rest) = buffer.split_at(0);
     for (index, segment) in segments.iter().enumerate() {
         let own = shard(segment.len(), ranks, rank);
@@ -249,6 +271,12 @@ pub trait Communicator: Send {
         drop(at);
     }
 
+    /// Tells the launcher, if there is one, whom `error` holds responsible, because this rank is about to end with it: it
+    /// names that rank even if this one ends first. The first error told stays.
+    fn blame(&mut self, error: &Error) {
+        let _ = error;
+    }
+
     /// From now on other threads compute on the cores of the ranks while they wait here, so they are to give way soon. On all
     /// ranks alike.
     fn expect_company(&mut self) {}
@@ -287,10 +315,7 @@ pub trait Communicator: Send {
     /// once before and once after all segments.
     ///
     /// # Errors
-    /// As in the [contract](self).
-    ///
-    /// # Panics
-    /// If `block` is 0, or the segments are not as they should be.
+    /// If `block` is 0, or the segments are not as they should be; or as in the [contract](self).
     fn all_gather_with(
         &mut self,
         buffer: Buffer,
@@ -298,6 +323,7 @@ pub trait Communicator: Send {
         block: usize,
         make: &mut Make<'_>,
     ) -> Result<Pending> {
+        check_segments(&buffer, segments, block)?;
         let made = make_blocks(buffer, segments, (self.size(), self.rank()), block, make, |_, _| ());
         gather_segments(made, segments, |shards| self.all_gather(shards)?.wait()).map(Pending::complete)
     }

@@ -16,12 +16,12 @@ pub const SHARD_FROM: usize = 512 << 10;
 /// Steps between two comparisons of the ranks' weights, unless the caller chooses.
 pub const VERIFY_EVERY: u64 = 100;
 
-/// How a [`DataParallel`](super::DataParallel) trains. The same on all ranks.
+/// How a [`DataParallel`](super::DataParallel) trains. The same on all ranks, but for `threads`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DataParallelConfig {
     /// How parameters follow their gradients.
     pub optimizer: OptimizerConfig,
-    /// Threads that updates run on.
+    /// Threads that updates run on, at least one.
     pub threads: usize,
     /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB.
     pub bucket: usize,
@@ -42,9 +42,11 @@ pub struct DataParallelConfig {
     /// `clip_norm / (norm + 10⁻⁶)` as in PyTorch's `clip_grad_norm_`. `None` leaves them as they are. The last bits of the norm
     /// depend on how gradients are cut into buckets, but where ranks are to make no difference.
     pub clip_norm: Option<f64>,
-    /// Fail a step, before it changes any parameter, in which a rank's own gradients are not all finite numbers, and name that rank
-    /// and the tensor ([`Error::NotFinite`](crate::Error::NotFinite)). Of tensors with more than 65,536 elements one in 32 is
-    /// looked at, others in the next step: an activation or a loss that is no number fills rows or columns, and the biases.
+    /// Fail a step, before it changes any parameter, in which the reduced gradients are not all finite. Every element is
+    /// checked. The error names the tensor, and the rank that has such gradients of its own
+    /// ([`Error::NotFinite`](crate::Error::NotFinite)), if one was seen to: where there are several ranks, of tensors with more
+    /// than 65,536 elements one in 32 is checked before the reduction. Otherwise it is
+    /// [`Error::ReducedNotFinite`](crate::Error::ReducedNotFinite), of a sum that overflows for example.
     pub check_finite: bool,
     /// Steps between two comparisons of all ranks' weights by checksum, which fail with rank and tensor
     /// ([`Error::Diverged`](crate::Error::Diverged)). `None` leaves comparing to
@@ -83,9 +85,43 @@ impl DataParallelConfig {
         FIRST_BUCKET.min(self.bucket)
     }
 
+    /// Everything that has to be the same on all ranks, by name: it decides what they exchange, and what becomes of it.
+    pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
+        // All fields are named, so that nobody forgets a new one here.
+        let DataParallelConfig {
+            optimizer: OptimizerConfig { rule, decay_weights_only, average },
+            threads: _,
+            bucket,
+            shard_from,
+            overlap,
+            reduction,
+            compression,
+            clip_norm,
+            check_finite,
+            verify_every,
+            world_size_invariant,
+        } = self;
+        vec![
+            ("optimizer", format!("{rule:?}")),
+            ("decay_weights_only", decay_weights_only.to_string()),
+            ("average", format!("{average:?}")),
+            ("bucket", bucket.to_string()),
+            ("shard_from", format!("{shard_from:?}")),
+            ("overlap", overlap.to_string()),
+            ("reduction", format!("{reduction:?}")),
+            ("compression", format!("{compression:?}")),
+            ("clip_norm", format!("{clip_norm:?}")),
+            ("check_finite", check_finite.to_string()),
+            ("verify_every", format!("{verify_every:?}")),
+            ("world_size_invariant", world_size_invariant.to_string()),
+        ]
+    }
+
     /// Whether all of this goes together on `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
-        let problem = if self.world_size_invariant && !ranks.is_power_of_two() {
+        let problem = if self.threads == 0 {
+            "updates run on at least one thread".to_owned()
+        } else if self.world_size_invariant && !ranks.is_power_of_two() {
             format!("sums that do not depend on the number of ranks need 1, 2, 4, 8, … of them, not {ranks}")
         } else if self.world_size_invariant && self.compression != Compression::None {
             "compressed gradients depend on the number of ranks, which they are not to do".to_owned()

@@ -13,6 +13,7 @@ mod clip;
 mod config;
 #[cfg(feature = "cuda")]
 pub mod device;
+mod guard;
 mod sink;
 mod slot;
 mod slots;
@@ -24,16 +25,17 @@ use std::time::{Duration, Instant};
 use accumulate::Accumulator;
 use buffers::BufferMean;
 pub use config::{BUCKET, Compression, DataParallelConfig, Reduction, SHARD_FROM, VERIFY_EVERY};
+use guard::Report;
 pub use sink::GradientSink;
 use sink::Sink;
-use slot::{Exchange, Slot, unready};
+use slot::{Exchange, Slot, check_tensor, unready};
 use slots::{Sharding, Slots};
 pub use state::NamedArena;
 
 use crate::bucket;
 use crate::comm::{Background, Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::replicate::{replicate, verify_equal};
+use crate::replicate::{agree, replicate, verify_equal};
 use crate::timeline::Name;
 use crate::{Error, Layout, Result};
 
@@ -99,7 +101,7 @@ impl DataParallel {
     /// runs on `threads` threads.
     ///
     /// # Errors
-    /// If the ranks' layouts differ (names the first tensor), memory is short, or as the communicator's.
+    /// If the ranks' layouts or settings differ (names the first tensor or setting), memory is short, or as the communicator's.
     pub fn new(
         comm: Box<dyn Communicator>,
         layout: Layout,
@@ -121,6 +123,7 @@ impl DataParallel {
         config: DataParallelConfig,
     ) -> Result<Self> {
         config.check(comm.size())?;
+        agree(&mut *comm, &config.settings())?;
         replicate(&mut *comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
         if config.overlap && ranks > 1 {
@@ -141,13 +144,13 @@ impl DataParallel {
             Some(_) => comm.allocate(DType::F32, layout.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
-        let mut optimizer = Optimizer::new(config.optimizer, &layout, slots.states, config.threads);
+        let mut optimizer = Optimizer::new(config.optimizer, &layout, slots.states, config.threads)?;
         if let Some(average) = optimizer.average_mut() {
             slots.keep_own(&values, average);
         }
         Ok(DataParallel {
             accumulator: Accumulator::new(layout.len(), config.world_size_invariant),
-            block: BLOCK * config.threads.max(1),
+            block: BLOCK * config.threads,
             observed: (ranks > 1).then(Vec::new),
             update_time: Duration::ZERO,
             norm: None,
@@ -203,19 +206,22 @@ impl DataParallel {
     /// beside its parameters, such as running statistics; they are passed on to `compute`.
     ///
     /// # Errors
-    /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or twice; rank and tensor,
-    /// if gradients are no numbers ([`Error::NotFinite`]; parameters and optimizer are as before then, and another step may
-    /// be made, but `buffers` are as `compute` has left them) or weights differ between ranks ([`Error::Diverged`]).
-    ///
-    /// # Panics
-    /// If there are no micro-batches.
+    /// As `compute` and the communicator; if there are no micro-batches. Names a tensor whose gradient was not handed over, or
+    /// twice; rank and tensor, if weights differ between ranks ([`Error::Diverged`]). Parameters and optimizer are as before,
+    /// and another step may be made, but `buffers` are as `compute` has left them, if gradients are not finite
+    /// ([`Error::NotFinite`], which names rank and tensor), or only their sum over ranks is not ([`Error::ReducedNotFinite`]),
+    /// or ranks have different numbers of micro-batches or different learning rates in the step ([`Error::Disagreement`],
+    /// [`Error::SettingMismatch`]).
     pub fn step_accumulated(
         &mut self,
         micro_batches: usize,
         buffers: &mut [f32],
         mut compute: impl FnMut(MicroBatch<'_>) -> Result<()>,
     ) -> Result<()> {
-        assert!(micro_batches > 0, "a step has a micro-batch at least");
+        if micro_batches == 0 {
+            let problem = "a step has at least one micro-batch".to_owned();
+            return Err(Error::InvalidArgument { operation: "step", problem });
+        }
         self.whole_parameters("step")?;
         let begin = self.comm.timeline().begin();
         self.follow_order()?;
@@ -243,7 +249,7 @@ impl DataParallel {
         if let Some(mean) = mean {
             mean.finish(&mut *self.comm, buffers)?;
         }
-        self.check_finite(not_finite)?;
+        self.compare_reports(not_finite)?;
         self.clip()?;
         let updating = self.comm.timeline().begin();
         self.update()?;
@@ -301,15 +307,17 @@ impl DataParallel {
         (self.parameters.as_slice(), sink)
     }
 
-    /// Tells all ranks if one of them has gradients that are no numbers, and which.
-    fn check_finite(&mut self, found: Option<usize>) -> Result<()> {
-        if !self.config.check_finite {
-            return Ok(());
-        }
-        let tensors = self.comm.all_gather_slice(&[found.map_or(-1, |tensor| tensor as i64)])?;
-        let Some(rank) = tensors.iter().position(|tensor| *tensor >= 0) else { return Ok(()) };
-        let tensor = self.layout.tensors()[tensors[rank] as usize].name.clone();
-        Err(Error::NotFinite { rank: rank as u32, tensor, step: self.steps() + 1 })
+    /// Compares what the ranks have found in their gradients, `own` in those of this rank, and whether all make the same step.
+    fn compare_reports(&mut self, own: Option<usize>) -> Result<()> {
+        let Self { comm, layout, slots, config, accumulator, optimizer, .. } = self;
+        let (rank, ranks) = (comm.rank(), comm.size());
+        let reduced = match config.check_finite && ranks > 1 {
+            true => slots.all.iter().find_map(|slot| slot.reduced_not_finite(layout, rank, ranks)),
+            false => None,
+        };
+        let (micro_batches, learning_rate) = (accumulator.count(), optimizer.learning_rate());
+        let report = Report { own, reduced, micro_batches, learning_rate };
+        report.compare(&mut **comm, layout, optimizer.steps() + 1)
     }
 
     /// Shortens the gradients if they are longer than they may be.
@@ -358,11 +366,9 @@ impl DataParallel {
     /// has only its shards' averages until somebody asks.
     ///
     /// # Errors
-    /// If it was not averaged since the last step began, or as [`Communicator::all_gather`].
-    ///
-    /// # Panics
-    /// If there is no such tensor.
+    /// If there is no such tensor, it was not averaged since the last step began, or as [`Communicator::all_gather`].
     pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
+        check_tensor(&self.layout, "gradient", tensor)?;
         let slot = &mut self.slots.all[self.slots.of[tensor]];
         let range = slot.within(&self.layout, tensor);
         Ok(&slot.averaged(&mut *self.comm)?[range])

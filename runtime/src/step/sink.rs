@@ -2,7 +2,7 @@
 
 use super::Reduction;
 use super::accumulate::Accumulator;
-use super::slot::{Exchange, ready_twice};
+use super::slot::{Exchange, check_tensor, ready_twice};
 use super::slots::Slots;
 use crate::comm::Communicator;
 use crate::replicate::sum_over_ranks;
@@ -21,7 +21,7 @@ pub trait GradientSink {
     /// order on every rank, best last layer first.
     ///
     /// # Errors
-    /// If it was announced before; or as [`Communicator::all_reduce`].
+    /// If there is no such tensor, or it was announced before; or as [`Communicator::all_reduce`].
     fn ready(&mut self, tensor: usize) -> Result<()>;
 
     /// Copies the gradient of `tensor` and announces it.
@@ -51,15 +51,16 @@ pub(super) struct Sink<'a> {
     pub(super) exchange: Exchange,
     /// The step being made, from 0.
     pub(super) step: u64,
-    /// Whether to look for gradients that are no numbers.
+    /// Whether to check that gradients are finite.
     pub(super) check: bool,
-    /// A tensor with such gradients.
+    /// A tensor with gradients that are not.
     pub(super) not_finite: &'a mut Option<usize>,
 }
 
 impl Sink<'_> {
-    /// Checks that the gradient of `tensor` was not announced before.
+    /// Checks that there is a tensor `tensor`, whose gradient was not announced before.
     fn check_open(&self, tensor: usize) -> Result<()> {
+        check_tensor(self.layout, "step", tensor)?;
         let slot = &self.slots.all[self.slots.of[tensor]];
         if slot.open[tensor - slot.bucket.tensors.start] {
             Ok(())
@@ -71,6 +72,7 @@ impl Sink<'_> {
 
 impl GradientSink for Sink<'_> {
     fn gradient(&mut self, tensor: usize) -> &mut [f32] {
+        check_tensor(self.layout, "step", tensor).unwrap_or_else(|error| panic!("{error}"));
         let slot = &mut self.slots.all[self.slots.of[tensor]];
         let range = slot.within(self.layout, tensor);
         &mut slot.values_mut()[range]
@@ -95,7 +97,7 @@ impl GradientSink for Sink<'_> {
             return Ok(());
         }
         if self.check && self.not_finite.is_none() {
-            *self.not_finite = slot.not_finite(self.layout, self.step);
+            *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
         }
         if !self.exchange.invariant {
             self.comm.timeline().set_bucket(Some(self.slots.of[tensor] as u32));

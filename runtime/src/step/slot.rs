@@ -10,16 +10,11 @@ use std::ops::Range;
 
 use half::bf16;
 use mgpu_kernels::arena::cpu as arena;
-use mgpu_kernels::digest::cpu as digest;
 
 use super::{Reduction, tree};
 use crate::bucket::Bucket;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
-
-/// Elements of a tensor that is looked at whole for what is no number. (81 MB of gradients, of which `layers` has most in two
-/// tensors, take some 9 ms of a step of 200 to be read.)
-const SMALL: usize = 1 << 16;
 
 /// How gradients become one over ranks.
 #[derive(Debug, Clone, Copy)]
@@ -166,20 +161,6 @@ impl Slot {
         self.own.start - self.elements.start..self.own.end - self.elements.start
     }
 
-    /// A tensor of the bucket with gradients which are not finite numbers, in step `step`. Small ones are looked at whole,
-    /// of large ones a part, which is another one in the next step.
-    pub(super) fn not_finite(&self, layout: &Layout, step: u64) -> Option<usize> {
-        let values = self.values();
-        let is_bad = |tensor: &usize| {
-            let gradient = &values[self.within(layout, *tensor)];
-            match gradient.len() {
-                0..=SMALL => digest::not_finite(gradient) > 0,
-                _ => digest::any_not_finite_of_some(gradient, step),
-            }
-        };
-        self.bucket.tensors.clone().rev().find(is_bad)
-    }
-
     /// The averaged gradient. Collective where only shards of it have been averaged.
     pub(super) fn averaged(&mut self, comm: &mut dyn Communicator) -> Result<&[f32]> {
         match self.averaged {
@@ -208,6 +189,16 @@ impl Slot {
         let range = layout.range(tensor);
         range.start - self.elements.start..range.end - self.elements.start
     }
+}
+
+/// Checks that there is a tensor `tensor`.
+pub(super) fn check_tensor(layout: &Layout, operation: &'static str, tensor: usize) -> Result<()> {
+    let tensors = layout.tensors().len();
+    if tensor < tensors {
+        return Ok(());
+    }
+    let problem = format!("there is no tensor {tensor}: the model has {tensors}");
+    Err(Error::InvalidArgument { operation, problem })
 }
 
 /// The error of a gradient that was announced before.

@@ -91,7 +91,7 @@ impl DataParallel {
         let arenas = std::mem::take(slots).uncut()?;
         *slots = Slots::cut(layout, buckets, arenas, self.sharding);
         let config = optimizer.config();
-        let mut renewed = Optimizer::new(config, layout, slots.states, self.config.threads);
+        let mut renewed = Optimizer::new(config, layout, slots.states, self.config.threads)?;
         renewed.set_steps(optimizer.steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
             slots.keep_own(&whole, local);

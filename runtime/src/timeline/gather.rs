@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_record_arrives_as_it_was() {
-        let timeline = Timeline::new(4);
+        let timeline = Timeline::new(4).unwrap();
         let told = timeline.name("layer 3");
         let spans = [(told, None, 7), (Name::STEP, Some(0), 0), (Name::STEP, Some(1), u64::MAX)];
         let record = |(name, number, bytes)| {

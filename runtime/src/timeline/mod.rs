@@ -16,7 +16,7 @@
 //! # fn main() -> mgpu::Result<()> {
 //! use mgpu::timeline::{Name, Timeline};
 //! let mut world = mgpu::World::from_env()?;
-//! let timeline = Timeline::new(1000);
+//! let timeline = Timeline::new(1000)?;
 //! let mut comm = timeline.observe(world.communicator()?);
 //! let begin = timeline.begin();
 //! // … some work of the program's own …
@@ -47,7 +47,7 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 
 use crate::comm::Communicator;
-use crate::{Error, Result};
+use crate::{Error, Result, memory};
 use gather::gather;
 use observed::Observed;
 
@@ -175,8 +175,19 @@ impl Timeline {
 
     /// One with room for `most` spans (56 bytes each, taken now), recording from now on. With room for none it only
     /// adds up [`communication`](Self::communication).
-    pub fn new(most: usize) -> Self {
-        let record = Record { spans: Vec::with_capacity(most), most, ..Record::default() };
+    ///
+    /// # Errors
+    /// If there is no memory for so many.
+    pub fn new(most: usize) -> Result<Self> {
+        let mut spans = Vec::new();
+        let bytes = most.saturating_mul(size_of::<Recorded>());
+        let problem = memory::shortage(bytes)
+            .or_else(|| spans.try_reserve_exact(most).err().map(|error| error.to_string()));
+        if let Some(problem) = problem {
+            let problem = format!("no room for {most} spans: {problem}");
+            return Err(Error::InvalidArgument { operation: "timeline", problem });
+        }
+        let record = Record { spans, most, ..Record::default() };
         let shared = Shared {
             recording: AtomicBool::new(most > 0),
             communication: AtomicU64::new(0),
@@ -184,7 +195,7 @@ impl Timeline {
             arrival: Arc::default(),
             record: Mutex::new(record),
         };
-        Timeline { shared: Some(Arc::new(shared)) }
+        Ok(Timeline { shared: Some(Arc::new(shared)) })
     }
 
     /// A communicator that does what `comm` does, and has it recorded.

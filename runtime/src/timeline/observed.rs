@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::{IN_BACKGROUND, Name, Shared, Span, Timeline, now};
-use crate::Result;
 use crate::comm::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp};
+use crate::{Error, Result};
 
 /// See the [module](self).
 pub(super) struct Observed {
@@ -112,6 +112,10 @@ impl Communicator for Observed {
 
     fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
         self.comm.note_arrivals(at);
+    }
+
+    fn blame(&mut self, error: &Error) {
+        self.comm.blame(error);
     }
 
     fn expect_company(&mut self) {

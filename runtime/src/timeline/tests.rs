@@ -21,7 +21,7 @@ fn nothing_is_recorded_where_nobody_asked() {
     // Nor is a file.
     off.write(&mut *comm, Path::new("/nonexistent/timeline.json")).unwrap();
 
-    let counting = Timeline::new(0);
+    let counting = Timeline::new(0).unwrap();
     counting.set_recording(true);
     let mut comm = observed(&counting);
     comm.barrier().unwrap();
@@ -31,7 +31,7 @@ fn nothing_is_recorded_where_nobody_asked() {
 
 #[test]
 fn the_first_spans_stay_and_later_ones_are_counted() {
-    let timeline = Timeline::new(2);
+    let timeline = Timeline::new(2).unwrap();
     let mut comm = observed(&timeline);
     comm.barrier().unwrap();
     timeline.set_recording(false);
@@ -46,7 +46,7 @@ fn the_first_spans_stay_and_later_ones_are_counted() {
 
 #[test]
 fn what_began_before_the_recording_is_left_out() {
-    let timeline = Timeline::new(2);
+    let timeline = Timeline::new(2).unwrap();
     timeline.set_recording(false);
     let begin = timeline.begin();
     timeline.set_recording(true);
@@ -79,7 +79,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
         }
         model.parameters().to_vec()
     };
-    let timeline = Timeline::new(100);
+    let timeline = Timeline::new(100).unwrap();
     let alone = train(Box::new(crate::comm::Solo::new(None)));
     assert_eq!(train(observed(&timeline)), alone);
     let record = timeline.shared.as_ref().unwrap().record();
@@ -101,7 +101,7 @@ fn what_is_made_for_a_gather_is_no_communication() {
         std::thread::scope(|scope| {
             for mut world in worlds {
                 scope.spawn(move || {
-                    let timeline = Timeline::new(100);
+                    let timeline = Timeline::new(100).unwrap();
                     let mut comm = timeline.observe(world.communicator().unwrap());
                     for in_arena in [true, false] {
                         let buffer = match in_arena {

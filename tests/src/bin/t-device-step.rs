@@ -134,10 +134,21 @@ impl Inputs {
 
     /// Makes an element of tensor 4 infinite, or what it was, in the last micro-batch of step `number`.
     fn set_infinite(&self, model: &DeviceDataParallel, number: usize, infinite: bool) -> Result<()> {
-        let index = self.moves.len() - 1;
         let element = self.layout.range(4).start + 17;
+        self.set(model, number, element, infinite.then_some(f32::INFINITY))
+    }
+
+    /// Makes an element `value`, or what it was, in the last micro-batch of step `number`.
+    fn set(
+        &self,
+        model: &DeviceDataParallel,
+        number: usize,
+        element: usize,
+        value: Option<f32>,
+    ) -> Result<()> {
+        let index = self.moves.len() - 1;
         let micro_batch = model.rank() as usize * self.moves.len() + index;
-        let value = if infinite { f32::INFINITY } else { gradient(micro_batch, element, number as u64) };
+        let value = value.unwrap_or_else(|| gradient(micro_batch, element, number as u64));
         let memory = self.gradients[number][index].slice(element..element + 1);
         Ok(model.stream().upload(&[value], memory)?)
     }
@@ -323,11 +334,14 @@ fn guards(world: &mut World) -> Result<()> {
     for config in [plain, sharded, invariant] {
         bad_gradients(world, config)?;
         bad_gradients_in_a_graph(world, config)?;
+        sums_that_overflow(world, config)?;
+        a_single_bad_element(world, config)?;
     }
+    settings_that_differ(world, plain)?;
     weights_that_differ(world, plain)?;
     let mut wrong = DeviceConfig { micro_batches: 0, ..plain };
     let error = model(world, wrong).err().expect("no micro-batches").to_string();
-    assert!(error.contains("a micro-batch at least"), "{error}");
+    assert!(error.contains("at least one micro-batch"), "{error}");
     (wrong.micro_batches, wrong.parallel.verify_every) = (1, Some(0));
     let error = model(world, wrong).err().expect("every 0 steps").to_string();
     assert!(error.contains("not every 0 steps"), "{error}");
@@ -388,7 +402,70 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     Ok(())
 }
 
-/// As above, where steps are replayed.
+/// Finite gradients of all ranks may have an infinite sum.
+fn sums_that_overflow(world: &mut World, mut config: DeviceConfig) -> Result<()> {
+    config.parallel.reduction = Reduction::Sum;
+    let mut model = model(world, config)?;
+    let inputs = Inputs::new(&model, 2)?;
+    inputs.step(&mut model)?;
+    let before = model.parameters()?;
+    for tensor in [0, 2, 4, 6] {
+        let element = layout().range(tensor).end - 1;
+        inputs.set(&model, 1, element, Some(f32::MAX * 0.9))?;
+        inputs.step(&mut model)?;
+        match model.check() {
+            Err(Error::ReducedNotFinite { tensor: found, step: 2 }) if found == tensor.to_string() => {}
+            // There is nothing to add.
+            Ok(()) if world.size() == 1 => return Ok(()),
+            other => panic!("a sum that overflows in tensor {tensor}: {other:?}"),
+        }
+        assert!(model.parameters()? == before && model.steps() == 1, "parameters have changed");
+        inputs.set(&model, 1, element, None)?;
+    }
+    inputs.step(&mut model)?;
+    model.check()
+}
+
+/// Of a tensor that is too large to be checked whole before the reduction.
+fn a_single_bad_element(world: &mut World, config: DeviceConfig) -> Result<()> {
+    let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
+    let mut model = model(world, config)?;
+    let inputs = Inputs::new(&model, 2)?;
+    for element in [0, 12_345, 70_069] {
+        inputs.set(&model, 0, element, is_culprit.then_some(f32::NAN))?;
+        inputs.step(&mut model)?;
+        match model.check() {
+            Err(Error::NotFinite { rank, tensor, step: 1 }) if tensor == "0" => assert_eq!(rank, ranks - 1),
+            Err(Error::ReducedNotFinite { tensor, step: 1 }) if tensor == "0" && ranks > 1 => {}
+            other => panic!("element {element} is not finite: {other:?}"),
+        }
+        inputs.set(&model, 0, element, None)?;
+    }
+    inputs.step(&mut model)?;
+    model.check()
+}
+
+fn settings_that_differ(world: &mut World, config: DeviceConfig) -> Result<()> {
+    let (last, ranks) = (world.rank() + 1 == world.size(), world.size());
+    let mut other = config;
+    type Change = fn(&mut DeviceConfig);
+    let changes: [(Change, &str); 4] = [
+        (|config| config.parallel.bucket = 50_000, "bucket 50000 where rank 0 has 40000"),
+        (|config| config.micro_batches = 3, "micro_batches 3 where rank 0 has 2"),
+        (|config| config.plan.steps_per_epoch = 7, "steps_per_epoch 7 where rank 0 has 3"),
+        (|config| config.bf16_copy = true, "bf16_copy true where rank 0 has false"),
+    ];
+    for (change, text) in changes {
+        change(&mut other);
+        let error = model(world, if last { other } else { config }).err().map(|error| error.to_string());
+        let expected = format!("rank {} has {text}; all ranks need the same", ranks - 1);
+        assert_eq!(error, (ranks > 1).then_some(expected));
+        other = config;
+    }
+    Ok(())
+}
+
+/// As [`bad_gradients`], where steps are replayed.
 fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<()> {
     let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
     let mut eager = model(world, config)?;

@@ -70,7 +70,7 @@ fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
 
 /// The fault, and where it leaves the rank alive, the end of its part.
 fn misbehave(fault: &str, comm: &mut dyn Communicator, buffer: Buffer, way: Way) -> Result<()> {
-    let (op, len) = (ReduceOp::Sum, way.len);
+    let (op, len, next) = (ReduceOp::Sum, way.len, (comm.rank() + 1) % comm.size());
     match fault {
         "wrong-count" => drop(comm.all_reduce(buffer.split_at(len / 2).0, op)?.wait()?),
         "wrong-place" => drop(comm.all_reduce(buffer.split_at(len / 2).1, op)?.wait()?),
@@ -82,6 +82,9 @@ fn misbehave(fault: &str, comm: &mut dyn Communicator, buffer: Buffer, way: Way)
         }
         "barrier" => comm.barrier()?,
         "broadcast" => drop(comm.broadcast(buffer, 0)?.wait()?),
+        // More than waits in a channel.
+        "send" => drop(comm.send(Buffer::zeroed::<f32>(1 << 20), next)?.wait()?),
+        "recv" => drop(comm.recv(Buffer::zeroed::<f32>(len), next)?.wait()?),
         "panic" => panic!("this rank panics"),
         _ => end(fault),
     }

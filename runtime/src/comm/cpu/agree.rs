@@ -64,8 +64,19 @@ impl CpuCommunicator {
         ours: &Call,
         theirs: [u64; CALL_WORDS],
     ) -> Error {
+        self.outvoted.set(self.is_outvoted(sequence, ours));
         let (ours, theirs) = (ours.to_string(), describe(theirs));
         Error::Mismatch { rank: self.rank, peer, sequence, ours, theirs }
+    }
+
+    /// Whether more ranks have come to operation `sequence` with one other call than with `ours`.
+    fn is_outvoted(&self, sequence: u32, ours: &Call) -> bool {
+        let has_come = |peer: &u32| self.region.lines(*peer).arrival(sequence).flag.reached(sequence);
+        let calls: Vec<_> =
+            self.peers().filter(has_come).map(|peer| self.region.lines(peer).call(sequence)).collect();
+        let count = |call: &[u64; CALL_WORDS]| calls.iter().filter(|other| *other == call).count();
+        let ours = ours.encode();
+        calls.iter().filter(|call| **call != ours).map(count).max() > Some(1 + count(&ours))
     }
 
     /// Waits until `flag` has come to `target`. `absent` tells, when it takes long, which ranks must be there for
@@ -108,12 +119,19 @@ impl CpuCommunicator {
         needed: &[u32],
         mut waited_for: Vec<u32>,
     ) -> Result<()> {
-        let operation = || format!("operation {} of {}, {call}", self.sequence, self.name);
-        let note =
-            needed.first().map(|peer| Waiting { peer: *peer, flag: self.region.line_of(flag), target });
+        let operation = || match call.is_collective() {
+            true => format!("operation {} of {}, {call}", self.sequence, self.name),
+            false => format!("{call} of {}", self.name),
+        };
+        let (flag, words) = (self.region.line_of(flag), call.encode());
+        let note = needed.first().map(|peer| Waiting { peer: *peer, flag, target, call: words });
         self.region.lines(self.rank).set_waiting(note);
         if let Some(peer) = waited_for.first() {
             self.membership.page().wait(self.rank, *peer);
+        }
+        // Before a look at who has gone: a peer that has seen the same, and ended, still called what it called.
+        if let Some(error) = needed.first().and_then(|peer| self.deadlock(*peer, call)) {
+            return Err(error);
         }
         if let Some(error) = self.membership.lost_peer(needed, operation) {
             return Err(error);
@@ -123,6 +141,36 @@ impl CpuCommunicator {
         }
         waited_for.sort_unstable();
         Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
+    }
+
+    /// The error of waiting for `peer` in vain: it waits in another call for a rank that waits in turn, and so on, until one
+    /// waits for this rank, or for one that was met before. Each of them could only go on if the next one did.
+    ///
+    /// A rank has one call of a communicator at a time, so who waits in it does nothing else there. The notes are read one
+    /// after the other, while ranks may go on: only if all still stand when the last one has been read did they stand together.
+    fn deadlock(&self, peer: u32, call: &Call) -> Option<Error> {
+        let (mut chain, mut next) = (Vec::new(), peer);
+        while next != self.rank && !chain.iter().any(|(rank, _)| *rank == next) {
+            let wait = self.unfinished_wait(next)?;
+            chain.push((next, wait));
+            next = wait.peer;
+        }
+        let (_, theirs) = chain.first()?;
+        let stands = |(rank, wait): &(u32, Waiting)| self.unfinished_wait(*rank) == Some(*wait);
+        if !chain.iter().all(stands) {
+            return None;
+        }
+        // Messages have no number: the collective that comes next does.
+        let sequence = if call.is_collective() { self.sequence } else { self.next_sequence() };
+        Some(self.disagreement(peer, sequence, call, theirs.call))
+    }
+
+    /// What `rank` has been waiting for, and still is, as far as it has not given up.
+    fn unfinished_wait(&self, rank: u32) -> Option<Waiting> {
+        self.region.lines(rank).waiting().filter(|wait| {
+            let flag = self.region.flag_at(wait.flag);
+            wait.peer < self.size && flag.is_some_and(|flag| !flag.reached(wait.target))
+        })
     }
 
     /// Those of `absent` that hold up the others: a rank that is late because it waits for another one itself does not.
@@ -137,11 +185,7 @@ impl CpuCommunicator {
     pub(super) fn last_in_line(&self, peer: u32) -> u32 {
         let mut last = peer;
         for _ in 0..self.size {
-            let waits = |waiting: &Waiting| {
-                let flag = self.region.flag_at(waiting.flag);
-                waiting.peer < self.size && flag.is_some_and(|flag| !flag.reached(waiting.target))
-            };
-            match self.region.lines(last).waiting().filter(waits) {
+            match self.unfinished_wait(last) {
                 Some(waiting) if waiting.peer != self.rank => last = waiting.peer,
                 _ => break,
             }

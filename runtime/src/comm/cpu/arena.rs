@@ -1,6 +1,7 @@
 //! Memory in which every rank has a part and that every rank maps.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use super::CpuCommunicator;
 use super::call::Call;
@@ -50,7 +51,8 @@ impl CpuCommunicator {
         self.enter(&call)?;
         memory.map_pages();
         let id = u64::from(self.number) << 32 | u64::from(self.arenas);
-        Ok(Buffer::in_arena(Arena { memory, id, parts, rank: self.rank }, dtype, len))
+        let arena = Arena { memory, id, owner: Arc::downgrade(&self.membership), parts, rank: self.rank };
+        Ok(Buffer::in_arena(arena, dtype, len))
     }
 
     /// Makes the memory on rank 0, if the machine has enough, and maps it on all.

@@ -42,6 +42,7 @@ pub(in crate::comm) struct Call {
     pub(in crate::comm) path: Path,
     pub(in crate::comm) dtype: DType,
     pub(in crate::comm) op: Option<ReduceOp>,
+    /// Of a message, the rank at its other end.
     pub(in crate::comm) root: u32,
     /// Elements.
     pub(in crate::comm) len: usize,
@@ -55,19 +56,30 @@ impl Call {
         Call { kind, path: Path::None, dtype: buffer.dtype(), op, root, len: buffer.len(), place }
     }
 
+    /// One side of a message.
+    pub(in crate::comm) fn message(kind: Operation, buffer: &Buffer, peer: u32) -> Self {
+        Call { root: peer, ..Self::plain(kind, buffer.dtype(), buffer.len()) }
+    }
+
+    /// True unless only two ranks take part.
+    pub(in crate::comm) fn is_collective(&self) -> bool {
+        !matches!(self.kind, Operation::Send | Operation::Recv)
+    }
+
     /// A call without payload.
     pub(in crate::comm) fn plain(kind: Operation, dtype: DType, len: usize) -> Self {
         Call { kind, path: Path::None, dtype, op: None, root: 0, len, place: (0, 0) }
     }
 
-    /// What a peer has to call: `send` and `recv` are the two sides of a message, all other calls are equal.
-    pub(in crate::comm) fn counterpart(self) -> Self {
+    /// What the peer of rank `rank` has to call: `send` and `recv` are the two sides of a message and each names the other
+    /// rank; all other calls are equal.
+    pub(in crate::comm) fn counterpart(self, rank: u32) -> Self {
         let kind = match self.kind {
             Operation::Send => Operation::Recv,
             Operation::Recv => Operation::Send,
-            other => other,
+            _ => return self,
         };
-        Call { kind, ..self }
+        Call { kind, root: rank, ..self }
     }
 
     pub(in crate::comm) fn via(self, path: Path) -> Self {
@@ -112,8 +124,11 @@ pub(in crate::comm) fn describe(words: [u64; CALL_WORDS]) -> String {
     if let Some(op) = byte(24).checked_sub(1).and_then(|op| ReduceOp::ALL.get(op)) {
         text += &format!(", {op}");
     }
-    if matches!(kind, Operation::Broadcast | Operation::Reduce) {
-        text += &format!(", root {}", head >> 32);
+    match kind {
+        Operation::Broadcast | Operation::Reduce => text += &format!(", root {}", head >> 32),
+        Operation::Send => text += &format!(", to rank {}", head >> 32),
+        Operation::Recv => text += &format!(", from rank {}", head >> 32),
+        _ => {}
     }
     if byte(8) == Path::Made as usize {
         text += &format!(", segments {:08x}", head >> 32);
@@ -151,6 +166,8 @@ mod tests {
             ..Call::new(Operation::AllGather, &buffer, None, 0)
         };
         assert_eq!(call.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
+        let call = Call::message(Operation::Recv, &buffer, 2);
+        assert_eq!(call.to_string(), "recv(1000 f32, from rank 2)");
         for (index, kind) in Operation::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, index + 1);
         }

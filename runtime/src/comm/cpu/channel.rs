@@ -69,7 +69,7 @@ impl CpuCommunicator {
         self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![self.last_in_line(from)]))?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
-        if theirs != call.counterpart().encode() {
+        if theirs != call.counterpart(self.rank).encode() {
             return Err(self.disagreement(from, count.wrapping_add(1), call, theirs));
         }
         Ok(self.region.chunk(from, place, count))
@@ -90,7 +90,7 @@ impl CpuCommunicator {
     }
 
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32) -> Result<()> {
-        let call = Call::plain(Operation::Send, buffer.dtype(), buffer.len());
+        let call = Call::message(Operation::Send, buffer, to);
         let channel = Channel::of_messages(self.rank, to);
         self.note(&call, self.sent[to as usize].wrapping_add(1));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
@@ -104,7 +104,7 @@ impl CpuCommunicator {
     }
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32) -> Result<()> {
-        let call = Call::plain(Operation::Recv, buffer.dtype(), buffer.len());
+        let call = Call::message(Operation::Recv, buffer, from);
         let channel = Channel::of_messages(from, self.rank);
         let sequence = self.received(channel).wrapping_add(1);
         self.note(&call, sequence);
@@ -122,30 +122,23 @@ impl CpuCommunicator {
 mod tests {
     use std::time::Duration;
 
-    use crate::{Buffer, Communicator, World};
+    use crate::{Buffer, World};
 
-    /// What goes wrong for rank 1 when it receives 4 floats and rank 0 does this.
-    fn error_of_recv(by_rank_0: impl Fn(&mut dyn Communicator) + Sync) -> String {
+    #[test]
+    fn each_side_of_a_message_is_called_by_its_name() {
         let mut worlds = World::threads(2).unwrap();
         worlds.iter_mut().for_each(|world| world.set_timeout(Duration::from_millis(50)));
         let [mut first, mut second] = <[World; 2]>::try_from(worlds).unwrap();
-        std::thread::scope(|scope| {
+        let error = std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mut comm = first.communicator().unwrap();
-                by_rank_0(&mut *comm);
+                comm.send(Buffer::zeroed::<f32>(8), 1).unwrap().wait().unwrap();
                 comm.barrier().unwrap_err();
             });
             let mut comm = second.communicator().unwrap();
             comm.recv(Buffer::zeroed::<f32>(4), 0).unwrap_err().to_string()
-        })
-    }
-
-    #[test]
-    fn each_side_of_a_message_is_called_by_its_name() {
-        let error =
-            error_of_recv(|comm| drop(comm.send(Buffer::zeroed::<f32>(8), 1).unwrap().wait().unwrap()));
-        assert!(error.contains("rank 1 calls recv(4 f32), rank 0 calls send(8 f32)"), "{error}");
-        let error = error_of_recv(|_| ());
-        assert!(error.contains("recv(4 f32)") && !error.contains("send"), "{error}");
+        });
+        let both = "rank 1 calls recv(4 f32, from rank 0), rank 0 calls send(8 f32, to rank 1)";
+        assert!(error.contains(both), "{error}");
     }
 }

@@ -15,7 +15,7 @@
 //! **Order.** Publishing a flag or completing a block releases; seeing it acquires. Between the arrival of all and
 //! the completion of all blocks, a ticket makes its holder the only one to touch the block's memory.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use super::call::{CALL_WORDS, Call};
 use super::wait::{FLAG_WORDS, Flag, Patience};
@@ -56,20 +56,26 @@ struct Drawn {
 struct Account {
     /// The queue a block of which this rank holds, plus one; 0 for none.
     busy: AtomicU32,
+    /// Counts the changes of the note on a long wait; odd while it is changed.
+    version: AtomicU32,
     /// While it has been waiting for long: the rank it waits for, plus one, the place of the flag and its target.
     waiting: [AtomicU32; 3],
+    /// The call that it waits in.
+    waits_in: [AtomicU64; CALL_WORDS],
     /// The arguments of the last two operations.
     calls: [[AtomicU64; CALL_WORDS]; 2],
 }
 
 /// A wait that takes long.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Waiting {
     /// The rank that is to advance the flag.
     pub(super) peer: u32,
     /// Number of the flag's line in the region.
     pub(super) flag: u32,
     pub(super) target: u32,
+    /// The call that the rank waits in, encoded.
+    pub(super) call: [u64; CALL_WORDS],
 }
 
 /// All lines of one rank.
@@ -131,19 +137,39 @@ impl RankLines {
         &self.completed
     }
 
-    /// Tells whom this rank has been waiting for, and on which flag.
+    /// Tells whom this rank has been waiting for, and on which flag. Only the rank itself does so.
+    ///
+    /// The version and the fences make a sequence lock (Boehm 2012, "Can seqlocks get along with programming language memory
+    /// models?"): a reader that sees the same even number before and after has read one note and not parts of two.
     pub(super) fn set_waiting(&self, waiting: Option<Waiting>) {
+        if waiting == self.waiting() {
+            return;
+        }
+        let Account { version, waiting: place, waits_in, .. } = &self.account;
+        let begin = version.load(Ordering::Relaxed).wrapping_add(1);
+        version.store(begin, Ordering::Relaxed);
+        fence(Ordering::Release);
         let words = waiting.map_or([0; 3], |wait| [wait.peer + 1, wait.flag, wait.target]);
-        for (slot, word) in self.account.waiting.iter().zip(words) {
+        for (slot, word) in place.iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
+        for (slot, word) in waits_in.iter().zip(waiting.map_or([0; CALL_WORDS], |wait| wait.call)) {
+            slot.store(word, Ordering::Relaxed);
+        }
+        version.store(begin.wrapping_add(1), Ordering::Release);
     }
 
-    /// Whom this rank has been waiting for.
+    /// Whom this rank has been waiting for. `None` also while the note is being changed.
     pub(super) fn waiting(&self) -> Option<Waiting> {
-        let [peer, flag, target] =
-            std::array::from_fn(|index| self.account.waiting[index].load(Ordering::Relaxed));
-        Some(Waiting { peer: peer.checked_sub(1)?, flag, target })
+        let Account { version, waiting, waits_in, .. } = &self.account;
+        let begin = version.load(Ordering::Acquire);
+        let [peer, flag, target] = std::array::from_fn(|index| waiting[index].load(Ordering::Relaxed));
+        let call = std::array::from_fn(|index| waits_in[index].load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        if begin % 2 != 0 || version.load(Ordering::Relaxed) != begin {
+            return None;
+        }
+        Some(Waiting { peer: peer.checked_sub(1)?, flag, target, call })
     }
 
     /// The queue that this rank holds a block of.

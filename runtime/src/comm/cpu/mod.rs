@@ -27,6 +27,7 @@ mod ring;
 mod staged;
 mod wait;
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -41,7 +42,8 @@ use region::{EAGER_BYTES, Region};
 use wait::Patience;
 
 use super::{
-    Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, gather_segments, make_blocks, shard,
+    Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, check_segments, gather_segments,
+    make_blocks, shard,
 };
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -74,6 +76,8 @@ pub(crate) struct CpuCommunicator {
     arrival: Option<Arc<AtomicU64>>,
     /// The error that made this communicator unusable.
     poison: Option<String>,
+    /// Whether that is a call that most other ranks did not make: then none of them is to blame.
+    outvoted: Cell<bool>,
 }
 
 /// Joins communicator `number` of a world of `size` ranks.
@@ -111,6 +115,7 @@ pub(crate) fn connect(
         timeout,
         arrival: None,
         poison: None,
+        outvoted: Cell::new(false),
     })
 }
 
@@ -144,10 +149,38 @@ impl CpuCommunicator {
         result.inspect_err(|error| {
             if !matches!(error, Error::InvalidArgument { .. }) {
                 self.poison = Some(error.to_string());
-                self.membership.page().blame(self.rank, error);
+                if !self.outvoted.get() {
+                    self.membership.page().blame(self.rank, error);
+                }
                 self.membership.hold_back(error);
             }
         })
+    }
+
+    /// As [`guard`](Self::guard), of an operation on `buffer`, which has to be private or of this rank's world.
+    fn guard_buffer(
+        &mut self,
+        name: &'static str,
+        buffer: Buffer,
+        operation: impl FnOnce(&mut Self, &Buffer) -> Result<()>,
+    ) -> Result<Pending> {
+        self.check_owner(name, &buffer)?;
+        self.guard(|comm| operation(comm, &buffer))?;
+        Ok(Pending::complete(buffer))
+    }
+
+    fn check_owner(&self, operation: &'static str, buffer: &Buffer) -> Result<()> {
+        let foreign = buffer.arena().filter(|(arena, _)| !arena.belongs_to(&self.membership));
+        let Some((arena, _)) = foreign else { return Ok(()) };
+        let (communicator, number) = (arena.id >> 32, arena.id & u64::from(u32::MAX));
+        let problem = format!(
+            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
+             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
+             buffer",
+            arena.rank,
+            arena.parts.len(),
+        );
+        Err(Error::InvalidArgument { operation, problem })
     }
 
     /// The ranks other than this one, the next one first.
@@ -231,6 +264,10 @@ impl Communicator for CpuCommunicator {
         self.arrival = Some(at);
     }
 
+    fn blame(&mut self, error: &Error) {
+        self.membership.blame(error);
+    }
+
     fn expect_company(&mut self) {
         self.patience = Patience::for_ranks(2 * self.size, self.cores);
     }
@@ -244,43 +281,40 @@ impl Communicator for CpuCommunicator {
     }
 
     fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.guard(|comm| {
-            let path = comm.choose_path(&buffer)?;
-            let call = Call::new(Operation::AllReduce, &buffer, Some(op), 0).via(path);
+        self.guard_buffer("all_reduce", buffer, |comm, buffer| {
+            let path = comm.choose_path(buffer)?;
+            let call = Call::new(Operation::AllReduce, buffer, Some(op), 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_all_reduce(&buffer, op, &call)?,
-                Path::Direct => comm.direct_all_reduce(&buffer, op, &call)?,
-                Path::Ring => comm.ring_all_reduce(&buffer, op, &call)?,
-                _ => comm.staged_all_reduce(&buffer, op, &call)?,
+                Path::Inline | Path::Eager => comm.eager_all_reduce(buffer, op, &call),
+                Path::Direct => comm.direct_all_reduce(buffer, op, &call),
+                Path::Ring => comm.ring_all_reduce(buffer, op, &call),
+                _ => comm.staged_all_reduce(buffer, op, &call),
             }
-            Ok(Pending::complete(buffer))
         })
     }
 
     fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.guard(|comm| {
-            let path = comm.by_size(&buffer, buffer.bytes());
-            let call = Call::new(Operation::ReduceScatter, &buffer, Some(op), 0).via(path);
+        self.guard_buffer("reduce_scatter", buffer, |comm, buffer| {
+            let path = comm.by_size(buffer, buffer.bytes());
+            let call = Call::new(Operation::ReduceScatter, buffer, Some(op), 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_reduce_scatter(&buffer, op, &call)?,
-                Path::Direct => comm.direct_reduce_scatter(&buffer, op, &call)?,
-                _ => comm.staged_reduce_scatter(&buffer, op, &call)?,
+                Path::Inline | Path::Eager => comm.eager_reduce_scatter(buffer, op, &call),
+                Path::Direct => comm.direct_reduce_scatter(buffer, op, &call),
+                _ => comm.staged_reduce_scatter(buffer, op, &call),
             }
-            Ok(Pending::complete(buffer))
         })
     }
 
     fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
-        self.guard(|comm| {
+        self.guard_buffer("all_gather", buffer, |comm, buffer| {
             let largest = shard(buffer.len(), comm.size, 0).len() * buffer.dtype().size();
-            let path = comm.by_size(&buffer, largest);
-            let call = Call::new(Operation::AllGather, &buffer, None, 0).via(path);
+            let path = comm.by_size(buffer, largest);
+            let call = Call::new(Operation::AllGather, buffer, None, 0).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_all_gather(&buffer, &call)?,
-                Path::Direct => comm.direct_all_gather(&buffer, &call)?,
-                _ => comm.staged_all_gather(&buffer, &call)?,
+                Path::Inline | Path::Eager => comm.eager_all_gather(buffer, &call),
+                Path::Direct => comm.direct_all_gather(buffer, &call),
+                _ => comm.staged_all_gather(buffer, &call),
             }
-            Ok(Pending::complete(buffer))
         })
     }
 
@@ -291,6 +325,8 @@ impl Communicator for CpuCommunicator {
         block: usize,
         make: &mut Make<'_>,
     ) -> Result<Pending> {
+        check_segments(&buffer, segments, block)?;
+        self.check_owner("all_gather", &buffer)?;
         if buffer.arena().is_none() {
             let made = make_blocks(buffer, segments, (self.size, self.rank), block, make, |_, _| ());
             let gathered = gather_segments(made, segments, |shards| self.all_gather(shards)?.wait())?;
@@ -307,46 +343,42 @@ impl Communicator for CpuCommunicator {
     }
 
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
-        self.guard(|comm| {
+        self.guard_buffer("broadcast", buffer, |comm, buffer| {
             comm.check_rank("broadcast", root)?;
-            let path = comm.by_size(&buffer, buffer.bytes());
-            let call = Call::new(Operation::Broadcast, &buffer, None, root).via(path);
+            let path = comm.by_size(buffer, buffer.bytes());
+            let call = Call::new(Operation::Broadcast, buffer, None, root).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_broadcast(&buffer, root, &call)?,
-                Path::Direct => comm.direct_broadcast(&buffer, root, &call)?,
-                _ => comm.staged_broadcast(&buffer, root, &call)?,
+                Path::Inline | Path::Eager => comm.eager_broadcast(buffer, root, &call),
+                Path::Direct => comm.direct_broadcast(buffer, root, &call),
+                _ => comm.staged_broadcast(buffer, root, &call),
             }
-            Ok(Pending::complete(buffer))
         })
     }
 
     fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
-        self.guard(|comm| {
+        self.guard_buffer("reduce", buffer, |comm, buffer| {
             comm.check_rank("reduce", root)?;
-            let path = comm.by_size(&buffer, buffer.bytes());
-            let call = Call::new(Operation::Reduce, &buffer, Some(op), root).via(path);
+            let path = comm.by_size(buffer, buffer.bytes());
+            let call = Call::new(Operation::Reduce, buffer, Some(op), root).via(path);
             match path {
-                Path::Inline | Path::Eager => comm.eager_reduce(&buffer, op, root, &call)?,
-                Path::Direct => comm.direct_reduce(&buffer, op, root, &call)?,
-                _ => comm.staged_reduce(&buffer, op, root, &call)?,
+                Path::Inline | Path::Eager => comm.eager_reduce(buffer, op, root, &call),
+                Path::Direct => comm.direct_reduce(buffer, op, root, &call),
+                _ => comm.staged_reduce(buffer, op, root, &call),
             }
-            Ok(Pending::complete(buffer))
         })
     }
 
     fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
-        self.guard(|comm| {
+        self.guard_buffer("send", buffer, |comm, buffer| {
             comm.check_peer("send", to)?;
-            comm.send_message(&buffer, to)?;
-            Ok(Pending::complete(buffer))
+            comm.send_message(buffer, to)
         })
     }
 
     fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
-        self.guard(|comm| {
+        self.guard_buffer("recv", buffer, |comm, buffer| {
             comm.check_peer("recv", from)?;
-            comm.receive_message(&buffer, from)?;
-            Ok(Pending::complete(buffer))
+            comm.receive_message(buffer, from)
         })
     }
 

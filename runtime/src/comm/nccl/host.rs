@@ -149,7 +149,7 @@ impl HostCommunicator {
             let mut theirs = [0; CALL_WORDS];
             let at = *peer as usize * WORDS;
             cast_slice_mut(&mut theirs).copy_from_slice(&all[at..at + WORDS]);
-            if theirs != call.counterpart().encode() {
+            if theirs != call.counterpart(self.link().rank).encode() {
                 let (rank, sequence) = (self.link().rank, doing.sequence);
                 let (ours, theirs) = (call.to_string(), describe(theirs));
                 self.let_all_know(kind);
@@ -281,6 +281,10 @@ impl Communicator for HostCommunicator {
         "nccl"
     }
 
+    fn blame(&mut self, error: &Error) {
+        self.link().membership.blame(error);
+    }
+
     /// NCCL chooses by itself.
     fn set_algorithm(&mut self, _: Algorithm) {}
 
@@ -318,12 +322,12 @@ impl Communicator for HostCommunicator {
 
     fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
         self.check_peer("send", to)?;
-        self.collective(Kind::Send { to }, Operation::Send, buffer, None, 0)
+        self.collective(Kind::Send { to }, Operation::Send, buffer, None, to)
     }
 
     fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
         self.check_peer("recv", from)?;
-        self.collective(Kind::Recv { from }, Operation::Recv, buffer, None, 0)
+        self.collective(Kind::Recv { from }, Operation::Recv, buffer, None, from)
     }
 
     fn barrier(&mut self) -> Result<()> {

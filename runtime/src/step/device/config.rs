@@ -31,10 +31,28 @@ impl DeviceConfig {
         DeviceConfig { parallel, micro_batches: 1, plan, bf16_copy: false }
     }
 
+    /// Everything that has to be the same on all ranks, by name.
+    pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
+        let DeviceConfig { parallel, micro_batches, plan: Plan { steps_per_epoch, schedule }, bf16_copy } =
+            self;
+        let mut settings = parallel.settings();
+        settings.extend([
+            ("micro_batches", micro_batches.to_string()),
+            ("steps_per_epoch", steps_per_epoch.to_string()),
+            ("schedule", format!("{schedule:?}")),
+            ("bf16_copy", bf16_copy.to_string()),
+        ]);
+        settings
+    }
+
     /// Whether all of this goes together on `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
         if self.micro_batches == 0 {
-            let problem = "a step has a micro-batch at least".to_owned();
+            let problem = "a step has at least one micro-batch".to_owned();
+            return Err(Error::InvalidArgument { operation: "data parallel", problem });
+        }
+        if self.plan.steps_per_epoch == 0 {
+            let problem = "an epoch has at least one step".to_owned();
             return Err(Error::InvalidArgument { operation: "data parallel", problem });
         }
         self.parallel.check(ranks)

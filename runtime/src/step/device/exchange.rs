@@ -117,6 +117,7 @@ impl DeviceDataParallel {
             // The exchange stream goes in order: what began last ends last.
             self.compute.wait_for(&self.slots[self.last_exchange].exchanged)?;
         }
+        self.check_reduced()?;
         self.clip()?;
         if together && !self.is_sharded() {
             return self.update_chunks(self.chunks.view(), self.copy.as_ref());

@@ -1,8 +1,9 @@
 //! What keeps a training on a GPU from going wrong unseen, and how the host learns of it without a wait in each step.
 //!
-//! - *Gradients that are no numbers*: a rank looks through its own before they are reduced, and marks itself and the tensor in the
-//!   [`StepState`]. The largest mark of all ranks travels with the last bucket, so that all know before any parameter changes:
-//!   the update is not made then, and none after it.
+//! - *Non-finite gradients*: a rank checks its own before they are reduced, and marks itself and the tensor in the
+//!   [`StepState`]. The largest mark of all ranks travels with the last bucket. Then it checks the reduced ones that it updates,
+//!   every element: finite gradients may have an infinite sum. So all ranks know before any parameter changes: the update is not
+//!   made then, and none after it.
 //! - *Weights that differ*: every now and then each rank's are hashed where they lie, and the hashes gathered.
 //!
 //! Marks and hashes are copied to the host in the order of the stream ([`Health`]), which looks at them when it looks at losses
@@ -24,8 +25,10 @@ use crate::{Error, Layout, Result};
 /// What the guards need of a GPU's memory.
 #[derive(Debug)]
 pub(super) struct Guard {
-    /// Table of what is looked through.
+    /// Table of what is checked of this rank's own gradients.
     parts: Memory,
+    /// Table of what is checked of the reduced ones.
+    reduced: Memory,
     /// Where gradients are clipped.
     squares: Option<Squares>,
     /// A hash of each rank's weights.
@@ -67,6 +70,7 @@ impl Guard {
         let squares = config.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
         Ok(Guard {
             parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
+            reduced: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.reduced))?,
             squares: squares.transpose()?,
             hashes: Memory::zeroed(stream.device(), DType::I64, ranks as usize)?,
             generation: 0,
@@ -100,7 +104,10 @@ fn mark(rank: u32, ranks: u32) -> u64 {
     u64::from(ranks - rank) << 32 | 1
 }
 
-/// The rank and the tensor of a mark.
+/// The mark of reduced gradients, less the index of the tensor: below those of all ranks, which say more.
+const REDUCED: u64 = 1;
+
+/// The rank and the tensor of a mark; behind the last rank for that of reduced gradients.
 fn marked(mark: u64, ranks: u32, layout: &Layout) -> (u32, String) {
     let tensor = (mark & u64::from(u32::MAX)).saturating_sub(1) as usize;
     let name =
@@ -132,6 +139,20 @@ impl DeviceDataParallel {
             mark,
             self.not_finite(),
         )?)
+    }
+
+    /// Checks the reduced gradients that this rank updates. Collective where buckets are sharded.
+    pub(super) fn check_reduced(&self) -> Result<()> {
+        if self.ranks() == 1 || !self.config.parallel.check_finite {
+            return Ok(());
+        }
+        let (stream, gradients, parts) = (&self.compute, self.gradients.view(), self.guard.reduced.view());
+        digest::find_not_finite(stream, gradients, parts, self.state.view(), REDUCED, self.not_finite())?;
+        // What a rank has of a sharded bucket, the others have not seen.
+        if self.is_sharded() {
+            self.comm.all_reduce(stream, self.not_finite(), ReduceOp::Max)?;
+        }
+        Ok(())
     }
 
     /// Clips the reduced gradients, if that is asked for. Collective where buckets are sharded.
@@ -193,9 +214,9 @@ impl DeviceDataParallel {
     /// steps that the training has gone back from since. Collective where all is not well: ranks look at the same places.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if a rank had gradients that are no numbers: parameters, optimizer and [`steps`](Self::steps) are as
-    /// before that step, and another one may be made, but buffers are as the model has left them. [`Error::Diverged`] if weights
-    /// differ between ranks. As [`wait`](Self::wait).
+    /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only those of all ranks together
+    /// are: parameters, optimizer and [`steps`](Self::steps) are as before that step, and another one may be made, but buffers
+    /// are as the model has left them. [`Error::Diverged`] if weights differ between ranks. As [`wait`](Self::wait).
     pub fn look(&mut self, health: &mut Health) -> Result<()> {
         self.comm.wait(&health.done, STEP)?;
         // SAFETY: the event lies behind the copies, and none is begun while the bytes are lent.
@@ -212,8 +233,12 @@ impl DeviceDataParallel {
     fn judge(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
         if state.not_finite != 0 {
             self.go_to(state.step)?;
-            let (rank, tensor) = marked(state.not_finite, self.ranks(), &self.layout);
-            return Err(Error::NotFinite { rank, tensor, step: state.step + 1 });
+            let ((rank, tensor), step) =
+                (marked(state.not_finite, self.ranks(), &self.layout), state.step + 1);
+            return Err(match rank < self.ranks() {
+                true => Error::NotFinite { rank, tensor, step },
+                false => Error::ReducedNotFinite { tensor, step },
+            });
         }
         if hashes.iter().any(|hash| *hash != hashes[0]) {
             self.compare_all()?;
@@ -285,6 +310,8 @@ mod tests {
         assert_eq!(marked(marks.into_iter().max().unwrap(), 3, &layout), (0, "b".into()));
         assert_eq!(marked(marks[0], 3, &layout), (0, "a".into()));
         assert_eq!(marked(marks[2], 3, &layout), (2, "b".into()));
+        assert!(marks.iter().all(|mark| *mark > REDUCED + 1));
+        assert_eq!(marked(REDUCED + 1, 3, &layout), (3, "b".into()));
         assert!(marks.iter().all(|mark| *mark > 0 && i64::try_from(*mark).is_ok()));
         // Memory that was harmed is no reason to panic.
         assert_eq!(marked(u64::MAX, 3, &layout), (0, "unknown".into()));

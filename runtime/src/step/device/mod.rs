@@ -39,17 +39,38 @@ use sums::{Buffers, Sums};
 use super::config::Compression;
 use crate::bucket;
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
-use crate::replicate::replicate;
-use crate::{Error, Layout, Result};
+use crate::replicate::{agree, checksum, replicate};
+use crate::{Error, Layout, Result, TensorSpec};
 
 /// Elements that every tensor's offset is a multiple of: 256 bytes of f32, 128 of bf16.
 pub const ALIGNMENT: usize = 64;
+
+/// Elements that the kernels count in all tensors together.
+const MOST_ELEMENTS: usize = (1 << 31) - ALIGNMENT;
 
 /// What is waited for mostly, in the words of errors.
 const STEP: &str = "training step";
 
 /// Bytes of an entry of the table of chunks.
 const CHUNK: usize = size_of::<Chunk>();
+
+/// Checks that kernels can work on the tensors of `layout`.
+fn check_layout(layout: &Layout) -> Result<()> {
+    let problem = |tensor: &TensorSpec| {
+        let TensorSpec { name, shape, offset } = tensor;
+        if !offset.is_multiple_of(ALIGNMENT) {
+            Some(format!("tensor `{name}` begins at element {offset}, which is no multiple of {ALIGNMENT}"))
+        } else if tensor.range().end > MOST_ELEMENTS {
+            Some(format!("tensor `{name}` of shape {shape:?} ends behind {MOST_ELEMENTS} elements"))
+        } else {
+            None
+        }
+    };
+    match layout.tensors().iter().find_map(problem) {
+        Some(problem) => Err(Error::InvalidArgument { operation: "data parallel", problem }),
+        None => Ok(()),
+    }
+}
 
 /// A model's parameters on this rank's GPU, replicated on every rank and updated together.
 ///
@@ -139,11 +160,8 @@ impl DeviceDataParallel {
     /// ([`World::communicators`](crate::World::communicators) has both).
     ///
     /// # Errors
-    /// If the ranks' layouts differ (names the first tensor), what is chosen does not go together, memory is short, or as the
-    /// communicator's.
-    ///
-    /// # Panics
-    /// If a tensor is not aligned.
+    /// If a tensor is not aligned, or ends behind 2³¹ elements; if the ranks' layouts or settings differ (names the first tensor
+    /// or setting), what is chosen does not go together, memory is short, or as the communicator's.
     pub fn new(
         comm: Arc<DeviceCommunicator>,
         mut host: Box<dyn Communicator>,
@@ -152,10 +170,12 @@ impl DeviceDataParallel {
         buffers: &[f32],
         config: DeviceConfig,
     ) -> Result<Self> {
-        for tensor in layout.tensors() {
-            assert!(tensor.offset.is_multiple_of(ALIGNMENT), "tensor `{}` is not aligned", tensor.name);
-        }
+        check_layout(&layout)?;
         config.check(comm.size())?;
+        let mut settings = config.settings();
+        let hash = format!("{} elements with checksum {:016x}", buffers.len(), checksum(buffers));
+        settings.push(("buffers", hash));
+        agree(&mut *host, &settings)?;
         replicate(&mut *host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
@@ -321,8 +341,9 @@ impl DeviceDataParallel {
     /// Called once per tensor and micro-batch, in the same order on every rank; buckets follow that of the first step.
     ///
     /// # Errors
-    /// If it was announced before; as the communicator's.
+    /// If there is no such tensor, or it was announced before; as the communicator's.
     pub fn ready(&mut self, tensor: usize) -> Result<()> {
+        super::slot::check_tensor(&self.layout, "step", tensor)?;
         let place = self.slot_of[tensor];
         let slot = &mut self.slots[place];
         if !mem::replace(&mut slot.open[tensor - slot.bucket.tensors.start], false) {

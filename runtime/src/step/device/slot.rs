@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use mgpu_kernels::cuda::{Device, Event};
-use mgpu_kernels::digest::cuda::{Part, parts};
+use mgpu_kernels::digest::cuda::{Part, parts, whole_parts};
 use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 
 use super::super::config::DataParallelConfig;
@@ -83,8 +83,10 @@ pub(super) struct Slots {
     pub(super) states: usize,
     /// What the optimizer updates here, bucket by bucket.
     pub(super) chunks: Vec<Chunk>,
-    /// What is looked through for gradients that are no numbers, bucket by bucket.
+    /// What is checked to be finite of this rank's own gradients, bucket by bucket.
     pub(super) parts: Vec<Part>,
+    /// What is checked of the reduced gradients: all that this rank updates.
+    pub(super) reduced: Vec<Part>,
 }
 
 impl Slots {
@@ -105,6 +107,7 @@ impl Slots {
         ends.push(padded(layout));
         let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
         let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
+        let mut reduced = Vec::new();
         for (place, end) in places.into_iter().zip(ends) {
             let bucket = buckets[place].clone();
             of[bucket.tensors.clone()].fill(place);
@@ -127,13 +130,15 @@ impl Slots {
             slot.chunks = regions.map(|region| {
                 let state = states;
                 states += region.len();
-                let tensors = &layout.tensors()[slot.bucket.tensors.clone()];
-                let within = tensors.iter().map(|tensor| {
-                    let Range { start, end } = tensor.range();
-                    let within = start.max(region.start)..end.min(region.end);
-                    (within, config.optimizer.decays(tensor))
+                let tensors = slot.bucket.tensors.clone().map(|tensor| {
+                    let Range { start, end } = layout.range(tensor);
+                    (tensor, start.max(region.start)..end.min(region.end))
                 });
-                let within = within.filter(|(within, _)| !within.is_empty());
+                let within: Vec<_> = tensors.filter(|(_, within)| !within.is_empty()).collect();
+                reduced.extend(whole_parts(within.iter().cloned()));
+                let within = within
+                    .into_iter()
+                    .map(|(tensor, within)| (within, config.optimizer.decays(&layout.tensors()[tensor])));
                 let from = mem::size_of_val(&chunk_table[..]);
                 let weight_decay = config.optimizer.rule.weight_decay();
                 chunk_table.extend(chunks(within, weight_decay).into_iter().map(|chunk| {
@@ -143,13 +148,14 @@ impl Slots {
                 from..mem::size_of_val(&chunk_table[..])
             });
             let from = mem::size_of_val(&part_table[..]);
-            part_table
-                .extend(parts(slot.bucket.tensors.clone().map(|tensor| (tensor, layout.range(tensor)))));
+            let tensors = slot.bucket.tensors.clone().map(|tensor| (tensor, layout.range(tensor)));
+            // Alone, there is no reduction after which all would be checked.
+            part_table.extend(if ranks == 1 { whole_parts(tensors) } else { parts(tensors) });
             slot.parts = from..mem::size_of_val(&part_table[..]);
             all[place] = Some(slot);
         }
         let all = all.into_iter().flatten().collect();
-        Ok(Slots { all, of, states, chunks: chunk_table, parts: part_table })
+        Ok(Slots { all, of, states, chunks: chunk_table, parts: part_table, reduced })
     }
 }
 
