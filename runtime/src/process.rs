@@ -222,6 +222,15 @@ mod tests {
     }
 
     #[test]
+    fn all_limits_of_processes_are_named() {
+        let reached = start_failure(&io::Error::from_raw_os_error(libc::EAGAIN));
+        for name in ["ulimit -u", "pids.max", "kernel.pid_max", "kernel.threads-max"] {
+            assert!(reached.contains(name), "{reached}");
+        }
+        assert_eq!(start_hint(&io::Error::from_raw_os_error(libc::ENOENT)), "");
+    }
+
+    #[test]
     fn the_state_of_a_process_is_a_letter() {
         assert!(state(std::process::id()).is_some_and(|state| "RSD".contains(state)));
         assert_eq!(state(0), None);
