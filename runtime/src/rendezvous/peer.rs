@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
-use nix::unistd::geteuid;
+use nix::unistd::{Pid, geteuid, getpgid};
 
 use super::message::{Reply, encode};
 use super::socket::Connection;
@@ -56,9 +56,14 @@ impl Peer {
         visible(self.pid)
     }
 
-    /// The process at the other end of a connection that is not taken in, if this process can see it.
-    pub(super) fn process_of(stream: &UnixStream) -> Option<u32> {
-        getsockopt(stream, PeerCredentials).ok().and_then(|owner| visible(owner.pid()))
+    /// Its process group, or its process if that has ended.
+    pub(super) fn group(&self) -> Option<u32> {
+        self.pid().map(group_of)
+    }
+
+    /// The process group at the other end of a connection that is not taken in, if this process can see it.
+    pub(super) fn group_behind(stream: &UnixStream) -> Option<u32> {
+        getsockopt(stream, PeerCredentials).ok().and_then(|owner| visible(owner.pid())).map(group_of)
     }
 
     /// Who it is, as far as that is known.
@@ -79,6 +84,10 @@ impl Peer {
     pub(super) fn hello_deadline(&self) -> Option<Instant> {
         self.hello_by.filter(|_| self.rank.is_none())
     }
+}
+
+fn group_of(process: u32) -> u32 {
+    getpgid(Some(Pid::from_raw(process as i32))).map_or(process, |group| group.as_raw() as u32)
 }
 
 /// A process of a namespace that this one does not see has no number here.

@@ -46,8 +46,8 @@ pub enum ServerEvent {
     },
     /// Connections were refused or broken off.
     Refused {
-        /// The process that had made them; `None` if it is not known, or if they were several.
-        process: Option<u32>,
+        /// The process group that had made them; `None` if it is not known, or if they were several.
+        group: Option<u32>,
         /// Their number.
         connections: u64,
         /// Who had made the first one, and why it was refused.
@@ -56,8 +56,8 @@ pub enum ServerEvent {
 }
 
 impl From<Refusal> for ServerEvent {
-    fn from(Refusal { process, count, why }: Refusal) -> Self {
-        ServerEvent::Refused { process, connections: count, why }
+    fn from(Refusal { group, count, why }: Refusal) -> Self {
+        ServerEvent::Refused { group, connections: count, why }
     }
 }
 
@@ -273,20 +273,20 @@ impl Server {
     fn accept(&mut self, now: Instant) {
         for _ in 0..MOST_CONNECTIONS {
             let Some(door) = &mut self.door else { return };
-            let (process, why) = match door.answer(now) {
+            let (group, why) = match door.answer(now) {
                 Knock::Stream(stream) => match self.admit(stream, Some(now + HELLO_PATIENCE)) {
                     Ok(()) => continue,
                     Err((stream, why)) => {
-                        let process = Peer::process_of(&stream);
+                        let group = Peer::group_behind(&stream);
                         refuse(stream, why.clone());
-                        (process, why)
+                        (group, why)
                     }
                 },
                 Knock::Refused(Some(why)) => (None, why),
                 Knock::Refused(None) => continue,
                 Knock::Nobody => return,
             };
-            self.refusals.add(process, format!("a connection that {why}"), now);
+            self.refusals.add(group, format!("a connection that {why}"), now);
         }
     }
 
@@ -318,7 +318,7 @@ impl Server {
         let problem: String = problem.chars().take(1000).collect();
         let why = format!("{}: {problem}", self.peers[index].name());
         let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
-        self.refusals.add(self.peers[index].pid(), why, Instant::now());
+        self.refusals.add(self.peers[index].group(), why, Instant::now());
         self.forget(index);
     }
 
