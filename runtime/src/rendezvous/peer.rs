@@ -1,6 +1,7 @@
 //! A connection and who is at its other end.
 
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use nix::unistd::{Pid, geteuid, getpgid};
 
 use super::message::{Reply, encode};
 use super::socket::Connection;
+use crate::process::has_ended;
 
 /// How long a connection may be silent before it has said hello.
 pub(super) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
@@ -24,6 +26,8 @@ pub(super) struct Peer {
     pub(super) admitted: bool,
     /// Its process when it connected.
     pub(super) pid: i32,
+    /// Readable when its process has ended, where nobody else tells. A child that it has forked holds the connection open.
+    pub(super) end: Option<OwnedFd>,
     /// When its hello has to be here; `None` for connections that this process has made itself.
     pub(super) hello_by: Option<Instant>,
 }
@@ -44,9 +48,15 @@ impl Peer {
             return Err((stream, why));
         }
         match Connection::new(stream) {
-            Ok(connection) => {
-                Ok(Peer { id, connection, rank: None, admitted: false, pid: owner.pid(), hello_by })
-            }
+            Ok(connection) => Ok(Peer {
+                id,
+                connection,
+                rank: None,
+                admitted: false,
+                pid: owner.pid(),
+                end: None,
+                hello_by,
+            }),
             Err((stream, error)) => Err((stream, format!("cannot be used: {error}"))),
         }
     }
@@ -54,6 +64,11 @@ impl Peer {
     /// Its process, if this process can see it.
     pub(super) fn pid(&self) -> Option<u32> {
         visible(self.pid)
+    }
+
+    /// True once its process has ended, as far as that is to be found out here.
+    pub(super) fn has_ended(&self) -> bool {
+        self.end.as_ref().is_some_and(has_ended)
     }
 
     /// Its process group, or its process if that has ended.

@@ -16,6 +16,7 @@ use super::refusals::{Refusal, Refusals};
 use super::socket::Received;
 use super::turn::{Conversation, take_turn};
 use super::waits::{WaitFor, Waits};
+use crate::process::pidfd_open;
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::protocol::MOST_RANKS;
 use crate::{Error, Result};
@@ -191,7 +192,9 @@ impl Server {
     /// Descriptors to poll for reading.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
         let door = self.door.as_ref().and_then(Door::fd);
-        door.into_iter().chain(self.peers.iter().map(|peer| peer.connection.as_fd())).collect()
+        let connections = self.peers.iter().map(|peer| peer.connection.as_fd());
+        let ends = self.peers.iter().filter_map(|peer| peer.end.as_ref().map(AsFd::as_fd));
+        door.into_iter().chain(connections).chain(ends).collect()
     }
 
     /// True while some rank may come, or its connection is open.
@@ -212,9 +215,11 @@ impl Server {
         self.accept(Instant::now());
         let mut index = 0;
         while index < self.peers.len() {
+            // Looked at first: what a process has sent before its end counts.
+            let has_ended = self.peers[index].has_ended();
             match take_turn(&mut Visit { server: self, index }) {
-                Ok(true) => index += 1,
-                Ok(false) => self.forget(index),
+                Ok(true) if !has_ended => index += 1,
+                Ok(_) => self.forget(index),
                 Err(problem) => self.expel(index, &problem),
             }
         }
@@ -427,6 +432,10 @@ impl Server {
         }
         self.page.join(rank, pid);
         self.peers[index].rank = Some(rank);
+        if self.unattended {
+            // By the number that the kernel knows it by here, not by its own.
+            self.peers[index].end = self.peers[index].pid().and_then(|pid| pidfd_open(pid).ok());
+        }
         self.applicants.push(applicant);
         self.events.push(ServerEvent::Joined { rank, pid });
         if let Some(gone) = self.first_gone {
