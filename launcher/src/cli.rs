@@ -101,7 +101,8 @@ struct Args {
     ///
     /// rank=R, step=N or phase=PHASE, and fault=FAULT, separated by commas; may be repeated. PHASE is start (before the
     /// rank joins), join, collective (its first), checkpoint or finalise. FAULT is abort, exit:N, exit0, sigkill,
-    /// sigstop, hang, segv, oom, panic or leak-child. restart=K makes it happen after the K-th restart.
+    /// sigstop, hang, segv, oom, panic or leak-child. restart=K makes it happen after the K-th restart. A fault that has
+    /// not happened by the end is told.
     #[arg(long, value_name = "FAULT")]
     inject: Vec<Injection>,
 

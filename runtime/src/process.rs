@@ -2,13 +2,14 @@
 
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::libc;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::sys::signal::{SigSet, Signal};
@@ -126,6 +127,12 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
+/// True once the process of a [`pidfd_open`] has ended.
+pub(crate) fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+}
+
 /// The state of process `pid`, a letter as `ps` shows it; `None` if there is no such process.
 pub(crate) fn state(pid: u32) -> Option<char> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
@@ -219,6 +226,15 @@ mod tests {
         assert!(own.is_here() && own.page.is_some());
         let by_number = Origin { process: own.process + 1, page: None };
         assert!(!by_number.is_here());
+    }
+
+    #[test]
+    fn all_limits_of_processes_are_named() {
+        let reached = start_failure(&io::Error::from_raw_os_error(libc::EAGAIN));
+        for name in ["ulimit -u", "pids.max", "kernel.pid_max", "kernel.threads-max"] {
+            assert!(reached.contains(name), "{reached}");
+        }
+        assert_eq!(start_hint(&io::Error::from_raw_os_error(libc::ENOENT)), "");
     }
 
     #[test]

@@ -202,6 +202,24 @@ fn a_rank_that_dies_is_named_by_all_others() {
     }
 }
 
+#[test]
+fn a_rank_that_dies_is_named_although_its_child_lives() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = Job::new(Slurm, "linger", 3);
+    let start = |rank| {
+        let arguments = ["linger", "1", folder.path().to_str().unwrap()];
+        let mut command = job.rank(rank, env!("CARGO_BIN_EXE_t-fork"), &arguments);
+        // The child would keep the pipes of its parent open.
+        let output = || if rank == 1 { Stdio::null() } else { Stdio::piped() };
+        command.stdout(output()).stderr(output()).spawn().unwrap()
+    };
+    let [mut first, mut culprit, mut last] = [0, 1, 2].map(start);
+    assert_eq!(culprit.wait().unwrap().code(), Some(3));
+    for (rank, survivor) in [(0, &mut first), (2, &mut last)] {
+        finish(survivor).expect(1, &[&format!("rank {rank} lost rank 1 in "), "ended without a goodbye"]);
+    }
+}
+
 /// Looks at the ranks as torchrun does: every 0.1 s, one after the other. The first of those that have failed by then is the
 /// one that it calls the root cause; the others are ended.
 fn root_cause(ranks: &mut [Child]) -> usize {

@@ -331,8 +331,11 @@ fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
     // What comes within a moment is one line.
     assert!((1..=5).contains(&refused.len()), "{finished:#?}");
     for line in refused {
-        let parts =
-            ["mgpurun: refused ", " connections, the first of rank 1: process ", " silent connections, and no process has more"];
+        let parts = [
+            "mgpurun: refused ",
+            " connections, the first of rank 1: process ",
+            " silent connections, and no process has more",
+        ];
         assert!(parts.iter().all(|part| line.contains(part)), "{line}");
     }
 }

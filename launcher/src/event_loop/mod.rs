@@ -15,7 +15,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
-use nix::unistd::{Pid, getpgid, read};
+use nix::unistd::read;
 
 use crate::events::{self, EventLog};
 use crate::faults;
@@ -153,8 +153,8 @@ impl<'a> EventLoop<'a> {
         self.drain_all();
         self.record_steps();
         for event in self.server.last_refusals() {
-            if let ServerEvent::Refused { process, connections, why } = event {
-                self.say_refused(process, connections, &why);
+            if let ServerEvent::Refused { group, connections, why } = event {
+                self.say_refused(group, connections, &why);
             }
         }
         if self.adopts {
@@ -338,32 +338,22 @@ impl<'a> EventLoop<'a> {
                 ServerEvent::Unfit { rank, fault, why } => {
                     events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
                 }
-                ServerEvent::Refused { process, connections, why } => {
-                    self.say_refused(process, connections, &why);
+                ServerEvent::Refused { group, connections, why } => {
+                    self.say_refused(group, connections, &why);
                 }
             }
         }
         events
     }
 
-    /// The rank that has started `process`, or is it.
-    fn rank_of(&self, process: u32) -> Option<u32> {
-        // What a rank starts is in its group.
-        let group = getpgid(Some(Pid::from_raw(process as i32))).ok();
-        let is_its = |rank: &u32| {
-            let leader = &self.ranks[*rank as usize];
-            !leader.reaped && group == Some(leader.pid) || self.pid_of(*rank) == process
-        };
-        (0..self.ranks.len() as u32).find(is_its)
-    }
-
-    /// Tells the user of refused connections.
-    fn say_refused(&mut self, process: Option<u32>, connections: u64, why: &str) {
+    /// Tells the user of refused connections. What a rank starts is in its group.
+    fn say_refused(&mut self, group: Option<u32>, connections: u64, why: &str) {
         let what = match connections {
             1 => "a connection".to_owned(),
             many => format!("{many} connections, the first"),
         };
-        let rank = process.and_then(|process| self.rank_of(process));
+        let is_its = |rank: &Process| group == u32::try_from(rank.pid.as_raw()).ok();
+        let rank = self.ranks.iter().position(is_its);
         let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
         self.output.say(&format!("refused {what}{whose}: {why}"));
     }

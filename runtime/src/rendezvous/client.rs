@@ -9,12 +9,14 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, setsockopt, socket, sockopt};
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, UnixAddr, getsockopt, setsockopt, socket, sockopt,
+};
 use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
-use crate::process::Origin;
+use crate::process::{Origin, has_ended, pidfd_open};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
 
@@ -72,6 +74,8 @@ pub struct Store {
     connection: Mutex<Connection>,
     /// Whether this side has closed the connection, whose end then says nothing of the other one.
     closed: AtomicBool,
+    /// Readable when the rank that serves the rendezvous has ended: a child that it has forked holds the connection open.
+    host_end: Option<OwnedFd>,
 }
 
 /// A request that was sent, and how long its reply is waited for.
@@ -136,10 +140,12 @@ impl Store {
                 run_id.len()
             )));
         }
+        let server = getsockopt(&stream, sockopt::PeerCredentials).ok().filter(|_| host != Host::Launcher);
+        let host_end = server.and_then(|server| pidfd_open(server.pid() as u32).ok());
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
         let connection = Mutex::new(connection);
         let (origin, closed) = (Origin::here(), AtomicBool::new(false));
-        let store = Store { origin, host, rank, world_size, connection, closed };
+        let store = Store { origin, host, rank, world_size, connection, closed, host_end };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -287,6 +293,9 @@ impl Store {
         if self.host == Host::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
             return false;
         }
+        if self.host_end.as_ref().is_some_and(has_ended) {
+            return true;
+        }
         // Who holds the connection now waits for an answer, and is told by the kernel.
         self.connection.try_lock().is_ok_and(|connection| connection.is_at_end())
     }
@@ -421,7 +430,7 @@ mod tests {
         }
         let connection = Mutex::new(Connection::new(ours).unwrap());
         let (origin, host, closed) = (Origin::here(), Host::Launcher, AtomicBool::new(false));
-        (Store { origin, host, rank: 0, world_size: 2, connection, closed }, theirs)
+        (Store { origin, host, rank: 0, world_size: 2, connection, closed, host_end: None }, theirs)
     }
 
     #[test]
@@ -437,6 +446,19 @@ mod tests {
             drop(rank_0);
             assert_eq!(store.host_is_gone(), is_gone);
         }
+    }
+
+    #[test]
+    fn a_rank_0_whose_child_holds_the_connection_is_known_to_be_dead() {
+        let (store, _held_by_a_child) = store(&[]);
+        let mut rank_0 =
+            std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let host_end = pidfd_open(rank_0.id()).ok();
+        let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, host_end, ..store };
+        assert!(!store.host_is_gone());
+        rank_0.kill().unwrap();
+        rank_0.wait().unwrap();
+        assert!(store.host_is_gone());
     }
 
     #[test]

@@ -198,8 +198,9 @@ mod tests {
                 Err(_) => std::thread::yield_now(),
             }
         };
-        // Who waited has been told, and the second attempt is not tied to the first.
-        assert_eq!((&waiting).read(&mut [0]).unwrap(), 0);
+        // Who waited finds its connection ended, and the second attempt is not tied to the first.
+        let end = (&waiting).read(&mut [0]).map_err(|error| error.kind());
+        assert!(matches!(end, Ok(0) | Err(ErrorKind::ConnectionReset)), "{end:?}");
         again.has_joined();
         run.connect(0).unwrap();
     }

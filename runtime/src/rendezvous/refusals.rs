@@ -1,21 +1,22 @@
-//! Refused connections, summed up: a process that floods the rendezvous is one line of its launcher, not thousands. Pure.
+//! Refused connections, summed up: whoever floods the rendezvous is one line of its launcher, not thousands. Pure.
 //!
-//! Refusals are collected for a moment and told together. Each time the next moment is twice as long, so a flood that goes
-//! on does not fill a screen either.
+//! They are counted for each process group, which a rank shares with the processes that it starts. Refusals are collected for
+//! a moment and told together. Each time the next moment is twice as long, so a flood that goes on does not fill a screen
+//! either.
 
 use std::time::{Duration, Instant};
 
 /// First and longest time for which refusals are collected.
 const COLLECT: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
 
-/// Processes that are told apart at a time; the others are counted together.
-const MOST_PROCESSES: usize = 8;
+/// Process groups that are told apart at a time; the others are counted together.
+const MOST_GROUPS: usize = 8;
 
-/// Connections of one process that were refused.
+/// Connections of one process group that were refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Refusal {
-    /// `None` where it is not known, or for several processes.
-    pub(super) process: Option<u32>,
+    /// `None` where it is not known, or for several groups.
+    pub(super) group: Option<u32>,
     pub(super) count: u64,
     /// Who the first one was, and why it was refused.
     pub(super) why: String,
@@ -31,16 +32,16 @@ pub(super) struct Refusals {
 }
 
 impl Refusals {
-    pub(super) fn add(&mut self, process: Option<u32>, why: String, now: Instant) {
+    pub(super) fn add(&mut self, group: Option<u32>, why: String, now: Instant) {
         let (first, longest) = COLLECT;
         self.tell_at.get_or_insert_with(|| now + longest.min(first * (1 << self.told.min(16))));
-        // Beyond that many, processes are counted as if they were not known.
-        let known = |process| self.collected.iter().position(|refusal| refusal.process == process);
-        let is_full = self.collected.len() >= MOST_PROCESSES;
-        let process = process.filter(|_| known(process).is_some() || !is_full);
-        match known(process) {
+        // Beyond that many, groups are counted as if they were not known.
+        let known = |group| self.collected.iter().position(|refusal| refusal.group == group);
+        let is_full = self.collected.len() >= MOST_GROUPS;
+        let group = group.filter(|_| known(group).is_some() || !is_full);
+        match known(group) {
             Some(position) => self.collected[position].count += 1,
-            None => self.collected.push(Refusal { process, count: 1, why }),
+            None => self.collected.push(Refusal { group, count: 1, why }),
         }
     }
 
@@ -72,16 +73,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_refusal_is_counted_once(processes in prop::collection::vec(prop::option::of(0u32..20), 0..200)) {
+        fn every_refusal_is_counted_once(groups in prop::collection::vec(prop::option::of(0u32..20), 0..200)) {
             let (mut refusals, now) = (Refusals::default(), Instant::now());
-            for (number, process) in processes.iter().enumerate() {
-                refusals.add(*process, number.to_string(), now);
+            for (number, group) in groups.iter().enumerate() {
+                refusals.add(*group, number.to_string(), now);
             }
             let told = refusals.take();
-            prop_assert_eq!(told.iter().map(|refusal| refusal.count).sum::<u64>(), processes.len() as u64);
-            prop_assert!(told.len() <= MOST_PROCESSES + 1);
-            for refusal in told.iter().filter(|refusal| refusal.process.is_some()) {
-                let own: Vec<usize> = (0..processes.len()).filter(|index| processes[*index] == refusal.process).collect();
+            prop_assert_eq!(told.iter().map(|refusal| refusal.count).sum::<u64>(), groups.len() as u64);
+            prop_assert!(told.len() <= MOST_GROUPS + 1);
+            for refusal in told.iter().filter(|refusal| refusal.group.is_some()) {
+                let own: Vec<usize> = (0..groups.len()).filter(|index| groups[*index] == refusal.group).collect();
                 prop_assert_eq!(refusal.count, own.len() as u64);
                 prop_assert_eq!(&refusal.why, &own[0].to_string());
             }

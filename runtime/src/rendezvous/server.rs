@@ -16,6 +16,7 @@ use super::refusals::{Refusal, Refusals};
 use super::socket::Received;
 use super::turn::{Conversation, take_turn};
 use super::waits::{WaitFor, Waits};
+use crate::process::pidfd_open;
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::protocol::MOST_RANKS;
 use crate::{Error, Result};
@@ -46,8 +47,8 @@ pub enum ServerEvent {
     },
     /// Connections were refused or broken off.
     Refused {
-        /// The process that had made them; `None` if it is not known, or if they were several.
-        process: Option<u32>,
+        /// The process group that had made them; `None` if it is not known, or if they were several.
+        group: Option<u32>,
         /// Their number.
         connections: u64,
         /// Who had made the first one, and why it was refused.
@@ -56,8 +57,8 @@ pub enum ServerEvent {
 }
 
 impl From<Refusal> for ServerEvent {
-    fn from(Refusal { process, count, why }: Refusal) -> Self {
-        ServerEvent::Refused { process, connections: count, why }
+    fn from(Refusal { group, count, why }: Refusal) -> Self {
+        ServerEvent::Refused { group, connections: count, why }
     }
 }
 
@@ -191,7 +192,9 @@ impl Server {
     /// Descriptors to poll for reading.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
         let door = self.door.as_ref().and_then(Door::fd);
-        door.into_iter().chain(self.peers.iter().map(|peer| peer.connection.as_fd())).collect()
+        let connections = self.peers.iter().map(|peer| peer.connection.as_fd());
+        let ends = self.peers.iter().filter_map(|peer| peer.end.as_ref().map(AsFd::as_fd));
+        door.into_iter().chain(connections).chain(ends).collect()
     }
 
     /// True while some rank may come, or its connection is open.
@@ -212,9 +215,11 @@ impl Server {
         self.accept(Instant::now());
         let mut index = 0;
         while index < self.peers.len() {
+            // Looked at first: what a process has sent before its end counts.
+            let has_ended = self.peers[index].has_ended();
             match take_turn(&mut Visit { server: self, index }) {
-                Ok(true) => index += 1,
-                Ok(false) => self.forget(index),
+                Ok(true) if !has_ended => index += 1,
+                Ok(_) => self.forget(index),
                 Err(problem) => self.expel(index, &problem),
             }
         }
@@ -273,20 +278,20 @@ impl Server {
     fn accept(&mut self, now: Instant) {
         for _ in 0..MOST_CONNECTIONS {
             let Some(door) = &mut self.door else { return };
-            let (process, why) = match door.answer(now) {
+            let (group, why) = match door.answer(now) {
                 Knock::Stream(stream) => match self.admit(stream, Some(now + HELLO_PATIENCE)) {
                     Ok(()) => continue,
                     Err((stream, why)) => {
-                        let process = Peer::process_of(&stream);
+                        let group = Peer::group_behind(&stream);
                         refuse(stream, why.clone());
-                        (process, why)
+                        (group, why)
                     }
                 },
                 Knock::Refused(Some(why)) => (None, why),
                 Knock::Refused(None) => continue,
                 Knock::Nobody => return,
             };
-            self.refusals.add(process, format!("a connection that {why}"), now);
+            self.refusals.add(group, format!("a connection that {why}"), now);
         }
     }
 
@@ -318,7 +323,7 @@ impl Server {
         let problem: String = problem.chars().take(1000).collect();
         let why = format!("{}: {problem}", self.peers[index].name());
         let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
-        self.refusals.add(self.peers[index].pid(), why, Instant::now());
+        self.refusals.add(self.peers[index].group(), why, Instant::now());
         self.forget(index);
     }
 
@@ -427,6 +432,10 @@ impl Server {
         }
         self.page.join(rank, pid);
         self.peers[index].rank = Some(rank);
+        if self.unattended {
+            // By the number that the kernel knows it by here, not by its own.
+            self.peers[index].end = self.peers[index].pid().and_then(|pid| pidfd_open(pid).ok());
+        }
         self.applicants.push(applicant);
         self.events.push(ServerEvent::Joined { rank, pid });
         if let Some(gone) = self.first_gone {

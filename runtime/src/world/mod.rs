@@ -100,7 +100,8 @@ impl World {
     /// The environment is that of a rank of `mgpurun`, or else of torchrun, Open MPI's or hydra's `mpirun` (MPICH, Intel
     /// MPI), or Slurm's `srun`, with all ranks on one host. Under those nobody supervises the run but the launcher: rank 0
     /// serves the rendezvous on a thread, ranks wait for each other for `MGPU_TIMEOUT` (60 s), `MGPU_RUN_ID` names the run
-    /// where the launcher does not, and without `MGPU_BACKEND` the GPUs that there are decide.
+    /// where the launcher does not, and without `MGPU_BACKEND` the GPUs that there are decide. The loss of a peer is an error
+    /// 0.3 to 1 s later there, so that the launcher has seen the culprit's end first.
     ///
     /// # Errors
     /// If the variables are incomplete or contradict each other (the text names the variable), or tell of several hosts; if

@@ -1,6 +1,9 @@
-//! A rank that forks while it belongs to a run. The child uses all that it has a copy of, drops it and ends; the ranks go on.
+//! A rank that forks while it belongs to a run. `t-fork`: the child uses all that it has a copy of, drops it and ends; the ranks go
+//! on. `t-fork linger RANK FOLDER`: the child of this rank lives as long as the folder, and the rank ends with code 3.
 
+use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use mgpu::checkpoint::{Snapshot, Writer};
 use mgpu::process::{Fork, fork};
@@ -9,13 +12,39 @@ use mgpu::{ReduceOp, Result, World};
 use nix::sys::wait::{WaitStatus, waitpid};
 
 fn main() -> ExitCode {
-    match run() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match &arguments[..] {
+        [] => run(),
+        [mode, rank, folder] if mode == "linger" => {
+            linger(rank.parse().expect("RANK is a number"), folder.as_ref())
+        }
+        _ => panic!("usage: t-fork [linger RANK FOLDER]"),
+    };
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn linger(culprit: u32, folder: &Path) -> Result<()> {
+    let mut world = World::from_env()?;
+    let mut comm = world.communicator()?;
+    comm.barrier()?;
+    if comm.rank() == culprit {
+        match fork().expect("a process without threads can be forked") {
+            Fork::Child => {
+                while folder.exists() {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                std::process::exit(0);
+            }
+            Fork::Parent(_) => std::process::exit(3),
+        }
+    }
+    comm.barrier()
 }
 
 fn run() -> Result<()> {
