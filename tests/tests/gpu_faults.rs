@@ -319,3 +319,24 @@ fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
         run(&mut command).expect(9, &[text]);
     }
 }
+
+/// Host buffers: the rank in the collective says what it met, and the others lose it.
+#[test]
+fn a_message_that_meets_a_collective() {
+    for (ranks, fault, theirs) in
+        [(2, "recv", "recv of 8192 bytes with rank 0"), (3, "send", "send of 4194304 bytes with rank 2")]
+    {
+        let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        launcher.env("FAKE_GPU_COUNT", "4").env("MGPU_TIMEOUT", "200");
+        launcher.args(["-n", &ranks.to_string(), "--backend", "nccl", "--grace", "5"]);
+        let finished = run(launcher.args([env!("CARGO_BIN_EXE_t-misbehave"), fault, "1", "private"]));
+        assert_eq!(finished.code, Some(9), "{finished:#?}");
+        let meets = (1 + 1) % ranks;
+        let ours = format!("ranks disagree on operation 4: rank {meets} calls all_reduce(2048 f32, sum)");
+        gives_up(&finished, meets, &[&ours, &format!("rank 1 calls {theirs}")]);
+        for rank in (0..ranks).filter(|rank| *rank != meets) {
+            let (error, _) = said(&finished, rank);
+            assert!(error.starts_with(&format!("rank {rank} lost rank ")), "{rank}: {finished:#?}");
+        }
+    }
+}

@@ -4,7 +4,8 @@
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
 //!   reduction and root. A rank that does not is named in an [`Error::Mismatch`] on every
 //!   rank. [`send`] and [`recv`] concern two ranks only; where one can never meet its other side, because that waits in another
-//!   call, this is a mismatch, too, named by all that wait for it (under `nccl` they wait for the deadline).
+//!   call, this is a mismatch, too, named by those that wait for it. (Under `nccl` a message that meets a collective is; messages
+//!   that wait for each other around a circle of ranks wait for the deadline.)
 //! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then
 //!   peers may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
 //! - **Result.** Reductions combine in rank order 0…n−1 for every element (see

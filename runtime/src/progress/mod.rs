@@ -68,6 +68,8 @@ struct Slot {
     waits_for: AtomicU32,
     /// The [`Place`] that it waits for a peer in; 0 while it does not.
     waits_in: AtomicU64,
+    /// The [`Place`] of the message that it waits for a peer in; 0 while it does not.
+    message: AtomicU64,
     /// The [`Place`] at which it came to the end of a communicator last; 0 before the first.
     ends_at: AtomicU64,
     /// When something changed last, in milliseconds of [`now`].
@@ -101,7 +103,7 @@ const TIMED_OUT: u32 = 1 << 31;
 pub(crate) struct Place {
     /// The communicator's number, from 1.
     pub(crate) communicator: u32,
-    /// Collectives that the rank has begun in it.
+    /// Collectives that the rank has begun in it; of a message, those exchanged with that peer.
     pub(crate) turns: u32,
 }
 
@@ -307,6 +309,23 @@ impl ProgressPage {
         Place::from_number(self.slot(rank).waits_in.load(Ordering::Relaxed))
     }
 
+    /// Notes which message, of those with the peer that `rank` [waits](Self::wait) for, it waits in.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn wait_in_message(&self, rank: u32, place: Place) {
+        self.slot(rank).message.store(place.to_number(), Ordering::Release);
+    }
+
+    /// The message with `peer` that `rank` has waited in for more than a moment, if it does.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn waits_in_message(&self, rank: u32, peer: u32) -> Option<Place> {
+        let slot = self.slot(rank);
+        let message = slot.message.load(Ordering::Acquire);
+        let is_for_peer = slot.waits_for.load(Ordering::Acquire) == peer + 1;
+        // Read twice: of one wait, and not of two.
+        let is_same = slot.message.load(Ordering::Relaxed) == message;
+        Place::from_number(message).filter(|_| is_for_peer && is_same)
+    }
+
     /// Notes that `rank` has come to the end of a communicator: it begins no more operations in it.
     #[cfg(feature = "cuda")]
     pub(crate) fn end_at(&self, rank: u32, place: Place) {
@@ -325,7 +344,8 @@ impl ProgressPage {
         slot.operation.store(slot.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
         // A short operation was entered a moment ago: the clock need not be read again.
         if slot.waits_for.load(Ordering::Relaxed) != 0 {
-            slot.waits_for.store(0, Ordering::Relaxed);
+            slot.message.store(0, Ordering::Relaxed);
+            slot.waits_for.store(0, Ordering::Release);
             slot.waits_in.store(0, Ordering::Relaxed);
             slot.touch();
         }

@@ -76,7 +76,8 @@ pub(crate) struct CpuCommunicator {
     arrival: Option<Arc<AtomicU64>>,
     /// The error that made this communicator unusable.
     poison: Option<String>,
-    /// Whether that is a call that most other ranks did not make: then none of them is to blame.
+    /// Whether more ranks made another call than made this rank's, where calls were compared last: then none of them is to
+    /// blame for the mismatch.
     outvoted: Cell<bool>,
 }
 
@@ -149,7 +150,8 @@ impl CpuCommunicator {
         result.inspect_err(|error| {
             if !matches!(error, Error::InvalidArgument { .. }) {
                 self.poison = Some(error.to_string());
-                if !self.outvoted.get() {
+                let is_at_fault = matches!(error, Error::Mismatch { .. }) && self.outvoted.get();
+                if !is_at_fault {
                     self.membership.page().blame(self.rank, error);
                 }
                 self.membership.hold_back(error);

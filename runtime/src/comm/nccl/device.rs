@@ -113,6 +113,7 @@ impl DeviceCommunicator {
             bytes: 0,
             text: "the start of NCCL".into(),
             peers: link.peers(),
+            messages: None,
         };
         link.during(&doing, || {
             let id = share_id(&link, &doing)?;
@@ -292,7 +293,8 @@ impl DeviceCommunicator {
         let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
         let operation = Operation::Barrier;
-        let doing = Doing { operation, sequence: 0, bytes: 0, text: what.to_owned(), peers: Vec::new() };
+        let (text, peers) = (what.to_owned(), Vec::new());
+        let doing = Doing { operation, sequence: 0, bytes: 0, text, peers, messages: None };
         // Nothing is noted on the page: to the peers this rank is busy.
         link.device(|| work.is_done(), &doing).map_err(|error| link.fail(error))
     }
@@ -324,6 +326,7 @@ impl DeviceCommunicator {
             bytes: calls.iter().map(Call::bytes).sum(),
             text,
             peers: self.link.as_ref().map(Link::peers).unwrap_or_default(),
+            messages: None,
         }
     }
 

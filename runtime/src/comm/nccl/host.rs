@@ -4,7 +4,8 @@
 //! does not depend on the call. So ranks that disagree all learn it, and from whom, instead of waiting for each other. The
 //! payload then goes through pinned memory and memory of the GPU, in chunks, two of them under way at a time.
 //!
-//! Messages are agreed upon by the two ranks that they concern.
+//! Messages are agreed upon by the two ranks that they concern. A message that meets a collective has nobody to agree with: the
+//! rank in the collective finds that out by the notes on the progress page (`Link::unmet_message`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,6 +40,8 @@ pub(crate) struct HostCommunicator {
     stream: Stream,
     done: Event,
     sequence: u32,
+    /// Messages begun with each rank.
+    messages: Vec<u32>,
 }
 
 /// A place that a chunk goes through.
@@ -74,6 +77,7 @@ impl HostCommunicator {
             stream: Stream::new(gpu)?,
             done: Event::new(gpu)?,
             sequence: 0,
+            messages: vec![0; device.size() as usize],
             device,
         })
     }
@@ -90,7 +94,10 @@ impl HostCommunicator {
             self.link().membership.come_to(Moment::Collective);
         }
         let peers = match kind {
-            Kind::Send { to: peer } | Kind::Recv { from: peer } => vec![peer],
+            Kind::Send { to: peer } | Kind::Recv { from: peer } => {
+                self.messages[peer as usize] += 1;
+                vec![peer]
+            }
             _ => {
                 self.link().membership.standing.count_turn(self.link().number);
                 self.link().peers()
@@ -102,6 +109,7 @@ impl HostCommunicator {
             bytes: call.len * call.dtype.size(),
             text: call.to_string(),
             peers,
+            messages: Some(self.messages.clone()),
         };
         let membership = Arc::clone(&self.link().membership);
         let rank = self.link().rank;

@@ -13,7 +13,7 @@ use mgpu_kernels::cuda;
 use super::owner::{Answer, Ended, Owner};
 use crate::membership::Membership;
 use crate::process;
-use crate::progress::{Operation, RankState};
+use crate::progress::{Operation, Place, RankState};
 use crate::{Error, Result};
 
 /// How often a wait looks around.
@@ -54,6 +54,21 @@ pub(super) struct Doing {
     pub(super) text: String,
     /// The ranks without which it does not end; none where it is this rank's own affair.
     pub(super) peers: Vec<u32>,
+    /// Of an operation on host buffers: how many messages were begun with each rank until then, this one included.
+    pub(super) messages: Option<Vec<u32>>,
+}
+
+impl Doing {
+    /// The message and its peer, if that is what it is.
+    fn message(&self) -> Option<(u32, u32)> {
+        let messages = self.messages.as_ref().filter(|_| !self.is_collective())?;
+        let peer = *self.peers.first()?;
+        Some((peer, messages[peer as usize]))
+    }
+
+    fn is_collective(&self) -> bool {
+        !matches!(self.operation, Operation::Send | Operation::Recv)
+    }
 }
 
 impl Link {
@@ -182,6 +197,12 @@ impl Link {
         if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
             page.wait(self.rank, *peer);
             page.wait_in(self.rank, self.place());
+            if let Some((_, turns)) = doing.message() {
+                page.wait_in_message(self.rank, Place { communicator: self.number, turns });
+            }
+        }
+        if let Some(error) = self.unmet_message(doing) {
+            return Err(error);
         }
         if let Some(error) = self.membership.lost_peer(&doing.peers, || self.describe(doing)) {
             return Err(error);
@@ -201,6 +222,30 @@ impl Link {
             Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
             None => Error::Timeout { rank, waited_for: suspects, operation, after: waited },
         })
+    }
+
+    /// The error of waiting in a collective on host buffers for a peer that has not begun it, and waits in a message which this
+    /// rank has not begun: it does one such operation at a time, so neither of the two can come to its end.
+    fn unmet_message(&self, doing: &Doing) -> Option<Error> {
+        let messages = doing.messages.as_ref().filter(|_| doing.is_collective())?;
+        let (page, ours) = (self.membership.page(), self.place());
+        let is_unmet = |peer: &u32| {
+            // A peer that is done with this collective may be ahead of a rank that has yet to see that.
+            let message = page.waits_in_message(*peer, self.rank).zip(page.waits_in(*peer));
+            message.is_some_and(|(message, theirs)| {
+                message.communicator == ours.communicator
+                    && message.turns > messages[*peer as usize]
+                    && theirs.communicator == ours.communicator
+                    && theirs.turns < ours.turns
+            })
+        };
+        let peer = doing.peers.iter().copied().find(is_unmet)?;
+        let theirs = page.progress(peer).operation.map_or_else(
+            || "a message".to_owned(),
+            |last| format!("{} of {} bytes with rank {}", last.operation.name(), last.bytes, self.rank),
+        );
+        let (rank, sequence, ours) = (self.rank, doing.sequence, doing.text.clone());
+        Some(Error::Mismatch { rank, peer, sequence, ours, theirs })
     }
 
     /// Those of the awaited that seem to hold up the others: stopped by somebody, or busy with something else than
