@@ -149,7 +149,8 @@ fn a_flood_of_connections_is_one_line_and_keeps_nobody_out() {
     }
     let told = refusals(&mut server);
     assert_eq!((told.len(), told[0].0), (1, 401 - 18), "{told:?}");
-    let own = format!("process {}, which has not said hello: has 19 of 19 silent connections", std::process::id());
+    let own =
+        format!("process {}, which has not said hello: has 19 of 19 silent connections", std::process::id());
     assert!(told[0].1.starts_with(&own), "{}", told[0].1);
     assert!(refused(read_reply(&first)).starts_with("has 19 of 19 silent connections"));
     assert_eq!(server.peers.len(), 18);
