@@ -87,13 +87,14 @@ struct Args {
 
     /// Restart all ranks up to N times when one fails.
     ///
-    /// Only if a training step was made since the last start: a broken start is not repeated. The ranks get
-    /// MGPU_RESTART_COUNT; train_mnist goes on from its last checkpoint. There is a pause before each restart, from 0.5
-    /// to 30 s.
+    /// Ranks that joined the rendezvous are restarted only if a training step was made since the last start: a broken
+    /// start is not repeated. Programs that never join, PyTorch scripts for one, are restarted in any case. The ranks
+    /// get MGPU_RESTART_COUNT; train_mnist goes on from its last checkpoint. There is a pause before each restart, from
+    /// 0.5 to 30 s.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     max_restarts: u32,
 
-    /// Restart also if no step was made; for programs that report none.
+    /// Restart also if ranks have joined and made no step.
     #[arg(long, requires = "max_restarts")]
     restart_always: bool,
 

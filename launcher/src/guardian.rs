@@ -2,9 +2,9 @@
 //!
 //! `mgpurun` splits in two before it does anything. The process the user knows becomes the *guardian*: it passes signals
 //! on, waits, and exits with the launcher's code. Its child is the launcher proper. If the launcher is killed, its ranks
-//! die with it (they asked the kernel for that), and what they had started falls to the guardian, which ends it. If the
-//! guardian is killed, the launcher notices at once and ends everything itself. Only SIGKILL to both at the same moment
-//! leaves something: children of ranks that had left their process group.
+//! die with it, and all that is in their process groups (the kernel is asked for that), and what has left these falls to
+//! the guardian, which ends it. If the guardian is killed, the launcher notices at once and ends everything itself. Only
+//! SIGKILL to both at the same moment leaves something: processes that had left the group of their rank.
 //!
 //! The launcher gets a process group of its own, so that a signal from the terminal or to the whole group comes once,
 //! through the guardian, which alone decides what it means. It also gets a name of its own: whoever kills by name, as
@@ -48,10 +48,14 @@ pub(crate) fn split() -> io::Result<Role> {
     let others = orphans::children();
     let mut signals = taken_signals();
     signals.add(Signal::SIGCHLD);
+    // Blocked and not read: a limit of file sizes then fails a write, as a full disk does, and does not end the process.
+    // Ranks start with no signal blocked.
+    let mut blocked = signals;
+    blocked.add(Signal::SIGXFSZ);
     // Before there is a child whose end might be missed. Whoever started us may have ignored it, and then the kernel
     // would not keep the ends of children for us.
     mgpu::process::heed_children()?;
-    signals.thread_block()?;
+    blocked.thread_block()?;
     match fork()? {
         Fork::Child => {
             let pidfd = pidfd_open(guardian.as_raw() as u32)?;
@@ -97,7 +101,8 @@ fn stand_guard(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<Ex
         // It has left nothing.
         WaitStatus::Exited(_, code) => ExitCode::from(code as u8),
         WaitStatus::Signaled(_, signal, _) => {
-            orphans::end_all(others);
+            let say = |text: &str| _ = writeln!(io::stderr(), "mgpurun: {text}");
+            orphans::end_all(others, say).iter().for_each(|problem| say(problem));
             mgpu::rendezvous::remove_abandoned();
             let line = format!("mgpurun: the launcher was killed by {signal}: so are its ranks\n");
             let _ = io::stderr().write_all(line.as_bytes());

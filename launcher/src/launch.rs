@@ -257,21 +257,20 @@ impl Run<'_> {
     fn until_over(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
         let mut restarts = 0;
         loop {
-            let End { outcome, made_a_step, missed_faults } = self.attempt(restarts, output, events)?;
-            if let Some(message) = &outcome.message {
-                output.say(message);
-            }
+            let End { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
             missed_faults.iter().for_each(|fault| output.say(fault));
             if let Some(culprit) = outcome.culprit {
                 output.repeat_last_lines(culprit);
             }
-            match self.restart.decide(&outcome, made_a_step, restarts) {
+            match self.restart.decide(&outcome, reached, restarts) {
                 Decision::Restart(pause) => {
                     restarts += 1;
                     let (most, seconds) = (self.restart.most, pause.as_secs_f64());
                     output.say(&format!("restart {restarts} of {most} in {seconds} s"));
-                    if !wait_out(pause, self.signals, output) {
-                        return Ok(Outcome { interrupted: true, ..outcome });
+                    if let Some(signal) = wait_out(pause, self.signals, output) {
+                        let outcome = Outcome::interruption(signal);
+                        outcome.message.iter().for_each(|message| output.say(message));
+                        return Ok(outcome);
                     }
                 }
                 Decision::Stop(why) => {
@@ -303,7 +302,10 @@ impl Run<'_> {
         // All or none: those that were started before one that cannot be are ended when they are dropped.
         let processes: Vec<Process> =
             plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
-        processes.iter().filter_map(|process| process.notice.as_ref()).for_each(|notice| output.say(notice));
+        for (process, rank) in processes.iter().zip(0..) {
+            server.rank_started(rank, process.pid.as_raw() as u32);
+            process.notice.iter().for_each(|notice| output.say(notice));
+        }
         events.record(Event::Start {
             ranks,
             program: plan.program.to_string_lossy().into_owned(),

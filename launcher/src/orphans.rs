@@ -7,16 +7,22 @@
 //! are none needs no list that somebody might slip out of, and cannot hit a stranger: the number of a child is not
 //! given to anybody else before its parent has waited for it.
 
+use std::collections::HashSet;
 use std::fs;
-use std::os::fd::AsFd;
-use std::time::Instant;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, getpid};
 
 use crate::group::{PATIENCE, processes};
+
+/// Longest time for processes that keep starting others while they are killed.
+const STORM_PATIENCE: Duration = Duration::from_secs(30);
+/// Milliseconds after which children are looked at again if none of them has ended.
+const MOMENT: u8 = 50;
 
 /// Makes this process the parent of whatever its descendants leave behind.
 pub(crate) fn adopt() -> nix::Result<()> {
@@ -30,30 +36,53 @@ pub(crate) fn reap(is_ours: impl Fn(Pid) -> bool) {
     }
 }
 
-/// Kills this process's children but for `others`, and theirs, until there are none. `false` if some would not go.
-pub(crate) fn end_all(others: &[Pid]) -> bool {
-    let deadline = Instant::now() + PATIENCE;
-    let is_other = |child: &Pid| others.contains(child);
+/// Kills this process's children but for `others`, and theirs, until there are none. Returns what is wrong with those
+/// that are left, if any; `say` is told when it takes long.
+///
+/// Daemons that keep starting others do not win: some are killed before they have started the next one, and so there are
+/// fewer each time.
+pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<String> {
+    let started = Instant::now();
+    let (mut known, mut last_news) = (HashSet::new(), started);
+    let mut is_told = false;
     loop {
-        let left: Vec<Pid> = children().into_iter().filter(|child| !is_other(child)).collect();
+        reap(|child| others.contains(&child));
+        let left: Vec<Pid> = children().into_iter().filter(|child| !others.contains(child)).collect();
         if left.is_empty() {
-            return true;
-        }
-        let time_left = deadline.saturating_duration_since(Instant::now());
-        if time_left.is_zero() {
-            return false;
+            return None;
         }
         for child in &left {
             let _ = kill(*child, Signal::SIGKILL);
         }
-        let open = |child: &Pid| mgpu::process::pidfd_open(child.as_raw() as u32).ok();
-        let ends: Vec<_> = left.iter().filter_map(open).collect();
-        let mut fds: Vec<PollFd<'_>> =
-            ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
-        let time_left = PollTimeout::try_from(time_left.as_millis() + 1).unwrap_or(PollTimeout::MAX);
-        let _ = poll(&mut fds, time_left);
-        reap(|child| is_other(&child));
+        let left = HashSet::from_iter(left);
+        if known != left {
+            (known, last_news) = (left, Instant::now());
+        } else if last_news.elapsed() >= PATIENCE {
+            let count = known.len();
+            return Some(format!(
+                "ranks left processes behind that do not end, though they were killed: {count}"
+            ));
+        } else {
+            wait_for_one(&known);
+        }
+        if started.elapsed() >= STORM_PATIENCE {
+            let count = known.len();
+            return Some(format!(
+                "ranks left processes behind that start others faster than they die: {count}"
+            ));
+        }
+        if started.elapsed() >= PATIENCE && !std::mem::replace(&mut is_told, true) {
+            say("still ending processes that ranks left behind");
+        }
     }
+}
+
+/// Waits until one of these children has ended, for a moment.
+fn wait_for_one(children: &HashSet<Pid>) {
+    let open = |child: &Pid| mgpu::process::pidfd_open(child.as_raw() as u32).ok();
+    let ends: Vec<OwnedFd> = children.iter().filter_map(open).collect();
+    let mut fds: Vec<PollFd<'_>> = ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
+    let _ = poll(&mut fds, MOMENT);
 }
 
 /// The children of this process, ended ones included.

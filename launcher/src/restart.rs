@@ -1,7 +1,8 @@
 //! Once more? A pure decision.
 //!
-//! A run that broke in its midst is worth another try: a GPU that fell off the bus, a machine short of memory. One that
-//! never made a step is broken by its start, and would only break again.
+//! A run that broke in its midst is worth another try: a GPU that fell off the bus, a machine short of memory. One whose
+//! ranks joined and never made a step is broken by its start, and would only break again. Of ranks that never join, such
+//! as a PyTorch script's, nobody can tell how far they came: they are given the benefit of the doubt.
 
 use std::time::Duration;
 
@@ -15,8 +16,19 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from
 pub struct RestartPolicy {
     /// How often at most.
     pub most: u32,
-    /// Also if no step was made since the last start.
+    /// Also if ranks joined and no step was made since the last start.
     pub always: bool,
+}
+
+/// How far the ranks came before they ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reached {
+    /// None has joined.
+    Start,
+    /// Some rank has joined.
+    Join,
+    /// Some rank has made a training step.
+    Step,
 }
 
 /// What to do after an end.
@@ -29,15 +41,15 @@ pub(crate) enum Decision {
 }
 
 impl RestartPolicy {
-    /// After `restarts` restarts the ranks have ended so, `made_a_step` since the last one.
-    pub(crate) fn decide(self, outcome: &Outcome, made_a_step: bool, restarts: u32) -> Decision {
+    /// After `restarts` restarts the ranks have ended with this outcome, and `reached` so much since the last one.
+    pub(crate) fn decide(self, outcome: &Outcome, reached: Reached, restarts: u32) -> Decision {
         if outcome.culprit.is_none() || outcome.interrupted || outcome.unfit || self.most == 0 {
             return Decision::Stop(None);
         }
         if restarts >= self.most {
             return Decision::Stop(Some("no restart is left"));
         }
-        if !made_a_step && !self.always {
+        if reached == Reached::Join && !self.always {
             return Decision::Stop(Some(
                 "not restarted, since no training step was made (--restart-always does all the same)",
             ));
@@ -58,22 +70,25 @@ mod tests {
     #[test]
     fn only_what_may_go_better_is_tried_again() {
         let policy = RestartPolicy { most: 2, always: false };
-        assert_eq!(policy.decide(&failed(137), true, 0), Decision::Restart(Duration::from_millis(500)));
-        assert_eq!(policy.decide(&failed(137), true, 1), Decision::Restart(Duration::from_secs(1)));
-        assert_eq!(policy.decide(&failed(137), true, 2), Decision::Stop(Some("no restart is left")));
-        assert!(matches!(policy.decide(&failed(137), false, 0), Decision::Stop(Some(_))));
+        for reached in [Reached::Start, Reached::Step] {
+            let decide = |restarts| policy.decide(&failed(137), reached, restarts);
+            assert_eq!(decide(0), Decision::Restart(Duration::from_millis(500)));
+            assert_eq!(decide(1), Decision::Restart(Duration::from_secs(1)));
+            assert_eq!(decide(2), Decision::Stop(Some("no restart is left")));
+        }
+        assert!(matches!(policy.decide(&failed(137), Reached::Join, 0), Decision::Stop(Some(_))));
         let always = RestartPolicy { most: 99, always: true };
         // By whatever code a program fails.
         for code in [64, 70] {
-            assert_eq!(always.decide(&failed(code), false, 40), Decision::Restart(PAUSES.1));
+            assert_eq!(always.decide(&failed(code), Reached::Join, 40), Decision::Restart(PAUSES.1));
         }
         for outcome in [
             Outcome { culprit: None, ..failed(0) },
             Outcome { interrupted: true, ..failed(143) },
             Outcome { unfit: true, ..failed(69) },
         ] {
-            assert_eq!(always.decide(&outcome, true, 0), Decision::Stop(None));
+            assert_eq!(always.decide(&outcome, Reached::Step, 0), Decision::Stop(None));
         }
-        assert_eq!(RestartPolicy::default().decide(&failed(1), true, 0), Decision::Stop(None));
+        assert_eq!(RestartPolicy::default().decide(&failed(1), Reached::Step, 0), Decision::Stop(None));
     }
 }

@@ -8,9 +8,11 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
+use mgpu::process::GroupLeash;
 use mgpu::protocol::{MGPU_INJECT, MGPU_PROGRESS};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
@@ -51,7 +53,14 @@ pub(crate) struct Process {
     pub(crate) ended: Option<String>,
     /// Something the user should know about how it was started.
     pub(crate) notice: Option<String>,
+    /// Ends its group if this process is killed.
+    _leash: Option<GroupLeash>,
 }
+
+/// Descriptors that a launcher needs beside those for its ranks.
+const OWN_DESCRIPTORS: u64 = 32;
+/// Descriptors for each rank, with those of its [`GroupLeash`].
+const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
 /// Starts a rank in a process group of its own, with closed standard input. It dies with the calling thread.
 ///
@@ -119,12 +128,21 @@ fn start(
             reaped: false,
             ended: None,
             notice: None,
+            _leash: tie_group(plan, pid),
         }),
         Err(error) => {
             end(pid);
             Err(failed(error))
         }
     }
+}
+
+/// Ties a rank's group to this process. That is for the worst case, in which guardian and launcher are killed at once, so
+/// it must not cost descriptors that the run itself needs.
+fn tie_group(plan: &Plan, group: Pid) -> Option<GroupLeash> {
+    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    let needed = OWN_DESCRIPTORS + DESCRIPTORS_OF_A_RANK * plan.ranks.len() as u64;
+    if limit < needed { None } else { GroupLeash::tie(group).ok() }
 }
 
 /// What to try when a program that is there does not start.

@@ -2,12 +2,15 @@
 
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CpuSet, sched_setaffinity};
@@ -67,10 +70,15 @@ pub enum Fork {
 /// Makes a second process that goes on from here.
 ///
 /// # Errors
-/// If this process has more than one thread (a fork takes only one along, and the others may hold locks), or the
-/// limit of processes is reached.
+/// If this process has more than one thread (a fork takes only one along, and the others may hold locks), the limit of
+/// processes is reached, or /proc is not mounted.
 pub fn fork() -> io::Result<Fork> {
-    if std::fs::read_dir("/proc/self/task")?.count() != 1 {
+    let threads = "/proc/self/task";
+    let tasks = std::fs::read_dir(threads).map_err(|error| {
+        let hint = if error.kind() == io::ErrorKind::NotFound { "; is /proc mounted?" } else { "" };
+        io::Error::new(error.kind(), format!("cannot read {threads}: {error}{hint}"))
+    })?;
+    if tasks.count() != 1 {
         return Err(io::Error::other("a process with threads cannot be forked"));
     }
     // SAFETY: this is the only thread, so the child has all there is: no lock is held by a thread that is not there.
@@ -111,6 +119,49 @@ pub fn bind_to_cores(command: &mut Command, cores: CpuSet) {
     // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe, and does not
     // allocate: the set lies in the closure, and the error value is a plain number.
     unsafe { command.pre_exec(in_child) };
+}
+
+/// Number of the call that chooses a signal in place of SIGIO, which the C library's bindings lack.
+const F_SETSIG: libc::c_int = 10;
+
+/// Makes the kernel kill a process group when this is dropped, and at the latest when this process ends, however it ends.
+///
+/// `PR_SET_PDEATHSIG` reaches the child that asked for it, unless that has changed its user since, and none of the child's
+/// own children. This reaches all members of the group that this process may send signals to: the kernel is asked to
+/// signal the group when one end of a socket pair finds the other closed (`O_ASYNC`), and to send SIGKILL. Both ends are
+/// here, and both ask for it, because a process that ends closes them in an order of the kernel's choice. The kernel holds
+/// on to the group, not to its number, so no later group of that number is hit.
+#[derive(Debug)]
+pub struct GroupLeash {
+    _ends: [UnixStream; 2],
+}
+
+impl GroupLeash {
+    /// For the group `group`.
+    ///
+    /// # Errors
+    /// If there is no such group, descriptors run out, or the kernel does not offer this.
+    pub fn tie(group: Pid) -> io::Result<Self> {
+        let (first, second) = UnixStream::pair()?;
+        let ends = [first, second];
+        for end in &ends {
+            kill_when_closed(end.as_fd(), group)?;
+        }
+        Ok(GroupLeash { _ends: ends })
+    }
+}
+
+/// Lets the kernel send SIGKILL to `group` when the other end of `socket` is closed.
+fn kill_when_closed(socket: BorrowedFd<'_>, group: Pid) -> io::Result<()> {
+    let set = |command: libc::c_int, value: libc::c_int| {
+        // SAFETY: both commands take an integer, and concern a descriptor that is open for as long as it is borrowed.
+        Errno::result(unsafe { libc::fcntl(socket.as_raw_fd(), command, value) })
+    };
+    set(libc::F_SETOWN, -group.as_raw())?;
+    set(F_SETSIG, Signal::SIGKILL as libc::c_int)?;
+    let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL)?);
+    fcntl(socket, FcntlArg::F_SETFL(flags | OFlag::O_ASYNC))?;
+    Ok(())
 }
 
 /// A descriptor that becomes readable when process `pid` ends.
@@ -202,9 +253,21 @@ impl Drop for Origin {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
     use nix::sched::sched_getaffinity;
 
     use super::*;
+
+    #[test]
+    fn a_group_goes_with_its_leash() {
+        let mut child =
+            Command::new("sh").args(["-c", "sleep 1000 & wait"]).process_group(0).spawn().unwrap();
+        let leash = GroupLeash::tie(Pid::from_raw(child.id() as i32)).unwrap();
+        assert!(child.try_wait().unwrap().is_none());
+        drop(leash);
+        assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
+    }
 
     #[test]
     fn a_child_runs_where_it_is_bound() {

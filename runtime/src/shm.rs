@@ -13,6 +13,7 @@ use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::libc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 
@@ -43,14 +44,21 @@ const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).uni
 impl SharedMemory {
     /// Makes a zeroed file of `len` bytes, sealed, and maps it. No memory is taken until [`reserve`](reserve).
     pub(crate) fn create(name: &str, len: usize) -> Result<(Self, OwnedFd)> {
+        let failed =
+            |why: String| Error::system(format!("create {len} bytes of shared memory ({name})"), why);
+        // The kernel counts this memory as a file, and ends a process that exceeds the limit by a signal (SIGXFSZ).
+        if let Some(limit) = file_size_limit().filter(|limit| len as u64 > *limit) {
+            return Err(failed(format!(
+                "files may have {limit} bytes at most; raise the limit with `ulimit -f`"
+            )));
+        }
         let attempt = || -> nix::Result<OwnedFd> {
             let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
             ftruncate(&fd, len as i64)?;
             fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALS))?;
             Ok(fd)
         };
-        let fd = attempt()
-            .map_err(|errno| Error::system(format!("create {len} bytes of shared memory ({name})"), errno))?;
+        let fd = attempt().map_err(|errno| failed(errno.to_string()))?;
         Ok((Self::map(name, fd.as_fd(), len)?, fd))
     }
 
@@ -143,6 +151,11 @@ impl Drop for SharedMemory {
         // SAFETY: the range is the one mapped at construction and no reference into it outlives `self`.
         let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
+}
+
+/// Largest size of a file that this process may write, in bytes; `None` where the system does not tell.
+fn file_size_limit() -> Option<u64> {
+    getrlimit(Resource::RLIMIT_FSIZE).ok().map(|(soft, _)| soft)
 }
 
 /// Takes the memory behind a range of `memory` now, so that a shortage is an error here and not a SIGBUS at first

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -188,6 +188,41 @@ fn nothing_survives_a_killed_launcher() {
 }
 
 #[test]
+fn the_groups_of_ranks_go_when_launcher_and_guardian_are_killed_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let stubborn = "trap '' TERM INT HUP; sh -c 'while :; do sleep 1; done' & : > ready-$RANK; \
+                    while :; do sleep 1; done";
+    // A process that changes its user loses what ties it to its parent.
+    let is_root = nix::unistd::geteuid().is_root();
+    let change = if is_root { "setpriv --reuid 65534 --clear-groups" } else { "" };
+    let script = format!("{change} sh -c 'while :; do sleep 1; done' & {stubborn}");
+    let (mut guardian, launcher) = start_script(folder.path(), 2, &script);
+    until(|| left_of(folder.path()).len() >= 8);
+    // Held up, the guardian does not see the launcher go.
+    kill(Pid::from_raw(guardian.id() as i32), Signal::SIGSTOP).unwrap();
+    kill(launcher, Signal::SIGKILL).unwrap();
+    guardian.kill().unwrap();
+    guardian.wait().unwrap();
+    until(|| left_of(folder.path()).is_empty());
+}
+
+#[test]
+fn processes_that_keep_starting_others_are_outrun() {
+    let folder = tempfile::tempdir().unwrap();
+    // Each daemon of a chain starts the next one, in the same session or in one of its own, and ends.
+    let fork = "chain() { chain & exit; }; chain";
+    let session = "CHAIN='setsid sh -c \"$CHAIN\" & exit'; export CHAIN; eval \"$CHAIN\"";
+    let script = format!(
+        "exec >/dev/null 2>&1; for i in 1 2 3 4; do setsid sh -c '{fork}' & setsid sh -c \"$SESSION\" & done"
+    );
+    let mut job = launcher(folder.path());
+    // They are not to slow down the tests beside this one.
+    job.args(["-n", "1", "nice", "-n", "19", "sh", "-c", &script]).env("SESSION", session);
+    run(&mut job).expect(0, &[]);
+    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+}
+
+#[test]
 fn what_a_shell_started_before_it_became_mgpurun_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
@@ -224,6 +259,47 @@ fn a_run_can_be_looked_at_from_inside_and_outside() {
     let finished = finish(&mut child);
     finished.expect(143, &["mgpurun: rank  pid", "stopped by SIGTERM"]);
     assert!(finished.stderr.contains("in step 3, in all_reduce #3, 40.0 kB"), "{finished:#?}");
+}
+
+#[test]
+fn ranks_that_never_join_are_seen_to_live() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "[ $RANK = 0 ] && { : > ready-0; exit; }; : > ready-1; while :; do sleep 1; done";
+    let (mut child, launcher) = start_script(folder.path(), 2, script);
+    let title = format!("launcher {launcher}: sh -c ");
+    let mut seen = Vec::new();
+    until(|| {
+        let runs = run(command(env!("CARGO_BIN_EXE_t-mgpurun")).arg("ps")).stdout;
+        let lines = runs.lines().skip_while(|line| !line.starts_with(&title));
+        seen = lines.take_while(|line| !line.is_empty()).map(str::to_owned).collect();
+        let shows =
+            |rank: &str, state| seen.iter().any(|line| line.starts_with(rank) && line.contains(state));
+        shows("0 ", "exited with code 0") && shows("1 ", "sleeping, not joined")
+    });
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    finish(&mut child).expect(143, &["stopped by SIGTERM"]);
+}
+
+#[test]
+fn the_culprit_is_named_before_the_others_have_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = folder.path().join("events");
+    let script = "[ $RANK = 1 ] && exit 3; trap '' TERM; while :; do sleep 0.05; done";
+    let mut job = launcher(folder.path());
+    job.args(["-n", "2", "--grace", "100000", "--events", events.to_str().unwrap(), "sh", "-c", script]);
+    let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut verdict = String::new();
+    stderr.read_line(&mut verdict).unwrap();
+    assert!(verdict.starts_with("mgpurun: rank 1 exited with code 3 after "), "{verdict}");
+    let faults = || fs::read_to_string(&events).unwrap().matches("\"event\":\"fault\",\"rank\":1,").count();
+    until(|| faults() == 1);
+    assert!(child.try_wait().unwrap().is_none());
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(3));
+    assert_eq!((rest.matches("rank 1 exited").count(), faults()), (0, 1), "{rest}");
 }
 
 #[test]
@@ -290,6 +366,33 @@ fn a_failed_rank_is_restarted_with_all_others() {
     restart(&["--max-restarts", "3"], &[early])
         .expect(6, &["not restarted, since no training step was made"]);
     restart(&["--max-restarts", "3", "--restart-always"], &[early]).expect(0, &["[0] life 1"]);
+}
+
+#[test]
+fn programs_that_never_join_are_restarted() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    let script = "echo life $MGPU_RESTART_COUNT; [ $RANK$MGPU_RESTART_COUNT != 10 ] || exit 3";
+    job.args(["-n", "2", "--max-restarts", "2", "sh", "-c", script]);
+    run(&mut job).expect(0, &["rank 1 exited with code 3", "restart 1 of 2 in 0.5 s", "[0] life 1"]);
+}
+
+#[test]
+fn a_signal_in_the_pause_before_a_restart_ends_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = launcher(folder.path());
+    job.args(["-n", "1", "--max-restarts", "9", "sh", "-c", "exit 3"]);
+    let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    // A pause that is long enough for the signal to come within it.
+    while !said.ends_with("restart 4 of 9 in 4 s\n") {
+        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "{said}");
+    }
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    stderr.read_to_string(&mut said).unwrap();
+    assert!(said.ends_with("restart 4 of 9 in 4 s\nmgpurun: stopped by SIGTERM\n"), "{said}");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
 }
 
 #[test]

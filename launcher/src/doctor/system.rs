@@ -89,7 +89,14 @@ fn probes() -> Vec<Probe> {
     };
     let rendezvous =
         mgpu::protocol::new_run_id().and_then(|run_id| mgpu::rendezvous::Server::bind(1, &run_id));
+    let threads = fs::read_dir("/proc/self/task").map(drop);
     vec![
+        Probe {
+            name: "/proc",
+            purpose: "the kernel's view of processes, to find what ranks leave behind",
+            outcome: threads.map_err(|error| error.to_string()),
+            remedy: "in a container or chroot, mount it: mount -t proc proc /proc",
+        },
         Probe {
             name: "shared memory",
             purpose: "sealed anonymous memory (memfd), for the collectives",

@@ -23,6 +23,7 @@ use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
 use crate::mpi::MpiWatch;
 use crate::output::{Output, Stream};
+use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
@@ -69,8 +70,7 @@ pub(crate) struct EventLoop<'a> {
 /// How the ranks ended.
 pub(crate) struct End {
     pub(crate) outcome: Outcome,
-    /// Some rank has made a training step.
-    pub(crate) made_a_step: bool,
+    pub(crate) reached: Reached,
     /// Faults that were to be injected and were not, each in a line.
     pub(crate) missed_faults: Vec<String>,
 }
@@ -158,16 +158,21 @@ impl<'a> EventLoop<'a> {
             }
         }
         if self.adopts {
-            if !orphans::end_all(&[]) {
-                self.output.say("a process that a rank has left behind does not end, though it was killed");
+            if let Some(problem) = orphans::end_all(&[], |notice| self.output.say(notice)) {
+                self.output.say(&problem);
             }
         } else {
             wait_for_end(self.ranks.iter().map(|rank| rank.pid));
         }
         let page = self.server.page();
         let made_a_step = (0..page.world_size()).any(|rank| page.progress(rank).steps_begun > 1);
+        let reached = match self.supervisor.has_joined() {
+            _ if made_a_step => Reached::Step,
+            true => Reached::Join,
+            false => Reached::Start,
+        };
         let missed_faults = faults::missed(&self.injections, page);
-        End { outcome, made_a_step, missed_faults }
+        End { outcome, reached, missed_faults }
     }
 
     /// What has happened, the most telling first.
@@ -445,15 +450,25 @@ impl<'a> EventLoop<'a> {
             }
             Action::Say(text) => self.output.say(&text),
             Action::Report => self.report(),
-            Action::Finish(outcome) => {
-                if let Some(rank) = outcome.culprit {
-                    let cause = outcome.message.clone().unwrap_or_default();
-                    self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
-                }
-                return Some(outcome);
-            }
+            Action::Settle(outcome) => self.settle(outcome),
+            Action::Finish(outcome) => return Some(outcome),
         }
         None
+    }
+
+    /// Tells the user how the run ends, and the record who is to blame.
+    fn settle(&mut self, outcome: Outcome) {
+        if self.ranks.iter().all(|rank| rank.reaped) {
+            // What they have written comes first.
+            self.drain_all();
+        }
+        if let Some(rank) = outcome.culprit {
+            let cause = outcome.message.clone().unwrap_or_default();
+            self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
+        }
+        if let Some(message) = &outcome.message {
+            self.output.say(message);
+        }
     }
 
     /// Takes in what is left in the pipes. A process that left its group and holds a pipe open is not waited for.

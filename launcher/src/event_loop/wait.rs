@@ -4,6 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
 
 use crate::interrupt::{Signals, ends_the_run};
 use crate::output::{Output, Stream};
@@ -20,15 +21,16 @@ pub(super) enum Source {
     Log,
 }
 
-/// Lets `pause` pass, while what was written goes out. `false` if somebody wants the run to end meanwhile.
-pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) -> bool {
+/// Lets `pause` pass, while what was written goes out. The signal that wants the run to end, if one comes meanwhile.
+pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) -> Option<Signal> {
     let deadline = Instant::now() + pause;
     while Instant::now() < deadline {
-        if !pass_on(output, signals, Some(deadline)) {
-            return false;
+        let signal = pass_on(output, signals, Some(deadline));
+        if signal.is_some() {
+            return signal;
         }
     }
-    true
+    None
 }
 
 /// Waits until the readers of our output and the logs have taken everything, `patience` has passed or a signal says
@@ -37,7 +39,7 @@ pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Dur
     let deadline = patience.map(|patience| Instant::now() + patience);
     output.close();
     while output.is_pending() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
-        if !pass_on(output, signals, deadline) {
+        if pass_on(output, signals, deadline).is_some() {
             break;
         }
     }
@@ -46,22 +48,22 @@ pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Dur
     output.abandon_logs();
 }
 
-/// A turn of the event loop without ranks: passes output on when there is room, until `deadline`. `false` if somebody
-/// wants the run to end.
-fn pass_on(output: &mut Output, signals: &Signals, deadline: Option<Instant>) -> bool {
-    let mut goes_on = true;
+/// A turn of the event loop without ranks: passes output on when there is room, until `deadline`. The signal that wants
+/// the run to end, if one came; the end of the guardian counts as SIGKILL.
+fn pass_on(output: &mut Output, signals: &Signals, deadline: Option<Instant>) -> Option<Signal> {
+    let mut end = None;
     let mut sources: Vec<_> = signal_sources(signals).collect();
     sources.extend(output_sources(output));
     for source in poll_sources(&sources, deadline.into_iter().chain(output.next_deadline()).min()) {
         match source {
             Source::Room(stream) => output.resume(stream),
-            Source::Signals => goes_on &= !signals.take().into_iter().any(ends_the_run),
-            Source::Guardian => goes_on = false,
+            Source::Signals => end = end.or(signals.take().into_iter().find(|signal| ends_the_run(*signal))),
+            Source::Guardian => end = end.or(Some(Signal::SIGKILL)),
             _ => {}
         }
     }
     output.tick(Instant::now());
-    goes_on
+    end
 }
 
 /// What a user can make happen.

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use mgpu::progress::{PAGE_NAME, ProgressPage, RankState, RunInfo, now};
+use mgpu::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
 
 use super::{Row, table};
 
@@ -26,6 +26,9 @@ use super::{Row, table};
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun ps", bin_name = "mgpurun ps", max_term_width = 100)]
 struct Args {}
+
+/// What is there wherever /proc is.
+const OWN_ENTRY: &str = "/proc/self";
 
 /// The command, with the arguments from `ps` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
@@ -40,6 +43,11 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
 
 /// Prints every run with the table of its ranks, the oldest first.
 fn print() -> io::Result<()> {
+    // No run is found either where nothing can be.
+    fs::read_link(OWN_ENTRY).map_err(|error| {
+        let problem = format!("cannot read {OWN_ENTRY}: {error}; is /proc mounted?");
+        io::Error::new(error.kind(), problem)
+    })?;
     let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
     pages.sort_by_key(|(run, _)| run.started);
     let mut stdout = io::stdout().lock();
@@ -47,16 +55,12 @@ fn print() -> io::Result<()> {
         writeln!(stdout, "no run of this user")?;
     }
     for (run, page) in pages {
-        let rows: Vec<Row> =
-            (0..run.world_size).map(|rank| Row::of(&page, rank, None, ended(&page, rank))).collect();
+        let rows: Vec<Row> = (0..run.world_size)
+            .map(|rank| Row::of(&page, rank, page.process(rank), page.ended(rank)))
+            .collect();
         writeln!(stdout, "{}\n{}", title(&run), table(&rows, now()))?;
     }
     stdout.flush()
-}
-
-fn ended(page: &ProgressPage, rank: u32) -> Option<String> {
-    let failed = page.progress(rank).state == RankState::Failed;
-    failed.then(|| page.departure(rank))
 }
 
 /// The pages that this user's processes hold open.

@@ -104,6 +104,9 @@ pub enum Action {
     Send(u32, Signal),
     /// Tell the user.
     Say(String),
+    /// It is settled how the run ends, though ranks may still run: tell the user. Comes once, before the end of a run that
+    /// did not succeed.
+    Settle(Outcome),
     /// Show the user what every rank is doing.
     Report,
     /// Everything is over.
@@ -143,6 +146,17 @@ impl Outcome {
             unfit: false,
             message: Some(message),
             interrupted: false,
+        }
+    }
+
+    /// The outcome of a run that `signal` ends.
+    pub(crate) fn interruption(signal: Signal) -> Self {
+        Outcome {
+            exit_code: exit_code::signalled(signal as i32),
+            culprit: None,
+            unfit: false,
+            message: Some(format!("stopped by {signal}")),
+            interrupted: true,
         }
     }
 }
@@ -191,6 +205,8 @@ pub struct Supervisor {
     /// The failure that decided the outcome, while the rank it is blamed on has not ended.
     accusation: Option<Failure>,
     interrupted: bool,
+    /// The outcome was told.
+    is_settled: bool,
     join_timeout: Duration,
     /// Set by the first rank that joins.
     join_deadline: Option<Instant>,
@@ -207,11 +223,17 @@ impl Supervisor {
             outcome: None,
             accusation: None,
             interrupted: false,
+            is_settled: false,
             join_timeout,
             join_deadline: None,
             grace,
             started: now,
         }
+    }
+
+    /// True once some rank has joined the rendezvous.
+    pub fn has_joined(&self) -> bool {
+        self.ranks.iter().any(|rank| rank.joined)
     }
 
     /// When [`Event::Tick`] is due at the latest.
@@ -275,15 +297,12 @@ impl Supervisor {
 
     fn orphaned(&mut self) -> Vec<Action> {
         self.outcome.get_or_insert_with(|| Outcome {
-            exit_code: exit_code::signalled(Signal::SIGKILL as i32),
-            culprit: None,
-            unfit: false,
             message: Some("mgpurun was killed: so are its ranks".into()),
-            interrupted: true,
+            ..Outcome::interruption(Signal::SIGKILL)
         });
         self.interrupted = true;
         self.stage = Stage::Killed;
-        self.to_all(Signal::SIGKILL)
+        [self.settle(), self.to_all(Signal::SIGKILL)].concat()
     }
 
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
@@ -307,6 +326,7 @@ impl Supervisor {
             self.reconsider(Failure { rank, exit, blame }, now);
         }
         if self.running().next().is_none() {
+            actions.extend(self.settle());
             let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
             // Somebody may be waiting for the end that another cause had begun.
             actions.push(Action::Finish(Outcome { interrupted: self.interrupted, ..outcome }));
@@ -388,16 +408,10 @@ impl Supervisor {
             self.stage = Stage::Killed;
             return self.to_all(Signal::SIGKILL);
         }
-        self.outcome.get_or_insert_with(|| Outcome {
-            exit_code: exit_code::signalled(signal as i32),
-            culprit: None,
-            unfit: false,
-            message: Some(format!("stopped by {signal}")),
-            interrupted: false,
-        });
+        self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
         self.interrupted = true;
         self.stage = Stage::Asked(now + self.grace);
-        [self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
+        [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
     }
 
     fn tick(&mut self, now: Instant) -> Vec<Action> {
@@ -423,7 +437,17 @@ impl Supervisor {
             }
         }
         self.stage = Stage::Asked(now + self.grace);
-        self.running().flat_map(|rank| self.ask_to_end(rank)).collect()
+        let mut actions = self.settle();
+        actions.extend(self.running().flat_map(|rank| self.ask_to_end(rank)));
+        actions
+    }
+
+    /// Tells the outcome, which does not change any more: ranks that end from now on were asked to. Once.
+    fn settle(&mut self) -> Vec<Action> {
+        if std::mem::replace(&mut self.is_settled, true) {
+            return Vec::new();
+        }
+        self.outcome.clone().map(Action::Settle).into_iter().collect()
     }
 
     /// A rank that has shown that it does nothing any more need not be asked. The others are, and woken for it if they

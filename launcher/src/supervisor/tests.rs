@@ -32,7 +32,7 @@ proptest! {
         events in prop::collection::vec(any_event(4), 0..60), steps in prop::collection::vec(0u64..3000, 60)
     ) {
         let (mut supervisor, mut now) = supervisor(4);
-        let (mut alive, mut first, mut ends) = ([true; 4], None, 0);
+        let (mut alive, mut first, mut settled, mut ends) = ([true; 4], None, None, 0);
         let mut clean_up: Vec<(u8, u32, i32)> = (0..4).map(|rank| (0, rank, 0)).collect();
         let mut events = events;
         events.append(&mut clean_up);
@@ -58,8 +58,14 @@ proptest! {
             for action in supervisor.handle(event, now) {
                 match action {
                     Action::Send(rank, _) => prop_assert!(alive[rank as usize]),
+                    Action::Settle(outcome) => {
+                        prop_assert!(settled.is_none() && ends == 0);
+                        settled = Some(outcome);
+                    }
                     Action::Finish(outcome) => {
                         ends += 1;
+                        let told = settled.as_ref().map(|told: &Outcome| &told.message);
+                        prop_assert_eq!(told, outcome.message.is_some().then_some(&outcome.message));
                         prop_assert!(alive.iter().all(|alive| !alive));
                         if outcome.exit_code != exit_code::NEVER_JOINED {
                             prop_assert_eq!(outcome.exit_code, first.unwrap_or(0));
@@ -85,7 +91,9 @@ fn a_failure_stops_the_others_in_three_steps() {
     let at = supervisor.next_deadline().unwrap();
     assert_eq!(at, now + NOTICE);
     let asked = |rank| [Action::Send(rank, Signal::SIGTERM), Action::Send(rank, Signal::SIGCONT)];
-    assert_eq!(supervisor.handle(Event::Tick, at), [asked(0), asked(2)].concat());
+    let message = "rank 1 exited with code 3 after 0.0 s; the other ranks are stopped";
+    let settled = [Action::Settle(Outcome::failure(3, 1, message.into()))];
+    assert_eq!(supervisor.handle(Event::Tick, at), [&settled[..], &asked(0), &asked(2)].concat());
     let end = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
     let sent = "was killed by SIGTERM, which mgpurun sent".into();
     assert_eq!(supervisor.handle(end, at), [Action::Announce(0, Departure::Failed(sent))]);
@@ -96,8 +104,7 @@ fn a_failure_stops_the_others_in_three_steps() {
     let actions = supervisor.handle(end, at);
     let outcome = finish(&actions).unwrap();
     assert_eq!((outcome.exit_code, outcome.culprit), (3, Some(1)));
-    let message = outcome.message.as_deref().unwrap();
-    assert_eq!(message, "rank 1 exited with code 3 after 0.0 s; the other ranks are stopped");
+    assert_eq!(outcome.message.as_deref(), Some(message));
 }
 
 #[test]
@@ -193,7 +200,8 @@ fn the_second_signal_kills() {
     let (mut supervisor, now) = supervisor(2);
     let sent = supervisor.handle(Event::Signalled(Signal::SIGINT), now);
     let to_both = |signal| [Action::Send(0, signal), Action::Send(1, signal)];
-    assert_eq!(sent, [to_both(Signal::SIGINT), to_both(Signal::SIGCONT)].concat());
+    let settled = [Action::Settle(Outcome::interruption(Signal::SIGINT))];
+    assert_eq!(sent, [&settled[..], &to_both(Signal::SIGINT), &to_both(Signal::SIGCONT)].concat());
     let sent = supervisor.handle(Event::Signalled(Signal::SIGINT), now);
     assert_eq!(sent, to_both(Signal::SIGKILL));
     supervisor.handle(exited(0, 0), now);
@@ -225,7 +233,7 @@ fn a_rank_that_does_not_belong_ends_the_run() {
         Event::Unfit { rank: 9, exit_code: exit_code::PREFLIGHT_WORLD_SIZE, why: "rank 9 of 10".into() };
     assert_eq!(supervisor.handle(unfit, now), []);
     let at = supervisor.next_deadline().unwrap();
-    assert_eq!(supervisor.handle(Event::Tick, at).len(), 4);
+    assert_eq!(supervisor.handle(Event::Tick, at).len(), 5);
     supervisor.handle(exited(0, 1), at);
     let actions = supervisor.handle(exited(1, 1), at);
     assert_eq!(finish(&actions).unwrap().exit_code, exit_code::PREFLIGHT_WORLD_SIZE);
@@ -234,8 +242,9 @@ fn a_rank_that_does_not_belong_ends_the_run() {
 #[test]
 fn an_orphan_kills_at_once() {
     let (mut supervisor, now) = supervisor(2);
-    let killed = [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)];
-    assert_eq!(supervisor.handle(Event::Orphaned, now), killed);
+    let actions = supervisor.handle(Event::Orphaned, now);
+    assert!(matches!(&actions[0], Action::Settle(outcome) if outcome.exit_code == 137), "{actions:?}");
+    assert_eq!(actions[1..], [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)]);
     assert_eq!(supervisor.next_deadline(), None);
 }
 

@@ -53,7 +53,7 @@ struct Header {
 }
 
 /// Tells a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0004;
+const MAGIC: u64 = 0x6d67_7075_0000_0005;
 
 /// One rank's slot: a multiple of the cache line, so that no rank's writes disturb another's.
 #[repr(C, align(128))]
@@ -81,7 +81,10 @@ struct Slot {
     faults: AtomicU64,
     phase: AtomicU32,
     state: AtomicU32,
+    /// The process that joined; 0 before.
     pid: AtomicU32,
+    /// The process that the launcher started.
+    started: AtomicU32,
     /// Culprit's rank plus one, 0 while nobody is blamed; bit 31 marks a timeout.
     blamed: AtomicU32,
     blame: SharedText,
@@ -242,6 +245,18 @@ impl ProgressPage {
         state_of(self.slot(rank).state.load(Ordering::Acquire))
     }
 
+    /// Notes the process that was started as `rank`, which may never join.
+    pub(crate) fn start(&self, rank: u32, pid: u32) {
+        self.slot(rank).started.store(pid, Ordering::Relaxed);
+    }
+
+    /// The process of `rank`: the one that joined, or else the one that its launcher started, if it told.
+    pub fn process(&self, rank: u32) -> Option<u32> {
+        let slot = self.slot(rank);
+        let processes = [&slot.pid, &slot.started].map(|pid| pid.load(Ordering::Relaxed));
+        processes.into_iter().find(|pid| *pid != 0)
+    }
+
     pub(crate) fn join(&self, rank: u32, pid: u32) {
         let slot = self.slot(rank);
         slot.pid.store(pid, Ordering::Relaxed);
@@ -281,6 +296,12 @@ impl ProgressPage {
             FAILED => slot.failure.get(),
             _ => String::new(),
         }
+    }
+
+    /// How the process of `rank` ended, as a predicate; `None` if it has not, as far as its launcher knows.
+    pub fn ended(&self, rank: u32) -> Option<String> {
+        let has_ended = matches!(self.slot(rank).state.load(Ordering::Acquire), FINISHED | FAILED);
+        has_ended.then(|| self.departure(rank))
     }
 
     /// Notes that `rank` enters an operation.

@@ -14,10 +14,15 @@
 //!
 //! In the same way the remover looks whether the name leads to what it has locked before it removes anything. Nobody
 //! ever waits for a lock. Where the file system knows no locks, nobody gets one, and nothing abandoned is removed.
+//!
+//! These folders lie where users keep files of their own, some of which have names like ours. So a folder is removed only
+//! if nobody but a launcher can have made it: its name is the prefix and 16 hexadecimal digits, it is private to this
+//! user, and it holds the socket or nothing. Only the socket is unlinked, and only an empty folder goes: no removal is
+//! recursive, so a file that somebody puts there at the last moment keeps itself and the folder.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -25,10 +30,13 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 use nix::unistd::geteuid;
 
+use crate::protocol::new_run_id;
 use crate::{Error, Result};
 
 /// What the folders' names begin with.
-const PREFIX: &str = "mgpurun-";
+const PREFIX: &str = "mgpurun-socket-";
+/// Hexadecimal digits behind it.
+const DIGITS: usize = 16;
 /// Name of the socket in the folder.
 const SOCKET: &str = "rendezvous";
 /// Longest path of a Unix socket, with its terminating zero.
@@ -36,7 +44,7 @@ const MAX_SOCKET_PATH: usize = 108;
 /// Names tried where others remove the folder before it is locked.
 const ATTEMPTS: u32 = 8;
 
-/// A folder of mode 0700, removed with all it holds on drop.
+/// A folder of mode 0700, removed with its socket on drop.
 #[derive(Debug)]
 pub(super) struct PrivateDirectory {
     path: PathBuf,
@@ -45,12 +53,12 @@ pub(super) struct PrivateDirectory {
 }
 
 impl PrivateDirectory {
-    /// Makes the folder of run `run_id` in `XDG_RUNTIME_DIR`, or among the temporary files.
-    pub(super) fn create(run_id: &str) -> Result<Self> {
+    /// Makes a folder in `XDG_RUNTIME_DIR`, or among the temporary files.
+    pub(super) fn create() -> Result<Self> {
         remove_abandoned();
         let mut refusals = Vec::new();
         for base in bases() {
-            match Self::create_in(&base, run_id, lock) {
+            match Self::create_in(&base, lock) {
                 Ok(directory) => return Ok(directory),
                 Err(refusal) => refusals.push(refusal),
             }
@@ -59,25 +67,23 @@ impl PrivateDirectory {
     }
 
     /// Makes the folder in `base` and locks it with `lock`.
-    fn create_in(
-        base: &Path,
-        run_id: &str,
-        lock: impl Fn(&Path) -> io::Result<Lock>,
-    ) -> Result<Self, String> {
-        // Enough of it to be unique among the launchers of a machine.
-        let run: String = run_id.chars().filter(char::is_ascii_alphanumeric).take(16).collect();
-        for attempt in 0..ATTEMPTS {
-            let suffix = if attempt == 0 { String::new() } else { format!("-{attempt}") };
-            let path = base.join(format!("{PREFIX}{run}{suffix}"));
+    fn create_in(base: &Path, lock: impl Fn(&Path) -> io::Result<Lock>) -> Result<Self, String> {
+        for _ in 0..ATTEMPTS {
+            let number = new_run_id().map_err(|error| error.to_string())?;
+            let path = base.join(format!("{PREFIX}{}", &number[..DIGITS]));
             if path.join(SOCKET).as_os_str().len() >= MAX_SOCKET_PATH {
                 return Err(format!("{} is too long for a socket's path", path.display()));
             }
             let failed = |error: io::Error| format!("{}: {error}", path.display());
             DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
-            let lock = match lock(&path).map_err(failed)? {
-                Lock::Held(lock) => Some(lock),
-                Lock::Unsupported => None,
-                Lock::Taken => continue,
+            let lock = match lock(&path) {
+                Ok(Lock::Held(lock)) => Some(lock),
+                Ok(Lock::Unsupported) => None,
+                Ok(Lock::Taken) => continue,
+                Err(error) => {
+                    let _ = fs::remove_dir(&path);
+                    return Err(failed(error));
+                }
             };
             return Ok(PrivateDirectory { path, _lock: lock });
         }
@@ -92,7 +98,7 @@ impl PrivateDirectory {
 
 impl Drop for PrivateDirectory {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.path);
+        let _ = remove(&self.path);
     }
 }
 
@@ -112,14 +118,43 @@ fn bases() -> Vec<PathBuf> {
 }
 
 fn remove_abandoned_in(base: &Path) -> usize {
-    let entries = std::fs::read_dir(base).into_iter().flatten().flatten();
-    let named = entries.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes()));
-    let remove = |path: PathBuf| match lock(&path) {
+    let entries = fs::read_dir(base).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| is_name_of_ours(entry.file_name().as_encoded_bytes()));
+    let is_removed = |path: &PathBuf| match lock(path) {
         // Removed while the lock is held.
-        Ok(Lock::Held(_lock)) => std::fs::remove_dir_all(&path).is_ok(),
+        Ok(Lock::Held(lock)) => is_private(&lock) && holds_nothing_else(path) && remove(path).is_ok(),
         _ => false,
     };
-    named.map(|entry| remove(entry.path())).filter(|removed| *removed).count()
+    named.map(|entry| entry.path()).filter(is_removed).count()
+}
+
+fn is_name_of_ours(name: &[u8]) -> bool {
+    let is_digit = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    name.strip_prefix(PREFIX.as_bytes())
+        .is_some_and(|digits| digits.len() == DIGITS && digits.iter().all(is_digit))
+}
+
+/// True if other users may neither read nor write the folder, as in those that are made here.
+fn is_private(folder: &File) -> bool {
+    folder.metadata().is_ok_and(|metadata| metadata.mode() & 0o077 == 0)
+}
+
+/// True if the folder is empty or holds the socket alone.
+fn holds_nothing_else(path: &Path) -> bool {
+    let Ok(mut entries) = fs::read_dir(path) else { return false };
+    let is_socket = |entry: &fs::DirEntry| {
+        entry.file_name() == SOCKET && entry.file_type().is_ok_and(|kind| kind.is_socket())
+    };
+    entries.all(|entry| entry.is_ok_and(|entry| is_socket(&entry)))
+}
+
+/// Removes the socket of a folder, and then the folder, if nothing else is in it.
+fn remove(path: &Path) -> io::Result<()> {
+    let socket = path.join(SOCKET);
+    if fs::symlink_metadata(&socket).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+        fs::remove_file(&socket)?;
+    }
+    fs::remove_dir(path)
 }
 
 /// What came of an attempt to lock a folder.
@@ -146,8 +181,8 @@ fn lock(path: &Path) -> io::Result<Lock> {
         Err(_) => return Ok(Lock::Unsupported),
     };
     let ours = locked.metadata()?;
-    let is_same = |named: std::fs::Metadata| (named.dev(), named.ino()) == (ours.dev(), ours.ino());
-    let ours_by_name = std::fs::symlink_metadata(path).is_ok_and(is_same);
+    let is_same = |named: fs::Metadata| (named.dev(), named.ino()) == (ours.dev(), ours.ino());
+    let ours_by_name = fs::symlink_metadata(path).is_ok_and(is_same);
     match ours_by_name && ours.uid() == geteuid().as_raw() {
         true => Ok(Lock::Held(locked)),
         false => Ok(Lock::Taken),
@@ -156,60 +191,86 @@ fn lock(path: &Path) -> io::Result<Lock> {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
+    use std::cell::{Cell, RefCell};
+    use std::collections::BTreeMap;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::net::UnixListener;
+
+    use proptest::prelude::*;
 
     use super::*;
 
     fn count(base: &Path) -> usize {
-        std::fs::read_dir(base).unwrap().count()
+        fs::read_dir(base).unwrap().count()
+    }
+
+    fn put_socket(path: &Path) {
+        drop(UnixListener::bind(path).unwrap());
     }
 
     #[test]
     fn a_folder_in_use_stays_and_an_abandoned_one_goes() {
         let base = tempfile::tempdir().unwrap();
-        // Neither a socket nor anything else is in it yet.
-        let directory = PrivateDirectory::create_in(base.path(), "0123456789abcdef0123", lock).unwrap();
-        assert_eq!(directory.socket(), base.path().join("mgpurun-0123456789abcdef/rendezvous"));
+        // The socket is not in it yet.
+        let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
         assert_eq!(remove_abandoned_in(base.path()), 0);
-        assert_eq!(count(base.path()), 1);
-
-        let abandoned = base.path().join("mgpurun-1");
-        std::fs::create_dir_all(abandoned.join("deeper")).unwrap();
-        std::fs::write(abandoned.join("rendezvous"), b"").unwrap();
-        std::fs::create_dir(base.path().join("of-another-program")).unwrap();
-        std::fs::write(base.path().join("mgpurun-file"), b"").unwrap();
-        std::os::unix::fs::symlink(base.path(), base.path().join("mgpurun-link")).unwrap();
-        assert_eq!(remove_abandoned_in(base.path()), 1);
-        assert!(!abandoned.exists());
-        assert_eq!(count(base.path()), 4);
-
+        put_socket(&directory.socket());
+        assert_eq!((remove_abandoned_in(base.path()), count(base.path())), (0, 1));
+        let path = directory.path.clone();
         drop(directory);
-        assert_eq!(count(base.path()), 3);
+        assert_eq!(count(base.path()), 0);
+
+        DirBuilder::new().mode(0o700).create(&path).unwrap();
+        put_socket(&path.join(SOCKET));
+        assert_eq!((remove_abandoned_in(base.path()), count(base.path())), (1, 0));
+    }
+
+    #[test]
+    fn what_others_put_into_a_folder_in_use_stays() {
+        let base = tempfile::tempdir().unwrap();
+        let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
+        put_socket(&directory.socket());
+        let foreign = directory.path.join("weights");
+        fs::write(&foreign, "w").unwrap();
+        let socket = directory.socket();
+        drop(directory);
+        assert_eq!((fs::read(foreign).unwrap(), socket.exists()), (b"w".to_vec(), false));
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_locked_is_not_left() {
+        let base = tempfile::tempdir().unwrap();
+        let refuse = |_: &Path| Err(Errno::EMFILE.into());
+        let refusal = PrivateDirectory::create_in(base.path(), refuse).unwrap_err();
+        assert!(refusal.contains("Too many open files"), "{refusal}");
+        assert_eq!(count(base.path()), 0);
     }
 
     /// Somebody removes abandoned folders at every moment of the making of one.
     #[test]
     fn a_folder_that_is_found_before_it_is_locked_is_not_used() {
         let base = tempfile::tempdir().unwrap();
-        let disturbed = Cell::new(0);
+        let tried = RefCell::new(Vec::new());
         let removed_before = |path: &Path| {
-            if disturbed.replace(disturbed.get() + 1) < 2 {
+            tried.borrow_mut().push(path.to_owned());
+            if tried.borrow().len() < 3 {
                 assert_eq!(remove_abandoned_in(base.path()), 1);
             }
             lock(path)
         };
-        let directory = PrivateDirectory::create_in(base.path(), "a", removed_before).unwrap();
-        assert_eq!(directory.socket(), base.path().join("mgpurun-a-2/rendezvous"));
+        let directory = PrivateDirectory::create_in(base.path(), removed_before).unwrap();
+        assert_eq!((tried.borrow().len(), &directory.path), (3, &tried.borrow()[2]));
         assert_eq!((remove_abandoned_in(base.path()), count(base.path())), (0, 1));
 
         let holder = Cell::new(None);
         let locked_before = |path: &Path| {
-            let theirs = holder.take().map_or_else(|| lock(path).ok(), Some);
+            let theirs =
+                holder.take().map_or_else(|| lock(path).ok().map(|lock| (path.to_owned(), lock)), Some);
             holder.set(theirs);
             lock(path)
         };
-        let other = PrivateDirectory::create_in(base.path(), "b", locked_before).unwrap();
-        assert_eq!(other.socket(), base.path().join("mgpurun-b-1/rendezvous"));
+        let other = PrivateDirectory::create_in(base.path(), locked_before).unwrap();
+        assert_ne!(holder.take().unwrap().0, other.path);
     }
 
     /// Launchers that start and others that clean up, all at once: nobody loses a folder in use.
@@ -217,24 +278,115 @@ mod tests {
     fn nobody_loses_a_folder_to_others_that_clean_up() {
         let base = tempfile::tempdir().unwrap();
         std::thread::scope(|scope| {
-            for owner in 0..3 {
+            for _ in 0..3 {
                 let base = base.path();
                 scope.spawn(move || {
-                    for run in 0..200 {
+                    for _ in 0..200 {
                         remove_abandoned_in(base);
-                        let run_id = format!("{owner}x{run}");
                         // All names may be lost to the others, which is an error and no loss.
-                        let Ok(directory) = PrivateDirectory::create_in(base, &run_id, lock) else {
-                            continue;
-                        };
-                        std::fs::write(directory.socket(), b"").unwrap();
+                        let Ok(directory) = PrivateDirectory::create_in(base, lock) else { continue };
+                        put_socket(&directory.socket());
                         std::thread::yield_now();
-                        assert!(directory.socket().exists(), "{run_id}");
+                        assert!(directory.socket().exists());
                     }
                 });
             }
         });
         remove_abandoned_in(base.path());
         assert_eq!(count(base.path()), 0);
+    }
+
+    /// What somebody may keep under a name.
+    #[derive(Debug, Clone)]
+    enum Kept {
+        File,
+        Socket,
+        /// To a folder that is outside.
+        Link,
+        /// With its mode.
+        Folder(u32, BTreeMap<String, Kept>),
+    }
+
+    impl Kept {
+        fn put(&self, path: &Path, outside: &Path) {
+            match self {
+                Kept::File => fs::write(path, "kept").unwrap(),
+                Kept::Socket => put_socket(path),
+                Kept::Link => symlink(outside, path).unwrap(),
+                Kept::Folder(mode, entries) => {
+                    fs::create_dir(path).unwrap();
+                    fs::set_permissions(path, fs::Permissions::from_mode(*mode)).unwrap();
+                    entries.iter().for_each(|(name, entry)| entry.put(&path.join(name), outside));
+                }
+            }
+        }
+
+        /// True for what a launcher that was killed may have left.
+        fn is_abandoned(&self, name: &str) -> bool {
+            let Kept::Folder(0o700, entries) = self else { return false };
+            let left = entries.iter().all(|(name, entry)| name == SOCKET && matches!(entry, Kept::Socket));
+            let is_digit = |c: char| "0123456789abcdef".contains(c);
+            let digits = name.strip_prefix("mgpurun-socket-").unwrap_or_default();
+            digits.len() == 16 && digits.chars().all(is_digit) && left
+        }
+    }
+
+    fn any_kept() -> impl Strategy<Value = Kept> {
+        let name = prop_oneof![3 => Just(SOCKET.to_owned()), 1 => "[a-z.]{3,8}"];
+        let leaf = prop_oneof![2 => Just(Kept::Socket), 1 => Just(Kept::File), 1 => Just(Kept::Link)];
+        leaf.prop_recursive(2, 8, 3, move |kept| {
+            let mode = prop_oneof![4 => Just(0o700), 1 => Just(0o755)];
+            (mode, prop::collection::btree_map(name.clone(), kept, 0..3))
+                .prop_map(|(mode, entries)| Kept::Folder(mode, entries))
+        })
+    }
+
+    /// Names that are ours, and such as could be taken for ours.
+    fn any_name() -> impl Strategy<Value = String> {
+        prop_oneof![
+            6 => "mgpurun-socket-[0-9a-f]{16}",
+            1 => "mgpurun-socket-[0-9a-f]{15}",
+            1 => "mgpurun-socket-[0-9a-f]{17}",
+            1 => "mgpurun-socket-[0-9A-F]{16}",
+            1 => "mgpurun-socket-[0-9a-f]{16}-1",
+            1 => "mgpurun-[0-9a-f]{16}",
+            1 => "mgpurun-[a-z]{1,12}",
+        ]
+    }
+
+    /// Every path below `base`, without following links.
+    fn paths(base: &Path) -> Vec<PathBuf> {
+        let mut paths = Vec::new();
+        for entry in fs::read_dir(base).unwrap().flatten() {
+            if entry.file_type().unwrap().is_dir() {
+                paths.extend(self::paths(&entry.path()));
+            }
+            paths.push(entry.path());
+        }
+        paths.sort();
+        paths
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
+
+        #[test]
+        fn what_is_not_surely_ours_stays(
+            entries in prop::collection::btree_map(any_name(), any_kept(), 0..6)
+        ) {
+            let (base, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            put_socket(&outside.path().join(SOCKET));
+            for (name, kept) in &entries {
+                kept.put(&base.path().join(name), outside.path());
+            }
+            let mut expected = paths(base.path());
+            let is_abandoned = |(name, kept): &(&String, &Kept)| kept.is_abandoned(name);
+            let abandoned: Vec<PathBuf> =
+                entries.iter().filter(is_abandoned).map(|(name, _)| base.path().join(name)).collect();
+            expected.retain(|path| !abandoned.iter().any(|folder| path.starts_with(folder)));
+            prop_assert_eq!(remove_abandoned_in(base.path()), abandoned.len());
+            prop_assert_eq!(paths(base.path()), expected);
+            prop_assert!(outside.path().join(SOCKET).exists());
+        }
     }
 }

@@ -50,8 +50,8 @@ pub(super) enum Knock {
 
 impl Door {
     /// Listens in a new folder.
-    pub(super) fn open(run_id: &str) -> Result<Self> {
-        let directory = PrivateDirectory::create(run_id)?;
+    pub(super) fn open() -> Result<Self> {
+        let directory = PrivateDirectory::create()?;
         let path = directory.socket();
         let failed = |error| Error::system(format!("listen on {}", path.display()), error);
         let listener = UnixListener::bind(&path).map_err(failed)?;

@@ -114,7 +114,7 @@ impl Server {
     /// # Errors
     /// If the directory, the socket or the progress page cannot be made.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
-        let door = Door::open(run_id)?;
+        let door = Door::open()?;
         Self::new(world_size, run_id, door.address().to_owned(), Some(door))
     }
 
@@ -177,6 +177,11 @@ impl Server {
     /// Notes what the ranks run and how often they have been restarted, for those who look at the run from outside.
     pub fn describe(&self, program: &str, restarts: u32) {
         self.page.describe(program, restarts);
+    }
+
+    /// Notes the process that was started as `rank`, for those who look at the run from outside before it joins.
+    pub fn rank_started(&self, rank: u32, pid: u32) {
+        self.page.start(rank, pid);
     }
 
     /// What every rank is doing.
