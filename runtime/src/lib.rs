@@ -17,6 +17,7 @@
 //! | [`sampler`] | which samples are mine? |
 //! | [`checkpoint`] | how does a run go on after an end? |
 //! | [`timeline`] | what did every rank do when? |
+//! | [`whole_file`] | how is a file written beside a training, and nothing lost? |
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -62,6 +63,7 @@ pub mod sampler;
 mod shm;
 pub mod step;
 pub mod timeline;
+pub mod whole_file;
 pub mod world;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};

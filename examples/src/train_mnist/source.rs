@@ -23,7 +23,8 @@ pub(super) fn load(args: &Args, world: &World, comm: &mut dyn Communicator) -> R
     } else if args.download {
         download(world)?
     } else if let Some(folder) = named {
-        idx::read(&folder)?
+        let asked = if args.data.is_some() { "--data" } else { "MGPU_DATA" };
+        idx::read(&folder).map_err(|error| format!("{asked}: {error}"))?
     } else if let Some(data) = download::earlier()? {
         data
     } else {
