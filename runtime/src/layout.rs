@@ -160,7 +160,9 @@ impl Layout {
 fn problem_of_name(name: &str, is_taken: bool) -> Option<String> {
     match name {
         "" => Some("a tensor has an empty name".to_owned()),
-        METADATA => Some(format!("a tensor is called `{METADATA}`, which is not a tensor in a safetensors file")),
+        METADATA => {
+            Some(format!("a tensor is called `{METADATA}`, which is not a tensor in a safetensors file"))
+        }
         _ if name.len() > LONGEST_NAME => {
             let begin: String = name.chars().take(40).collect();
             Some(format!("the name of tensor `{begin}…` has {} bytes, more than {LONGEST_NAME}", name.len()))

@@ -82,7 +82,9 @@ impl Destination {
     fn of(path: &Path) -> io::Result<Self> {
         let refused = |kind, what: &str| Err(Error::new(kind, format!("it is {what}")));
         let metadata = match fs::metadata(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound && !path.as_os_str().as_bytes().ends_with(b"/") => {
+            Err(error)
+                if error.kind() == ErrorKind::NotFound && !path.as_os_str().as_bytes().ends_with(b"/") =>
+            {
                 return Ok(Destination::Replace(follow(path)?, None));
             }
             other => other?,
@@ -182,12 +184,13 @@ fn write_through(how: &mut OpenOptions, path: &Path, content: &[u8]) -> io::Resu
 /// Writes to a device or a pipe, unless nobody takes anything for too long.
 fn stream(path: &Path, mut content: &[u8]) -> io::Result<()> {
     let flags = OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
-    let mut file = OpenOptions::new().write(true).custom_flags(flags.bits()).open(path).map_err(|error| {
-        match error.raw_os_error() {
+    let mut file =
+        OpenOptions::new().write(true).custom_flags(flags.bits()).open(path).map_err(|error| match error
+            .raw_os_error()
+        {
             Some(number) if number == Errno::ENXIO as i32 => Error::new(error.kind(), "nobody reads from it"),
             _ => error,
-        }
-    })?;
+        })?;
     while !content.is_empty() {
         match file.write(content) {
             Ok(0) => return Err(ErrorKind::WriteZero.into()),

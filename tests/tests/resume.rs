@@ -243,7 +243,8 @@ fn other_files_in_the_folder_of_checkpoints_stay_over_saves_resumes_and_kills() 
         fs::write(&path, name).unwrap();
         found.push(path);
     };
-    ["notes", "step-notes/text", "step-5/text", "step-00000002/text", ".step-00000004.partial/text"].map(&mut put);
+    ["notes", "step-notes/text", "step-5/text", "step-00000002/text", ".step-00000004.partial/text"]
+        .map(&mut put);
     let killed = tiny.saved(TRAIN.launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
     assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
     let newest = mgpu::checkpoint::latest(&folder).unwrap().unwrap();
@@ -281,11 +282,17 @@ fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() 
         .expect(0, &[]);
     let newest = "checkpoints/step-00000048";
     for (arguments, text) in [
-        (["checkpoints", "logits.json"], "checkpoints/step-00000048 is to be loaded, but Python has no torch: pip install"),
+        (
+            ["checkpoints", "logits.json"],
+            "checkpoints/step-00000048 is to be loaded, but Python has no torch: pip install",
+        ),
         (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032 is to be loaded"),
         ([newest, "none"], "none: No such file or directory"),
         ([newest, "torch.py"], "torch.py: not JSON: "),
-        ([newest, "checkpoints/step-00000048/manifest.json"], "manifest.json: not a file of train_mnist: it has no net, images"),
+        (
+            [newest, "checkpoints/step-00000048/manifest.json"],
+            "manifest.json: not a file of train_mnist: it has no net, images",
+        ),
         (["none", "logits.json"], "none: there is no such folder"),
         (["logits.json", "logits.json"], "logits.json: not a folder"),
         (["data", "logits.json"], "data: neither a checkpoint (it has no manifest.json) nor a folder with"),

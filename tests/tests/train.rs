@@ -131,7 +131,8 @@ fn warnings(finished: &Finished, path: &str) -> usize {
 fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());
-    let small = ["--batch", "4", "--epochs", "2", "--threads", "1", "--data", folder.path().to_str().unwrap()];
+    let small =
+        ["--batch", "4", "--epochs", "2", "--threads", "1", "--data", folder.path().to_str().unwrap()];
     let full = fs::symlink_metadata("/dev/full").unwrap();
     for flag in ["--metrics", "--plot", "--logits", "--timeline"] {
         let checkpoints = folder.path().join(format!("checkpoints{flag}"));
@@ -165,7 +166,8 @@ fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
         ("--tensorboard", "events"),
     ];
     let arguments = files.iter().flat_map(|(flag, name)| [(*flag).to_owned(), on_disk(name)]);
-    let mut program = process::on_a_small_disk(&disk, "1m", "echo old >plot.svg; cat /dev/zero >filler", TRAIN.path);
+    let mut program =
+        process::on_a_small_disk(&disk, "1m", "echo old >plot.svg; cat /dev/zero >filler", TRAIN.path);
     program.args(["--batch", "4", "--epochs", "3", "--threads", "1", "--json", "--data"]).arg(folder.path());
     let finished = run(program.args(arguments).arg("--checkpoint-dir").arg(&checkpoints));
     if process::has_no_small_disk(&finished) {
@@ -210,9 +212,22 @@ fn a_training_that_diverges_ends_with_an_error_and_is_not_saved() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());
     let checkpoints = folder.path().join("checkpoints");
-    for (steps, more) in [("1", &[][..]), ("1", &["--skip-test"]), ("8", &[]), ("8", &["--checkpoint-every", "1"])] {
+    for (steps, more) in
+        [("1", &[][..]), ("1", &["--skip-test"]), ("8", &[]), ("8", &["--checkpoint-every", "1"])]
+    {
         let mut program = TRAIN.alone();
-        program.args(["--lr", "3e38", "--schedule", "constant", "--batch", "4", "--threads", "1", "--steps", steps]);
+        program.args([
+            "--lr",
+            "3e38",
+            "--schedule",
+            "constant",
+            "--batch",
+            "4",
+            "--threads",
+            "1",
+            "--steps",
+            steps,
+        ]);
         program.args(more).arg("--data").arg(folder.path()).arg("--checkpoint-dir").arg(&checkpoints);
         let finished = run(&mut program);
         assert_eq!(finished.code, Some(1), "{steps} {more:?}: {finished:#?}");

@@ -126,7 +126,8 @@ mod tests {
         fs::write(&path, "before\n").unwrap();
         let mut file = Appended::open("--metrics", &path).unwrap();
         // As if the disk were full.
-        let there = std::mem::replace(&mut file.file, OpenOptions::new().write(true).open("/dev/full").unwrap());
+        let there =
+            std::mem::replace(&mut file.file, OpenOptions::new().write(true).open("/dev/full").unwrap());
         let mut told = ByProduct::new(file);
         let mut problems = Vec::new();
         for record in ["one\n", "two\n"] {
@@ -137,7 +138,8 @@ mod tests {
                 flushed
             });
         }
-        let expected = format!("cannot write --metrics {}: No space left on device (os error 28)", path.display());
+        let expected =
+            format!("cannot write --metrics {}: No space left on device (os error 28)", path.display());
         assert_eq!((problems, told.has_failed), (vec![expected.clone(), expected], true));
         told.file.file = there;
         told.update(Appended::flush);

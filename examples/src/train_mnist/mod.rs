@@ -100,7 +100,8 @@ impl<'a> Session<'a> {
         let data = source::load(args, &world, &mut *comm)?;
         let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
-        let metrics = args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?.map(ByProduct::new);
+        let metrics =
+            args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?.map(ByProduct::new);
         let (threads, progress) = (args.threads(world.thread_share()), Progress::new(world.rank()));
         let session = Session { args, world, timeline, threads, data, curves, metrics, progress };
         Ok((session, device, comm))

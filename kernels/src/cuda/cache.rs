@@ -60,7 +60,8 @@ fn path(folder: &Path, name: &str, key: &str) -> PathBuf {
 fn read_in(folder: &Path, name: &str, key: &str) -> Option<Vec<u8>> {
     let path = path(folder, name, key);
     // Nobody may write into a pipe, and a device may never come to an end.
-    let mut file = fs::metadata(&path).ok().filter(fs::Metadata::is_file).and_then(|_| fs::read(&path).ok())?;
+    let mut file =
+        fs::metadata(&path).ok().filter(fs::Metadata::is_file).and_then(|_| fs::read(&path).ok())?;
     if file.len() < DIGEST {
         return None;
     }

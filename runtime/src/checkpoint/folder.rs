@@ -28,7 +28,7 @@ use super::removal::{clear, is_folder, is_ours, is_taken};
 use crate::Result;
 
 const PREFIX: &str = "step-";
-const PARTIAL: &str = "partial";
+pub(super) const PARTIAL: &str = "partial";
 pub(super) const REMOVED: &str = "removed";
 pub(super) const REPLACED: &str = "replaced";
 
@@ -153,7 +153,9 @@ impl Folder {
                                again, and leave the folder where it is";
                 Err(failed(&self.path, problem))
             }
-            Err(error) => Err(failed(&self.path, format!("the folder that this run writes to is gone: {error}"))),
+            Err(error) => {
+                Err(failed(&self.path, format!("the folder that this run writes to is gone: {error}")))
+            }
         }
     }
 
@@ -254,8 +256,10 @@ mod tests {
         std::os::unix::fs::symlink("nowhere", &names[2]).unwrap();
         std::os::unix::fs::symlink("loop", &names[3]).unwrap();
         for path in &names {
-            let expected =
-                format!("checkpoint {}: not a folder: choose another name for the checkpoints", path.display());
+            let expected = format!(
+                "checkpoint {}: not a folder: choose another name for the checkpoints",
+                path.display()
+            );
             assert_eq!(refused(path), expected);
         }
         assert!(refused(&names[0].join("inside")).ends_with("Not a directory (os error 20)"));
@@ -279,7 +283,10 @@ mod tests {
         assert!(first.check().unwrap_err().to_string().ends_with(gone));
         let second = Folder::open(&path).unwrap();
         let error = first.check().unwrap_err().to_string();
-        assert!(error.contains("checkpoints: the folder was replaced by another one of this name"), "{error}");
+        assert!(
+            error.contains("checkpoints: the folder was replaced by another one of this name"),
+            "{error}"
+        );
         second.check().unwrap();
     }
 

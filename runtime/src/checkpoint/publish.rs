@@ -63,11 +63,8 @@ fn publish_with(
 /// Gives something that is in the way of a new checkpoint another name, `other-step-…`: a file, a link, or a folder with a
 /// checkpoint in it that is damaged or of another step.
 fn make_way(target: &Path, step: u64) -> Result<()> {
-    let in_the_way = if is_folder(target) {
-        holds_checkpoint(target) && !is_ours(target, step)
-    } else {
-        is_taken(target)
-    };
+    let in_the_way =
+        if is_folder(target) { holds_checkpoint(target) && !is_ours(target, step) } else { is_taken(target) };
     if in_the_way {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
         let aside = free_name(&target.with_file_name(format!("other-{name}")));

@@ -3,7 +3,7 @@
 //! People keep files of their own beside ours: notes, results of an evaluation, links. So nothing is removed recursively, and a
 //! name alone decides nothing. A file goes if it is a regular file, has a name that a writer gives, and has a writer's content:
 //! - in a whole checkpoint, a file that the manifest lists, of the size that it lists, which begins with the mark of a writer
-//!   (or has the listed checksum: checkpoints of version 0.1 have no mark), and the manifest itself;
+//!   (or has the listed checksum: files had no mark at first), and the manifest itself;
 //! - in a checkpoint that a killed writer has begun, which has no manifest yet, a safetensors file with that mark, or an
 //!   empty one, and the beginning of a manifest.
 //!
@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use super::failed;
 use super::files::{MARK, flush_folder, has_checksum, read_manifest};
+use super::folder::PARTIAL;
 use super::manifest::{BEFORE, Entry, MANIFEST, Manifest};
 use crate::Result;
 
@@ -54,11 +55,11 @@ pub(super) fn clear(hidden: &Path, home: &Path) -> Result<()> {
     if !is_folder(hidden) {
         return fs::rename(hidden, free_name(hidden)).map_err(|error| failed(hidden, error));
     }
-    let manifest = read_manifest(hidden).ok();
+    let stage = Stage::of(hidden);
     let (mut ours, mut others) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(hidden).map_err(|error| failed(hidden, error))? {
         let path = entry.map_err(|error| failed(hidden, error))?.path();
-        if was_written(&path, manifest.as_ref()) { ours.push(path) } else { others.push(path) }
+        if was_written(&path, &stage) { ours.push(path) } else { others.push(path) }
     }
     give_back(&others, home)?;
     // The manifest last: it tells the next writer what is ours, if this one is killed here.
@@ -69,22 +70,43 @@ pub(super) fn clear(hidden: &Path, home: &Path) -> Result<()> {
     fs::remove_dir(hidden).map_err(|error| failed(hidden, error))
 }
 
-/// Whether a writer has written the file `path`, as part of the checkpoint of `manifest` or of one that has none yet.
-fn was_written(path: &Path, manifest: Option<&Manifest>) -> bool {
-    let (Some(name), Ok(metadata)) = (path.file_name().and_then(|name| name.to_str()), path.symlink_metadata())
+/// How far a writer had come with a folder that has a hidden name.
+enum Stage {
+    Whole(Manifest),
+    /// Its manifest would have come last.
+    Begun,
+    /// Its manifest was removed, after all other files of the writer.
+    Removed,
+}
+
+impl Stage {
+    fn of(hidden: &Path) -> Self {
+        match read_manifest(hidden) {
+            Ok(manifest) => Stage::Whole(manifest),
+            Err(_) if hidden.extension().is_some_and(|suffix| suffix == PARTIAL) => Stage::Begun,
+            Err(_) => Stage::Removed,
+        }
+    }
+}
+
+/// Whether a writer has written the file `path`.
+fn was_written(path: &Path, stage: &Stage) -> bool {
+    let (Some(name), Ok(metadata)) =
+        (path.file_name().and_then(|name| name.to_str()), path.symlink_metadata())
     else {
         return false;
     };
     if !metadata.is_file() {
         return false;
     }
-    match manifest {
-        Some(_) if name == MANIFEST => true,
-        Some(manifest) => {
+    match stage {
+        Stage::Whole(_) if name == MANIFEST => true,
+        Stage::Whole(manifest) => {
             manifest.files.get(name).is_some_and(|entry| has_listed_content(path, entry, metadata.len()))
         }
-        None if name == MANIFEST => begins_with(path, BEFORE) || metadata.len() == 0,
-        None => name.ends_with(".safetensors") && (is_marked(path) || metadata.len() == 0),
+        Stage::Begun if name == MANIFEST => begins_with(path, BEFORE) || metadata.len() == 0,
+        Stage::Begun => name.ends_with(".safetensors") && (is_marked(path) || metadata.len() == 0),
+        Stage::Removed => false,
     }
 }
 

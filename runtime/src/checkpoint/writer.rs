@@ -186,6 +186,22 @@ mod tests {
     }
 
     #[test]
+    fn in_a_folder_that_was_made_again_only_its_own_writer_writes() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("checkpoints");
+        let mut first = Writer::new(&folder, 1).unwrap();
+        std::fs::remove_dir(&folder).unwrap();
+        let mut second = Writer::new(&folder, 1).unwrap();
+        second.save(snapshot(1)).unwrap();
+        second.finish().unwrap();
+        first.save(snapshot(2)).unwrap();
+        let error = first.finish().unwrap_err().to_string();
+        assert!(error.contains("the folder was replaced by another one of this name"), "{error}");
+        let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["step-00000001"]);
+    }
+
+    #[test]
     fn a_damaged_one_is_set_aside_and_kept() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(folder.path(), 1).unwrap();

