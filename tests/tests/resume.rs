@@ -243,8 +243,11 @@ fn other_files_in_the_folder_of_checkpoints_stay_over_saves_resumes_and_kills() 
         fs::write(&path, name).unwrap();
         found.push(path);
     };
-    ["notes", "step-notes/text", "step-5/text", "step-00000002/text", ".step-00000004.partial/text"]
-        .map(&mut put);
+    for name in
+        ["notes", "step-notes/text", "step-5/text", "step-00000002/text", ".step-00000004.partial/text"]
+    {
+        put(name);
+    }
     let killed = tiny.saved(TRAIN.launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
     assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
     let newest = mgpu::checkpoint::latest(&folder).unwrap().unwrap();
