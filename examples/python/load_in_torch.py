@@ -3,7 +3,9 @@
 
     pip install torch safetensors numpy
     train_mnist --net deep --steps 100 --checkpoint-dir ckpt --logits logits.json
-    load_in_torch.py ckpt/step-00000100 logits.json
+    load_in_torch.py ckpt logits.json
+
+A folder of checkpoints stands for the newest one in it; ckpt/step-00000100 is that one.
 
 The weights are those of a torch.nn.Sequential, by the names and in the shapes that PyTorch gives them, so loading is
 load_state_dict. logits.json has some test images and what train_mnist says to them; this prints how far PyTorch's own answer
@@ -12,11 +14,55 @@ is from that, and exits with 1 if it is farther than rounding goes (--bound).
 import argparse
 import json
 import pathlib
+import re
 import sys
 
-import torch
-from safetensors.torch import load_file
-from torch import nn
+try:
+    import torch
+    from safetensors.torch import load_file
+    from torch import nn
+except ImportError as error:
+    # Said once it is known that there is a checkpoint: --help and a wrong path need no PyTorch.
+    missing_package = error.name
+else:
+    missing_package = None
+
+
+def find_checkpoint(folder):
+    """The checkpoint at `folder`, or the newest one in it."""
+    if not folder.is_dir():
+        sys.exit(f"{folder}: {'not a folder' if folder.exists() else 'there is no such folder'}")
+    if (folder / "manifest.json").exists():
+        return folder
+    steps = {}
+    for entry in folder.iterdir():
+        name = re.fullmatch(r"step-([0-9]{8,})", entry.name)
+        if name and (entry / "manifest.json").exists():
+            steps[int(name[1])] = entry
+    if not steps:
+        sys.exit(f"{folder}: neither a checkpoint (it has no manifest.json) nor a folder with a checkpoint step-…")
+    return steps[max(steps)]
+
+
+def read_json(path, keys):
+    """The JSON object in the file `path`, which must have all `keys`."""
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}")
+    except ValueError as error:
+        sys.exit(f"{path}: not JSON: {error}")
+    missing = [key for key in keys if not isinstance(value, dict) or key not in value]
+    if missing:
+        sys.exit(f"{path}: not a file of train_mnist: it has no {', '.join(missing)}")
+    return value
+
+
+def load_arena(path):
+    try:
+        return load_file(path)
+    except Exception as error:
+        sys.exit(f"{path}: {error}")
 
 
 def conv(before, filters, kernel, padding="same"):
@@ -58,12 +104,18 @@ def network(name):
 
 def load(checkpoint, arena="weights"):
     """The network of the checkpoint in folder `checkpoint`, ready to evaluate. `arena` may be "average" where one is kept."""
-    state = json.loads((checkpoint / "manifest.json").read_text())["state"]
+    manifest = checkpoint / "manifest.json"
+    state = read_json(manifest, ["state"])["state"]
+    if not isinstance(state, dict) or "net" not in state:
+        sys.exit(f"{manifest}: not a checkpoint of train_mnist: its state names no network")
     net = network(state["net"])
-    tensors = load_file(checkpoint / f"{arena}.safetensors")
+    tensors = load_arena(checkpoint / f"{arena}.safetensors")
     # Running statistics of batch normalisation are not trained, and lie apart.
-    tensors |= load_file(checkpoint / "buffers.safetensors")
-    missing, unexpected = net.load_state_dict(tensors, strict=False)
+    tensors |= load_arena(checkpoint / "buffers.safetensors")
+    try:
+        missing, unexpected = net.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        sys.exit(f"{checkpoint}: {error}")
     # How many batches a normalisation has seen: PyTorch counts them, evaluation does not ask.
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]
     if missing or unexpected:
@@ -73,13 +125,16 @@ def load(checkpoint, arena="weights"):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=pathlib.Path, help="folder step-…")
+    parser.add_argument("checkpoint", type=pathlib.Path, help="folder step-…, or the folder that it lies in, for the newest one")
     parser.add_argument("logits", type=pathlib.Path, help="file that train_mnist --logits has written")
     parser.add_argument("--bound", type=float, default=1e-5, help="largest deviation, relative to the largest logit")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
-    name, net = load(arguments.checkpoint)
-    theirs = json.loads(arguments.logits.read_text())
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    theirs = read_json(arguments.logits, ["net", "images", "logits"])
+    if missing_package:
+        sys.exit(f"{checkpoint} is to be loaded, but Python has no {missing_package}: pip install torch safetensors numpy")
+    name, net = load(checkpoint)
     if theirs["net"] != name:
         sys.exit(f"{arguments.logits} is of {theirs['net']}, the checkpoint of {name}")
     images = torch.tensor(theirs["images"], dtype=torch.float32).reshape(-1, 1, 28, 28) / 255

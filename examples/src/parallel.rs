@@ -160,8 +160,10 @@ fn mebibytes(text: &str) -> Result<usize, String> {
 
 /// A number above 0.
 pub(crate) fn above_0(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number: &f64| *number > 0.0 && number.is_finite());
-    number.ok_or_else(|| "it should be a number above 0".into())
+    // The arithmetic is in f32, where larger ones are infinite and smaller ones 0.
+    let number =
+        text.parse().ok().filter(|number: &f64| *number as f32 > 0.0 && (*number as f32).is_finite());
+    number.ok_or_else(|| "it should be a number above 0 that f32 can represent (1e-45 to 3.4e38)".into())
 }
 
 /// A whole number from 1.

@@ -228,6 +228,14 @@ pub enum Error {
         /// How long ago that call began.
         after: Duration,
     },
+    /// A timeline cannot be written. Everything else goes on without it.
+    #[error("cannot write the timeline {}: {problem}", path.display())]
+    Timeline {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
     /// A checkpoint is not as it was written: a file is missing, or has another size or content.
     #[error("checkpoint {}: damaged: {problem}", path.display())]
     Damaged {

@@ -4,11 +4,18 @@
 //! says where every tensor begins; the same layout serves all of them, so that tensor `i` of the gradients lies
 //! where tensor `i` of the parameters does, and one pass over a range updates both.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
+
+/// Bytes of a tensor's name, at most: the header of a checkpoint's file has room for some 15,000 such names.
+const LONGEST_NAME: usize = 1024;
+
+/// The name under which a safetensors file keeps its metadata.
+const METADATA: &str = "__metadata__";
 
 /// One tensor's place in a flat arena.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,9 +72,13 @@ impl Layout {
     }
 
     /// Adds a tensor behind the last one and returns its index.
+    ///
+    /// # Panics
+    /// If no checkpoint could hold a tensor of that name beside the others: the name is empty, longer than 1,024 bytes,
+    /// `__metadata__`, or another tensor's.
     pub fn push(&mut self, name: impl Into<String>, shape: impl Into<Vec<usize>>) -> usize {
-        let offset = self.len();
-        self.tensors.push(TensorSpec { name: name.into(), shape: shape.into(), offset });
+        let (name, offset) = (self.checked_name(name.into()), self.len());
+        self.tensors.push(TensorSpec { name, shape: shape.into(), offset });
         self.tensors.len() - 1
     }
 
@@ -80,6 +91,9 @@ impl Layout {
     /// let weight = layout.push_aligned("fc.weight", [10, 84], 64);
     /// assert_eq!(layout.range(weight), 64..904);
     /// ```
+    ///
+    /// # Panics
+    /// As [`push`](Self::push).
     pub fn push_aligned(
         &mut self,
         name: impl Into<String>,
@@ -87,8 +101,25 @@ impl Layout {
         alignment: usize,
     ) -> usize {
         let offset = self.len().checked_next_multiple_of(alignment.max(1)).unwrap_or(usize::MAX);
-        self.tensors.push(TensorSpec { name: name.into(), shape: shape.into(), offset });
+        let name = self.checked_name(name.into());
+        self.tensors.push(TensorSpec { name, shape: shape.into(), offset });
         self.tensors.len() - 1
+    }
+
+    fn checked_name(&self, name: String) -> String {
+        let is_taken = self.tensors.iter().any(|tensor| tensor.name == name);
+        if let Some(problem) = problem_of_name(&name, is_taken) {
+            panic!("{problem}");
+        }
+        name
+    }
+
+    /// Why no checkpoint can hold these tensors, or `None` if one can: a layout that came from elsewhere was not checked
+    /// when it was made.
+    pub(crate) fn problem_of_names(&self) -> Option<String> {
+        let mut names = HashSet::new();
+        let mut tensors = self.tensors.iter();
+        tensors.find_map(|tensor| problem_of_name(&tensor.name, !names.insert(&tensor.name)))
     }
 
     /// All tensors, in arena order.
@@ -156,9 +187,51 @@ impl Layout {
     }
 }
 
+/// What is wrong with a tensor's name, which is another's too if `is_taken`.
+fn problem_of_name(name: &str, is_taken: bool) -> Option<String> {
+    match name {
+        "" => Some("a tensor has an empty name".to_owned()),
+        METADATA => {
+            Some(format!("a tensor is called `{METADATA}`, which is not a tensor in a safetensors file"))
+        }
+        _ if name.len() > LONGEST_NAME => {
+            let begin: String = name.chars().take(40).collect();
+            Some(format!("the name of tensor `{begin}…` has {} bytes, more than {LONGEST_NAME}", name.len()))
+        }
+        _ if is_taken => Some(format!("two tensors are called `{name}`")),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_that_no_checkpoint_can_hold_are_refused_when_the_layout_is_made() {
+        let refused = |name: &str| {
+            let push = || {
+                let mut layout = Layout::new();
+                layout.push("a", [2]);
+                layout.push_aligned(name, [2], 16);
+            };
+            let panicked = std::panic::catch_unwind(push).expect_err(name);
+            panicked.downcast_ref::<String>().expect("a text").clone()
+        };
+        assert_eq!(refused("a"), "two tensors are called `a`");
+        assert_eq!(refused(""), "a tensor has an empty name");
+        assert!(refused("__metadata__").starts_with("a tensor is called `__metadata__`"));
+        assert!(refused(&"é".repeat(513)).ends_with("has 1026 bytes, more than 1024"));
+        let mut layout = Layout::new();
+        for name in ["\0", "a/../b", "__metadata", "dtype", "\"\n", "é", &"é".repeat(512)] {
+            layout.push(name, [1]);
+        }
+        assert_eq!(layout.problem_of_names(), None);
+        // As if from another rank.
+        let json = serde_json::to_string(&layout).unwrap().replace("dtype", "__metadata");
+        let forged: Layout = serde_json::from_str(&json).unwrap();
+        assert_eq!(forged.problem_of_names().unwrap(), "two tensors are called `__metadata`");
+    }
 
     #[test]
     fn difference_names_the_first_tensor_and_both_shapes() {

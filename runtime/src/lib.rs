@@ -17,6 +17,7 @@
 //! | [`sampler`] | which samples are mine? |
 //! | [`checkpoint`] | how does a run go on after an end? |
 //! | [`timeline`] | what did every rank do when? |
+//! | [`whole_file`] | how is a file written beside a training, and nothing lost? |
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -63,6 +64,7 @@ mod shm;
 pub mod step;
 mod survivor;
 pub mod timeline;
+pub mod whole_file;
 pub mod world;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};

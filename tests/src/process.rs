@@ -107,6 +107,29 @@ impl Program {
     }
 }
 
+/// Has a program run with a file system of `size` in the folder `disk`, in which `prepare` is run before. What is there in the end,
+/// with the first line of each file, is printed as lines `on the disk: …`. The file system is the program's alone, and gone with it.
+pub fn on_a_small_disk(disk: &Path, size: &str, prepare: &str, program: impl AsRef<Path>) -> Command {
+    let script = format!(
+        r#"cd "$0" && mount -t tmpfs -o size={size} none . && cd . && cd "$0" || {{ echo no small disk >&2; exit 99; }}
+        {{ {prepare}; }} 2>/dev/null; "$@"; code=$?
+        find . -type f ! -name filler | while read -r file; do echo "on the disk: ${{file#./}} $(head -c 40 "$file" | head -1)"; done
+        exit $code"#
+    );
+    let mut command = command("unshare");
+    command.args(["--mount", "--map-root-user", "sh", "-c", &script]).arg(disk).arg(program.as_ref());
+    command
+}
+
+/// Whether this environment lets nobody mount a file system, which is said.
+pub fn has_no_small_disk(finished: &Finished) -> bool {
+    let none = finished.code == Some(99) || finished.stderr.starts_with("unshare: ");
+    if none {
+        eprintln!("skipped: this environment forbids mounting: {}", finished.stderr);
+    }
+    none
+}
+
 /// Runs a command to its end.
 ///
 /// # Panics

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use mgpu::checkpoint::{Checkpoint, Position, Writer};
 use mgpu_tests::mnist;
-use mgpu_tests::process::{Finished, Program, finish, run, until};
+use mgpu_tests::process::{self, Finished, Program, finish, run, until};
 
 const TRAIN: Program =
     Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
@@ -210,6 +210,98 @@ fn a_folder_that_another_run_writes_to_is_refused() {
     let _writer = Writer::new(&tiny.checkpoints(), 1).unwrap();
     tiny.saved(TRAIN.launched(2), &["--skip-test"])
         .expect(1, &["checkpoints: another run is writing its checkpoints here"]);
+}
+
+#[test]
+fn on_a_full_disk_a_training_ends_with_its_earlier_checkpoints() {
+    let tiny = Tiny::new();
+    let disk = tiny.checkpoints();
+    fs::create_dir(&disk).unwrap();
+    // Room for two checkpoints of 740 kB.
+    let mut program = process::on_a_small_disk(&disk, "2m", "true", TRAIN.path);
+    program.args(["--batch", "4", "--epochs", "4", "--threads", "1", "--skip-test", "--checkpoint-dir"]);
+    let finished = run(program.arg(&disk).arg("--data").arg(tiny.folder.path().join("data")));
+    if process::has_no_small_disk(&finished) {
+        return;
+    }
+    finished.expect(1, &[".step-00000048.partial/", ": No space left on device (os error 28)"]);
+    for name in ["step-00000016/manifest.json", "step-00000032/manifest.json"] {
+        finished.expect(1, &[&format!("on the disk: {name}")]);
+    }
+    assert!(!finished.stdout.contains("on the disk: ."), "{finished:#?}");
+}
+
+#[test]
+fn other_files_in_the_folder_of_checkpoints_stay_over_saves_resumes_and_kills() {
+    let tiny = Tiny::new();
+    let folder = tiny.checkpoints();
+    let every = ["--skip-test", "--checkpoint-every", "2", "--keep", "1"];
+    let mut found = Vec::new();
+    let mut put = |name: &str| {
+        let path = folder.join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, name).unwrap();
+        found.push(path);
+    };
+    for name in
+        ["notes", "step-notes/text", "step-5/text", "step-00000002/text", ".step-00000004.partial/text"]
+    {
+        put(name);
+    }
+    let killed = tiny.saved(TRAIN.launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
+    assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
+    let newest = mgpu::checkpoint::latest(&folder).unwrap().unwrap();
+    put(&format!("{}/evaluation.json", newest.file_name().unwrap().to_str().unwrap()));
+    tiny.saved(TRAIN.launched(2), &every).expect(0, &["resumed from"]);
+    for path in found {
+        let name = path.strip_prefix(&folder).unwrap().to_str().unwrap();
+        // What somebody has hidden in a name of ours came to light.
+        let path = folder.join(name.replace(".step-00000004.partial", "step-00000004"));
+        assert_eq!(fs::read_to_string(&path).unwrap(), name, "{}", path.display());
+    }
+    assert_eq!(mgpu::checkpoint::latest(&folder).unwrap().unwrap(), folder.join("step-00000024"));
+}
+
+/// Runs examples/python/load_in_torch.py with a Python that has no PyTorch.
+fn load_in_torch(folder: &Path, arguments: &[&str]) -> Finished {
+    fs::write(folder.join("torch.py"), "raise ModuleNotFoundError('none', name='torch')").unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/python/load_in_torch.py");
+    let mut python = process::command("python3");
+    python.current_dir(folder).env("PYTHONPATH", folder).arg(script).args(arguments);
+    let finished = run(&mut python);
+    assert!(!finished.stderr.contains("Traceback"), "{finished:#?}");
+    finished
+}
+
+#[test]
+fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() {
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no python3");
+        return;
+    }
+    let tiny = Tiny::new();
+    let path = tiny.folder.path();
+    tiny.saved(TRAIN.alone(), &["--skip-test", "--logits", path.join("logits.json").to_str().unwrap()])
+        .expect(0, &[]);
+    let newest = "checkpoints/step-00000048";
+    for (arguments, text) in [
+        (
+            ["checkpoints", "logits.json"],
+            "checkpoints/step-00000048 is to be loaded, but Python has no torch: pip install",
+        ),
+        (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032 is to be loaded"),
+        ([newest, "none"], "none: No such file or directory"),
+        ([newest, "torch.py"], "torch.py: not JSON: "),
+        (
+            [newest, "checkpoints/step-00000048/manifest.json"],
+            "manifest.json: not a file of train_mnist: it has no net, images",
+        ),
+        (["none", "logits.json"], "none: there is no such folder"),
+        (["logits.json", "logits.json"], "logits.json: not a folder"),
+        (["data", "logits.json"], "data: neither a checkpoint (it has no manifest.json) nor a folder with"),
+    ] {
+        load_in_torch(path, &arguments).expect(1, &[text]);
+    }
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! `train_mnist`: smoke tests, equality of ranks and runs, bad input. On generated digits, so anywhere.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 
 use mgpu_tests::mnist;
-use mgpu_tests::process::{Finished, Program, run};
+use mgpu_tests::process::{self, Finished, Program, run};
 
 const TRAIN: Program =
     Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
@@ -120,6 +121,122 @@ fn metrics_are_one_json_object_an_epoch() {
     assert_eq!(text.lines().count(), 1);
 }
 
+/// The lines of standard error that warn of a file.
+fn warnings(finished: &Finished, path: &str) -> usize {
+    let warns = |line: &&str| line.contains(path) && line.ends_with("the training goes on without this file");
+    finished.stderr.lines().filter(warns).count()
+}
+
+#[test]
+fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let small =
+        ["--batch", "4", "--epochs", "2", "--threads", "1", "--data", folder.path().to_str().unwrap()];
+    let full = fs::symlink_metadata("/dev/full").unwrap();
+    for flag in ["--metrics", "--plot", "--logits", "--timeline"] {
+        let checkpoints = folder.path().join(format!("checkpoints{flag}"));
+        let mut program = TRAIN.launched(2);
+        program.args(small).args([flag, "/dev/full", "--json", "--checkpoint-dir"]).arg(&checkpoints);
+        let finished = run(&mut program);
+        finished.expect(0, &["No space left on device (os error 28)", "epoch 2/2", "the same on 2 ranks"]);
+        assert_eq!(warnings(&finished, "/dev/full"), 1, "{flag}: {finished:#?}");
+        assert!(flag == "--timeline" || finished.stderr.contains(&format!("cannot write {flag} /dev/full")));
+        assert_eq!(finished.json()["epochs"], 2);
+        let found = mgpu::checkpoint::find(&checkpoints).unwrap().unwrap();
+        assert_eq!((found.checkpoint.manifest().step, found.damaged.len()), (16, 0));
+    }
+    let device = |metadata: &fs::Metadata| (metadata.dev(), metadata.ino(), metadata.rdev());
+    assert_eq!(device(&fs::symlink_metadata("/dev/full").unwrap()), device(&full));
+    assert!(!Path::new("/dev/full.partial").exists());
+}
+
+#[test]
+fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let (disk, checkpoints) = (folder.path().join("disk"), folder.path().join("checkpoints"));
+    fs::create_dir(&disk).unwrap();
+    let on_disk = |name: &str| disk.join(name).to_str().unwrap().to_owned();
+    let files = [
+        ("--metrics", "metrics.jsonl"),
+        ("--plot", "plot.svg"),
+        ("--logits", "logits.json"),
+        ("--timeline", "timeline.json"),
+        ("--tensorboard", "events"),
+    ];
+    let arguments = files.iter().flat_map(|(flag, name)| [(*flag).to_owned(), on_disk(name)]);
+    let mut program =
+        process::on_a_small_disk(&disk, "1m", "echo old >plot.svg; cat /dev/zero >filler", TRAIN.path);
+    program.args(["--batch", "4", "--epochs", "3", "--threads", "1", "--json", "--data"]).arg(folder.path());
+    let finished = run(program.args(arguments).arg("--checkpoint-dir").arg(&checkpoints));
+    if process::has_no_small_disk(&finished) {
+        return;
+    }
+    finished.expect(0, &["No space left on device", "epoch 3/3"]);
+    for (flag, name) in files {
+        assert_eq!(warnings(&finished, name), 1, "{flag}: {finished:#?}");
+    }
+    assert!(mgpu::checkpoint::find(&checkpoints).unwrap().unwrap().checkpoint.verify().is_ok());
+    // What the disk held in the end: what was there is still there, and nothing half-written beside it.
+    let listed = finished.stdout.lines().filter(|line| line.starts_with("on the disk: "));
+    let listed: Vec<_> = listed.collect();
+    assert!(listed.contains(&"on the disk: plot.svg old"), "{finished:#?}");
+    assert!(!listed.iter().any(|line| line.contains("partial")), "{finished:#?}");
+}
+
+#[test]
+fn a_file_that_cannot_be_is_known_before_the_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let (path, pipe) = (folder.path().to_str().unwrap(), pipe.to_str().unwrap());
+    for (flag, path, problem) in [
+        ("--metrics", path, "Is a directory (os error 21)"),
+        ("--metrics", pipe, "nobody reads from it"),
+        ("--plot", path, "it is a folder"),
+        ("--logits", path, "it is a folder"),
+        ("--logits", "/dev/null/x", "Not a directory (os error 20)"),
+        ("--tensorboard", pipe, "File exists (os error 17)"),
+    ] {
+        let finished = run(TRAIN.alone().args(["--synthetic", "--steps", "1", flag, path]));
+        finished.expect(1, &[&format!("train_mnist: cannot write {flag} {path}: {problem}")]);
+        assert!(!finished.stdout.contains("epoch"), "{finished:#?}");
+    }
+    let finished = run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--checkpoint-dir", pipe]));
+    finished.expect(1, &[&format!("--checkpoint-dir: checkpoint {pipe}: not a folder")]);
+}
+
+#[test]
+fn a_training_that_diverges_ends_with_an_error_and_is_not_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let checkpoints = folder.path().join("checkpoints");
+    for (steps, more) in
+        [("1", &[][..]), ("1", &["--skip-test"]), ("8", &[]), ("8", &["--checkpoint-every", "1"])]
+    {
+        let mut program = TRAIN.alone();
+        program.args([
+            "--lr",
+            "3e38",
+            "--schedule",
+            "constant",
+            "--batch",
+            "4",
+            "--threads",
+            "1",
+            "--steps",
+            steps,
+        ]);
+        program.args(more).arg("--data").arg(folder.path()).arg("--checkpoint-dir").arg(&checkpoints);
+        let finished = run(&mut program);
+        assert_eq!(finished.code, Some(1), "{steps} {more:?}: {finished:#?}");
+        let names = ["tensor `", "the test loss of epoch 1 is ", "the training loss of epoch 1 is "];
+        assert!(names.iter().any(|name| finished.stderr.contains(name)), "{finished:#?}");
+        assert_eq!(mgpu::checkpoint::latest(&checkpoints).unwrap(), None, "{finished:#?}");
+    }
+}
+
 fn with_data(folder: &Path) -> Finished {
     let mut program = TRAIN.launched(2);
     run(program.arg("--data").arg(folder).args(["--steps", "1", "--batch", "8", "--json"]))
@@ -148,6 +265,11 @@ fn bad_data_is_named() {
     with_data(path).expect(1, &["train-images-idx3-ubyte", "truncated"]);
     fs::write(&images, &good[..7]).unwrap();
     with_data(path).expect(1, &["train-images-idx3-ubyte", "truncated"]);
+
+    fs::remove_file(&images).unwrap();
+    nix::unistd::mkfifo(&images, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    with_data(path).expect(1, &["train-images-idx3-ubyte: it is a named pipe, where a file is expected"]);
+    with_data(&labels).expect(1, &["--data: ", "t10k-labels-idx1-ubyte: not a directory"]);
 }
 
 #[test]
@@ -155,6 +277,10 @@ fn bad_arguments_are_usage_errors() {
     for (arguments, text) in [
         (&["--net", "resnet"][..], "lenet5, deep, keras"),
         (&["--batch", "0"], "a number from 1"),
+        (&["--lr", "1e39"], "a number above 0 that f32 can represent"),
+        (&["--lr", "1e-60"], "a number above 0 that f32 can represent"),
+        (&["--lr", "nan"], "a number above 0 that f32 can represent"),
+        (&["--clip-norm", "inf"], "a number above 0 that f32 can represent"),
         (&["--precision", "tf32"], "tf32 needs a GPU"),
         (&["--epochs", "1", "--steps", "1"], "cannot be used with"),
         (&["--data", "x", "--synthetic"], "cannot be used with"),

@@ -16,6 +16,8 @@
 //! rest only. If that ends in a wrong sum, the beginning may be to blame, so the same mirror is asked once more for the
 //! whole. Two processes that download into the same folder take turns by a lock on `download.lock`, which the kernel
 //! releases however its holder ends; the second one then finds the files there.
+//!
+//! A file that has the name of one of the four and another content did not come from here. It is kept, as `NAME.other`.
 
 mod progress;
 #[cfg(test)]
@@ -223,8 +225,22 @@ fn keep(folder: &Path, part: &Path, name: &str) -> Result<(), DataError> {
     // The bytes reach the disk before the name does, or a crash could leave an empty file of that name.
     File::open(part).and_then(|file| file.sync_all()).map_err(DataError::io(part))?;
     let path = folder.join(name);
+    if path.symlink_metadata().is_ok() {
+        fs::rename(&path, free_name(&path)).map_err(DataError::io(&path))?;
+    }
     fs::rename(part, &path).map_err(DataError::io(&path))?;
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(DataError::io(folder))
+}
+
+/// `path.other`, or `path.other-2`, … if that is taken.
+fn free_name(path: &Path) -> PathBuf {
+    let numbered = |number: u64| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(if number == 1 { ".other".to_owned() } else { format!(".other-{number}") });
+        PathBuf::from(name)
+    };
+    let mut names = (1..).map(numbered);
+    names.find(|name| name.symlink_metadata().is_err()).expect("no folder has so many entries")
 }
 
 /// Removes a file that may be gone already.

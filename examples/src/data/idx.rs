@@ -4,8 +4,9 @@
 //! each extent, and the elements. The bytes come from outside: nothing is allocated because a header says so, but
 //! only as data arrives, and every mistake names file and offset.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use flate2::bufread::MultiGzDecoder;
@@ -29,7 +30,8 @@ pub const fn names(split: Split) -> [&'static str; 2] {
 /// # Errors
 /// If a file is missing, unreadable or damaged, or files do not belong together; names file and byte.
 pub fn read(folder: &Path) -> Result<Mnist, DataError> {
-    find_all(folder)?;
+    // All four before any is read, so that the error lists all that are missing.
+    find_all(folder, &[names(Split::Train), names(Split::Test)].concat())?;
     let (train, test) = (read_split(folder, Split::Train)?, read_split(folder, Split::Test)?);
     Ok(Mnist { train, test, origin: Origin::Files(folder.to_owned()) })
 }
@@ -39,12 +41,7 @@ pub fn read(folder: &Path) -> Result<Mnist, DataError> {
 /// # Errors
 /// As [`read`].
 pub fn read_split(folder: &Path, split: Split) -> Result<Dataset, DataError> {
-    let [images, labels] = names(split).map(|name| find(folder, name));
-    let missing: Vec<String> =
-        [&images, &labels].into_iter().filter_map(|found| found.as_ref().err().cloned()).collect();
-    let (Ok(images), Ok(labels)) = (images, labels) else {
-        return Err(missing_in(folder, missing));
-    };
+    let [images, labels]: [PathBuf; 2] = find_all(folder, &names(split))?.try_into().expect("a path a name");
     let dataset = Dataset { images: read_images(&images)?, labels: read_labels(&labels)? };
     let (pictures, labels) = (dataset.images.len() / IMAGE_LEN, dataset.labels.len());
     if pictures != labels {
@@ -59,17 +56,22 @@ pub fn read_split(folder: &Path, split: Split) -> Result<Dataset, DataError> {
     Ok(dataset)
 }
 
-/// Looks for all four files before any is read, so that the error lists all that are missing.
-fn find_all(folder: &Path) -> Result<(), DataError> {
-    let all = [Split::Train, Split::Test].into_iter().flat_map(names);
-    let missing: Vec<String> = all.filter_map(|name| find(folder, name).err()).collect();
-    if missing.is_empty() { Ok(()) } else { Err(missing_in(folder, missing)) }
-}
-
-fn missing_in(folder: &Path, missing: Vec<String>) -> DataError {
-    match folder.metadata() {
-        Err(error) => DataError::io(folder)(error),
-        Ok(_) => DataError::Missing { folder: folder.to_owned(), missing, found: listing(folder) },
+/// The paths of the files called `names`.
+fn find_all(folder: &Path, names: &[&str]) -> Result<Vec<PathBuf>, DataError> {
+    let (mut paths, mut missing) = (Vec::new(), Vec::new());
+    for name in names {
+        match find(folder, name)? {
+            Some(path) => paths.push(path),
+            None => missing.push(format!("{name}[.gz]")),
+        }
+    }
+    if missing.is_empty() {
+        return Ok(paths);
+    }
+    match fs::metadata(folder) {
+        Err(error) => Err(DataError::io(folder)(error)),
+        Ok(metadata) if !metadata.is_dir() => Err(DataError::io(folder)(ErrorKind::NotADirectory.into())),
+        Ok(_) => Err(DataError::Missing { folder: folder.to_owned(), missing, found: listing(folder) }),
     }
 }
 
@@ -84,17 +86,41 @@ fn listing(folder: &Path) -> Vec<String> {
 
 /// The content of a file, decompressed if it is gzipped, and whether it is: its first bytes tell, not its name.
 pub(super) fn open_content(path: &Path) -> std::io::Result<(Box<dyn Read>, bool)> {
-    let mut reader = BufReader::with_capacity(1 << 16, File::open(path)?);
+    let mut reader = BufReader::with_capacity(1 << 16, open(path)?);
     let gzip = reader.fill_buf()?.starts_with(&GZIP_MAGIC);
     Ok(if gzip { (Box::new(MultiGzDecoder::new(reader)), true) } else { (Box::new(reader), false) })
 }
 
-/// The file called `name`, in any of the spellings that are about.
-fn find(folder: &Path, name: &str) -> Result<PathBuf, String> {
+/// Opens a file. Anything else under its name could keep a reader waiting, or never come to an end.
+fn open(path: &Path) -> io::Result<File> {
+    let kind = fs::metadata(path)?.file_type();
+    let what = match kind {
+        _ if kind.is_file() => return File::open(path),
+        _ if kind.is_dir() => "a folder",
+        _ if kind.is_fifo() => "a named pipe",
+        _ if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(io::Error::new(ErrorKind::InvalidInput, format!("it is {what}, where a file is expected")))
+}
+
+/// The file called `name`, in any of the spellings that are about, or `None` if there is nothing of such a name. An error says why
+/// the first thing of such a name cannot be read, if none can.
+fn find(folder: &Path, name: &str) -> Result<Option<PathBuf>, DataError> {
     let dotted = name.replace("-idx", ".idx");
     let spellings = [name.to_owned(), format!("{name}.gz"), dotted.clone(), format!("{dotted}.gz")];
-    let path = spellings.iter().map(|spelling| folder.join(spelling)).find(|path| path.is_file());
-    path.ok_or_else(|| format!("{name}[.gz]"))
+    let mut unreadable = None;
+    for path in spellings.map(|spelling| folder.join(spelling)) {
+        // Not following links: one that leads nowhere is there, and is why the file cannot be read.
+        if fs::symlink_metadata(&path).is_err() {
+            continue;
+        }
+        match open(&path) {
+            Ok(_) => return Ok(Some(path)),
+            Err(error) => _ = unreadable.get_or_insert_with(|| DataError::io(path)(error)),
+        }
+    }
+    unreadable.map_or(Ok(None), Err)
 }
 
 /// The pixels of an image file.

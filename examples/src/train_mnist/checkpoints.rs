@@ -51,10 +51,11 @@ pub(super) struct Checkpoints {
 }
 
 impl Checkpoints {
-    pub(super) fn open(folder: &Path, args: &Args, rank: u32) -> mgpu::Result<Self> {
+    pub(super) fn open(folder: &Path, args: &Args, rank: u32) -> Result<Self, String> {
+        let writer = (rank == 0).then(|| Writer::new(folder, args.keep()));
         Ok(Checkpoints {
             folder: folder.to_owned(),
-            writer: (rank == 0).then(|| Writer::new(folder, args.keep())).transpose()?,
+            writer: writer.transpose().map_err(|error| format!("--checkpoint-dir: {error}"))?,
             every: args.checkpoint_every,
             saved: 0,
             waited: Duration::ZERO,

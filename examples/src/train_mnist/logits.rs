@@ -1,14 +1,16 @@
 //! What a network says to some images, for other programs to compare with.
 
 use std::error::Error;
-use std::fs;
 use std::path::Path;
 
+use mgpu::whole_file;
 use serde::Serialize;
 
+use super::byproducts::{cannot_write, warn};
 use super::engine::Engine;
 use crate::data::{CLASSES, Dataset, IMAGE_LEN};
 
+const FLAG: &str = "--logits";
 /// Images of which the logits are written.
 const IMAGES: usize = 100;
 
@@ -21,7 +23,8 @@ struct Logits<'a> {
     logits: Vec<&'a [f32]>,
 }
 
-/// Writes the first images of `data`, and their logits in evaluation mode, as JSON to `path`.
+/// Writes the first images of `data`, and their logits in evaluation mode, as JSON to `path`. If the file cannot be written, that
+/// is said.
 pub(super) fn write(
     path: &Path,
     net: &str,
@@ -36,15 +39,13 @@ pub(super) fn write(
         labels: &data.labels[..count],
         logits: logits.chunks(CLASSES).collect(),
     })?;
-    fs::write(path, text).map_err(|error| cannot_write(path, &error).into())
+    if let Err(error) = whole_file::write(path, &text) {
+        warn(&cannot_write(FLAG, path, &error));
+    }
+    Ok(())
 }
 
-/// Looks whether there can be such a file, so that this is not found out when all is over. One that is there stays.
+/// Checks whether there can be such a file, so that this is not found out when all is over.
 pub(super) fn check(path: &Path) -> Result<(), String> {
-    let opened = fs::OpenOptions::new().append(true).create(true).open(path);
-    opened.map(drop).map_err(|error| cannot_write(path, &error))
-}
-
-fn cannot_write(path: &Path, error: &std::io::Error) -> String {
-    format!("cannot write logits to {}: {error}", path.display())
+    whole_file::check(path).map_err(|error| cannot_write(FLAG, path, &error))
 }

@@ -5,6 +5,7 @@
 //! evaluation, checkpoints, a report.
 
 mod args;
+mod byproducts;
 mod checkpoints;
 mod curves;
 mod engine;
@@ -22,6 +23,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use args::Args;
+use byproducts::ByProduct;
 use clap::Parser;
 use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
@@ -74,7 +76,7 @@ struct Session<'a> {
     threads: usize,
     data: Mnist,
     curves: Curves,
-    metrics: Option<Metrics>,
+    metrics: Option<ByProduct<Metrics>>,
     progress: Progress,
 }
 
@@ -101,7 +103,8 @@ impl<'a> Session<'a> {
         let data = source::load(args, &world, &mut *comm)?;
         let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
-        let metrics = args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?;
+        let metrics =
+            args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?.map(ByProduct::new);
         let progress = Progress::new(world.rank());
         let session = Session { args, world, timeline, threads, data, curves, metrics, progress };
         Ok((session, device, comm))
@@ -144,21 +147,24 @@ impl<'a> Session<'a> {
         let mut tested = None;
         while trainer.steps() < trainer.length() {
             let mut report = self.train_epoch(trainer)?;
+            report::check_finite("training loss", report.epoch, report.train_loss)?;
             if !self.args.skip_test {
                 let begin = self.timeline.begin();
                 report.set_test(tested.insert(self.evaluate(trainer)?));
+                report::check_finite("test loss", report.epoch, report.test_loss.unwrap_or_default())?;
                 self.timeline.end(begin, Name::new("evaluation"));
+            }
+            // First of all: nothing that is said or written below can cost it.
+            if self.args.checkpoint_dir.is_some() {
+                self.world.report_phase(Phase::Checkpoint);
+                trainer.save()?;
             }
             if self.world.rank() == 0 {
                 self.progress.line(&report.line(trainer.epochs(), tested.as_ref()));
                 if let Some(metrics) = &mut self.metrics {
-                    metrics.append(&report)?;
+                    metrics.update(|metrics| metrics.append(&report));
                 }
-                self.curves.epoch(&report)?;
-            }
-            if self.args.checkpoint_dir.is_some() {
-                self.world.report_phase(Phase::Checkpoint);
-                trainer.save()?;
+                self.curves.epoch(&report);
             }
         }
         trainer.finish_saving()?;
@@ -168,18 +174,15 @@ impl<'a> Session<'a> {
     /// An epoch, or what is left of it, with the launcher and the user told of each step.
     fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
-        let mut written = Ok(());
         let seen = |position: &Position| {
             world.report_step(position.step);
             record_next(timeline, args, position.step);
             progress.update(|| position.to_string());
-            if world.rank() == 0 && written.is_ok() {
-                written = curves.step(position.step, position.loss);
+            if world.rank() == 0 {
+                curves.step(position.step, position.loss);
             }
         };
-        let report = trainer.train_epoch(&data.train, seen, || world.report_phase(Phase::Checkpoint))?;
-        written?;
-        Ok(report)
+        trainer.train_epoch(&data.train, seen, || world.report_phase(Phase::Checkpoint))
     }
 
     fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<Tested> {
@@ -233,7 +236,10 @@ impl<'a> Session<'a> {
             }
         }
         if let Some(path) = &args.timeline {
-            self.timeline.write(trainer.engine().comm(), path)?;
+            match self.timeline.write(trainer.engine().comm(), path) {
+                Err(error @ mgpu::Error::Timeline { .. }) => byproducts::warn(&error.to_string()),
+                written => written?,
+            }
         }
         Ok(())
     }

@@ -2,7 +2,6 @@
 
 use std::error::Error;
 use std::fmt;
-use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write, stdout};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::args::Args;
+use super::byproducts::Appended;
 use super::profile::StepProfile;
 use super::trainer::Trainer;
 use crate::nets::LossReport;
@@ -177,6 +177,17 @@ fn round(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
+/// A training whose loss is no number ends, before it is saved.
+pub(super) fn check_finite(what: &str, epoch: u64, loss: f64) -> Result<(), String> {
+    if loss.is_finite() {
+        return Ok(());
+    }
+    Err(format!(
+        "the training has diverged: the {what} of epoch {epoch} is {loss}; it is not saved, earlier checkpoints are as they \
+         were; try a lower --lr, --warm-up or --clip-norm"
+    ))
+}
+
 /// Peak resident memory of this process, in MiB (VmHWM of `/proc/self/status`).
 pub(super) fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
     let status = std::fs::read_to_string("/proc/self/status")?;
@@ -186,17 +197,17 @@ pub(super) fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
 }
 
 /// Metrics of each epoch, appended to a file.
-pub(super) struct Metrics(File);
+pub(super) struct Metrics(Appended);
 
 impl Metrics {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        file.map(Metrics).map_err(|error| format!("cannot write metrics to {}: {error}", path.display()))
+        Appended::open("--metrics", path).map(Metrics)
     }
 
     pub(super) fn append(&mut self, report: &EpochReport) -> Result<(), String> {
         let line = serde_json::to_string(report).map_err(|error| error.to_string())?;
-        writeln!(self.0, "{line}").map_err(|error| format!("cannot write metrics: {error}"))
+        self.0.push((line + "\n").as_bytes())?;
+        self.0.flush()
     }
 }
 

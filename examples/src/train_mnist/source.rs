@@ -30,7 +30,8 @@ pub(super) fn load(args: &Args, world: &World, comm: &mut dyn Communicator) -> R
         download(world)?
     } else if let Some(folder) = named {
         together("a folder")?;
-        idx::read(&folder)?
+        let asked = if args.data.is_some() { "--data" } else { "MGPU_DATA" };
+        idx::read(&folder).map_err(|error| format!("{asked}: {error}"))?
     } else if let Some(data) = download::earlier()? {
         together("an earlier download")?;
         data

@@ -2,11 +2,11 @@
 //!
 //! A file is named by the digest of everything that the image depends on, and begins with the image's own digest: a
 //! truncated or foreign file is taken for none. Ranks that start together may all compile and write the same file; each
-//! writes under a name of its own and renames, so that readers see whole files only. Where nothing can be written, the
+//! writes under a name that nothing had and renames, so that readers see whole files only. Where nothing can be written, the
 //! kernels are compiled in every process: that costs a second, and is no error.
 
 use std::fs;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -58,7 +58,10 @@ fn path(folder: &Path, name: &str, key: &str) -> PathBuf {
 }
 
 fn read_in(folder: &Path, name: &str, key: &str) -> Option<Vec<u8>> {
-    let mut file = fs::read(path(folder, name, key)).ok()?;
+    let path = path(folder, name, key);
+    // Nobody may write into a pipe, and a device may never come to an end.
+    let mut file =
+        fs::metadata(&path).ok().filter(fs::Metadata::is_file).and_then(|_| fs::read(&path).ok())?;
     if file.len() < DIGEST {
         return None;
     }
@@ -89,13 +92,24 @@ fn place(
     put: impl FnOnce(&Path) -> std::io::Result<()>,
 ) -> std::io::Result<()> {
     fs::create_dir_all(folder)?;
-    let own = target.with_extension(format!("{}.partial", std::process::id()));
-    let mut file = fs::File::create(&own)?;
-    file.write_all(&Sha256::digest(content))?;
-    file.write_all(content)?;
-    let outcome = put(&own);
+    let (mut file, own) = create_beside(target)?;
+    let written = file.write_all(&Sha256::digest(content)).and_then(|()| file.write_all(content));
+    let outcome = written.and_then(|()| put(&own));
+    // This process has made it; a rename has taken it away.
     let _ = fs::remove_file(&own);
     outcome
+}
+
+/// A new file beside `target`. A process of the same number may have left one, or be writing one in another container.
+fn create_beside(target: &Path) -> std::io::Result<(fs::File, PathBuf)> {
+    for number in 0u64.. {
+        let own = target.with_extension(format!("{}-{number}.partial", std::process::id()));
+        match fs::File::create_new(&own) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            created => return Ok((created?, own)),
+        }
+    }
+    Err(ErrorKind::AlreadyExists.into())
 }
 
 #[cfg(test)]
@@ -130,6 +144,23 @@ mod tests {
         write_first_in(folder.path(), "choice", &key, b"third").unwrap();
         assert_eq!(read_in(folder.path(), "choice", &key).as_deref(), Some(&b"third"[..]));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no partial file is left");
+    }
+
+    #[test]
+    fn nothing_is_overwritten_on_the_way_and_nothing_but_files_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let (key, precious) = (key(&["source"]), folder.path().join("precious"));
+        let target = path(folder.path(), "pool", &key);
+        fs::write(&precious, "old").unwrap();
+        let own = target.with_extension(format!("{}-0.partial", std::process::id()));
+        std::os::unix::fs::symlink(&precious, &own).unwrap();
+        nix::unistd::mkfifo(&target, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(read_in(folder.path(), "pool", &key), None, "and nobody waits for the pipe");
+        write_in(folder.path(), "pool", &key, b"image").unwrap();
+        assert_eq!(read_in(folder.path(), "pool", &key).as_deref(), Some(&b"image"[..]));
+        assert!(own.is_symlink());
+        assert_eq!(fs::read(&precious).unwrap(), b"old");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
     }
 
     #[test]

@@ -18,6 +18,9 @@ use super::snapshot::{Arena, Snapshot};
 use super::{damaged, failed};
 use crate::{Layout, Result};
 
+/// What the header of every file begins with: by this a writer knows its own files again (`removal`).
+pub(super) const MARK: &[u8] = br#"{"__metadata__":{"writer":"mgpu"}"#;
+
 /// Bytes that are gathered for one write, and read at a time.
 const CHUNK: usize = 1 << 20;
 
@@ -51,6 +54,10 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
     if values.len() < layout.len() {
         return Err(failed(path, format!("{} values for tensors of {}", values.len(), layout.len())));
     }
+    if let Some(problem) = layout.problem_of_names() {
+        return Err(failed(path, problem));
+    }
+    check_finite(path, &layout, &values)?;
     let mut end = 0;
     let infos = layout.tensors().iter().map(|tensor| {
         let begin = end;
@@ -58,7 +65,8 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
         let shape = tensor.shape.clone();
         (tensor.name.clone(), TensorInfo { dtype: Dtype::F32, shape, data_offsets: (begin, end) })
     });
-    let header = Metadata::new(None, infos.collect()).map_err(|error| failed(path, error))?;
+    let mark = HashMap::from([("writer".to_owned(), "mgpu".to_owned())]);
+    let header = Metadata::new(Some(mark), infos.collect()).map_err(|error| failed(path, error))?;
     let mut header = serde_json::to_vec(&header).map_err(|error| failed(path, error))?;
     // Tensors begin at a multiple of 8, the length included.
     header.resize(header.len().next_multiple_of(8), b' ');
@@ -81,6 +89,25 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
     });
     written.map_err(|error| failed(path, error))?;
     Ok(Entry { bytes: Some(bytes), xxh3: hexadecimal(hash.digest()) })
+}
+
+/// A checkpoint of a training that has diverged would take the place of one to go on from.
+fn check_finite(path: &Path, layout: &Layout, values: &[f32]) -> Result<()> {
+    // Without a branch for each value, so that the compiler can use vectors.
+    let is_finite = |part: &[f32]| part.iter().fold(true, |all, value| all & value.is_finite());
+    for tensor in layout.tensors() {
+        let values = &values[tensor.range()];
+        if !values.chunks(CHUNK / 4).all(is_finite) {
+            let at = values.iter().position(|value| !value.is_finite()).unwrap_or_default();
+            let problem = format!(
+                "tensor `{}` is not finite, {} at element {at}: the training has diverged, and this checkpoint is not written; \
+                 try a lower learning rate",
+                tensor.name, values[at]
+            );
+            return Err(failed(path, problem));
+        }
+    }
+    Ok(())
 }
 
 /// A file whose content `fill` writes, on the disk when this returns.
@@ -144,18 +171,27 @@ fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
     }
 }
 
+/// Whether the file at `path` has the listed checksum.
+pub(super) fn has_checksum(path: &Path, entry: &Entry) -> bool {
+    open(path).and_then(|(file, _)| compare(path, file, entry)).is_ok()
+}
+
 /// Compares file `name` of the checkpoint at `path` with what the manifest knows of it.
 pub(super) fn verify(path: &Path, name: &str, entry: &Entry) -> Result<()> {
     let path = path.join(name);
-    let (mut file, bytes) = open(&path)?;
+    let (file, bytes) = open(&path)?;
     check_size(&path, entry, bytes)?;
+    compare(&path, file, entry)
+}
+
+fn compare(path: &Path, mut file: impl Read, entry: &Entry) -> Result<()> {
     let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK]);
     loop {
         match file.read(&mut chunk) {
-            Ok(0) => return check_sum(&path, entry, hash.digest()),
+            Ok(0) => return check_sum(path, entry, hash.digest()),
             Ok(count) => hash.update(&chunk[..count]),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(unreadable(&path, &error)),
+            Err(error) => return Err(unreadable(path, &error)),
         }
     }
 }

@@ -5,21 +5,30 @@
 //! one of the same step (`publish`).
 //!
 //! One writer at a time: it holds a lock on the folder, which the kernel releases however the process ends. So whatever hidden
-//! name the next writer finds once it has the lock is of a dead one, and can go; and two runs that were given
+//! name the next writer finds once it has the lock is of a dead one, and can go (`removal`); and two runs that were given
 //! the same folder by mistake do not delete each other's checkpoints. Where the file system has no locks hidden names are left
 //! alone, and on a network file system a lock may be known to one host only: there two runs must not share a folder. Readers need
 //! no lock (`read`).
+//!
+//! The lock is on the folder and not on its name. A folder that is removed and made again while a writer lives is another one,
+//! which another writer may have locked, so a writer compares the two before it gives a checkpoint its name.
 
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::unistd::{AccessFlags, faccessat};
 
 use super::failed;
 use super::files::flush_folder;
+use super::manifest::MANIFEST;
+use super::removal::{clear, is_folder, is_ours, is_taken};
 use crate::Result;
 
 const PREFIX: &str = "step-";
-const PARTIAL: &str = "partial";
+pub(super) const PARTIAL: &str = "partial";
 pub(super) const REMOVED: &str = "removed";
 pub(super) const REPLACED: &str = "replaced";
 
@@ -40,14 +49,33 @@ impl Named {
             Some((digits, REPLACED)) => (digits, false),
             Some(_) => return None,
         };
-        let step = digits.parse().ok().filter(|step| digits == digits_of(*step))?;
-        path.is_dir().then_some(Named { step, current, path })
+        let step = step_of(digits)?;
+        holds_checkpoint(&path).then_some(Named { step, current, path })
+    }
+
+    /// Whether a writer has written it, and may remove it.
+    pub(super) fn is_ours(&self) -> bool {
+        is_ours(&self.path, self.step)
+    }
+}
+
+/// Whether `path` is a folder, or a link to one, with a checkpoint in it, or what is left of one.
+pub(super) fn holds_checkpoint(path: &Path) -> bool {
+    let is_part = |name: &str| name == MANIFEST || name.ends_with(".safetensors");
+    match fs::read_dir(path) {
+        Ok(entries) => entries.flatten().any(|entry| entry.file_name().to_str().is_some_and(is_part)),
+        // A checkpoint that nobody may read is an error of the reader, not none.
+        Err(error) => error.kind() == ErrorKind::PermissionDenied,
     }
 }
 
 /// A step in names: nothing that is written otherwise is ours.
 fn digits_of(step: u64) -> String {
     format!("{step:08}")
+}
+
+fn step_of(digits: &str) -> Option<u64> {
+    digits.parse().ok().filter(|step| digits == digits_of(*step))
 }
 
 /// The checkpoints in `folder`, oldest first; none if there is no such folder.
@@ -80,8 +108,8 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
 #[derive(Debug)]
 pub(super) struct Folder {
     pub(super) path: PathBuf,
-    /// Released when it is closed.
-    _lock: Option<File>,
+    /// Locked, where the file system has locks, until it is closed.
+    handle: File,
 }
 
 impl Folder {
@@ -89,21 +117,46 @@ impl Folder {
     pub(super) fn open(path: &Path) -> Result<Self> {
         make(path)?;
         let handle = File::open(path).map_err(|error| failed(path, error))?;
-        let lock = match handle.try_lock() {
-            Ok(()) => Some(handle),
+        let is_locked = match handle.try_lock() {
+            Ok(()) => true,
             Err(TryLockError::WouldBlock) => {
                 let problem = "another run is writing its checkpoints here: end it, or choose another folder";
                 return Err(failed(path, problem));
             }
             // Not every file system has locks.
-            Err(TryLockError::Error(_)) => None,
+            Err(TryLockError::Error(_)) => false,
         };
-        if lock.is_some() {
-            for leftover in entries(path)?.into_iter().filter(|path| is_leftover(path)) {
-                remove_tree(&leftover)?;
+        let folder = Folder { path: path.to_owned(), handle };
+        folder.check()?;
+        // Better known now than when there is something to save.
+        faccessat(AT_FDCWD, path, AccessFlags::W_OK | AccessFlags::X_OK, AtFlags::AT_EACCESS)
+            .map_err(|error| failed(path, format!("cannot be written to: {}", error.desc())))?;
+        if is_locked {
+            for leftover in entries(path)? {
+                if let Some(step) = step_of_leftover(&leftover) {
+                    clear(&leftover, &folder.target(step))?;
+                }
             }
         }
-        Ok(Folder { path: path.to_owned(), _lock: lock })
+        Ok(folder)
+    }
+
+    /// Checks that the folder of this name is still the one that is locked.
+    pub(super) fn check(&self) -> Result<()> {
+        let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        let here = fs::metadata(&self.path).map(identity);
+        let locked = self.handle.metadata().map(identity).map_err(|error| failed(&self.path, error))?;
+        match here {
+            Ok(here) if here == locked => Ok(()),
+            Ok(_) => {
+                let problem = "the folder was replaced by another one of this name while this run was writing to it: begin \
+                               again, and leave the folder where it is";
+                Err(failed(&self.path, problem))
+            }
+            Err(error) => {
+                Err(failed(&self.path, format!("the folder that this run writes to is gone: {error}")))
+            }
+        }
     }
 
     /// The name of the checkpoint after `step` steps.
@@ -127,28 +180,21 @@ pub(super) fn hidden(path: &Path, suffix: &str) -> PathBuf {
     path.with_file_name(format!(".{name}.{suffix}"))
 }
 
-fn is_leftover(path: &Path) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let Some((name, suffix)) = name.strip_prefix('.').and_then(|name| name.rsplit_once('.')) else {
-        return false;
-    };
+/// The step of a checkpoint that a killed writer was writing or removing at `path`.
+fn step_of_leftover(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?;
+    let (name, suffix) = name.strip_prefix('.')?.rsplit_once('.')?;
     // One that was being replaced may have been removed under that name.
     let step = name.strip_suffix(REPLACED).map_or(name, |name| name.trim_end_matches('.'));
-    let digits = step.strip_prefix(PREFIX).unwrap_or_default();
-    let is_ours = digits.parse().is_ok_and(|step| digits == digits_of(step));
-    is_ours && [PARTIAL, REMOVED].contains(&suffix) && path.is_dir()
-}
-
-/// Removes a folder with all that is in it, if it is there.
-pub(super) fn remove_tree(path: &Path) -> Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(path, error)),
-        _ => Ok(()),
-    }
+    let step = step_of(step.strip_prefix(PREFIX)?)?;
+    ([PARTIAL, REMOVED].contains(&suffix) && is_folder(path)).then_some(step)
 }
 
 /// Makes a folder, and those it lies in, so that they outlast a power failure.
 fn make(path: &Path) -> Result<()> {
+    if is_taken(path) && !path.is_dir() {
+        return Err(failed(path, "not a folder: choose another name for the checkpoints"));
+    }
     let missing: Vec<&Path> = path.ancestors().take_while(|path| !path.exists()).collect();
     fs::create_dir_all(path).map_err(|error| failed(path, error))?;
     for made in missing {
@@ -163,10 +209,13 @@ fn make(path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::super::files::MARK;
     use super::*;
 
     #[test]
-    fn names_say_what_is_a_checkpoint_and_which_is_newest() {
+    fn names_and_content_say_what_is_a_checkpoint_and_which_is_newest() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let names = [
@@ -182,12 +231,63 @@ mod tests {
             ".step-00000200.partial",
             "damaged-step-00000300",
         ];
-        names.iter().for_each(|name| fs::create_dir(path.join(name)).unwrap());
+        for folder in names.map(|name| path.join(name)) {
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join(MANIFEST), b"").unwrap();
+        }
+        // Folders, a file and a link that hold nothing of a checkpoint.
+        fs::create_dir_all(path.join("step-00000400/step-00000001")).unwrap();
+        fs::write(path.join("step-00000500"), b"a file").unwrap();
+        std::os::unix::fs::symlink("step-00000400", path.join("step-00000600")).unwrap();
         let found: Vec<_> =
             list(path).unwrap().into_iter().map(|named| (named.step, named.current)).collect();
         assert_eq!(found, [(20, true), (100, false), (100, true), (123_456_789, true)]);
         assert_eq!(latest(path).unwrap().unwrap(), path.join("step-123456789"));
         assert_eq!(latest(&path.join("none")).unwrap(), None);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_to_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let refused = |path: &Path| Folder::open(path).unwrap_err().to_string();
+        let names = ["file", "fifo", "dangling", "loop"].map(|name| folder.path().join(name));
+        fs::write(&names[0], b"a file").unwrap();
+        nix::unistd::mkfifo(&names[1], nix::sys::stat::Mode::S_IRWXU).unwrap();
+        std::os::unix::fs::symlink("nowhere", &names[2]).unwrap();
+        std::os::unix::fs::symlink("loop", &names[3]).unwrap();
+        for path in &names {
+            let expected = format!(
+                "checkpoint {}: not a folder: choose another name for the checkpoints",
+                path.display()
+            );
+            assert_eq!(refused(path), expected);
+        }
+        assert!(refused(&names[0].join("inside")).ends_with("Not a directory (os error 20)"));
+        assert_eq!(fs::read(&names[0]).unwrap(), b"a file");
+        // Root may write everywhere.
+        if !nix::unistd::geteuid().is_root() {
+            let path = folder.path().join("read-only");
+            fs::create_dir(&path).unwrap();
+            fs::set_permissions(&path, PermissionsExt::from_mode(0o555)).unwrap();
+            assert!(refused(&path).ends_with("cannot be written to: Permission denied"));
+        }
+    }
+
+    #[test]
+    fn a_folder_that_was_made_again_is_not_written_to() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("checkpoints");
+        let first = Folder::open(&path).unwrap();
+        fs::remove_dir(&path).unwrap();
+        let gone = "the folder that this run writes to is gone: No such file or directory (os error 2)";
+        assert!(first.check().unwrap_err().to_string().ends_with(gone));
+        let second = Folder::open(&path).unwrap();
+        let error = first.check().unwrap_err().to_string();
+        assert!(
+            error.contains("checkpoints: the folder was replaced by another one of this name"),
+            "{error}"
+        );
+        second.check().unwrap();
     }
 
     #[test]
@@ -199,10 +299,12 @@ mod tests {
             ["step-00000001", ".step", ".other.partial", ".step-by-step.partial", ".step-5.partial", "notes"];
         let replaced = first.target(4).with_extension(REPLACED);
         let left = [first.partial(2), hidden(&first.target(3), REMOVED), hidden(&replaced, REMOVED)];
-        for folder in kept.map(|name| path.join(name)).iter().chain(&left) {
-            fs::create_dir(folder).unwrap();
+        for folder in kept.map(|name| path.join(name)) {
+            fs::create_dir(&folder).unwrap();
             fs::write(folder.join("file"), b"content").unwrap();
         }
+        left.iter().for_each(|folder| fs::create_dir(folder).unwrap());
+        fs::write(left[0].join("weights.safetensors"), [&[0; 8], MARK, b",\"cut"].concat()).unwrap();
         let error = Folder::open(&path).unwrap_err().to_string();
         assert!(
             error.ends_with("another run is writing its checkpoints here: end it, or choose another folder")

@@ -22,7 +22,7 @@ const FORMAT: u64 = 2;
 /// Name of the file.
 pub(super) const MANIFEST: &str = "manifest.json";
 /// What stands before the checksum of the rest, and after it.
-const BEFORE: &[u8] = b"{\n  \"checksum\": \"";
+pub(super) const BEFORE: &[u8] = b"{\n  \"checksum\": \"";
 const AFTER: &[u8] = b"\",";
 
 /// Where a run is in its data: the batch that the next step takes.

@@ -11,7 +11,8 @@
 //! the disk before it gets its name, and the folder it lies in is flushed before an older one is taken away, which loses its
 //! name before its first file. So a kill at any instant, or a power failure, leaves the newest checkpoint as it was
 //! or has the new one in its place, and never nothing (`publish`). What a killed run leaves under hidden names the next writer
-//! removes; a lock on the folder tells the dead from the living (`folder`).
+//! removes; a lock on the folder tells the dead from the living (`folder`). Only files that a writer has written are ever
+//! removed, by name and by content (`removal`).
 //!
 //! **Nothing damaged is loaded.** The manifest has a checksum of its own, every file is compared with the manifest, and
 //! [`find`] names what it had to pass over.
@@ -66,6 +67,7 @@ mod folder;
 mod manifest;
 mod publish;
 mod read;
+mod removal;
 mod snapshot;
 mod writer;
 

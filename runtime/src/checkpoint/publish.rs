@@ -13,7 +13,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::folder::{Folder, Named, REMOVED, REPLACED, hidden, list, remove_tree};
+use super::folder::{Folder, Named, REMOVED, REPLACED, hidden, holds_checkpoint, list};
+use super::removal::{clear, free_name, is_folder, is_ours, is_taken};
 use super::snapshot::Snapshot;
 use super::{failed, files};
 use crate::Result;
@@ -33,25 +34,43 @@ fn publish_with(
 ) -> Result<PathBuf> {
     let step = snapshot.step;
     let (partial, target) = (folder.partial(step), folder.target(step));
-    remove_tree(&partial)?;
+    folder.check()?;
+    clear(&partial, &target)?;
     fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
     if let Err(error) = files::write(&partial, snapshot) {
         // Perhaps the disk is full: not of this, at least.
-        let _ = remove_tree(&partial);
+        let _ = clear(&partial, &target);
         return Err(error);
     }
+    // It may have been replaced in the meantime.
+    folder.check()?;
+    make_way(&target, step)?;
     if let Err(error) = put_in_place(folder, &partial, &target, exchange) {
         // Nothing is lost with it while there is another one of this step.
         if target.exists() {
-            let _ = remove_tree(&partial);
+            let _ = clear(&partial, &target);
         }
         return Err(failed(&target, error));
     }
     folder.flush()?;
     // What had the name before, if it was an exchange.
-    remove_tree(&partial)?;
-    remove(folder, &superfluous(list(&folder.path)?, step, keep))?;
+    clear(&partial, &target)?;
+    let ours = list(&folder.path)?.into_iter().filter(Named::is_ours).collect();
+    remove(folder, &superfluous(ours, step, keep))?;
     Ok(target)
+}
+
+/// Gives something that is in the way of a new checkpoint another name, `other-step-…`: a file, a link, or a folder with a
+/// checkpoint in it that is damaged or of another step.
+fn make_way(target: &Path, step: u64) -> Result<()> {
+    let in_the_way =
+        if is_folder(target) { holds_checkpoint(target) && !is_ours(target, step) } else { is_taken(target) };
+    if in_the_way {
+        let name = target.file_name().unwrap_or_default().to_string_lossy();
+        let aside = free_name(&target.with_file_name(format!("other-{name}")));
+        fs::rename(target, aside).map_err(|error| failed(target, error))?;
+    }
+    Ok(())
 }
 
 fn put_in_place(
@@ -65,9 +84,9 @@ fn put_in_place(
             return Ok(());
         }
         let replaced = target.with_extension(REPLACED);
-        if replaced.exists() {
+        if is_taken(&replaced) {
             // Of a run that was killed here. The target is newer, and whole.
-            remove(folder, std::slice::from_ref(&replaced)).map_err(io::Error::other)?;
+            remove(folder, &[(replaced.clone(), target.to_owned())]).map_err(io::Error::other)?;
         }
         fs::rename(target, &replaced)?;
     }
@@ -92,30 +111,32 @@ fn exchange(_: &Path, _: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Which checkpoints are to go once that of `step` is there: those that it or another one has replaced, and all but the
-/// newest `keep` up to `step`. Later ones are not this run's to remove.
-fn superfluous(all: Vec<Named>, step: u64, keep: usize) -> Vec<PathBuf> {
-    let current: Vec<u64> = all.iter().filter(|named| named.current).map(|named| named.step).collect();
-    let (replaced, mut kept): (Vec<Named>, Vec<Named>) = all
+/// Which of this writer's checkpoints are to go once that of `step` is there: those that it or another one has replaced, and
+/// all but the newest `keep` up to `step`. Later ones are not this run's to remove. Each with the name that it had before it was
+/// replaced.
+fn superfluous(ours: Vec<Named>, step: u64, keep: usize) -> Vec<(PathBuf, PathBuf)> {
+    let current: Vec<u64> = ours.iter().filter(|named| named.current).map(|named| named.step).collect();
+    let (replaced, mut kept): (Vec<Named>, Vec<Named>) = ours
         .into_iter()
         .filter(|named| named.step <= step)
         .partition(|named| !named.current && current.contains(&named.step));
     kept.truncate(kept.len().saturating_sub(keep));
-    replaced.into_iter().chain(kept).map(|named| named.path).collect()
+    let gone = replaced.into_iter().chain(kept);
+    gone.map(|Named { path, .. }| (path.clone(), path.with_extension(""))).collect()
 }
 
-/// Takes checkpoints away: first their names, then their files.
-fn remove(folder: &Folder, paths: &[PathBuf]) -> Result<()> {
-    if paths.is_empty() {
+/// Takes checkpoints away: first their names, then their files. What else lies in one gets its name back, the second one.
+fn remove(folder: &Folder, checkpoints: &[(PathBuf, PathBuf)]) -> Result<()> {
+    if checkpoints.is_empty() {
         return Ok(());
     }
-    for path in paths {
+    for (path, home) in checkpoints {
         let removed = hidden(path, REMOVED);
-        remove_tree(&removed)?;
+        clear(&removed, home)?;
         fs::rename(path, removed).map_err(|error| failed(path, error))?;
     }
     folder.flush()?;
-    paths.iter().try_for_each(|path| remove_tree(&hidden(path, REMOVED)))
+    checkpoints.iter().try_for_each(|(path, home)| clear(&hidden(path, REMOVED), home))
 }
 
 #[cfg(test)]
@@ -205,7 +226,18 @@ mod tests {
         elsewhere.add("../weights", &layout(), vec![0.0; 6]);
         let mut short = snapshot(2, 2.0);
         short.add_later("short", &layout(), || vec![0.0; 5]);
+        let mut infinite = snapshot(2, 2.0);
+        infinite.add("exp_avg", &layout(), vec![0.0, 1.0, f32::NEG_INFINITY, f32::NAN, 0.0, 0.0]);
+        let json = serde_json::to_string(&layout()).unwrap().replace("0.weight", "__metadata__");
+        let mut metadata = snapshot(2, 2.0);
+        metadata.add("exp_avg", &serde_json::from_str(&json).unwrap(), vec![0.0; 6]);
         for (bad, problem) in [
+            (
+                infinite,
+                "exp_avg.safetensors: tensor `0.weight` is not finite, -inf at element 2: the training has diverged, and this \
+                 checkpoint is not written; try a lower learning rate",
+            ),
+            (metadata, "a tensor is called `__metadata__`, which is not a tensor in a safetensors file"),
             (twice, "weights.safetensors: an arena's name is a file's, and no other arena's"),
             (elsewhere, "an arena's name is a file's, and no other arena's"),
             (short, "short.safetensors: 5 values for tensors of 6"),

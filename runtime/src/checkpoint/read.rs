@@ -171,6 +171,27 @@ mod tests {
     }
 
     #[test]
+    fn tensors_of_any_name_that_a_layout_takes_are_loaded_here_and_by_safetensors_own_reader() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = "é".repeat(512);
+        let names = ["\0", "a/../b", "__metadata", "dtype", "\"\n", "\u{ffff}", &long];
+        let mut layout = Layout::new();
+        names.iter().for_each(|name| _ = layout.push(*name, [1]));
+        let values: Vec<f32> = (0..names.len()).map(|value| value as f32).collect();
+        let mut snapshot = Snapshot::new(1);
+        snapshot.add("weights", &layout, &values[..]);
+        let mut writer = Writer::new(folder.path(), 1).unwrap();
+        writer.save(snapshot).unwrap();
+        let path = writer.finish().unwrap().unwrap();
+        assert_eq!(Checkpoint::open(&path).unwrap().load("weights", &layout).unwrap(), values);
+        let bytes = fs::read(path.join("weights.safetensors")).unwrap();
+        let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (name, value) in names.iter().zip(values) {
+            assert_eq!(read.tensor(name).unwrap().data(), value.to_le_bytes());
+        }
+    }
+
+    #[test]
     fn another_model_is_named() {
         let folder = tempfile::tempdir().unwrap();
         two(folder.path());

@@ -91,7 +91,8 @@ impl Snapshot {
         Snapshot { state, ..self }
     }
 
-    /// Adds an arena, to become the file `name.safetensors` with the tensors of `layout`. Slices are copied, vectors kept.
+    /// Adds an arena, to become the file `name.safetensors` with the tensors of `layout`. Slices are copied, vectors kept. A
+    /// snapshot with a value that is not finite is not written: it would take the place of one to go on from.
     ///
     /// # Panics
     /// If `values` is shorter than `layout`.

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use super::failed;
 use super::folder::Folder;
 use super::publish::publish;
+use super::removal::free_name;
 use super::snapshot::Snapshot;
 use crate::process::{Origin, start_failure};
 use crate::{Error, Result};
@@ -53,10 +54,11 @@ pub struct Writer {
 
 impl Writer {
     /// Gets ready to write into `folder`, which is made unless it is there, and to keep the newest `keep` checkpoints, at
-    /// least one. What a killed writer has left half-done in it is removed.
+    /// least one. What a killed writer has left half-done in it is removed. Files that no writer has written are never removed,
+    /// wherever in the folder they lie.
     ///
     /// # Errors
-    /// If the folder cannot be made or read, or another writer has it.
+    /// If the folder cannot be made, read or written, or another writer has it.
     pub fn new(folder: &Path, keep: usize) -> Result<Self> {
         let folder = Arc::new(Folder::open(folder)?);
         Ok(Writer { origin: Origin::here(), folder, keep: keep.max(1), under_way: None, written: None })
@@ -116,12 +118,7 @@ impl Writer {
     /// If it cannot be renamed.
     pub fn set_aside(&self, path: &Path) -> Result<PathBuf> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let free = |number: u32| {
-            let suffix = if number == 1 { String::new() } else { format!("-{number}") };
-            let aside = self.folder.path.join(format!("damaged-{name}{suffix}"));
-            (!aside.exists()).then_some(aside)
-        };
-        let aside = (1..).find_map(free).ok_or_else(|| failed(path, "too many were set aside before"))?;
+        let aside = free_name(&self.folder.path.join(format!("damaged-{name}")));
         fs::rename(path, &aside).map_err(|error| failed(path, error))?;
         self.folder.flush()?;
         Ok(aside)
@@ -202,6 +199,22 @@ mod tests {
         writer.save(snapshot(1)).unwrap();
         drop(writer);
         assert_eq!(latest(folder.path()).unwrap(), Some(folder.path().join("step-00000001")));
+    }
+
+    #[test]
+    fn in_a_folder_that_was_made_again_only_its_own_writer_writes() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("checkpoints");
+        let mut first = Writer::new(&folder, 1).unwrap();
+        std::fs::remove_dir(&folder).unwrap();
+        let mut second = Writer::new(&folder, 1).unwrap();
+        second.save(snapshot(1)).unwrap();
+        second.finish().unwrap();
+        first.save(snapshot(2)).unwrap();
+        let error = first.finish().unwrap_err().to_string();
+        assert!(error.contains("the folder was replaced by another one of this name"), "{error}");
+        let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["step-00000001"]);
     }
 
     #[test]

@@ -5,34 +5,15 @@
 //! decimals: nothing is rounded. Spans that contain others come before them.
 
 use std::cmp::Reverse;
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
-use std::path::Path;
+use std::io::{self, Write};
 
 use super::gather::{Track, TrackSpan};
-use super::{cannot_write, partial};
-use crate::Result;
 
 /// What all ranks are part of, to the viewer.
 const PROCESS: u32 = 1;
 
-/// Writes the tracks to `path`, which is replaced when they are whole.
-pub(super) fn save(tracks: &[Track], path: &Path) -> Result<()> {
-    let partial = partial(path);
-    let written = File::create(&partial).and_then(|file| {
-        let mut out = BufWriter::new(file);
-        write(tracks, &mut out)?;
-        out.into_inner()?.sync_all()?;
-        fs::rename(&partial, path)
-    });
-    written.map_err(|error| {
-        // Half a file helps nobody; if it cannot be removed, there may be none.
-        let _ = fs::remove_file(&partial);
-        cannot_write(path, &error)
-    })
-}
-
-fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
+/// Writes the whole file to `out`.
+pub(super) fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     let spans = tracks.iter().flat_map(|track| &track.spans);
     let zero = spans.map(|span| span.begin).min().unwrap_or(0);
     let left_out: Vec<u64> = tracks.iter().map(|track| track.left_out).collect();
@@ -190,22 +171,5 @@ mod tests {
         let left_out = of("i");
         assert_eq!((left_out.len(), left_out[0]["tid"].as_u64()), (1, Some(2)));
         assert!(left_out[0]["name"].as_str().unwrap().contains("12 later spans left out"), "{left_out:?}");
-    }
-
-    #[test]
-    fn a_file_is_replaced_whole_or_not_at_all() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("timeline.json");
-        fs::write(&path, "an earlier one").unwrap();
-        // In the way of what is written first.
-        let partial = partial(&path);
-        fs::create_dir(&partial).unwrap();
-        let error = save(&[Track::default()], &path).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("cannot write the timeline {}: ", path.display())), "{error}");
-        assert_eq!(fs::read_to_string(&path).unwrap(), "an earlier one");
-        fs::remove_dir(&partial).unwrap();
-        save(&[Track::default()], &path).unwrap();
-        let _: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        assert!(!partial.exists());
     }
 }

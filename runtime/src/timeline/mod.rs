@@ -39,7 +39,7 @@ mod gather;
 mod observed;
 
 use std::cell::Cell;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -47,7 +47,7 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 
 use crate::comm::Communicator;
-use crate::{Error, Result, memory};
+use crate::{Error, Result, memory, whole_file};
 use gather::gather;
 use observed::Observed;
 
@@ -295,12 +295,12 @@ impl Timeline {
 
     /// Ends the recording and has rank 0 write all ranks' spans to `path`, in the [trace event format][format] that Perfetto
     /// and chrome://tracing open: a track for each rank, and one for its thread of reductions where it has one, microseconds from
-    /// the first span of any. A file that was there is replaced once the new one is whole. Collective: all ranks have a timeline
-    /// that is not [`off`](Self::off), or none has.
+    /// the first span of any. The file is written as [`whole_file`] does. Collective: all ranks have a timeline that is not
+    /// [`off`](Self::off), or none has.
     ///
     /// # Errors
-    /// As the communicator's; names a rank that sent something else than a record. On rank 0 alone, if the file cannot be
-    /// written.
+    /// As the communicator's; names a rank that sent something else than a record. On rank 0 alone [`Error::Timeline`], if the
+    /// file cannot be written: the ranks can go on.
     ///
     /// [format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     pub fn write(&self, comm: &mut dyn Communicator, path: &Path) -> Result<()> {
@@ -308,7 +308,13 @@ impl Timeline {
         shared.recording.store(false, Relaxed);
         let record = std::mem::take(&mut *shared.record());
         let tracks = gather(&record, comm)?;
-        if comm.rank() == 0 { chrome::save(&tracks, path) } else { Ok(()) }
+        if comm.rank() > 0 {
+            return Ok(());
+        }
+        let mut text = Vec::new();
+        chrome::write(&tracks, &mut text)
+            .and_then(|()| whole_file::write(path, &text))
+            .map_err(|error| cannot_write(path, &error))
     }
 
     /// Looks whether [`write`](Self::write) could write to `path`, so that this is not found out when all is over.
@@ -316,12 +322,7 @@ impl Timeline {
     /// # Errors
     /// If not; names the file.
     pub fn check(path: &Path) -> Result<()> {
-        if path.is_dir() {
-            return Err(cannot_write(path, &"it is a folder"));
-        }
-        let partial = partial(path);
-        let checked = std::fs::File::create(&partial).and_then(|_| std::fs::remove_file(&partial));
-        checked.map_err(|error| cannot_write(path, &error))
+        whole_file::check(path).map_err(|error| cannot_write(path, &error))
     }
 }
 
@@ -332,15 +333,8 @@ impl Shared {
     }
 }
 
-/// Where a file is written until it is whole.
-fn partial(path: &Path) -> PathBuf {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    partial.into()
-}
-
-fn cannot_write(path: &Path, reason: &dyn std::fmt::Display) -> Error {
-    Error::system(format!("write the timeline {}", path.display()), reason)
+fn cannot_write(path: &Path, error: &std::io::Error) -> Error {
+    Error::Timeline { path: path.to_owned(), problem: error.to_string() }
 }
 
 #[cfg(test)]

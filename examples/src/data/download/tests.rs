@@ -91,13 +91,36 @@ fn a_folder_that_is_complete_needs_no_mirror_and_is_not_written() {
 }
 
 #[test]
-fn a_damaged_file_is_replaced() {
+fn a_file_of_other_content_makes_way_and_is_kept() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
-    fs::write(folder.path().join(NAME), &file[..2000]).unwrap();
     let bytes = file.clone();
     let server = Server::start(move |request| serve(&bytes, request));
-    fetch_sample(&folder, &[&server.url()]).unwrap();
-    assert_eq!(fs::read(folder.path().join(NAME)).unwrap(), file);
+    let path = folder.path().join(NAME);
+    for (content, kept) in [(&file[..2000], "other"), (b"somebody's own", "other-2")] {
+        fs::write(&path, content).unwrap();
+        fetch_sample(&folder, &[&server.url()]).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), file);
+        assert_eq!(fs::read(folder.path().join(format!("{NAME}.{kept}"))).unwrap(), content);
+    }
+}
+
+#[test]
+fn a_part_that_is_not_a_file_is_refused() {
+    let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
+    let server = Server::start(move |request| serve(&file, request));
+    let precious = folder.path().join("precious");
+    fs::write(&precious, b"old").unwrap();
+    std::os::unix::fs::symlink(&precious, part(&folder)).unwrap();
+    let error = fetch_sample(&folder, &[&server.url()]).unwrap_err().to_string();
+    assert_eq!(error, format!("{}: it is not a file: move it away", part(&folder).display()));
+    assert_eq!(fs::read(&precious).unwrap(), b"old");
+    fs::remove_file(part(&folder)).unwrap();
+    // Nor does a pipe keep anybody waiting.
+    for path in [part(&folder), folder.path().join(NAME)] {
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fetch_sample(&folder, &[&server.url()]).unwrap_err();
+        fs::remove_file(path).unwrap();
+    }
 }
 
 #[test]

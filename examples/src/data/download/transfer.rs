@@ -14,7 +14,7 @@
 //! mirror is given up. The part stays, and the next mirror goes on from there.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
@@ -78,6 +78,11 @@ impl Client {
         part: &Path,
     ) -> Result<Result<Transfer, Reason>, DataError> {
         let bar = self.progress.file(file.name);
+        // What a transfer leaves is a file: a link leads to somebody else's, and a pipe would keep this waiting.
+        if part.symlink_metadata().is_ok_and(|metadata| !metadata.is_file()) {
+            let error = std::io::Error::new(ErrorKind::AlreadyExists, "it is not a file: move it away");
+            return Err(DataError::io(part)(error));
+        }
         let mut out = File::options()
             .create(true)
             .truncate(false)

@@ -109,8 +109,7 @@ fn what_a_folder_has_instead_is_listed() {
     for number in 0..10 {
         fs::write(folder.path().join(format!("cat{number}.jpg")), b"").unwrap();
     }
-    // A folder is no file, whatever its name.
-    fs::create_dir(folder.path().join("train-images-idx3-ubyte")).unwrap();
+    fs::create_dir(folder.path().join("train-images")).unwrap();
     let error = read(folder.path()).unwrap_err().to_string();
     assert!(error.contains("missing train-images-idx3-ubyte[.gz]"), "{error}");
     assert!(error.contains("the folder has cat0.jpg, cat1.jpg"), "{error}");
@@ -158,4 +157,34 @@ proptest! {
         bytes.truncate(cut % (len + 1));
         let _ = (parse_images(&bytes), parse_labels(&bytes));
     }
+}
+
+#[test]
+fn what_is_no_file_is_named_and_nobody_waits_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("train-images-idx3-ubyte");
+    let of_images = |problem: &str| {
+        let error = read(folder.path()).unwrap_err().to_string();
+        assert_eq!(error, format!("{}: {problem}", path.display()));
+        assert_eq!(read_images(&path).unwrap_err().to_string(), error);
+        fs::remove_file(&path).or_else(|_| fs::remove_dir(&path)).unwrap();
+    };
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    of_images("it is a named pipe, where a file is expected");
+    fs::create_dir(&path).unwrap();
+    of_images("it is a folder, where a file is expected");
+    for (target, problem) in [
+        ("train-images-idx3-ubyte", "Too many levels of symbolic links (os error 40)"),
+        ("nowhere", "No such file or directory (os error 2)"),
+        ("/dev/zero", "it is a device, where a file is expected"),
+    ] {
+        std::os::unix::fs::symlink(target, &path).unwrap();
+        of_images(problem);
+    }
+    // A folder is in nobody's way where the file has another spelling.
+    fs::create_dir(&path).unwrap();
+    fs::write(path.with_extension("gz"), images(2)).unwrap();
+    assert_eq!(find(folder.path(), "train-images-idx3-ubyte").unwrap(), Some(path.with_extension("gz")));
+    let error = read(&path.with_extension("gz")).unwrap_err().to_string();
+    assert_eq!(error, format!("{}: not a directory", path.with_extension("gz").display()));
 }

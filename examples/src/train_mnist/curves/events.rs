@@ -10,14 +10,16 @@
 //! Summary  1: Value, repeated               Value  1: tag (string)   2: value (float)
 //! ```
 
-use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use crc::{CRC_32_ISCSI, Crc};
 
+use super::super::byproducts::{Appended, cannot_write};
+
 const CRC: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
+const FLAG: &str = "--tensorboard";
 /// Time after which what was appended is written, so that a viewer follows.
 const FLUSH: Duration = Duration::from_secs(2);
 
@@ -30,8 +32,7 @@ const FIXED32: u8 = 5;
 /// An open event file.
 #[derive(Debug)]
 pub(super) struct EventFile {
-    file: BufWriter<File>,
-    path: PathBuf,
+    file: Appended,
     flushed: Instant,
 }
 
@@ -41,18 +42,18 @@ impl EventFile {
     /// # Errors
     /// If it cannot be written.
     pub(super) fn create(folder: &Path) -> Result<Self, String> {
-        fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        fs::create_dir_all(folder).map_err(|error| cannot_write(FLAG, folder, &error))?;
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let host = if host.trim().is_empty() { "localhost" } else { host.trim() };
         // The name that viewers look for.
         let name = format!("events.out.tfevents.{}.{host}.{}", seconds() as u64, std::process::id());
-        let path = folder.join(name);
-        let file = File::create(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let mut events = EventFile { file: BufWriter::new(file), path, flushed: Instant::now() };
+        let file = Appended::create(FLAG, &free_name(&folder.join(name)))?;
+        let mut events = EventFile { file, flushed: Instant::now() };
         let mut event = Message::default();
         event.double(1, seconds()).bytes(3, b"brain.Event:2");
         events.record(&event.0)?;
-        events.flush()?;
+        // A disk that is full now is no error: it may have room when there is something to show.
+        let _ = events.flush();
         Ok(events)
     }
 
@@ -82,15 +83,24 @@ impl EventFile {
     /// If the file cannot be written.
     pub(super) fn flush(&mut self) -> Result<(), String> {
         self.flushed = Instant::now();
-        self.file.flush().map_err(|error| format!("{}: {error}", self.path.display()))
+        self.file.flush()
     }
 
     fn record(&mut self, event: &[u8]) -> Result<(), String> {
         let length = (event.len() as u64).to_le_bytes();
-        let parts = [&length[..], &masked_crc(&length), event, &masked_crc(event)];
-        let written = parts.into_iter().try_for_each(|part| self.file.write_all(part));
-        written.map_err(|error| format!("{}: {error}", self.path.display()))
+        self.file.push(&[&length[..], &masked_crc(&length), event, &masked_crc(event)].concat())
     }
+}
+
+/// `path`, or `path.2`, … if there is such a file: of a process with the same number, in another container.
+fn free_name(path: &Path) -> PathBuf {
+    let numbered = |number: u64| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{number}"));
+        PathBuf::from(name)
+    };
+    let names = std::iter::once(path.to_owned()).chain((2..).map(numbered));
+    names.into_iter().find(|name| name.symlink_metadata().is_err()).expect("no folder has so many entries")
 }
 
 /// Seconds since 1970.
@@ -206,7 +216,8 @@ mod tests {
         file.append(7, &[("train/loss", 0.5), ("test/accuracy", 0.25)]).unwrap();
         file.append(70_000, &[("train/loss", 0.125)]).unwrap();
         file.flush().unwrap();
-        let events = read(&file.path);
+        let path = fs::read_dir(folder.path().join("new/run")).unwrap().next().unwrap().unwrap().path();
+        let events = read(&path);
         assert_eq!(events[0][1], (3, b"brain.Event:2".to_vec()));
         let scalars = |event: &[(u8, Vec<u8>)]| {
             let summary = &event.iter().find(|(field, _)| *field == 5).unwrap().1;

@@ -9,15 +9,19 @@ mod plot;
 use std::path::{Path, PathBuf};
 
 use events::EventFile;
+use mgpu::whole_file;
 
+use super::byproducts::{ByProduct, cannot_write};
 use super::report::EpochReport;
+
+const PLOT: &str = "--plot";
 
 /// What was asked for, on rank 0.
 #[derive(Debug, Default)]
 pub(super) struct Curves {
     /// Where to draw, and the points so far.
-    plot: Option<(PathBuf, Points)>,
-    events: Option<EventFile>,
+    plot: Option<ByProduct<(PathBuf, Points)>>,
+    events: Option<ByProduct<EventFile>>,
 }
 
 /// Points of all curves.
@@ -44,35 +48,41 @@ impl Curves {
     /// # Errors
     /// If one of them cannot be written; it is named.
     pub(super) fn new(plot: Option<&Path>, events: Option<&Path>) -> Result<Self, String> {
-        let plot = plot.map(|path| (path.to_owned(), Points::default()));
-        if let Some((path, points)) = &plot {
+        if let Some(path) = plot {
             // Better known now than after an epoch.
-            plot::draw(points, path)?;
+            whole_file::check(path).map_err(|error| cannot_write(PLOT, path, &error))?;
         }
-        Ok(Curves { plot, events: events.map(EventFile::create).transpose()? })
+        let plot = plot.map(|path| ByProduct::new((path.to_owned(), Points::default())));
+        let events = events.map(EventFile::create).transpose()?;
+        Ok(Curves { plot, events: events.map(ByProduct::new) })
     }
 
     /// The loss of the last of `step` steps.
-    pub(super) fn step(&mut self, step: u64, loss: f64) -> Result<(), String> {
-        if let Some((_, points)) = &mut self.plot {
-            points.losses.push((step, loss));
+    pub(super) fn step(&mut self, step: u64, loss: f64) {
+        if let Some(plot) = &mut self.plot {
+            plot.update(|(_, points)| {
+                points.losses.push((step, loss));
+                Ok(())
+            });
         }
-        match &mut self.events {
-            Some(events) => events.append(step, &[("train/step_loss", loss)]),
-            None => Ok(()),
+        if let Some(events) = &mut self.events {
+            events.update(|events| events.append(step, &[("train/step_loss", loss)]));
         }
     }
 
     /// What an epoch gave.
-    pub(super) fn epoch(&mut self, report: &EpochReport) -> Result<(), String> {
-        if let Some((path, points)) = &mut self.plot {
-            points.epochs.push(EpochPoint {
+    pub(super) fn epoch(&mut self, report: &EpochReport) {
+        if let Some(plot) = &mut self.plot {
+            let point = EpochPoint {
                 step: report.step,
                 train_accuracy: report.train_acc,
                 test_loss: report.test_loss,
                 test_accuracy: report.test_acc,
+            };
+            plot.update(|(path, points)| {
+                points.epochs.push(point);
+                plot::draw(points, path)
             });
-            plot::draw(points, path)?;
         }
         if let Some(events) = &mut self.events {
             let train = [
@@ -85,9 +95,10 @@ impl Curves {
                 ("test/accuracy_of_average", report.test_acc_average),
             ];
             let known: Vec<_> = train.into_iter().filter_map(|(tag, value)| Some((tag, value?))).collect();
-            events.append(report.step, &known)?;
-            events.flush()?;
+            events.update(|events| {
+                events.append(report.step, &known)?;
+                events.flush()
+            });
         }
-        Ok(())
     }
 }

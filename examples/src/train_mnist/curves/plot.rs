@@ -1,13 +1,14 @@
 //! Loss and accuracy over steps, as an SVG.
 
 use std::error::Error;
-use std::fs;
 use std::path::Path;
 
+use mgpu::whole_file;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::Points;
+use super::super::byproducts::cannot_write;
+use super::{PLOT, Points};
 
 const WIDTH: u32 = 900;
 /// Of each of the two charts.
@@ -18,16 +19,13 @@ const FONT: (&str, u32) = ("sans-serif", 18);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the curves to `path`, which is replaced when they are whole.
+/// Draws the curves to `path`, as [`whole_file`] does.
 ///
 /// # Errors
 /// If the file cannot be written.
 pub(super) fn draw(points: &Points, path: &Path) -> Result<(), String> {
-    let problem = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-    let text = render(points).map_err(|error| problem(&error))?;
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    fs::write(&partial, text).and_then(|()| fs::rename(&partial, path)).map_err(|error| problem(&error))
+    let text = render(points).map_err(|error| format!("cannot draw {PLOT} {}: {error}", path.display()))?;
+    whole_file::write(path, text.as_bytes()).map_err(|error| cannot_write(PLOT, path, &error))
 }
 
 /// The curves as the text of an SVG.
@@ -178,6 +176,6 @@ mod tests {
     #[test]
     fn a_folder_that_is_not_there_is_named() {
         let error = draw(&Points::default(), Path::new("/nonexistent/curve.svg")).unwrap_err();
-        assert!(error.starts_with("/nonexistent/curve.svg: "), "{error}");
+        assert!(error.starts_with("cannot write --plot /nonexistent/curve.svg: "), "{error}");
     }
 }

@@ -12,7 +12,7 @@ use mgpu_kernels::cuda::Device;
 use super::super::args::Args;
 use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, Recipe, Seen, read};
+use super::{Engine, Recipe, Seen, check_finite, read};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
@@ -153,6 +153,7 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {
+        check_finite(self.net.layout(), self.model.parameters())?;
         self.model.verify()
     }
 

@@ -17,7 +17,7 @@ use mgpu_kernels::loss::cuda::Score;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
-use super::{Engine, Recipe, Seen, read};
+use super::{Engine, Recipe, Seen, check_finite, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
 
@@ -256,6 +256,7 @@ impl Engine for Gpu {
     fn verify(&mut self) -> mgpu::Result<u64> {
         let values = self.model.parameters()?;
         let values = self.net.to_host(&values);
+        check_finite(self.net.host_layout(), &values)?;
         verify_equal(self.model.comm(), self.net.host_layout(), &values)?;
         Ok(checksum(&values))
     }

@@ -74,7 +74,7 @@ pub(super) trait Engine {
     /// As the communicator's, and the GPU's.
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)>;
 
-    /// Checks that all ranks hold the same weights, and returns their checksum. Collective.
+    /// Checks that all ranks hold the same weights, and finite ones, and returns their checksum. Collective.
     ///
     /// # Errors
     /// If they do not.
@@ -116,5 +116,20 @@ fn read(checkpoint: Option<&Checkpoint>, name: &str, layout: &Layout) -> mgpu::R
     match checkpoint {
         Some(checkpoint) => checkpoint.load(name, layout),
         None => Ok(vec![0.0; layout.len()]),
+    }
+}
+
+/// An error that names the tensor, if a weight is not finite.
+fn check_finite(layout: &Layout, weights: &[f32]) -> mgpu::Result<()> {
+    let is_finite = |values: &[f32]| values.iter().all(|value| value.is_finite());
+    match layout.tensors().iter().find(|tensor| !is_finite(&weights[tensor.range()])) {
+        None => Ok(()),
+        Some(tensor) => {
+            let problem = format!(
+                "the training has diverged: tensor `{}` of the weights is not finite; try a lower --lr",
+                tensor.name
+            );
+            Err(mgpu::Error::program(problem))
+        }
     }
 }

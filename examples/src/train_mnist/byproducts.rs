@@ -1,0 +1,169 @@
+//! Files beside a training: metrics, plot, events, timeline, logits.
+//!
+//! A path where no file can be is an error before the training. Whatever fails later, as on a full disk, costs the file and nothing
+//! else: it is said once, the training goes on, its checkpoints are written, and its exit code is its own. An exit code for a
+//! lost file would have a launcher restart a training that is complete.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+
+/// Bytes that wait for a disk to have room again, at most.
+const MOST_PENDING: usize = 1 << 20;
+
+/// A file, and whether the user knows that it could not be written.
+#[derive(Debug)]
+pub(super) struct ByProduct<F> {
+    file: F,
+    has_failed: bool,
+}
+
+impl<F> ByProduct<F> {
+    pub(super) fn new(file: F) -> Self {
+        ByProduct { file, has_failed: false }
+    }
+
+    /// Has something done with the file. What goes wrong is said, the first time.
+    pub(super) fn update(&mut self, update: impl FnOnce(&mut F) -> Result<(), String>) {
+        if let Err(problem) = update(&mut self.file)
+            && !std::mem::replace(&mut self.has_failed, true)
+        {
+            warn(&problem);
+        }
+    }
+}
+
+/// Says what goes wrong beside the training.
+pub(super) fn warn(problem: &str) {
+    eprintln!("train_mnist: {problem}; the training goes on without this file");
+}
+
+/// What went wrong with the file that `flag` names.
+pub(super) fn cannot_write(flag: &str, path: &Path, error: &io::Error) -> String {
+    format!("cannot write {flag} {}: {error}", path.display())
+}
+
+/// A file that grows. What cannot be written now is tried again with what comes next, so that the file has no hole or half a
+/// record when the disk has room again.
+#[derive(Debug)]
+pub(super) struct Appended {
+    flag: &'static str,
+    path: PathBuf,
+    file: File,
+    pending: Vec<u8>,
+}
+
+impl Appended {
+    /// Opens the file `path` that `flag` names, and keeps what is in it.
+    ///
+    /// # Errors
+    /// If it cannot be written; names flag and file. A pipe that nobody reads is an error and not a wait.
+    pub(super) fn open(flag: &'static str, path: &Path) -> Result<Self, String> {
+        Self::opened(flag, path, OpenOptions::new().create(true))
+    }
+
+    /// As [`open`](Self::open), a file that does not exist yet.
+    pub(super) fn create(flag: &'static str, path: &Path) -> Result<Self, String> {
+        Self::opened(flag, path, OpenOptions::new().create_new(true))
+    }
+
+    fn opened(flag: &'static str, path: &Path, options: &mut OpenOptions) -> Result<Self, String> {
+        let flags = OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+        let opened = options.append(true).custom_flags(flags.bits()).open(path).and_then(|file| {
+            match file.metadata()?.file_type().is_block_device() {
+                true => Err(io::Error::new(ErrorKind::InvalidInput, "it is a block device")),
+                false => Ok(file),
+            }
+        });
+        let file = opened.map_err(|error| match error.raw_os_error() {
+            Some(number) if number == Errno::ENXIO as i32 => {
+                format!("cannot write {flag} {}: nobody reads from it", path.display())
+            }
+            _ => cannot_write(flag, path, &error),
+        })?;
+        Ok(Appended { flag, path: path.to_owned(), file, pending: Vec::new() })
+    }
+
+    /// Adds a record, to be written with the next [`flush`](Self::flush).
+    pub(super) fn push(&mut self, record: &[u8]) -> Result<(), String> {
+        if self.pending.len() + record.len() > MOST_PENDING {
+            let error = io::Error::new(ErrorKind::StorageFull, "too much waits to be written");
+            return Err(cannot_write(self.flag, &self.path, &error));
+        }
+        self.pending.extend_from_slice(record);
+        Ok(())
+    }
+
+    /// Writes what was added, as far as it can be.
+    pub(super) fn flush(&mut self) -> Result<(), String> {
+        while !self.pending.is_empty() {
+            match self.file.write(&self.pending) {
+                Ok(count) => drop(self.pending.drain(..count)),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // A pipe whose reader is slow.
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(cannot_write(self.flag, &self.path, &error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn what_found_no_room_is_written_when_there_is_some() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics");
+        fs::write(&path, "before\n").unwrap();
+        let mut file = Appended::open("--metrics", &path).unwrap();
+        // As if the disk were full.
+        let there =
+            std::mem::replace(&mut file.file, OpenOptions::new().write(true).open("/dev/full").unwrap());
+        let mut told = ByProduct::new(file);
+        let mut problems = Vec::new();
+        for record in ["one\n", "two\n"] {
+            told.update(|file| {
+                file.push(record.as_bytes())?;
+                let flushed = file.flush();
+                problems.extend(flushed.clone().err());
+                flushed
+            });
+        }
+        let expected =
+            format!("cannot write --metrics {}: No space left on device (os error 28)", path.display());
+        assert_eq!((problems, told.has_failed), (vec![expected.clone(), expected], true));
+        told.file.file = there;
+        told.update(Appended::flush);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "before\none\ntwo\n");
+    }
+
+    #[test]
+    fn what_waits_is_bounded() {
+        let mut file = Appended::open("--metrics", "/dev/full".as_ref()).unwrap();
+        let record = vec![b'x'; MOST_PENDING / 2];
+        assert!(file.push(&record).is_ok() && file.push(&record).is_ok());
+        let error = "cannot write --metrics /dev/full: too much waits to be written";
+        assert_eq!(file.push(b"x").unwrap_err(), error);
+        assert_eq!(file.pending.len(), MOST_PENDING);
+    }
+
+    #[test]
+    fn a_pipe_without_a_reader_is_an_error_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let error = Appended::open("--metrics", &path).unwrap_err();
+        assert_eq!(error, format!("cannot write --metrics {}: nobody reads from it", path.display()));
+        let error = Appended::open("--metrics", folder.path()).unwrap_err();
+        assert!(error.ends_with("Is a directory (os error 21)"), "{error}");
+    }
+}

@@ -1,0 +1,215 @@
+//! Files that are written as a whole beside a training: a plot, a timeline, logits.
+//!
+//! A regular file is replaced once the new content is whole: it is written beside the old one, flushed, and renamed. So a full
+//! disk, or a kill, leaves what was there. The new file has the mode and the owner of the old one. Symbolic links are followed,
+//! also one that leads to nothing yet.
+//!
+//! What cannot be replaced without harm is written through, as a shell's `>` does: devices (a rename would make a regular file
+//! of `/dev/null`), pipes, files with several names (hard links), files whose owner cannot be kept or whose folder cannot be
+//! written to, and the file that standard output or standard error goes to, which is appended to. A pipe that nobody reads is
+//! an error and not a wait. Folders, sockets and block devices are refused.
+
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, Error, ErrorKind, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, fchown};
+use std::path::{Path, PathBuf};
+use std::process;
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::stat::fstat;
+use nix::unistd::{AccessFlags, faccessat};
+
+/// Symbolic links in a row that the kernel follows.
+const MOST_LINKS: usize = 40;
+/// Milliseconds after which a pipe whose reader takes nothing is given up.
+const PATIENCE: u16 = 10_000;
+
+/// How a file gets its content.
+#[derive(Debug)]
+enum Destination {
+    /// By a rename to this path, in place of the file that has this metadata, if there is one.
+    Replace(PathBuf, Option<Metadata>),
+    Truncate,
+    /// Standard output or standard error goes there too.
+    Append,
+    /// A device or a pipe.
+    Stream,
+}
+
+/// Writes `content` as the whole of the file `path`.
+///
+/// ```
+/// # fn main() -> std::io::Result<()> {
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("plot.svg");
+/// mgpu::whole_file::check(&path)?; // Before the training, and
+/// mgpu::whole_file::write(&path, b"<svg/>")?; // after it.
+/// assert_eq!(std::fs::read(&path)?, b"<svg/>");
+/// mgpu::whole_file::write("/dev/null".as_ref(), b"<svg/>")?; // Still a device.
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// If it cannot be written. A regular file is then as it was before, unless it had to be written through.
+pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
+    match Destination::of(path)? {
+        Destination::Replace(target, old) => replace(&target, old.as_ref(), content),
+        Destination::Truncate => write_through(OpenOptions::new().truncate(true), path, content),
+        Destination::Append => write_through(OpenOptions::new().append(true), path, content),
+        Destination::Stream => stream(path, content),
+    }
+}
+
+/// Checks whether [`write`] could write to `path`, so that this is not found out when all is over. Nothing is opened or made: the
+/// reader of a pipe would take that for its end.
+///
+/// # Errors
+/// If not.
+pub fn check(path: &Path) -> io::Result<()> {
+    let access = |path: &Path, flags| Ok(faccessat(AT_FDCWD, path, flags, AtFlags::AT_EACCESS)?);
+    match Destination::of(path)? {
+        Destination::Replace(target, _) => access(folder_of(&target), AccessFlags::W_OK | AccessFlags::X_OK),
+        _ => access(path, AccessFlags::W_OK),
+    }
+}
+
+impl Destination {
+    fn of(path: &Path) -> io::Result<Self> {
+        let refused = |kind, what: &str| Err(Error::new(kind, format!("it is {what}")));
+        let metadata = match fs::metadata(path) {
+            Err(error)
+                if error.kind() == ErrorKind::NotFound && !path.as_os_str().as_bytes().ends_with(b"/") =>
+            {
+                return Ok(Destination::Replace(follow(path)?, None));
+            }
+            other => other?,
+        };
+        let kind = metadata.file_type();
+        if kind.is_dir() {
+            return refused(ErrorKind::IsADirectory, "a folder");
+        } else if kind.is_block_device() {
+            return refused(ErrorKind::InvalidInput, "a block device, whose content would be overwritten");
+        } else if kind.is_socket() {
+            return refused(ErrorKind::InvalidInput, "a socket");
+        } else if !kind.is_file() {
+            return Ok(Destination::Stream);
+        }
+        let target = follow(path)?;
+        // A link of /proc can lead to a file that has no name any more.
+        let is_named = target.symlink_metadata().is_ok_and(|found| same(&found, &metadata));
+        let folder = faccessat(AT_FDCWD, folder_of(&target), AccessFlags::W_OK, AtFlags::AT_EACCESS);
+        Ok(if is_standard_stream(&metadata) {
+            Destination::Append
+        } else if is_named && metadata.nlink() == 1 && folder.is_ok() {
+            Destination::Replace(target, Some(metadata))
+        } else {
+            Destination::Truncate
+        })
+    }
+}
+
+/// Where a path leads, if it is a symbolic link.
+fn follow(path: &Path) -> io::Result<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        match fs::read_link(&path) {
+            Ok(target) => path = folder_of(&path).join(target),
+            Err(_) => return Ok(path),
+        }
+    }
+    Err(Errno::ELOOP.into())
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn same(one: &Metadata, other: &Metadata) -> bool {
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+fn is_standard_stream(metadata: &Metadata) -> bool {
+    let is = |stream: BorrowedFd<'_>| {
+        fstat(stream).is_ok_and(|found| (found.st_dev, found.st_ino) == (metadata.dev(), metadata.ino()))
+    };
+    is(io::stdout().as_fd()) || is(io::stderr().as_fd())
+}
+
+fn replace(target: &Path, old: Option<&Metadata>, content: &[u8]) -> io::Result<()> {
+    let (mut file, partial) = create_beside(target)?;
+    if old.is_some_and(|old| take_after(old, &file).is_err()) {
+        let _ = fs::remove_file(&partial);
+        return write_through(OpenOptions::new().truncate(true), target, content);
+    }
+    let written = file.write_all(content).and_then(|()| file.sync_all());
+    written.and_then(|()| fs::rename(&partial, target)).inspect_err(|_| {
+        // This process has made it, so nobody else misses it.
+        let _ = fs::remove_file(&partial);
+    })
+}
+
+/// A new file in the folder of `target`, under a name that nothing had.
+fn create_beside(target: &Path) -> io::Result<(File, PathBuf)> {
+    for number in 0u64.. {
+        let partial = folder_of(target).join(format!(".mgpu-{}-{number}.partial", process::id()));
+        match OpenOptions::new().write(true).create_new(true).open(&partial) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            opened => return Ok((opened?, partial)),
+        }
+    }
+    Err(ErrorKind::AlreadyExists.into())
+}
+
+/// Gives `file` the owner and the mode of an older one.
+fn take_after(old: &Metadata, file: &File) -> io::Result<()> {
+    let new = file.metadata()?;
+    if (new.uid(), new.gid()) != (old.uid(), old.gid()) {
+        fchown(file, Some(old.uid()), Some(old.gid()))?;
+    }
+    let mode = old.permissions();
+    if new.permissions() == mode { Ok(()) } else { file.set_permissions(mode) }
+}
+
+fn write_through(how: &mut OpenOptions, path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut file = how.write(true).open(path)?;
+    file.write_all(content)?;
+    file.sync_all()
+}
+
+/// Writes to a device or a pipe, unless nobody takes anything for too long.
+fn stream(path: &Path, mut content: &[u8]) -> io::Result<()> {
+    let flags = OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+    let mut file =
+        OpenOptions::new().write(true).custom_flags(flags.bits()).open(path).map_err(|error| match error
+            .raw_os_error()
+        {
+            Some(number) if number == Errno::ENXIO as i32 => Error::new(error.kind(), "nobody reads from it"),
+            _ => error,
+        })?;
+    while !content.is_empty() {
+        match file.write(content) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(count) => content = &content[count..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => wait_for_room(&file)?,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn wait_for_room(file: &File) -> io::Result<()> {
+    match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], PollTimeout::from(PATIENCE)) {
+        Ok(0) => Err(Error::new(ErrorKind::TimedOut, "its reader has taken nothing for 10 s")),
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests;
