@@ -11,6 +11,8 @@ use std::process::ExitCode;
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::{DataParallel, Layout, World};
 
+use crate::print::{errln, outln};
+
 /// The program.
 pub fn main() -> ExitCode {
     if World::is_launched() {
@@ -20,7 +22,7 @@ pub fn main() -> ExitCode {
         None => crate::exit::report("embed", train()),
         Some(Ok(ranks)) => start_ranks(ranks),
         Some(Err(_)) => {
-            eprintln!("embed: usage: embed [RANKS]");
+            errln!("embed: usage: embed [RANKS]");
             ExitCode::from(2)
         }
     }
@@ -37,7 +39,7 @@ fn start_ranks(ranks: u32) -> ExitCode {
     match launch() {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("embed: {error}");
+            errln!("embed: {error}");
             ExitCode::FAILURE
         }
     }
@@ -71,7 +73,7 @@ fn train() -> mgpu::Result<()> {
     let checksum = model.verify()?;
     if rank == 0 {
         let [a, b] = [model.parameters()[0], model.parameters()[1]];
-        println!("{size} ranks agree on y = {a:.3} x + {b:.3} (weights {checksum:016x})");
+        outln!("{size} ranks agree on y = {a:.3} x + {b:.3} (weights {checksum:016x})");
     }
     Ok(())
 }

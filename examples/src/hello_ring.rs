@@ -6,6 +6,8 @@ use std::process::ExitCode;
 
 use mgpu::{Buffer, ReduceOp, World};
 
+use crate::print::outln;
+
 /// The program.
 pub fn main() -> ExitCode {
     crate::exit::report("hello_ring", run())
@@ -31,9 +33,9 @@ fn run() -> mgpu::Result<()> {
     }
     let mut ranks = [i64::from(rank)];
     comm.all_reduce_slice(&mut ranks, ReduceOp::Sum)?;
-    println!("hello from rank {rank} of {size} ({} backend): the ranks sum to {}", comm.backend(), ranks[0]);
+    outln!("hello from rank {rank} of {size} ({} backend): the ranks sum to {}", comm.backend(), ranks[0]);
     if rank == 0 {
-        println!("the token came back with {}", token.as_slice::<i64>()[0]);
+        outln!("the token came back with {}", token.as_slice::<i64>()[0]);
     }
     Ok(())
 }
