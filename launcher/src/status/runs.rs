@@ -7,7 +7,6 @@
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,6 +16,7 @@ use clap::Parser;
 use mgpu::progress::{PAGE_NAME, ProgressPage, RankState, RunInfo, now};
 
 use super::{Row, table};
+use crate::stdout;
 
 /// Show the runs of this user, and what each of their ranks is doing.
 ///
@@ -29,29 +29,26 @@ struct Args {}
 
 /// The command, with the arguments from `ps` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
-    let Args {} = Args::parse_from(arguments);
-    match print() {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(format!("cannot print the runs: {error}").into())
-        }
-        _ => Ok(ExitCode::SUCCESS),
+    match stdout::parse(arguments.iter().cloned())? {
+        Ok(Args {}) => stdout::print(&describe(), ExitCode::SUCCESS),
+        Err(code) => Ok(code),
     }
 }
 
-/// Prints every run with the table of its ranks, the oldest first.
-fn print() -> io::Result<()> {
+/// Every run with the table of its ranks, the oldest first.
+fn describe() -> String {
     let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
     pages.sort_by_key(|(run, _)| run.started);
-    let mut stdout = io::stdout().lock();
     if pages.is_empty() {
-        writeln!(stdout, "no run of this user")?;
+        return "no run of this user\n".into();
     }
+    let mut text = String::new();
     for (run, page) in pages {
         let rows: Vec<Row> =
             (0..run.world_size).map(|rank| Row::of(&page, rank, None, ended(&page, rank))).collect();
-        writeln!(stdout, "{}\n{}", title(&run), table(&rows, now()))?;
+        text += &format!("{}\n{}\n", title(&run), table(&rows, now()));
     }
-    stdout.flush()
+    text
 }
 
 fn ended(page: &ProgressPage, rank: u32) -> Option<String> {
