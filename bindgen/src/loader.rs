@@ -143,10 +143,17 @@ impl fmt::Display for Attempt {
 
 /// NCCL could not be loaded from anywhere. [`Display`](fmt::Display) is one line for each place;
 /// [`LoadError::summary`] is a single line.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 pub struct LoadError {
     /// Every place of the search order, in order.
     pub attempts: Vec<Attempt>,
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for LoadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl LoadError {

@@ -4,11 +4,13 @@
 //! at work and is no failure; everything else is an error, including codes that did not exist when these bindings
 //! were generated: those keep their number, so a report from a newer library can still be looked up.
 
+use std::fmt;
+
 use crate::sys::ncclResult_t;
 use thiserror::Error;
 
 /// Why a call into NCCL gave nothing.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum NcclError {
     /// NCCL returned something other than success or "in progress".
@@ -31,6 +33,13 @@ pub enum NcclError {
         /// The loader's own words.
         message: String,
     },
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for NcclError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl NcclError {

@@ -12,6 +12,8 @@ use clap::Parser;
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::{DataParallel, Layout, World};
 
+use crate::print::{errln, outln, parse_arguments};
+
 /// Fits a line on ranks that the program starts itself, on those of a launcher, or alone.
 #[derive(Debug, Parser)]
 #[command(name = "embed", version)]
@@ -23,7 +25,7 @@ struct Args {
 
 /// The program.
 pub fn main() -> ExitCode {
-    match Args::parse().ranks {
+    match parse_arguments::<Args>().ranks {
         Some(ranks) if !World::is_launched() => start_ranks(ranks),
         _ => crate::exit::report("embed", train()),
     }
@@ -40,7 +42,7 @@ fn start_ranks(ranks: u32) -> ExitCode {
     match launch() {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("embed: {error}");
+            errln!("embed: {error}");
             ExitCode::FAILURE
         }
     }
@@ -74,7 +76,7 @@ fn train() -> mgpu::Result<()> {
     let checksum = model.verify()?;
     if rank == 0 {
         let [a, b] = [model.parameters()[0], model.parameters()[1]];
-        println!("{size} ranks agree on y = {a:.3} x + {b:.3} (weights {checksum:016x})");
+        outln!("{size} ranks agree on y = {a:.3} x + {b:.3} (weights {checksum:016x})");
     }
     Ok(())
 }

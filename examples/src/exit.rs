@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use mgpu::protocol::MGPU_BACKEND;
 use mgpu_kernels::Precision;
 
+use crate::print::{self, errln};
+
 /// The exit code of a usage error, and its line, if a precision is asked for that only a GPU has and there is none.
 pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     let on_gpu = std::env::var_os(MGPU_BACKEND).is_some_and(|backend| backend == "nccl");
@@ -14,16 +16,16 @@ pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     }
     let problem = "needs a GPU (mgpurun --backend nccl, MGPU_BACKEND=nccl under another launcher); the cpu backend has f32 \
                    and bf16";
-    eprintln!("{program}: --precision {precision} {problem}");
+    errln!("{program}: --precision {precision} {problem}");
     Some(ExitCode::from(2))
 }
 
-/// Success, or the error as one line on standard error and exit code 1.
+/// Success, if all that was to be printed is, or the error as one line on standard error and exit code 1.
 pub(crate) fn report<E: Display>(program: &str, result: Result<(), E>) -> ExitCode {
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => print::exit_code(ExitCode::SUCCESS),
         Err(error) => {
-            eprintln!("{program}: {error}");
+            errln!("{program}: {error}");
             ExitCode::FAILURE
         }
     }

@@ -7,6 +7,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use mgpu::{Buffer, ReduceOp, World};
 
+use crate::print::{outln, parse_arguments};
+
 /// Sends a token around the ranks, to which each adds its number.
 #[derive(Debug, Parser)]
 #[command(name = "hello_ring", version)]
@@ -14,7 +16,7 @@ struct Args {}
 
 /// The program.
 pub fn main() -> ExitCode {
-    Args::parse();
+    let Args {} = parse_arguments();
     crate::exit::report("hello_ring", run())
 }
 
@@ -38,9 +40,9 @@ fn run() -> mgpu::Result<()> {
     }
     let mut ranks = [i64::from(rank)];
     comm.all_reduce_slice(&mut ranks, ReduceOp::Sum)?;
-    println!("hello from rank {rank} of {size} ({} backend): the ranks sum to {}", comm.backend(), ranks[0]);
+    outln!("hello from rank {rank} of {size} ({} backend): the ranks sum to {}", comm.backend(), ranks[0]);
     if rank == 0 {
-        println!("the token came back with {}", token.as_slice::<i64>()[0]);
+        outln!("the token came back with {}", token.as_slice::<i64>()[0]);
     }
     Ok(())
 }

@@ -13,6 +13,8 @@
 //!
 //! They share [`nets`], the networks, and [`data`], the digits.
 #![forbid(unsafe_code)]
+// They panic when a write fails: `print` has what does not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod allreduce_perf;
 pub mod data;
@@ -23,4 +25,5 @@ pub mod gpu_check;
 pub mod hello_ring;
 pub mod nets;
 mod parallel;
+mod print;
 pub mod train_mnist;

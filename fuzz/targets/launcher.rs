@@ -5,11 +5,18 @@ use libfuzzer_sys::fuzz_target;
 use mgpurun::output::{LineSplitter, Piece};
 use mgpurun::ranks::RankSet;
 
-/// The pieces of `bytes` that arrive in chunks of `chunk`.
-fn split(bytes: &[u8], chunk: usize) -> Vec<Piece> {
-    let mut splitter = LineSplitter::default();
-    let mut pieces: Vec<Piece> = bytes.chunks(chunk).flat_map(|bytes| splitter.push(bytes)).collect();
-    pieces.extend(splitter.finish());
+/// The pieces of `bytes` that arrive in chunks of `chunk`, and whether each is a whole line.
+fn split(bytes: &[u8], chunk: usize) -> Vec<(bool, Vec<u8>)> {
+    let (mut splitter, mut pieces) = (LineSplitter::default(), Vec::new());
+    for bytes in bytes.chunks(chunk) {
+        splitter.push(bytes, |piece| {
+            pieces.push(match piece {
+                Piece::Line(text) => (true, text.to_vec()),
+                Piece::Transient(text) => (false, text.to_vec()),
+            });
+        });
+    }
+    pieces.extend(splitter.finish().map(|text| (true, text)));
     pieces
 }
 
@@ -24,12 +31,7 @@ fuzz_target!(|input: (u8, u32, &[u8])| {
     let pieces = split(bytes, 1 + usize::from(chunk));
     assert_eq!(pieces, split(bytes, usize::MAX), "chunks matter");
     let is_text = |byte: &u8| !matches!(byte, b'\n' | b'\r');
-    let kept: Vec<u8> = pieces
-        .into_iter()
-        .flat_map(|piece| match piece {
-            Piece::Line(text) | Piece::Transient(text) => text,
-        })
-        .collect();
+    let kept: Vec<u8> = pieces.into_iter().flat_map(|(_, text)| text).collect();
     let expected: Vec<u8> = bytes.iter().copied().filter(is_text).collect();
     assert_eq!(kept.iter().copied().filter(is_text).collect::<Vec<u8>>(), expected, "text was lost");
 });

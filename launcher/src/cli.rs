@@ -19,15 +19,21 @@ use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
 use crate::ranks::RankSet;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, program};
+use crate::{exit_code, program, stdout};
 
 const AFTER_HELP: &str = "\
 Example:
   mgpurun -n 2 train_mnist --net lenet5
 
 Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (reserved
-for the run), what else torchrun sets, the MGPU_* variables of the rendezvous, and its share of the
-cores as MGPU_THREADS and OMP_NUM_THREADS unless you have set these; --dry-run shows them.
+for the run), what else torchrun sets, the MGPU_* variables of the rendezvous, and, unless you have
+set these, its share of the cores as MGPU_THREADS and OMP_NUM_THREADS, and PYTHONUNBUFFERED=1, so
+that Python's output is shown when it is printed; --dry-run shows them all.
+
+The standard input of every rank is /dev/null: a rank that reads it finds the end of a file.
+
+A process that a rank leaves running in its process group when it exits with code 0, such as tee at
+the end of a pipe, has until 2 s after the end of the last rank. Then it is named and killed.
 
 Commands of mgpurun itself (after -- the word is a program's name):
   mgpurun doctor   what this machine has of cores, memory, GPUs, drivers and libraries
@@ -47,6 +53,7 @@ Exit codes:
   68             a rank believes in another world size
   69             two ranks use one GPU
   70             ranks use different versions of the NVIDIA driver or of NCCL
+  141            whoever read the output has left
   129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
   other          the first failing rank's own code, or 128 + its signal";
 
@@ -118,6 +125,15 @@ struct Args {
     /// For output that a program reads, such as `train_mnist --json`.
     #[arg(long)]
     no_prefix: bool,
+
+    /// Pass output on byte by byte, as it is and when it comes.
+    ///
+    /// For binary data and for a single rank's carriage returns: no prefix, no line feed that the rank has not written,
+    /// no byte dropped, however long a reader or a disk takes nothing. Bytes of several ranks are mixed as they come;
+    /// --rank-filter shows one rank's, --log-dir puts them apart. The last lines of a rank that fails are not repeated.
+    /// Not compatible with --no-prefix, --color and --timestamps.
+    #[arg(long, conflicts_with_all = ["no_prefix", "color", "timestamps"])]
+    raw: bool,
 
     /// Colour the ranks' prefixes: auto, always or never.
     ///
@@ -242,7 +258,7 @@ pub fn main() -> ExitCode {
     let done = match arguments.get(1).and_then(|word| word.to_str()) {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
-        _ => run(Args::parse_from(arguments)),
+        _ => stdout::parse(arguments).and_then(|args| args.map_or_else(Ok, run)),
     };
     done.unwrap_or_else(|error| {
         // Whoever closed standard error does not want to know.
@@ -283,6 +299,7 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         ColorArg::Never => Color::Never,
     };
     let output = OutputOptions {
+        raw: args.raw,
         prefix: !args.no_prefix,
         color,
         timestamps: args.timestamps,
@@ -302,14 +319,7 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
-        let mut stdout = io::stdout();
-        let written = stdout.write_all(describe(&launch.plan()?).as_bytes()).and_then(|()| stdout.flush());
-        return match written {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                Err(format!("cannot print the dry run: {error}").into())
-            }
-            _ => Ok(ExitCode::SUCCESS),
-        };
+        return stdout::print(&describe(&launch.plan()?), ExitCode::SUCCESS);
     }
     match guardian::split()? {
         Role::Done(code) => Ok(code),
@@ -380,6 +390,9 @@ mod tests {
             (&["--grace", "soon", "true"], "a number of seconds"),
             (&["--timeout", "1e19", "true"], "a number of seconds"),
             (&["--rank-filter", "x", "true"], "no set of ranks"),
+            (&["--raw", "--timestamps", "true"], "'--raw' cannot be used with '--timestamps'"),
+            (&["--no-prefix", "--raw", "true"], "cannot be used with"),
+            (&["--raw", "--color", "auto", "true"], "cannot be used with"),
             (&["--tee", "true"], "required arguments were not provided:\n  --log-dir <DIR>"),
             (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),
             (&["-x", "true"], "unexpected argument '-x'"),

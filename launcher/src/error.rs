@@ -1,5 +1,6 @@
 //! Why a launch does not come about.
 
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -8,7 +9,7 @@ use crate::output::LogError;
 use crate::plan::PlanError;
 
 /// Why the ranks could not be started.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum LaunchError {
     /// The request cannot be met.
     #[error(transparent)]
@@ -45,5 +46,34 @@ impl LaunchError {
             ) => exit_code::USAGE,
             _ => exit_code::LAUNCHER,
         }
+    }
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for LaunchError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_main_prints_of_a_returned_error_is_its_text() {
+        let path = PathBuf::from("/x/rank-0.log");
+        let errors = [
+            LaunchError::Plan(PlanError::NoRanks),
+            LaunchError::Rendezvous(mgpu::Error::program("no socket")),
+            LaunchError::Log(LogError { path, error: io::Error::other("no disk") }),
+            LaunchError::Signals(nix::Error::EMFILE),
+        ];
+        for error in errors {
+            assert_eq!(format!("{error:?}"), error.to_string());
+        }
+        assert_eq!(format!("{:?}", PlanError::NoRanks), PlanError::NoRanks.to_string());
+        let error = crate::program::ProgramError::NoFile("/x".into());
+        assert_eq!(format!("{error:?}"), "no program at /x");
     }
 }

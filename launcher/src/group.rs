@@ -41,11 +41,21 @@ pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
     }
 }
 
-/// Pidfds of the processes of these groups. Zombies have ended: they wait for whoever adopted them.
+/// Pidfds of the processes of these groups.
 pub(crate) fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
+    members(groups).filter_map(|(pid, _)| mgpu::process::pidfd_open(pid).ok()).collect()
+}
+
+/// The processes of these groups. Zombies have ended: they wait for whoever adopted them.
+pub(crate) fn members(groups: &[i32]) -> impl Iterator<Item = (u32, Stat)> {
     let is_left = |stat: &Stat| !matches!(stat.state, 'Z' | 'X') && groups.contains(&stat.group);
-    let left = processes().filter(|(_, stat)| is_left(stat));
-    left.filter_map(|(pid, _)| mgpu::process::pidfd_open(pid).ok()).collect()
+    processes().filter(move |(_, stat)| is_left(stat))
+}
+
+/// The name of a process, for people; `?` if it is gone.
+pub(crate) fn name_of(pid: u32) -> String {
+    let name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_else(|_| b"?".to_vec());
+    String::from_utf8_lossy(name.trim_ascii_end()).escape_debug().to_string()
 }
 
 /// All processes of this machine.

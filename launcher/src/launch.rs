@@ -234,7 +234,12 @@ impl Launch {
         if let Some(notice) = events.failure() {
             output.say(&notice);
         }
-        result
+        result.map(|outcome| match outcome.exit_code {
+            exit_code::SUCCESS if output.is_incomplete() => {
+                Outcome { exit_code: exit_code::LAUNCHER, ..outcome }
+            }
+            _ => outcome,
+        })
     }
 }
 
@@ -258,6 +263,10 @@ impl Run<'_> {
         let mut restarts = 0;
         loop {
             let End { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
+            if output.is_muted() {
+                // As `cat` ends when its reader has left: nobody wants to know, nor to see it restarted.
+                return Ok(Outcome { message: None, ..outcome });
+            }
             missed_faults.iter().for_each(|fault| output.say(fault));
             if let Some(culprit) = outcome.culprit {
                 output.repeat_last_lines(culprit);

@@ -23,10 +23,13 @@
 //! | [`events`] | what happens → JSON |
 //! | `writer` | files that are written without waiting for them |
 //! | `doctor` | what the machine has; a command of its own |
+//! | `stdout` | what mgpurun itself prints |
 //! | [`exit_code`] | what the shell gets |
 //!
 //! The library neither installs signal handlers nor ends the process; both are done by `cli` for `mgpurun` alone.
 #![forbid(unsafe_code)]
+// They panic when a write fails.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cli;
 mod doctor;
@@ -52,6 +55,7 @@ pub mod ranks;
 mod restart;
 mod spawn;
 mod status;
+mod stdout;
 pub mod supervisor;
 mod watch;
 mod writer;

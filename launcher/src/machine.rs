@@ -6,12 +6,12 @@ use mgpu::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
 
 use crate::nccl;
 use crate::placement::{Topology, list_gpus, visible_gpus};
-use crate::plan::Machine;
+use crate::plan::{Machine, PYTHONUNBUFFERED};
 
 impl Machine {
     /// The machine as it is, narrowed by `CUDA_VISIBLE_DEVICES` as the CUDA runtime would.
     pub fn detect() -> Self {
-        Self::new(Topology::detect(), |name| std::env::var(name).ok())
+        Self::new(Topology::detect(), |name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
     }
 
     fn new(mut topology: Topology, variable: impl Fn(&str) -> Option<String>) -> Self {
@@ -30,7 +30,8 @@ impl Machine {
             let share = variable(MGPU_THREADS).and_then(|text| text.trim().parse().ok());
             topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
         }
-        Machine { gpus, topology, thread_variables, nccl_variables, nccl: None }
+        let python_is_told = variable(PYTHONUNBUFFERED).is_some();
+        Machine { gpus, topology, thread_variables, nccl_variables, python_is_told, nccl: None }
     }
 }
 
@@ -53,5 +54,7 @@ mod tests {
         assert_eq!((nested.thread_variables.len(), nested.topology.usable), (0, 4));
         let odd = machine(&[(MGPU_THREADS, "no"), (MGPU_RENDEZVOUS, "unix:/x")]);
         assert_eq!(odd.topology.usable, 8);
+        // An empty value is how a user asks for buffers.
+        assert!(machine(&[(PYTHONUNBUFFERED, "")]).python_is_told && !odd.python_is_told);
     }
 }

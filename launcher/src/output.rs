@@ -1,8 +1,9 @@
 //! The ranks' output: whole lines, each with its rank in front.
 //!
 //! A line is passed on when it is complete, so that lines of different ranks are never cut into each other. What
-//! ends in a carriage return is transient, a progress line: shown on a terminal, where the next one overwrites it,
-//! and dropped elsewhere.
+//! ends in a carriage return is transient, a progress line: shown on a terminal, cut to its width, where the next one
+//! overwrites it, and dropped elsewhere, unless it is the last thing a rank writes. With [`OutputOptions::raw`] bytes
+//! are passed on as they are.
 //!
 //! Nothing here blocks: a reader that is slow slows the ranks down (`sink`), and so does a slow disk (`logs`). One that
 //! takes nothing at all for the time of the `patience` costs lines, which are counted and told of, and so does a full
@@ -17,24 +18,27 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Instant, SystemTime};
 
+use memchr::memchr_iter;
 use nix::errno::Errno;
 
 mod destination;
 mod lines;
 mod logs;
 mod options;
+mod passage;
 mod patience;
+mod prefix;
 mod sink;
+mod width;
 
-use destination::{CLEAR, Destination};
+use destination::Destination;
 pub use lines::{LineSplitter, Piece};
 use logs::Logs;
 pub use options::{Color, LogError, OutputOptions};
+use passage::Passage;
+use prefix::prefix;
+use sink::Sink;
 
-/// Lines of each rank that are kept, to be repeated if it is to blame.
-const LAST_LINES: usize = 10;
-/// Bytes kept of each of them.
-const KEPT_OF_A_LINE: usize = 4096;
 /// Which of a rank's two streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
@@ -45,7 +49,7 @@ pub enum Stream {
 }
 
 /// Both, in the order in which they are kept.
-const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
+pub(crate) const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
 impl Stream {
     fn name(self) -> &'static str {
@@ -67,11 +71,16 @@ struct RankOutput {
 pub struct Output {
     options: OutputOptions,
     destinations: [Destination; 2],
+    /// Both go to the same place, as after `2>&1`: there is one queue for them, so that a line of one does not come
+    /// into the midst of a line of the other.
+    shared: bool,
     ranks: Vec<RankOutput>,
     logs: Option<Logs>,
     width: usize,
     /// It was said that standard output is lost.
     told_loss: bool,
+    /// Nothing of the ranks is shown any more.
+    muted: bool,
 }
 
 impl Output {
@@ -81,35 +90,43 @@ impl Output {
     /// If a log file cannot be made.
     pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
         let destinations = [
-            Destination::new(io::stdout(), options.color, options.patience),
-            Destination::new(io::stderr(), options.color, options.patience),
+            Destination::new(io::stdout(), options.color, options.patience()),
+            Destination::new(io::stderr(), options.color, options.patience()),
         ];
         Output::to(destinations, ranks, options)
     }
 
     fn to(destinations: [Destination; 2], ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
-        let create = |folder| Logs::create(folder, ranks, options.patience);
+        let create = |folder| Logs::create(folder, ranks, options.patience());
         let logs = options.log_dir.as_deref().map(create).transpose()?;
         let width = ranks.saturating_sub(1).to_string().len();
         let ranks = (0..ranks).map(|_| RankOutput::default()).collect();
-        Ok(Output { options, destinations, ranks, logs, width, told_loss: false })
+        let shared = destinations[0].sink.is_same_as(&destinations[1].sink);
+        Ok(Output { options, destinations, shared, ranks, logs, width, told_loss: false, muted: false })
     }
 
     /// True if transient lines are shown.
     pub fn shows_progress(&self) -> bool {
-        self.destinations[Stream::Stdout as usize].terminal
+        self.destinations[Stream::Stdout as usize].terminal && !self.options.raw
+    }
+
+    fn sink(&self, stream: Stream) -> &Sink {
+        &self.destinations[if self.shared { 0 } else { stream as usize }].sink
+    }
+
+    fn sink_mut(&mut self, stream: Stream) -> &mut Sink {
+        &mut self.destinations[if self.shared { 0 } else { stream as usize }].sink
     }
 
     /// False while a rank's stream should be left unread, because its reader or its disk is slower than the rank.
     pub fn has_room(&self, rank: u32, stream: Stream) -> bool {
-        let shown = !self.options.shows(rank) || !self.destinations[stream as usize].sink.is_behind();
+        let shown = !self.options.shows(rank) || !self.sink(stream).is_behind();
         shown && self.logs.as_ref().is_none_or(|logs| logs.has_room() || !logs.is_open(rank))
     }
 
     /// False once the reader of a rank's stream has left and no log takes its place.
     pub fn is_wanted(&self, rank: u32, stream: Stream) -> bool {
-        let failure = self.destinations[stream as usize].sink.failure();
-        let seen = !self.options.shows(rank) || failure != Some(Errno::EPIPE);
+        let seen = !self.options.shows(rank) || self.sink(stream).failure() != Some(Errno::EPIPE);
         seen || self.logs.as_ref().is_some_and(|logs| logs.is_open(rank))
     }
 
@@ -132,9 +149,9 @@ impl Output {
 
     /// Goes on writing to a stream that has room again.
     pub fn resume(&mut self, stream: Stream) {
-        self.destinations[stream as usize].sink.write_what_fits();
+        self.sink_mut(stream).write_what_fits();
         self.tell_loss();
-        if !self.destinations[stream as usize].sink.is_stuck() {
+        if !self.sink(stream).is_stuck() {
             self.tell_missed();
         }
     }
@@ -150,59 +167,85 @@ impl Output {
         }
     }
 
+    /// From now on nothing of the ranks is shown any more; logs go on.
+    pub fn mute(&mut self) {
+        self.muted = true;
+    }
+
+    /// True once nothing of the ranks is shown any more.
+    pub fn is_muted(&self) -> bool {
+        self.muted
+    }
+
     /// Takes what a rank has written.
     pub fn push(&mut self, rank: u32, stream: Stream, bytes: &[u8]) {
-        let pieces = self.ranks[rank as usize].splitters[stream as usize].push(bytes);
-        self.pass_on(rank, stream, pieces);
+        if self.options.raw {
+            let newlines = memchr_iter(b'\n', bytes).count() as u64;
+            return self.pass_on(rank, stream, bytes, bytes, newlines);
+        }
+        let mut splitter = std::mem::take(&mut self.ranks[rank as usize].splitters[stream as usize]);
+        let mut passage = self.passage(rank, stream);
+        splitter.push(bytes, |piece| passage.take(piece));
+        self.ranks[rank as usize].splitters[stream as usize] = splitter;
+        self.end_passage(rank, stream, passage);
     }
 
     /// Takes the end of a rank's stream.
     pub fn finish(&mut self, rank: u32, stream: Stream) {
-        let rest = self.ranks[rank as usize].splitters[stream as usize].finish();
-        self.pass_on(rank, stream, rest);
+        if let Some(rest) = self.ranks[rank as usize].splitters[stream as usize].finish() {
+            let mut passage = self.passage(rank, stream);
+            passage.take(Piece::Line(&rest));
+            self.end_passage(rank, stream, passage);
+        }
     }
 
-    fn pass_on(&mut self, rank: u32, stream: Stream, pieces: impl IntoIterator<Item = Piece>) {
-        let shows = self.options.shows(rank);
-        let logs = self.logs.as_ref().is_some_and(|logs| logs.is_open(rank));
-        let destination = &self.destinations[stream as usize];
-        let (stamp, prefix) = (self.stamp(), self.prefix(rank, destination.color));
-        let (mut shown, mut logged, mut lines) = (Vec::new(), Vec::new(), 0);
-        let output = &mut self.ranks[rank as usize];
-        for piece in pieces {
-            match piece {
-                Piece::Line(line) => {
-                    lines += 1;
-                    if shows {
-                        extend(&mut shown, &[&stamp, &prefix, &line, destination.line_end()]);
-                    }
-                    if logs {
-                        extend(&mut logged, &[&stamp, &line, b"\n"]);
-                    }
-                    if output.last.len() == LAST_LINES {
-                        output.last.pop_front();
-                    }
-                    let kept = &line[..line.len().min(KEPT_OF_A_LINE)];
-                    output.last.push_back([&stamp, &b"    "[..], kept].concat());
-                }
-                Piece::Transient(line) if destination.terminal && shows => {
-                    extend(&mut shown, &[&stamp, &prefix, &line, CLEAR, b"\r"]);
-                }
-                Piece::Transient(_) => {}
-            }
+    fn passage(&mut self, rank: u32, stream: Stream) -> Passage {
+        let destination = &mut self.destinations[stream as usize];
+        let (erase, color) = (destination.measure(), destination.color);
+        Passage {
+            erase,
+            columns: destination.terminal.then(|| destination.columns()),
+            prefix: if self.options.prefix { prefix(rank, self.width, color) } else { Vec::new() },
+            stamp: self.stamp(),
+            shown: self.shows(rank).then(Vec::new),
+            logged: self.logs.as_ref().filter(|logs| logs.is_open(rank)).map(|_| Vec::new()),
+            last: std::mem::take(&mut self.ranks[rank as usize].last),
+            lines: 0,
         }
+    }
+
+    fn end_passage(&mut self, rank: u32, stream: Stream, passage: Passage) {
+        self.ranks[rank as usize].last = passage.last;
+        let (shown, logged) = (passage.shown.unwrap_or_default(), passage.logged.unwrap_or_default());
+        self.pass_on(rank, stream, &shown, &logged, passage.lines);
+    }
+
+    fn shows(&self, rank: u32) -> bool {
+        self.options.shows(rank) && !self.muted
+    }
+
+    /// Passes on what is shown and what is logged of a rank.
+    fn pass_on(&mut self, rank: u32, stream: Stream, shown: &[u8], logged: &[u8], lines: u64) {
         if let Some(logs) = &mut self.logs {
-            logs.push(rank, &logged, lines);
+            logs.push(rank, logged, lines);
         }
-        if !shown.is_empty() {
-            self.destinations[stream as usize].push(&shown, lines);
+        if self.shows(rank) && !shown.is_empty() {
+            if !self.sink_mut(stream).push(shown) {
+                self.destinations[stream as usize].missed += lines;
+            }
             self.tell_loss();
         }
     }
 
+    /// True if bytes were lost that should have come through as they were.
+    pub fn is_incomplete(&self) -> bool {
+        let is_lost = |stream| self.sink(stream).failure().is_some_and(|errno| errno != Errno::EPIPE);
+        self.options.raw && STREAMS.into_iter().any(is_lost)
+    }
+
     /// Says once that standard output takes no more, unless its reader just left, as `head` does.
     fn tell_loss(&mut self) {
-        let failure = self.destinations[Stream::Stdout as usize].sink.failure();
+        let failure = self.sink(Stream::Stdout).failure();
         if let Some(errno) = failure.filter(|errno| *errno != Errno::EPIPE)
             && !std::mem::replace(&mut self.told_loss, true)
         {
@@ -214,10 +257,9 @@ impl Output {
     fn tell_missed(&mut self) {
         let seconds = self.options.patience.as_secs_f64();
         for stream in STREAMS {
-            let to = &mut self.destinations[stream as usize];
-            let missed = std::mem::take(&mut to.missed);
+            let missed = std::mem::take(&mut self.destinations[stream as usize].missed);
             // Nobody misses what nobody is left to read.
-            if missed > 0 && to.sink.failure() != Some(Errno::EPIPE) {
+            if missed > 0 && self.sink(stream).failure() != Some(Errno::EPIPE) {
                 let name = stream.name();
                 self.write_own(&format!(
                     "{missed} lines of {name} are not shown: nobody took any for {seconds} s"
@@ -234,19 +276,6 @@ impl Output {
         }
     }
 
-    fn prefix(&self, rank: u32, color: bool) -> Vec<u8> {
-        if !self.options.prefix {
-            return Vec::new();
-        }
-        let width = self.width;
-        if color {
-            // Six colours that are readable on black and on white.
-            format!("\x1b[{}m[{rank:>width$}]\x1b[0m ", 31 + rank % 6).into_bytes()
-        } else {
-            format!("[{rank:>width$}] ").into_bytes()
-        }
-    }
-
     /// A line of the launcher's own, to standard error.
     pub fn say(&mut self, text: &str) {
         // Where lines are missing before it, that comes first.
@@ -256,22 +285,24 @@ impl Output {
 
     fn write_own(&mut self, text: &str) {
         let stamp = self.stamp();
-        let destination = &mut self.destinations[Stream::Stderr as usize];
-        let line = [&stamp[..], b"mgpurun: ", text.as_bytes(), destination.line_end()].concat();
-        destination.sink.push_important(&line);
+        let end = self.destinations[Stream::Stderr as usize].measure().line_end();
+        let line = [&stamp[..], b"mgpurun: ", text.as_bytes(), end].concat();
+        self.sink_mut(Stream::Stderr).push_important(&line);
     }
 
-    /// Repeats the last lines of a rank on standard error.
+    /// Repeats the last lines of a rank on standard error, if output passes in lines.
     pub fn repeat_last_lines(&mut self, rank: u32) {
+        if self.options.raw {
+            return;
+        }
         let last = std::mem::take(&mut self.ranks[rank as usize].last);
         if last.is_empty() {
             return self.say(&format!("rank {rank} had written nothing"));
         }
         self.say(&format!("the last lines of rank {rank}:"));
-        let destination = &mut self.destinations[Stream::Stderr as usize];
+        let end = self.destinations[Stream::Stderr as usize].measure().line_end();
         for line in last {
-            let line = [&line[..], destination.line_end()].concat();
-            destination.sink.push_important(&line);
+            self.sink_mut(Stream::Stderr).push_important(&[&line[..], end].concat());
         }
     }
 
@@ -293,12 +324,6 @@ impl Output {
         for notice in self.logs.as_mut().map(Logs::abandon).unwrap_or_default() {
             self.say(&notice);
         }
-    }
-}
-
-fn extend(bytes: &mut Vec<u8>, parts: &[&[u8]]) {
-    for part in parts {
-        bytes.extend_from_slice(part);
     }
 }
 

@@ -1,6 +1,7 @@
 //! From arguments and machine to what every rank runs and sees. Pure: nothing is started, looked up or printed.
 
 use std::ffi::OsString;
+use std::fmt;
 use std::path::PathBuf;
 
 use mgpu::inject::{self, Injection};
@@ -15,6 +16,9 @@ use crate::placement::{self, Bind, CoreSet, Gpu, Topology, place};
 
 /// Whether ranks of this build can use NCCL.
 pub(crate) const NCCL_IS_BUILT: bool = cfg!(feature = "cuda");
+
+/// Python holds back what it writes to a pipe, and loses it in a crash, unless this variable has a value.
+pub(crate) const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
 
 /// How many ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +72,8 @@ pub struct Machine {
     pub thread_variables: Vec<&'static str>,
     /// Those of the variables for NCCL that the user has set: they stay as they are.
     pub nccl_variables: Vec<&'static str>,
+    /// The user has set `PYTHONUNBUFFERED`, be it to nothing: it stays as it is.
+    pub python_is_told: bool,
     /// The version of NCCL, where it matters and was found.
     pub nccl: Option<nccl_sys::Version>,
 }
@@ -116,7 +122,7 @@ pub struct RunFacts {
 }
 
 /// Why there is no plan.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     /// No rank at all.
     #[error("at least one rank is needed, not 0")]
@@ -141,6 +147,13 @@ pub enum PlanError {
     /// NCCL was asked for.
     #[error("the nccl backend is not part of this build (feature cuda); use --backend cpu")]
     NoNccl,
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for PlanError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl RunFacts {
@@ -266,6 +279,9 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
             if !machine.thread_variables.contains(&name) {
                 environment.push((name, place.threads.to_string()));
             }
+        }
+        if !machine.python_is_told {
+            environment.push((PYTHONUNBUFFERED, "1".into()));
         }
         let location = placement::describe(&machine.topology, rank, &place, gpu(rank));
         RankPlan { rank, environment, cores: place.cores, location }
@@ -494,6 +510,15 @@ mod tests {
         assert_eq!(values(&machine), (Some("4".into()), Some("4".into())));
         let set = Machine { thread_variables: vec![OMP_NUM_THREADS], ..machine };
         assert_eq!(values(&set), (Some("4".into()), None));
+    }
+
+    #[test]
+    fn python_is_told_not_to_buffer_unless_the_user_has_said_something() {
+        let value = |python_is_told| {
+            let machine = Machine { python_is_told, ..machine(0) };
+            plan(&request(Ranks::Count(1)), &machine).unwrap().ranks.remove(0).value(PYTHONUNBUFFERED)
+        };
+        assert_eq!([value(false), value(true)], ["1", ""]);
     }
 
     #[test]

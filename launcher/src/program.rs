@@ -4,12 +4,13 @@
 //! the same line from every rank.
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::{AccessFlags, access};
 
 /// Why a program cannot be started.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProgramError {
     /// Nothing of that name.
     #[error("no program `{name}`: looked in {}; a program of the current folder needs a path, such as ./{name}", looked.join(", "))]
@@ -28,6 +29,13 @@ pub enum ProgramError {
     /// No run permission.
     #[error("{path} may not be run; try: chmod +x {path}", path = .0.display())]
     NotExecutable(PathBuf),
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for ProgramError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Finds `name`: with a slash it is a path; else it is looked for in `search` (PATH), then in `beside`, the folder of

@@ -49,7 +49,7 @@ pub(crate) struct Process {
     pub(crate) step: u64,
     /// It has been waited for: its number may belong to somebody else by now.
     pub(crate) reaped: bool,
-    /// How it ended, as a predicate.
+    /// How it ended, as a predicate. If it has not been waited for, its group still has its number and may be running.
     pub(crate) ended: Option<String>,
     /// Something the user should know about how it was started.
     pub(crate) notice: Option<String>,
@@ -62,7 +62,7 @@ const OWN_DESCRIPTORS: u64 = 32;
 /// Descriptors for each rank, with those of its [`GroupLeash`].
 const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
-/// Starts a rank in a process group of its own, with closed standard input. It dies with the calling thread.
+/// Starts a rank in a process group of its own, with `/dev/null` as standard input. It dies with the calling thread.
 ///
 /// It starts on its cores, or, should the kernel refuse them (they may have been taken away since the plan was made, or
 /// a sandbox forbids the call), on all of them, with a notice: a run that is slower is better than none.

@@ -2,6 +2,7 @@
 //!
 //! Every variant says what happened and to which rank, and where a peer is to blame, which one.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use std::time::Duration;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The environment of this process does not describe a rank.
@@ -254,6 +255,30 @@ pub enum Error {
     },
 }
 
+/// As [`Display`](fmt::Display), with the causes of a [program's error](Error::program): `main` shows an error that it
+/// returns in this way.
+///
+/// ```
+/// let error = mgpu::Error::program("no more images");
+/// assert_eq!(format!("{error:?}"), "no more images");
+/// ```
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = self.to_string();
+        // The others say all they know.
+        if let Error::Program(error) = self {
+            let causes = std::iter::successors(error.source(), |cause| cause.source());
+            for cause in causes.map(|cause| cause.to_string()) {
+                // Many errors have their cause in their own text.
+                if !text.ends_with(&cause) {
+                    text += &format!(": {cause}");
+                }
+            }
+        }
+        f.write_str(&text)
+    }
+}
+
 impl Error {
     /// An error of the program's own, to be passed through a step.
     ///
@@ -316,5 +341,22 @@ mod tests {
             "rank 0 waited 1.5 s for ranks 1, 3 in all_reduce; a rank that is slow rather than stuck needs a longer MGPU_TIMEOUT (seconds)"
         );
         assert_eq!(error.culprit(), Some(1));
+        // What `main` prints of an error that it returns.
+        assert_eq!(format!("{error:?}"), error.to_string());
+    }
+
+    #[test]
+    fn the_causes_of_a_programs_error_are_told() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("no images")]
+        struct NoImages(#[source] std::io::Error);
+        let error = Error::program(NoImages(std::io::Error::other("the disk is gone")));
+        assert_eq!(format!("{error:?}"), "no images: the disk is gone");
+        assert_eq!(error.to_string(), "no images");
+        #[derive(Debug, thiserror::Error)]
+        #[error("x.gz: {0}")]
+        struct Told(#[source] std::io::Error);
+        let error = Error::program(Told(std::io::Error::other("the disk is gone")));
+        assert_eq!(format!("{error:?}"), "x.gz: the disk is gone");
     }
 }

@@ -56,7 +56,7 @@ fn lines_carry_their_rank() {
     let finished = run(&mut shell(2, &["--no-prefix", "--rank-filter", "0"], "echo $RANK"));
     assert_eq!(finished.stdout, "0\n");
     let finished = run(&mut shell(1, &["--color", "always"], "printf cut"));
-    assert_eq!(finished.stdout, "\x1b[31m[0]\x1b[0m cut\n");
+    assert_eq!(finished.stdout, "\x1b[38;5;30m[0]\x1b[0m cut\n");
 }
 
 #[test]

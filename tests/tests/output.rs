@@ -1,13 +1,15 @@
 //! What the launcher promises of the ranks' output: whole lines, nothing lost in silence, nobody blocked for good.
 
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 use mgpu_tests::process::{command, finish, run, until};
-use nix::pty::openpty;
+use nix::pty::{Winsize, openpty};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::Mode;
 use nix::unistd::{Pid, mkfifo};
@@ -49,12 +51,208 @@ fn long_lines_are_not_cut_into_each_other() {
 }
 
 #[test]
+fn lines_of_both_streams_are_not_cut_into_each_other_in_one_pipe() {
+    let script = "yes out$RANK | head -n 50000 & yes err$RANK | head -n 50000 >&2; wait";
+    let (mut reader, writer) = io::pipe().unwrap();
+    let mut launcher = shell(2, &[], script);
+    let mut child = launcher.stdout(writer.try_clone().unwrap()).stderr(writer).spawn().unwrap();
+    drop(launcher);
+    // Slower than the ranks: the pipe is full most of the time.
+    let (mut bytes, mut chunk) = (Vec::new(), [0; 100]);
+    while let count @ 1.. = reader.read(&mut chunk).unwrap() {
+        bytes.extend_from_slice(&chunk[..count]);
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let text = String::from_utf8(bytes).unwrap();
+    let lines = ["[0] out0", "[0] err0", "[1] out1", "[1] err1"];
+    assert_eq!(text.lines().find(|line| !lines.contains(line)), None);
+    assert_eq!(text.lines().count(), 200_000);
+}
+
+#[test]
 fn lines_in_bits_are_put_together_and_progress_is_dropped() {
-    let script = r"for bit in a b c; do printf $bit; done; printf '\n10%%\r20%%\r\r30%%\rdone\r\nlast\r'";
+    let script = r"for bit in a b c; do printf $bit; done; printf '\n10%%\r20%%\r\r30%%\rdone\r\n'";
     let finished = run(&mut shell(2, &["--no-prefix"], script));
     let mut lines: Vec<&str> = finished.stdout.lines().collect();
     lines.sort_unstable();
     assert_eq!(lines, ["abc", "abc", "done", "done"]);
+}
+
+#[test]
+fn the_last_words_are_kept_however_they_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = ["--log-dir", folder.path().to_str().unwrap(), "--tee"];
+    let finished = run(&mut shell(1, &options, r"printf 'step 1\rstep 2 loss nan\r'; exit 3"));
+    finished.expect(3, &["mgpurun: the last lines of rank 0:\n    step 2 loss nan\n"]);
+    assert_eq!(finished.stdout, "[0] step 2 loss nan\n");
+    assert_eq!(fs::read_to_string(folder.path().join("rank-0.log")).unwrap(), "step 2 loss nan\n");
+}
+
+/// A shell command that returns when the shell that started it has ended.
+const ORPHANED: &str = "while grep -q '^State:.[^Z]' /proc/$$/status 2>/dev/null; do sleep 0.01; done";
+
+#[test]
+fn what_a_rank_leaves_running_may_finish() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "({ORPHANED}; echo late; exec >&- 2>&-; sleep 0.1; : > part-$RANK; mv part-$RANK saved-$RANK) & echo early"
+    );
+    let mut launcher = shell(2, &["--no-prefix"], &script);
+    let finished = run(launcher.current_dir(folder.path()));
+    let mut lines: Vec<&str> = finished.stdout.lines().collect();
+    lines.sort_unstable();
+    assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""));
+    assert_eq!(lines, ["early", "early", "late", "late"]);
+    assert!((0..2).all(|rank| folder.path().join(format!("saved-{rank}")).exists()));
+}
+
+#[test]
+fn what_a_rank_leaves_running_for_long_is_named_and_killed() {
+    let finished = run(&mut shell(1, &[], "sleep 1000 & echo $!"));
+    let pid = finished.stdout.trim().strip_prefix("[0] ").unwrap();
+    let said = format!(
+        "mgpurun: still running 2 s after all ranks had ended: sleep (pid {pid}, of rank 0): killed; a rank should wait \
+         for its children\n"
+    );
+    assert_eq!((finished.code, finished.stderr), (Some(0), said));
+    assert!(!Path::new("/proc").join(pid).exists());
+}
+
+#[test]
+fn a_signal_ends_what_a_rank_has_left_running() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "trap '' TERM; sleep 1000 & echo $! > part; mv part pid";
+    let mut launcher = shell(1, &[], script);
+    let mut child =
+        launcher.current_dir(folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| folder.path().join("pid").exists());
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    finish(&mut child).expect(143, &["mgpurun: stopped by SIGTERM"]);
+    let pid = fs::read_to_string(folder.path().join("pid")).unwrap();
+    assert!(!Path::new("/proc").join(pid.trim()).exists());
+}
+
+#[test]
+fn ranks_have_nothing_to_read() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("input"), "text\n").unwrap();
+    let mut launcher = shell(2, &["--no-prefix"], "cat; echo end");
+    let input = File::open(folder.path().join("input")).unwrap();
+    assert_eq!(run(launcher.stdin(input)).stdout, "end\nend\n");
+}
+
+#[test]
+fn python_does_not_hold_its_output_back() {
+    let value = |set: Option<&str>| {
+        let mut launcher = shell(1, &["--no-prefix"], "echo ${PYTHONUNBUFFERED-unset}");
+        launcher.env_remove("PYTHONUNBUFFERED");
+        launcher.envs(set.map(|value| ("PYTHONUNBUFFERED", value)));
+        run(&mut launcher).stdout
+    };
+    assert_eq!([value(None), value(Some("")), value(Some("x"))], ["1\n", "\n", "x\n"]);
+}
+
+#[test]
+fn raw_output_is_the_same_to_the_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    // Every byte there is, carriage returns and an unfinished line, more than all pipes hold.
+    let bytes: Vec<u8> =
+        (0..3_000_001u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    fs::write(folder.path().join("bytes"), &bytes).unwrap();
+    let logs = folder.path().join("logs");
+    let options = ["--raw", "--rank-filter", "1", "--tee", "--log-dir", logs.to_str().unwrap()];
+    let mut launcher = shell(2, &options, "cat bytes");
+    let shown = stdout_of(launcher.current_dir(folder.path()));
+    assert!(shown == bytes);
+    assert!((0..2).all(|rank| fs::read(logs.join(format!("rank-{rank}.log"))).unwrap() == bytes));
+    let finished = run(&mut shell(1, &["--raw"], r"printf '1%%\r2%%\r'; printf oops >&2; exit 3"));
+    assert_eq!(finished.stdout, "1%\r2%\r");
+    assert!(finished.stderr.starts_with("oopsmgpurun: rank 0 exited with code 3 after "), "{finished:?}");
+    assert_eq!(finished.stderr.lines().count(), 1);
+}
+
+#[test]
+fn raw_output_that_is_lost_is_a_failure() {
+    let mut launcher = shell(1, &["--raw"], "echo lost");
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let child = launcher.stdout(full).stderr(Stdio::piped()).spawn().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8(output.stderr)
+            .unwrap()
+            .contains("standard output is lost from here on: No space left")
+    );
+}
+
+/// Runs a command whose standard output nobody reads, or if `reads`, nobody after the first bytes.
+fn abandoned(launcher: &mut Command, reads: bool) -> (Option<i32>, String) {
+    let (reader, writer) = io::pipe().unwrap();
+    // A reader that reads nothing has left before the command starts.
+    let reader = reads.then_some(reader);
+    let mut child = launcher.stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
+    launcher.stdout(Stdio::null());
+    if let Some(mut reader) = reader {
+        reader.read_exact(&mut [0; 2]).unwrap();
+    }
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    (child.wait().unwrap().code(), stderr)
+}
+
+/// The programs of this project, with arguments that make them print something.
+fn programs() -> Vec<Command> {
+    let programs: [(&str, &[&str]); 10] = [
+        (env!("CARGO_BIN_EXE_t-mgpurun"), &["--help"]),
+        (env!("CARGO_BIN_EXE_t-mgpurun"), &["--dry-run", "true"]),
+        (env!("CARGO_BIN_EXE_t-mgpurun"), &["doctor"]),
+        (env!("CARGO_BIN_EXE_t-mgpurun"), &["ps"]),
+        (env!("CARGO_BIN_EXE_t-hello_ring"), &[]),
+        (env!("CARGO_BIN_EXE_t-embed"), &[]),
+        (env!("CARGO_BIN_EXE_t-gpu_check"), &["--list"]),
+        (env!("CARGO_BIN_EXE_t-golden_check"), &["--version"]),
+        (env!("CARGO_BIN_EXE_t-allreduce_perf"), &["--max", "64"]),
+        (env!("CARGO_BIN_EXE_t-train_mnist"), &["--synthetic", "--steps", "2", "--skip-test"]),
+    ];
+    let commands = programs.map(|(program, arguments)| {
+        let mut command = command(program);
+        command.args(arguments);
+        command
+    });
+    commands.into()
+}
+
+#[test]
+fn programs_end_quietly_when_their_reader_has_left() {
+    for mut program in programs() {
+        assert_eq!(abandoned(&mut program, false), (Some(141), String::new()), "{program:?}");
+    }
+}
+
+#[test]
+fn programs_say_that_standard_output_is_full() {
+    for mut program in programs() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let output = program.stdout(full).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{program:?}: {stderr}");
+        assert!(stderr.contains(": cannot write to standard output: No space left on device"), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    }
+}
+
+#[test]
+fn ranks_whose_reader_has_left_did_not_crash() {
+    let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
+    for arguments in [
+        &["--max-restarts", "3", "--restart-always", "yes"][..],
+        // Rank 1 notices that rank 0 has ended, and says so in vain.
+        &[env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "16777216"],
+    ] {
+        let mut job = command("env");
+        job.args(["--default-signal", launcher, "-n", "2"]).args(arguments);
+        assert_eq!(abandoned(&mut job, true), (Some(141), String::new()), "{arguments:?}");
+    }
 }
 
 #[test]
@@ -151,10 +349,68 @@ fn colours_are_for_terminals() {
     // The end of a terminal is an error: nobody is left on its other side.
     let _ = File::from(terminal.master).read_to_end(&mut shown);
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    let prefix = "\x1b[31m[0]\x1b[0m ";
+    let prefix = "\x1b[38;5;30m[0]\x1b[0m ";
     let expected = format!("{prefix}10%\x1b[K\r{prefix}done\x1b[K\r\n");
     assert_eq!(String::from_utf8(shown).unwrap(), expected);
     assert_eq!(stdout_of(&mut shell(1, &[], "echo done")), b"[0] done\n");
+}
+
+/// What a launcher on a terminal of 20 columns shows. While it runs, `meanwhile` gets the terminal and what was shown so
+/// far.
+fn shown_on_a_narrow_terminal(
+    launcher: &mut Command,
+    meanwhile: impl FnOnce(&OwnedFd, &Mutex<Vec<u8>>),
+) -> String {
+    let size = Winsize { ws_row: 24, ws_col: 20, ws_xpixel: 0, ws_ypixel: 0 };
+    let terminal = openpty(&size, None).unwrap();
+    let slave = terminal.slave.try_clone().unwrap();
+    let mut child = launcher.env("NO_COLOR", "1").stdout(slave).spawn().unwrap();
+    launcher.stdout(Stdio::null());
+    let shown = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        let mut master = File::from(terminal.master);
+        let shown = &shown;
+        scope.spawn(move || {
+            let mut bytes = [0; 1024];
+            // The end of a terminal is an error: nobody is left on its other side.
+            while let Ok(count @ 1..) = master.read(&mut bytes) {
+                shown.lock().unwrap().extend_from_slice(&bytes[..count]);
+            }
+        });
+        meanwhile(&terminal.slave, shown);
+        drop(terminal.slave);
+    });
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    String::from_utf8(shown.into_inner().unwrap()).unwrap()
+}
+
+#[test]
+fn progress_lines_are_cut_to_the_width_of_the_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "0123456789abcdefghijklmnopqrstuvwxyz";
+    let script = format!(
+        r"printf '{text}\r_'; until [ -e resized ]; do sleep 0.01; done; printf '\r{text}\r_\r'; echo {text}"
+    );
+    let mut launcher = shell(1, &[], &script);
+    let line = |columns: usize| format!("[0] {}\x1b[K\r", &text[..columns - 1 - "[0] ".len()]);
+    let shown = shown_on_a_narrow_terminal(launcher.current_dir(folder.path()), |terminal, shown| {
+        until(|| *shown.lock().unwrap() == line(20).as_bytes());
+        let resize = Command::new("stty").args(["cols", "15"]).stdin(terminal.try_clone().unwrap()).status();
+        assert!(resize.unwrap().success());
+        File::create(folder.path().join("resized")).unwrap();
+    });
+    let mark = "[0] _\x1b[K\r";
+    // The line that was there may have been put on two rows: all of it is erased.
+    assert!(shown.contains("\x1b[J\r"), "{shown:?}");
+    let shown = shown.replace("\x1b[J", "\x1b[K");
+    assert_eq!(shown, format!("{}{mark}{}{mark}[0] {text}\x1b[K\r\n", line(20), line(15)));
+}
+
+#[test]
+fn a_terminal_of_another_launcher_is_none() {
+    let mut launcher = shell(1, &[], r"printf '10%%\rdone\n'");
+    let shown = shown_on_a_narrow_terminal(launcher.env("OMPI_COMM_WORLD_RANK", "0"), |_, _| {});
+    assert_eq!(shown, "[0] done\r\n");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use mgpu::{Algorithm, DType, ReduceOp};
 use serde::Serialize;
 
 use super::collective::Collective;
+use crate::print;
 
 /// Measures a collective by size, in place, one JSON object a line.
 #[derive(Debug, Parser)]
@@ -64,9 +65,9 @@ pub(super) enum Buffers {
 impl Args {
     /// The arguments of this process. Ends it with a usage error where they do not go together.
     pub(super) fn parse_consistent() -> Self {
-        let args = Args::parse();
+        let args: Args = print::parse_arguments();
         if let Err(problem) = args.check_consistent() {
-            Args::command().error(ErrorKind::ArgumentConflict, problem).exit();
+            print::end(&Args::command().error(ErrorKind::ArgumentConflict, problem));
         }
         args
     }

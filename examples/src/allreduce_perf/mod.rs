@@ -23,7 +23,6 @@ mod measure;
 mod pattern;
 mod table;
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -35,6 +34,8 @@ use mgpu::{Algorithm, Buffer, Communicator, DType, Error, World};
 use pattern::Value;
 use serde::Serialize;
 use table::Peers;
+
+use crate::print::{errln, outln, print_error};
 
 /// One line of output.
 #[derive(Debug, Serialize)]
@@ -86,8 +87,8 @@ enum Failure {
     PeerFile { path: PathBuf, problem: String },
     #[error("{}:{line}: {problem}", path.display())]
     PeerLine { path: PathBuf, line: usize, problem: String },
-    #[error("cannot write to standard output: {0}")]
-    Output(#[from] std::io::Error),
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
 }
 
 /// The program.
@@ -110,20 +111,18 @@ fn run(args: &Args) -> Result<(), Failure> {
             // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
             Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
                 if comm.rank() == 0 {
-                    eprintln!("allreduce_perf: stopped before {bytes} bytes: {refusal}");
+                    errln!("allreduce_perf: stopped before {bytes} bytes: {refusal}");
                 }
                 break;
             }
             Err(failure) => return Err(failure),
         }
         if comm.rank() == 0 {
-            let mut out = std::io::stdout().lock();
-            serde_json::to_writer(&mut out, &lines[lines.len() - 1]).map_err(std::io::Error::from)?;
-            writeln!(out)?;
+            outln!("{}", serde_json::to_string(&lines[lines.len() - 1])?);
         }
     }
     if let Some(peers) = peers.filter(|_| comm.rank() == 0) {
-        eprint!("{}", peers.table(args.collective, comm.size(), &lines));
+        print_error(format_args!("{}", peers.table(args.collective, comm.size(), &lines)));
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 /// Why there is no data.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum DataError {
     /// A folder without some of the four files.
     #[error(
@@ -65,6 +65,13 @@ pub enum DataError {
         "no folder to download to: set XDG_CACHE_HOME or HOME, or give a folder that has MNIST with --data DIR"
     )]
     NoCache,
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for DataError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// A mirror, and why it did not deliver.

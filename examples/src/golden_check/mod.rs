@@ -27,6 +27,7 @@ use serde::Deserialize;
 use crate::data::{Dataset, Split, idx};
 use crate::nets::Choice;
 use crate::parallel::Parallel;
+use crate::print::{outln, parse_arguments};
 
 /// Repeats golden runs and compares loss, gradients, parameters and logits. Exit code 1 past a bound.
 #[derive(Debug, Parser)]
@@ -103,7 +104,7 @@ struct Lists {
 
 /// The program.
 pub fn main() -> ExitCode {
-    let args = Args::parse();
+    let args: Args = parse_arguments();
     let refused = crate::exit::refuse("golden_check", args.precision);
     refused.unwrap_or_else(|| crate::exit::report("golden_check", run(&args)))
 }
@@ -115,7 +116,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let train = idx::read_split(&folder, Split::Train)?;
     let rank = world.rank();
     if let Some(device) = world.device().filter(|_| rank == 0) {
-        println!("on {}, {}", device.name(), args.precision);
+        outln!("on {}, {}", device.name(), args.precision);
     }
     let coarse = args.precision != Precision::F32 || args.parallel.compresses();
     let (settings, mut failed) = (args.settings(&train), Vec::new());
@@ -284,7 +285,7 @@ fn compare(golden: &Golden, found: &Lists, is_coarse: bool) -> bool {
             Some(index) => format!("PAST THE BOUND ({})", place(golden, name, index)),
             None => "PAST THE BOUND".to_owned(),
         };
-        println!("{:<13} {name:<11} deviation {largest:9.2e}  bound {bound:9.2e}  {verdict}", golden.net);
+        outln!("{:<13} {name:<11} deviation {largest:9.2e}  bound {bound:9.2e}  {verdict}", golden.net);
     }
     within_all
 }

@@ -16,6 +16,8 @@ use mgpu_kernels::schedule::Schedule;
 use mgpu_kernels::{DType, dense};
 use serde::Serialize;
 
+use crate::print::outln;
+
 /// Parameters of the optimizer's arena: four times what caches hold.
 const PARAMETERS: usize = 1 << 26;
 /// Rows, columns and depth of the product.
@@ -108,7 +110,7 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         let options = Options::default();
         let layer =
             Conv::new(stream, dense::cuda::convolution(&shape), SIDE, Precision::Bf16, 1.0, false, options)?;
-        println!("{}", layer.describe());
+        outln!("{}", layer.describe());
         let space = Memory::zeroed(device, DType::F32, layer.workspace_bytes().div_ceil(4))?;
         let seconds = time(stream, || {
             layer.forward(stream, SIDE, x.view(), w.view(), bias.view(), y.view(), space.view())

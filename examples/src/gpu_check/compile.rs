@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use mgpu_kernels::cuda::{ARCHITECTURES, Result, Usage, compile_for, compiler_version, sources};
 
+use crate::print::outln;
+
 /// Prints what was compiled. True if everything was.
 pub(super) fn run(table: bool) -> Result<bool> {
     let (major, minor) = compiler_version()?;
-    println!("NVRTC {major}.{minor}");
+    outln!("NVRTC {major}.{minor}");
     let sources = sources();
     let work: Vec<_> =
         ARCHITECTURES.iter().flat_map(|at| sources.iter().map(move |source| (*source, *at))).collect();
@@ -25,26 +27,31 @@ pub(super) fn run(table: bool) -> Result<bool> {
     results.sort_by_key(|(architecture, source, _)| (*architecture, *source));
     let mut failed = 0;
     if table {
-        println!(
+        outln!(
             "{:<38} {:>6} {:>9} {:>7} {:>6} {:>6}",
-            "kernel", "sm", "registers", "shared", "stack", "spills"
+            "kernel",
+            "sm",
+            "registers",
+            "shared",
+            "stack",
+            "spills"
         );
     }
     for ((major, minor), source, outcome) in &results {
         match outcome {
             Ok(usage) if table => usage.iter().for_each(|usage| {
                 let Usage { kernel, registers, shared, stack, spills } = usage;
-                println!("{kernel:<38} {major:>4}{minor}  {registers:>9} {shared:>7} {stack:>6} {spills:>6}");
+                outln!("{kernel:<38} {major:>4}{minor}  {registers:>9} {shared:>7} {stack:>6} {spills:>6}");
             }),
             Ok(_) => {}
             Err(error) => {
                 failed += 1;
-                println!("FAILED {source} for {major}.{minor}: {error}");
+                outln!("FAILED {source} for {major}.{minor}: {error}");
             }
         }
     }
     let kernels: usize = sources.iter().map(|source| source.kernels().len()).sum();
-    println!(
+    outln!(
         "{kernels} kernels of {} sources, {} architectures, {failed} failed",
         sources.len(),
         ARCHITECTURES.len()

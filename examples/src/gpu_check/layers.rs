@@ -15,6 +15,8 @@ use super::shapes::{Conv, Shapes};
 use super::values::stored;
 use super::{bound, reference};
 
+use crate::print::outln;
+
 pub(super) fn check(bench: &mut Bench) -> Outcome {
     let mut convs = vec![Conv::dense(6, 72, 40)];
     if bench.quick {
@@ -52,7 +54,7 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
     let layer = gpu::Conv::new(&bench.stream, shape, images, precision, slope, true, Options::default())?;
     // It tells times, which mean nothing on what is no GPU.
     if !bench.fake() {
-        println!("       {}", layer.describe());
+        outln!("       {}", layer.describe());
     }
     let x = stored(precision, bench.random.floats(images * shape.input_len()));
     let w = stored(precision, bench.random.floats(shape.weights_len()));

@@ -34,24 +34,25 @@ mod values;
 use std::error::Error;
 use std::process::ExitCode;
 
-use clap::Parser;
 use mgpu_kernels::cuda::{Device, Stream, compiler_version, sources};
 
 use args::Args;
 use bench::Bench;
 use report::{Machine, Report};
 
+use crate::print::{self, errln, outln};
+
 /// How a stand-in for a GPU is called. It is no GPU, and its times mean nothing.
 const FAKE: &str = "FAKE GPU";
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    let args = Args::parse();
+    let args: Args = print::parse_arguments();
     match run(&args) {
-        Ok(true) => ExitCode::SUCCESS,
+        Ok(true) => print::exit_code(ExitCode::SUCCESS),
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("gpu_check: {error}");
+            errln!("gpu_check: {error}");
             ExitCode::FAILURE
         }
     }
@@ -61,7 +62,7 @@ pub fn main() -> ExitCode {
 fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     if args.list {
         for source in sources() {
-            source.kernels().iter().for_each(|kernel| println!("{}/{kernel}", source.name));
+            source.kernels().iter().for_each(|kernel| outln!("{}/{kernel}", source.name));
         }
         return Ok(true);
     }
@@ -70,21 +71,21 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     }
     let device = Device::open(args.device)?;
     let machine = Machine::of(&device, compiler_version().ok());
-    println!("{machine}");
+    outln!("{machine}");
     let fake = device.name().contains(FAKE);
     let stream = Stream::new(&device)?;
     if args.bandwidth {
         if fake {
-            println!("a stand-in for a GPU is not measured");
+            outln!("a stand-in for a GPU is not measured");
             return Ok(true);
         }
         let figures = bandwidth::measure(&stream)?;
-        figures.iter().for_each(|figure| println!("{}: {figure}", device.name()));
+        figures.iter().for_each(|figure| outln!("{}: {figure}", device.name()));
         report::write(args.json.as_deref(), &(machine, figures))?;
         return Ok(true);
     }
     let seed = args.seed();
-    println!("seed {seed}{}", if args.quick { ", quick" } else { "" });
+    outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
     let checks: [fn(&mut Bench) -> bench::Outcome; 10] = [
         arena::check,
@@ -106,12 +107,12 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let unreached: Vec<&str> = all.filter(|kernel| !launched.iter().any(|name| name == kernel)).collect();
     let complete = args.only.is_none() && !args.quick && ended.is_ok();
     if args.only.is_none() && !unreached.is_empty() {
-        println!("kernels that no check has launched: {}", unreached.join(", "));
+        outln!("kernels that no check has launched: {}", unreached.join(", "));
     }
     if let Err(error) = &ended {
-        println!("FAILED: {error}; the checks behind it were not made");
+        outln!("FAILED: {error}; the checks behind it were not made");
     }
-    println!("{} checks on {}, {failed} failed", checks.len(), device.name());
+    outln!("{} checks on {}, {failed} failed", checks.len(), device.name());
     let good = failed == 0 && ended.is_ok() && (unreached.is_empty() || !complete);
     let error = ended.err().map(|error| error.to_string());
     let summary = report::Summary { machine, seed, quick: args.quick, failed, unreached, error, checks };

@@ -7,6 +7,8 @@ use std::path::Path;
 use mgpu_kernels::cuda::Device;
 use serde::Serialize;
 
+use crate::print::outln;
+
 /// Where the checks ran.
 #[derive(Debug, Serialize)]
 pub(super) struct Machine {
@@ -84,7 +86,7 @@ pub(super) struct Report {
 
 impl Report {
     pub(super) fn push(&mut self, check: Check) {
-        println!("{check}");
+        outln!("{check}");
         self.failed += usize::from(!check.ok);
         self.checks.push(check);
     }

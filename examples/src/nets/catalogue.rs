@@ -1,5 +1,7 @@
 //! The seven networks for 28×28 digits.
 
+use std::fmt;
+
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
 use mgpu_kernels::conv::Padding;
 use mgpu_kernels::pool::Rounding;
@@ -15,11 +17,18 @@ pub fn names() -> &'static [&'static str] {
 }
 
 /// There is no network of that name.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there is no network `{name}`; known are {}", NAMES.join(", "))]
 pub struct UnknownNet {
     /// The name asked for.
     pub name: String,
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for UnknownNet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Spec {

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
+use crate::print::errln;
+
 /// Bytes that wait for a disk to have room again, at most.
 const MOST_PENDING: usize = 1 << 20;
 
@@ -39,7 +41,7 @@ impl<F> ByProduct<F> {
 
 /// Says what goes wrong beside the training.
 pub(super) fn warn(problem: &str) {
-    eprintln!("train_mnist: {problem}; the training goes on without this file");
+    errln!("train_mnist: {problem}; the training goes on without this file");
 }
 
 /// What went wrong with the file that `flag` names.

@@ -18,6 +18,8 @@ use super::args::Args;
 use super::engine::Engine;
 use super::run::Run;
 
+use crate::print::{errln, outln};
+
 /// Which checkpoints a training goes on from, if there are any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResumeFrom {
@@ -91,7 +93,7 @@ impl Checkpoints {
             engine.restore(step, chosen.as_ref())?;
         }
         if let Some(checkpoint) = chosen {
-            println!("resumed from {} after step {}", checkpoint.path().display(), step[0]);
+            outln!("resumed from {} after step {}", checkpoint.path().display(), step[0]);
         }
         Ok(())
     }
@@ -104,7 +106,7 @@ impl Checkpoints {
         from: ResumeFrom,
     ) -> Result<Option<Checkpoint>, Box<dyn Error>> {
         let Some(Found { checkpoint, damaged }) = checkpoint::find(&self.folder)? else {
-            println!("no checkpoint in {} yet: beginning anew", self.folder.display());
+            outln!("no checkpoint in {} yet: beginning anew", self.folder.display());
             return Ok(None);
         };
         let path = checkpoint.path().display();
@@ -119,14 +121,14 @@ impl Checkpoints {
         }
         for (bad, error) in damaged {
             let aside = writer.set_aside(&bad)?;
-            eprintln!(
+            errln!(
                 "train_mnist: {error}; it is now called {}, and the one before it is taken: {path}",
                 aside.file_name().unwrap_or_default().display()
             );
         }
         let roundings = run.roundings(&saved);
         if !roundings.is_empty() {
-            println!("the weights will not have the bits of an uninterrupted run: {}", roundings.join(", "));
+            outln!("the weights will not have the bits of an uninterrupted run: {}", roundings.join(", "));
         }
         Ok(Some(checkpoint))
     }

@@ -24,7 +24,6 @@ use std::sync::Arc;
 
 use args::Args;
 use byproducts::ByProduct;
-use clap::Parser;
 use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
 use half::bf16;
@@ -37,13 +36,14 @@ use report::{EpochReport, Metrics, Progress, Summary, Tested};
 use trainer::{Position, Trainer};
 
 use crate::data::Mnist;
+use crate::print::{outln, parse_arguments, print};
 
 /// Spans of the timeline that a rank has room for: 3.5 MiB; some 7 MB in the file.
 const SPANS: usize = 65_536;
 
 /// The program.
 pub fn main() -> ExitCode {
-    let args = Args::parse();
+    let args: Args = parse_arguments();
     let refused = crate::exit::refuse("train_mnist", args.precision);
     // It outlives the report of an error: a checkpoint that is being written then may take longer than a launcher waits.
     let mut trainer = None;
@@ -128,7 +128,7 @@ impl<'a> Session<'a> {
             return;
         }
         let (args, ranks) = (self.args, self.world.size());
-        println!(
+        outln!(
             "{} ({} parameters) on {} of {}, {} images a step; {}",
             args.net.name,
             trainer.engine().parameters(),
@@ -138,7 +138,7 @@ impl<'a> Session<'a> {
             self.data.origin
         );
         if args.show_kernels {
-            trainer.engine().kernels().iter().for_each(|line| println!("{line}"));
+            trainer.engine().kernels().iter().for_each(|line| outln!("{line}"));
         }
     }
 
@@ -196,7 +196,7 @@ impl<'a> Session<'a> {
         if self.world.rank() == 0 {
             let (made, asked) = (trainer.steps(), trainer.length());
             let result = tested.map_or(String::new(), |tested| format!("; {tested}"));
-            println!("nothing left to train: {made} steps are made, {asked} asked for{result}");
+            outln!("nothing left to train: {made} steps are made, {asked} asked for{result}");
         }
         Ok(tested)
     }
@@ -217,10 +217,10 @@ impl<'a> Session<'a> {
         let mut communication = trainer.totals().communication();
         trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
         if self.world.rank() == 0 {
-            println!("weights {checksum:016x}, the same on {}", number_of_ranks(ranks));
+            outln!("weights {checksum:016x}, the same on {}", number_of_ranks(ranks));
             let profile = trainer.engine().profile();
             if let Some(profile) = &profile {
-                print!("{profile}");
+                print(format_args!("{profile}"));
             }
             if args.json {
                 let mut summary = Summary::new(args, trainer, tested, memory, self.threads, checksum);
@@ -228,7 +228,7 @@ impl<'a> Session<'a> {
                     summary.set_communication(communication);
                 }
                 summary.profile = profile;
-                println!("{}", serde_json::to_string(&summary)?);
+                outln!("{}", serde_json::to_string(&summary)?);
             }
             // Last: a full disk does not cost what was said above.
             if let Some(path) = &args.logits {

@@ -1,18 +1,20 @@
-//! What the user sees: a line that moves, a line an epoch, and a summary.
+//! What the user sees: a progress line, a line an epoch, and a summary.
 
 use std::error::Error;
 use std::fmt;
-use std::io::{IsTerminal, Write, stdout};
+use std::io::stdout;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use terminal_size::terminal_size_of;
 
 use super::args::Args;
 use super::byproducts::Appended;
 use super::profile::StepProfile;
 use super::trainer::Trainer;
 use crate::nets::LossReport;
+use crate::print::{is_watched, outln, print};
 
 /// One epoch, or the part of it that was trained.
 #[derive(Debug, Clone, Serialize)]
@@ -211,36 +213,42 @@ impl Metrics {
     }
 }
 
-/// The line that moves: on a terminal, or for a launcher that shows one. It goes to standard output like the lines of
-/// the epochs, so that it cannot overtake them.
+/// The progress line: on a terminal, or for a launcher that shows one. It goes to standard output like the lines of the
+/// epochs, so that it cannot overtake them.
 pub(super) struct Progress {
     shown: bool,
+    /// Clears what an earlier, longer line has left behind, also if the terminal has become narrower meanwhile. A
+    /// launcher does that by itself.
+    clear: &'static str,
     next: Instant,
 }
 
 /// Time between two updates of the line.
 const REFRESH: Duration = Duration::from_millis(200);
-/// Clears what an earlier, longer line has left behind.
-const CLEAR: &str = "\x1b[K";
 
 impl Progress {
     pub(super) fn new(rank: u32) -> Self {
         let launcher = std::env::var_os(mgpu::protocol::MGPU_PROGRESS).is_some_and(|value| value == "1");
-        Progress { shown: rank == 0 && (launcher || stdout().is_terminal()), next: Instant::now() }
+        let alone = rank == 0 && !launcher && is_watched();
+        let clear = if alone { "\x1b[J" } else { "" };
+        Progress { shown: alone || rank == 0 && launcher, clear, next: Instant::now() }
     }
 
     /// Shows what `text` returns, unless the line was refreshed a moment ago.
     pub(super) fn update(&mut self, text: impl FnOnce() -> String) {
         if self.shown && Instant::now() >= self.next {
             self.next = Instant::now() + REFRESH;
-            print!("{}{CLEAR}\r", text());
-            // Without a terminal to show it, nothing is lost.
-            let _ = stdout().flush();
+            // A line that wraps would leave a row behind. The last column stays free: a cursor behind it may already
+            // be in the next row. (A launcher cuts by itself.)
+            let columns =
+                terminal_size_of(stdout()).map_or(usize::MAX, |(width, _)| usize::from(width.0) - 1);
+            let line: String = text().chars().take(columns).collect();
+            print(format_args!("{line}{}\r", self.clear));
         }
     }
 
-    /// A line that takes the moving one's place.
+    /// A line that takes the progress line's place.
     pub(super) fn line(&self, text: &str) {
-        println!("{text}{}", if self.shown { CLEAR } else { "" });
+        outln!("{text}{}", self.clear);
     }
 }

@@ -66,13 +66,24 @@ pub(super) struct Position {
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Position { epoch, step, steps, length, loss, images_per_s, pace, communication } = self;
+        // What matters most comes first: the rest may not fit the terminal.
+        let left = (length.saturating_sub(*step) as f64 * pace).round() as u64;
+        write!(f, "{} {}:{:02}:{:02} left, ", bar(*step, *length), left / 3600, left / 60 % 60, left % 60)?;
         write!(f, "epoch {epoch} step {step}/{steps} loss {loss:.4} {images_per_s:.0} images/s")?;
         if let Some(share) = communication {
             write!(f, ", {:.0}% communication", share * 100.0)?;
         }
-        let left = ((length - step) as f64 * pace).round() as u64;
-        write!(f, ", {}:{:02}:{:02} left", left / 3600, left / 60 % 60, left % 60)
+        Ok(())
     }
+}
+
+/// `[=====>    ]  50%`.
+fn bar(done: u64, all: u64) -> String {
+    const WIDTH: usize = 20;
+    let share = (done as f64 / all.max(1) as f64).min(1.0);
+    let filled = (share * WIDTH as f64) as usize;
+    let head = if filled < WIDTH { ">" } else { "" };
+    format!("[{:<WIDTH$}] {:>3.0}%", "=".repeat(filled) + head, (share * 100.0).floor())
 }
 
 /// A model in training on one rank: what to do when, and what is left to the engine how to do.
@@ -302,9 +313,17 @@ mod tests {
             pace: 0.5,
             communication: Some(0.123),
         };
-        let begin = "epoch 2 step 30/40 loss 0.2500 1234 images/s";
-        assert_eq!(position.to_string(), format!("{begin}, 12% communication, 0:00:35 left"));
+        let begin = "[======>             ]  30% 0:00:35 left, epoch 2 step 30/40 loss 0.2500 1234 images/s";
+        assert_eq!(position.to_string(), format!("{begin}, 12% communication"));
         position.communication = None;
-        assert_eq!(position.to_string(), format!("{begin}, 0:00:35 left"));
+        assert_eq!(position.to_string(), begin);
+    }
+
+    #[test]
+    fn the_bar_fills() {
+        assert_eq!(bar(0, 7), "[>                   ]   0%");
+        assert_eq!(bar(999, 1000), "[===================>]  99%");
+        assert_eq!(bar(7, 7), "[====================] 100%");
+        assert_eq!(bar(8, 7), bar(7, 7));
     }
 }

@@ -1,6 +1,7 @@
 //! What can go wrong with a GPU, in one enum.
 
 use std::ffi::CStr;
+use std::fmt;
 
 use cudarc::driver::DriverError;
 
@@ -8,7 +9,7 @@ use cudarc::driver::DriverError;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A library is not on this machine, or not one that can be used. One line: what, where it was looked for, what to
@@ -61,6 +62,13 @@ pub enum Error {
         /// The library's reason.
         text: String,
     },
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// How `CUDA_VISIBLE_DEVICES` bears upon what CUDA sees.

@@ -20,13 +20,12 @@ mod report;
 mod system;
 
 use std::ffi::OsString;
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
 
-use crate::exit_code;
 use crate::plan::NCCL_IS_BUILT;
+use crate::{exit_code, stdout};
 use report::{Item, Mark, Report, Section};
 pub(crate) use system::Host;
 
@@ -40,15 +39,13 @@ struct Args {}
 
 /// The command, with the arguments from `doctor` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
-    let Args {} = Args::parse_from(arguments);
-    let (report, healthy) = examine(&Host::detect());
-    let mut stdout = io::stdout();
-    match stdout.write_all(report.to_string().as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(format!("cannot print the report: {error}").into())
+    match stdout::parse(arguments.iter().cloned())? {
+        Ok(Args {}) => {
+            let (report, healthy) = examine(&Host::detect());
+            let code = if healthy { exit_code::SUCCESS } else { exit_code::LAUNCHER };
+            stdout::print(&report.to_string(), ExitCode::from(code))
         }
-        _ if healthy => Ok(ExitCode::SUCCESS),
-        _ => Ok(ExitCode::from(exit_code::LAUNCHER)),
+        Err(code) => Ok(code),
     }
 }
 

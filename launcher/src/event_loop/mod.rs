@@ -3,9 +3,10 @@
 //! Nothing here decides anything. Events go to the [`Supervisor`], and its actions are carried out. Nothing here blocks
 //! either, except in `poll`: not on a rank's pipe, and not on the reader of our own output.
 
+mod leftovers;
 mod wait;
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use mgpu::inject::Injection;
@@ -22,7 +23,7 @@ use crate::faults;
 use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
 use crate::mpi::MpiWatch;
-use crate::output::{Output, Stream};
+use crate::output::{Output, STREAMS, Stream};
 use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
@@ -32,7 +33,7 @@ use crate::{exit_code, mpi, orphans};
 use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
 
-/// Capacity of a pipe where the kernel does not tell.
+/// Longest read, and the capacity of a pipe where the kernel does not tell.
 const PIPE_CAPACITY: usize = 64 << 10;
 
 /// Time between two looks at the ranks' steps, if somebody records them.
@@ -65,6 +66,8 @@ pub(crate) struct EventLoop<'a> {
     orphaned: bool,
     /// When this process was last found to have been kept from its work, as [`progress::now`].
     awake_since: Duration,
+    /// What was read of a pipe.
+    bytes: Box<[u8]>,
 }
 
 /// How the ranks ended.
@@ -100,6 +103,7 @@ impl<'a> EventLoop<'a> {
             adopts: false,
             orphaned: false,
             awake_since: Duration::ZERO,
+            bytes: vec![0; PIPE_CAPACITY].into(),
         }
     }
 
@@ -149,7 +153,15 @@ impl<'a> EventLoop<'a> {
     }
 
     /// Nothing of the ranks is left when this returns.
-    fn end(&mut self, outcome: Outcome) -> End {
+    fn end(&mut self, mut outcome: Outcome) -> End {
+        if !outcome.interrupted
+            && let Some(signal) = self.wait_for_leftovers()
+        {
+            let was_success = outcome.message.is_none();
+            outcome.interrupt(signal);
+            outcome.message.iter().filter(|_| was_success).for_each(|message| self.output.say(message));
+        }
+        self.end_leftovers();
         self.drain_all();
         self.record_steps();
         for event in self.server.last_refusals() {
@@ -218,6 +230,9 @@ impl<'a> EventLoop<'a> {
             // Ranks are waited for when their pidfds say so.
             orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
         }
+        for signal in signals.iter().filter(|signal| ends_the_run(**signal)) {
+            self.signal_leftovers(*signal);
+        }
         signals.into_iter().map(Event::Signalled).collect()
     }
 
@@ -246,8 +261,8 @@ impl<'a> EventLoop<'a> {
             self.next_look = Instant::now().checked_add(timeout);
             return None;
         }
-        let is_reaped = |rank: &Watched| self.ranks[rank.rank as usize].reaped;
-        ranks.retain(|rank| rank.progress.state == RankState::Joined && !is_reaped(rank));
+        let has_ended = |rank: &Watched| self.ranks[rank.rank as usize].ended.is_some();
+        ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank));
         let stopped = |rank: u32| is_stopped(self.pid_of(rank));
         match watch::look(&ranks, timeout, now, stopped) {
             Verdict::Healthy(next) => {
@@ -302,17 +317,13 @@ impl<'a> EventLoop<'a> {
         sources.extend(signal_sources(self.signals).filter(|(source, _)| is_news(source)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
-            if !rank.reaped {
+            if rank.ended.is_none() {
                 // Of a rank that has ended, what is left of its group.
                 let end = rank.group.first().unwrap_or(&rank.pidfd);
                 sources.push((Source::Exit(number), end.as_fd()));
             }
-            for stream in [Stream::Stdout, Stream::Stderr] {
-                let pipe =
-                    rank.pipes[stream as usize].iter().filter(|_| self.output.has_room(number, stream));
-                sources.extend(pipe.map(|pipe| (Source::Pipe(number, stream), pipe.as_fd())));
-            }
         }
+        sources.extend(self.pipes());
         sources.extend(output_sources(self.output));
         let deadlines = [
             self.supervisor.next_deadline(),
@@ -328,6 +339,16 @@ impl<'a> EventLoop<'a> {
             self.awake_since = progress::now();
         }
         ready
+    }
+
+    /// The ranks' pipes that may be read: their readers and disks have room.
+    fn pipes(&self) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
+        let all = (0..).zip(&self.ranks).flat_map(|(number, rank)| {
+            STREAMS.map(|stream| (number, stream, rank.pipes[stream as usize].as_ref()))
+        });
+        let open = all.filter_map(|(number, stream, pipe)| Some((number, stream, pipe?)));
+        open.filter(|(number, stream, _)| self.output.has_room(*number, *stream))
+            .map(|(number, stream, pipe)| (Source::Pipe(number, stream), pipe.as_fd()))
     }
 
     fn serve(&mut self) -> Vec<Event> {
@@ -367,10 +388,9 @@ impl<'a> EventLoop<'a> {
     fn read_pipe(&mut self, number: u32, stream: Stream) -> usize {
         let pipe = &mut self.ranks[number as usize].pipes[stream as usize];
         let Some(open) = pipe else { return 0 };
-        let mut bytes = [0u8; 64 << 10];
-        match read(open, &mut bytes) {
+        match read(open, &mut self.bytes) {
             Ok(count) if count > 0 => {
-                self.output.push(number, stream, &bytes[..count]);
+                self.output.push(number, stream, &self.bytes[..count]);
                 if !self.output.is_wanted(number, stream) {
                     *pipe = None;
                 }
@@ -388,7 +408,7 @@ impl<'a> EventLoop<'a> {
     /// Reads all that a rank has written before it ended. That is at most what its pipes hold: a process that left
     /// its group may go on writing for ever.
     fn drain(&mut self, number: u32) {
-        for stream in [Stream::Stdout, Stream::Stderr] {
+        for stream in STREAMS {
             let pipe = self.ranks[number as usize].pipes[stream as usize].as_ref();
             let capacity = pipe.and_then(|pipe| fcntl(pipe, FcntlArg::F_GETPIPE_SZ).ok());
             let mut left = capacity.map_or(PIPE_CAPACITY, |capacity| capacity as usize);
@@ -403,8 +423,8 @@ impl<'a> EventLoop<'a> {
 
     /// Takes in a process that has ended.
     fn reap(&mut self, number: u32) -> Option<Event> {
+        let (pid, may_have_leftovers) = (self.ranks[number as usize].pid, self.may_have_leftovers());
         let rank = &mut self.ranks[number as usize];
-        let pid = rank.pid;
         // Look without reaping: while the zombie is there, the number of its group cannot be anybody else's.
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
         match waitid(Id::Pid(pid), look) {
@@ -415,6 +435,10 @@ impl<'a> EventLoop<'a> {
                 if !rank.group.is_empty() {
                     return None;
                 }
+            }
+            // Its children may still be writing: they are seen to at the end of the run.
+            Ok(WaitStatus::Exited(_, 0)) if rank.sent == Sent::Nothing && may_have_leftovers => {
+                return Some(self.note_end(number, Exit::Code(0)));
             }
             Ok(_) => _ = killpg(pid, Signal::SIGKILL),
             // Somebody else in this process has waited for our child: its group's number is not ours any more.
@@ -427,11 +451,28 @@ impl<'a> EventLoop<'a> {
             Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
         };
         rank.reaped = true;
+        Some(self.note_end(number, exit))
+    }
+
+    /// Takes in what a rank that has ended has written, and says how it ended.
+    fn note_end(&mut self, number: u32, exit: Exit) -> Event {
+        let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
         rank.ended = Some(if asked { exit.describe_asked() } else { exit.describe() });
         self.events.record(events::Event::exit(number, exit, asked));
         self.drain(number);
-        Some(Event::Exited { rank: number, exit, blame: self.server.blame(number) })
+        self.end_quietly(number, exit);
+        Event::Exited { rank: number, exit, blame: self.server.blame(number) }
+    }
+
+    /// Our reader has left, as `head` does, so the rank found its pipe closed and ended. What the others have to say
+    /// about that is no news to anybody.
+    fn end_quietly(&mut self, number: u32, exit: Exit) {
+        let is_first = self.supervisor.is_undecided();
+        let is_unread = !self.output.is_wanted(number, Stream::Stdout);
+        if is_first && is_unread && exit.code() == exit_code::READER_LEFT {
+            self.output.mute();
+        }
     }
 
     fn carry_out(&mut self, action: Action) -> Option<Outcome> {
@@ -466,8 +507,9 @@ impl<'a> EventLoop<'a> {
             let cause = outcome.message.clone().unwrap_or_default();
             self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
         }
-        if let Some(message) = &outcome.message {
-            self.output.say(message);
+        // As `cat` ends when its reader has left: nobody wants to know.
+        if !self.output.is_muted() {
+            outcome.message.iter().for_each(|message| self.output.say(message));
         }
     }
 
@@ -475,7 +517,7 @@ impl<'a> EventLoop<'a> {
     fn drain_all(&mut self) {
         for number in 0..self.ranks.len() as u32 {
             self.drain(number);
-            for stream in [Stream::Stdout, Stream::Stderr] {
+            for stream in STREAMS {
                 self.output.finish(number, stream);
             }
         }

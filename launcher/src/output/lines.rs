@@ -1,67 +1,73 @@
 //! Bytes to lines: pure.
 //!
-//! What a rank writes arrives in pieces that the kernel chose. A line is complete at its line feed; a carriage return
-//! that no line feed follows ends a transient one, such as a progress bar.
+//! What a rank writes arrives in pieces that the kernel chose. A line is complete at its line feed; carriage returns
+//! that no line feed follows end a transient one, such as a progress bar. The last thing a rank writes is a line,
+//! however it ends: nothing will overwrite it, and before a crash it may be what one wants to know.
+
+use memchr::memchr2;
 
 /// Longest line; what is longer is passed on in pieces.
 const LONGEST_LINE: usize = 1 << 20;
 
 /// A piece of output.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Piece<'a> {
     /// A line, without its end.
-    Line(Vec<u8>),
-    /// A line that a carriage return ended.
-    Transient(Vec<u8>),
+    Line(&'a [u8]),
+    /// A line that a carriage return ended; not empty.
+    Transient(&'a [u8]),
 }
 
 /// Puts bytes together into lines.
 #[derive(Debug, Default)]
 pub struct LineSplitter {
-    bytes: Vec<u8>,
-    /// A carriage return has come whose successor has not.
+    /// What has come of a line that is not complete.
+    begun: Vec<u8>,
+    /// A carriage return has come after it; what follows decides what kind of a line it is.
     returned: bool,
 }
 
 impl LineSplitter {
-    /// Takes bytes and returns the pieces they complete.
-    pub fn push(&mut self, mut bytes: &[u8]) -> Vec<Piece> {
-        let mut pieces = Vec::new();
+    /// Takes bytes and passes on the pieces they complete.
+    pub fn push(&mut self, mut bytes: &[u8], mut take: impl FnMut(Piece<'_>)) {
         while let Some(first) = bytes.first() {
-            // A carriage return before a line feed belongs to the line's end.
-            if std::mem::take(&mut self.returned) && *first != b'\n' {
-                pieces.push(Piece::Transient(std::mem::take(&mut self.bytes)));
-            }
-            let is_end = |byte: &u8| matches!(byte, b'\n' | b'\r');
-            // Only what comes after the longest line tells whether it was one.
-            if self.bytes.len() == LONGEST_LINE && !is_end(first) {
-                pieces.push(Piece::Line(std::mem::take(&mut self.bytes)));
-            }
-            let room = bytes.len().min(LONGEST_LINE - self.bytes.len());
-            let (text, rest) = bytes.split_at(bytes[..room].iter().position(is_end).unwrap_or(room));
-            self.bytes.extend_from_slice(text);
-            bytes = rest;
-            if let Some((end, rest)) = rest.split_first().filter(|(end, _)| is_end(end)) {
-                bytes = rest;
-                match end {
-                    b'\n' => pieces.push(Piece::Line(std::mem::take(&mut self.bytes))),
-                    _ => self.returned = true,
+            // Carriage returns before a line feed belong to the line's end.
+            if self.returned && !is_end(*first) {
+                self.returned = false;
+                let line = std::mem::take(&mut self.begun);
+                if !line.is_empty() {
+                    take(Piece::Transient(&line));
                 }
             }
+            // Only what comes after the longest line tells whether it was one.
+            if self.begun.len() == LONGEST_LINE && !is_end(*first) {
+                take(Piece::Line(&std::mem::take(&mut self.begun)));
+            }
+            let room = bytes.len().min(LONGEST_LINE - self.begun.len());
+            let (text, rest) = bytes.split_at(memchr2(b'\n', b'\r', &bytes[..room]).unwrap_or(room));
+            let end = rest.first().copied().filter(|byte| is_end(*byte));
+            bytes = if end.is_some() { &rest[1..] } else { rest };
+            match end {
+                Some(b'\n') if self.begun.is_empty() => take(Piece::Line(text)),
+                Some(b'\n') => {
+                    self.begun.extend_from_slice(text);
+                    take(Piece::Line(&std::mem::take(&mut self.begun)));
+                }
+                _ => self.begun.extend_from_slice(text),
+            }
+            self.returned = end == Some(b'\r');
         }
-        pieces
     }
 
-    /// What is left at the end of the stream.
-    pub fn finish(&mut self) -> Option<Piece> {
-        let rest = std::mem::take(&mut self.bytes);
-        let transient = std::mem::take(&mut self.returned);
-        match rest.is_empty() {
-            true => None,
-            false if transient => Some(Piece::Transient(rest)),
-            false => Some(Piece::Line(rest)),
-        }
+    /// What is left at the end of the stream: a line without its end.
+    pub fn finish(&mut self) -> Option<Vec<u8>> {
+        self.returned = false;
+        Some(std::mem::take(&mut self.begun)).filter(|rest| !rest.is_empty())
     }
+}
+
+fn is_end(byte: u8) -> bool {
+    matches!(byte, b'\n' | b'\r')
 }
 
 #[cfg(test)]
@@ -70,11 +76,24 @@ mod tests {
 
     use super::*;
 
+    #[derive(Debug, PartialEq)]
+    enum Owned {
+        Line(Vec<u8>),
+        Transient(Vec<u8>),
+    }
+
     /// The pieces of `input` in chunks of `chunk` bytes.
-    fn split(input: &[u8], chunk: usize) -> Vec<Piece> {
-        let mut splitter = LineSplitter::default();
-        let mut pieces: Vec<Piece> = input.chunks(chunk).flat_map(|bytes| splitter.push(bytes)).collect();
-        pieces.extend(splitter.finish());
+    fn split(input: &[u8], chunk: usize) -> Vec<Owned> {
+        let (mut splitter, mut pieces) = (LineSplitter::default(), Vec::new());
+        for bytes in input.chunks(chunk) {
+            splitter.push(bytes, |piece| {
+                pieces.push(match piece {
+                    Piece::Line(text) => Owned::Line(text.to_vec()),
+                    Piece::Transient(text) => Owned::Transient(text.to_vec()),
+                });
+            });
+        }
+        pieces.extend(splitter.finish().map(Owned::Line));
         pieces
     }
 
@@ -86,7 +105,7 @@ mod tests {
             let input: Vec<u8> = input.into_iter().filter(|byte| *byte != b'\r').collect();
             let mut joined = Vec::new();
             for piece in split(&input, chunk) {
-                let Piece::Line(line) = piece else { panic!("nothing transient in {input:?}") };
+                let Owned::Line(line) = piece else { panic!("nothing transient in {input:?}") };
                 prop_assert!(!line.contains(&b'\n'));
                 joined.extend(line);
                 joined.push(b'\n');
@@ -108,11 +127,14 @@ mod tests {
 
     #[test]
     fn carriage_returns() {
-        let line = |text: &str| Piece::Line(text.into());
-        let transient = |text: &str| Piece::Transient(text.into());
+        let line = |text: &str| Owned::Line(text.into());
+        let transient = |text: &str| Owned::Transient(text.into());
         assert_eq!(split(b"10%\r20%\rdone\n", 4), [transient("10%"), transient("20%"), line("done")]);
         assert_eq!(split(b"windows\r\nlines\r\n", 3), [line("windows"), line("lines")]);
+        assert_eq!(split(b"\r10%\r\r20%\r\r\n\r\n", 2), [transient("10%"), line("20%"), line("")]);
         assert_eq!(split(b"cut", 2), [line("cut")]);
+        assert_eq!(split(b"1%\rloss nan\r\r", 3), [transient("1%"), line("loss nan")]);
+        assert_eq!(split(b"\r", 1), []);
     }
 
     #[test]
@@ -121,8 +143,8 @@ mod tests {
         let lengths: Vec<usize> = pieces
             .iter()
             .map(|piece| match piece {
-                Piece::Line(line) => line.len(),
-                Piece::Transient(_) => 0,
+                Owned::Line(line) => line.len(),
+                Owned::Transient(_) => 0,
             })
             .collect();
         assert_eq!(lengths, [LONGEST_LINE, LONGEST_LINE, 5]);

@@ -1,5 +1,6 @@
 //! What may be asked of the output.
 
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,6 +22,9 @@ pub enum Color {
 /// How output is passed on, and what is written down of the run.
 #[derive(Debug, Clone)]
 pub struct OutputOptions {
+    /// Pass bytes on as they are and when they come, to logs too. Nothing is put in front of them, and no byte is ever
+    /// dropped: ranks wait for a reader or a disk that takes nothing for as long as it does.
+    pub raw: bool,
     /// Put `[rank] ` in front of each line.
     pub prefix: bool,
     /// Put the time in front of each line, in logs too.
@@ -42,6 +46,7 @@ pub struct OutputOptions {
 impl Default for OutputOptions {
     fn default() -> Self {
         OutputOptions {
+            raw: false,
             prefix: true,
             timestamps: false,
             color: Color::Auto,
@@ -55,6 +60,11 @@ impl Default for OutputOptions {
 }
 
 impl OutputOptions {
+    /// How long ranks wait for whoever takes nothing.
+    pub(super) fn patience(&self) -> Duration {
+        if self.raw { Duration::MAX } else { self.patience }
+    }
+
     /// True if a rank's output goes to standard output and error.
     pub(super) fn shows(&self, rank: u32) -> bool {
         let terminal = self.log_dir.is_none() || self.tee;
@@ -63,11 +73,18 @@ impl OutputOptions {
 }
 
 /// Why there is no log.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error("cannot write the log {}: {error}", path.display())]
 pub struct LogError {
     /// The file.
     pub path: PathBuf,
     /// What the system said.
     pub error: io::Error,
+}
+
+/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+impl fmt::Debug for LogError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }

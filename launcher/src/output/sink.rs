@@ -2,10 +2,10 @@
 //!
 //! A pager that nobody scrolls, or a full pipe, must not stop the launcher from noticing a dead rank or a Ctrl-C, so
 //! a write may never block. The descriptor is shared with the shell and cannot be made non-blocking without doing
-//! that to the shell as well; instead the kernel is asked before every write, and a write is no longer than what a
-//! pipe that has room takes at once. A terminal has room from its first free byte on and promises no more than that: it
-//! is opened a second time, which gives a descriptor of our own that can be non-blocking. The rest waits in a queue until the event loop finds room. When the queue is
-//! long, the ranks' pipes are left unread: a rank that writes faster than its reader reads is slowed down, as it
+//! that to the shell as well. A pipe or a terminal is opened a second time, which gives a descriptor of our own that can.
+//! Where that is not possible (it belongs to another user, or is a socket), the kernel is asked before every write, and
+//! a write is no longer than what a pipe that has room takes at once. The rest waits in a queue until the event loop
+//! finds room. When the queue is long, the ranks' pipes are left unread: a rank that writes faster than its reader reads is slowed down, as it
 //! would be without a launcher. A reader that has stopped for good is given up after a while (`patience`): what comes
 //! then is not put into the queue any more, until the reader goes on.
 
@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::stat::{SFlag, fstat};
 use nix::unistd::write;
 
 use super::patience::Patience;
@@ -27,6 +28,8 @@ const LONG_QUEUE: usize = 256 << 10;
 const RESERVE: usize = 64 << 10;
 /// What a pipe that reports room takes without blocking (`PIPE_BUF`).
 const PIPE_PIECE: usize = 4096;
+/// Longest write to a pipe of our own: it takes what has room.
+const OWN_PIPE_PIECE: usize = 1 << 20;
 /// What is risked at a terminal that cannot be opened a second time, because it belongs to another user.
 const TERMINAL_PIECE: usize = 64;
 /// A terminal may report room and still take nothing: a line's end needs two bytes. Time until it is asked again.
@@ -50,7 +53,7 @@ pub(crate) struct Sink {
     failure: Option<Errno>,
 }
 
-/// A descriptor of our own to the terminal behind `target`.
+/// A descriptor of our own to the pipe or terminal behind `target`. Fails for a pipe that nobody reads any more.
 fn open_again(target: BorrowedFd<'_>) -> Option<File> {
     let flags = (OFlag::O_NONBLOCK | OFlag::O_NOCTTY).bits();
     let path = format!("/proc/self/fd/{}", target.as_raw_fd());
@@ -59,17 +62,20 @@ fn open_again(target: BorrowedFd<'_>) -> Option<File> {
 
 impl Sink {
     pub(crate) fn new(target: impl AsFd + 'static, terminal: bool, patience: Duration) -> Self {
-        let own = if terminal { open_again(target.as_fd()) } else { None };
-        if let Some(own) = own {
-            return Self::with_piece(Box::new(own), PIPE_PIECE, patience);
-        }
-        let regular = target.as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
-        let piece = match regular {
-            _ if terminal => TERMINAL_PIECE,
-            Ok(metadata) if metadata.is_file() => FILE_PIECE,
+        let kind = fstat(&target).map(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT);
+        let is_pipe = kind == Ok(SFlag::S_IFIFO);
+        let own = if terminal || is_pipe { open_again(target.as_fd()) } else { None };
+        let piece = match own {
+            Some(_) if is_pipe => OWN_PIPE_PIECE,
+            None if terminal => TERMINAL_PIECE,
+            None if kind == Ok(SFlag::S_IFREG) => FILE_PIECE,
             _ => PIPE_PIECE,
         };
-        Self::with_piece(Box::new(target), piece, patience)
+        let target: Box<dyn AsFd> = match own {
+            Some(own) => Box::new(own),
+            None => Box::new(target),
+        };
+        Self::with_piece(target, piece, patience)
     }
 
     fn with_piece(target: Box<dyn AsFd>, piece: usize, patience: Duration) -> Self {
@@ -105,19 +111,22 @@ impl Sink {
     }
 
     fn keep(&mut self, bytes: &[u8]) {
-        if self.failure.is_none() {
-            self.queue.extend_from_slice(bytes);
-            self.write_what_fits();
+        if self.failure.is_some() {
+            return;
         }
+        // Where nothing waits, only what finds no room has to be copied.
+        let written = if self.has_rest() { 0 } else { self.write_to_target(bytes) };
+        self.queue.extend_from_slice(&bytes[written..]);
+        self.write_what_fits();
     }
 
-    /// Goes on writing what is kept.
-    pub(crate) fn write_what_fits(&mut self) {
-        let before = self.rest();
-        while self.has_rest() && self.has_room() {
-            let end = self.queue.len().min(self.written + self.piece);
-            match write(&self.target, &self.queue[self.written..end]) {
-                Ok(count) => self.written += count,
+    /// Writes as much as finds room, and returns how much. After a failure that is all.
+    fn write_to_target(&mut self, bytes: &[u8]) -> usize {
+        let mut written = 0;
+        while written < bytes.len() && self.has_room() {
+            let end = bytes.len().min(written + self.piece);
+            match write(&self.target, &bytes[written..end]) {
+                Ok(count) => written += count,
                 Err(Errno::EINTR) => {}
                 // Somebody else writes to the same pipe, or a terminal has less room than is needed.
                 Err(Errno::EAGAIN) => {
@@ -126,10 +135,19 @@ impl Sink {
                 }
                 Err(errno) => {
                     self.failure = Some(errno);
-                    self.written = self.queue.len();
+                    return bytes.len();
                 }
             }
         }
+        written
+    }
+
+    /// Goes on writing what is kept.
+    pub(crate) fn write_what_fits(&mut self) {
+        let before = self.rest();
+        let queue = std::mem::take(&mut self.queue);
+        self.written += self.write_to_target(&queue[self.written..]);
+        self.queue = queue;
         let taken = self.rest() < before;
         if !self.has_rest() {
             self.queue.clear();
@@ -140,6 +158,12 @@ impl Sink {
             self.queue.drain(..std::mem::take(&mut self.written));
         }
         self.patience.observe(taken, self.rest() > LONG_QUEUE, Instant::now());
+    }
+
+    /// True if both write to the same pipe or terminal.
+    pub(crate) fn is_same_as(&self, other: &Sink) -> bool {
+        let identity = |sink: &Sink| fstat(sink).map(|stat| (stat.st_dev, stat.st_ino));
+        identity(self).is_ok_and(|own| identity(other) == Ok(own))
     }
 
     /// When [`expire`](Self::expire) is due.

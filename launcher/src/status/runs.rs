@@ -7,7 +7,6 @@
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,6 +16,7 @@ use clap::Parser;
 use mgpu::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
 
 use super::{Row, table};
+use crate::stdout;
 
 /// Show the runs of this user, and what each of their ranks is doing.
 ///
@@ -32,35 +32,32 @@ const OWN_ENTRY: &str = "/proc/self";
 
 /// The command, with the arguments from `ps` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
-    let Args {} = Args::parse_from(arguments);
-    match print() {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(format!("cannot print the runs: {error}").into())
+    match stdout::parse(arguments.iter().cloned())? {
+        Ok(Args {}) => {
+            // Without /proc no run is found, which does not mean that there is none.
+            fs::read_link(OWN_ENTRY)
+                .map_err(|error| format!("cannot read {OWN_ENTRY}: {error}; is /proc mounted?"))?;
+            stdout::print(&describe(), ExitCode::SUCCESS)
         }
-        _ => Ok(ExitCode::SUCCESS),
+        Err(code) => Ok(code),
     }
 }
 
-/// Prints every run with the table of its ranks, the oldest first.
-fn print() -> io::Result<()> {
-    // No run is found either where nothing can be.
-    fs::read_link(OWN_ENTRY).map_err(|error| {
-        let problem = format!("cannot read {OWN_ENTRY}: {error}; is /proc mounted?");
-        io::Error::new(error.kind(), problem)
-    })?;
+/// Every run with the table of its ranks, the oldest first.
+fn describe() -> String {
     let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
     pages.sort_by_key(|(run, _)| run.started);
-    let mut stdout = io::stdout().lock();
     if pages.is_empty() {
-        writeln!(stdout, "no run of this user")?;
+        return "no run of this user\n".into();
     }
+    let mut text = String::new();
     for (run, page) in pages {
         let rows: Vec<Row> = (0..run.world_size)
             .map(|rank| Row::of(&page, rank, page.process(rank), page.ended(rank)))
             .collect();
-        writeln!(stdout, "{}\n{}", title(&run), table(&rows, now()))?;
+        text += &format!("{}\n{}\n", title(&run), table(&rows, now()));
     }
-    stdout.flush()
+    text
 }
 
 /// The pages that this user's processes hold open.

@@ -26,7 +26,7 @@ pub enum Exit {
 }
 
 impl Exit {
-    fn code(self) -> u8 {
+    pub(crate) fn code(self) -> u8 {
         match self {
             Exit::Code(code) => code as u8,
             Exit::Signal(signal) => exit_code::signalled(signal),
@@ -129,6 +129,15 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// `signal` came after all ranks had ended, and cut short what they had left running.
+    pub(crate) fn interrupt(&mut self, signal: Signal) {
+        self.interrupted = true;
+        if self.exit_code == exit_code::SUCCESS {
+            self.exit_code = exit_code::signalled(signal as i32);
+            self.message = Some(format!("stopped by {signal}"));
+        }
+    }
+
     fn success() -> Self {
         Outcome {
             exit_code: exit_code::SUCCESS,
@@ -234,6 +243,11 @@ impl Supervisor {
     /// True once some rank has joined the rendezvous.
     pub fn has_joined(&self) -> bool {
         self.ranks.iter().any(|rank| rank.joined)
+    }
+
+    /// True until something has decided how the run ends.
+    pub(crate) fn is_undecided(&self) -> bool {
+        self.outcome.is_none()
     }
 
     /// When [`Event::Tick`] is due at the latest.

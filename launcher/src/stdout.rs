@@ -1,0 +1,38 @@
+//! What `mgpurun` itself prints on standard output: help, reports, dry runs.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::exit_code;
+
+/// Prints `text`. Returns `code`, or quietly that of a program whose reader has left.
+pub(crate) fn print(text: &str, code: ExitCode) -> Result<ExitCode, Box<dyn Error>> {
+    let mut stdout = io::stdout().lock();
+    after(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()), code)
+}
+
+/// The arguments of a command; where they are not all that is asked for, such as help, the exit code.
+pub(crate) fn parse<P: Parser>(
+    arguments: impl IntoIterator<Item = OsString>,
+) -> Result<Result<P, ExitCode>, Box<dyn Error>> {
+    let error = match P::try_parse_from(arguments) {
+        Ok(parsed) => return Ok(Ok(parsed)),
+        Err(error) => error,
+    };
+    let printed = error.print();
+    let code = ExitCode::from(error.exit_code() as u8);
+    // There is nobody to be told that standard error takes nothing.
+    if error.use_stderr() { Ok(Err(code)) } else { after(printed, code).map(Err) }
+}
+
+fn after(printed: io::Result<()>, code: ExitCode) -> Result<ExitCode, Box<dyn Error>> {
+    match printed {
+        Ok(()) => Ok(code),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(ExitCode::from(exit_code::READER_LEFT)),
+        Err(error) => Err(format!("cannot write to standard output: {error}").into()),
+    }
+}
