@@ -433,6 +433,19 @@ fn ranks_that_make_different_steps_are_told_before_anything_changes() {
     }
 }
 
+/// Adam's corrections, for one, depend on the number of steps.
+#[test]
+fn ranks_that_go_back_to_different_steps_are_told() {
+    threads::run(2, |mut world| {
+        let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
+        let steps = 7 + u64::from(world.rank());
+        let error = model.restore(steps, |_, layout| Ok(vec![0.0; layout.len()])).unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 has 8 steps to go on from where rank 0 has 7");
+        model.restore(7, |_, layout| Ok(vec![0.0; layout.len()])).unwrap();
+        assert_eq!(model.steps(), 7);
+    });
+}
+
 #[test]
 fn arguments_that_make_no_sense_are_errors() {
     let mut world = World::from_env().unwrap();

@@ -8,7 +8,7 @@ use super::slots::Slots;
 use crate::bucket::{self, Bucket};
 use crate::comm::Communicator;
 use crate::optimizer::Optimizer;
-use crate::replicate::replicate;
+use crate::replicate::{replicate, verify_same};
 use crate::{Error, Layout, Result};
 
 /// The name of an arena in a checkpoint, and its values.
@@ -51,13 +51,14 @@ impl DataParallel {
     /// a sharded optimizer or not.
     ///
     /// # Errors
-    /// As `read`, and the communicator's.
+    /// If ranks go back to different steps; as `read`, and the communicator's.
     pub fn restore(
         &mut self,
         steps: u64,
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let Self { comm, layout, slots, optimizer, .. } = self;
+        verify_same(&mut **comm, "steps to go on from", steps as i64)?;
         let mut whole = |name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, layout)?;
             replicate(&mut **comm, layout, &mut values)?;

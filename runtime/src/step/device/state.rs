@@ -9,7 +9,7 @@ use super::{DeviceDataParallel, STEP};
 use crate::Result;
 use crate::comm::DType;
 use crate::optimizer::AVERAGE;
-use crate::replicate::{replicate, verify_equal};
+use crate::replicate::{replicate, verify_equal, verify_same};
 
 impl DeviceDataParallel {
     /// A copy of the parameters on the host. Collective, as [`check`](Self::check), which it begins with.
@@ -160,9 +160,10 @@ impl DeviceDataParallel {
     /// number of ranks, with a sharded optimizer or not.
     ///
     /// # Errors
-    /// As `read`, and the communicator's.
+    /// If ranks go back to different steps; as `read`, and the communicator's.
     pub fn restore(&mut self, steps: u64, mut read: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<()> {
         self.wait(STEP)?;
+        verify_same(&mut *self.host, "steps to go on from", steps as i64)?;
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
             let mut values = read(name)?;
