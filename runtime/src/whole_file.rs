@@ -6,7 +6,7 @@
 //!
 //! What cannot be replaced without harm is written through, as a shell's `>` does: devices (a rename would make a regular file
 //! of `/dev/null`), pipes, files with several names (hard links), files whose owner cannot be kept or whose folder cannot be
-//! written to, and the file that standard output or standard error goes to, which is appended to. A pipe that nobody reads is
+//! written to, and the file that standard output or standard error goes to, where it follows what was printed. A pipe that nobody reads is
 //! an error and not a wait. Folders, sockets and block devices are refused.
 
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -34,8 +34,8 @@ enum Destination {
     /// By a rename to this path, in place of the file that has this metadata, if there is one.
     Replace(PathBuf, Option<Metadata>),
     Truncate,
-    /// Standard output or standard error goes there too.
-    Append,
+    /// Standard output or standard error, which goes there.
+    Standard(File),
     /// A device or a pipe.
     Stream,
 }
@@ -60,7 +60,10 @@ pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     match Destination::of(path)? {
         Destination::Replace(target, old) => replace(&target, old.as_ref(), content),
         Destination::Truncate => write_through(OpenOptions::new().truncate(true), path, content),
-        Destination::Append => write_through(OpenOptions::new().append(true), path, content),
+        Destination::Standard(mut stream) => {
+            io::stdout().flush()?;
+            stream.write_all(content)
+        }
         Destination::Stream => stream(path, content),
     }
 }
@@ -103,8 +106,8 @@ impl Destination {
         // A link of /proc can lead to a file that has no name any more.
         let is_named = target.symlink_metadata().is_ok_and(|found| same(&found, &metadata));
         let folder = faccessat(AT_FDCWD, folder_of(&target), AccessFlags::W_OK, AtFlags::AT_EACCESS);
-        Ok(if is_standard_stream(&metadata) {
-            Destination::Append
+        Ok(if let Some(stream) = standard_stream(&metadata) {
+            Destination::Standard(stream)
         } else if is_named && metadata.nlink() == 1 && folder.is_ok() {
             Destination::Replace(target, Some(metadata))
         } else {
@@ -133,11 +136,15 @@ fn same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-fn is_standard_stream(metadata: &Metadata) -> bool {
-    let is = |stream: BorrowedFd<'_>| {
-        fstat(stream).is_ok_and(|found| (found.st_dev, found.st_ino) == (metadata.dev(), metadata.ino()))
+/// Standard output or standard error, if it goes to the file of this metadata. Whoever opened that file anew would write where the
+/// stream writes next, and one would overwrite the other.
+pub fn standard_stream(metadata: &Metadata) -> Option<File> {
+    let to_file = |stream: BorrowedFd<'_>| {
+        let found = fstat(stream).ok()?;
+        let is_same = (found.st_dev, found.st_ino) == (metadata.dev(), metadata.ino());
+        is_same.then(|| stream.try_clone_to_owned().ok()).flatten().map(File::from)
     };
-    is(io::stdout().as_fd()) || is(io::stderr().as_fd())
+    to_file(io::stdout().as_fd()).or_else(|| to_file(io::stderr().as_fd()))
 }
 
 fn replace(target: &Path, old: Option<&Metadata>, content: &[u8]) -> io::Result<()> {

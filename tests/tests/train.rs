@@ -208,6 +208,23 @@ fn a_file_that_cannot_be_is_known_before_the_training() {
 }
 
 #[test]
+fn a_file_that_standard_output_goes_to_has_all_of_both() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("out");
+    for (flag, marks) in [("--plot", ["<svg", "</svg>"]), ("--metrics", ["{\"epoch\":1", "generated digits"])]
+    {
+        let mut shell = process::command("sh");
+        shell.args(["-c", "exec \"$0\" \"$@\" >out"]).arg(TRAIN.path).current_dir(folder.path());
+        run(shell.args(["--synthetic", "--steps", "1", "--skip-test", flag, "/dev/stdout"])).expect(0, &[]);
+        let text = fs::read_to_string(&path).unwrap();
+        let lines = ["lenet5 (", "epoch 1/1: ", "weights "];
+        assert!(lines.iter().all(|begin| text.lines().any(|line| line.starts_with(begin))), "{flag}: {text}");
+        assert!(marks.iter().all(|mark| text.contains(mark)), "{flag}: {text}");
+        assert!(text.lines().last().unwrap().starts_with("weights "), "{flag}: {text}");
+    }
+}
+
+#[test]
 fn a_training_that_diverges_ends_with_an_error_and_is_not_saved() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());

@@ -9,6 +9,7 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use mgpu::whole_file;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
@@ -76,9 +77,10 @@ impl Appended {
     fn opened(flag: &'static str, path: &Path, options: &mut OpenOptions) -> Result<Self, String> {
         let flags = OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let opened = options.append(true).custom_flags(flags.bits()).open(path).and_then(|file| {
-            match file.metadata()?.file_type().is_block_device() {
+            let metadata = file.metadata()?;
+            match metadata.file_type().is_block_device() {
                 true => Err(io::Error::new(ErrorKind::InvalidInput, "it is a block device")),
-                false => Ok(file),
+                false => Ok(whole_file::standard_stream(&metadata).unwrap_or(file)),
             }
         });
         let file = opened.map_err(|error| match error.raw_os_error() {

@@ -322,7 +322,7 @@ impl Scene {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
     fn whatever_somebody_else_has_put_there_is_found_again(deeds in prop::collection::vec(deed(), 1..25)) {
