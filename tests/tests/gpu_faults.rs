@@ -4,10 +4,10 @@
 //! Everything runs on the fakes of `tests/gpu`, which go wrong on demand.
 
 use std::fs;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use mgpu_tests::fake_gpu;
-use mgpu_tests::process::{Finished, run, survivors};
+use mgpu_tests::process::{Finished, finish, run, survivors, until};
 
 /// The deadline of a wait, in seconds, where a test is about one.
 const TIMEOUT: &str = "4";
@@ -116,10 +116,16 @@ fn a_rank_with_an_error_of_its_own() {
     // Longer than any program may take here: if somebody waited for this deadline, it would be noticed.
     launcher.env("MGPU_TIMEOUT", "600");
     launcher.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-train_mnist")]);
-    launcher.args(["--net", "lenet5", "--synthetic", "--steps", "3", "--batch", "4", "--skip-test"]);
-    launcher.args(["--kernels", "builtin", "--metrics", "/dev/full"]);
-    let finished = run(&mut launcher);
-    finished.expect(1, &["mgpurun: rank 0 exited with code 1", "No space left on device"]);
+    launcher.args(["--net", "lenet5", "--synthetic", "--steps", "100000", "--batch", "4", "--skip-test"]);
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = folder.path().join("checkpoints");
+    launcher.args(["--kernels", "builtin", "--checkpoint-every", "1", "--checkpoint-dir"]).arg(&checkpoints);
+    let mut training = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Rank 0 cannot save any more once the folder has gone.
+    until(|| fs::read_dir(&checkpoints).is_ok_and(|mut entries| entries.next().is_some()));
+    fs::rename(&checkpoints, folder.path().join("elsewhere")).unwrap();
+    let finished = finish(&mut training);
+    finished.expect(1, &["mgpurun: rank 0 exited with code 1", checkpoints.to_str().unwrap()]);
     assert!(!finished.stderr.contains("made no progress"), "{finished:#?}");
 }
 

@@ -1,6 +1,7 @@
 //! `mgpurun -n 2 mgpu-candle`: trains a candle model on generated digits, on all ranks together.
 
 use std::error::Error;
+use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -45,7 +46,8 @@ fn main() -> ExitCode {
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("mgpu-candle: {error}");
+            // There is nobody left to be told that standard error takes nothing.
+            let _ = writeln!(io::stderr(), "mgpu-candle: {error}");
             ExitCode::FAILURE
         }
     }
@@ -63,9 +65,10 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut replica = Replica::new(world.communicator()?, &variables, adam, threads)?;
     if rank == 0 {
         let (parameters, images) = (replica.parallel().parameters().len(), args.batch * ranks as usize);
-        println!(
+        writeln!(
+            io::stdout(),
             "candle, {parameters} parameters; ranks: {ranks}, threads of each: {threads}, images a step: {images}"
-        );
+        )?;
     }
 
     let train = generate(args.seed, Split::Train, args.train);
@@ -95,8 +98,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let weights = replica.parallel().verify()?;
     if rank == 0 {
         let accuracy = 100.0 * right[0] as f64 / test.len() as f64;
-        println!("{} steps: {images_per_s:.0} images/s; test {accuracy:.2}%", args.steps);
-        println!("weights {weights:016x} on all ranks");
+        let mut stdout = io::stdout();
+        writeln!(stdout, "{} steps: {images_per_s:.0} images/s; test {accuracy:.2}%", args.steps)?;
+        writeln!(stdout, "weights {weights:016x} on all ranks")?;
     }
     Ok(())
 }

@@ -35,8 +35,9 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     match stdout::parse(arguments.iter().cloned())? {
         Ok(Args {}) => {
             // Without /proc no run is found, which does not mean that there is none.
-            fs::read_link(OWN_ENTRY)
-                .map_err(|error| format!("cannot read {OWN_ENTRY}: {error}; is /proc mounted?"))?;
+            fs::read_link(OWN_ENTRY).map_err(|error| {
+                format!("cannot print the runs: cannot read {OWN_ENTRY}: {error}; is /proc mounted?")
+            })?;
             stdout::print(&describe(), ExitCode::SUCCESS)
         }
         Err(code) => Ok(code),

@@ -467,7 +467,10 @@ impl Server {
             return Err((PreflightFault::Protocol, why));
         }
         if world_size != self.world_size || rank >= world_size {
-            let why = format!("claims to be rank {rank} of {world_size} in a world of {}", self.world_size);
+            let why = format!(
+                "a process claims to be rank {rank} of {world_size} in a world of {}: does a script set RANK or WORLD_SIZE?",
+                self.world_size
+            );
             return Err((PreflightFault::WorldSize, why));
         }
         self.applicants.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
