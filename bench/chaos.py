@@ -189,11 +189,15 @@ class Run:
             # Either the limit does not matter or somebody says what is too little.
             return None, "", HEALTHY + 2.0
         if self.kind == "flood":
-            return [0], "", HEALTHY + 3.0
+            # Whoever writes to a reader that has left ends as by SIGPIPE.
+            return [141 if self.reader_leaves else 0], "", HEALTHY + 3.0
         if self.kind == "mixed":
-            return {"steps": [9], "rank": None, "world size": [68]}[self.variant], "mgpurun: rank ", HEALTHY + 2.0
+            wanted = "claims to be rank" if self.variant == "world size" else "mgpurun: rank "
+            return {"steps": [9], "rank": None, "world size": [68]}[self.variant], wanted, HEALTHY + 2.0
         if self.fault in DEADLY:
-            return [DEADLY[self.fault]], name, HEALTHY + 1.0
+            code = DEADLY[self.fault]
+            # Of a program that a signal has ended, setsid exits with the signal's number.
+            return [code - 128 if self.variant == "setsid" and code > 128 else code], name, HEALTHY + 1.0
         if self.kind == "leak" or alone and self.fault == "exit0" or self.phase == "phase=finalise" and self.fault == "exit0":
             return [0], "", HEALTHY + 1.0
         if self.fault == "exit0":
@@ -272,18 +276,19 @@ class Run:
             process.stdout = None
         if self.kind not in ("guardian", "launcher", "interrupt"):
             return
+        # Until it has a child, a signal ends it as it ends any program that has just been started.
+        while True:
+            with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+                children = file.read().split()
+            if children:
+                break
         time.sleep(self.delay)
         if self.kind == "interrupt":
             process.send_signal(signal.SIGTERM)
         elif self.kind == "guardian":
             process.send_signal(signal.SIGKILL)
         else:
-            while True:
-                with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
-                    children = file.read().split()
-                if children:
-                    os.kill(int(children[0]), signal.SIGKILL)
-                    return
+            os.kill(int(children[0]), signal.SIGKILL)
 
 
 def quoted(words):

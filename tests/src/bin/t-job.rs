@@ -1,6 +1,7 @@
 //! A well-behaved job with every phase that a fault can strike in: `t-job [STEPS]`. It joins, makes a communicator, and
 //! then steps, each with an all-reduce; after the third one it pretends to write a checkpoint.
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use mgpu::progress::Phase;
@@ -20,7 +21,10 @@ fn main() -> ExitCode {
 fn run(steps: u64) -> Result<()> {
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
-    println!("life {}", world.restart_count());
+    // As a program that leaves SIGPIPE alone.
+    if writeln!(io::stdout(), "life {}", world.restart_count()).is_err() {
+        std::process::exit(141);
+    }
     let mut values = vec![1.0f32; 10_000];
     for step in 1..=steps {
         world.report_step(step);
