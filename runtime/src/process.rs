@@ -121,6 +121,15 @@ pub fn bind_to_cores(command: &mut Command, cores: CpuSet) {
     unsafe { command.pre_exec(in_child) };
 }
 
+/// Lets a write beyond the limit of file sizes (`ulimit -f`) fail, as one to a full disk does: SIGXFSZ, which would end the
+/// process, is blocked in this thread and in those that it starts.
+pub fn survive_file_limit() {
+    let mut blocked = SigSet::empty();
+    blocked.add(Signal::SIGXFSZ);
+    // Fails for masks that do not exist only.
+    let _ = blocked.thread_block();
+}
+
 /// Number of the call that chooses a signal in place of SIGIO, which the C library's bindings lack.
 const F_SETSIG: libc::c_int = 10;
 

@@ -152,6 +152,23 @@ fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_ex
 }
 
 #[test]
+fn a_limit_of_file_sizes_is_a_full_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let (plot, checkpoints) = (folder.path().join("plot.svg"), folder.path().join("checkpoints"));
+    let limited = |arguments: &[&str]| {
+        let mut program = process::command("sh");
+        program.args(["-c", "ulimit -f 1; exec \"$@\"", "sh", TRAIN.path, "--skip-test", "--steps", "5"]);
+        train(program, arguments)
+    };
+    let finished = limited(&["--plot", plot.to_str().unwrap()]);
+    finished.expect(0, &["cannot write --plot", "File too large (os error 27)"]);
+    // A checkpoint that cannot be written is an error, and no death by a signal.
+    let finished = limited(&["--checkpoint-dir", checkpoints.to_str().unwrap()]);
+    finished.expect(1, &["File too large (os error 27)"]);
+    assert!(mgpu::checkpoint::find(&checkpoints).unwrap().is_none());
+}
+
+#[test]
 fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());

@@ -13,7 +13,7 @@ use super::folder::Folder;
 use super::publish::publish;
 use super::removal::free_name;
 use super::snapshot::Snapshot;
-use crate::process::{Origin, start_failure};
+use crate::process::{Origin, start_failure, survive_file_limit};
 use crate::{Error, Result};
 
 /// Writes checkpoints into a folder, beside the training.
@@ -75,7 +75,10 @@ impl Writer {
         let before = self.wait();
         let (folder, keep) = (Arc::clone(&self.folder), self.keep);
         let thread = std::thread::Builder::new().name("checkpoint".to_owned());
-        let started = thread.spawn(move || publish(&folder, snapshot, keep));
+        let started = thread.spawn(move || {
+            survive_file_limit();
+            publish(&folder, snapshot, keep)
+        });
         let started = started.map_err(|error| {
             Error::system("start the thread that writes a checkpoint", start_failure(&error))
         });
