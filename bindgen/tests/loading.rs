@@ -23,17 +23,25 @@ fn only(library: impl Into<PathBuf>) -> SearchEnv {
 fn an_empty_search_path_lists_every_place_with_its_reason_and_the_cure() {
     let error = Library::open_in(&nowhere()).unwrap_err();
     let sources: Vec<Source> = error.attempts.iter().map(|attempt| attempt.source).collect();
-    assert_eq!(
-        sources,
-        [Source::Explicit, Source::SystemLoader, Source::CudaHome, Source::VirtualEnv, Source::Interpreter]
-    );
+    let expected = [
+        Source::Explicit,
+        Source::SystemLoader,
+        Source::CudaHome,
+        Source::VirtualEnv,
+        Source::Conda,
+        Source::Interpreter,
+        Source::UserSite,
+    ];
+    assert_eq!(sources, expected);
     let text = error.to_string();
     for expected in [
         "MGPU_NCCL_LIBRARY: not set",
         "system loader: libnccl-of-no-machine.so.2: ",
         "CUDA_HOME: not set",
         "VIRTUAL_ENV: not set",
+        "CONDA_PREFIX: not set",
         "python on PATH: no interpreter",
+        "pip's --user packages: not set",
         "pip install nvidia-nccl-cu13",
     ] {
         assert!(text.contains(expected), "{expected:?} is missing from:\n{text}");
