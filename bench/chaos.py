@@ -196,7 +196,7 @@ class Run:
             return {"steps": [9], "rank": None, "world size": [68]}[self.variant], wanted, HEALTHY + 2.0
         if self.fault in DEADLY:
             code = DEADLY[self.fault]
-            # Of a program that a signal has ended, setsid exits with the signal's number.
+            # setsid exits with the number of the signal that has ended its program.
             return [code - 128 if self.variant == "setsid" and code > 128 else code], name, HEALTHY + 1.0
         if self.kind == "leak" or alone and self.fault == "exit0" or self.phase == "phase=finalise" and self.fault == "exit0":
             return [0], "", HEALTHY + 1.0

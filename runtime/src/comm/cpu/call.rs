@@ -42,7 +42,7 @@ pub(in crate::comm) struct Call {
     pub(in crate::comm) path: Path,
     pub(in crate::comm) dtype: DType,
     pub(in crate::comm) op: Option<ReduceOp>,
-    /// Of a message, the rank at its other end.
+    /// The root; for a message, the rank at its other end.
     pub(in crate::comm) root: u32,
     /// Elements.
     pub(in crate::comm) len: usize,

@@ -54,7 +54,7 @@ pub(super) struct Doing {
     pub(super) text: String,
     /// The ranks without which it does not end; none where it is this rank's own affair.
     pub(super) peers: Vec<u32>,
-    /// Of an operation on host buffers: how many messages were begun with each rank until then, this one included.
+    /// How many messages were begun with each rank until then, this one included; only for operations on host buffers.
     pub(super) messages: Option<Vec<u32>>,
 }
 
