@@ -11,7 +11,7 @@
 //! 2. [`NcclError`] and [`check`] turn result codes into values, and the methods of [`Library`] named after NCCL's
 //!    functions call through the table. They are `unsafe` where NCCL takes pointers; what they
 //!    add is that a missing symbol and a bad code come back as errors with the function's name.
-//! 3. [`Library::open`] finds the library (the order is in [`candidates`]), and what works on any machine, GPU or
+//! 3. [`Library::open`] finds the library (the order is in [`nvidia_libraries::candidates`]), and what works on any machine, GPU or
 //!    not, is safe: [`Library::version`], [`Library::unique_id`], [`Library::error_string`].
 //!
 //! ```
@@ -28,9 +28,7 @@
 mod calls;
 mod config;
 mod loader;
-mod python;
 mod results;
-mod search;
 #[allow(
     missing_docs,
     unreachable_pub,
@@ -44,10 +42,8 @@ mod sys;
 
 pub use calls::{UniqueId, Version};
 pub use config::InitConfig;
-pub use loader::{Attempt, Library, LoadError};
-pub use python::{SitePackages, site_packages};
+pub use loader::{Attempt, LIBRARY_NAME, LIBRARY_VARIABLE, LIBRARY_WHEELS, Library, LoadError};
 pub use results::{NcclError, Progress, check};
-pub use search::{Candidate, LIBRARY_NAME, LIBRARY_VARIABLE, SearchEnv, Source, candidates};
 /// The types of `nccl.h` that appear in this crate's signatures, under their C names.
 pub use sys::{
     CUevent_st, CUstream_st, cudaEvent_t, cudaStream_t, ncclComm, ncclComm_t, ncclDataType_t, ncclRedOp_t,

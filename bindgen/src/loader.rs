@@ -8,15 +8,23 @@
 //! A library once opened is never closed: NCCL starts threads that outlive a communicator, and unmapping the code
 //! under them ends the process.
 
-use crate::python::site_packages;
 use crate::results::NcclError;
-use crate::search::{LIBRARY_NAME, LIBRARY_VARIABLE, SearchEnv, Source, candidates};
 use crate::sys::NcclSymbols;
 use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
+use nvidia_libraries::{SearchEnv, Source, candidates, site_packages};
 use std::error::Error as _;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
+
+/// The name the library is installed under; the unversioned one belongs to development packages only.
+pub const LIBRARY_NAME: &str = "libnccl.so.2";
+
+/// The environment variable that names the library outright.
+pub const LIBRARY_VARIABLE: &str = "MGPU_NCCL_LIBRARY";
+
+/// The library's folders among a Python environment's packages.
+pub const LIBRARY_WHEELS: &[&str] = &["nvidia/nccl/lib"];
 
 /// NCCL, ready to be called. Cheap to clone, free to share between threads.
 #[derive(Clone)]
@@ -35,7 +43,7 @@ impl Library {
     ///
     /// [`LoadError`] with every place that was tried.
     pub fn open() -> Result<Self, LoadError> {
-        Self::open_in(&SearchEnv::from_process())
+        Self::open_in(&SearchEnv::from_process(LIBRARY_NAME, LIBRARY_VARIABLE, LIBRARY_WHEELS))
     }
 
     /// [`Library::open`] with the environment given by the caller.
@@ -60,7 +68,7 @@ impl Library {
 
     /// Where the library came from, for logs: `system loader: libnccl.so.2`.
     pub fn origin(&self) -> String {
-        format!("{}: {}", self.source, self.file.display())
+        format!("{}: {}", place(self.source), self.file.display())
     }
 
     /// The part of the search order that had the library.
@@ -118,6 +126,14 @@ fn dlerror_text(error: &libloading::Error) -> String {
     }
 }
 
+/// A part of the search order in a word or two.
+fn place(source: Source) -> String {
+    match source {
+        Source::Explicit => LIBRARY_VARIABLE.to_owned(),
+        other => other.to_string(),
+    }
+}
+
 /// One place where the library was not found, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
@@ -134,9 +150,9 @@ impl fmt::Display for Attempt {
         match &self.file {
             // The system loader's and dlopen's messages begin with the file's name: once is enough.
             Some(file) if !self.reason.starts_with(&*file.to_string_lossy()) => {
-                write!(f, "{}: {}: {}", self.source, file.display(), self.reason)
+                write!(f, "{}: {}: {}", place(self.source), file.display(), self.reason)
             }
-            _ => write!(f, "{}: {}", self.source, self.reason),
+            _ => write!(f, "{}: {}", place(self.source), self.reason),
         }
     }
 }
@@ -162,7 +178,9 @@ impl LoadError {
         let places: Vec<String> = self
             .attempts
             .iter()
-            .filter_map(|attempt| Some(format!("{} ({})", attempt.source, attempt.file.as_ref()?.display())))
+            .filter_map(|attempt| {
+                Some(format!("{} ({})", place(attempt.source), attempt.file.as_ref()?.display()))
+            })
             .collect();
         format!("NCCL could not be loaded from: {}; {}", places.join(", "), self.advice())
     }

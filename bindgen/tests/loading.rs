@@ -2,9 +2,10 @@
 //! by `MGPU_NCCL_LIBRARY`, real.
 
 use nccl_sys::{
-    HEADER_VERSION, InitConfig, LIBRARY_VARIABLE, Library, NcclError, SearchEnv, Source, UniqueId, Version,
-    ncclResult_t,
+    HEADER_VERSION, InitConfig, LIBRARY_NAME, LIBRARY_VARIABLE, LIBRARY_WHEELS, Library, NcclError, UniqueId,
+    Version, ncclResult_t,
 };
+use nvidia_libraries::{SearchEnv, Source};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs, ptr};
@@ -12,11 +13,14 @@ use tempfile::TempDir;
 
 /// Looks at nothing but the system loader, under a name no machine has.
 fn nowhere() -> SearchEnv {
-    SearchEnv { file_name: "libnccl-of-no-machine.so.2".into(), ..SearchEnv::empty() }
+    SearchEnv {
+        file_name: "libnccl-of-no-machine.so.2".into(),
+        ..SearchEnv::empty(LIBRARY_NAME, LIBRARY_WHEELS)
+    }
 }
 
 fn only(library: impl Into<PathBuf>) -> SearchEnv {
-    SearchEnv { explicit: Some(library.into()), ..SearchEnv::empty() }
+    SearchEnv { explicit: Some(library.into()), ..SearchEnv::empty(LIBRARY_NAME, LIBRARY_WHEELS) }
 }
 
 #[test]

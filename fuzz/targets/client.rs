@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
-use mgpu::rendezvous::message::{Reply, encode};
-use mgpu::rendezvous::{Server, Store};
+use mgpu_control::rendezvous::message::{Reply, encode};
+use mgpu_control::rendezvous::{Server, Store};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 
 /// What the server sends.
@@ -35,8 +35,8 @@ fn page() -> &'static std::os::fd::OwnedFd {
         use std::io::Write;
         use std::os::fd::{FromRawFd, OwnedFd};
         let (mut server, streams) = Server::in_process(1, "run").expect("sockets and a page");
-        let hello = mgpu::rendezvous::message::Request::Hello {
-            version: mgpu::rendezvous::message::VERSION,
+        let hello = mgpu_control::rendezvous::message::Request::Hello {
+            version: mgpu_control::rendezvous::message::VERSION,
             run_id: "run".into(),
             rank: 0,
             world_size: 1,

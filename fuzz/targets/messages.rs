@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use mgpu::rendezvous::message::{Decoder, Reply, Request, encode};
+use mgpu_control::rendezvous::message::{Decoder, Reply, Request, encode};
 
 /// Decodes `bytes` in pieces of `chunk` and returns what was understood before the first error.
 fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], chunk: usize) -> (Vec<T>, bool) {

@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
-use mgpu::rendezvous::message::{Decoder, Manifest, Reply, Request, VERSION, encode};
-use mgpu::rendezvous::{Departure, Server};
+use mgpu_control::rendezvous::message::{Decoder, Manifest, Reply, Request, VERSION, encode};
+use mgpu_control::rendezvous::{Departure, Server};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 
 const RANKS: u32 = 3;

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use mgpu::inject::Injection;
+use mgpu_control::inject::Injection;
 
 use crate::doctor;
 use crate::error::LaunchError;

@@ -16,7 +16,7 @@ pub enum LaunchError {
     Plan(#[from] PlanError),
     /// The rendezvous could not be opened.
     #[error(transparent)]
-    Rendezvous(#[from] mgpu::Error),
+    Rendezvous(#[from] mgpu_control::Error),
     /// A log file could not be made.
     #[error(transparent)]
     Log(#[from] LogError),
@@ -65,7 +65,7 @@ mod tests {
         let path = PathBuf::from("/x/rank-0.log");
         let errors = [
             LaunchError::Plan(PlanError::NoRanks),
-            LaunchError::Rendezvous(mgpu::Error::program("no socket")),
+            LaunchError::Rendezvous(mgpu_control::Error::system("bind", "no socket")),
             LaunchError::Log(LogError { path, error: io::Error::other("no disk") }),
             LaunchError::Signals(nix::Error::EMFILE),
         ];

@@ -2,7 +2,7 @@
 //!
 //! A rank's own code is passed on as it is; a rank ended by a signal counts as 128 + its number, as in a shell.
 
-use mgpu::rendezvous::PreflightFault;
+use mgpu_control::rendezvous::PreflightFault;
 
 /// All ranks finished.
 pub const SUCCESS: u8 = 0;

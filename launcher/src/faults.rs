@@ -3,8 +3,8 @@
 //! A test of a fault that never strikes passes for the wrong reason: its step is past the end, or the program does not use
 //! the runtime, which alone commits faults.
 
-use mgpu::inject::{Fault, Injection, Moment};
-use mgpu::progress::{ProgressPage, RankState};
+use mgpu_control::inject::{Fault, Injection, Moment};
+use mgpu_control::progress::{ProgressPage, RankState};
 
 /// The faults of one life of the ranks that have not happened, each in a line, by what the ranks have noted on `page`.
 pub(crate) fn missed(injections: &[Injection], page: &ProgressPage) -> Vec<String> {

@@ -43,7 +43,7 @@ pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
 
 /// Pidfds of the processes of these groups.
 pub(crate) fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
-    members(groups).filter_map(|(pid, _)| mgpu::process::pidfd_open(pid).ok()).collect()
+    members(groups).filter_map(|(pid, _)| mgpu_control::process::pidfd_open(pid).ok()).collect()
 }
 
 /// The processes of these groups. Zombies have ended: they wait for whoever adopted them.

@@ -15,7 +15,7 @@ use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
-use mgpu::process::{Fork, fork, pidfd_open};
+use mgpu_control::process::{Fork, fork, pidfd_open};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -54,7 +54,7 @@ pub(crate) fn split() -> io::Result<Role> {
     blocked.add(Signal::SIGXFSZ);
     // Before there is a child whose end might be missed. Whoever started us may have ignored it, and then the kernel
     // would not keep the ends of children for us.
-    mgpu::process::heed_children()?;
+    mgpu_control::process::heed_children()?;
     blocked.thread_block()?;
     match fork()? {
         Fork::Child => {
@@ -103,7 +103,7 @@ fn stand_guard(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<Ex
         WaitStatus::Signaled(_, signal, _) => {
             let say = |text: &str| _ = writeln!(io::stderr(), "mgpurun: {text}");
             orphans::end_all(others, say).iter().for_each(|problem| say(problem));
-            mgpu::rendezvous::remove_abandoned();
+            mgpu_control::rendezvous::remove_abandoned();
             let line = format!("mgpurun: the launcher was killed by {signal}: so are its ranks\n");
             let _ = io::stderr().write_all(line.as_bytes());
             ExitCode::from(exit_code::signalled(signal as i32))

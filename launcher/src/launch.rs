@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use mgpu::inject::Injection;
-use mgpu::rendezvous::Server;
+use mgpu_control::inject::Injection;
+use mgpu_control::rendezvous::Server;
 use nix::sys::signal::SigSet;
 
 use crate::error::LaunchError;
@@ -121,7 +121,7 @@ impl Launch {
     }
 
     /// Longest silence of a rank that has joined: time without a step, a collective or a
-    /// [phase](mgpu::World::report_phase) in which it does not wait for another rank. By default any.
+    /// phase (`World::report_phase`) in which it does not wait for another rank. By default any.
     pub fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.progress_timeout = timeout;
         self
@@ -208,7 +208,7 @@ impl Launch {
         let run = Run {
             plan: &plan,
             signals: &signals,
-            run_id: mgpu::protocol::new_run_id()?,
+            run_id: mgpu_control::protocol::new_run_id()?,
             master_port: port.number().to_string(),
             join_timeout: self.join_timeout,
             progress_timeout: self.progress_timeout,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use mgpu::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
+use mgpu_control::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
 
 use crate::nccl;
 use crate::placement::{Topology, list_gpus, visible_gpus};

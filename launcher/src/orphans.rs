@@ -79,7 +79,7 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
 
 /// Waits until one of these children has ended, for a moment.
 fn wait_for_one(children: &HashSet<Pid>) {
-    let open = |child: &Pid| mgpu::process::pidfd_open(child.as_raw() as u32).ok();
+    let open = |child: &Pid| mgpu_control::process::pidfd_open(child.as_raw() as u32).ok();
     let ends: Vec<OwnedFd> = children.iter().filter_map(open).collect();
     let mut fds: Vec<PollFd<'_>> = ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
     let _ = poll(&mut fds, MOMENT);

@@ -4,8 +4,8 @@ use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
 
-use mgpu::inject::{self, Injection};
-use mgpu::protocol::{
+use mgpu_control::inject::{self, Injection};
+use mgpu_control::protocol::{
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_DEVICE, MGPU_INJECT,
     MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS, MGPU_THREADS,
     MOST_RANKS, OMP_NUM_THREADS, RANK, WORLD_SIZE,

@@ -8,8 +8,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use mgpu::process::GroupLeash;
-use mgpu::protocol::{MGPU_INJECT, MGPU_PROGRESS};
+use mgpu_control::process::GroupLeash;
+use mgpu_control::protocol::{MGPU_INJECT, MGPU_PROGRESS};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{Resource, getrlimit};
@@ -102,9 +102,9 @@ fn start(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
-    mgpu::process::tie_to_parent(&mut command);
+    mgpu_control::process::tie_to_parent(&mut command);
     if let Some(cores) = cores {
-        mgpu::process::bind_to_cores(&mut command, cores.to_cpu_set());
+        mgpu_control::process::bind_to_cores(&mut command, cores.to_cpu_set());
     }
     let mut child = command.spawn().map_err(failed)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
@@ -115,7 +115,7 @@ fn start(
         for pipe in &pipes {
             fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
-        mgpu::process::pidfd_open(child.id())
+        mgpu_control::process::pidfd_open(child.id())
     };
     match open() {
         Ok(pidfd) => Ok(Process {
@@ -154,7 +154,7 @@ fn hint(error: &io::Error) -> &'static str {
         Some(Errno::EMFILE | Errno::ENFILE) => {
             "; a rank takes four descriptors of the launcher: raise `ulimit -n` or start fewer ranks"
         }
-        _ => mgpu::process::start_hint(error),
+        _ => mgpu_control::process::start_hint(error),
     }
 }
 

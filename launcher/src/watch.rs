@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use mgpu::progress::{Operation, Progress};
+use mgpu_control::progress::{Operation, Progress};
 
 /// What the watch found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl Watched {
     }
 }
 
-/// Looks at the members of the run at time `now` (that of [`mgpu::progress::now`]). `is_stopped` asks the kernel.
+/// Looks at the members of the run at time `now` (that of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel.
 pub(crate) fn look(
     ranks: &[Watched],
     timeout: Duration,
@@ -65,7 +65,7 @@ pub(crate) fn look(
 
 #[cfg(test)]
 mod tests {
-    use mgpu::progress::{LastOperation, Phase, RankState};
+    use mgpu_control::progress::{LastOperation, Phase, RankState};
 
     use super::*;
 

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mgpu_control::progress::Blame;
+
 /// Result of a runtime call.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -57,10 +59,7 @@ pub enum Error {
         problem: String,
     },
     /// A deadline passed.
-    #[error(
-        "rank {rank} waited {:.1} s for {} in {operation}; a rank that is slow rather than stuck needs a longer MGPU_TIMEOUT (seconds)",
-        after.as_secs_f64(), ranks(waited_for)
-    )]
+    #[error(fmt = mgpu_control::error::timeout)]
     Timeout {
         /// The rank that waited.
         rank: u32,
@@ -108,10 +107,7 @@ pub enum Error {
         cause: String,
     },
     /// The process is a child that a rank has forked: it has a copy of the rank's memory, and no part in the run.
-    #[error(
-        "process {process} was forked by rank {rank} and is no rank itself: leave collectives and the run to the parent, or \
-         fork before the world is joined"
-    )]
+    #[error(fmt = mgpu_control::error::forked)]
     Forked {
         /// The rank.
         rank: u32,
@@ -290,9 +286,13 @@ impl Error {
         Error::Program(Arc::from(error.into()))
     }
 
-    /// True when a rank was silent past a deadline, here or on another rank.
-    pub(crate) fn is_timeout(&self) -> bool {
-        matches!(self, Error::Timeout { .. } | Error::Stuck { .. } | Error::PeerLost { silent: true, .. })
+    /// What the progress page is told of it, if it names a culprit.
+    pub(crate) fn blame(&self) -> Option<Blame> {
+        let timed_out = matches!(
+            self,
+            Error::Timeout { .. } | Error::Stuck { .. } | Error::PeerLost { silent: true, .. }
+        );
+        Some(Blame { culprit: self.culprit()?, timed_out, message: self.to_string() })
     }
 
     /// A refusal of the operating system while trying to `action`.
@@ -318,10 +318,27 @@ impl Error {
     }
 }
 
-/// `rank 3` or `ranks 1, 4`.
-fn ranks(list: &[u32]) -> String {
-    let numbers: Vec<String> = list.iter().map(u32::to_string).collect();
-    format!("rank{} {}", if list.len() == 1 { "" } else { "s" }, numbers.join(", "))
+/// Each variant becomes the one of the same name.
+impl From<mgpu_control::Error> for Error {
+    fn from(error: mgpu_control::Error) -> Self {
+        use mgpu_control::Error as Control;
+        match error {
+            Control::System { action, reason } => Error::System { action, reason },
+            Control::Join { rank, problem } => Error::Join { rank, problem },
+            Control::Rendezvous { rank, operation, problem } => {
+                Error::Rendezvous { rank, operation, problem }
+            }
+            Control::Protocol { peer, problem } => Error::Protocol { peer, problem },
+            Control::Timeout { rank, waited_for, operation, after } => {
+                Error::Timeout { rank, waited_for, operation, after }
+            }
+            Control::PeerLost { rank, peer, operation, how, silent } => {
+                Error::PeerLost { rank, peer, operation, how, silent }
+            }
+            Control::Forked { rank, process } => Error::Forked { rank, process },
+            Control::InvalidArgument { operation, problem } => Error::InvalidArgument { operation, problem },
+        }
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@
 //! | module | question |
 //! |---|---|
 //! | [`world`] | who am I, and who are the others? |
-//! | [`rendezvous`] | how do we find each other? |
+//! | [`Store`], in `mgpu-control` | how do we find each other? |
 //! | [`comm`] | how do buffers of all ranks become one? |
 //! | [`replicate`](mod@replicate) | how do all begin with the same weights, and how is that proved? |
 //! | [`step`] | what happens in a training step? It fits one screen and names everything else |
@@ -40,32 +40,30 @@
 //!
 //! # What it does not do to its host
 //! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
-//! that embeds it. (Unless it is asked to: [`inject`].) It starts no thread but one for [`World::threads`], one in rank
+//! that embeds it. (Unless it is asked to: `mgpurun --inject`.) It starts no thread but one for [`World::threads`], one in rank
 //! 0 where another launcher than `mgpurun` started the ranks, one for each NCCL communicator, one while a
 //! [`checkpoint::Writer`] is writing, and those the CPU kernels are asked to use.
 
 pub mod bucket;
 pub mod checkpoint;
 pub mod comm;
-pub mod control_group;
 mod error;
-pub mod inject;
 pub mod layout;
 mod membership;
 mod memory;
 pub mod optimizer;
-pub mod process;
-pub mod progress;
-pub mod protocol;
-pub mod rendezvous;
 pub mod replicate;
 pub mod sampler;
-mod shm;
 pub mod step;
 mod survivor;
 pub mod timeline;
 pub mod whole_file;
 pub mod world;
+
+pub use mgpu_control::progress::Phase;
+pub use mgpu_control::protocol;
+pub use mgpu_control::rendezvous::Store;
+pub(crate) use mgpu_control::{control_group, inject, process, progress, rendezvous, shm};
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
 #[cfg(feature = "cuda")]

@@ -47,7 +47,7 @@ impl Membership {
 
     /// An error in a child that the rank has forked: the run is not its own.
     pub(crate) fn check_process(&self) -> Result<()> {
-        self.store.check_process()
+        Ok(self.store.check_process()?)
     }
 
     /// Where another launcher judges, waits until it has seen the end of the peer that `error` tells the loss of.
@@ -81,7 +81,14 @@ impl Membership {
     /// Notes whom `error` holds responsible, unless that is this rank itself: its own end says that.
     pub(crate) fn blame(&self, error: &Error) {
         if error.culprit() != Some(self.rank) {
-            self.page.blame(self.rank, error);
+            self.accuse(error);
+        }
+    }
+
+    /// Notes whom `error` holds responsible, be it this rank itself.
+    pub(crate) fn accuse(&self, error: &Error) {
+        if let Some(blame) = error.blame() {
+            self.page.blame(self.rank, &blame);
         }
     }
 

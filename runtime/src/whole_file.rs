@@ -23,6 +23,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
 use nix::unistd::{AccessFlags, faccessat};
 
+pub use mgpu_control::process::survive_file_limit;
+
 /// Symbolic links in a row that the kernel follows.
 const MOST_LINKS: usize = 40;
 /// Milliseconds after which a pipe whose reader takes nothing is given up.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use mgpu::progress::{PAGE_NAME, ProgressPage, RankState};
+use mgpu_control::progress::{PAGE_NAME, ProgressPage, RankState};
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, command, finish, run, until};
 

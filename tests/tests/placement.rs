@@ -70,7 +70,7 @@ fn nothing_leaves_the_launchers_own_cores() {
     only.set(first).unwrap();
     for (ranks, bind) in [(1, "core"), (1, "numa"), (2, "auto"), (2, "core"), (2, "none")] {
         let mut launcher = mgpurun(ranks, &["--bind", bind]);
-        mgpu::process::bind_to_cores(&mut launcher, only);
+        mgpu_control::process::bind_to_cores(&mut launcher, only);
         let expected = vec![(1, 1, BTreeSet::from([first])); ranks];
         assert_eq!(shown(&mut launcher), expected, "--bind {bind} with {ranks} ranks");
     }

@@ -27,7 +27,7 @@ use byproducts::ByProduct;
 use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
 use half::bf16;
-use mgpu::progress::Phase;
+use mgpu::Phase;
 use mgpu::replicate::agree;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
@@ -44,7 +44,7 @@ const SPANS: usize = 65_536;
 /// The program.
 pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
-    mgpu::process::survive_file_limit();
+    mgpu::whole_file::survive_file_limit();
     let refused = crate::exit::refuse("train_mnist", args.precision);
     // It outlives the report of an error: a checkpoint that is being written then may take longer than a launcher waits.
     let mut trainer = None;

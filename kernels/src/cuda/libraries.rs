@@ -3,13 +3,13 @@
 //! `cudarc` asks the system's loader for each by name. That finds what packages install; it does not find what `pip`
 //! drops inside a Python environment, nor a toolkit outside the loader's path. So the library is opened here first, by
 //! its path and for all to see; the loader then knows it by its name. The places and their order are those of
-//! [`nccl_sys::candidates`].
+//! [`nvidia_libraries::candidates`].
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use libloading::os::unix::{self, RTLD_GLOBAL, RTLD_LAZY, RTLD_NOW};
-use nccl_sys::{SearchEnv, Source, candidates, site_packages};
+use nvidia_libraries::{SearchEnv, Source, candidates, site_packages};
 
 use super::error::{Error, Result};
 
@@ -232,7 +232,7 @@ pub(crate) use functions;
 fn search(library: &Library) -> Result<PathBuf> {
     let mut tried = Vec::new();
     for name in library.names {
-        let env = SearchEnv::for_library(name, library.variable, library.wheels);
+        let env = SearchEnv::from_process(name, library.variable, library.wheels);
         for place in candidates(&env, &site_packages(&env)) {
             let Ok(file) = place.file else { continue };
             match load(library, &file) {

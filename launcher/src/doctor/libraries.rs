@@ -1,14 +1,14 @@
 //! Where NVIDIA's libraries are. They are looked for as files, in the places where the system's loader, a CUDA toolkit
 //! and Python's packages put them; none is opened.
 //!
-//! The places for NCCL are those of nccl-sys, which is what opens it in a run, in its order. The other libraries are
+//! The places for NCCL are those of nvidia-libraries, where a run looks for it, in its order. The other libraries are
 //! looked for in the same order and in `/usr/local/cuda*` besides.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use nccl_sys::{SitePackages, Source, candidates, site_packages};
+use nvidia_libraries::{SitePackages, Source, candidates, site_packages};
 
 use super::nvidia::driver_cuda;
 use super::report::{Item, Mark, Section};
@@ -57,7 +57,7 @@ const LIBRARIES: [Library; 6] = [
     },
     Library {
         names: &[nccl_sys::LIBRARY_NAME],
-        wheels: &["nvidia/nccl/lib"],
+        wheels: nccl_sys::LIBRARY_WHEELS,
         purpose: "collectives on GPUs",
         install: "apt install libnccl2, or pip install {pip}, or name the file in MGPU_NCCL_LIBRARY",
         pip: ["nvidia-nccl-cu13", "nvidia-nccl-cu12"],

@@ -4,11 +4,11 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use nccl_sys::SearchEnv;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
+use nvidia_libraries::SearchEnv;
 
 use super::libraries;
 use super::report::{Item, Mark, Section};
@@ -61,7 +61,11 @@ impl Host {
             open_files: limit(Resource::RLIMIT_NOFILE),
             locked_memory: limit(Resource::RLIMIT_MEMLOCK),
             probes: probes(),
-            search: SearchEnv::from_process(),
+            search: SearchEnv::from_process(
+                nccl_sys::LIBRARY_NAME,
+                nccl_sys::LIBRARY_VARIABLE,
+                nccl_sys::LIBRARY_WHEELS,
+            ),
             loader_path: loader_path.map(|value| std::env::split_paths(&value).collect()),
             loader_cache: libraries::loader_cache(),
         }
@@ -87,8 +91,8 @@ fn probes() -> Vec<Probe> {
         let memory = memfd_create(c"mgpurun-doctor", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         fcntl(memory.as_fd(), FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).map(drop)
     };
-    let rendezvous =
-        mgpu::protocol::new_run_id().and_then(|run_id| mgpu::rendezvous::Server::bind(1, &run_id));
+    let rendezvous = mgpu_control::protocol::new_run_id()
+        .and_then(|run_id| mgpu_control::rendezvous::Server::bind(1, &run_id));
     let threads = fs::read_dir("/proc/self/task").map(drop);
     vec![
         Probe {
@@ -112,7 +116,7 @@ fn probes() -> Vec<Probe> {
         Probe {
             name: "pidfd",
             purpose: "descriptors of processes, to notice their end",
-            outcome: mgpu::process::pidfd_open(std::process::id())
+            outcome: mgpu_control::process::pidfd_open(std::process::id())
                 .map(drop)
                 .map_err(|error| error.to_string()),
             remedy: "Linux 5.3 or newer is needed, and a sandbox that allows pidfd_open",
@@ -230,8 +234,9 @@ fn memory(host: &Host) -> Item {
 
 /// The smallest limit of the control groups this process is in.
 fn group_limit(host: &Host) -> Option<Item> {
-    let folders =
-        host.read("/proc/self/cgroup").map(|text| mgpu::control_group::folders_of(&text, "memory"))?;
+    let folders = host
+        .read("/proc/self/cgroup")
+        .map(|text| mgpu_control::control_group::folders_of(&text, "memory"))?;
     let number = |path: PathBuf| host.read(path.to_str()?)?.trim().parse::<u64>().ok();
     let limit = |folder: &PathBuf| {
         number(folder.join("memory.max")).or_else(|| number(folder.join("memory.limit_in_bytes")))

@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::Path;
 
-use nccl_sys::SearchEnv;
+use nvidia_libraries::SearchEnv;
 
 use super::system::Probe;
 use super::*;
@@ -24,7 +24,10 @@ fn host(root: &Path) -> Host {
         open_files: Some(1024),
         locked_memory: Some(u64::MAX),
         probes: vec![probe],
-        search: SearchEnv { path: vec![root.join("usr/bin")], ..SearchEnv::empty() },
+        search: SearchEnv {
+            path: vec![root.join("usr/bin")],
+            ..SearchEnv::empty(nccl_sys::LIBRARY_NAME, nccl_sys::LIBRARY_WHEELS)
+        },
         loader_path: None,
         loader_cache: None,
     }

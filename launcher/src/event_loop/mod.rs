@@ -9,9 +9,9 @@ mod wait;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use mgpu::inject::Injection;
-use mgpu::progress::{self, RankState};
-use mgpu::rendezvous::{Server, ServerEvent};
+use mgpu_control::inject::Injection;
+use mgpu_control::progress::{self, RankState};
+use mgpu_control::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::{Signal, killpg};

@@ -8,7 +8,7 @@ mod threads;
 
 use std::time::Duration;
 
-use mgpu::progress::{Phase, Progress, ProgressPage, RankState};
+use mgpu_control::progress::{Phase, Progress, ProgressPage, RankState};
 use threads::Threads;
 pub(crate) use threads::is_stopped;
 
@@ -112,7 +112,7 @@ fn bytes(count: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use mgpu::progress::{LastOperation, Operation};
+    use mgpu_control::progress::{LastOperation, Operation};
 
     use super::*;
 

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use mgpu::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
+use mgpu_control::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
 
 use super::{Row, table};
 use crate::stdout;

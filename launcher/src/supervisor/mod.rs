@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use mgpu::rendezvous::{Blame, Departure};
+use mgpu_control::rendezvous::{Blame, Departure};
 use nix::sys::signal::Signal;
 
 use crate::exit_code;

@@ -81,7 +81,7 @@ fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Res
     let (stream, host, serving) = connect(identity, rendezvous)?;
     membership::commit(&injections, Moment::Join);
     let hello = Store::apply(stream, host, &identity.run_id, rank, ranks, manifest);
-    let admitted = hello.and_then(Application::admission).inspect_err(|error| {
+    let admitted = hello.and_then(Application::admission).map_err(Error::from).inspect_err(|error| {
         if host != Host::Launcher {
             let_the_culprit_be_seen(error, |_| None);
         }

@@ -4,20 +4,14 @@ use std::sync::Arc;
 
 use super::{Identity, Membership, World};
 use crate::Result;
-use crate::rendezvous::message::Manifest;
-use crate::rendezvous::{self, Host, Server, Store};
+use crate::rendezvous;
 
 /// The worlds of `size` ranks, served by a thread that ends with the last of them.
 pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
     assert!(size > 0, "a world has at least one rank");
     let run_id = crate::protocol::new_run_id()?;
-    let (server, streams) = Server::in_process(size, &run_id)?;
-    rendezvous::spawn(server, None)?;
-    let apply =
-        |(stream, rank)| Store::apply(stream, Host::Launcher, &run_id, rank, size, Manifest::default());
-    let applications: Vec<_> = streams.into_iter().zip(0..).map(apply).collect::<Result<_>>()?;
-    let worlds = applications.into_iter().zip(0..).map(|(application, rank)| {
-        let (store, page) = application.admission()?;
+    let ranks = rendezvous::in_process(size, &run_id)?;
+    let worlds = ranks.into_iter().zip(0..).map(|((store, page), rank)| {
         let identity = Identity {
             rank,
             world_size: size,

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use mgpu::Phase;
 use mgpu::checkpoint::{Snapshot, Writer};
-use mgpu::process::{Fork, fork};
-use mgpu::progress::Phase;
 use mgpu::{ReduceOp, Result, World};
+use mgpu_control::process::{Fork, fork};
 use nix::sys::wait::{WaitStatus, waitpid};
 
 fn main() -> ExitCode {
@@ -63,7 +63,7 @@ fn run() -> Result<()> {
             let store = world.store().expect("a run with a launcher");
             for error in [
                 comm.barrier().unwrap_err(),
-                store.set("key", b"value", &[], 1).unwrap_err(),
+                store.set("key", b"value", &[], 1).unwrap_err().into(),
                 writer.save(Snapshot::new(1)).unwrap_err(),
                 world.communicator().map(drop).unwrap_err(),
             ] {

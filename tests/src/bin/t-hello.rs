@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
-use mgpu::rendezvous::message::{Manifest, Request, encode};
+use mgpu_control::rendezvous::message::{Manifest, Request, encode};
 
 fn main() -> ExitCode {
     let variable = |name| std::env::var(name).expect("started by mgpurun");

@@ -4,7 +4,7 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use mgpu::progress::Phase;
+use mgpu::Phase;
 use mgpu::{ReduceOp, Result, World};
 
 fn main() -> ExitCode {

@@ -93,7 +93,7 @@ pub(crate) fn connect(
     let (rank, page) = (membership.rank(), membership.page());
     page.enter(rank, Operation::Connect, number, 0);
     let region = share_region(membership, size, &name, timeout).inspect_err(|error| {
-        page.blame(rank, error);
+        membership.accuse(error);
         membership.hold_back(error);
     })?;
     page.leave(rank);
@@ -152,7 +152,7 @@ impl CpuCommunicator {
                 self.poison = Some(error.to_string());
                 let is_at_fault = matches!(error, Error::Mismatch { .. }) && self.outvoted.get();
                 if !is_at_fault {
-                    self.membership.page().blame(self.rank, error);
+                    self.membership.accuse(error);
                 }
                 self.membership.hold_back(error);
             }

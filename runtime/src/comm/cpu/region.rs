@@ -99,7 +99,7 @@ impl Region {
 
     /// Takes the memory of `rank`'s own part.
     pub(super) fn reserve(&self, name: &str, fd: BorrowedFd<'_>, rank: u32) -> Result<()> {
-        reserve(name, &self.memory, fd, self.data(rank, 0), self.offsets.data_stride)
+        Ok(reserve(name, &self.memory, fd, self.data(rank, 0), self.offsets.data_stride)?)
     }
 
     pub(super) fn lines(&self, rank: u32) -> &RankLines {
@@ -200,7 +200,7 @@ mod tests {
                 assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?} overlap with {ranks} ranks");
             }
             let (begin, len) = parts[parts.len() - 1];
-            assert!(begin + len <= region.memory.len());
+            assert!(begin + len <= region.memory.size());
         }
     }
 }

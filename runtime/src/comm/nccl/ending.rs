@@ -14,7 +14,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use crate::Error;
 use crate::progress::{Operation, Place, now};
 
 /// The first wait at the end before a rank looks around, and the longest.
@@ -86,7 +85,7 @@ impl Link {
             }
             match store.barrier(&name, slice.min(self.timeout)) {
                 Ok(()) => break true,
-                Err(Error::Timeout { .. }) if began.elapsed() < self.timeout => {}
+                Err(mgpu_control::Error::Timeout { .. }) if began.elapsed() < self.timeout => {}
                 Err(_) => break false,
             }
             if self.peers().into_iter().any(|peer| self.is_missed_by(peer, began.elapsed())) {

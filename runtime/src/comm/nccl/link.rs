@@ -112,7 +112,7 @@ impl Link {
         let _ = self.poison.set(error.to_string());
         self.membership.standing.fail();
         // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
-        self.membership.page().blame(self.rank, &error);
+        self.membership.accuse(&error);
         self.owner.abort();
         drop(aborting);
         self.membership.hold_back(&error);

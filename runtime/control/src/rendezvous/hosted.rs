@@ -37,15 +37,17 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// A run as its ranks know it without having spoken to each other.
 #[derive(Debug)]
-pub(crate) struct HostedRun<'a> {
+pub struct HostedRun<'a> {
     /// The same on all its ranks, and on those of no other run.
-    pub(crate) run_id: &'a str,
+    pub run_id: &'a str,
     /// What users call it, for errors.
-    pub(crate) title: &'a str,
-    pub(crate) world_size: u32,
-    pub(crate) restart_count: u32,
+    pub title: &'a str,
+    /// Number of its ranks.
+    pub world_size: u32,
+    /// How often its launcher has restarted the ranks.
+    pub restart_count: u32,
     /// How long its ranks wait for each other.
-    pub(crate) patience: Duration,
+    pub patience: Duration,
 }
 
 impl HostedRun<'_> {
@@ -53,7 +55,7 @@ impl HostedRun<'_> {
     ///
     /// # Errors
     /// If another run of this name is being started, or the system refuses a socket, memory or a thread.
-    pub(crate) fn serve(&self) -> Result<Serving> {
+    pub fn serve(&self) -> Result<Serving> {
         let name = self.name();
         let door = Door::open_abstract(&name).map_err(|error| match error.kind() {
             ErrorKind::AddrInUse => Error::Join { rank: 0, problem: self.taken() },
@@ -72,7 +74,7 @@ impl HostedRun<'_> {
     ///
     /// # Errors
     /// If that takes longer than the run's patience, or the socket belongs to another user.
-    pub(crate) fn connect(&self, rank: u32) -> Result<UnixStream> {
+    pub fn connect(&self, rank: u32) -> Result<UnixStream> {
         let started = Instant::now();
         let mut pause = FIRST_PAUSE;
         let stream = loop {
@@ -125,13 +127,13 @@ impl HostedRun<'_> {
 /// The rendezvous that this process serves and has not joined yet. If it never does, the rendezvous ends when this is
 /// dropped: the next attempt needs its name.
 #[derive(Debug)]
-pub(crate) struct Serving {
+pub struct Serving {
     alive: PipeWriter,
 }
 
 impl Serving {
     /// From now on the rendezvous lasts as long as its ranks.
-    pub(crate) fn has_joined(mut self) {
+    pub fn has_joined(mut self) {
         // Fails only if the thread has ended, since a pipe has room for a byte.
         let _ = self.alive.write(&[1]);
     }
@@ -144,7 +146,7 @@ fn owner(stream: &UnixStream) -> nix::Result<(i32, u32)> {
 
 /// Drives `server` on a thread of its own, which ends with the last rank's connection, or with a pipe whose writer is dropped
 /// and has written nothing.
-pub(crate) fn spawn(server: Server, attempt: Option<PipeReader>) -> Result<()> {
+pub(super) fn spawn(server: Server, attempt: Option<PipeReader>) -> Result<()> {
     std::thread::Builder::new()
         .name("mgpu-rendezvous".into())
         .spawn(move || drive(server, attempt))

@@ -68,10 +68,11 @@ pub struct Injection {
 
 /// A fault that this rank is to commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Planned {
+pub struct Planned {
     /// Its place in the list of all ranks' faults.
-    pub(crate) number: usize,
-    pub(crate) injection: Injection,
+    pub number: usize,
+    /// The fault itself.
+    pub injection: Injection,
 }
 
 const MOMENTS: [(&str, Moment); 5] = [
@@ -184,7 +185,7 @@ impl fmt::Display for Injection {
 
 impl Fault {
     /// Does it to this process. Returns only from what leaves the process as it was.
-    pub(crate) fn commit(self) {
+    pub fn commit(self) {
         match self {
             Fault::Abort => std::process::abort(),
             Fault::Exit(code) => std::process::exit(code.into()),
@@ -248,7 +249,7 @@ pub fn join(injections: &[Injection]) -> String {
 }
 
 /// Reads what [`join`] wrote.
-pub(crate) fn split(text: &str) -> Result<Vec<Injection>, String> {
+pub fn split(text: &str) -> Result<Vec<Injection>, String> {
     text.split(';').filter(|part| !part.is_empty()).map(str::parse).collect()
 }
 

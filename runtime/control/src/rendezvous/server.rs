@@ -267,7 +267,9 @@ impl Server {
             let (operation, how) = ("join".to_owned(), how.clone());
             let reply = encode(&Reply::PeerGone { peer: gone, how: how.clone() });
             // Not yet let in, the rank cannot note it itself.
-            self.page.blame(rank, &Error::PeerLost { rank, peer: gone, operation, how, silent: false });
+            let lost = Error::PeerLost { rank, peer: gone, operation, how, silent: false };
+            let blame = Blame { culprit: gone, timed_out: false, message: lost.to_string() };
+            self.page.blame(rank, &blame);
             let _ = peer.connection.send(&reply, &[]);
         }
     }

@@ -7,7 +7,7 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use crate::search::{SearchEnv, Source};
+use crate::{SearchEnv, Source};
 
 /// A directory that Python imports packages from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -200,7 +200,7 @@ mod tests {
         std::os::unix::fs::symlink(root.join("base/bin/python3"), root.join("venv/bin/python3")).unwrap();
         let env = SearchEnv {
             path: vec![root.join("nothing-here"), root.join("venv/bin"), root.join("base/bin")],
-            ..SearchEnv::empty()
+            ..SearchEnv::empty("libnccl.so.2", &["nvidia/nccl/lib"])
         };
         let expected = [
             "venv/lib/python3.12/site-packages",
@@ -229,7 +229,7 @@ mod tests {
             conda_prefix: Some(root.join("conda")),
             user_base: Some(root.join("home/.local")),
             path: vec![root.join("usr/bin")],
-            ..SearchEnv::empty()
+            ..SearchEnv::empty("libnccl.so.2", &["nvidia/nccl/lib"])
         };
         let expected = [
             (Source::Conda, "conda/lib/python3.12/site-packages"),
@@ -257,7 +257,7 @@ mod tests {
         let env = SearchEnv {
             path: vec![root.join("pyenv/shims"), root.join("usr/bin")],
             current_dir: Some(root.join("project/deeper")),
-            ..SearchEnv::empty()
+            ..SearchEnv::empty("libnccl.so.2", &["nvidia/nccl/lib"])
         };
         let only = |env: &SearchEnv| match found(env, &root).as_slice() {
             [(Source::Interpreter, path)] => path.clone(),

@@ -7,12 +7,13 @@
 //! a deadline, and its error says who waited for whom, in what and how long.
 //!
 //! ```
-//! # fn main() -> mgpu::Result<()> {
+//! # fn main() -> mgpu_control::Result<()> {
 //! # use std::time::Duration;
-//! let worlds = mgpu::World::threads(2)?;
-//! let [first, second] = &worlds[..] else { unreachable!() };
-//! first.store().unwrap().set("greeting", b"hello", &[], 1)?;
-//! let (value, _descriptors) = second.store().unwrap().get("greeting", 0, Duration::from_secs(1))?;
+//! let run_id = mgpu_control::protocol::new_run_id()?;
+//! let ranks = mgpu_control::rendezvous::in_process(2, &run_id)?;
+//! let [(first, _), (second, _)] = &ranks[..] else { unreachable!() };
+//! first.set("greeting", b"hello", &[], 1)?;
+//! let (value, _descriptors) = second.get("greeting", 0, Duration::from_secs(1))?;
 //! assert_eq!(value, b"hello");
 //! # Ok(())
 //! # }
@@ -30,13 +31,15 @@ mod refusals;
 mod rights;
 mod server;
 mod socket;
+mod threads;
 mod turn;
 mod waits;
 
 pub use crate::progress::Blame;
 pub use client::Store;
-pub(crate) use client::{Application, Host};
+pub use client::{Application, Host};
 pub use directory::remove_abandoned;
-pub(crate) use hosted::{HostedRun, Serving, spawn};
+pub use hosted::{HostedRun, Serving};
 pub use preflight::PreflightFault;
 pub use server::{Departure, Server, ServerEvent};
+pub use threads::in_process;

@@ -9,14 +9,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The folders of this process's control groups for `controller`, with all their parents: each may have a limit.
-pub(crate) fn folders(controller: &str) -> Vec<PathBuf> {
+pub fn folders(controller: &str) -> Vec<PathBuf> {
     folders_of(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default(), controller)
 }
 
 /// How many cores all processes of this one's groups may keep busy together, at least 1; `None` without a limit.
 ///
 /// Unlike `std::thread::available_parallelism` it does not look at the cores that the calling thread is bound to.
-pub(crate) fn cpu_quota() -> Option<usize> {
+pub fn cpu_quota() -> Option<usize> {
     folders("cpu").iter().filter_map(|folder| quota_of(folder)).min()
 }
 

@@ -1,31 +1,30 @@
-//! Where to look for the library.
+//! Where to look for one of NVIDIA's libraries.
 //!
-//! People get NCCL in four ways: they say where it is, a package puts it on the system loader's path, a CUDA
+//! People get them in four ways: they say where the library is, a package puts it on the system loader's path, a CUDA
 //! toolkit brings it, or `pip` drops it inside a Python environment, where no loader finds it unaided. They are
 //! tried in that order. [`candidates`] is a pure function of [`SearchEnv`] and the Python directories found by
-//! [`site_packages`](crate::site_packages), so the order can be tested on a machine that has none of it; places that do not apply stay
+//! [`site_packages`], so the order can be tested on a machine that has none of it; places that do not apply stay
 //! in the list with the reason, because "CUDA_HOME is not set" is half of the answer to "why did it not load".
+//!
+//! Nothing is opened here: NCCL's bindings, the kernels and the launcher's `doctor` share the order and open, or only
+//! look for, what they need.
+
+mod python;
 
 use std::env;
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::python::SitePackages;
-
-/// The name the library is installed under; the unversioned one belongs to development packages only.
-pub const LIBRARY_NAME: &str = "libnccl.so.2";
-
-/// The environment variable that names the library outright.
-pub const LIBRARY_VARIABLE: &str = "MGPU_NCCL_LIBRARY";
+pub use python::{SitePackages, site_packages};
 
 /// What the search depends on besides the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SearchEnv {
-    /// The library file's name; [`LIBRARY_NAME`] for NCCL.
+    /// The library file's name, such as `libnccl.so.2`.
     pub file_name: PathBuf,
-    /// The library's folders among a Python environment's packages; `nvidia/nccl/lib` for NCCL.
+    /// The library's folders among a Python environment's packages, such as `nvidia/nccl/lib`.
     pub wheels: &'static [&'static str],
-    /// The path of the library itself, from a variable; `MGPU_NCCL_LIBRARY` for NCCL.
+    /// The path of the library itself, from a variable of its own such as `MGPU_NCCL_LIBRARY`.
     pub explicit: Option<PathBuf>,
     /// `CUDA_HOME`: the root of a CUDA toolkit.
     pub cuda_home: Option<PathBuf>,
@@ -45,10 +44,10 @@ pub struct SearchEnv {
 
 impl SearchEnv {
     /// A search with nothing set: only the system loader is left to ask.
-    pub fn empty() -> Self {
+    pub fn empty(file_name: &str, wheels: &'static [&'static str]) -> Self {
         Self {
-            file_name: LIBRARY_NAME.into(),
-            wheels: &["nvidia/nccl/lib"],
+            file_name: file_name.into(),
+            wheels,
             explicit: None,
             cuda_home: None,
             virtual_env: None,
@@ -60,19 +59,14 @@ impl SearchEnv {
         }
     }
 
-    /// The variables of this process, for NCCL. One that is set but empty counts as unset.
-    pub fn from_process() -> Self {
-        let nccl = Self::empty();
-        Self::for_library(LIBRARY_NAME, LIBRARY_VARIABLE, nccl.wheels)
-    }
-
-    /// The variables of this process, for another of NVIDIA's libraries: the places are the same.
-    pub fn for_library(name: &str, explicit: &str, wheels: &'static [&'static str]) -> Self {
+    /// The variables of this process. One that is set but empty counts as unset. `explicit` is the name of the variable
+    /// that names the library outright.
+    pub fn from_process(file_name: &str, explicit: &str, wheels: &'static [&'static str]) -> Self {
         let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
         let directory = |name| variable(name).map(PathBuf::from);
         let user_base = || Some(directory("PYTHONUSERBASE").unwrap_or(env::home_dir()?.join(".local")));
         Self {
-            file_name: name.into(),
+            file_name: file_name.into(),
             wheels,
             explicit: directory(explicit),
             cuda_home: directory("CUDA_HOME"),
@@ -90,7 +84,7 @@ impl SearchEnv {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Source {
-    /// The variable [`LIBRARY_VARIABLE`].
+    /// The library's own variable.
     Explicit,
     /// `ld.so`: `LD_LIBRARY_PATH`, its cache, the system's library directories.
     SystemLoader,
@@ -109,7 +103,7 @@ pub enum Source {
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Explicit => LIBRARY_VARIABLE,
+            Self::Explicit => "its variable",
             Self::SystemLoader => "system loader",
             Self::CudaHome => "CUDA_HOME",
             Self::VirtualEnv => "VIRTUAL_ENV",
@@ -131,7 +125,7 @@ pub struct Candidate {
 
 /// The places to try, best first. Pure: neither the disk nor the process's environment is consulted.
 ///
-/// 1. The variable that names the library ([`LIBRARY_VARIABLE`] for NCCL). When it is set nothing else is tried:
+/// 1. The variable that names the library. When it is set nothing else is tried:
 ///    whoever names a library would rather read that it does not load than train on another one.
 /// 2. The system loader, asked for the bare file name.
 /// 3. `$CUDA_HOME/lib64`.
@@ -139,8 +133,9 @@ pub struct Candidate {
 ///    interpreter's, the user's own.
 ///
 /// ```
-/// use nccl_sys::{SearchEnv, Source, candidates};
-/// let env = SearchEnv { cuda_home: Some("/opt/cuda".into()), ..SearchEnv::empty() };
+/// use nvidia_libraries::{SearchEnv, Source, candidates};
+/// let nccl = SearchEnv::empty("libnccl.so.2", &["nvidia/nccl/lib"]);
+/// let env = SearchEnv { cuda_home: Some("/opt/cuda".into()), ..nccl };
 /// let places = candidates(&env, &[]);
 /// assert_eq!(places[1].source, Source::SystemLoader);
 /// assert_eq!(places[2].file, Ok("/opt/cuda/lib64/libnccl.so.2".into()));
@@ -194,6 +189,10 @@ fn why_no_site_packages(env: &SearchEnv, source: Source) -> String {
 mod tests {
     use super::*;
 
+    fn nccl() -> SearchEnv {
+        SearchEnv::empty("libnccl.so.2", &["nvidia/nccl/lib"])
+    }
+
     fn files(places: &[Candidate]) -> Vec<(Source, &str)> {
         places
             .iter()
@@ -211,7 +210,7 @@ mod tests {
             cuda_home: Some("/opt/cuda".into()),
             virtual_env: Some("/home/u/.venv".into()),
             conda_prefix: Some("/opt/conda".into()),
-            ..SearchEnv::empty()
+            ..nccl()
         };
         // Given in the wrong order on purpose: the source decides.
         let sites = [
@@ -243,7 +242,7 @@ mod tests {
         let env = SearchEnv {
             explicit: Some("/opt/mine/libnccl.so".into()),
             cuda_home: Some("/opt/cuda".into()),
-            ..SearchEnv::empty()
+            ..nccl()
         };
         let sites = [site(Source::VirtualEnv, "/v/lib/python3.12/site-packages")];
         assert_eq!(files(&candidates(&env, &sites)), [(Source::Explicit, "/opt/mine/libnccl.so")]);
@@ -251,7 +250,7 @@ mod tests {
 
     #[test]
     fn places_that_do_not_apply_stay_in_the_list_with_the_reason() {
-        let places = candidates(&SearchEnv::empty(), &[]);
+        let places = candidates(&nccl(), &[]);
         let sources: Vec<Source> = places.iter().map(|place| place.source).collect();
         assert_eq!(
             sources,
@@ -267,7 +266,7 @@ mod tests {
         );
         assert_eq!(places.iter().filter(|place| place.file.is_err()).count(), 6);
 
-        let env = SearchEnv { virtual_env: Some("/gone".into()), ..SearchEnv::empty() };
+        let env = SearchEnv { virtual_env: Some("/gone".into()), ..nccl() };
         let reason = candidates(&env, &[])[3].file.clone().unwrap_err();
         assert_eq!(reason, "no site-packages under /gone");
     }

@@ -12,6 +12,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use super::super::entries::MOST_KEYS;
 use super::super::message::{Decoder, MAX_NAME, Manifest};
 use super::*;
+use crate::rendezvous::in_process;
 
 const RUN: &str = "a-test";
 
@@ -325,15 +326,14 @@ fn without_a_launcher_the_server_says_who_is_missing() {
 /// The peer's next request may come while its last one is being answered, within one turn of the server.
 #[test]
 fn a_rank_that_asks_again_at_once_is_always_answered() {
-    let worlds = crate::World::threads(2).unwrap();
+    let ranks = in_process(2, RUN).unwrap();
     std::thread::scope(|scope| {
-        for world in &worlds {
-            scope.spawn(|| {
-                let store = world.store().unwrap();
+        for ((store, _), rank) in ranks.iter().zip(0..) {
+            scope.spawn(move || {
                 for number in 0..3000 {
-                    let key = format!("{} of {}", number, world.rank());
+                    let key = format!("{number} of {rank}");
                     store.set(&key, b"value", &[], 1).unwrap();
-                    let (value, _) = store.get(&key, world.rank(), LONG).unwrap();
+                    let (value, _) = store.get(&key, rank, LONG).unwrap();
                     assert_eq!(value, b"value");
                 }
             });

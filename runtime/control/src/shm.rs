@@ -23,11 +23,11 @@ use crate::{Error, Result};
 ///
 /// # Safety
 /// The type consists of atomics (and arrays and structs of them) only, and every bit pattern is a valid value.
-pub(crate) unsafe trait Shared {}
+pub unsafe trait Shared {}
 
 /// A shared mapping of a sealed memfd.
 #[derive(Debug)]
-pub(crate) struct SharedMemory {
+pub struct SharedMemory {
     base: NonNull<u8>,
     len: usize,
 }
@@ -43,7 +43,7 @@ const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).uni
 
 impl SharedMemory {
     /// Makes a zeroed file of `len` bytes, sealed, and maps it. No memory is taken until [`reserve`](reserve).
-    pub(crate) fn create(name: &str, len: usize) -> Result<(Self, OwnedFd)> {
+    pub fn create(name: &str, len: usize) -> Result<(Self, OwnedFd)> {
         let failed =
             |why: String| Error::system(format!("create {len} bytes of shared memory ({name})"), why);
         // The kernel counts this memory as a file, and ends a process that exceeds the limit by a signal (SIGXFSZ).
@@ -63,7 +63,7 @@ impl SharedMemory {
     }
 
     /// Maps a file received from another process, after checking that it is sealed and `len` bytes long.
-    pub(crate) fn open(name: &str, fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+    pub fn open(name: &str, fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         let found = Self::sealed_len(name, fd)?;
         if found != len {
             let problem = format!("the shared memory has {found} bytes instead of {len}");
@@ -74,7 +74,7 @@ impl SharedMemory {
 
     /// Maps a sealed file of another process, whatever its length, without the right to write: a write through
     /// [`view`](Self::view) would be the end of this process.
-    pub(crate) fn open_for_reading(name: &str, fd: BorrowedFd<'_>) -> Result<Self> {
+    pub fn open_for_reading(name: &str, fd: BorrowedFd<'_>) -> Result<Self> {
         let len = Self::sealed_len(name, fd)?;
         Self::map_with(name, fd, len, ProtFlags::PROT_READ)
     }
@@ -108,7 +108,7 @@ impl SharedMemory {
     }
 
     /// Number of bytes.
-    pub(crate) fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.len
     }
 
@@ -116,7 +116,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// If `offset` is past the end.
-    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+    pub fn at(&self, offset: usize) -> *mut u8 {
         assert!(offset <= self.len, "offset {offset} in {} bytes of shared memory", self.len);
         // SAFETY: the assertion keeps the address inside the mapping or one past its end.
         unsafe { self.base.as_ptr().add(offset) }
@@ -126,7 +126,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// If it does not fit or is misaligned.
-    pub(crate) fn view<T: Shared>(&self, offset: usize) -> &T {
+    pub fn view<T: Shared>(&self, offset: usize) -> &T {
         let end = offset.checked_add(size_of::<T>());
         assert!(end.is_some_and(|end| end <= self.len), "a view past the end of shared memory");
         let address = self.at(offset).cast::<T>();
@@ -139,7 +139,7 @@ impl SharedMemory {
 
 impl SharedMemory {
     /// Enters pages that exist by now into this process's page table, so that first uses find them there.
-    pub(crate) fn map_pages(&self) {
+    pub fn map_pages(&self) {
         // Only a wish: a page that is not mapped now will be at its first use.
         // SAFETY: the range is the whole mapping; populating it does not change its contents.
         let _ = unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_POPULATE_WRITE) };
@@ -163,7 +163,7 @@ fn file_size_limit() -> Option<u64> {
 ///
 /// Each rank reserves its own part: pages come from the memory node of the process that asks for them. They are
 /// asked for through the mapping, because only there does the kernel know that huge pages are wanted.
-pub(crate) fn reserve(
+pub fn reserve(
     name: &str,
     memory: &SharedMemory,
     fd: BorrowedFd<'_>,

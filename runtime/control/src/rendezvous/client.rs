@@ -54,7 +54,7 @@ pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
 
 /// Who serves the rendezvous, and is gone when it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Host {
+pub enum Host {
     /// The launcher, whose ranks end with it.
     Launcher,
     /// Rank 0, one of those that may die.
@@ -87,14 +87,14 @@ struct Exchange {
 }
 
 /// A rank that has said hello.
-pub(crate) struct Application {
+pub struct Application {
     store: Store,
     hello: Exchange,
 }
 
 impl Application {
     /// Waits until all ranks have said hello and go together.
-    pub(crate) fn admission(self) -> Result<(Store, ProgressPage)> {
+    pub fn admission(self) -> Result<(Store, ProgressPage)> {
         let Application { store, hello } = self;
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match store.finish(&mut connection, hello)? {
@@ -111,7 +111,7 @@ impl Application {
 
 impl Store {
     /// Connects to the launcher at `address`.
-    pub(crate) fn connect(address: &str, rank: u32) -> Result<UnixStream> {
+    pub fn connect(address: &str, rank: u32) -> Result<UnixStream> {
         let refused = |problem: String| Error::Join { rank, problem };
         let path = address.strip_prefix("unix:").ok_or_else(|| {
             refused(format!("`{address}` is no address of a rendezvous; it should be unix:PATH"))
@@ -125,7 +125,7 @@ impl Store {
     }
 
     /// Says hello over a connected stream.
-    pub(crate) fn apply(
+    pub fn apply(
         stream: UnixStream,
         host: Host,
         run_id: &str,
@@ -230,19 +230,19 @@ impl Store {
     }
 
     /// Says goodbye. Errors are of no interest any more.
-    pub(crate) fn leave(&self) {
+    pub fn leave(&self) {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.call(&mut connection, &Request::Leave, &[], "leave", Duration::ZERO);
     }
 
     /// True under another launcher than `mgpurun`.
-    pub(crate) fn is_served_by_a_rank(&self) -> bool {
+    pub fn is_served_by_a_rank(&self) -> bool {
         self.host != Host::Launcher
     }
 
     /// An error in a child that the rank has forked. It shares the connection: what it sent or read would be the parent's
     /// requests and replies.
-    pub(crate) fn check_process(&self) -> Result<()> {
+    pub fn check_process(&self) -> Result<()> {
         match self.origin.is_here() {
             true => Ok(()),
             false => Err(Error::Forked { rank: self.rank, process: std::process::id() }),
@@ -289,7 +289,7 @@ impl Store {
     }
 
     /// True if another rank serves the rendezvous and has ended: that rank is 0.
-    pub(crate) fn host_is_gone(&self) -> bool {
+    pub fn host_is_gone(&self) -> bool {
         if self.host == Host::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
             return false;
         }

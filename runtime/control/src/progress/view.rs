@@ -19,7 +19,7 @@ pub enum RankState {
 
 /// How a rank ended. A later variant says more than an earlier one and replaces it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ending<'a> {
+pub enum Ending<'a> {
     /// It said goodbye.
     Left,
     /// Its process exited with code 0.
@@ -82,7 +82,8 @@ pub enum Operation {
 }
 
 impl Operation {
-    pub(crate) const ALL: [Operation; 10] = [
+    /// All operations.
+    pub const ALL: [Operation; 10] = [
         Operation::Barrier,
         Operation::Allocate,
         Operation::AllReduce,
@@ -95,7 +96,8 @@ impl Operation {
         Operation::Recv,
     ];
 
-    pub(crate) fn from_number(number: u8) -> Option<Self> {
+    /// The operation of this number, if there is one.
+    pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|operation| *operation as u8 == number)
     }
 

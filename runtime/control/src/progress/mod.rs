@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use text::SharedText;
-pub(crate) use view::Ending;
+pub use view::Ending;
 pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now};
 
 use crate::shm::{Shared, SharedMemory, reserve};
@@ -101,16 +101,14 @@ const RUNNING: u32 = 1 << 31;
 const TIMED_OUT: u32 = 1 << 31;
 
 /// How far a rank is in a communicator whose peers cannot see that for themselves.
-#[cfg(feature = "cuda")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub struct Place {
     /// The communicator's number, from 1.
-    pub(crate) communicator: u32,
+    pub communicator: u32,
     /// Collectives that the rank has begun in it; of a message, those exchanged with that peer.
-    pub(crate) turns: u32,
+    pub turns: u32,
 }
 
-#[cfg(feature = "cuda")]
 impl Place {
     fn to_number(self) -> u64 {
         u64::from(self.communicator) << 32 | u64::from(self.turns)
@@ -149,9 +147,9 @@ impl ProgressPage {
     }
 
     /// A page for `world_size` ranks, and the descriptor to hand to them.
-    pub(crate) fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
+    pub fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
         let (memory, fd) = SharedMemory::create(PAGE_NAME, Self::bytes(world_size))?;
-        reserve("the progress page", &memory, fd.as_fd(), 0, memory.len())?;
+        reserve("the progress page", &memory, fd.as_fd(), 0, memory.size())?;
         let header = memory.view::<Header>(0);
         header.launcher.store(std::process::id(), Ordering::Relaxed);
         header.world_size.store(world_size, Ordering::Relaxed);
@@ -161,7 +159,7 @@ impl ProgressPage {
     }
 
     /// Maps a page received from the server.
-    pub(crate) fn open(fd: BorrowedFd<'_>, world_size: u32) -> Result<Self> {
+    pub fn open(fd: BorrowedFd<'_>, world_size: u32) -> Result<Self> {
         let memory = SharedMemory::open("the progress page", fd, Self::bytes(world_size))?;
         Ok(ProgressPage { memory, world_size })
     }
@@ -173,12 +171,12 @@ impl ProgressPage {
     pub fn inspect(fd: BorrowedFd<'_>) -> Result<Self> {
         let memory = SharedMemory::open_for_reading("a progress page", fd)?;
         let other = || Error::system("read a progress page", "it is of another version of mgpurun");
-        if memory.len() < size_of::<Header>() {
+        if memory.size() < size_of::<Header>() {
             return Err(other());
         }
         let header = memory.view::<Header>(0);
         let world_size = header.world_size.load(Ordering::Relaxed);
-        if header.magic.load(Ordering::Acquire) != MAGIC || memory.len() != Self::bytes(world_size) {
+        if header.magic.load(Ordering::Acquire) != MAGIC || memory.size() != Self::bytes(world_size) {
             return Err(other());
         }
         Ok(ProgressPage { memory, world_size })
@@ -194,7 +192,7 @@ impl ProgressPage {
     }
 
     /// Notes what the ranks run, and how often they have been restarted.
-    pub(crate) fn describe(&self, program: &str, restarts: u32) {
+    pub fn describe(&self, program: &str, restarts: u32) {
         self.header().restarts.store(restarts, Ordering::Relaxed);
         self.header().program.set_once(program);
     }
@@ -241,12 +239,13 @@ impl ProgressPage {
         }
     }
 
-    pub(crate) fn state(&self, rank: u32) -> RankState {
+    /// Whether `rank` has joined, and how it ended.
+    pub fn state(&self, rank: u32) -> RankState {
         state_of(self.slot(rank).state.load(Ordering::Acquire))
     }
 
     /// Notes the process that was started as `rank`, which may never join.
-    pub(crate) fn start(&self, rank: u32, pid: u32) {
+    pub fn start(&self, rank: u32, pid: u32) {
         self.slot(rank).started.store(pid, Ordering::Relaxed);
     }
 
@@ -257,7 +256,8 @@ impl ProgressPage {
         processes.into_iter().find(|pid| *pid != 0)
     }
 
-    pub(crate) fn join(&self, rank: u32, pid: u32) {
+    /// Notes that `rank` has joined, as this process.
+    pub fn join(&self, rank: u32, pid: u32) {
         let slot = self.slot(rank);
         slot.pid.store(pid, Ordering::Relaxed);
         slot.touch();
@@ -266,7 +266,7 @@ impl ProgressPage {
     }
 
     /// Records that `rank` ended. Of two failures the first stays.
-    pub(crate) fn depart(&self, rank: u32, ending: Ending<'_>) {
+    pub fn depart(&self, rank: u32, ending: Ending<'_>) {
         let slot = self.slot(rank);
         let number = match ending {
             Ending::Left => LEFT,
@@ -282,7 +282,7 @@ impl ProgressPage {
     }
 
     /// The rank that failed before all others: what became of those may be its doing.
-    pub(crate) fn first_failed(&self) -> Option<u32> {
+    pub fn first_failed(&self) -> Option<u32> {
         let rank = self.header().first_failed.load(Ordering::Acquire).checked_sub(1)?;
         (rank < self.world_size && self.state(rank) == RankState::Failed).then_some(rank)
     }
@@ -305,7 +305,7 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` enters an operation.
-    pub(crate) fn enter(&self, rank: u32, operation: Operation, sequence: u32, bytes: usize) {
+    pub fn enter(&self, rank: u32, operation: Operation, sequence: u32, bytes: usize) {
         let slot = self.slot(rank);
         slot.sequence.store(u64::from(sequence), Ordering::Relaxed);
         slot.bytes.store(bytes as u64, Ordering::Relaxed);
@@ -314,31 +314,27 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` has waited for `peer` for more than a moment.
-    pub(crate) fn wait(&self, rank: u32, peer: u32) {
+    pub fn wait(&self, rank: u32, peer: u32) {
         self.slot(rank).waits_for.store(peer + 1, Ordering::Relaxed);
     }
 
     /// Notes how far `rank` is in the communicator that it [waits](Self::wait) in.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn wait_in(&self, rank: u32, place: Place) {
+    pub fn wait_in(&self, rank: u32, place: Place) {
         self.slot(rank).waits_in.store(place.to_number(), Ordering::Relaxed);
     }
 
     /// How far `rank` is in the communicator that it has waited in for more than a moment.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn waits_in(&self, rank: u32) -> Option<Place> {
+    pub fn waits_in(&self, rank: u32) -> Option<Place> {
         Place::from_number(self.slot(rank).waits_in.load(Ordering::Relaxed))
     }
 
     /// Notes which message, of those with the peer that `rank` [waits](Self::wait) for, it waits in.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn wait_in_message(&self, rank: u32, place: Place) {
+    pub fn wait_in_message(&self, rank: u32, place: Place) {
         self.slot(rank).message.store(place.to_number(), Ordering::Release);
     }
 
     /// The message with `peer` that `rank` has waited in for more than a moment, if it does.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn waits_in_message(&self, rank: u32, peer: u32) -> Option<Place> {
+    pub fn waits_in_message(&self, rank: u32, peer: u32) -> Option<Place> {
         let slot = self.slot(rank);
         let message = slot.message.load(Ordering::Acquire);
         let is_for_peer = slot.waits_for.load(Ordering::Acquire) == peer + 1;
@@ -348,19 +344,17 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` has come to the end of a communicator: it begins no more operations in it.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn end_at(&self, rank: u32, place: Place) {
+    pub fn end_at(&self, rank: u32, place: Place) {
         self.slot(rank).ends_at.store(place.to_number(), Ordering::Relaxed);
     }
 
     /// Where `rank` came to the end of a communicator last.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn ends_at(&self, rank: u32) -> Option<Place> {
+    pub fn ends_at(&self, rank: u32) -> Option<Place> {
         Place::from_number(self.slot(rank).ends_at.load(Ordering::Relaxed))
     }
 
     /// Notes that `rank` has left the operation.
-    pub(crate) fn leave(&self, rank: u32) {
+    pub fn leave(&self, rank: u32) {
         let slot = self.slot(rank);
         slot.operation.store(slot.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
         // A short operation was entered a moment ago: the clock need not be read again.
@@ -372,7 +366,8 @@ impl ProgressPage {
         }
     }
 
-    pub(crate) fn begin_step(&self, rank: u32, step: u64) {
+    /// Notes that `rank` begins a training step (from 1).
+    pub fn begin_step(&self, rank: u32, step: u64) {
         let slot = self.slot(rank);
         slot.step.store(step, Ordering::Relaxed);
         slot.steps_begun.fetch_add(1, Ordering::Relaxed);
@@ -380,7 +375,7 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` commits the fault of this number. Those past the 64th are not noted.
-    pub(crate) fn note_fault(&self, rank: u32, number: usize) {
+    pub fn note_fault(&self, rank: u32, number: usize) {
         if number < u64::BITS as usize {
             self.slot(rank).faults.fetch_or(1 << number, Ordering::Relaxed);
         }
@@ -391,19 +386,19 @@ impl ProgressPage {
         number >= u64::BITS as usize || self.slot(rank).faults.load(Ordering::Relaxed) >> number & 1 == 1
     }
 
-    pub(crate) fn set_phase(&self, rank: u32, phase: Phase) {
+    /// Notes that `rank` begins another part of its work.
+    pub fn set_phase(&self, rank: u32, phase: Phase) {
         let slot = self.slot(rank);
         slot.phase.store(phase as u32, Ordering::Relaxed);
         slot.touch();
     }
 
-    /// Records `error` as the reason why `rank` is about to fail, if it names a culprit. The first one stays.
-    pub(crate) fn blame(&self, rank: u32, error: &Error) {
-        let Some(culprit) = error.culprit() else { return };
+    /// Records whom `rank` holds responsible, and why, because it is about to fail. The first one stays.
+    pub fn blame(&self, rank: u32, blame: &Blame) {
         let slot = self.slot(rank);
-        slot.blame.set_once(&error.to_string());
-        let timed_out = if error.is_timeout() { TIMED_OUT } else { 0 };
-        let value = (culprit + 1) | timed_out;
+        slot.blame.set_once(&blame.message);
+        let timed_out = if blame.timed_out { TIMED_OUT } else { 0 };
+        let value = (blame.culprit + 1) | timed_out;
         let _ = slot.blamed.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
     }
 
@@ -456,8 +451,10 @@ mod tests {
 
         assert_eq!(page.blame_of(0), None);
         for waited_for in [vec![1], vec![2]] {
-            let after = Duration::from_secs(2);
-            other.blame(0, &Error::Timeout { rank: 0, waited_for, operation: "barrier".into(), after });
+            let culprit = waited_for[0];
+            let (after, operation) = (Duration::from_secs(2), "barrier".into());
+            let message = Error::Timeout { rank: 0, waited_for, operation, after }.to_string();
+            other.blame(0, &Blame { culprit, timed_out: true, message });
         }
         let blame = page.blame_of(0).unwrap();
         assert_eq!((blame.culprit, blame.timed_out), (1, true));

@@ -54,7 +54,7 @@ pub fn start_hint(error: &io::Error) -> &'static str {
 }
 
 /// Why no process or thread could be started, and what to try.
-pub(crate) fn start_failure(error: &io::Error) -> String {
+pub fn start_failure(error: &io::Error) -> String {
     format!("{error}{}", start_hint(error))
 }
 
@@ -102,7 +102,7 @@ pub fn heed_children() -> io::Result<()> {
 }
 
 /// Gives the child of `command` a session of its own: no signal to this process's group or terminal reaches it.
-pub(crate) fn detach(command: &mut Command) {
+pub fn detach(command: &mut Command) {
     let in_child = || nix::unistd::setsid().map(drop).map_err(io::Error::from);
     // SAFETY: between fork and exec the closure makes one system call, async-signal-safe, and does not allocate.
     unsafe { command.pre_exec(in_child) };
@@ -188,13 +188,13 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
 }
 
 /// True once the process of a [`pidfd_open`] has ended.
-pub(crate) fn has_ended(pidfd: &OwnedFd) -> bool {
+pub fn has_ended(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
 /// The state of process `pid`, a letter as `ps` shows it; `None` if there is no such process.
-pub(crate) fn state(pid: u32) -> Option<char> {
+pub fn state(pid: u32) -> Option<char> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     // The name before it may contain anything.
     let end = stat.iter().rposition(|byte| *byte == b')')?;
@@ -206,7 +206,7 @@ pub(crate) fn state(pid: u32) -> Option<char> {
 /// It is asked in every collective, where a system call would be felt, so it is a page of memory that the kernel clears in
 /// children (`MADV_WIPEONFORK`, since Linux 4.14). Where there is none, the process's number decides.
 #[derive(Debug)]
-pub(crate) struct Origin {
+pub struct Origin {
     process: u32,
     page: Option<NonNull<AtomicBool>>,
 }
@@ -220,7 +220,7 @@ const PAGE: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
 impl Origin {
     /// This process.
-    pub(crate) fn here() -> Self {
+    pub fn here() -> Self {
         Origin { process: std::process::id(), page: Self::marked_page().ok() }
     }
 
@@ -242,7 +242,7 @@ impl Origin {
 
     /// True in the process that has made this, false in its children.
     #[inline]
-    pub(crate) fn is_here(&self) -> bool {
+    pub fn is_here(&self) -> bool {
         match self.page {
             // SAFETY: the page is mapped as long as `self`; a child has one of zeros in its place.
             Some(mark) => unsafe { mark.as_ref() }.load(Ordering::Relaxed),
