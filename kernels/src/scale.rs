@@ -1,6 +1,8 @@
 //! Scaling in place: `x[i] ← factor · x[i]`, rounded once.
 
-use crate::level::{AVX2, AVX512, detect};
+use crate::level::detect;
+#[cfg(target_arch = "x86_64")]
+use crate::level::{AVX2, AVX512};
 
 #[inline(always)]
 fn scale_all(values: &mut [f32], factor: f32) {

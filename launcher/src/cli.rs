@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use mgpu_control::inject::Injection;
 
 use crate::doctor;
@@ -73,8 +73,8 @@ struct Args {
     /// `auto` is NCCL where there are at least N GPUs and the CPU where there is none; in between it is an error, since
     /// silently using some of the GPUs is never what was meant. `nccl` where the driver lists no GPU leaves it to the
     /// ranks to find them.
-    #[arg(long, value_enum, value_name = "NAME", default_value_t = BackendArg::Auto, hide_possible_values = true)]
-    backend: BackendArg,
+    #[arg(long, value_enum, value_name = "NAME", default_value_t = BackendChoice::Auto, hide_possible_values = true)]
+    backend: BackendChoice,
 
     /// Seconds for all ranks to join once one has.
     ///
@@ -138,8 +138,8 @@ struct Args {
     /// Colour the ranks' prefixes: auto, always or never.
     ///
     /// `auto` colours on a terminal, unless NO_COLOR is set.
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t = ColorArg::Auto, hide_possible_values = true)]
-    color: ColorArg,
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = Color::Auto, hide_possible_values = true)]
+    color: Color,
 
     /// Write each rank's output to DIR/rank-N.log instead of showing it.
     ///
@@ -193,8 +193,8 @@ struct Args {
     /// `core` gives each rank a share of the cores, `numa` all of a NUMA node; ranks with a GPU are put near it. `auto`
     /// is `numa` on machines of several nodes where GPUs or ranks fit them, else `none`: within a node the kernel does
     /// better. More ranks than cores are never bound. All within the cores that mgpurun itself may use.
-    #[arg(long, value_enum, value_name = "TO", default_value_t = BindArg::Auto, hide_possible_values = true)]
-    bind: BindArg,
+    #[arg(long, value_enum, value_name = "TO", default_value_t = Bind::Auto, hide_possible_values = true)]
+    bind: Bind,
 
     /// Say at the start which cores and GPU each rank has.
     #[arg(long)]
@@ -210,28 +210,6 @@ struct Args {
     /// passed to it.
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM [ARGS]")]
     command: Vec<OsString>,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum BackendArg {
-    Auto,
-    Nccl,
-    Cpu,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum BindArg {
-    Auto,
-    None,
-    Core,
-    Numa,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum ColorArg {
-    Auto,
-    Always,
-    Never,
 }
 
 fn parse_ranks(text: &str) -> Result<Ranks, String> {
@@ -278,30 +256,16 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         program: program.clone(),
         arguments: arguments.to_vec(),
         ranks: args.ranks,
-        backend: match args.backend {
-            BackendArg::Auto => BackendChoice::Auto,
-            BackendArg::Nccl => BackendChoice::Nccl,
-            BackendArg::Cpu => BackendChoice::Cpu,
-        },
+        backend: args.backend,
         isolate_gpus: args.isolate_gpus,
         share_gpus: args.share_gpus,
         injections: args.inject,
-        bind: match args.bind {
-            BindArg::Auto => Bind::Auto,
-            BindArg::None => Bind::None,
-            BindArg::Core => Bind::Core,
-            BindArg::Numa => Bind::Numa,
-        },
-    };
-    let color = match args.color {
-        ColorArg::Auto => Color::Auto,
-        ColorArg::Always => Color::Always,
-        ColorArg::Never => Color::Never,
+        bind: args.bind,
     };
     let output = OutputOptions {
         raw: args.raw,
         prefix: !args.no_prefix,
-        color,
+        color: args.color,
         timestamps: args.timestamps,
         log_dir: args.log_dir,
         tee: args.tee,

@@ -3,14 +3,14 @@
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mgpu_control::inject::Injection;
 use mgpu_control::rendezvous::Server;
 use nix::sys::signal::SigSet;
 
 use crate::error::LaunchError;
-use crate::event_loop::{End, EventLoop, flush, wait_out};
+use crate::event_loop::{Attempt, End, EventLoop, flush, wait_out};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
@@ -19,7 +19,7 @@ use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
 use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{Process, spawn};
-use crate::supervisor::{Outcome, Supervisor};
+use crate::supervisor::Outcome;
 use crate::{exit_code, faults, nccl, orphans};
 
 /// Thirty years: no clock has a time much further away.
@@ -38,12 +38,22 @@ pub struct Launch {
     request: Request,
     output: OutputOptions,
     report_bindings: bool,
-    join_timeout: Duration,
-    progress_timeout: Option<Duration>,
-    grace: Duration,
-    restart: RestartPolicy,
-    adopts_orphans: bool,
+    supervision: Supervision,
     signals: Result<Signals, nix::Error>,
+}
+
+/// How long ranks are waited for, and what becomes of them: handed on from the command line to the event loop.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Supervision {
+    /// Longest time between the first and the last rank to join.
+    pub(crate) join_timeout: Duration,
+    /// Longest silence of a rank that has joined.
+    pub(crate) progress_timeout: Option<Duration>,
+    /// Time between SIGTERM and SIGKILL.
+    pub(crate) grace: Duration,
+    pub(crate) restart: RestartPolicy,
+    /// This process is the parent of whatever the ranks leave behind, and of nothing else.
+    pub(crate) adopts_orphans: bool,
 }
 
 impl Launch {
@@ -62,11 +72,13 @@ impl Launch {
             },
             report_bindings: false,
             output: OutputOptions::default(),
-            join_timeout: Duration::from_secs(60),
-            progress_timeout: None,
-            grace: Duration::from_secs(5),
-            restart: RestartPolicy::default(),
-            adopts_orphans: false,
+            supervision: Supervision {
+                join_timeout: Duration::from_secs(60),
+                progress_timeout: None,
+                grace: Duration::from_secs(5),
+                restart: RestartPolicy::default(),
+                adopts_orphans: false,
+            },
             signals: Signals::new(),
         }
     }
@@ -110,26 +122,26 @@ impl Launch {
     /// Longest time between the first and the last rank to join (60 s). Programs that never join are not waited
     /// for.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = timeout.min(LONGEST);
+        self.supervision.join_timeout = timeout.min(LONGEST);
         self
     }
 
     /// Time between SIGTERM and SIGKILL (5 s).
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.grace = grace.min(LONGEST);
+        self.supervision.grace = grace.min(LONGEST);
         self
     }
 
     /// Longest silence of a rank that has joined: time without a step, a collective or a
     /// phase (`World::report_phase`) in which it does not wait for another rank. By default any.
     pub fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.progress_timeout = timeout;
+        self.supervision.progress_timeout = timeout;
         self
     }
 
     /// Whether ranks that failed are restarted (they are not).
     pub fn restart(mut self, policy: RestartPolicy) -> Self {
-        self.restart = policy;
+        self.supervision.restart = policy;
         self
     }
 
@@ -143,7 +155,7 @@ impl Launch {
     /// descendants (a *subreaper*) and kills all its children at the end of a run. Only for a process that has no
     /// children of its own. Without it, what has left its rank's process group survives.
     pub fn adopt_orphans(mut self) -> Self {
-        self.adopts_orphans = true;
+        self.supervision.adopts_orphans = true;
         self
     }
 
@@ -187,9 +199,9 @@ impl Launch {
     /// If they cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
         let plan = self.plan()?;
-        let Launch { request, output, signals, restart, grace, .. } = self;
+        let Launch { request, output, signals, supervision, report_bindings } = self;
         let signals = signals?;
-        if self.adopts_orphans {
+        if supervision.adopts_orphans {
             orphans::adopt()?;
         }
         let mut events = match &output.events {
@@ -200,7 +212,7 @@ impl Launch {
         for notice in &plan.notices {
             output.say(notice);
         }
-        if self.report_bindings {
+        if report_bindings {
             plan.ranks.iter().for_each(|rank| output.say(&rank.location));
         }
         // Held until the ranks have ended.
@@ -210,11 +222,7 @@ impl Launch {
             signals: &signals,
             run_id: mgpu_control::protocol::new_run_id()?,
             master_port: port.number().to_string(),
-            join_timeout: self.join_timeout,
-            progress_timeout: self.progress_timeout,
-            grace,
-            adopts_orphans: self.adopts_orphans,
-            restart,
+            supervision,
             injections: &request.injections,
         };
         let result = run.until_over(&mut output, &mut events);
@@ -229,7 +237,7 @@ impl Launch {
         });
         // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
         let is_over = outcome.is_some_and(|outcome| outcome.interrupted);
-        flush(&mut output, &signals, is_over.then_some(grace));
+        flush(&mut output, &signals, is_over.then_some(supervision.grace));
         events.flush();
         if let Some(notice) = events.failure() {
             output.say(&notice);
@@ -249,11 +257,7 @@ struct Run<'a> {
     signals: &'a Signals,
     run_id: String,
     master_port: String,
-    join_timeout: Duration,
-    progress_timeout: Option<Duration>,
-    grace: Duration,
-    adopts_orphans: bool,
-    restart: RestartPolicy,
+    supervision: Supervision,
     injections: &'a [Injection],
 }
 
@@ -271,10 +275,11 @@ impl Run<'_> {
             if let Some(culprit) = outcome.culprit {
                 output.repeat_last_lines(culprit);
             }
-            match self.restart.decide(&outcome, reached, restarts) {
+            let policy = self.supervision.restart;
+            match policy.decide(&outcome, reached, restarts) {
                 Decision::Restart(pause) => {
                     restarts += 1;
-                    let (most, seconds) = (self.restart.most, pause.as_secs_f64());
+                    let (most, seconds) = (policy.most, pause.as_secs_f64());
                     output.say(&format!("restart {restarts} of {most} in {seconds} s"));
                     if let Some(signal) = wait_out(pause, self.signals, output) {
                         let outcome = Outcome::interruption(signal);
@@ -306,7 +311,7 @@ impl Run<'_> {
             master_port: self.master_port.clone(),
             progress: output.shows_progress(),
             restart_count: restarts,
-            max_restarts: self.restart.most,
+            max_restarts: self.supervision.restart.most,
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
         let processes: Vec<Process> =
@@ -322,9 +327,8 @@ impl Run<'_> {
             run_id: self.run_id.clone(),
             restart: restarts,
         });
-        let supervisor = Supervisor::new(ranks, self.join_timeout, self.grace, Instant::now());
-        let event_loop = EventLoop::new(processes, server, self.signals, output, events, supervisor);
-        let event_loop = event_loop.progress_timeout(self.progress_timeout).injections(self.injections);
-        Ok(event_loop.adopts(self.adopts_orphans).run())
+        let attempt =
+            Attempt { processes, server, injections: self.injections, supervision: self.supervision };
+        Ok(EventLoop::new(attempt, self.signals, output, events).run())
     }
 }

@@ -30,7 +30,7 @@ pub enum Ranks {
 }
 
 /// Which backend, as asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum BackendChoice {
     /// NCCL where there are enough GPUs, the CPU where there is none.
     Auto,

@@ -28,19 +28,20 @@ pub struct Stop {
     /// The call's number.
     pub call: c_long,
     tid: Pid,
-    registers: user_regs_struct,
+    arguments: [u64; 4],
+    /// What it has returned, after it.
+    result: i64,
 }
 
 impl Stop {
     /// Whether the call has succeeded, after it.
     pub fn succeeded(&self) -> bool {
-        (self.registers.rax as i64) >= 0
+        self.result >= 0
     }
 
     /// The call's argument number `index`, from 0 to 3.
     pub fn argument(&self, index: usize) -> u64 {
-        let user_regs_struct { rdi, rsi, rdx, r10, .. } = self.registers;
-        [rdi, rsi, rdx, r10][index]
+        self.arguments[index]
     }
 
     /// The path that argument `index` points to, relative to the folder that argument `folder` is a descriptor of.
@@ -119,7 +120,8 @@ pub fn trace(
         return Err(error);
     }
     let mut input = child.stdin.take();
-    let mut threads = vec![(pid, 0)];
+    // Of each thread, how many stops it has had, and the arguments of its last call.
+    let mut threads = vec![(pid, 0, [0; 4])];
     let mut marks = 0;
     loop {
         let status = waitpid(None, Some(WaitPidFlag::__WALL | WaitPidFlag::__WNOTHREAD))?;
@@ -131,13 +133,18 @@ pub fn trace(
                 if stop.call == marker && tid == pid {
                     marks += usize::from(stop.before);
                 } else if marks == 1 {
-                    let thread = threads.iter().position(|(known, _)| *known == tid);
+                    let thread = threads.iter().position(|(known, ..)| *known == tid);
                     stop.thread = thread.unwrap_or_else(|| {
-                        threads.push((tid, 0));
+                        threads.push((tid, 0, stop.arguments));
                         threads.len() - 1
                     });
-                    let seen = &mut threads[stop.thread].1;
+                    let (_, seen, arguments) = &mut threads[stop.thread];
                     (stop.index, *seen) = (*seen, *seen + 1);
+                    // Some processors return the result in the place of an argument.
+                    match stop.before {
+                        true => *arguments = stop.arguments,
+                        false => stop.arguments = *arguments,
+                    }
                     if at(&stop) == Then::Kill {
                         kill(pid, Signal::SIGKILL)?;
                         continue;
@@ -163,7 +170,21 @@ pub fn trace(
 }
 
 fn stopped(tid: Pid) -> Result<Stop, Errno> {
-    let registers = ptrace::getregs(tid)?;
+    let (call, arguments, result) = system_call(&ptrace::getregs(tid)?);
     let before = ptrace::syscall_info(tid)?.op == libc::PTRACE_SYSCALL_INFO_ENTRY;
-    Ok(Stop { thread: 0, index: 0, before, call: registers.orig_rax as c_long, tid, registers })
+    Ok(Stop { thread: 0, index: 0, before, call, tid, arguments, result })
+}
+
+/// The number of a thread's system call, its first arguments and its result, by the kernel's convention for the processor.
+#[cfg(target_arch = "x86_64")]
+fn system_call(registers: &user_regs_struct) -> (c_long, [u64; 4], i64) {
+    let user_regs_struct { orig_rax, rdi, rsi, rdx, r10, rax, .. } = *registers;
+    (orig_rax as c_long, [rdi, rsi, rdx, r10], rax as i64)
+}
+
+/// As above.
+#[cfg(target_arch = "aarch64")]
+fn system_call(registers: &user_regs_struct) -> (c_long, [u64; 4], i64) {
+    let user_regs_struct { regs: [x0, x1, x2, x3, _, _, _, _, x8, ..], .. } = *registers;
+    (x8 as c_long, [x0, x1, x2, x3], x0 as i64)
 }

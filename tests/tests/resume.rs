@@ -305,30 +305,6 @@ fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() 
 }
 
 #[test]
-fn a_checkpoint_of_format_1_is_gone_on_from() {
-    let tiny = Tiny::new();
-    let all = ["--skip-test", "--schedule", "constant"];
-    let whole = tiny.run(TRAIN.launched(2), &all).weights();
-    tiny.saved(TRAIN.launched(2), &[&all[..], &["--epochs", "1"]].concat()).expect(0, &[]);
-    // As it was written then.
-    let path = tiny.checkpoints().join("step-00000008");
-    let manifest = path.join("manifest.json");
-    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
-    for key in ["checksum", "position", "version"] {
-        json.as_object_mut().unwrap().remove(key).unwrap_or_else(|| panic!("{key} in {json:#}"));
-    }
-    json["state"].as_object_mut().unwrap().remove("details").expect("details");
-    json["format"] = 1.into();
-    for file in json["files"].as_object_mut().unwrap().values_mut() {
-        *file = file["xxh3"].take();
-    }
-    fs::write(&manifest, json.to_string()).unwrap();
-    assert_eq!(Checkpoint::open(&path).unwrap().manifest().position, None);
-    let resumed = tiny.saved(TRAIN.launched(2), &all);
-    assert_eq!((resumed_after(&resumed), resumed.weights()), (8, whole));
-}
-
-#[test]
 fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
     let tiny = Tiny::new();
     let file = tiny.folder.path().join("logits.json");

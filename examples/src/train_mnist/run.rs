@@ -29,8 +29,7 @@ pub(super) struct Run {
     /// Identifier of the launch that has saved it, the same after restarts, where there is one.
     #[serde(default)]
     pub(super) launch: Option<String>,
-    /// What checkpoints of format 1 do not say.
-    #[serde(default)]
+    /// All else, once the data and the device are known.
     details: Option<Details>,
 }
 

@@ -13,7 +13,9 @@ use half::{bf16, f16};
 
 use super::ReduceOp;
 use super::half_floats::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
-use crate::level::{AVX2, AVX512, BASELINE, detect};
+#[cfg(target_arch = "x86_64")]
+use crate::level::{AVX2, AVX512};
+use crate::level::{BASELINE, detect};
 use crate::{DType, Element};
 
 /// Elements per chunk: four AVX-512 registers of 4-byte accumulators, a whole number of cache lines of any type.

@@ -19,6 +19,8 @@ use crate::placement::Topology;
 pub(crate) struct Host {
     /// Where its file system begins.
     pub(super) root: PathBuf,
+    /// Its processor's architecture: `x86_64`, `aarch64`.
+    pub(super) architecture: &'static str,
     /// Its cores.
     pub(super) topology: Topology,
     /// Bytes of `/dev/shm`, in all and free.
@@ -53,6 +55,7 @@ impl Host {
         let loader_path = std::env::var_os("LD_LIBRARY_PATH").filter(|value| !value.is_empty());
         Host {
             root: "/".into(),
+            architecture: std::env::consts::ARCH,
             topology: Topology::detect(),
             shm: shm.map(|shm| {
                 let block = shm.fragment_size();

@@ -19,6 +19,7 @@ fn host(root: &Path) -> Host {
         Probe { name: "pidfd", purpose: "to notice an end", outcome: Ok(()), remedy: "a newer kernel" };
     Host {
         root: root.to_owned(),
+        architecture: "x86_64",
         topology: Topology::read(root, &CoreSet::parse("0-3").unwrap(), 2),
         shm: Some((64 << 20, 64 << 20)),
         open_files: Some(1024),

@@ -36,7 +36,7 @@ impl EventLoop<'_> {
     pub(super) fn may_have_leftovers(&self) -> bool {
         // By the time a rank's end is seen, its children have become children of this process.
         let ranks = self.ranks.iter().filter(|rank| !rank.reaped).count();
-        !self.adopts || orphans::children().len() > ranks
+        !self.supervision.adopts_orphans || orphans::children().len() > ranks
     }
 
     /// Passes a signal on to what ranks have left running.

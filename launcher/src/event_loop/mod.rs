@@ -22,6 +22,7 @@ use crate::events::{self, EventLog};
 use crate::faults;
 use crate::group::{running_in, wait_for_end};
 use crate::interrupt::{Signals, ends_the_run};
+use crate::launch::Supervision;
 use crate::mpi::MpiWatch;
 use crate::output::{Output, STREAMS, Stream};
 use crate::restart::Reached;
@@ -51,17 +52,14 @@ pub(crate) struct EventLoop<'a> {
     output: &'a mut Output,
     events: &'a mut EventLog,
     supervisor: Supervisor,
-    /// Longest silence of a rank.
-    progress_timeout: Option<Duration>,
+    supervision: Supervision,
     /// When a rank might have been silent for so long.
     next_look: Option<Instant>,
     /// When to look for new steps, if somebody records them.
     next_steps: Option<Instant>,
     mpi: MpiWatch,
     /// Faults that ranks are to commit.
-    injections: Vec<Injection>,
-    /// This process is the parent of whatever the ranks leave behind.
-    adopts: bool,
+    injections: &'a [Injection],
     /// The guardian has ended.
     orphaned: bool,
     /// When this process was last found to have been kept from its work, as [`progress::now`].
@@ -78,52 +76,41 @@ pub(crate) struct End {
     pub(crate) missed_faults: Vec<String>,
 }
 
+/// The ranks of one start, and how they are supervised.
+pub(crate) struct Attempt<'a> {
+    pub(crate) processes: Vec<Process>,
+    pub(crate) server: Server,
+    /// Faults that ranks are to commit; at the end it is told which have not happened.
+    pub(crate) injections: &'a [Injection],
+    pub(crate) supervision: Supervision,
+}
+
 impl<'a> EventLoop<'a> {
     pub(crate) fn new(
-        ranks: Vec<Process>,
-        server: Server,
+        attempt: Attempt<'a>,
         signals: &'a Signals,
         output: &'a mut Output,
         events: &'a mut EventLog,
-        supervisor: Supervisor,
     ) -> Self {
-        let next_steps = events.is_enabled().then(Instant::now);
+        let Attempt { processes: ranks, server, injections, supervision } = attempt;
+        let Supervision { join_timeout, progress_timeout, grace, .. } = supervision;
+        let now = Instant::now();
         EventLoop {
             mpi: MpiWatch::new(ranks.len()),
+            supervisor: Supervisor::new(ranks.len() as u32, join_timeout, grace, now),
+            next_look: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
+            next_steps: events.is_enabled().then_some(now),
             ranks,
             server,
             signals,
             output,
             events,
-            supervisor,
-            progress_timeout: None,
-            next_look: None,
-            next_steps,
-            injections: Vec::new(),
-            adopts: false,
+            supervision,
+            injections,
             orphaned: false,
             awake_since: Duration::ZERO,
             bytes: vec![0; PIPE_CAPACITY].into(),
         }
-    }
-
-    /// A rank that is silent for so long ends the run.
-    pub(crate) fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.progress_timeout = timeout;
-        self.next_look = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        self
-    }
-
-    /// At the end it is told which of these have not happened.
-    pub(crate) fn injections(mut self, injections: &[Injection]) -> Self {
-        self.injections = injections.to_vec();
-        self
-    }
-
-    /// This process has no other children than the ranks and what they leave behind.
-    pub(crate) fn adopts(mut self, adopts: bool) -> Self {
-        self.adopts = adopts;
-        self
     }
 
     /// Runs until all ranks and their groups have ended and their output has been taken in.
@@ -169,7 +156,7 @@ impl<'a> EventLoop<'a> {
                 self.say_refused(group, connections, &why);
             }
         }
-        if self.adopts {
+        if self.supervision.adopts_orphans {
             if let Some(problem) = orphans::end_all(&[], |notice| self.output.say(notice)) {
                 self.output.say(&problem);
             }
@@ -183,7 +170,7 @@ impl<'a> EventLoop<'a> {
             true => Reached::Join,
             false => Reached::Start,
         };
-        let missed_faults = faults::missed(&self.injections, page);
+        let missed_faults = faults::missed(self.injections, page);
         End { outcome, reached, missed_faults }
     }
 
@@ -226,7 +213,7 @@ impl<'a> EventLoop<'a> {
     fn take_signals(&mut self) -> Vec<Event> {
         let (children, signals): (Vec<Signal>, Vec<Signal>) =
             self.signals.take().into_iter().partition(|signal| *signal == Signal::SIGCHLD);
-        if !children.is_empty() && self.adopts {
+        if !children.is_empty() && self.supervision.adopts_orphans {
             // Ranks are waited for when their pidfds say so.
             orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
         }
@@ -247,8 +234,10 @@ impl<'a> EventLoop<'a> {
 
     /// The rank that has been silent for too long, if one could have been by now.
     fn look_for_silence(&mut self) -> Option<Event> {
-        let timeout =
-            self.progress_timeout.filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
+        let timeout = self
+            .supervision
+            .progress_timeout
+            .filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
         let (page, now) = (self.server.page(), progress::now());
         let watched = |rank: u32| {
             let mut progress = page.progress(rank);

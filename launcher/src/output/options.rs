@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::ranks::RankSet;
 
 /// When to colour the prefixes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Color {
     /// On a terminal, unless `NO_COLOR` is set.
     #[default]

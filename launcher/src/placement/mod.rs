@@ -44,7 +44,7 @@ pub(crate) use gpu::{Listed, list as list_gpus, visible as visible_gpus};
 pub use topology::{Node, Topology};
 
 /// How ranks are bound to cores.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Bind {
     /// To NUMA nodes where that helps, else not.
     #[default]

@@ -223,7 +223,8 @@ fn exhaust_memory() -> ! {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages: u64 = statm.split(' ').next().and_then(|pages| pages.parse().ok()).unwrap_or(0);
     let (_, hard) = getrlimit(Resource::RLIMIT_AS).unwrap_or((0, u64::MAX));
-    let limited = setrlimit(Resource::RLIMIT_AS, (pages * 4096 + ROOM).min(hard), hard);
+    let limited =
+        setrlimit(Resource::RLIMIT_AS, (pages * crate::shm::page_size() as u64 + ROOM).min(hard), hard);
     assert!(limited.is_ok(), "a fault was injected: memory could not be limited ({limited:?})");
     let mut taken: Vec<Vec<u8>> = Vec::new();
     loop {

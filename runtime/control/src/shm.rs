@@ -38,7 +38,6 @@ unsafe impl Send for SharedMemory {}
 // SAFETY: as above; the struct itself is never written after its construction.
 unsafe impl Sync for SharedMemory {}
 
-const PAGE: usize = 4096;
 const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);
 
 impl SharedMemory {
@@ -158,6 +157,13 @@ fn file_size_limit() -> Option<u64> {
     getrlimit(Resource::RLIMIT_FSIZE).ok().map(|(soft, _)| soft)
 }
 
+/// Bytes of a page of memory: 4 KiB on x86-64; on Arm 64 KiB, too.
+pub fn page_size() -> usize {
+    // SAFETY: asks for a number that every system has.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).unwrap_or(4096)
+}
+
 /// Takes the memory behind a range of `memory` now, so that a shortage is an error here and not a SIGBUS at first
 /// use.
 ///
@@ -174,7 +180,8 @@ pub fn reserve(
         return Ok(());
     }
     assert!(offset + len <= memory.len, "a reservation past the end of shared memory");
-    let pages = offset / PAGE * PAGE..(offset + len).next_multiple_of(PAGE).min(memory.len);
+    let page = page_size();
+    let pages = offset / page * page..(offset + len).next_multiple_of(page).min(memory.len);
     let failure =
         |errno: Errno| Error::system(format!("reserve {len} bytes of shared memory for {name}"), errno);
     loop {

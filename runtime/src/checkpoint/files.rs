@@ -88,7 +88,7 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
         tensors.into_iter().try_for_each(|part| put(bytemuck::cast_slice(part)))
     });
     written.map_err(|error| failed(path, error))?;
-    Ok(Entry { bytes: Some(bytes), xxh3: hexadecimal(hash.digest()) })
+    Ok(Entry { bytes, xxh3: hexadecimal(hash.digest()) })
 }
 
 /// A checkpoint of a training that has diverged would take the place of one to go on from.
@@ -197,12 +197,10 @@ fn compare(path: &Path, mut file: impl Read, entry: &Entry) -> Result<()> {
 }
 
 fn check_size(path: &Path, entry: &Entry, bytes: u64) -> Result<()> {
-    match entry.bytes {
-        Some(expected) if expected != bytes => {
-            Err(damaged(path, format!("{bytes} bytes instead of {expected}")))
-        }
-        _ => Ok(()),
+    if entry.bytes != bytes {
+        return Err(damaged(path, format!("{bytes} bytes instead of {}", entry.bytes)));
     }
+    Ok(())
 }
 
 fn check_sum(path: &Path, entry: &Entry, checksum: u64) -> Result<()> {

@@ -2,14 +2,12 @@
 //!
 //! The manifest begins with a checksum of all that follows it: a flipped bit in a step or a learning rate would be believed.
 //! It is of bytes and not of values, because how JSON is written again depends on who writes it.
-//!
-//! Format 2 added sizes, that checksum, the position and the version to format 1, which is still read.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{damaged, failed};
@@ -17,7 +15,7 @@ use crate::Result;
 
 /// The version of this crate.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The format that is written.
+/// The format that is written and read. Format 1 was never released.
 const FORMAT: u64 = 2;
 /// Name of the file.
 pub(super) const MANIFEST: &str = "manifest.json";
@@ -48,8 +46,8 @@ pub struct Manifest {
     pub position: Option<Position>,
     /// Whatever else the program needs to go on, or wants to be known: hyper-parameters, number of ranks, precision.
     pub state: Value,
-    /// Version of this crate that wrote it; none in format 1.
-    pub version: Option<String>,
+    /// Version of this crate that wrote it.
+    pub version: String,
     /// Size and checksum of each file.
     pub(super) files: BTreeMap<String, Entry>,
 }
@@ -57,8 +55,8 @@ pub struct Manifest {
 /// What is known of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
-    /// Its size, which format 1 does not have.
-    pub(super) bytes: Option<u64>,
+    /// Its size.
+    pub(super) bytes: u64,
     /// XXH3 (64 bits) of its bytes, in hexadecimal.
     pub(super) xxh3: String,
 }
@@ -70,7 +68,7 @@ impl Manifest {
         state: Value,
         files: BTreeMap<String, Entry>,
     ) -> Self {
-        Manifest { format: FORMAT, step, position, state, version: Some(VERSION.to_owned()), files }
+        Manifest { format: FORMAT, step, position, state, version: VERSION.to_owned(), files }
     }
 
     /// The text of the file.
@@ -84,13 +82,12 @@ impl Manifest {
     /// Reads the text of the file at `path`.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         let not = |problem: &dyn std::fmt::Display| damaged(path, format!("not a manifest: {problem}"));
-        let mut value: Value = serde_json::from_slice(text).map_err(|error| not(&error))?;
+        let value: Value = serde_json::from_slice(text).map_err(|error| not(&error))?;
         match value.get("format").map(Value::as_u64) {
-            Some(Some(1)) => upgrade(&mut value),
             Some(Some(FORMAT)) if has_checksum(text) => {}
             Some(Some(FORMAT)) => return Err(damaged(path, "its content does not have its checksum")),
             Some(Some(other)) => {
-                let text = format!("of format {other}, where version {VERSION} reads 1 and {FORMAT}");
+                let text = format!("of format {other}, where version {VERSION} reads format {FORMAT}");
                 return Err(failed(path, text));
             }
             _ => return Err(not(&"it has no format")),
@@ -112,18 +109,10 @@ pub(super) fn hexadecimal(checksum: u64) -> String {
     format!("{checksum:016x}")
 }
 
-/// In format 1, checksums of files stood alone.
-fn upgrade(value: &mut Value) {
-    let files = value.get_mut("files").and_then(Value::as_object_mut);
-    for entry in files.into_iter().flat_map(serde_json::Map::values_mut) {
-        if entry.is_string() {
-            *entry = json!({ "xxh3": entry.take() });
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::Error;
 
@@ -132,7 +121,7 @@ mod tests {
     }
 
     fn manifest() -> Manifest {
-        let entry = Entry { bytes: Some(120), xxh3: hexadecimal(7) };
+        let entry = Entry { bytes: 120, xxh3: hexadecimal(7) };
         let position = Position { seed: u64::MAX, epoch: 3, step: 14 };
         let state = json!({"lr": 0.1, "nets": ["a"], "third": 1.0 / 3.0});
         Manifest::new(45, Some(position), state, BTreeMap::from([("weights.safetensors".to_owned(), entry)]))
@@ -157,16 +146,15 @@ mod tests {
     }
 
     #[test]
-    fn format_1_is_read_and_later_ones_are_refused() {
-        let old =
-            br#"{"format": 1, "step": 9, "state": {"seed": 4}, "files": {"weights.safetensors": "00ff"}}"#;
-        let read = parse(old).unwrap();
-        assert_eq!((read.step, read.state["seed"].as_u64(), read.position), (9, Some(4), None));
-        let entry = Entry { bytes: None, xxh3: "00ff".into() };
-        assert_eq!(read.files, BTreeMap::from([("weights.safetensors".to_owned(), entry)]));
-        let error = parse(br#"{"format": 3}"#).unwrap_err().to_string();
-        assert_eq!(error, format!("checkpoint m: of format 3, where version {VERSION} reads 1 and 2"));
-        for text in ["{}", "[]", "7", r#"{"format": "1"}"#, r#"{"format": 1, "files": 3, "step": 1}"#] {
+    fn other_formats_are_refused() {
+        for format in [1, 3] {
+            let text = format!(r#"{{"format": {format}, "step": 9, "state": null, "files": {{}}}}"#);
+            let error = parse(text.as_bytes()).unwrap_err().to_string();
+            let expected =
+                format!("checkpoint m: of format {format}, where version {VERSION} reads format 2");
+            assert_eq!(error, expected);
+        }
+        for text in ["{}", "[]", "7", r#"{"format": "1"}"#] {
             let error = parse(text.as_bytes()).unwrap_err().to_string();
             assert!(error.contains("not a manifest"), "{text}: {error}");
         }

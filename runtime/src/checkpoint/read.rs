@@ -119,11 +119,13 @@ fn newest_whole(folder: &Path, listed: Vec<Named>) -> Result<Option<Found>> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::fs::{self, File};
 
     use serde_json::json;
 
     use super::*;
+    use crate::checkpoint::manifest::{Entry, hexadecimal};
     use crate::checkpoint::{Position, Snapshot, Writer};
 
     fn layout() -> Layout {
@@ -160,7 +162,7 @@ mod tests {
             (manifest.step, manifest.position, &manifest.state),
             (20, Some(POSITION), &json!({"lr": 0.1}))
         );
-        assert_eq!(manifest.version.as_deref(), Some(env!("CARGO_PKG_VERSION")));
+        assert_eq!(manifest.version, env!("CARGO_PKG_VERSION"));
         for name in ["weights", "momentum"] {
             let values = checkpoint.load(name, &layout()).unwrap();
             // Between the tensors nothing is saved.
@@ -257,16 +259,20 @@ mod tests {
         );
     }
 
-    /// Loads `bytes` as the weights of a checkpoint of format 1 that has their checksum.
+    /// Makes the folder at `path` a checkpoint whose manifest lists the weights with this size and checksum.
+    fn list(path: &Path, bytes: u64, xxh3: u64) {
+        let entry = Entry { bytes, xxh3: hexadecimal(xxh3) };
+        let files = BTreeMap::from([("weights.safetensors".to_owned(), entry)]);
+        let manifest = Manifest::new(20, None, json!(null), files);
+        fs::write(path.join("manifest.json"), manifest.to_json()).unwrap();
+    }
+
+    /// Loads `bytes` as the weights of a checkpoint that has their size and checksum.
     fn load_forged(bytes: &[u8]) -> Result<Vec<f32>> {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path();
-        fs::write(path.join("weights.safetensors"), bytes).unwrap();
-        let checksum = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(bytes));
-        let manifest =
-            json!({"format": 1, "step": 1, "state": null, "files": {"weights.safetensors": checksum}});
-        fs::write(path.join("manifest.json"), manifest.to_string()).unwrap();
-        Checkpoint::open(path)?.load("weights", &layout())
+        fs::write(folder.path().join("weights.safetensors"), bytes).unwrap();
+        list(folder.path(), bytes.len() as u64, xxhash_rust::xxh3::xxh3_64(bytes));
+        Checkpoint::open(folder.path())?.load("weights", &layout())
     }
 
     #[test]
@@ -310,9 +316,8 @@ mod tests {
             let damaged = find(folder.path()).unwrap().unwrap().damaged;
             assert!(damaged[0].1.to_string().contains(&format!("{name}: damaged: 1099511627776 bytes")));
         }
-        // Format 1 knows no sizes, the model does.
-        let old = json!({"format": 1, "step": 20, "state": null, "files": {"weights.safetensors": "0"}});
-        fs::write(path.join("manifest.json"), old.to_string()).unwrap();
+        // A manifest that allows it does not help: the model has a size, too.
+        list(&path, 1 << 40, 0);
         let error = Checkpoint::open(&path).unwrap().load("weights", &layout()).unwrap_err().to_string();
         let expected = "weights.safetensors: 1099511627776 bytes, where the model's tensors have 32";
         assert!(error.ends_with(expected), "{error}");

@@ -111,7 +111,7 @@ fn was_written(path: &Path, stage: &Stage) -> bool {
 }
 
 fn has_listed_content(path: &Path, entry: &Entry, bytes: u64) -> bool {
-    entry.bytes.is_none_or(|expected| expected == bytes) && (is_marked(path) || has_checksum(path, entry))
+    entry.bytes == bytes && (is_marked(path) || has_checksum(path, entry))
 }
 
 /// Whether a safetensors file's header, which follows its length, begins with the mark of a writer.

@@ -39,6 +39,7 @@ impl Counter {
     }
 
     /// The micro-batch being computed.
+    #[cfg(feature = "cuda")]
     pub(super) fn current(&self) -> usize {
         self.current
     }

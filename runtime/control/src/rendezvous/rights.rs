@@ -36,7 +36,8 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> nix::Result<A
     header.msg_iov = &raw mut part;
     header.msg_iovlen = 1;
     header.msg_control = control.as_mut_ptr().cast();
-    header.msg_controllen = ROOM;
+    // The C libraries of Linux count in types of their own.
+    header.msg_controllen = ROOM as _;
     // SAFETY: the header points to one part, `bytes`, and to `ROOM` bytes of `control`, which outlive the call.
     let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_CMSG_CLOEXEC) };
     let bytes = Errno::result(count)? as usize;
@@ -48,7 +49,9 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> nix::Result<A
     while let Some(message) = unsafe { item.as_ref() } {
         if (message.cmsg_level, message.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             // SAFETY: CMSG_LEN is arithmetic on its argument.
-            let count = (message.cmsg_len - unsafe { libc::CMSG_LEN(0) } as usize) / size_of::<RawFd>();
+            let header = unsafe { libc::CMSG_LEN(0) } as usize;
+            #[allow(clippy::unnecessary_cast, reason = "the type differs between the C libraries of Linux")]
+            let count = (message.cmsg_len as usize - header) / size_of::<RawFd>();
             // SAFETY: the data of a control message of this type are `count` descriptors.
             let numbers = unsafe { libc::CMSG_DATA(item) }.cast::<RawFd>();
             for index in 0..count {

@@ -366,7 +366,7 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
         bytes[8..8 + MARK.len()].fill(b' ');
         fs::write(path.join(name), &bytes).unwrap();
         let xxh3 = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(&bytes));
-        entries.insert(name.to_owned(), Entry { bytes: Some(bytes.len() as u64), xxh3 });
+        entries.insert(name.to_owned(), Entry { bytes: bytes.len() as u64, xxh3 });
     }
     let manifest = Manifest::new(1, None, serde_json::Value::Null, entries).to_json();
     fs::write(path.join(MANIFEST), manifest).unwrap();
