@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use mgpu::checkpoint::{Checkpoint, Position, Writer};
+use mgpu::checkpoint::{Position, Writer};
 use mgpu_tests::mnist;
 use mgpu_tests::process::{self, Finished, Program, finish, run, until};
 
