@@ -16,7 +16,7 @@ pub fn checksum(values: &[f32]) -> u64 {
 ///
 /// # Errors
 /// [`Error::LayoutMismatch`] on every rank, naming the first rank that differs from most of them and the first difference.
-pub fn verify_layout(comm: &mut dyn Communicator, layout: &Layout) -> Result<()> {
+pub fn verify_layout(comm: &mut Communicator, layout: &Layout) -> Result<()> {
     let difference = |theirs: &Layout, [rank, peer]: [u32; 2]| {
         let places = [format!("on rank {rank}"), format!("on rank {peer}")];
         layout.difference_between(theirs, places.each_ref().map(String::as_str)).unwrap_or_default()
@@ -49,7 +49,7 @@ pub fn verify_layout(comm: &mut dyn Communicator, layout: &Layout) -> Result<()>
 ///
 /// # Errors
 /// [`Error::SettingMismatch`] on every rank, naming the first setting in which a rank differs from most of them.
-pub fn agree(comm: &mut dyn Communicator, settings: &[(&str, String)]) -> Result<()> {
+pub fn agree(comm: &mut Communicator, settings: &[(&str, String)]) -> Result<()> {
     let mine: Vec<(String, String)> =
         settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
     let difference = |theirs: &Vec<_>, _| first_setting(&mine, theirs);
@@ -74,7 +74,7 @@ fn first_setting(mine: &[(String, String)], theirs: &[(String, String)]) -> (Str
 /// Compares `mine` over all ranks. If they are not the same: a rank that has what most have, the first that has not, and
 /// its `difference`, given what most have and the two ranks, its own first. Collective.
 fn compare<T: Serialize + DeserializeOwned, D: Serialize + DeserializeOwned + Default>(
-    comm: &mut dyn Communicator,
+    comm: &mut Communicator,
     mine: &T,
     difference: impl FnOnce(&T, [u32; 2]) -> D,
 ) -> Result<Option<(u32, u32, D)>> {
@@ -93,7 +93,7 @@ fn compare<T: Serialize + DeserializeOwned, D: Serialize + DeserializeOwned + De
 }
 
 /// The bytes of rank `root`, on all ranks.
-fn share(comm: &mut dyn Communicator, mut bytes: Vec<u8>, root: u32) -> Result<Vec<u8>> {
+fn share(comm: &mut Communicator, mut bytes: Vec<u8>, root: u32) -> Result<Vec<u8>> {
     let mut len = [bytes.len() as i64];
     comm.broadcast_slice(&mut len, root)?;
     bytes.resize(len[0] as usize, 0);
@@ -113,7 +113,7 @@ fn from_json<T: DeserializeOwned>(bytes: &[u8], rank: u32) -> Result<T> {
 }
 
 /// Returns `error`, whose culprit the launcher learns of, too: whichever rank ends first then, it is named.
-pub(crate) fn blamed<T>(comm: &mut dyn Communicator, error: Error) -> Result<T> {
+pub(crate) fn blamed<T>(comm: &mut Communicator, error: Error) -> Result<T> {
     comm.blame(&error);
     Err(error)
 }
@@ -123,7 +123,7 @@ pub(crate) fn blamed<T>(comm: &mut dyn Communicator, error: Error) -> Result<T> 
 /// # Errors
 /// If there are fewer values than the layout has elements. [`Error::Diverged`] on every rank, naming the first tensor and the
 /// first rank that differs from most of them (from rank 0, where as many agree with it).
-pub fn verify_equal(comm: &mut dyn Communicator, layout: &Layout, values: &[f32]) -> Result<u64> {
+pub fn verify_equal(comm: &mut Communicator, layout: &Layout, values: &[f32]) -> Result<u64> {
     if values.len() < layout.len() {
         let problem = format!("{} values for a layout of {}", values.len(), layout.len());
         return Err(Error::InvalidArgument { operation: "verify_equal", problem });
@@ -146,7 +146,7 @@ pub fn verify_equal(comm: &mut dyn Communicator, layout: &Layout, values: &[f32]
 ///
 /// # Errors
 /// [`Error::Disagreement`] on every rank, naming the first rank that differs from most of them.
-pub fn verify_same(comm: &mut dyn Communicator, what: &str, number: i64) -> Result<()> {
+pub fn verify_same(comm: &mut Communicator, what: &str, number: i64) -> Result<()> {
     let numbers = comm.all_gather_slice(&[number])?;
     let Some((right, peer)) = odd_one(&numbers) else { return Ok(()) };
     let (ours, theirs) = (numbers[right], numbers[peer]);
@@ -168,7 +168,7 @@ pub(crate) fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
 ///
 /// # Errors
 /// If there are not as many values as the layout has elements; as [`verify_layout`], [`verify_equal`] and the communicator's.
-pub fn replicate(comm: &mut dyn Communicator, layout: &Layout, values: &mut [f32]) -> Result<u64> {
+pub fn replicate(comm: &mut Communicator, layout: &Layout, values: &mut [f32]) -> Result<u64> {
     layout.check("replicate")?;
     if values.len() != layout.len() {
         let problem = format!("{} values for a layout of {}", values.len(), layout.len());
@@ -183,7 +183,7 @@ pub fn replicate(comm: &mut dyn Communicator, layout: &Layout, values: &mut [f32
 ///
 /// # Errors
 /// As the communicator's.
-pub fn sum_over_ranks(comm: &mut dyn Communicator, values: &mut [f64]) -> Result<()> {
+pub fn sum_over_ranks(comm: &mut Communicator, values: &mut [f64]) -> Result<()> {
     comm.all_reduce_slice(values, ReduceOp::Sum)
 }
 

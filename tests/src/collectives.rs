@@ -134,7 +134,7 @@ impl Case {
     ///
     /// # Errors
     /// As the collective.
-    pub fn run(&self, comm: &mut dyn Communicator) -> Result<()> {
+    pub fn run(&self, comm: &mut Communicator) -> Result<()> {
         match self.dtype {
             DType::F32 => self.run_with::<f32>(comm),
             DType::F64 => self.run_with::<f64>(comm),
@@ -146,7 +146,7 @@ impl Case {
         }
     }
 
-    fn run_with<T: Sample>(&self, comm: &mut dyn Communicator) -> Result<()> {
+    fn run_with<T: Sample>(&self, comm: &mut Communicator) -> Result<()> {
         let (len, op, ranks) = (self.len, self.op, comm.size());
         let mut bench = Bench { comm, places: &[self.place], offset: self.offset };
         match self.collective {
@@ -154,7 +154,7 @@ impl Case {
             Collective::ReduceScatter => bench.reduce_scatter::<T>(len, op),
             Collective::AllGather => {
                 bench.all_gather::<T>(len)?;
-                bench.all_gather_with::<T>(len)
+                bench.update_all_gather::<T>(len)
             }
             Collective::Broadcast(root) => bench.broadcast::<T>(len, root % ranks),
             Collective::Reduce(root) => bench.reduce::<T>(len, op, root % ranks),
@@ -165,7 +165,7 @@ impl Case {
 }
 
 struct Bench<'a> {
-    comm: &'a mut dyn Communicator,
+    comm: &'a mut Communicator,
     /// Each operation runs in all of them: what should come out, which takes longer to make, is the same.
     places: &'a [Place],
     offset: usize,
@@ -238,7 +238,7 @@ impl Bench<'_> {
     }
 
     /// Of two segments whose shards are yet to be made, in blocks of any length; the rest stays as it is.
-    fn all_gather_with<T: Sample>(&mut self, len: usize) -> Result<()> {
+    fn update_all_gather<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mut expected, mine) = (input::<T>(0, len), input::<T>(rank + 1, len));
         let segments = [len / 9..len / 3, len / 2..len];
@@ -257,9 +257,9 @@ impl Bench<'_> {
                 made += values.len();
                 values.as_mut_slice::<T>().copy_from_slice(&expected[elements]);
             };
-            let found = self.comm.all_gather_with(buffer, &segments, block, &mut make)?.wait()?;
+            let found = self.comm.update_all_gather(buffer, &segments, block, &mut make)?.wait()?;
             assert_eq!(made, own(0).len() + own(1).len());
-            let what = || self.describe::<T>("all_gather_with", len, place);
+            let what = || self.describe::<T>("update_all_gather", len, place);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -335,7 +335,7 @@ impl Bench<'_> {
                     self.reduce_scatter::<T>(whole, op)?;
                     self.all_gather::<T>(whole)?;
                 }
-                self.all_gather_with::<T>(shard + 1)?;
+                self.update_all_gather::<T>(shard + 1)?;
                 for root in [0, ranks - 1] {
                     self.broadcast::<T>(shard * ranks as usize, root)?;
                     self.reduce::<T>(shard * ranks as usize, op, root)?;
@@ -348,7 +348,7 @@ impl Bench<'_> {
 }
 
 /// The ranks to the left and to the right.
-fn neighbours(comm: &dyn Communicator) -> (u32, u32) {
+fn neighbours(comm: &Communicator) -> (u32, u32) {
     let (rank, ranks) = (comm.rank(), comm.size());
     ((rank + ranks - 1) % ranks, (rank + 1) % ranks)
 }
@@ -359,7 +359,7 @@ fn neighbours(comm: &dyn Communicator) -> (u32, u32) {
 /// As the collectives.
 pub fn all(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
-    let mut bench = Bench { comm: &mut *comm, places: &[Place::Arena, Place::Private], offset: 3 };
+    let mut bench = Bench { comm: &mut comm, places: &[Place::Arena, Place::Private], offset: 3 };
     bench.element::<f32>()?;
     bench.element::<f64>()?;
     bench.element::<f16>()?;
@@ -413,7 +413,7 @@ pub fn two_communicators(mut world: World) -> Result<()> {
 pub fn messages_during_a_ring(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
     let (rank, ranks) = (comm.rank(), comm.size());
-    let (left, right) = neighbours(&*comm);
+    let (left, right) = neighbours(&comm);
     comm.set_algorithm(Algorithm::Ring);
     for (turn, len) in [0, 1, 1000, 100_000].into_iter().enumerate() {
         // Both fit a channel, so that nobody waits in `send`; with two ranks they share one.
@@ -459,7 +459,7 @@ pub fn shortage(mut world: World) -> Result<()> {
             len: 10_000 * round,
             collective: Collective::AllReduce,
         };
-        case.run(&mut *comm)?;
+        case.run(&mut comm)?;
         assert_eq!(memory_files(), before, "what was allocated after the shortage is freed");
     }
     comm.barrier()

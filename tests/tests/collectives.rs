@@ -64,9 +64,9 @@ fn a_shortage_of_memory_is_told_and_survived() {
 }
 
 /// What every rank is told that makes its own call of a collective or a message, by rank.
-fn told(ranks: u32, call: impl Fn(&mut dyn Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
+fn told(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
     threads::run(ranks, |mut world| {
-        let error = call(&mut *world.communicator().unwrap()).err()?;
+        let error = call(&mut world.communicator().unwrap()).err()?;
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
         Some(error.to_string())
     })
@@ -75,7 +75,7 @@ fn told(ranks: u32, call: impl Fn(&mut dyn Communicator) -> Result<()> + Sync) -
 /// Without a deadline: nobody waits for calls that cannot meet.
 #[test]
 fn messages_that_cannot_meet_are_named_by_those_that_wait() {
-    type Call = fn(&mut dyn Communicator, u32) -> Result<()>;
+    type Call = fn(&mut Communicator, u32) -> Result<()>;
     let send: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(1 << 20), to)?.wait().map(drop);
     let send_few: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(3), to)?.wait().map(drop);
     let send_bytes: Call = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
@@ -172,12 +172,12 @@ fn an_arena_belongs_to_one_world() {
                     let mut other_comm = other.communicator().unwrap();
                     let mut rest = other_comm.allocate(DType::F32, 1000).unwrap();
                     rest.as_mut_slice::<f32>().fill(7.0);
-                    type Operation = fn(&mut dyn Communicator, Buffer) -> Result<mgpu::Pending>;
+                    type Operation = fn(&mut Communicator, Buffer) -> Result<mgpu::Pending>;
                     let operations: [Operation; 8] = [
                         |comm, buffer| comm.all_reduce(buffer, ReduceOp::Sum),
                         |comm, buffer| comm.reduce_scatter(buffer, ReduceOp::Sum),
                         |comm, buffer| comm.all_gather(buffer),
-                        |comm, buffer| comm.all_gather_with(buffer, &[], 1, &mut |_, _, _| ()),
+                        |comm, buffer| comm.update_all_gather(buffer, &[], 1, &mut |_, _, _| ()),
                         |comm, buffer| comm.broadcast(buffer, 0),
                         |comm, buffer| comm.reduce(buffer, ReduceOp::Sum, 0),
                         |comm, buffer| comm.send(buffer, 2),
@@ -186,7 +186,7 @@ fn an_arena_belongs_to_one_world() {
                     for operation in operations {
                         let (buffer, behind) = rest.split_at(100);
                         rest = behind;
-                        let error = operation(&mut *comm, buffer).expect_err("a foreign arena");
+                        let error = operation(&mut comm, buffer).expect_err("a foreign arena");
                         let text = error.to_string();
                         assert!(matches!(error, Error::InvalidArgument { .. }), "{text}");
                         assert!(text.contains("arena 1 of communicator 1 that rank "), "{text}");
@@ -216,7 +216,7 @@ fn segments_that_make_no_sense_are_refused() {
             ] {
                 let segments: Vec<_> = ends.into_iter().map(|(begin, end)| begin..end).collect();
                 let buffer = if in_arena { comm.allocate(DType::F32, 8)? } else { Buffer::zeroed::<f32>(8) };
-                let error = comm.all_gather_with(buffer, &segments, block, &mut |_, _, _| ()).err();
+                let error = comm.update_all_gather(buffer, &segments, block, &mut |_, _, _| ()).err();
                 assert!(matches!(error, Some(Error::InvalidArgument { .. })), "{segments:?} {block}");
             }
         }
@@ -271,7 +271,7 @@ proptest! {
     ) {
         in_threads(ranks, |mut world| {
             let mut comm = world.communicator()?;
-            cases.iter().try_for_each(|case| case.run(&mut *comm))
+            cases.iter().try_for_each(|case| case.run(&mut comm))
         });
     }
 }

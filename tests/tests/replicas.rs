@@ -74,7 +74,7 @@ fn different_models_are_named_on_every_rank() {
         let mut layout = Layout::new();
         layout.push("fc.weight", if world.rank() == 2 { [10, 20] } else { [20, 10] });
         let mut values = vec![0.0; 200];
-        replicate(&mut *world.communicator().unwrap(), &layout, &mut values).unwrap_err().to_string()
+        replicate(&mut world.communicator().unwrap(), &layout, &mut values).unwrap_err().to_string()
     });
     for error in errors {
         assert_eq!(
@@ -122,7 +122,7 @@ fn a_flipped_bit_is_found() {
         if world.rank() == 1 {
             values[700_500] = f32::from_bits(values[700_500].to_bits() ^ 1);
         }
-        verify_equal(&mut *world.communicator().unwrap(), &layout, &values).unwrap_err().to_string()
+        verify_equal(&mut world.communicator().unwrap(), &layout, &values).unwrap_err().to_string()
     });
     for error in errors {
         assert_eq!(error, "rank 1 holds other weights than rank 0 in tensor `bias`");

@@ -181,7 +181,7 @@ fn ranks_that_gather_different_segments_are_told() {
         let mut comm = world.communicator().unwrap();
         let buffer = comm.allocate(DType::F32, 100).unwrap();
         let segment = world.rank() as usize * 10..100;
-        let made = comm.all_gather_with(buffer, std::slice::from_ref(&segment), 50, &mut |_, _, _| ());
+        let made = comm.update_all_gather(buffer, std::slice::from_ref(&segment), 50, &mut |_, _, _| ());
         made.and_then(Pending::wait).unwrap_err().to_string()
     });
     for error in errors {

@@ -492,7 +492,7 @@ fn errors_of_the_program_come_back() {
 fn ranks_with_different_numbers_are_told() {
     let errors = threads::run(3, |mut world| {
         let steps = if world.rank() == 0 { 11 } else { 10 };
-        verify_same(&mut *world.communicator().unwrap(), "steps in epoch 3", steps).unwrap_err().to_string()
+        verify_same(&mut world.communicator().unwrap(), "steps in epoch 3", steps).unwrap_err().to_string()
     });
     assert_eq!(errors, ["rank 0 has 11 steps in epoch 3 where rank 1 has 10"; 3]);
 }

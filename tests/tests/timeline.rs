@@ -260,7 +260,7 @@ fn spans_beyond_the_room_are_counted_in_the_file() {
             timeline.end(timeline.begin(), own);
         }
         comm.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap();
-        timeline.write(&mut *comm, &path).unwrap();
+        timeline.write(&mut comm, &path).unwrap();
     });
     let file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let events = file["traceEvents"].as_array().unwrap();

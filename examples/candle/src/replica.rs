@@ -42,7 +42,7 @@ impl Replica {
     /// # Errors
     /// If a variable is not of f32, the ranks' models differ, or as the communicator's.
     pub fn new(
-        comm: Box<dyn Communicator>,
+        comm: Communicator,
         variables: &VarMap,
         optimizer: OptimizerConfig,
         threads: usize,

@@ -27,7 +27,7 @@ struct Outcome {
 
 /// Trains on this rank's part of each batch, from `start` on; without, from rank 0's random parameters, which are
 /// returned beside.
-fn train(comm: Box<dyn Communicator>, start: Option<&[f32]>) -> (Vec<f32>, Outcome) {
+fn train(comm: Communicator, start: Option<&[f32]>) -> (Vec<f32>, Outcome) {
     let (rank, ranks) = (comm.rank(), comm.size());
     let variables = VarMap::new();
     let classifier = Classifier::new(VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu)).unwrap();

@@ -24,7 +24,7 @@ pub(super) struct Bound {
 }
 
 /// Measures the bound for `bytes` bytes a rank, in an arena as large as the all-reduce's. Collective.
-pub(super) fn measure(comm: &mut dyn Communicator, bytes: usize) -> Result<Bound> {
+pub(super) fn measure(comm: &mut Communicator, bytes: usize) -> Result<Bound> {
     let len = bytes.div_ceil(size_of::<f32>());
     let buffer = comm.allocate(DType::F32, len)?;
     let passes = (PASS_BYTES / bytes.max(1)).clamp(1, 1 << 16);

@@ -44,12 +44,7 @@ pub(super) enum Holds {
 
 impl Collective {
     /// Runs the operation to its end.
-    pub(super) fn run(
-        self,
-        comm: &mut dyn Communicator,
-        buffer: Buffer,
-        op: ReduceOp,
-    ) -> mgpu::Result<Buffer> {
+    pub(super) fn run(self, comm: &mut Communicator, buffer: Buffer, op: ReduceOp) -> mgpu::Result<Buffer> {
         match self {
             Collective::AllReduce => comm.all_reduce(buffer, op),
             Collective::ReduceScatter => comm.reduce_scatter(buffer, op),

@@ -64,7 +64,7 @@ impl Gpu {
     /// Checks and times `collective` on `len` elements. The ranks come together by `host`.
     pub(super) fn measure<T: Value>(
         &self,
-        host: &mut dyn Communicator,
+        host: &mut Communicator,
         collective: Collective,
         op: ReduceOp,
         len: usize,

@@ -38,10 +38,10 @@ pub(super) struct Times {
 
 /// Runs `operation` on `buffer` as often as planned. Collective.
 pub(super) fn sample(
-    comm: &mut dyn Communicator,
+    comm: &mut Communicator,
     mut buffer: Buffer,
     plan: Plan,
-    mut operation: impl FnMut(&mut dyn Communicator, Buffer) -> Result<Buffer>,
+    mut operation: impl FnMut(&mut Communicator, Buffer) -> Result<Buffer>,
 ) -> Result<(Buffer, Times)> {
     let most = plan.warm_up + plan.runs;
     // The ranks' clocks are compared 20 times at most, so that comparing stays cheap.
@@ -64,7 +64,7 @@ pub(super) fn sample(
 }
 
 /// For every value the largest of all ranks. By a gather: how a reduction is carried out may be what is measured.
-fn slowest(comm: &mut dyn Communicator, values: &[f64]) -> Result<Vec<f64>> {
+fn slowest(comm: &mut Communicator, values: &[f64]) -> Result<Vec<f64>> {
     let all = comm.all_gather_slice(values)?;
     let of_ranks = |index| all[index..].iter().step_by(values.len()).copied().fold(0.0, f64::max);
     Ok((0..values.len()).map(of_ranks).collect())
@@ -98,11 +98,11 @@ mod tests {
                     let mut comm = world.communicator().unwrap();
                     let mut runs = 0;
                     let buffer = Buffer::zeroed::<f32>(1);
-                    let count = |_: &mut dyn Communicator, buffer| {
+                    let count = |_: &mut Communicator, buffer| {
                         runs += 1;
                         Ok(buffer)
                     };
-                    sample(&mut *comm, buffer, plan, count).unwrap();
+                    sample(&mut comm, buffer, plan, count).unwrap();
                     assert_eq!(runs, 5, "up to the first look");
                 });
             }

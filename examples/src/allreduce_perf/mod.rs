@@ -106,7 +106,7 @@ fn run(args: &Args) -> Result<(), Failure> {
     let unit = args.dtype.size() * if args.collective.is_sharded() { comm.size() as usize } else { 1 };
     let mut lines = Vec::new();
     for bytes in args.sizes(unit) {
-        match measure_size(&mut *comm, &place, args, bytes) {
+        match measure_size(&mut comm, &place, args, bytes) {
             Ok(line) => lines.push(line),
             // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
             Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
@@ -167,12 +167,7 @@ impl Place {
     }
 }
 
-fn measure_size(
-    comm: &mut dyn Communicator,
-    place: &Place,
-    args: &Args,
-    bytes: usize,
-) -> Result<Line, Failure> {
+fn measure_size(comm: &mut Communicator, place: &Place, args: &Args, bytes: usize) -> Result<Line, Failure> {
     match args.dtype {
         DType::F32 => measure_elements::<f32>(comm, place, args, bytes),
         DType::F64 => measure_elements::<f64>(comm, place, args, bytes),
@@ -186,7 +181,7 @@ fn measure_size(
 
 /// Checks and times an operation on `len` elements of the host. Their buffer is allocated once and freed at the end.
 fn measure_on_host<T: Value>(
-    comm: &mut dyn Communicator,
+    comm: &mut Communicator,
     args: &Args,
     buffers: Buffers,
     len: usize,
@@ -208,7 +203,7 @@ fn measure_on_host<T: Value>(
 
 /// Checks, times and bounds one size.
 fn measure_elements<T: Value>(
-    comm: &mut dyn Communicator,
+    comm: &mut Communicator,
     place: &Place,
     args: &Args,
     bytes: usize,

@@ -153,7 +153,7 @@ pub(super) fn compare<T: Value>(
 
 /// Runs the operation on the pattern and compares every element of its outcome.
 pub(super) fn check<T: Value>(
-    comm: &mut dyn Communicator,
+    comm: &mut Communicator,
     collective: Collective,
     op: ReduceOp,
     mut buffer: mgpu::Buffer,

@@ -27,7 +27,7 @@ impl<'a, E: Storage> Cpu<'a, E> {
         golden: &Golden,
         train: &'a Dataset,
         batch: usize,
-        comm: Box<dyn Communicator>,
+        comm: Communicator,
         threads: usize,
         args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
@@ -48,7 +48,7 @@ impl<E: Storage> Replay for Cpu<'_, E> {
         self.net.layout()
     }
 
-    fn comm(&mut self) -> &mut dyn Communicator {
+    fn comm(&mut self) -> &mut Communicator {
         self.model.comm()
     }
 

@@ -26,7 +26,7 @@ impl Gpu {
         train: &Dataset,
         batch: usize,
         device: Arc<DeviceCommunicator>,
-        host: Box<dyn Communicator>,
+        host: Communicator,
         args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
         let set_up = Stream::new(device.device())?;
@@ -61,7 +61,7 @@ impl Replay for Gpu {
         self.net.host_layout()
     }
 
-    fn comm(&mut self) -> &mut dyn Communicator {
+    fn comm(&mut self) -> &mut Communicator {
         self.model.comm()
     }
 

@@ -143,7 +143,7 @@ trait Replay {
     /// Names and shapes of the parameters.
     fn layout(&self) -> &Layout;
     /// For collectives of the check's own.
-    fn comm(&mut self) -> &mut dyn Communicator;
+    fn comm(&mut self) -> &mut Communicator;
     /// Makes the next step, on `samples`, and returns this rank's loss.
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64>;
     /// The L2 norm of each tensor's gradient, averaged over ranks.
@@ -198,7 +198,7 @@ fn repeat(
         Backend::Cpu => {
             let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
-            agree(&mut *comm, settings)?;
+            agree(&mut comm, settings)?;
             if args.precision == Precision::Bf16 {
                 Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?)
             } else {
@@ -207,7 +207,7 @@ fn repeat(
         }
         Backend::Nccl => {
             let (device, mut host) = world.communicators()?;
-            agree(&mut *host, settings)?;
+            agree(&mut host, settings)?;
             Box::new(Gpu::new(golden, train, batch, device, host, args)?)
         }
     };

@@ -83,7 +83,7 @@ struct Session<'a> {
 
 /// Of a rank with a GPU.
 type DeviceComm = Option<Arc<DeviceCommunicator>>;
-type Comm = Box<dyn Communicator>;
+type Comm = Communicator;
 
 impl<'a> Session<'a> {
     /// Joins the world, compares the arguments of all ranks, checks what will be written to, and gets the data.
@@ -97,11 +97,11 @@ impl<'a> Session<'a> {
             Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
         };
         let threads = args.threads(world.thread_share());
-        agree(&mut *comm, &args.settings(threads))?;
+        agree(&mut comm, &args.settings(threads))?;
         if let Some(path) = args.logits.as_deref().filter(|_| is_first) {
             logits::check(path)?;
         }
-        let data = source::load(args, &world, &mut *comm)?;
+        let data = source::load(args, &world, &mut comm)?;
         let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
         let metrics =

@@ -284,14 +284,14 @@ impl Trainer {
 }
 
 /// A report over all ranks' samples. The counts stay exact: they are far below 2^53.
-fn over_ranks(report: LossReport, comm: &mut dyn Communicator) -> mgpu::Result<LossReport> {
+fn over_ranks(report: LossReport, comm: &mut Communicator) -> mgpu::Result<LossReport> {
     let mut sums = [report.loss_sum, report.correct as f64, report.samples as f64];
     comm.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
     Ok(LossReport { loss_sum: sums[0], correct: sums[1] as u64, samples: sums[2] as u64 })
 }
 
 /// The mean of all ranks' values.
-fn mean(value: f64, comm: &mut dyn Communicator) -> mgpu::Result<f64> {
+fn mean(value: f64, comm: &mut Communicator) -> mgpu::Result<f64> {
     let mut values = [value];
     comm.all_reduce_slice(&mut values, ReduceOp::Avg)?;
     Ok(values[0])

@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use super::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp};
+use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp, Transport, Update};
 use crate::process::{Origin, start_failure};
 use crate::timeline::{self, Timeline};
 use crate::{Error, Result};
@@ -37,14 +37,14 @@ pub(crate) struct Background {
 
 /// What the thread and the caller share.
 struct Shared {
-    comm: Mutex<Box<dyn Communicator>>,
+    comm: Mutex<Communicator>,
     /// Nobody is left to wait for results.
     stopped: AtomicBool,
 }
 
 impl Shared {
     /// After a panic of the other thread an operation is half done, and peers wait for the rest of it to their deadline.
-    fn comm(&self) -> MutexGuard<'_, Box<dyn Communicator>> {
+    fn comm(&self) -> MutexGuard<'_, Communicator> {
         self.comm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -73,10 +73,10 @@ impl Background {
     ///
     /// # Errors
     /// If no thread can be started.
-    pub(crate) fn new(mut comm: Box<dyn Communicator>) -> Result<Self> {
+    pub(crate) fn new(mut comm: Communicator) -> Result<Self> {
         let (rank, size, backend) = (comm.rank(), comm.size(), comm.backend());
         let timeline = comm.timeline().clone();
-        comm.expect_company();
+        comm.set_oversubscribed();
         let shared = Arc::new(Shared { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
         let (jobs, queue) = channel();
         let (of_thread, recorded) = (Arc::clone(&shared), timeline.clone());
@@ -111,7 +111,7 @@ impl Background {
     }
 
     /// The communicator, once all reductions are over.
-    fn idle(&mut self) -> Result<MutexGuard<'_, Box<dyn Communicator>>> {
+    fn idle(&mut self) -> Result<MutexGuard<'_, Communicator>> {
         self.check_process()?;
         if std::mem::take(&mut self.busy) {
             let (fence, passed) = sync_channel(1);
@@ -158,7 +158,7 @@ impl Drop for Background {
     }
 }
 
-impl Communicator for Background {
+impl Transport for Background {
     fn rank(&self) -> u32 {
         self.rank
     }
@@ -183,8 +183,8 @@ impl Communicator for Background {
         let _ = self.idle().map(|mut comm| comm.blame(error));
     }
 
-    fn expect_company(&mut self) {
-        let _ = self.idle().map(|mut comm| comm.expect_company());
+    fn set_oversubscribed(&mut self) {
+        let _ = self.idle().map(|mut comm| comm.set_oversubscribed());
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {
@@ -207,14 +207,14 @@ impl Communicator for Background {
         self.idle()?.all_gather(buffer)
     }
 
-    fn all_gather_with(
+    fn update_all_gather(
         &mut self,
         buffer: Buffer,
         segments: &[Range<usize>],
         block: usize,
-        make: &mut Make<'_>,
+        make: &mut Update<'_>,
     ) -> Result<Pending> {
-        self.idle()?.all_gather_with(buffer, segments, block, make)
+        self.idle()?.update_all_gather(buffer, segments, block, make)
     }
 
     fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
@@ -244,12 +244,13 @@ mod tests {
     use crate::World;
 
     /// Runs `body` on every rank of a world of `size` threads.
-    fn on_ranks(size: u32, body: impl Fn(Background) + Sync) {
+    fn on_ranks(size: u32, body: impl Fn(Communicator) + Sync) {
         let worlds = World::threads(size).unwrap();
         std::thread::scope(|scope| {
             for mut world in worlds {
                 let body = &body;
-                scope.spawn(move || body(Background::new(world.communicator().unwrap()).unwrap()));
+                let mut comm = move || Background::new(world.communicator().unwrap()).unwrap();
+                scope.spawn(move || body(Communicator::new(comm())));
             }
         });
     }
@@ -262,7 +263,7 @@ mod tests {
             let second = comm.reduce_scatter(Buffer::from_slice(&[rank; 6]), ReduceOp::Avg).unwrap();
             // By the caller, after both.
             let mut values = [rank];
-            (&mut comm as &mut dyn Communicator).broadcast_slice(&mut values, 2).unwrap();
+            comm.broadcast_slice(&mut values, 2).unwrap();
             assert_eq!(values, [2.0]);
             let own = comm.rank() as usize * 2;
             assert_eq!(second.wait().unwrap().as_slice::<f32>()[own..own + 2], [1.0; 2]);
@@ -275,7 +276,7 @@ mod tests {
 
     #[test]
     fn what_has_not_begun_when_it_is_dropped_never_is() {
-        let mut comm = Background::new(Box::new(crate::comm::Solo::new(None))).unwrap();
+        let mut comm = Background::new(Communicator::new(crate::comm::Solo::new(None))).unwrap();
         let shared = Arc::clone(&comm.shared);
         // The thread comes to the first one at most.
         let held = shared.comm();

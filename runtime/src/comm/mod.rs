@@ -29,6 +29,7 @@
 
 mod background;
 mod buffer;
+mod communicator;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod nccl;
@@ -36,6 +37,7 @@ mod solo;
 
 pub(crate) use background::Background;
 pub use buffer::Buffer;
+pub use communicator::Communicator;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
 pub use nccl::{Awaited, Captured, DeviceCommunicator, Group};
@@ -125,7 +127,7 @@ pub fn shard(len: usize, ranks: u32, rank: u32) -> Range<usize> {
 
 /// Makes elements of this rank's shard of a segment: given the segment's index, and the block of elements that begins at
 /// this element of the whole buffer.
-pub type Make<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
+pub type Update<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
 
 /// An operation under way, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
@@ -197,7 +199,7 @@ fn make_blocks(
     segments: &[Range<usize>],
     (ranks, rank): (u32, u32),
     block: usize,
-    make: &mut Make<'_>,
+    make: &mut Update<'_>,
     mut made: impl FnMut(usize, &Buffer),
 ) -> Buffer {
     let (mut done, mut rest) = buffer.split_at(0);
@@ -232,26 +234,8 @@ fn gather_segments(
     Ok(done.join(rest))
 }
 
-/// Collectives over the ranks of a world. See the [module](self) for what holds for all of them.
-///
-/// ```
-/// # fn main() -> mgpu::Result<()> {
-/// use mgpu::{DType, ReduceOp};
-/// let mut world = mgpu::World::from_env()?;
-/// let mut comm = world.communicator()?;
-/// // Memory that peers reach in place.
-/// let mut gradients = comm.allocate(DType::F32, 1000)?;
-/// gradients.as_mut_slice::<f32>().fill(1.5);
-/// let averages = comm.all_reduce(gradients, ReduceOp::Avg)?.wait()?;
-/// assert_eq!(averages.as_slice::<f32>()[999], 1.5);
-/// // Memory of the program's own is copied in and out.
-/// let mut losses = [0.25f64];
-/// comm.all_reduce_slice(&mut losses, ReduceOp::Sum)?;
-/// assert_eq!(losses[0], 0.25 * f64::from(comm.size()));
-/// # Ok(())
-/// # }
-/// ```
-pub trait Communicator: Send {
+/// What a backend does of a communicator.
+pub(crate) trait Transport: Send {
     /// This rank.
     fn rank(&self) -> u32;
 
@@ -280,7 +264,7 @@ pub trait Communicator: Send {
 
     /// From now on other threads compute on the cores of the ranks while they wait here, so they are to give way soon. On all
     /// ranks alike.
-    fn expect_company(&mut self) {}
+    fn set_oversubscribed(&mut self) {}
 
     /// Chooses how the following all-reduces are carried out, on all ranks alike.
     fn set_algorithm(&mut self, algorithm: Algorithm);
@@ -317,12 +301,12 @@ pub trait Communicator: Send {
     ///
     /// # Errors
     /// If `block` is 0, or the segments are not as they should be; or as in the [contract](self).
-    fn all_gather_with(
+    fn update_all_gather(
         &mut self,
         buffer: Buffer,
         segments: &[Range<usize>],
         block: usize,
-        make: &mut Make<'_>,
+        make: &mut Update<'_>,
     ) -> Result<Pending> {
         check_segments(&buffer, segments, block)?;
         let made = make_blocks(buffer, segments, (self.size(), self.rank()), block, make, |_, _| ());
@@ -359,38 +343,4 @@ pub trait Communicator: Send {
     /// # Errors
     /// As in the [contract](self).
     fn barrier(&mut self) -> Result<()>;
-}
-
-/// Conveniences for values that live outside of buffers; each copies in and out.
-impl dyn Communicator + '_ {
-    /// All-reduces a slice in place.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn all_reduce_slice<T: Element>(&mut self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        let reduced = self.all_reduce(Buffer::from_slice(values), op)?.wait()?;
-        values.copy_from_slice(reduced.as_slice());
-        Ok(())
-    }
-
-    /// Replaces a slice by that of rank `root`.
-    ///
-    /// # Errors
-    /// As [`Communicator::broadcast`].
-    pub fn broadcast_slice<T: Element>(&mut self, values: &mut [T], root: u32) -> Result<()> {
-        let copy = self.broadcast(Buffer::from_slice(values), root)?.wait()?;
-        values.copy_from_slice(copy.as_slice());
-        Ok(())
-    }
-
-    /// The values of all ranks, in rank order. All ranks pass equally many.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_gather`].
-    pub fn all_gather_slice<T: Element>(&mut self, values: &[T]) -> Result<Vec<T>> {
-        let mut all = Buffer::zeroed::<T>(values.len() * self.size() as usize);
-        let begin = values.len() * self.rank() as usize;
-        all.as_mut_slice::<T>()[begin..begin + values.len()].copy_from_slice(values);
-        Ok(self.all_gather(all)?.wait()?.as_slice().to_vec())
-    }
 }

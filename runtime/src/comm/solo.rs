@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use super::{Algorithm, Buffer, DType, Pending, ReduceOp, Transport};
 use crate::inject::Moment;
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -46,7 +46,7 @@ fn no_peer(operation: &'static str, peer: u32) -> Result<Pending> {
     Err(Error::InvalidArgument { operation, problem: format!("rank 0 has no peer {peer} in a world of 1") })
 }
 
-impl Communicator for Solo {
+impl Transport for Solo {
     fn rank(&self) -> u32 {
         0
     }

@@ -36,7 +36,7 @@ impl BufferMean {
     }
 
     /// Replaces the sum over this rank's micro-batches, which the last one has left, by the mean over all. Collective.
-    pub(super) fn finish(self, comm: &mut dyn Communicator, buffers: &mut [f32]) -> Result<()> {
+    pub(super) fn finish(self, comm: &mut Communicator, buffers: &mut [f32]) -> Result<()> {
         let sum = tree::all_sum(comm, Buffer::from_slice(buffers))?;
         let count = (self.sum.count() * comm.size() as usize) as f32;
         for (buffer, sum) in buffers.iter_mut().zip(sum.as_slice::<f32>()) {

@@ -20,7 +20,7 @@ const TINY: f64 = 1e-6;
 ///
 /// # Errors
 /// As [`Communicator::all_gather`].
-pub(super) fn clip(comm: &mut dyn Communicator, slots: &mut [Slot], most: f64) -> Result<f64> {
+pub(super) fn clip(comm: &mut Communicator, slots: &mut [Slot], most: f64) -> Result<f64> {
     let (rank, ranks) = (comm.rank(), comm.size());
     let has_shard = |slot: &&Slot| slot.averaged == Averaged::Shard;
     let squares = |slot: &Slot, rank| sum_of_squares(&slot.values()[shard(slot.elements.len(), ranks, rank)]);

@@ -66,7 +66,7 @@ impl Report {
     }
 
     /// Compares the reports of all ranks on step `step`, from 1. Collective.
-    pub(super) fn compare(&self, comm: &mut dyn Communicator, layout: &Layout, step: u64) -> Result<()> {
+    pub(super) fn compare(&self, comm: &mut Communicator, layout: &Layout, step: u64) -> Result<()> {
         let mine = self.encode();
         let all = if comm.size() > 1 { comm.all_gather_slice(&mine)? } else { mine.to_vec() };
         let column = |word: usize| all.iter().skip(word).step_by(WORDS).copied().collect::<Vec<i64>>();

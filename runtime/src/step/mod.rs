@@ -77,7 +77,7 @@ pub struct MicroBatch<'a> {
 /// # }
 /// ```
 pub struct DataParallel {
-    comm: Box<dyn Communicator>,
+    comm: Communicator,
     layout: Layout,
     /// Empty once they were lost to an error.
     parameters: Buffer,
@@ -103,7 +103,7 @@ impl DataParallel {
     /// # Errors
     /// If the ranks' layouts or settings differ (names the first tensor or setting), memory is short, or as the communicator's.
     pub fn new(
-        comm: Box<dyn Communicator>,
+        comm: Communicator,
         layout: Layout,
         parameters: Vec<f32>,
         optimizer: OptimizerConfig,
@@ -117,17 +117,17 @@ impl DataParallel {
     /// # Errors
     /// As [`new`](Self::new); if what is chosen does not go together.
     pub fn with_config(
-        mut comm: Box<dyn Communicator>,
+        mut comm: Communicator,
         layout: Layout,
         mut values: Vec<f32>,
         config: DataParallelConfig,
     ) -> Result<Self> {
         config.check(comm.size())?;
-        agree(&mut *comm, &config.settings())?;
-        replicate(&mut *comm, &layout, &mut values)?;
+        agree(&mut comm, &config.settings())?;
+        replicate(&mut comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
         if config.overlap && ranks > 1 {
-            comm = Box::new(Background::new(comm)?);
+            comm = Communicator::new(Background::new(comm)?);
         }
         let shares_memory = ranks > 1 && comm.backend() == "cpu";
         let sharding = Sharding { rank, ranks, from: config.shard_from.filter(|_| shares_memory) };
@@ -247,7 +247,7 @@ impl DataParallel {
         }
         self.slots.all.iter_mut().try_for_each(Slot::settle)?;
         if let Some(mean) = mean {
-            mean.finish(&mut *self.comm, buffers)?;
+            mean.finish(&mut self.comm, buffers)?;
         }
         self.compare_reports(not_finite)?;
         self.clip()?;
@@ -280,7 +280,7 @@ impl DataParallel {
                 update(&slots.all[slots.of_segment[segment]], begin, made.as_mut_slice());
             };
             let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
-            *parameters = comm.all_gather_with(all, &slots.segments, *block, &mut make)?.wait()?;
+            *parameters = comm.update_all_gather(all, &slots.segments, *block, &mut make)?.wait()?;
         }
         Ok(())
     }
@@ -294,7 +294,7 @@ impl DataParallel {
         let DataParallelConfig { reduction, world_size_invariant: invariant, check_finite: check, .. } =
             self.config;
         let sink = Sink {
-            comm: &mut *self.comm,
+            comm: &mut self.comm,
             layout: &self.layout,
             slots: &mut self.slots,
             observed: self.observed.as_mut(),
@@ -317,7 +317,7 @@ impl DataParallel {
         };
         let (micro_batches, learning_rate) = (accumulator.count(), optimizer.learning_rate());
         let report = Report { own, reduced, micro_batches, learning_rate };
-        report.compare(&mut **comm, layout, optimizer.steps() + 1)
+        report.compare(comm, layout, optimizer.steps() + 1)
     }
 
     /// Shortens the gradients if they are longer than they may be.
@@ -325,7 +325,7 @@ impl DataParallel {
         if let Some(most) = self.config.clip_norm {
             self.norm = Some(match self.config.world_size_invariant {
                 true => clip::clip_invariant(&self.layout, &mut self.slots, most),
-                false => clip::clip(&mut *self.comm, &mut self.slots.all, most)?,
+                false => clip::clip(&mut self.comm, &mut self.slots.all, most)?,
             });
         }
         Ok(())
@@ -371,7 +371,7 @@ impl DataParallel {
         check_tensor(&self.layout, "gradient", tensor)?;
         let slot = &mut self.slots.all[self.slots.of[tensor]];
         let range = slot.within(&self.layout, tensor);
-        Ok(&slot.averaged(&mut *self.comm)?[range])
+        Ok(&slot.averaged(&mut self.comm)?[range])
     }
 
     /// Sets the learning rate of the following steps, for schedules. The same on every rank.
@@ -395,8 +395,8 @@ impl DataParallel {
     }
 
     /// The communicator, for collectives of the program's own between steps.
-    pub fn comm(&mut self) -> &mut dyn Communicator {
-        &mut *self.comm
+    pub fn comm(&mut self) -> &mut Communicator {
+        &mut self.comm
     }
 
     /// Checks that all ranks hold the same parameters, and returns their checksum. Collective.
@@ -404,6 +404,6 @@ impl DataParallel {
     /// # Errors
     /// [`Error::Diverged`] with rank and tensor.
     pub fn verify(&mut self) -> Result<u64> {
-        verify_equal(&mut *self.comm, &self.layout, self.parameters.as_slice())
+        verify_equal(&mut self.comm, &self.layout, self.parameters.as_slice())
     }
 }

@@ -42,7 +42,7 @@ pub trait GradientSink {
 
 /// The sink of a [`DataParallel`](super::DataParallel)'s step, for one micro-batch.
 pub(super) struct Sink<'a> {
-    pub(super) comm: &'a mut dyn Communicator,
+    pub(super) comm: &'a mut Communicator,
     pub(super) layout: &'a Layout,
     pub(super) slots: &'a mut Slots,
     /// Where to note the order of tensors, if that is not known yet.

@@ -121,7 +121,7 @@ impl Slot {
     }
 
     /// Starts the reduction.
-    pub(super) fn reduce(&mut self, comm: &mut dyn Communicator, exchange: Exchange) -> Result<()> {
+    pub(super) fn reduce(&mut self, comm: &mut Communicator, exchange: Exchange) -> Result<()> {
         let mut gradient = self.take()?;
         if exchange.invariant {
             gradient = tree::all_sum(comm, gradient)?;
@@ -162,7 +162,7 @@ impl Slot {
     }
 
     /// The averaged gradient. Collective where only shards of it have been averaged.
-    pub(super) fn averaged(&mut self, comm: &mut dyn Communicator) -> Result<&[f32]> {
+    pub(super) fn averaged(&mut self, comm: &mut Communicator) -> Result<&[f32]> {
         match self.averaged {
             Averaged::None => {
                 let problem = "it has not been averaged since the last step began".to_owned();

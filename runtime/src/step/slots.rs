@@ -91,7 +91,7 @@ impl Slots {
 
     /// Gathers a state arena of which this rank has the elements `local`. Collective, if a bucket is sharded. Leaves the
     /// whole in `into`, unless that is empty.
-    pub(super) fn gather(&self, comm: &mut dyn Communicator, local: &[f32], into: &mut [f32]) -> Result<()> {
+    pub(super) fn gather(&self, comm: &mut Communicator, local: &[f32], into: &mut [f32]) -> Result<()> {
         for slot in &self.all {
             let mine = &local[slot.states()];
             let gathered = if slot.sharded {

@@ -23,7 +23,7 @@ impl DataParallel {
         let Self { comm, layout, slots, optimizer, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
         let mut whole = vec![0.0; layout.len()];
-        slots.gather(&mut **comm, local, &mut whole)?;
+        slots.gather(comm, local, &mut whole)?;
         Ok(Some(whole))
     }
 
@@ -38,7 +38,7 @@ impl DataParallel {
         let mut arenas = Vec::new();
         for (name, local) in optimizer.state() {
             let mut whole = vec![0.0; len];
-            slots.gather(&mut **comm, local, &mut whole)?;
+            slots.gather(comm, local, &mut whole)?;
             arenas.push((name, Cow::Owned(whole)));
         }
         let weights = &self.whole_parameters("arenas")?[..len];
@@ -58,10 +58,10 @@ impl DataParallel {
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let Self { comm, layout, slots, optimizer, .. } = self;
-        verify_same(&mut **comm, "steps to go on from", steps as i64)?;
+        verify_same(comm, "steps to go on from", steps as i64)?;
         let mut whole = |name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, layout)?;
-            replicate(&mut **comm, layout, &mut values)?;
+            replicate(comm, layout, &mut values)?;
             Ok(values)
         };
         self.parameters.as_mut_slice().copy_from_slice(&whole("weights")?);
@@ -77,7 +77,7 @@ impl DataParallel {
     pub(super) fn follow_order(&mut self) -> Result<()> {
         let tensors = self.layout.tensors().len();
         let Some(order) = self.observed.take_if(|order| order.len() == tensors) else { return Ok(()) };
-        let buckets = follow(&mut *self.comm, &self.layout, order, &self.config)?;
+        let buckets = follow(&mut self.comm, &self.layout, order, &self.config)?;
         let current = self.slots.all.iter().map(|slot| &slot.bucket);
         if current.eq(&buckets) {
             return Ok(());
@@ -86,7 +86,7 @@ impl DataParallel {
         let mut states = Vec::new();
         for (_, local) in optimizer.state() {
             let mut whole = vec![0.0; layout.len()];
-            slots.gather(&mut **comm, local, &mut whole)?;
+            slots.gather(comm, local, &mut whole)?;
             states.push(whole);
         }
         let arenas = std::mem::take(slots).uncut()?;
@@ -104,7 +104,7 @@ impl DataParallel {
 
 /// Buckets for gradients that come in rank 0's `order`, the same on all ranks. Collective.
 pub(super) fn follow(
-    comm: &mut dyn Communicator,
+    comm: &mut Communicator,
     layout: &Layout,
     order: Vec<usize>,
     config: &DataParallelConfig,

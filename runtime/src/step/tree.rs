@@ -13,7 +13,7 @@ use crate::comm::{Buffer, Communicator};
 ///
 /// # Errors
 /// As [`Communicator::send`] and [`Communicator::recv`].
-pub(super) fn all_sum(comm: &mut dyn Communicator, mut buffer: Buffer) -> Result<Buffer> {
+pub(super) fn all_sum(comm: &mut Communicator, mut buffer: Buffer) -> Result<Buffer> {
     let (rank, ranks) = (comm.rank(), comm.size());
     if ranks == 1 {
         return Ok(buffer);

@@ -36,7 +36,7 @@ pub(super) struct TrackSpan {
 }
 
 /// All ranks' records, by rank, on rank 0; nothing elsewhere. Collective.
-pub(super) fn gather(record: &Record, comm: &mut dyn Communicator) -> Result<Vec<Track>> {
+pub(super) fn gather(record: &Record, comm: &mut Communicator) -> Result<Vec<Track>> {
     let (names, words) = encode(record);
     let counts = [names.len() as i64, words.len() as i64, record.left_out as i64];
     let all = comm.all_gather_slice(&counts)?;

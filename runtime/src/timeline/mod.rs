@@ -24,7 +24,7 @@
 //! comm.all_reduce_slice(&mut [1.0f32], mgpu::ReduceOp::Sum)?;
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let path = folder.path().join("timeline.json");
-//! timeline.write(&mut *comm, &path)?;
+//! timeline.write(&mut comm, &path)?;
 //! assert!(std::fs::read_to_string(&path).unwrap().contains("augment"));
 //! # Ok(())
 //! # }
@@ -75,7 +75,7 @@ impl Name {
     pub const OPTIMIZER: Name = Name::new("optimizer");
     /// The part of a collective in which this rank had come and another had not.
     pub const WAIT: Name = Name::new("wait for peers");
-    /// The part of an [all-gather](Communicator::all_gather_with) in which what is gathered was made and passed on.
+    /// The part of an [all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
     pub const MAKE: Name = Name::new("make and pass on");
     /// Waiting for reductions [on another thread](crate::DataParallelConfig::overlap).
     pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");
@@ -199,9 +199,9 @@ impl Timeline {
     }
 
     /// A communicator that does what `comm` does, and has it recorded.
-    pub fn observe(&self, comm: Box<dyn Communicator>) -> Box<dyn Communicator> {
+    pub fn observe(&self, comm: Communicator) -> Communicator {
         match &self.shared {
-            Some(_) => Box::new(Observed::new(comm, self.clone())),
+            Some(_) => Communicator::new(Observed::new(comm, self.clone())),
             None => comm,
         }
     }
@@ -303,7 +303,7 @@ impl Timeline {
     /// file cannot be written: the ranks can go on.
     ///
     /// [format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    pub fn write(&self, comm: &mut dyn Communicator, path: &Path) -> Result<()> {
+    pub fn write(&self, comm: &mut Communicator, path: &Path) -> Result<()> {
         let Some(shared) = &self.shared else { return Ok(()) };
         shared.recording.store(false, Relaxed);
         let record = std::mem::take(&mut *shared.record());

@@ -9,17 +9,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::{IN_BACKGROUND, Name, Shared, Span, Timeline, now};
-use crate::comm::{Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp};
+use crate::comm::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp, Transport, Update};
 use crate::{Error, Result};
 
 /// See the [module](self).
 pub(super) struct Observed {
-    comm: Box<dyn Communicator>,
+    comm: Communicator,
     timeline: Timeline,
 }
 
 impl Observed {
-    pub(super) fn new(mut comm: Box<dyn Communicator>, timeline: Timeline) -> Self {
+    pub(super) fn new(mut comm: Communicator, timeline: Timeline) -> Self {
         if let Some(shared) = &timeline.shared {
             comm.note_arrivals(Arc::clone(&shared.arrival));
         }
@@ -31,7 +31,7 @@ impl Observed {
         &mut self,
         name: Name,
         bytes: usize,
-        operate: impl FnOnce(&mut dyn Communicator) -> Result<R>,
+        operate: impl FnOnce(&mut Communicator) -> Result<R>,
     ) -> Result<R> {
         self.record_with(name, bytes, |comm, _| operate(comm))
     }
@@ -41,14 +41,14 @@ impl Observed {
         &mut self,
         name: Name,
         bytes: usize,
-        operate: impl FnOnce(&mut dyn Communicator, &mut Made) -> Result<R>,
+        operate: impl FnOnce(&mut Communicator, &mut Made) -> Result<R>,
     ) -> Result<R> {
         let Some(shared) = &self.timeline.shared else {
-            return operate(&mut *self.comm, &mut Made::default());
+            return operate(&mut self.comm, &mut Made::default());
         };
         shared.arrival.store(0, Relaxed);
         let (mut made, begin) = (Made::default(), now());
-        let result = operate(&mut *self.comm, &mut made);
+        let result = operate(&mut self.comm, &mut made);
         let end = now();
         let wait = waited(shared, begin, &made);
         // What goes on beside the rank's own work counts as far as that waits for it.
@@ -93,7 +93,7 @@ fn waited(shared: &Shared, begin: u64, made: &Made) -> Range<u64> {
     from..arrival.max(from)
 }
 
-impl Communicator for Observed {
+impl Transport for Observed {
     fn rank(&self) -> u32 {
         self.comm.rank()
     }
@@ -118,8 +118,8 @@ impl Communicator for Observed {
         self.comm.blame(error);
     }
 
-    fn expect_company(&mut self) {
-        self.comm.expect_company();
+    fn set_oversubscribed(&mut self) {
+        self.comm.set_oversubscribed();
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {
@@ -142,16 +142,16 @@ impl Communicator for Observed {
         self.record(Name::ALL_GATHER, buffer.bytes(), |comm| comm.all_gather(buffer))
     }
 
-    fn all_gather_with(
+    fn update_all_gather(
         &mut self,
         buffer: Buffer,
         segments: &[Range<usize>],
         block: usize,
-        make: &mut Make<'_>,
+        make: &mut Update<'_>,
     ) -> Result<Pending> {
         let bytes = segments.iter().map(Range::len).sum::<usize>() * buffer.dtype().size();
         self.record_with(Name::ALL_GATHER, bytes, |comm, made| {
-            comm.all_gather_with(buffer, segments, block, &mut |segment, element, block| {
+            comm.update_all_gather(buffer, segments, block, &mut |segment, element, block| {
                 let begin = now();
                 make(segment, element, block);
                 made.note(begin, now());

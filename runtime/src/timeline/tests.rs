@@ -2,8 +2,8 @@ use super::*;
 use crate::comm::{Buffer, DType, ReduceOp};
 use crate::{DataParallel, Layout, World};
 
-fn observed(timeline: &Timeline) -> Box<dyn Communicator> {
-    timeline.observe(Box::new(crate::comm::Solo::new(None)))
+fn observed(timeline: &Timeline) -> Communicator {
+    timeline.observe(crate::Communicator::new(crate::comm::Solo::new(None)))
 }
 
 fn names(timeline: &Timeline) -> Vec<Name> {
@@ -19,7 +19,7 @@ fn nothing_is_recorded_where_nobody_asked() {
     let mut comm = observed(&off);
     assert!(comm.timeline().shared.is_none());
     // Nor is a file.
-    off.write(&mut *comm, Path::new("/nonexistent/timeline.json")).unwrap();
+    off.write(&mut comm, Path::new("/nonexistent/timeline.json")).unwrap();
 
     let counting = Timeline::new(0).unwrap();
     counting.set_recording(true);
@@ -56,7 +56,7 @@ fn what_began_before_the_recording_is_left_out() {
 
 #[test]
 fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
-    let train = |comm: Box<dyn Communicator>| {
+    let train = |comm: Communicator| {
         let mut layout = Layout::new();
         layout.push("first", [64]);
         layout.push("second", [70_000]);
@@ -80,7 +80,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
         model.parameters().to_vec()
     };
     let timeline = Timeline::new(100).unwrap();
-    let alone = train(Box::new(crate::comm::Solo::new(None)));
+    let alone = train(crate::Communicator::new(crate::comm::Solo::new(None)));
     assert_eq!(train(observed(&timeline)), alone);
     let record = timeline.shared.as_ref().unwrap().record();
     let of =
@@ -116,7 +116,7 @@ fn what_is_made_for_a_gather_is_no_communication() {
                             made += now() - begin;
                         };
                         let segments = [0..1000, 1000..4000];
-                        let gathered = comm.all_gather_with(buffer, &segments, 100, &mut make).unwrap();
+                        let gathered = comm.update_all_gather(buffer, &segments, 100, &mut make).unwrap();
                         let gathered = gathered.wait().unwrap();
                         let whole = now() - whole;
                         assert!(gathered.as_slice::<f32>()[..4000].iter().all(|value| *value == 1.0));

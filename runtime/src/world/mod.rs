@@ -249,20 +249,20 @@ impl World {
     ///
     /// # Errors
     /// If a peer does not come in time, or shared memory is short.
-    pub fn communicator(&mut self) -> Result<Box<dyn crate::Communicator>> {
+    pub fn communicator(&mut self) -> Result<crate::Communicator> {
         #[cfg(feature = "cuda")]
         if self.size() > 1 && self.backend() == Backend::Nccl {
             let device = Arc::new(self.device_communicator()?);
-            return Ok(Box::new(crate::comm::nccl::HostCommunicator::new(device)?));
+            return Ok(crate::Communicator::new(crate::comm::nccl::HostCommunicator::new(device)?));
         }
         self.communicators += 1;
         match &self.membership {
             Some(membership) if self.size() > 1 => {
                 let number = self.communicators;
                 let comm = crate::comm::cpu::connect(membership, self.size(), number, self.timeout())?;
-                Ok(Box::new(comm))
+                Ok(crate::Communicator::new(comm))
             }
-            membership => Ok(Box::new(crate::comm::Solo::new(membership.clone()))),
+            membership => Ok(crate::Communicator::new(crate::comm::Solo::new(membership.clone()))),
         }
     }
 
@@ -297,14 +297,12 @@ impl World {
     /// # Errors
     /// As [`device_communicator`](Self::device_communicator).
     #[cfg(feature = "cuda")]
-    pub fn communicators(
-        &mut self,
-    ) -> Result<(Arc<crate::DeviceCommunicator>, Box<dyn crate::Communicator>)> {
+    pub fn communicators(&mut self) -> Result<(Arc<crate::DeviceCommunicator>, crate::Communicator)> {
         let device = Arc::new(self.device_communicator()?);
-        let host: Box<dyn crate::Communicator> = if self.size() > 1 {
-            Box::new(crate::comm::nccl::HostCommunicator::new(Arc::clone(&device))?)
+        let host = if self.size() > 1 {
+            crate::Communicator::new(crate::comm::nccl::HostCommunicator::new(Arc::clone(&device))?)
         } else {
-            Box::new(crate::comm::Solo::new(self.membership.clone()))
+            crate::Communicator::new(crate::comm::Solo::new(self.membership.clone()))
         };
         Ok((device, host))
     }

@@ -51,7 +51,7 @@ fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
     let error = loop {
         if made == HEALTHY && comm.rank() == culprit {
             match seed {
-                None => return misbehave(fault, &mut *comm, buffer, way),
+                None => return misbehave(fault, &mut comm, buffer, way),
                 Some(seed) => end_soon(fault, seed),
             }
         }
@@ -69,7 +69,7 @@ fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
 }
 
 /// The fault, and where it leaves the rank alive, the end of its part.
-fn misbehave(fault: &str, comm: &mut dyn Communicator, buffer: Buffer, way: Way) -> Result<()> {
+fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, way: Way) -> Result<()> {
     let (op, len, next) = (ReduceOp::Sum, way.len, (comm.rank() + 1) % comm.size());
     match fault {
         "wrong-count" => drop(comm.all_reduce(buffer.split_at(len / 2).0, op)?.wait()?),

@@ -48,7 +48,7 @@ impl<E: Storage> Cpu<E> {
     pub(in super::super) fn new(
         recipe: &Recipe,
         args: &Args,
-        comm: Box<dyn Communicator>,
+        comm: Communicator,
         threads: usize,
     ) -> mgpu::Result<Self> {
         let micro_batch = recipe.batch / recipe.micro_batches;
@@ -74,7 +74,7 @@ impl<E: Storage> Cpu<E> {
 }
 
 impl<E: Storage> Engine for Cpu<E> {
-    fn comm(&mut self) -> &mut dyn Communicator {
+    fn comm(&mut self) -> &mut Communicator {
         self.model.comm()
     }
 

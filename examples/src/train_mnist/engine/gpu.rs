@@ -66,7 +66,7 @@ impl Gpu {
         recipe: &Recipe,
         args: &Args,
         device: Arc<DeviceCommunicator>,
-        host: Box<dyn Communicator>,
+        host: Communicator,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let choice = cuda::Options { deterministic: true, libraries: options.libraries };
@@ -178,7 +178,7 @@ fn launch_each(
 }
 
 impl Engine for Gpu {
-    fn comm(&mut self) -> &mut dyn Communicator {
+    fn comm(&mut self) -> &mut Communicator {
         self.model.comm()
     }
 

@@ -47,7 +47,7 @@ pub(super) type Seen<'a> = dyn FnMut(u64, f64) + 'a;
 /// A model in training. What is said to be collective is called by all ranks alike.
 pub(super) trait Engine {
     /// For collectives of the program's own between steps.
-    fn comm(&mut self) -> &mut dyn Communicator;
+    fn comm(&mut self) -> &mut Communicator;
 
     /// Parameters of the network.
     fn parameters(&self) -> usize;

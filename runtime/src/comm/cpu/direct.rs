@@ -15,7 +15,7 @@ use super::CpuCommunicator;
 use super::call::Call;
 use super::eager::Sources;
 use crate::Result;
-use crate::comm::{Buffer, Make, ReduceOp, make_blocks, shard};
+use crate::comm::{Buffer, ReduceOp, Update, make_blocks, shard};
 
 /// Largest block: with n = 4 ranks, all buffers' fit the second-level cache together.
 const MAX_BLOCK: usize = 256 << 10;
@@ -161,12 +161,12 @@ impl CpuCommunicator {
 
     /// Only a rank itself can make its shards, so there are no blocks to be dealt out: all of them are one.
     #[inline(never)]
-    pub(super) fn direct_all_gather_with(
+    pub(super) fn direct_update_all_gather(
         &mut self,
         buffer: Buffer,
         segments: &[Range<usize>],
         block: usize,
-        make: &mut Make<'_>,
+        make: &mut Update<'_>,
         call: &Call,
     ) -> Result<Buffer> {
         self.enter(call)?;

@@ -42,7 +42,7 @@ use region::{EAGER_BYTES, Region};
 use wait::Patience;
 
 use super::{
-    Algorithm, Buffer, Communicator, DType, Make, Pending, ReduceOp, check_segments, gather_segments,
+    Algorithm, Buffer, DType, Pending, ReduceOp, Transport, Update, check_segments, gather_segments,
     make_blocks, shard,
 };
 use crate::membership::Membership;
@@ -249,7 +249,7 @@ fn large(buffer: &Buffer) -> Path {
     if buffer.arena().is_some() { Path::Direct } else { Path::Staged }
 }
 
-impl Communicator for CpuCommunicator {
+impl Transport for CpuCommunicator {
     fn rank(&self) -> u32 {
         self.rank
     }
@@ -270,7 +270,7 @@ impl Communicator for CpuCommunicator {
         self.membership.blame(error);
     }
 
-    fn expect_company(&mut self) {
+    fn set_oversubscribed(&mut self) {
         self.patience = Patience::for_ranks(2 * self.size, self.cores);
     }
 
@@ -320,12 +320,12 @@ impl Communicator for CpuCommunicator {
         })
     }
 
-    fn all_gather_with(
+    fn update_all_gather(
         &mut self,
         buffer: Buffer,
         segments: &[Range<usize>],
         block: usize,
-        make: &mut Make<'_>,
+        make: &mut Update<'_>,
     ) -> Result<Pending> {
         check_segments(&buffer, segments, block)?;
         self.check_owner("all_gather", &buffer)?;
@@ -340,7 +340,7 @@ impl Communicator for CpuCommunicator {
                 segments.iter().flat_map(|segment| [segment.start as u64, segment.end as u64]).fold(0, mix)
                     as u32;
             let call = Call::new(Operation::AllGather, &buffer, None, digest).via(Path::Made);
-            comm.direct_all_gather_with(buffer, segments, block, make, &call).map(Pending::complete)
+            comm.direct_update_all_gather(buffer, segments, block, make, &call).map(Pending::complete)
         })
     }
 

@@ -19,7 +19,7 @@ use super::group::Group;
 use super::link::{Doing, Link};
 use super::staging::{Chunk, Route};
 use crate::comm::cpu::call::{CALL_WORDS, Call, describe};
-use crate::comm::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp};
+use crate::comm::{Algorithm, Buffer, DType, Pending, ReduceOp, Transport};
 use crate::inject::Moment;
 use crate::progress::Operation;
 use crate::{Error, Result, memory};
@@ -276,7 +276,7 @@ impl HostCommunicator {
     }
 }
 
-impl Communicator for HostCommunicator {
+impl Transport for HostCommunicator {
     fn rank(&self) -> u32 {
         self.device.rank()
     }

@@ -103,7 +103,7 @@ fn check_layout(layout: &Layout) -> Result<()> {
 /// ```
 pub struct DeviceDataParallel {
     // Both go before the memory below, after `drop` has seen to it that collectives do nothing to it any more.
-    host: Box<dyn Communicator>,
+    host: Communicator,
     comm: Arc<DeviceCommunicator>,
     layout: Layout,
     config: DeviceConfig,
@@ -164,7 +164,7 @@ impl DeviceDataParallel {
     /// or setting), what is chosen does not go together, memory is short, or as the communicator's.
     pub fn new(
         comm: Arc<DeviceCommunicator>,
-        mut host: Box<dyn Communicator>,
+        mut host: Communicator,
         layout: Layout,
         mut parameters: Vec<f32>,
         buffers: &[f32],
@@ -175,8 +175,8 @@ impl DeviceDataParallel {
         let mut settings = config.settings();
         let hash = format!("{} elements with checksum {:016x}", buffers.len(), checksum(buffers));
         settings.push(("buffers", hash));
-        agree(&mut *host, &settings)?;
-        replicate(&mut *host, &layout, &mut parameters)?;
+        agree(&mut host, &settings)?;
+        replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
         let DeviceConfig { parallel, micro_batches, .. } = config;
@@ -437,7 +437,7 @@ impl DeviceDataParallel {
     }
 
     /// The communicator for host buffers, for collectives of the program's own between steps.
-    pub fn comm(&mut self) -> &mut dyn Communicator {
-        &mut *self.host
+    pub fn comm(&mut self) -> &mut Communicator {
+        &mut self.host
     }
 }

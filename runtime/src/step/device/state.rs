@@ -93,7 +93,7 @@ impl DeviceDataParallel {
     /// for: who captures a first step keeps the buckets as they are.
     pub(super) fn follow_order(&mut self) -> Result<()> {
         let Some(order) = self.observed.take().filter(|_| !self.capturing) else { return Ok(()) };
-        let buckets = follow(&mut *self.host, &self.layout, order, &self.config.parallel)?;
+        let buckets = follow(&mut self.host, &self.layout, order, &self.config.parallel)?;
         if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
             return Ok(());
         }
@@ -163,11 +163,11 @@ impl DeviceDataParallel {
     /// If ranks go back to different steps; as `read`, and the communicator's.
     pub fn restore(&mut self, steps: u64, mut read: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<()> {
         self.wait(STEP)?;
-        verify_same(&mut *self.host, "steps to go on from", steps as i64)?;
+        verify_same(&mut self.host, "steps to go on from", steps as i64)?;
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
             let mut values = read(name)?;
-            replicate(&mut *model.host, &model.layout, &mut values)?;
+            replicate(&mut model.host, &model.layout, &mut values)?;
             values.resize(model.parameters.len(), 0.0);
             Ok(values)
         };
@@ -199,7 +199,7 @@ impl DeviceDataParallel {
     pub(super) fn compare_all(&mut self) -> Result<u64> {
         self.wait(STEP)?;
         let parameters = self.download(&self.parameters)?;
-        verify_equal(&mut *self.host, &self.layout, &parameters)
+        verify_equal(&mut self.host, &self.layout, &parameters)
     }
 }
 
