@@ -201,7 +201,7 @@ mod tests {
 
         let mut kept = x.to_vec();
         let mask = dropout::Mask { seed: 1, stream: 2, first_sample: 3, channels, plane: 48 };
-        dropout::cpu::apply(&threads, 0.3, &mask, &mut kept);
+        dropout::cpu::apply(&threads, 0.3, &mask, 0, &mut kept);
         (vec![normal, gradient, active, before, pooled, spread, kept], all)
     }
 

@@ -36,14 +36,13 @@ fn each(bench: &mut Bench, images: &Images) -> Outcome {
             let step = bench.random.below(10_000) as u64;
             let state = StepState { step, ..StepState::after(0) };
             let state = state.upload(&bench.stream)?;
-            let mask = cuda::Mask { seed, stream: layer, first_sample, channels, plane };
+            let mask = Mask { seed, stream: layer, first_sample, channels, plane };
             let outputs = [Output::activations(dtype, &values)];
             let found = bench.twice(judge, &outputs, |stream, outputs| {
                 cuda::apply(stream, probability, &mask, state.view(), outputs[0])
             })?;
-            let mask = Mask { seed, stream: layer | step << 16, first_sample, channels, plane };
             let mut expected = values;
-            cpu::apply(&bench.threads, probability, &mask, &mut expected);
+            cpu::apply(&bench.threads, probability, &mask, step, &mut expected);
             if dtype == mgpu_kernels::DType::Bf16 {
                 expected.iter_mut().for_each(|value| *value = to_bf16(*value));
             }

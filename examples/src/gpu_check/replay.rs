@@ -60,13 +60,8 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
     let table = chunks([(0..weights, true), (weights..weights + CLASSES, false)], 0.01);
     let sums = bench.input(&vec![0.0f64; table.len()])?;
     let table = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
-    let mask = dropout::cuda::Mask {
-        seed: 3,
-        stream: 1,
-        first_sample: 0,
-        channels: FILTERS,
-        plane: EXTENT * EXTENT,
-    };
+    let mask =
+        dropout::Mask { seed: 3, stream: 1, first_sample: 0, channels: FILTERS, plane: EXTENT * EXTENT };
     let (_, optimizer) = rules()[0];
     let schedule = Schedule { warm_up: 2, decay: Decay::Linear { steps: 50 } };
     let plan = Plan { steps_per_epoch: 3, schedule };

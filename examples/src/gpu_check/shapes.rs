@@ -80,29 +80,24 @@ impl Shapes {
         let mut shapes = Shapes::default();
         for name in names() {
             let spec = Spec::named(name).expect("a known name");
-            let [mut channels, mut height, mut width] = spec.input;
+            let mut extents = spec.input;
             for layer in &spec.layers {
+                let [channels, height, width] = extents;
                 let here = Images { images, channels, height, width };
                 match *layer {
                     Layer::Conv { filters, kernel, padding } => {
                         let shape = Shape { channels, height, width, filters, kernel, padding };
                         push(&mut shapes.convs, Conv { shape, images });
-                        (channels, height, width) = (filters, shape.out_height(), shape.out_width());
                     }
                     Layer::Dense(outputs) => {
                         push(&mut shapes.convs, Conv::dense(images, channels, outputs));
-                        channels = outputs;
                     }
-                    Layer::MaxPool(rounding) => {
-                        push(&mut shapes.pools, (here, rounding));
-                        let shape = pool::Shape { height, width, rounding };
-                        (height, width) = (shape.out_height(), shape.out_width());
-                    }
+                    Layer::MaxPool(rounding) => push(&mut shapes.pools, (here, rounding)),
                     Layer::BatchNorm => push(&mut shapes.norms, here),
                     Layer::Dropout(_) => push(&mut shapes.dropouts, here),
-                    Layer::Flatten => (channels, height, width) = (channels * height * width, 1, 1),
-                    Layer::Relu | Layer::LeakyRelu => {}
+                    _ => {}
                 }
+                extents = layer.output(extents);
             }
         }
         shapes

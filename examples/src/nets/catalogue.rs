@@ -6,7 +6,8 @@ use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
 use mgpu_kernels::conv::Padding;
 use mgpu_kernels::pool::Rounding;
 
-use super::spec::{Layer, Spec};
+use super::layers::Layer;
+use super::spec::Spec;
 use Layer::{BatchNorm, Dense, Dropout, Flatten, LeakyRelu, MaxPool, Relu};
 
 const NAMES: [&str; 7] = ["lenet5", "deep", "keras", "ensemble2400", "ensemble4800", "layers", "conv6"];

@@ -109,7 +109,7 @@ impl<T: Storage> Part<T> {
             &self.values[self.begins[slot]..][..self.lens[slot] * images]
         };
         let (x, y) = (slot(stage.input), slot(stage.output));
-        let in_place = stage.op.backward_in_place();
+        let in_place = stage.backward_in_place();
         let dx = (below && !in_place).then(|| &mut other[..x.len()]);
         pass(Sides { x, y, dy: &mut current[..y.len()], dx })?;
         if !in_place {
@@ -134,7 +134,7 @@ fn gradients(plan: &Plan, slots: &std::ops::Range<usize>) -> [usize; 2] {
     let (mut lens, mut at) = ([0; 2], 0);
     for (place, stage) in within {
         lens[at] = lens[at].max(plan.slots[stage.output]);
-        if place > first && !stage.op.backward_in_place() {
+        if place > first && !stage.backward_in_place() {
             at = 1 - at;
             lens[at] = lens[at].max(plan.slots[stage.input]);
         }

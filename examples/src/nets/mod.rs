@@ -7,10 +7,12 @@
 //!
 //! ```text
 //! spec (catalogue) ── shapes, names, offsets, stages (plan) ── initial values (initial)
-//!                                     ├── forward and backward (net), in `memory`, each stage by a `machine` of the CPU's
-//!                                     │   kernels in `mgpu_kernels`, with the time that each takes (profile)
+//!                                     ├── forward and backward on the CPU (net), in `memory`, with the time that each
+//!                                     │   stage takes (profile)
 //!                                     └── the same on a GPU (device)
 //! ```
+//!
+//! All of these are loops over stages. What a stage is and does, its kind of layer says: `layers` has a file for each.
 //!
 //! The parameters are not the net's: they live in one flat slice that belongs to the caller, described by
 //! [`Net::layout`]. The same slice is what ranks broadcast, the optimizer updates and a checkpoint stores.
@@ -29,7 +31,7 @@
 mod catalogue;
 mod device;
 mod initial;
-mod machine;
+mod layers;
 mod memory;
 mod net;
 mod plan;
@@ -39,11 +41,12 @@ mod spec;
 mod tests;
 
 pub use catalogue::{UnknownNet, names};
-pub use device::{DeviceData, DeviceDropout, DeviceNet};
+pub use device::{DeviceData, DeviceNet};
+pub use layers::{DeviceDropout, DropoutKey, Layer};
 pub use mgpu_kernels::conv::Padding;
 pub use mgpu_kernels::conv::cpu::Choice;
 pub use mgpu_kernels::loss::Report as LossReport;
 pub use mgpu_kernels::pool::Rounding;
-pub use net::{DropoutKey, Mode, Net};
+pub use net::{Mode, Net};
 pub use profile::{Profile, StageTimes};
-pub use spec::{Layer, Spec};
+pub use spec::Spec;

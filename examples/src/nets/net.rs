@@ -3,11 +3,11 @@
 use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
 use mgpu_kernels::conv::cpu::Choice;
-use mgpu_kernels::{Scratch, Storage, Threads, dropout, loss, transpose};
+use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::machine::{Back, Machine, Pass, Step};
+use super::layers::{BackwardPass, DropoutKey, ForwardPass, Machine, Step};
 use super::memory::Part;
 use super::plan::{Image, Plan, Stage};
 use super::profile::{self, Lap, Profile, Shown, StageTimes, lap};
@@ -23,33 +23,6 @@ pub enum Mode {
     },
     /// Running statistics, no dropout.
     Eval,
-}
-
-/// What dropout masks depend on, besides layer and element.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DropoutKey {
-    /// The run's seed, the same on all ranks.
-    pub seed: u64,
-    /// The training step.
-    pub step: u64,
-    /// Index in the batch of all ranks of this rank's first sample. A batch split over ranks then drops exactly
-    /// what one rank with the whole batch would drop.
-    pub first_sample: u64,
-}
-
-impl DropoutKey {
-    /// The mask of spec layer `layer`, whose samples are `image`s.
-    pub(super) fn mask(&self, layer: usize, image: Image) -> dropout::Mask {
-        let stream = mask_stream(layer) | self.step << 16;
-        let Image { channels, plane } = image;
-        dropout::Mask { seed: self.seed, stream, first_sample: self.first_sample, channels, plane }
-    }
-}
-
-/// The random numbers of spec layer `layer`'s masks, to which the step is added 16 bits higher. The top bit keeps clear of
-/// the streams of initial values.
-pub(super) fn mask_stream(layer: usize) -> u64 {
-    1 << 63 | layer as u64
 }
 
 /// A network with all the memory that batches of up to a given size need.
@@ -99,7 +72,7 @@ impl<E: Storage> Net<E> {
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
-            machines: plan.stages.iter().map(|stage| Machine::new(&plan, stage, max_batch, choice)).collect(),
+            machines: plan.stages.iter().map(|stage| stage.op.on_cpu(max_batch, choice)).collect(),
             images: Part::images(&plan, max_batch),
             vectors: Part::vectors(&plan, max_batch),
             bias: vec![0.0; biases.max().unwrap_or(0)],
@@ -136,7 +109,7 @@ impl<E: Storage> Net<E> {
         let stages = self.plan.stages.iter().zip(&self.machines);
         let convolutions = stages.filter(|(_, machine)| machine.is_chosen());
         let line = |(stage, machine): (&Stage, &Machine)| {
-            format!("{} {}: {}", stage.layer, profile::describe(stage), machine.kernel())
+            format!("{} {}: {}", stage.layer, stage.op.describe(), machine.kernel())
         };
         convolutions.map(line).collect()
     }
@@ -206,8 +179,8 @@ impl<E: Storage> Net<E> {
         ranks: &mut dyn GradientSink,
     ) -> Result<&[f32]> {
         let pass = match mode {
-            Mode::Train { dropout } => Pass::Train { buffers, dropout, ranks },
-            Mode::Eval => Pass::Eval { buffers },
+            Mode::Train { dropout } => ForwardPass::Train { buffers, dropout, ranks },
+            Mode::Eval => ForwardPass::Eval { buffers },
         };
         self.run(params, images, pass)?;
         profile::end(&self.profile, "forward");
@@ -221,7 +194,8 @@ impl<E: Storage> Net<E> {
     pub fn predict(&mut self, params: &[f32], buffers: &[f32], images: &[f32]) -> &[f32] {
         // What is measured is the training.
         let profile = self.profile.take();
-        self.run(params, images, Pass::Eval { buffers }).expect("evaluation asks nothing of other ranks");
+        self.run(params, images, ForwardPass::Eval { buffers })
+            .expect("evaluation asks nothing of other ranks");
         self.profile = profile;
         self.logits()
     }
@@ -240,21 +214,21 @@ impl<E: Storage> Net<E> {
         loss::cpu::score(self.logits(), labels)
     }
 
-    fn run(&mut self, params: &[f32], batch: &[f32], mut pass: Pass<'_>) -> Result<()> {
+    fn run(&mut self, params: &[f32], batch: &[f32], mut pass: ForwardPass<'_>) -> Result<()> {
         let Net { plan, threads, images, vectors, machines, scratch, profile, .. } = self;
         let n = batch.len() / plan.slots[0];
         assert_eq!(batch.len(), n * plan.slots[0], "a whole number of images");
         assert!((1..=self.max_batch).contains(&n), "a batch of {n} images, memory for {}", self.max_batch);
         assert_eq!(params.len(), plan.parameters.len(), "parameters");
         let buffers_len = match &pass {
-            Pass::Train { buffers, .. } => buffers.len(),
-            Pass::Eval { buffers } => buffers.len(),
+            ForwardPass::Train { buffers, .. } => buffers.len(),
+            ForwardPass::Eval { buffers } => buffers.len(),
         };
         assert_eq!(buffers_len, plan.buffers.len(), "running statistics");
         self.batch = n;
         self.mode = Some(match &pass {
-            Pass::Train { dropout, .. } => Mode::Train { dropout: *dropout },
-            Pass::Eval { .. } => Mode::Eval,
+            ForwardPass::Train { dropout, .. } => Mode::Train { dropout: *dropout },
+            ForwardPass::Eval { .. } => Mode::Eval,
         });
 
         profile::start(profile);
@@ -268,13 +242,14 @@ impl<E: Storage> Net<E> {
                 let (image, flat) = (images.slot(stage.input, n), vectors.slot_mut(stage.input, n));
                 transpose::matrices(threads, scratch, (plane, channels), image, flat);
             }
-            let step = Step { plan, stage, place, threads, scratch, params, profile };
+            let layout = &plan.parameters;
+            let step = Step { place, threads, scratch, layout, params, profile };
             if vector {
                 let (x, y) = vectors.of_stage(stage, n);
-                machine.forward_vectors(step, x, y, &mut pass)?;
+                machine.on_vectors().forward(step, x, y, &mut pass)?;
             } else {
                 let (x, y) = images.of_stage(stage, n);
-                machine.forward(step, x, y, &mut pass)?;
+                machine.on_images::<E>().forward(step, x, y, &mut pass)?;
             }
             lap(profile, Lap::Forward(place));
         }
@@ -314,12 +289,16 @@ impl<E: Storage> Net<E> {
         let stages = plan.stages.iter().zip(machines).enumerate();
         for (place, (stage, machine)) in stages.skip(first).rev() {
             let below = place > first;
-            let step = Step { plan, stage, place, threads, scratch: &mut *scratch, params, profile };
-            let back = Back { below, dropout, sink: &mut *sink, bias };
+            let layout = &plan.parameters;
+            let step = Step { place, threads, scratch: &mut *scratch, layout, params, profile };
+            let pass = BackwardPass { below, dropout, sink: &mut *sink, bias };
             if stage.output < plan.vectors {
-                images.backward(stage, n, below, |sides| machine.backward(step, sides, back))?;
+                images.backward(stage, n, below, |sides| {
+                    machine.on_images::<E>().backward(step, sides, pass)
+                })?;
             } else {
-                vectors.backward(stage, n, below, |sides| machine.backward_vectors(step, sides, back))?;
+                vectors
+                    .backward(stage, n, below, |sides| machine.on_vectors().backward(step, sides, pass))?;
                 if below && stage.input < plan.vectors {
                     let Image { channels, plane } = plan.flattened();
                     let flat = vectors.gradient(stage.input, n);

@@ -11,10 +11,12 @@
 //! Images lie with their channels last, \[N, H, W, C\], on the CPU and on GPUs, and a flattened image is still one. A dense
 //! layer behind it is what notices: its weights are for \[C, H, W\].
 
-use mgpu::Layout;
-use mgpu_kernels::{activation, conv, dense, pool};
+use std::ops::Range;
 
-use super::spec::{Layer, Spec};
+use mgpu::Layout;
+
+use super::layers::{InPlace, Operation};
+use super::spec::Spec;
 
 /// Extents of the images in memory. Flattening moves no data: a flattened image is still one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,68 +26,6 @@ pub(super) struct Image {
     pub(super) plane: usize,
 }
 
-/// One operation, with everything about its shape but the number of images.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Op {
-    /// `weight` is the tensor of the weights; the bias is the next one. An activation with `slope` and pooling may follow.
-    Conv { shape: conv::Shape, weight: usize, slope: Option<f32>, pool: Option<Pool> },
-    /// `weight` and `slope` as above.
-    Dense { shape: dense::Shape, weight: usize, slope: Option<f32> },
-    /// `weight` scales, the next tensor shifts; `mean` is the running mean among the buffers, the variance the
-    /// next one. `index` counts the network's normalisations.
-    Norm { index: usize, weight: usize, mean: usize },
-    /// By itself.
-    Activation { slope: f32 },
-    /// By itself.
-    Pool(Pool),
-    /// `layer` is the index in the spec, to tell masks apart.
-    Dropout { probability: f32, layer: usize, image: Image },
-}
-
-/// A pooling layer. `index` counts those of the network.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pool {
-    pub(super) index: usize,
-    pub(super) shape: pool::Shape,
-    pub(super) channels: usize,
-}
-
-impl Op {
-    /// The tensor of the weights; that of the bias is the next one.
-    pub(super) fn weight(&self) -> Option<usize> {
-        match *self {
-            Op::Conv { weight, .. } | Op::Dense { weight, .. } | Op::Norm { weight, .. } => Some(weight),
-            _ => None,
-        }
-    }
-
-    /// True if values are replaced where they lie.
-    pub(super) fn in_place(&self) -> bool {
-        matches!(self, Op::Activation { .. } | Op::Dropout { .. })
-    }
-
-    /// True if the gradient of the input takes the place of the output's.
-    pub(super) fn backward_in_place(&self) -> bool {
-        self.in_place() || matches!(self, Op::Norm { .. })
-    }
-
-    /// This operation with `next` behind it, if it can take that along.
-    fn along(self, next: Op) -> Option<Op> {
-        match (self, next) {
-            (Op::Conv { shape, weight, slope: None, pool: None }, Op::Activation { slope }) => {
-                Some(Op::Conv { shape, weight, slope: Some(slope), pool: None })
-            }
-            (Op::Conv { shape, weight, slope, pool: None }, Op::Pool(pool)) => {
-                Some(Op::Conv { shape, weight, slope, pool: Some(pool) })
-            }
-            (Op::Dense { shape, weight, slope: None }, Op::Activation { slope }) => {
-                Some(Op::Dense { shape, weight, slope: Some(slope) })
-            }
-            _ => None,
-        }
-    }
-}
-
 impl Image {
     fn of([channels, height, width]: [usize; 3]) -> Self {
         Image { channels, plane: height * width }
@@ -93,9 +33,9 @@ impl Image {
 }
 
 /// An operation and the slots it works on, the same one if in place.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct Stage {
-    pub(super) op: Op,
+    pub(super) op: Box<dyn Operation>,
     /// Index in the spec of the first of its layers.
     pub(super) layer: usize,
     pub(super) input: usize,
@@ -103,6 +43,26 @@ pub(super) struct Stage {
     /// What was flattened into its input, if that is an image of several channels and several positions: the operation
     /// counts its features as \[C, H, W\], and finds \[H, W, C\].
     pub(super) flattened: Option<Image>,
+}
+
+impl Stage {
+    /// True if the gradient of the input takes the place of the output's.
+    pub(super) fn backward_in_place(&self) -> bool {
+        self.op.in_place() != InPlace::Neither
+    }
+}
+
+/// Where a layer stands in its network.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// Its index in the spec, which names its tensors.
+    pub(super) layer: usize,
+    /// Channels, rows and columns of its input.
+    pub(super) extents: [usize; 3],
+    /// The input as it lies in memory.
+    pub(super) image: Image,
+    /// Whether a rectifier follows.
+    pub(super) rectified: bool,
 }
 
 /// How the elements of a parameter tensor start out.
@@ -119,7 +79,7 @@ pub(super) enum Role {
 }
 
 /// A network with all shapes worked out.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Plan {
     /// What comes in.
     pub(super) image: Image,
@@ -128,10 +88,6 @@ pub(super) struct Plan {
     pub(super) slots: Vec<usize>,
     /// The first slot of vectors: what the first stage writes that reads flattened images. In those before it lie images.
     pub(super) vectors: usize,
-    /// Output elements for one image of each pooling layer.
-    pub(super) pools: Vec<usize>,
-    /// Channels of each normalisation.
-    pub(super) norms: Vec<usize>,
     pub(super) parameters: Layout,
     /// The role of each parameter tensor.
     pub(super) roles: Vec<Role>,
@@ -148,8 +104,6 @@ impl Plan {
             stages: Vec::new(),
             slots: vec![spec.input.iter().product()],
             vectors: 0,
-            pools: Vec::new(),
-            norms: Vec::new(),
             parameters: Layout::new(),
             roles: Vec::new(),
             buffers: Layout::new(),
@@ -157,13 +111,14 @@ impl Plan {
         let mut extents = spec.input;
         // As it lies in memory.
         let mut image = Image::of(extents);
-        for (index, layer) in spec.layers.iter().enumerate() {
-            let rectified = matches!(spec.layers.get(index + 1), Some(Layer::Relu | Layer::LeakyRelu));
-            let (op, after) = plan.resolve(index, *layer, extents, image, rectified);
+        for (layer, kind) in spec.layers.iter().enumerate() {
+            let rectified = spec.layers.get(layer + 1).is_some_and(|next| next.rectifies());
+            let op = kind.plan(&mut plan, &Place { layer, extents, image, rectified });
+            let after = kind.output(extents);
             if let Some(op) = op {
                 let flattened = (image != Image::of(extents)).then_some(image);
-                plan.push(op, index, flattened, after.iter().product());
-                image = if op.in_place() { image } else { Image::of(after) };
+                image = if op.in_place() == InPlace::Both { image } else { Image::of(after) };
+                plan.push(op, layer, flattened, after.iter().product());
             }
             extents = after;
         }
@@ -171,30 +126,28 @@ impl Plan {
             image.channels == 1 || image.plane == 1,
             "a network ends in a number for each class, not in {image:?}"
         );
-        let flat = plan
-            .stages
-            .iter()
-            .find(|stage| stage.flattened.is_some() || matches!(stage.op, Op::Dense { .. }));
+        let flat = plan.stages.iter().find(|stage| stage.flattened.is_some() || stage.op.takes_vectors());
         plan.vectors = flat.expect("a network has a dense layer").output;
         plan
     }
 
     /// Adds `op`, with `len` elements of output for one image.
-    fn push(&mut self, op: Op, layer: usize, flattened: Option<Image>, len: usize) {
+    fn push(&mut self, op: Box<dyn Operation>, layer: usize, flattened: Option<Image>, len: usize) {
+        let in_place = op.in_place() == InPlace::Both;
         // To an activation function it is all the same how its inputs are counted.
-        let follows = flattened.is_none() || op.in_place();
-        if let Some(stage) = self.stages.last_mut().filter(|_| follows)
-            && let Some(both) = stage.op.along(op)
+        let follows = flattened.is_none() || in_place;
+        if let Some(tail) = op.as_tail().filter(|_| follows)
+            && let Some(stage) = self.stages.last_mut()
+            && stage.op.take_along(tail)
         {
-            stage.op = both;
             self.slots[stage.output] = len;
             return;
         }
         let input = self.slots.len() - 1;
-        if !op.in_place() {
+        if !in_place {
             self.slots.push(len);
         }
-        let flattened = flattened.filter(|image| !op.in_place() && image.channels > 1 && image.plane > 1);
+        let flattened = flattened.filter(|image| !in_place && image.channels > 1 && image.plane > 1);
         self.stages.push(Stage { op, layer, input, output: self.slots.len() - 1, flattened });
     }
 
@@ -211,57 +164,18 @@ impl Plan {
         self.stages.iter().position(|stage| stage.op.weight().is_some()).unwrap_or(self.stages.len())
     }
 
-    /// The operation of a layer on images of `extents`, and the extents of what comes out.
-    fn resolve(
-        &mut self,
-        index: usize,
-        layer: Layer,
-        extents: [usize; 3],
-        image: Image,
-        rectified: bool,
-    ) -> (Option<Op>, [usize; 3]) {
-        let [channels, height, width] = extents;
-        match layer {
-            Layer::Conv { filters, kernel, padding } => {
-                let shape = conv::Shape { channels, height, width, filters, kernel, padding };
-                let role = Role::Weight { fan_in: shape.filter_len(), rectified };
-                let weight = self.add_pair(index, &[filters, channels, kernel, kernel], role, Role::Bias);
-                let after = [filters, shape.out_height(), shape.out_width()];
-                (Some(Op::Conv { shape, weight, slope: None, pool: None }), after)
-            }
-            Layer::Dense(outputs) => {
-                assert_eq!((height, width), (1, 1), "layer {index}: a dense layer needs a flattened input");
-                let shape = dense::Shape { inputs: channels, outputs };
-                let role = Role::Weight { fan_in: channels, rectified };
-                let weight = self.add_pair(index, &[outputs, channels], role, Role::Bias);
-                (Some(Op::Dense { shape, weight, slope: None }), [outputs, 1, 1])
-            }
-            Layer::BatchNorm => {
-                let weight = self.add_pair(index, &[channels], Role::Scale, Role::Shift);
-                let mean = self.buffers.push(format!("{index}.running_mean"), [channels]);
-                self.buffers.push(format!("{index}.running_var"), [channels]);
-                self.norms.push(channels);
-                (Some(Op::Norm { index: self.norms.len() - 1, weight, mean }), extents)
-            }
-            Layer::MaxPool(rounding) => {
-                let shape = pool::Shape { height, width, rounding };
-                let after = [channels, shape.out_height(), shape.out_width()];
-                self.pools.push(after.iter().product());
-                (Some(Op::Pool(Pool { index: self.pools.len() - 1, shape, channels })), after)
-            }
-            Layer::Relu => (Some(Op::Activation { slope: 0.0 }), extents),
-            Layer::LeakyRelu => (Some(Op::Activation { slope: activation::LEAKY_SLOPE }), extents),
-            Layer::Dropout(probability) => (Some(Op::Dropout { probability, layer: index, image }), extents),
-            Layer::Flatten => (None, [extents.iter().product(), 1, 1]),
-        }
-    }
-
     /// Adds a layer's weight and bias tensors and returns the index of the weight.
-    fn add_pair(&mut self, layer: usize, shape: &[usize], weight: Role, bias: Role) -> usize {
+    pub(super) fn add_pair(&mut self, layer: usize, shape: &[usize], weight: Role, bias: Role) -> usize {
         self.roles.extend([weight, bias]);
         let index = self.parameters.push(format!("{layer}.weight"), shape);
         self.parameters.push(format!("{layer}.bias"), [shape[0]]);
         index
+    }
+
+    /// Adds a running statistic of `channels` elements and returns where it lies among the buffers.
+    pub(super) fn add_buffer(&mut self, layer: usize, name: &str, channels: usize) -> Range<usize> {
+        let index = self.buffers.push(format!("{layer}.{name}"), [channels]);
+        self.buffers.range(index)
     }
 }
 
@@ -269,27 +183,21 @@ impl Plan {
 mod tests {
     use super::*;
 
+    fn described(plan: &Plan) -> Vec<String> {
+        plan.stages.iter().map(|stage| format!("{} {}", stage.layer, stage.op.describe())).collect()
+    }
+
     #[test]
     fn layers_take_along_what_follows_them() {
         let plan = Plan::new(&Spec::named("deep").unwrap());
-        let kinds: Vec<String> = plan
-            .stages
-            .iter()
-            .map(|stage| match stage.op {
-                Op::Conv { slope, pool, .. } => format!("{} conv {slope:?} {}", stage.layer, pool.is_some()),
-                Op::Dense { slope, .. } => format!("{} dense {slope:?}", stage.layer),
-                Op::Dropout { layer, .. } => format!("{layer} dropout"),
-                other => format!("{other:?}"),
-            })
-            .collect();
         let expected = [
-            "0 conv Some(0.0) true",
-            "3 conv Some(0.2) true",
-            "7 dense Some(0.0)",
-            "9 dropout",
-            "10 dense None",
+            "0 conv 64 5x5 same of 1x28x28, relu, pool",
+            "3 conv 128 5x5 same of 64x14x14, leaky relu, pool",
+            "7 dense 1024 of 6272, relu",
+            "9 dropout 0.5",
+            "10 dense 10 of 1024",
         ];
-        assert_eq!(kinds, expected);
+        assert_eq!(described(&plan), expected);
         assert_eq!(plan.slots, [784, 64 * 14 * 14, 128 * 7 * 7, 1024, 10]);
         assert_eq!(plan.vectors, 3);
         assert_eq!(plan.stages[2].flattened, Some(Image { channels: 128, plane: 49 }));
@@ -299,9 +207,9 @@ mod tests {
     #[test]
     fn what_does_not_follow_a_convolution_stands_by_itself() {
         let plan = Plan::new(&Spec::named("keras").unwrap());
-        assert_eq!(plan.stages.iter().position(|stage| matches!(stage.op, Op::Norm { .. })), Some(2));
-        let pooled = &plan.stages[3];
-        assert!(matches!(pooled.op, Op::Conv { pool: Some(_), .. }));
-        assert_eq!((pooled.input, pooled.output), (3, 4));
+        let described = described(&plan);
+        assert_eq!(described.iter().position(|stage| stage == "4 batch norm"), Some(2));
+        assert!(described[3].starts_with("5 conv") && described[3].ends_with("pool"), "{described:?}");
+        assert_eq!((plan.stages[3].input, plan.stages[3].output), (3, 4));
     }
 }

@@ -6,9 +6,8 @@
 use std::time::Duration;
 
 use mgpu::timeline::{Name, Span, Timeline, now};
-use mgpu_kernels::conv::Padding;
 
-use super::plan::{Op, Plan, Stage};
+use super::plan::{Plan, Stage};
 
 /// Times of a network's stages, summed over steps.
 #[derive(Debug, Clone)]
@@ -35,7 +34,7 @@ pub(super) struct Shown {
 impl Shown {
     pub(super) fn new(timeline: &Timeline, plan: &Plan) -> Self {
         let names = |pass: &str| {
-            let text = |stage: &Stage| format!("{pass} {} {}", stage.layer, describe(stage));
+            let text = |stage: &Stage| format!("{pass} {} {}", stage.layer, stage.op.describe());
             plan.stages.iter().map(|stage| timeline.name(&text(stage))).collect()
         };
         Shown { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
@@ -107,9 +106,10 @@ impl Profile {
         let stages = plan.stages.iter().zip(kernels).enumerate();
         let images = self.images as f64 / f64::from(self.steps.max(1));
         let times = stages.map(|(place, (stage, kernel))| {
-            let forward = operations(stage.op) * images;
+            // A multiplication and an addition each.
+            let forward = 2.0 * stage.op.products() as f64 * images;
             StageTimes {
-                name: format!("{} {}", stage.layer, describe(stage)),
+                name: format!("{} {}", stage.layer, stage.op.describe()),
                 kernel,
                 forward: self.mean(self.forward[place]),
                 backward: self.mean(self.backward[place]),
@@ -153,45 +153,4 @@ pub(super) fn end(profile: &Option<Profile>, pass: &'static str) {
     if let Some(Profile { pass: begin, last, shown: Some(shown), .. }) = profile {
         shown.show(Name::new(pass), *begin, *last);
     }
-}
-
-/// What a stage does, in words.
-pub(super) fn describe(stage: &Stage) -> String {
-    let activation = |slope: Option<f32>| match slope {
-        None => "",
-        Some(0.0) => ", relu",
-        Some(_) => ", leaky relu",
-    };
-    match stage.op {
-        Op::Conv { shape, slope, pool, .. } => {
-            let padding = if shape.padding == Padding::Same { "same" } else { "valid" };
-            let pool = if pool.is_some() { ", pool" } else { "" };
-            format!(
-                "conv {} {k}x{k} {padding} of {}x{}x{}{}{pool}",
-                shape.filters,
-                shape.channels,
-                shape.height,
-                shape.width,
-                activation(slope),
-                k = shape.kernel
-            )
-        }
-        Op::Dense { shape, slope, .. } => {
-            format!("dense {} of {}{}", shape.outputs, shape.inputs, activation(slope))
-        }
-        Op::Norm { .. } => "batch norm".to_owned(),
-        Op::Activation { slope } => activation(Some(slope)).trim_start_matches(", ").to_owned(),
-        Op::Pool(pool) => format!("pool of {}x{}x{}", pool.channels, pool.shape.height, pool.shape.width),
-        Op::Dropout { probability, .. } => format!("dropout {probability}"),
-    }
-}
-
-/// Multiplications and additions of the forward pass of one image.
-fn operations(op: Op) -> f64 {
-    let products = match op {
-        Op::Conv { shape, .. } => shape.output_len() * shape.filter_len(),
-        Op::Dense { shape, .. } => shape.inputs * shape.outputs,
-        _ => 0,
-    };
-    2.0 * products as f64
 }

@@ -9,18 +9,19 @@ use crate::threads::{Rows, Threads};
 /// Elements below which another thread does not pay; each costs about a third of a nanosecond of mixing.
 const GRAIN: usize = 1 << 14;
 
-/// Zeroes or scales every element: values in the forward pass, gradients in the backward pass.
+/// Zeroes or scales every element by the mask of training step `step`: values in the forward pass, gradients in the
+/// backward pass.
 ///
 /// # Panics
 /// Unless `probability` is in [0, 1) and `values` is a whole number of samples.
-pub fn apply<E: Storage>(threads: &Threads, probability: f32, mask: &Mask, values: &mut [E]) {
+pub fn apply<E: Storage>(threads: &Threads, probability: f32, mask: &Mask, step: u64, values: &mut [E]) {
     let threshold = dropped(probability);
     let &Mask { channels, plane, .. } = mask;
     assert!(values.len().is_multiple_of(channels * plane), "{} elements for {mask:?}", values.len());
     if probability == 0.0 {
         return;
     }
-    let (stream, scale) = (Stream::new(mask.seed, mask.stream), scale(probability));
+    let (stream, scale) = (Stream::new(mask.seed, mask.stream_of_step(step)), scale(probability));
     let pixels = values.len() / channels;
     threads.divide(pixels, GRAIN / channels + 1, Rows::new(values, channels), |range, values| {
         dispatch(Apply { stream, threshold, scale, mask, first: range.start, values: values.values });

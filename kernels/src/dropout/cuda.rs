@@ -3,28 +3,12 @@
 //! Masks are counted by the elements of \[N, C, P\] on every backend, while activations lie as \[N, P, C\] here: the
 //! kernel works out each element's number, so that GPUs and CPUs drop the same.
 
-use super::{dropped, scale};
+use super::{Mask, dropped, scale};
 use crate::cuda::elements::{aligned, count, grid, pack, run, typed};
 use crate::cuda::{Arg, Result, Source, StepState, Stream, View};
 
 /// The kernels.
 pub static SOURCE: Source = Source { name: "dropout", text: include_str!("dropout.cu") };
-
-/// Names the masks of one layer and the place of this rank's samples in them. The step comes from the GPU's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mask {
-    /// The run's seed.
-    pub seed: u64,
-    /// Distinguishes the layers of a run. The step is added to it, 16 bits higher: the [stream](super::Mask::stream) of
-    /// step s is `stream | s << 16`.
-    pub stream: u64,
-    /// Index in the batch of all ranks of the first sample here.
-    pub first_sample: u64,
-    /// Channels of a sample, C.
-    pub channels: usize,
-    /// Positions of a sample, P = H·W.
-    pub plane: usize,
-}
 
 /// `struct DropoutMask` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -39,7 +23,8 @@ struct Parameters {
     scale: f32,
 }
 
-/// Zeroes or scales every element: values in the forward pass, gradients in the backward pass.
+/// Zeroes or scales every element by the mask of the step that `state` counts: values in the forward pass, gradients in
+/// the backward pass.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

@@ -2,7 +2,7 @@
 //!
 //! Contract: element `i` of the batch becomes 0 with probability `p`, else `x / (1 − p)`, so that its expectation
 //! stays (Srivastava et al., "Dropout", JMLR 2014, in the inverted form). Whether it is kept depends on `(seed,
-//! stream, i)` alone, with `i` counted over the batch of all ranks: a batch split over ranks or threads drops
+//! stream, step, i)` alone, with `i` counted over the batch of all ranks: a batch split over ranks or threads drops
 //! what a single thread would have dropped. The backward pass applies the same mask to the gradient, regenerated
 //! rather than stored.
 //!
@@ -12,12 +12,12 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// Names one mask and the place of this rank's samples in it.
+/// Names the masks of one layer, one for each step, and the place of this rank's samples in them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mask {
     /// The run's seed.
     pub seed: u64,
-    /// Distinguishes layers and steps of a run.
+    /// Distinguishes the layers of a run. The step is added to it, 16 bits higher.
     pub stream: u64,
     /// Index in the batch of all ranks of the first sample here.
     pub first_sample: u64,
@@ -25,6 +25,13 @@ pub struct Mask {
     pub channels: usize,
     /// Positions of a sample, P = H·W.
     pub plane: usize,
+}
+
+impl Mask {
+    /// The stream of random numbers of the mask of training step `step`.
+    pub fn stream_of_step(&self, step: u64) -> u64 {
+        self.stream | step << 16
+    }
 }
 
 /// Of 2^24 equally likely numbers, how many mean that an element is dropped.
@@ -53,7 +60,7 @@ mod tests {
     fn the_share_of_dropped_elements_is_the_probability_and_the_rest_is_scaled() {
         for p in [0.2f32, 0.5, 0.75] {
             let mut values = vec![1.0; 105_000];
-            cpu::apply(&Threads::new(2), p, &MASK, &mut values);
+            cpu::apply(&Threads::new(2), p, &MASK, 0, &mut values);
             let dropped = values.iter().filter(|&&value| value == 0.0).count() as f32;
             // The standard deviation of the share is below 0.0016.
             assert!((dropped / 105_000.0 - p).abs() < 0.008, "{dropped}");
@@ -64,7 +71,7 @@ mod tests {
     #[test]
     fn probability_zero_keeps_everything() {
         let mut values = vec![1.5; 140];
-        cpu::apply(&Threads::new(1), 0.0, &MASK, &mut values);
+        cpu::apply(&Threads::new(1), 0.0, &MASK, 0, &mut values);
         assert_eq!(values, [1.5; 140]);
     }
 
@@ -73,12 +80,12 @@ mod tests {
         #[test]
         fn any_split_over_threads_and_ranks_draws_the_same_mask(cut in 0usize..1000, count in 2usize..5) {
             let mut whole = vec![1.0; 70_000];
-            cpu::apply(&Threads::new(1), 0.3, &MASK, &mut whole);
+            cpu::apply(&Threads::new(1), 0.3, &MASK, 0, &mut whole);
             let mut halves = vec![1.0; 70_000];
             let (left, right) = halves.split_at_mut(cut * 70);
             let threads = Threads::new(count);
-            cpu::apply(&threads, 0.3, &MASK, left);
-            cpu::apply(&threads, 0.3, &Mask { first_sample: cut as u64, ..MASK }, right);
+            cpu::apply(&threads, 0.3, &MASK, 0, left);
+            cpu::apply(&threads, 0.3, &Mask { first_sample: cut as u64, ..MASK }, 0, right);
             prop_assert!(whole == halves);
         }
     }
@@ -86,8 +93,8 @@ mod tests {
     #[test]
     fn elements_are_counted_channel_by_channel() {
         let mut values = vec![1.0; 3 * 70];
-        cpu::apply(&Threads::new(1), 0.5, &Mask { first_sample: 4, ..MASK }, &mut values);
-        let stream = crate::rng::Stream::new(MASK.seed, MASK.stream);
+        cpu::apply(&Threads::new(1), 0.5, &Mask { first_sample: 4, ..MASK }, 6, &mut values);
+        let stream = crate::rng::Stream::new(MASK.seed, MASK.stream | 6 << 16);
         for (at, value) in values.iter().enumerate() {
             let (sample, position, channel) = (at / 70, at % 70 / 10, at % 10);
             let element = (4 + sample) * 70 + channel * 7 + position;

@@ -8,17 +8,8 @@
 use mgpu::Layout;
 use mgpu::step::device::ALIGNMENT;
 
-use super::super::plan::{Image, Op, Plan};
-
-/// The elements of one tensor, the same ones in both orders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Transposed {
-    /// Parts that keep their order: filters, or outputs.
-    outer: usize,
-    channels: usize,
-    /// Positions of a channel.
-    plane: usize,
-}
+use super::super::layers::Transposed;
+use super::super::plan::Plan;
 
 /// Where every element of a network's parameters lies, here and on a GPU.
 #[derive(Debug, Clone)]
@@ -34,17 +25,8 @@ impl Order {
         let lens = plan.parameters.tensors().iter().map(|tensor| tensor.len());
         let mut tensors: Vec<Transposed> = lens.map(as_it_is).collect();
         for stage in &plan.stages {
-            match stage.op {
-                Op::Conv { shape, weight, .. } => {
-                    let plane = shape.kernel * shape.kernel;
-                    tensors[weight] = Transposed { outer: shape.filters, channels: shape.channels, plane };
-                }
-                Op::Dense { shape, weight, .. } => {
-                    if let Some(Image { channels, plane }) = stage.flattened {
-                        tensors[weight] = Transposed { outer: shape.outputs, channels, plane };
-                    }
-                }
-                _ => {}
+            if let Some((weight, transposed)) = stage.op.weight().zip(stage.op.transposed(stage.flattened)) {
+                tensors[weight] = transposed;
             }
         }
         Self::new(&plan.parameters, tensors)

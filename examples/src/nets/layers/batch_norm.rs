@@ -1,0 +1,179 @@
+//! Batch normalisation, with statistics of the batch of all ranks.
+
+use std::ops::Range;
+
+use mgpu::Result;
+use mgpu::step::device::DeviceDataParallel;
+use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::cuda::{Memory, View};
+use mgpu_kernels::norm::{self, Statistics, Sums};
+use mgpu_kernels::{DType, Storage};
+
+use super::{
+    BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass,
+    InPlace, Machine, OnCpu, OnGpu, Operation, SetUp, Step,
+};
+use crate::nets::memory::Sides;
+use crate::nets::plan::{Place, Plan, Role};
+use crate::nets::profile::{Lap, lap};
+
+/// Normalisation of each channel, with a learned scale and shift.
+pub(super) struct BatchNorm;
+
+impl Definition for BatchNorm {
+    fn plan(&self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+        let channels = place.extents[0];
+        let weight = plan.add_pair(place.layer, &[channels], Role::Scale, Role::Shift);
+        let mean = plan.add_buffer(place.layer, "running_mean", channels);
+        let var = plan.add_buffer(place.layer, "running_var", channels);
+        Some(Box::new(Norm { channels, weight, mean, var }))
+    }
+}
+
+/// A normalisation in its network. `weight` scales, the next tensor shifts; the running statistics have their places among
+/// the buffers.
+#[derive(Debug, Clone)]
+struct Norm {
+    channels: usize,
+    weight: usize,
+    mean: Range<usize>,
+    var: Range<usize>,
+}
+
+impl Operation for Norm {
+    fn describe(&self) -> String {
+        "batch norm".to_owned()
+    }
+
+    fn weight(&self) -> Option<usize> {
+        Some(self.weight)
+    }
+
+    fn in_place(&self) -> InPlace {
+        InPlace::Backward
+    }
+
+    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+        let (statistics, sums) = (Statistics::new(self.channels), Sums::new(self.channels));
+        Machine::BatchNorm(Cpu { norm: self.clone(), statistics, sums })
+    }
+
+    fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
+        let device = set_up.stream.device();
+        Ok(Box::new(Gpu {
+            statistics: Memory::zeroed(device, DType::F32, 2 * self.channels)?,
+            sums: Memory::zeroed(device, DType::F64, 2 * self.channels + 1)?,
+            workspace: norm::cuda::workspace_len(device.multiprocessors(), self.channels),
+            norm: self.clone(),
+        }))
+    }
+}
+
+/// On the CPU, with the statistics of a batch from the forward to the backward pass.
+#[derive(Debug)]
+pub(in crate::nets) struct Cpu {
+    norm: Norm,
+    statistics: Statistics,
+    sums: Sums,
+}
+
+impl<T: Storage> OnCpu<T> for Cpu {
+    fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], pass: &mut ForwardPass<'_>) -> Result<()> {
+        let Cpu { norm: Norm { weight, mean, var, .. }, statistics, sums } = self;
+        match pass {
+            ForwardPass::Train { buffers, ranks, .. } => {
+                norm::cpu::sum_inputs(step.threads, x, sums);
+                lap(step.profile, Lap::Forward(step.place));
+                ranks.sum_over_ranks(sums.values_mut())?;
+                lap(step.profile, Lap::Communication);
+                let (running_mean, running_var) = buffers.split_at_mut(var.start);
+                let running_var = &mut running_var[..var.len()];
+                statistics.of_batch(sums, &mut running_mean[mean.clone()], running_var);
+            }
+            ForwardPass::Eval { buffers } => {
+                statistics.of_running(&buffers[mean.clone()], &buffers[var.clone()]);
+            }
+        }
+        let (gamma, beta) = (step.tensor(*weight), step.tensor(*weight + 1));
+        norm::cpu::normalise(step.threads, statistics, gamma, beta, x, y);
+        Ok(())
+    }
+
+    fn backward(&mut self, mut step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+        let Cpu { norm: Norm { weight, .. }, statistics, sums } = self;
+        let (Sides { x, dy, .. }, BackwardPass { below, sink, bias, .. }) = (on, pass);
+        let gamma = step.tensor(*weight);
+        norm::cpu::sum_gradients(step.threads, statistics, x, dy, sums);
+        norm::cpu::scale_gradient(sums, sink.gradient(*weight));
+        let db = &mut bias[..gamma.len()];
+        norm::cpu::shift_gradient(sums, db);
+        step.hand_over(sink, *weight, db)?;
+        if below {
+            sink.sum_over_ranks(sums.values_mut())?;
+            lap(step.profile, Lap::Communication);
+            norm::cpu::backward_input(step.threads, statistics, sums, gamma, x, dy);
+        }
+        Ok(())
+    }
+}
+
+/// On a GPU, with the statistics of a batch from the forward to the backward pass.
+struct Gpu {
+    norm: Norm,
+    statistics: Memory,
+    sums: Memory,
+    /// Elements of the memory for partial sums.
+    workspace: usize,
+}
+
+impl OnGpu for Gpu {
+    fn demand(&self) -> Demand {
+        Demand { sums: self.workspace, ..Demand::default() }
+    }
+
+    fn forward(
+        &self,
+        step: DeviceStep<'_>,
+        model: &DeviceDataParallel,
+        x: View<'_>,
+        y: View<'_>,
+        pass: DevicePass,
+    ) -> Result<()> {
+        let (Norm { weight, mean, var, .. }, stream) = (&self.norm, model.stream());
+        let (statistics, sums) = (self.statistics.view(), self.sums.view());
+        let (mean, var) = (model.buffers().slice(mean.clone()), model.buffers().slice(var.clone()));
+        match pass {
+            DevicePass::Train(_) => {
+                norm::cuda::sum_inputs(stream, x, step.shared.sums.view(), sums)?;
+                model.sum_over_ranks(sums)?;
+                norm::cuda::batch_statistics(stream, sums, statistics, mean, var)?;
+            }
+            DevicePass::Eval => norm::cuda::running_statistics(stream, mean, var, statistics)?,
+        }
+        let (gamma, beta) = (model.parameter(*weight), model.parameter(weight + 1));
+        Ok(norm::cuda::normalise(stream, statistics, gamma, beta, x, y)?)
+    }
+
+    fn backward(
+        &self,
+        step: DeviceStep<'_>,
+        model: &mut DeviceDataParallel,
+        on: DeviceSides<'_>,
+        _: Option<DeviceDropout>,
+    ) -> Result<()> {
+        let DeviceSides { x, dy, dx, .. } = on;
+        let weight = self.norm.weight;
+        let (statistics, sums) = (self.statistics.view(), self.sums.view());
+        let (dgamma, dbeta) = (model.gradient(weight), model.gradient(weight + 1));
+        let (stream, workspace) = (model.stream(), step.shared.sums.view());
+        norm::cuda::sum_gradients(stream, statistics, x, dy, workspace, sums, dgamma, dbeta)?;
+        model.ready(weight + 1)?;
+        model.ready(weight)?;
+        if dx.is_some() {
+            model.sum_over_ranks(sums)?;
+            let gamma = model.parameter(weight);
+            norm::cuda::backward_input(model.stream(), statistics, sums, gamma, x, dy)?;
+        }
+        Ok(())
+    }
+}

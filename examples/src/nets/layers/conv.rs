@@ -1,0 +1,252 @@
+//! Convolution. It takes the activation function behind it along, and the pooling layer behind that: its own output is
+//! needed for a moment only, and of a pooled layer the pooled output alone is kept.
+
+use mgpu::Result;
+use mgpu::step::device::DeviceDataParallel;
+use mgpu_kernels::conv::cpu::{Choice, Tail as KernelTail};
+use mgpu_kernels::conv::cuda::LINEAR;
+use mgpu_kernels::conv::{self, Padding, Shape};
+use mgpu_kernels::cuda::{Memory, View};
+use mgpu_kernels::{DType, Storage, activation, pool};
+
+use super::activation::Rectifier;
+use super::{
+    BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass,
+    Machine, OnCpu, OnGpu, Operation, Pool, SetUp, Step, Tail, Transposed,
+};
+use crate::nets::memory::Sides;
+use crate::nets::plan::{Image, Place, Plan, Role};
+
+/// Convolution of stride 1 with a square kernel, and a bias for each filter.
+pub(super) struct Conv {
+    pub(super) filters: usize,
+    pub(super) kernel: usize,
+    pub(super) padding: Padding,
+}
+
+impl Conv {
+    fn shape(&self, [channels, height, width]: [usize; 3]) -> Shape {
+        let &Conv { filters, kernel, padding } = self;
+        Shape { channels, height, width, filters, kernel, padding }
+    }
+}
+
+impl Definition for Conv {
+    fn output(&self, extents: [usize; 3]) -> [usize; 3] {
+        let shape = self.shape(extents);
+        [self.filters, shape.out_height(), shape.out_width()]
+    }
+
+    fn plan(&self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+        let shape = self.shape(place.extents);
+        let role = Role::Weight { fan_in: shape.filter_len(), rectified: place.rectified };
+        let weights = [shape.filters, shape.channels, shape.kernel, shape.kernel];
+        let weight = plan.add_pair(place.layer, &weights, role, Role::Bias);
+        Some(Box::new(Filters { shape, weight, slope: None, pool: None }))
+    }
+}
+
+/// A convolution in its network, with the `slope` of the rectifier and the pooling layer that it has taken along.
+#[derive(Debug, Clone, Copy)]
+struct Filters {
+    shape: Shape,
+    weight: usize,
+    slope: Option<f32>,
+    pool: Option<Pool>,
+}
+
+impl Operation for Filters {
+    fn describe(&self) -> String {
+        let Shape { channels, height, width, filters, kernel, padding } = self.shape;
+        let padding = if padding == Padding::Same { "same" } else { "valid" };
+        let slope = self.slope.map_or(String::new(), |slope| format!(", {}", Rectifier { slope }.name()));
+        let pool = if self.pool.is_some() { ", pool" } else { "" };
+        format!("conv {filters} {kernel}x{kernel} {padding} of {channels}x{height}x{width}{slope}{pool}")
+    }
+
+    fn products(&self) -> usize {
+        self.shape.output_len() * self.shape.filter_len()
+    }
+
+    fn weight(&self) -> Option<usize> {
+        Some(self.weight)
+    }
+
+    fn take_along(&mut self, tail: Tail) -> bool {
+        match (tail, self.slope, self.pool) {
+            (Tail::Rectifier { slope }, None, None) => self.slope = Some(slope),
+            (Tail::MaxPool(pool), _, None) => self.pool = Some(pool),
+            _ => return false,
+        }
+        true
+    }
+
+    fn transposed(&self, _: Option<Image>) -> Option<Transposed> {
+        let Shape { filters, channels, kernel, .. } = self.shape;
+        Some(Transposed { outer: filters, channels, plane: kernel * kernel })
+    }
+
+    fn on_cpu(&self, max_batch: usize, choice: Choice) -> Machine {
+        let tail = KernelTail { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
+        Machine::Conv(Box::new(Cpu {
+            filters: self.shape.filters,
+            weight: self.weight,
+            kernel: conv::cpu::Conv::new(self.shape, tail, choice),
+            chosen: vec![0; self.pool.map_or(0, |pool| pool.outputs()) * max_batch],
+        }))
+    }
+
+    fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
+        let &Filters { shape, weight, slope, pool } = self;
+        Ok(Box::new(Gpu::new(set_up, shape, weight, slope, pool)?))
+    }
+}
+
+/// On the CPU.
+#[derive(Debug)]
+pub(in crate::nets) struct Cpu {
+    filters: usize,
+    weight: usize,
+    kernel: conv::cpu::Conv,
+    /// For every output, if it is pooled, which of its window was the largest.
+    chosen: Vec<u8>,
+}
+
+impl Cpu {
+    /// What its kernel is called.
+    pub(super) fn algorithm(&self) -> String {
+        self.kernel.algorithm().to_string()
+    }
+}
+
+impl<T: Storage> OnCpu<T> for Cpu {
+    fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], _: &mut ForwardPass<'_>) -> Result<()> {
+        let Cpu { weight, kernel, chosen, .. } = self;
+        let chosen = if chosen.is_empty() { chosen } else { &mut chosen[..y.len()] };
+        let (weights, bias) = (step.tensor(*weight), step.tensor(*weight + 1));
+        kernel.forward(step.threads, step.scratch, x, weights, bias, y, chosen);
+        Ok(())
+    }
+
+    fn backward(&mut self, mut step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+        let Cpu { filters, weight, kernel, chosen } = self;
+        let (Sides { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (on, pass);
+        let chosen = if chosen.is_empty() { &[][..] } else { &chosen[..y.len()] };
+        let from = conv::cpu::Backward { x, weights: step.tensor(*weight), y, chosen, dy };
+        let db = &mut bias[..*filters];
+        kernel.backward(step.threads, step.scratch, from, sink.gradient(*weight), db, dx);
+        step.hand_over(sink, *weight, db)
+    }
+}
+
+/// On a GPU. A dense layer is a convolution of 1×1 there, on images of 1×1.
+pub(super) struct Gpu {
+    conv: conv::gpu::Conv,
+    shape: Shape,
+    weight: usize,
+    /// What weights are read as.
+    dtype: DType,
+    /// [`LINEAR`] for no activation function.
+    slope: f32,
+    pool: Option<Pooled>,
+}
+
+/// A pooling layer that a convolution has taken along, with the choices of the forward pass.
+struct Pooled {
+    pool: Pool,
+    chosen: Memory,
+}
+
+impl Gpu {
+    pub(super) fn new(
+        set_up: &SetUp<'_>,
+        shape: Shape,
+        weight: usize,
+        slope: Option<f32>,
+        pool: Option<Pool>,
+    ) -> Result<Self> {
+        let &SetUp { stream, max_batch, precision, options, below } = set_up;
+        let slope = slope.unwrap_or(LINEAR);
+        let pooled = |pool: Pool| -> Result<Pooled> {
+            Ok(Pooled { pool, chosen: set_up.zeroed(DType::U8, pool.outputs())? })
+        };
+        Ok(Gpu {
+            conv: conv::gpu::Conv::new(stream, shape, max_batch, precision, slope, below, options)?,
+            shape,
+            weight,
+            dtype: precision.storage(),
+            slope,
+            pool: pool.map(pooled).transpose()?,
+        })
+    }
+}
+
+impl OnGpu for Gpu {
+    fn demand(&self) -> Demand {
+        let unpooled = self.pool.as_ref().map_or(0, |_| self.shape.output_len());
+        let workspace = self.conv.workspace_bytes().div_ceil(size_of::<f32>());
+        Demand { workspace, unpooled, ..Demand::default() }
+    }
+
+    fn describe(&self) -> Option<String> {
+        Some(self.conv.describe())
+    }
+
+    fn forward(
+        &self,
+        step: DeviceStep<'_>,
+        model: &DeviceDataParallel,
+        x: View<'_>,
+        y: View<'_>,
+        _: DevicePass,
+    ) -> Result<()> {
+        let DeviceStep { images, shared } = step;
+        let raw = match self.pool {
+            Some(_) => shared.unpooled.slice(0..self.shape.output_len() * images),
+            None => y,
+        };
+        let w = model.parameter_as(self.weight, self.dtype);
+        let b = model.parameter(self.weight + 1);
+        self.conv.forward(model.stream(), images, x, w, b, raw, shared.workspace.view())?;
+        if let Some(Pooled { pool: Pool { shape, channels }, chosen }) = &self.pool {
+            let chosen = chosen.slice(0..y.len());
+            pool::cuda::forward(model.stream(), shape, *channels, raw, y, chosen)?;
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        step: DeviceStep<'_>,
+        model: &mut DeviceDataParallel,
+        on: DeviceSides<'_>,
+        _: Option<DeviceDropout>,
+    ) -> Result<()> {
+        let (DeviceSides { x, y, dy, dx }, DeviceStep { images, shared }) = (on, step);
+        let &Gpu { ref conv, shape, weight, dtype, slope, ref pool } = self;
+        let raw = match pool {
+            Some(Pooled { pool: Pool { shape: window, channels }, chosen }) => {
+                let raw = shared.unpooled.slice(0..shape.output_len() * images);
+                let (stream, chosen) = (model.stream(), chosen.slice(0..y.len()));
+                pool::cuda::backward_fused(stream, window, *channels, slope, dy, y, chosen, raw)?;
+                raw
+            }
+            None => {
+                if slope != LINEAR {
+                    activation::cuda::backward(model.stream(), slope, y, dy)?;
+                }
+                dy
+            }
+        };
+        let workspace = shared.workspace.view();
+        conv.backward_bias(model.stream(), images, raw, model.gradient(weight + 1), workspace)?;
+        model.ready(weight + 1)?;
+        conv.backward_weights(model.stream(), images, x, raw, model.gradient(weight), workspace)?;
+        model.ready(weight)?;
+        if let Some(dx) = dx {
+            let w = model.parameter_as(weight, dtype);
+            conv.backward_input(model.stream(), images, w, raw, dx, workspace)?;
+        }
+        Ok(())
+    }
+}

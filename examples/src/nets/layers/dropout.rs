@@ -1,0 +1,134 @@
+//! Dropout, in place. Its mask is computed again for the backward pass, so the layer keeps nothing.
+
+use mgpu::Result;
+use mgpu::step::device::DeviceDataParallel;
+use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::cuda::View;
+use mgpu_kernels::{Storage, dropout};
+
+use super::{
+    BackwardPass, Definition, DevicePass, DeviceSides, DeviceStep, ForwardPass, InPlace, Machine, OnCpu,
+    OnGpu, Operation, SetUp, Step,
+};
+use crate::nets::memory::Sides;
+use crate::nets::plan::{Image, Place, Plan};
+
+/// What dropout masks depend on, besides layer and element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DropoutKey {
+    /// The run's seed, the same on all ranks.
+    pub seed: u64,
+    /// The training step.
+    pub step: u64,
+    /// Index in the batch of all ranks of this rank's first sample. A batch split over ranks then drops exactly
+    /// what one rank with the whole batch would drop.
+    pub first_sample: u64,
+}
+
+/// What the masks of a training on a GPU depend on, besides step, layer and element. The GPU counts the steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceDropout {
+    /// The run's seed, the same on all ranks.
+    pub seed: u64,
+    /// Index in the batch of all ranks of this rank's first sample.
+    pub first_sample: u64,
+}
+
+/// Zeroes each value with this probability.
+pub(super) struct Dropout {
+    pub(super) probability: f32,
+}
+
+impl Definition for Dropout {
+    fn plan(&self, _: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+        Some(Box::new(Masked { probability: self.probability, layer: place.layer, image: place.image }))
+    }
+}
+
+/// A dropout layer in its network.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::nets) struct Masked {
+    probability: f32,
+    /// Index in the spec, to tell masks apart.
+    layer: usize,
+    /// What a sample is. The elements of masks are counted as \[C, H, W\].
+    image: Image,
+}
+
+impl Masked {
+    fn mask(&self, seed: u64, first_sample: u64) -> dropout::Mask {
+        let Image { channels, plane } = self.image;
+        // The top bit keeps clear of the streams of initial values.
+        dropout::Mask { seed, stream: 1 << 63 | self.layer as u64, first_sample, channels, plane }
+    }
+
+    fn apply<T: Storage>(&self, step: &Step<'_>, key: DropoutKey, values: &mut [T]) {
+        let mask = self.mask(key.seed, key.first_sample);
+        dropout::cpu::apply(step.threads, self.probability, &mask, key.step, values);
+    }
+
+    fn apply_on_gpu(&self, model: &DeviceDataParallel, key: DeviceDropout, values: View<'_>) -> Result<()> {
+        let mask = self.mask(key.seed, key.first_sample);
+        Ok(dropout::cuda::apply(model.stream(), self.probability, &mask, model.state(), values)?)
+    }
+}
+
+impl Operation for Masked {
+    fn describe(&self) -> String {
+        format!("dropout {}", self.probability)
+    }
+
+    fn in_place(&self) -> InPlace {
+        InPlace::Both
+    }
+
+    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+        Machine::Dropout(*self)
+    }
+
+    fn on_gpu(&self, _: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
+        Ok(Box::new(*self))
+    }
+}
+
+impl<T: Storage> OnCpu<T> for Masked {
+    fn forward(&mut self, step: Step<'_>, _: &[T], y: &mut [T], pass: &mut ForwardPass<'_>) -> Result<()> {
+        if let ForwardPass::Train { dropout: Some(key), .. } = pass {
+            self.apply(&step, *key, y);
+        }
+        Ok(())
+    }
+
+    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+        if let Some(key) = pass.dropout {
+            self.apply(&step, key, on.dy);
+        }
+        Ok(())
+    }
+}
+
+impl OnGpu for Masked {
+    fn forward(
+        &self,
+        _: DeviceStep<'_>,
+        model: &DeviceDataParallel,
+        _: View<'_>,
+        y: View<'_>,
+        pass: DevicePass,
+    ) -> Result<()> {
+        match pass {
+            DevicePass::Train(Some(key)) => self.apply_on_gpu(model, key, y),
+            DevicePass::Train(None) | DevicePass::Eval => Ok(()),
+        }
+    }
+
+    fn backward(
+        &self,
+        _: DeviceStep<'_>,
+        model: &mut DeviceDataParallel,
+        on: DeviceSides<'_>,
+        dropout: Option<DeviceDropout>,
+    ) -> Result<()> {
+        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, on.dy))
+    }
+}
