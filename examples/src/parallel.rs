@@ -3,8 +3,9 @@
 use std::fmt::Display;
 
 use clap::{Args, ValueEnum};
-use mgpu::DataParallelConfig;
+use mgpu::optimizer::OptimizerConfig;
 use mgpu::step::Compression;
+use mgpu::{DataParallelConfig, ShardFrom};
 
 /// How ranks train together.
 #[derive(Debug, Args)]
@@ -128,20 +129,27 @@ impl Parallel {
         ]
     }
 
-    /// What was asked for, and `defaults` for the rest.
-    pub(crate) fn config(&self, defaults: DataParallelConfig) -> DataParallelConfig {
-        DataParallelConfig {
-            bucket: self.bucket.unwrap_or(defaults.bucket),
-            shard_from: match self.shard_optimizer {
-                Sharding::Auto => defaults.shard_from,
-                Sharding::On => Some(0),
-                Sharding::Off => None,
-            },
-            overlap: self.overlap,
-            clip_norm: self.clip_norm,
-            compression: if self.compresses() { Compression::Bf16 } else { Compression::None },
-            world_size_invariant: self.is_world_size_invariant(),
-            ..defaults
+    /// What was asked for, in steps of `micro_batches` micro-batches.
+    pub(crate) fn config(
+        &self,
+        optimizer: OptimizerConfig,
+        threads: usize,
+        micro_batches: usize,
+    ) -> DataParallelConfig {
+        let config = DataParallelConfig::new(optimizer, threads)
+            .with_micro_batches(micro_batches)
+            .with_shard_from(match self.shard_optimizer {
+                Sharding::Auto => ShardFrom::Auto,
+                Sharding::On => ShardFrom::Bytes(0),
+                Sharding::Off => ShardFrom::Never,
+            })
+            .with_overlap(self.overlap)
+            .with_clip_norm(self.clip_norm)
+            .with_compression(if self.compresses() { Compression::Bf16 } else { Compression::None })
+            .with_world_size_invariant(self.is_world_size_invariant());
+        match self.bucket {
+            Some(bytes) => config.with_bucket(bytes),
+            None => config,
         }
     }
 }

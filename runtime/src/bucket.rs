@@ -20,12 +20,12 @@ pub struct Bucket {
 /// Cuts `layout` into buckets, in the order in which a backward pass through its tensors, last one first, fills them.
 ///
 /// A bucket takes tensors until it has reached `first` bytes of f32 (the first bucket) or `rest` bytes (the others).
-/// Tensors are never cut.
+/// Tensors are never cut. Frozen ones are in no bucket.
 pub fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
-    plan_in_order(layout, (0..layout.tensors().len()).rev(), first, rest)
+    plan_in_order(layout, layout.trained().rev(), first, rest)
 }
 
-/// As [`plan`], where gradients come in another order, which names every tensor once. A bucket takes only tensors that lie
+/// As [`plan`], where gradients come in another order, which names every tensor once that is not frozen. A bucket takes only tensors that lie
 /// next to each other.
 ///
 /// ```

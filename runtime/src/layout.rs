@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{Error, ParameterGroup, Result};
 
 /// Bytes of a tensor's name, at most: the header of a checkpoint's file has room for some 15,000 such names.
 const LONGEST_NAME: usize = 1024;
@@ -18,7 +18,8 @@ const LONGEST_NAME: usize = 1024;
 const METADATA: &str = "__metadata__";
 
 /// One tensor's place in a flat arena.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TensorSpec {
     /// The name under which errors and checkpoints know the tensor, such as `3.weight`.
     pub name: String,
@@ -26,6 +27,8 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     /// Index of the first element in the arena.
     pub offset: usize,
+    /// How the tensor is trained.
+    pub group: ParameterGroup,
 }
 
 impl TensorSpec {
@@ -60,7 +63,7 @@ impl TensorSpec {
 /// assert_eq!(layout.range(bias), 840..850);
 /// assert_eq!(layout.len(), 850);
 /// ```
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Layout {
     tensors: Vec<TensorSpec>,
 }
@@ -78,7 +81,7 @@ impl Layout {
     /// `__metadata__`, or another tensor's.
     pub fn push(&mut self, name: impl Into<String>, shape: impl Into<Vec<usize>>) -> usize {
         let (name, offset) = (self.checked_name(name.into()), self.len());
-        self.tensors.push(TensorSpec { name, shape: shape.into(), offset });
+        self.tensors.push(TensorSpec { name, shape: shape.into(), offset, group: ParameterGroup::new() });
         self.tensors.len() - 1
     }
 
@@ -102,8 +105,28 @@ impl Layout {
     ) -> usize {
         let offset = self.len().checked_next_multiple_of(alignment.max(1)).unwrap_or(usize::MAX);
         let name = self.checked_name(name.into());
-        self.tensors.push(TensorSpec { name, shape: shape.into(), offset });
+        self.tensors.push(TensorSpec { name, shape: shape.into(), offset, group: ParameterGroup::new() });
         self.tensors.len() - 1
+    }
+
+    /// Has `tensors` be trained as `group` says.
+    ///
+    /// # Panics
+    /// If there is no such tensor.
+    pub fn assign(&mut self, tensors: impl IntoIterator<Item = usize>, group: ParameterGroup) {
+        for tensor in tensors {
+            self.tensors[tensor].group = group;
+        }
+    }
+
+    /// The tensors that are trained, in arena order.
+    pub(crate) fn trained(&self) -> impl DoubleEndedIterator<Item = usize> {
+        (0..self.tensors.len()).filter(|tensor| !self.tensors[*tensor].group.frozen)
+    }
+
+    /// The first element behind tensor `index` and what lies between it and the next one.
+    pub(crate) fn padded_end(&self, index: usize) -> usize {
+        self.tensors.get(index + 1).map_or_else(|| self.len(), |next| next.offset)
     }
 
     fn checked_name(&self, name: String) -> String {
@@ -145,11 +168,17 @@ impl Layout {
         self.len() == 0
     }
 
-    /// Checks that all tensors can lie in memory.
+    /// Checks that all tensors can lie in memory and be trained.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] with the first tensor that has, or ends behind, more elements than there are addresses for.
+    /// [`Error::InvalidArgument`] with the first tensor whose group has a factor that is none, or the first tensor that has, or ends behind, more elements than there are addresses for.
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
+        for TensorSpec { name, group, .. } in &self.tensors {
+            if let Some(problem) = group.problem() {
+                let problem = format!("tensor `{name}`: {problem}");
+                return Err(Error::InvalidArgument { operation, problem });
+            }
+        }
         // No allocation is larger than this, in bytes.
         let most = isize::MAX as usize / size_of::<f32>();
         let Some(tensor) = self.tensors.iter().find(|tensor| tensor.end() > most) else { return Ok(()) };
@@ -180,6 +209,10 @@ impl Layout {
                 return Some(format!(
                     "tensor `{name}` begins at element {mine} {here} and at {theirs} {there}"
                 ));
+            }
+            if mine.group != theirs.group {
+                let (mine, theirs) = (mine.group, theirs.group);
+                return Some(format!("tensor `{name}` is trained as {mine} {here} and as {theirs} {there}"));
             }
         }
         let (mine, theirs) = (self.tensors.len(), other.tensors.len());

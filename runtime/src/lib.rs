@@ -52,6 +52,7 @@ pub mod layout;
 mod membership;
 mod memory;
 pub mod optimizer;
+mod parameter_group;
 pub mod replicate;
 pub mod sampler;
 pub mod step;
@@ -70,8 +71,11 @@ pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceO
 pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
+pub use parameter_group::ParameterGroup;
 pub use sampler::{Sampler, SamplerConfig};
 #[cfg(feature = "cuda")]
 pub use step::device::DeviceDataParallel;
-pub use step::{DataParallel, DataParallelConfig, GradientSink, MicroBatch};
+pub use step::{
+    DataParallel, DataParallelConfig, GradientSink, MicroBatch, Reducer, ReducerConfig, ShardFrom, Unused,
+};
 pub use world::{Backend, World};

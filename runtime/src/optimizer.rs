@@ -5,17 +5,18 @@
 
 use mgpu_kernels::Threads;
 pub use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer as Rule, RmsProp, Sgd};
-use mgpu_kernels::optimizer::{State, cpu};
+use mgpu_kernels::optimizer::{Factors, State, cpu};
 pub use mgpu_kernels::schedule::{Decay, Schedule};
 
 use crate::comm::Buffer;
-use crate::{Error, Layout, Result, TensorSpec};
+use crate::{Error, Layout, ParameterGroup, Result, TensorSpec};
 
 /// Name of the moving average's arena in a checkpoint.
 pub(crate) const AVERAGE: &str = "average";
 
 /// How parameters follow their gradients.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct OptimizerConfig {
     /// The update and its hyper-parameters.
     pub rule: Rule,
@@ -23,17 +24,39 @@ pub struct OptimizerConfig {
     pub decay_weights_only: bool,
     /// Decay of a moving average of all parameters, taken after each step; `None` keeps none.
     pub average: Option<f64>,
+    /// What the learning rate is multiplied by, step by step.
+    pub schedule: Schedule,
 }
 
 impl OptimizerConfig {
-    /// `rule` for all tensors alike, without a moving average.
+    /// `rule` for all tensors alike, at a constant learning rate, without a moving average.
     pub fn new(rule: Rule) -> Self {
-        OptimizerConfig { rule, decay_weights_only: false, average: None }
+        OptimizerConfig { rule, decay_weights_only: false, average: None, schedule: Schedule::CONSTANT }
     }
 
-    /// Whether the rule's weight decay is for `tensor`.
-    pub(crate) fn decays(&self, tensor: &TensorSpec) -> bool {
-        !self.decay_weights_only || tensor.shape.len() > 1
+    /// With weight decay for tensors of two and more dimensions alone.
+    #[must_use]
+    pub fn with_decay_weights_only(self) -> Self {
+        OptimizerConfig { decay_weights_only: true, ..self }
+    }
+
+    /// With a moving average of all parameters that keeps `decay` of itself in each step.
+    #[must_use]
+    pub fn with_average(self, decay: f64) -> Self {
+        OptimizerConfig { average: Some(decay), ..self }
+    }
+
+    /// With a learning rate that follows `schedule`.
+    #[must_use]
+    pub fn with_schedule(self, schedule: Schedule) -> Self {
+        OptimizerConfig { schedule, ..self }
+    }
+
+    /// What learning rate and weight decay of `tensor` are multiplied by.
+    pub(crate) fn factors(&self, tensor: &TensorSpec) -> Factors {
+        let ParameterGroup { learning_rate, weight_decay, .. } = tensor.group;
+        let decays = !self.decay_weights_only || tensor.shape.len() > 1;
+        Factors { learning_rate, weight_decay: if decays { weight_decay } else { 0.0 } }
     }
 }
 
@@ -43,9 +66,8 @@ pub(crate) struct Optimizer {
     config: OptimizerConfig,
     threads: Threads,
     step: u64,
-    /// Where the rule's weight decay begins and ends to be for elements: first ones behind neighbouring tensors that are
-    /// alike, and whether it is for those.
-    runs: Vec<(usize, bool)>,
+    /// Neighbouring tensors with the same factors: the first element behind them, and the factors.
+    runs: Vec<(usize, Factors)>,
     first: Buffer,
     second: Buffer,
     average: Buffer,
@@ -81,8 +103,19 @@ impl Optimizer {
         self.config
     }
 
-    pub(crate) fn learning_rate(&self) -> f64 {
+    /// The learning rate that was set last, before the schedule.
+    pub(crate) fn base_learning_rate(&self) -> f64 {
         self.config.rule.lr()
+    }
+
+    /// The learning rate of the next step.
+    pub(crate) fn learning_rate(&self) -> f64 {
+        self.learning_rate_of(self.step)
+    }
+
+    /// The learning rate of step `step`, from 0.
+    fn learning_rate_of(&self, step: u64) -> f64 {
+        self.config.rule.lr() * self.config.schedule.factor(step)
     }
 
     pub(crate) fn steps(&self) -> u64 {
@@ -103,12 +136,12 @@ impl Optimizer {
 
     /// Updates the parameters of elements from `begin` on by their gradients. Their state is at `state`.
     pub(crate) fn update(&mut self, begin: usize, state: usize, parameters: &mut [f32], gradients: &[f32]) {
+        let rule = self.config.rule.with_lr(self.learning_rate_of(self.step - 1));
         let (mut at, len) = (0, parameters.len());
         let mut run = self.runs.partition_point(|(end, _)| *end <= begin);
         while at < len {
-            let (end, decays) = self.runs[run];
+            let (end, factors) = self.runs[run];
             let end = len.min(end - begin);
-            let rule = if decays { self.config.rule } else { self.config.rule.with_weight_decay(0.0) };
             let elements = state + at..state + end;
             let state = State {
                 first: self.first.as_mut_slice().get_mut(elements.clone()).unwrap_or_default(),
@@ -117,6 +150,7 @@ impl Optimizer {
             cpu::update(
                 &self.threads,
                 &rule,
+                factors,
                 self.step,
                 &mut parameters[at..end],
                 &gradients[at..end],
@@ -155,17 +189,15 @@ impl Optimizer {
     }
 }
 
-/// The ends of the elements of neighbouring tensors that are alike in weight decay, and whether they have it. What lies
-/// between two tensors goes with the one before.
-fn runs(config: &OptimizerConfig, layout: &Layout) -> Vec<(usize, bool)> {
-    let tensors = layout.tensors();
-    let ends = tensors.iter().skip(1).map(|next| next.offset).chain([layout.len()]);
-    let mut runs: Vec<(usize, bool)> = Vec::new();
-    for (tensor, end) in tensors.iter().zip(ends) {
-        let decays = config.decays(tensor);
+/// The ends of the elements of neighbouring tensors with the same factors, and these. What lies between two tensors goes
+/// with the one before.
+fn runs(config: &OptimizerConfig, layout: &Layout) -> Vec<(usize, Factors)> {
+    let mut runs: Vec<(usize, Factors)> = Vec::new();
+    for (index, tensor) in layout.tensors().iter().enumerate() {
+        let (end, factors) = (layout.padded_end(index), config.factors(tensor));
         match runs.last_mut() {
-            Some(last) if last.1 == decays => last.0 = end,
-            _ => runs.push((end, decays)),
+            Some(last) if last.1 == factors => last.0 = end,
+            _ => runs.push((end, factors)),
         }
     }
     runs
@@ -188,16 +220,24 @@ mod tests {
     #[test]
     fn runs_are_of_tensors_alike() {
         let mut config = OptimizerConfig::new(Rule::AdamW(AdamW::default()));
-        assert_eq!(runs(&config, &layout()), [(20, true)]);
+        let (all, rate_only) = (Factors::ONE, Factors::NO_DECAY);
+        assert_eq!(runs(&config, &layout()), [(20, all)]);
         config.decay_weights_only = true;
-        assert_eq!(runs(&config, &layout()), [(6, true), (16, false), (20, true)]);
+        assert_eq!(runs(&config, &layout()), [(6, all), (16, rate_only), (20, all)]);
         assert_eq!(runs(&config, &Layout::new()), []);
+        let mut grouped = layout();
+        grouped.assign([0, 1], ParameterGroup::new().with_learning_rate(0.5).with_weight_decay(3.0));
+        let (half, slow) = (
+            Factors { learning_rate: 0.5, weight_decay: 3.0 },
+            Factors { learning_rate: 0.5, weight_decay: 0.0 },
+        );
+        assert_eq!(runs(&config, &grouped), [(6, half), (11, slow), (16, rate_only), (20, all)]);
     }
 
     #[test]
     fn pieces_of_an_arena_are_updated_as_the_whole() {
         let rule = Rule::AdamW(AdamW { weight_decay: 0.5, ..AdamW::default() });
-        let config = OptimizerConfig { rule, decay_weights_only: true, average: Some(0.5) };
+        let config = OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.5);
         let layout = layout();
         let gradients: Vec<f32> = (0..layout.len()).map(|i| i as f32 - 7.5).collect();
         let update = |piece: usize| {

@@ -20,15 +20,14 @@ pub fn optimizers() -> Vec<OptimizerConfig> {
     let adam_w = AdamW { lr: 0.01, weight_decay: 0.3, ..AdamW::default() };
     let rms_prop = RmsProp { lr: 0.01, ..RmsProp::default() };
     let with_buffer = RmsProp { momentum: 0.5, weight_decay: 0.1, ..rms_prop };
-    let averaged =
-        |rule, decay_weights_only| OptimizerConfig { rule, decay_weights_only, average: Some(0.9) };
+    let averaged = |rule| OptimizerConfig::new(rule).with_average(0.9);
     vec![
         OptimizerConfig::new(Rule::Sgd(sgd)),
-        averaged(Rule::Sgd(momentum), true),
-        averaged(Rule::Adam(adam), false),
-        averaged(Rule::AdamW(adam_w), true),
+        averaged(Rule::Sgd(momentum)).with_decay_weights_only(),
+        averaged(Rule::Adam(adam)),
+        averaged(Rule::AdamW(adam_w)).with_decay_weights_only(),
         OptimizerConfig::new(Rule::RmsProp(rms_prop)),
-        averaged(Rule::RmsProp(with_buffer), true),
+        averaged(Rule::RmsProp(with_buffer)).with_decay_weights_only(),
     ]
 }
 

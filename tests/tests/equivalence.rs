@@ -52,13 +52,14 @@ fn train(
     let size = images_a_step / ranks / micro_batches;
     let mut net = Net::new(&Spec::named(name).expect("a network"), size, 1);
     let (layout, parameters) = (net.layout().clone(), net.initial_parameters(1));
-    let mut model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
-    let mut buffers = net.initial_buffers();
+    let config = config.with_micro_batches(micro_batches);
+    let model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
+    let mut model = model.with_buffers(net.initial_buffers())?;
     let mut images = vec![0.0; size * net.image_len()];
     let (mut losses, mut gradients) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         let mut report = LossReport::default();
-        model.step_accumulated(micro_batches, &mut buffers, |batch| {
+        model.step_accumulated(|batch| {
             let MicroBatch { index, parameters, buffers, gradients } = batch;
             let first = (rank * micro_batches + index) * size;
             let samples = (first..first + size).map(|sample| step as usize * images_a_step + sample);
@@ -80,7 +81,7 @@ fn train(
         }
     }
     let (norm, checksum) = (norm(model.parameters().iter().copied()), model.verify()?);
-    Ok(Trained { losses, gradients, norm, checksum, has_batch_norm: !buffers.is_empty() })
+    Ok(Trained { losses, gradients, norm, checksum, has_batch_norm: !model.buffers().is_empty() })
 }
 
 /// Asserts that both are the same but for `bound`, relative. (A tensor whose gradient is all rounding, as that of a bias
@@ -100,20 +101,20 @@ fn assert_close(found: &Trained, expected: &Trained, bound: f64, what: &str) {
 }
 
 fn config(optimizer: OptimizerConfig) -> DataParallelConfig {
-    DataParallelConfig { shard_from: None, ..DataParallelConfig::new(optimizer, 1) }
+    DataParallelConfig::new(optimizer, 1).with_shard_from(None)
 }
 
 /// Everything a step can do, with `ranks` ranks, against one rank.
 fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
     let plain = config(optimizer);
-    let sharded = DataParallelConfig { shard_from: Some(0), ..plain };
-    let clipped = DataParallelConfig { clip_norm: Some(SHORT), ..sharded };
-    let compressed = DataParallelConfig { compression: Compression::Bf16, ..sharded };
-    let invariant = DataParallelConfig { world_size_invariant: true, ..plain };
+    let sharded = plain.with_shard_from(Some(0));
+    let clipped = sharded.with_clip_norm(Some(SHORT));
+    let compressed = sharded.with_compression(Compression::Bf16);
+    let invariant = plain.with_world_size_invariant(true);
     // One image a micro-batch.
     let batch = 2 * ranks as usize;
     let alone = |config, count| train(&mut World::from_env().unwrap(), name, config, (batch, count)).unwrap();
-    let (whole, short) = (alone(plain, 1), alone(DataParallelConfig { clip_norm: Some(SHORT), ..plain }, 1));
+    let (whole, short) = (alone(plain, 1), alone(plain.with_clip_norm(Some(SHORT)), 1));
     let length = norm(short.gradients.iter().flatten().copied());
     assert!((length / SHORT - 1.0).abs() < 1e-4, "{name} is not clipped: {length}");
     // A micro-batch's normalisation is not that of the batch.

@@ -108,7 +108,7 @@ fn schedules_are_those_of_pytorch() {
 fn gradients_are_clipped_as_by_pytorch() {
     for Clipped { most, norm, gradients } in recorded().clipped {
         let optimizer = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.0, ..Sgd::default() }));
-        let config = DataParallelConfig { clip_norm: Some(most), ..DataParallelConfig::new(optimizer, 1) };
+        let config = DataParallelConfig::new(optimizer, 1).with_clip_norm(Some(most));
         let mut model = model(&[&[0.0; 3], &[0.0; 3]], config);
         let raw = recorded().gradients;
         model

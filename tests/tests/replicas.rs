@@ -14,11 +14,8 @@ fn layout() -> Layout {
 }
 
 fn adam() -> OptimizerConfig {
-    OptimizerConfig {
-        rule: Rule::Adam(Adam { lr: 0.01, weight_decay: 0.1, ..Adam::default() }),
-        decay_weights_only: true,
-        average: Some(0.9),
-    }
+    let rule = Rule::Adam(Adam { lr: 0.01, weight_decay: 0.1, ..Adam::default() });
+    OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9)
 }
 
 /// Five steps in which the gradient depends on rank and parameters; its mean over `ranks` ranks does not depend on

@@ -24,11 +24,11 @@ fn layouts() -> Vec<Layout> {
 }
 
 fn sharded(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
-    DataParallelConfig { bucket, shard_from: Some(0), ..DataParallelConfig::new(optimizer, 1) }
+    DataParallelConfig::new(optimizer, 1).with_bucket(bucket).with_shard_from(Some(0))
 }
 
 fn replicated(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
-    DataParallelConfig { shard_from: None, ..sharded(optimizer, bucket) }
+    sharded(optimizer, bucket).with_shard_from(None)
 }
 
 /// Makes `steps` steps with gradients that depend on the parameters, the rank and the step.
@@ -84,7 +84,7 @@ fn sharded_and_replicated_are_equal_to_the_last_bit() {
 #[test]
 fn every_rank_has_its_part_of_the_state() {
     let layout = layout(&[&[300, 401], &[7], &[1001]]);
-    let adam = OptimizerConfig { average: Some(0.9), ..OptimizerConfig::new(Rule::Adam(Adam::default())) };
+    let adam = OptimizerConfig::new(Rule::Adam(Adam::default())).with_average(0.9);
     for ranks in 2..=4u32 {
         let lens = threads::run(ranks, |mut world| {
             let whole = model(&mut world, &layout, replicated(adam, 1 << 10)).unwrap();
@@ -102,7 +102,7 @@ fn small_buckets_stay_replicated() {
     let layout = layout(&[&[100], &[10, 100]]);
     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }));
     let lens = threads::run(2, |mut world| {
-        let config = DataParallelConfig { shard_from: Some(4000), ..sharded(sgd, 400) };
+        let config = sharded(sgd, 400).with_shard_from(Some(4000));
         let mut mixed = model(&mut world, &layout, config).unwrap();
         let mut whole = model(&mut world, &layout, replicated(sgd, 400)).unwrap();
         train(&mut mixed, 3).unwrap();
@@ -119,7 +119,7 @@ fn small_buckets_stay_replicated() {
 fn a_checkpoint_is_for_any_number_of_ranks() {
     let layout = layout(&[&[31, 41], &[41], &[5, 3]]);
     let rule = Rule::AdamW(AdamW { lr: 0.01, ..AdamW::default() });
-    let optimizer = OptimizerConfig { rule, decay_weights_only: true, average: Some(0.8) };
+    let optimizer = OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.8);
     for ranks in [1, 2, 3] {
         let folder = tempfile::tempdir().unwrap();
         let after = threads::run(ranks, |mut world| {

@@ -5,7 +5,7 @@ use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::replicate::verify_same;
 use mgpu::step::{Compression, Reduction};
 use mgpu::timeline::Timeline;
-use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, World};
+use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, Unused, World};
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::threads;
 
@@ -19,11 +19,11 @@ fn sgd() -> OptimizerConfig {
 }
 
 fn config(optimizer: OptimizerConfig) -> DataParallelConfig {
-    DataParallelConfig { bucket: 400, shard_from: None, ..DataParallelConfig::new(optimizer, 1) }
+    DataParallelConfig::new(optimizer, 1).with_bucket(400).with_shard_from(None)
 }
 
 fn sharded(optimizer: OptimizerConfig) -> DataParallelConfig {
-    DataParallelConfig { shard_from: Some(0), ..config(optimizer) }
+    config(optimizer).with_shard_from(Some(0))
 }
 
 /// The gradient that sample `sample` has for element `index` in step `step`, whatever the parameters: any f32.
@@ -48,9 +48,10 @@ fn train(
     let tensors: Vec<_> = model.layout().tensors().to_vec();
     let size = samples / ranks / micro_batches;
     assert_eq!(size * ranks * micro_batches, samples);
+    model.set_micro_batches(micro_batches)?;
     for _ in 0..steps {
         let step = model.steps();
-        model.step_accumulated(micro_batches, &mut [], |MicroBatch { index, gradients, .. }| {
+        model.step_accumulated(|MicroBatch { index, gradients, .. }| {
             let first = (rank * micro_batches + index) * size;
             for (tensor, spec) in tensors.iter().enumerate().rev() {
                 for (value, element) in gradients.gradient(tensor).iter_mut().zip(spec.range()) {
@@ -81,7 +82,7 @@ fn micro_batches_make_the_step_of_the_whole_batch() {
         let expected = run(&mut alone, config(optimizer), (16, 1), exact);
         for ranks in [1, 2, 4] {
             threads::run(ranks, |mut world| {
-                let overlapped = DataParallelConfig { overlap: true, ..sharded(optimizer) };
+                let overlapped = sharded(optimizer).with_overlap(true);
                 for config in [config(optimizer), sharded(optimizer), overlapped] {
                     for micro_batches in [1, 2, 4] {
                         let found = run(&mut world, config, (16, micro_batches), exact);
@@ -125,7 +126,7 @@ fn buckets_follow_the_order_of_gradients() {
                 for order in orders {
                     assert!(run(order, config(optimizer)) == expected, "{order:?}");
                     assert!(run(order, sharded(optimizer)) == expected, "{order:?}, sharded");
-                    let compressed = |config| DataParallelConfig { compression: Compression::Bf16, ..config };
+                    let compressed = |config: DataParallelConfig| config.with_compression(Compression::Bf16);
                     run(order, compressed(sharded(optimizer)));
                 }
             });
@@ -136,7 +137,7 @@ fn buckets_follow_the_order_of_gradients() {
 #[test]
 fn gradients_are_summed_where_that_is_asked_for() {
     let mean = config(sgd());
-    let sum = DataParallelConfig { reduction: Reduction::Sum, ..mean };
+    let sum = mean.with_reduction(Reduction::Sum);
     threads::run(2, |mut world| {
         // 2 ranks with 3 micro-batches of 4 samples, of which means are exact.
         let expected = run(&mut world, mean, (24, 3), exact);
@@ -153,8 +154,9 @@ fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
     let mut differs = 0;
     for optimizer in optimizers() {
         for clip_norm in [None, Some(0.5)] {
-            let rest = DataParallelConfig { clip_norm, ..config(optimizer) };
-            let invariant = |config| DataParallelConfig { world_size_invariant: true, clip_norm, ..config };
+            let rest = config(optimizer).with_clip_norm(clip_norm);
+            let invariant =
+                |config: DataParallelConfig| config.with_world_size_invariant(true).with_clip_norm(clip_norm);
             let mut alone = World::from_env().unwrap();
             let expected = run(&mut alone, invariant(config(optimizer)), (16, 8), rough);
             for ranks in [1, 2, 4, 8] {
@@ -176,14 +178,15 @@ fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
 /// Running statistics: moved by every micro-batch in turn, or by all of them from the same place.
 #[test]
 fn buffers_do_not_depend_on_the_number_of_ranks() {
-    let invariant = DataParallelConfig { world_size_invariant: true, ..config(sgd()) };
+    let invariant = config(sgd()).with_world_size_invariant(true);
     let run = |world: &mut World, micro_batches: usize| {
-        let mut model = model(world, &layout(&[&[1]]), invariant).unwrap();
+        let config = invariant.with_micro_batches(micro_batches);
+        let model = model(world, &layout(&[&[1]]), config).unwrap();
+        let mut model = model.with_buffers(vec![1.0f32, 2.0]).unwrap();
         let first = world.rank() as usize * micro_batches;
-        let mut buffers = [1.0f32, 2.0];
         for _ in 0..3 {
             model
-                .step_accumulated(micro_batches, &mut buffers, |batch| {
+                .step_accumulated(|batch| {
                     let statistic = rough(first + batch.index, 3, 0);
                     batch.buffers.iter_mut().for_each(|buffer| *buffer += 0.1 * (statistic - *buffer));
                     let mut sum = [f64::from(statistic)];
@@ -192,7 +195,7 @@ fn buffers_do_not_depend_on_the_number_of_ranks() {
                 })
                 .unwrap();
         }
-        (buffers, model.parameters().to_vec())
+        (model.buffers().to_vec(), model.parameters().to_vec())
     };
     let expected = run(&mut World::from_env().unwrap(), 8);
     let mean = (0..8).map(|sample| f64::from(rough(sample, 3, 0))).sum::<f64>() / 8.0;
@@ -214,7 +217,7 @@ fn gradients_are_clipped_by_their_global_norm() {
     for ranks in [1, 2, 3] {
         threads::run(ranks, |mut world| {
             for most in [norm(&free) / 3.0, norm(&free) * 3.0] {
-                let clipped = |config| DataParallelConfig { clip_norm: Some(most), ..config };
+                let clipped = |config: DataParallelConfig| config.with_clip_norm(Some(most));
                 let mut replicated = model(&mut world, &shapes(), clipped(config(sgd()))).unwrap();
                 let outcome = train(&mut replicated, 4, (12, 1), rough).unwrap();
                 let factor = (most / norm(&free)).min(1.0);
@@ -233,7 +236,7 @@ fn compressed_gradients_are_rounded_and_no_worse() {
     threads::run(3, |mut world| {
         for optimizer in optimizers() {
             for config in [config(optimizer), sharded(optimizer)] {
-                let compressed = DataParallelConfig { compression: Compression::Bf16, ..config };
+                let compressed = config.with_compression(Compression::Bf16);
                 // Three times a multiple of 3 is exact in bf16, and so is the mean.
                 let threes = |sample, index, step| exact(sample % 3, index, step) * 3.0;
                 assert!(
@@ -280,7 +283,7 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
     }
     // Who does not want to know trains on.
     let mut alone = World::from_env().unwrap();
-    let unchecked = DataParallelConfig { check_finite: false, ..config(sgd()) };
+    let unchecked = config(sgd()).with_check_finite(false);
     let mut model = model(&mut alone, &shapes(), unchecked).unwrap();
     train(&mut model, 1, (1, 1), |_, _, _| f32::NAN).unwrap();
     assert!(model.parameters()[0].is_nan());
@@ -289,11 +292,11 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
 /// The mean of finite gradients is not: the sum overflows.
 #[test]
 fn sums_that_overflow_are_named_and_change_nothing() {
-    let bf16 = |config| DataParallelConfig { compression: Compression::Bf16, ..config };
-    let summed = |config| DataParallelConfig { reduction: Reduction::Sum, ..config };
+    let bf16 = |config: DataParallelConfig| config.with_compression(Compression::Bf16);
+    let summed = |config: DataParallelConfig| config.with_reduction(Reduction::Sum);
     let (plain, shards) = (config(sgd()), sharded(sgd()));
-    let overlapped = DataParallelConfig { overlap: true, ..shards };
-    let invariant = DataParallelConfig { world_size_invariant: true, ..plain };
+    let overlapped = shards.with_overlap(true);
+    let invariant = plain.with_world_size_invariant(true);
     for config in [plain, shards, overlapped, bf16(plain), bf16(shards), summed(plain), invariant] {
         for ranks in [2, 4] {
             threads::run(ranks, |mut world| {
@@ -334,7 +337,7 @@ fn a_single_bad_element_of_a_large_tensor_is_found_in_the_step() {
         for ranks in [1, 3] {
             threads::run(ranks, |mut world| {
                 let last = world.rank() + 1 == ranks;
-                let config = DataParallelConfig { shard_from, ..config(sgd()) };
+                let config = config(sgd()).with_shard_from(shard_from);
                 let mut model = model(&mut world, &large, config).unwrap();
                 let before = model.parameters().to_vec();
                 for bad in [3, 4321, 100_000, 210_002] {
@@ -372,17 +375,27 @@ fn settings_that_differ_are_named_before_the_first_step() {
         config
     };
     for (config, text) in [
-        (other(|config| config.bucket = 401), "bucket 401 where rank 0 has 400"),
-        (other(|config| config.shard_from = Some(7)), "shard_from Some(7) where rank 0 has None"),
-        (other(|config| config.overlap = true), "overlap true where rank 0 has false"),
-        (other(|config| config.reduction = Reduction::Sum), "reduction Sum where rank 0 has Mean"),
-        (other(|config| config.compression = Compression::Bf16), "compression Bf16 where rank 0 has None"),
-        (other(|config| config.clip_norm = Some(1.5)), "clip_norm Some(1.5) where rank 0 has None"),
-        (other(|config| config.check_finite = false), "check_finite false where rank 0 has true"),
+        (other(|config| config.reducer.bucket = Some(401)), "bucket 401 where rank 0 has 400"),
+        (other(|config| config.shard_from = Some(7).into()), "shard_from 7 where rank 0 has none"),
+        (other(|config| config.reducer.overlap = true), "overlap true where rank 0 has false"),
+        (other(|config| config.reducer.reduction = Reduction::Sum), "reduction Sum where rank 0 has Mean"),
+        (
+            other(|config| config.reducer.compression = Compression::Bf16),
+            "compression Bf16 where rank 0 has None",
+        ),
+        (other(|config| config.reducer.clip_norm = Some(1.5)), "clip_norm Some(1.5) where rank 0 has None"),
+        (other(|config| config.reducer.check_finite = false), "check_finite false where rank 0 has true"),
         (other(|config| config.verify_every = None), "verify_every None where rank 0 has Some(100)"),
         (
-            other(|config| config.world_size_invariant = true),
+            other(|config| config.reducer.world_size_invariant = true),
             "world_size_invariant true where rank 0 has false",
+        ),
+        (other(|config| config.reducer.micro_batches = 2), "micro_batches 2 where rank 0 has 1"),
+        (other(|config| config.reducer.unused = Unused::Zero), "unused Zero where rank 0 has Error"),
+        (other(|config| config.reducer.join = true), "join true where rank 0 has false"),
+        (
+            other(|config| config.optimizer.schedule.warm_up = 3),
+            "schedule Schedule { warm_up: 3, decay: Constant } where rank 0 has",
         ),
         (other(|config| config.optimizer.average = Some(0.5)), "average Some(0.5) where rank 0 has None"),
         (
@@ -408,7 +421,7 @@ fn settings_that_differ_are_named_before_the_first_step() {
     }
     // How many threads a rank has is its own affair.
     threads::run(2, |mut world| {
-        let config = DataParallelConfig { threads: 1 + world.rank() as usize, ..plain };
+        let config = plain.with_threads(1 + world.rank() as usize);
         train(&mut model(&mut world, &shapes(), config).unwrap(), 2, (2, 1), rough).unwrap()
     });
 }
@@ -417,7 +430,7 @@ fn settings_that_differ_are_named_before_the_first_step() {
 fn ranks_that_make_different_steps_are_told_before_anything_changes() {
     for check_finite in [true, false] {
         threads::run(3, |mut world| {
-            let config = DataParallelConfig { check_finite, ..config(sgd()) };
+            let config = config(sgd()).with_check_finite(check_finite);
             let (is_odd, mut model) = (world.rank() == 1, model(&mut world, &shapes(), config).unwrap());
             let before = model.parameters().to_vec();
             let error = train(&mut model, 1, (6, if is_odd { 2 } else { 1 }), rough).unwrap_err();
@@ -449,11 +462,11 @@ fn ranks_that_go_back_to_different_steps_are_told() {
 #[test]
 fn arguments_that_make_no_sense_are_errors() {
     let mut world = World::from_env().unwrap();
-    let none = DataParallelConfig { threads: 0, ..config(sgd()) };
+    let none = config(sgd()).with_threads(0);
     let error = model(&mut world, &shapes(), none).err().unwrap().to_string();
     assert_eq!(error, "data parallel: updates run on at least one thread");
     let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
-    let error = model.step_accumulated(0, &mut [], |_| Ok(())).unwrap_err().to_string();
+    let error = model.set_micro_batches(0).unwrap_err().to_string();
     assert_eq!(error, "step: a step has at least one micro-batch");
     for tensor in [5, usize::MAX] {
         let problem = format!("there is no tensor {tensor}: the model has 5");
@@ -499,14 +512,14 @@ fn ranks_with_different_numbers_are_told() {
 
 #[test]
 fn what_does_not_go_together_is_refused() {
-    let invariant = DataParallelConfig { world_size_invariant: true, ..config(sgd()) };
+    let invariant = config(sgd()).with_world_size_invariant(true);
     let errors = threads::run(3, |mut world| {
         let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();
-        [refused(invariant), refused(DataParallelConfig { clip_norm: Some(0.0), ..config(sgd()) })]
+        [refused(invariant), refused(config(sgd()).with_clip_norm(Some(0.0)))]
     });
     assert!(errors[0][0].ends_with("need 1, 2, 4, 8, … of them, not 3"), "{errors:?}");
     assert!(errors[0][1].ends_with("clipped to a norm above 0"), "{errors:?}");
-    let compressed = DataParallelConfig { compression: Compression::Bf16, ..invariant };
+    let compressed = invariant.with_compression(Compression::Bf16);
     let error = model(&mut World::from_env().unwrap(), &shapes(), compressed).err().unwrap().to_string();
     assert!(error.contains("compressed gradients"), "{error}");
 }

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use mgpu::{Communicator, DataParallel, DataParallelConfig, Layout, MicroBatch};
+use mgpu::{Communicator, DataParallel, Layout, MicroBatch};
 use mgpu_kernels::Storage;
 
 use super::{Args, Golden, Replay, norm};
@@ -14,7 +14,6 @@ pub(super) struct Cpu<'a, E> {
     model: DataParallel,
     net: Net<E>,
     train: &'a Dataset,
-    buffers: Vec<f32>,
     images: Vec<f32>,
     labels: Vec<u8>,
     /// Of the last batch's first image.
@@ -31,15 +30,16 @@ impl<'a, E: Storage> Cpu<'a, E> {
         threads: usize,
         args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
-        let batch = batch / args.parallel.micro_batches(batch, comm.size())?;
+        let micro_batches = args.parallel.micro_batches(batch, comm.size())?;
+        let batch = batch / micro_batches;
         let net = Net::with_choice(&Spec::named(&golden.net)?, batch, threads, args.conv);
         let parameters = net.golden_parameters(golden.seed);
-        let config = args.parallel.config(DataParallelConfig::new(golden.optimizer(), threads));
+        let config = args.parallel.config(golden.optimizer(), threads, micro_batches);
         let layout = net.layout().clone();
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
-        let buffers = net.initial_buffers();
+        let model = model.with_buffers(net.initial_buffers())?;
         let (images, labels) = (vec![0.0; batch * IMAGE_LEN], vec![0; batch]);
-        Ok(Cpu { model, net, train, buffers, images, labels, logits: Vec::new() })
+        Ok(Cpu { model, net, train, images, labels, logits: Vec::new() })
     }
 }
 
@@ -53,9 +53,9 @@ impl<E: Storage> Replay for Cpu<'_, E> {
     }
 
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
-        let Cpu { model, net, train, buffers, images, labels, logits } = self;
+        let Cpu { model, net, train, images, labels, logits } = self;
         let mut report = LossReport::default();
-        model.step_accumulated(samples.len() / labels.len(), buffers, |batch| {
+        model.step_accumulated(|batch| {
             let MicroBatch { index, parameters, buffers, gradients } = batch;
             let first = index * labels.len();
             train.gather(&samples[first..first + labels.len()], images, labels);

@@ -3,8 +3,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use mgpu::optimizer::Schedule;
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Plan};
+use mgpu::step::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Options, Stream};
@@ -35,17 +34,11 @@ impl Gpu {
         let spec = Spec::named(&golden.net)?;
         let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;
         let parameters = net.to_device(&net.golden_parameters(golden.seed));
-        // Every step has its own order, and so is at the beginning of it.
-        let plan = Plan { steps_per_epoch: 1, schedule: Schedule::CONSTANT };
-        let defaults = DeviceConfig::new(golden.optimizer(), plan);
-        let config = DeviceConfig {
-            parallel: args.parallel.config(defaults.parallel),
-            micro_batches,
-            bf16_copy: args.precision == Precision::Bf16,
-            ..defaults
-        };
-        let (layout, buffers) = (net.layout().clone(), net.initial_buffers());
-        let model = DeviceDataParallel::new(device, host, layout, parameters, &buffers, config)?;
+        // Every step has its own order, and so is at the beginning of an epoch.
+        let config = DeviceConfig::new(args.parallel.config(golden.optimizer(), 1, micro_batches))
+            .with_bf16_copy(args.precision == Precision::Bf16);
+        let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
+        let model = model.with_buffers(&net.initial_buffers())?;
         let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;
         Ok(Gpu { model, net, data })
     }

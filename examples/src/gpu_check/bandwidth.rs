@@ -9,6 +9,7 @@ use std::time::Instant;
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::cuda::{Memory, Options, Result, StepState, Stream};
+use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
 use mgpu_kernels::optimizer::{Adam, Optimizer, cuda};
@@ -74,7 +75,7 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
     let plan = Plan { steps_per_epoch: 100, schedule: Schedule::CONSTANT };
     cuda::begin(stream, &optimizer, plan, state.view())?;
     let table =
-        Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&chunks([(0..PARAMETERS, true)], 0.0)))?;
+        Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&chunks([(0..PARAMETERS, Factors::ONE)])))?;
     let arenas = Arenas {
         gradients: gradients.view(),
         params: params.view(),

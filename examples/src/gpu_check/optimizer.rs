@@ -9,7 +9,7 @@ use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::digest;
 use mgpu_kernels::optimizer::chunk::{LONGEST, chunks};
 use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
-use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer, RmsProp, Sgd, State, cpu, cuda};
+use mgpu_kernels::optimizer::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State, cpu, cuda};
 use mgpu_kernels::schedule::{Decay, Schedule};
 
 use super::bench::{Bench, Judge, Outcome, Output, narrow};
@@ -83,12 +83,13 @@ fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, plan: Plan
     Ok(())
 }
 
-/// Tensors one after another, each at a multiple of 64 elements; every other one decays.
-fn tensors(sizes: &[usize]) -> (Vec<(Range<usize>, bool)>, usize) {
+/// Tensors one after another, each at a multiple of 64 elements, whose factors take turns.
+fn tensors(sizes: &[usize]) -> (Vec<(Range<usize>, Factors)>, usize) {
+    let slower = Factors { learning_rate: 0.3, weight_decay: 0.7 };
     let mut begin = 0;
     let mut tensors = Vec::new();
     for (i, len) in sizes.iter().enumerate() {
-        tensors.push((begin..begin + len, i % 2 == 0));
+        tensors.push((begin..begin + len, [Factors::ONE, Factors::NO_DECAY, slower][i % 3]));
         begin = (begin + len).next_multiple_of(64);
     }
     (tensors, begin)
@@ -108,7 +109,7 @@ fn update(
     let mut states = [vec![0.0f32; SHIFT + len], vec![0.0f32; SHIFT + len]];
     let mut average = [vec![0.0; SHIFT], params.clone()].concat();
     let gradients_memory = bench.input(&gradients)?;
-    let mut table = chunks(tensors.iter().cloned(), DECAY);
+    let mut table = chunks(tensors.iter().cloned());
     table.iter_mut().for_each(|chunk| chunk.state += SHIFT as u32);
     let sums_memory = bench.input(&vec![0.0f64; table.len()])?;
     let table_memory = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
@@ -140,8 +141,7 @@ fn update(
             judge.close("norm", [state.norm], &[norm], |_| norm, 1e-12);
         }
         let now = optimizer.with_lr(rate(optimizer, plan, step));
-        for (range, decays) in &tensors {
-            let now = if *decays { now } else { now.with_weight_decay(0.0) };
+        for (range, factors) in &tensors {
             let [first, second] = &mut states;
             let own = SHIFT + range.start..SHIFT + range.end;
             let state = State {
@@ -149,7 +149,7 @@ fn update(
                 second: if used > 1 { &mut second[own.clone()] } else { &mut [] },
             };
             let (params, gradients) = (&mut params[range.clone()], &gradients[range.clone()]);
-            cpu::update(&bench.threads, &now, step + 1, params, gradients, state);
+            cpu::update(&bench.threads, &now, *factors, step + 1, params, gradients, state);
             cpu::average(&bench.threads, AVERAGE, params, &mut average[own]);
         }
     }

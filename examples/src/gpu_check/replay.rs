@@ -8,6 +8,7 @@ use mgpu_kernels::Precision;
 use mgpu_kernels::conv::{Padding, Shape};
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
+use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::Plan;
 use mgpu_kernels::schedule::{Decay, Schedule};
@@ -57,7 +58,7 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
     let (images, labels) = (bench.input(&images)?, bench.input(&labels)?);
     let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
     let workspace = bench.input(&vec![0.0f32; workspace.max(1)])?;
-    let table = chunks([(0..weights, true), (weights..weights + CLASSES, false)], 0.01);
+    let table = chunks([(0..weights, Factors::ONE), (weights..weights + CLASSES, Factors::NO_DECAY)]);
     let sums = bench.input(&vec![0.0f64; table.len()])?;
     let table = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
     let mask =

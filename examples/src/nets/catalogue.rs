@@ -58,11 +58,8 @@ fn adam(lr: f64) -> OptimizerConfig {
 
 /// The recipe of `deep`: an L2 penalty that spares the biases, and an average of the weights to evaluate with.
 fn adam_with_decay_and_average() -> OptimizerConfig {
-    OptimizerConfig {
-        rule: Rule::Adam(Adam { lr: 1e-4, weight_decay: 5e-4, ..Adam::default() }),
-        decay_weights_only: true,
-        average: Some(0.9999),
-    }
+    let rule = Rule::Adam(Adam { lr: 1e-4, weight_decay: 5e-4, ..Adam::default() });
+    OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9999)
 }
 
 fn rmsprop() -> OptimizerConfig {

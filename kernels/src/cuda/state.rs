@@ -34,6 +34,10 @@ pub struct StepState {
     pub halted: u32,
     /// The mark of those gradients, as [`find_not_finite`](crate::digest::cuda::find_not_finite) was told; 0 for none.
     pub not_finite: u64,
+    /// The learning rate with the correction of Adam's first moment: what tensors' factors multiply.
+    pub step_size: f64,
+    /// The learning rate times the weight decay: what AdamW takes from parameters.
+    pub shrink: f64,
 }
 
 impl StepState {
@@ -92,15 +96,17 @@ mod tests {
             constants: [0.25; 8],
             squares: 3.0,
             not_finite: 7,
+            shrink: 0.125,
             ..StepState::after(2)
         };
         let bytes = bytemuck::bytes_of(&state);
-        assert_eq!(bytes.len(), 88);
+        assert_eq!(bytes.len(), 104);
         assert_eq!(bytes[16..24], 0.5f64.to_ne_bytes());
         assert_eq!(bytes[52..56], 0.25f32.to_ne_bytes());
         assert_eq!(bytes[StepState::SQUARES], 3.0f64.to_ne_bytes());
         assert_eq!(bytes[72..76], 1.0f32.to_ne_bytes());
         assert_eq!(bytes[StepState::NOT_FINITE], 7u64.to_ne_bytes());
+        assert_eq!(bytes[96..104], 0.125f64.to_ne_bytes());
         assert_eq!(StepState::after(0).step.wrapping_add(1), 0);
     }
 }

@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use super::Factors;
+
 /// A part of one tensor: `struct Chunk` of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
@@ -14,40 +16,42 @@ pub struct Chunk {
     pub begin: u32,
     /// Number of elements.
     pub len: u32,
-    /// Weight decay of all of them.
-    pub decay: f32,
     /// First element in the arenas of the optimizer's state and of the moving average, which may hold a part of the parameters
     /// only.
     pub state: u32,
+    /// What the learning rate of all of them is multiplied by.
+    pub learning_rate: f32,
+    /// What the weight decay of all of them is multiplied by.
+    pub weight_decay: f32,
 }
 
 /// Elements of a chunk at most: a few for each thread of a block.
 pub const LONGEST: usize = 4096;
 
-/// Cuts tensors, given by their elements in an arena and whether they decay, into chunks with `weight_decay` or none, whose state
-/// lies as they do.
+/// Cuts tensors, given by their elements in an arena and their factors, into chunks, whose state lies as they do.
 ///
 /// ```
+/// use mgpu_kernels::optimizer::Factors;
 /// use mgpu_kernels::optimizer::chunk::{Chunk, LONGEST, chunks};
-/// let table = chunks([(0..LONGEST + 10, true), (8192..8202, false)], 0.5);
+/// let slow = Factors { learning_rate: 0.5, weight_decay: 0.0 };
+/// let table = chunks([(0..LONGEST + 10, Factors::ONE), (8192..8202, slow)]);
 /// assert_eq!(table, [
-///     Chunk { begin: 0, len: 4096, decay: 0.5, state: 0 },
-///     Chunk { begin: 4096, len: 10, decay: 0.5, state: 4096 },
-///     Chunk { begin: 8192, len: 10, decay: 0.0, state: 8192 },
+///     Chunk { begin: 0, len: 4096, state: 0, learning_rate: 1.0, weight_decay: 1.0 },
+///     Chunk { begin: 4096, len: 10, state: 4096, learning_rate: 1.0, weight_decay: 1.0 },
+///     Chunk { begin: 8192, len: 10, state: 8192, learning_rate: 0.5, weight_decay: 0.0 },
 /// ]);
 /// ```
 ///
 /// # Panics
 /// If a tensor does not begin at a multiple of 4 elements, where 16 bytes can be moved at once, or ends behind 2^31.
-pub fn chunks(tensors: impl IntoIterator<Item = (Range<usize>, bool)>, weight_decay: f64) -> Vec<Chunk> {
+pub fn chunks(tensors: impl IntoIterator<Item = (Range<usize>, Factors)>) -> Vec<Chunk> {
     let mut chunks = Vec::new();
-    for (range, decays) in tensors {
+    for (range, Factors { learning_rate, weight_decay }) in tensors {
         assert!(range.start.is_multiple_of(4) && range.end <= 1 << 31, "a tensor at elements {range:?}");
-        let decay = if decays { weight_decay as f32 } else { 0.0 };
         let end = range.end;
         for begin in range.step_by(LONGEST) {
             let (len, begin) = (LONGEST.min(end - begin) as u32, begin as u32);
-            chunks.push(Chunk { begin, len, decay, state: begin });
+            chunks.push(Chunk { begin, len, state: begin, learning_rate, weight_decay });
         }
     }
     chunks
@@ -60,23 +64,24 @@ mod tests {
 
     proptest! {
         #[test]
-        fn chunks_cover_every_tensor_once(sizes in prop::collection::vec((0usize..20_000, any::<bool>()), 0..8)) {
+        fn chunks_cover_every_tensor_once(sizes in prop::collection::vec((0usize..20_000, 0.0f32..2.0), 0..8)) {
             let mut begin = 0;
             let tensors: Vec<_> = sizes
                 .iter()
-                .map(|&(len, decays)| {
+                .map(|&(len, factor)| {
                     let range = begin..begin + len;
                     begin += len.next_multiple_of(64);
-                    (range, decays)
+                    (range, Factors { learning_rate: factor, weight_decay: factor * 0.5 })
                 })
                 .collect();
-            let mut rest = chunks(tensors.clone(), 0.25).into_iter().peekable();
-            for (range, decays) in tensors {
+            let mut rest = chunks(tensors.clone()).into_iter().peekable();
+            for (range, factors) in tensors {
                 let mut at = range.start;
                 while at < range.end {
                     let chunk = rest.next().expect("a chunk for every element");
                     prop_assert_eq!(chunk.begin as usize, at);
-                    prop_assert_eq!(chunk.decay, if decays { 0.25 } else { 0.0 });
+                    prop_assert_eq!(chunk.learning_rate, factors.learning_rate);
+                    prop_assert_eq!(chunk.weight_decay, factors.weight_decay);
                     prop_assert!((1..=LONGEST as u32).contains(&chunk.len) && at + chunk.len as usize <= range.end);
                     at += chunk.len as usize;
                 }
@@ -88,6 +93,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "a tensor at elements 6..9")]
     fn a_tensor_askew_is_refused() {
-        chunks([(6..9, true)], 0.0);
+        chunks([(6..9, Factors::ONE)]);
     }
 }

@@ -3,20 +3,22 @@
 //! The loops are plain ones, compiled for the vectors of each processor. Nothing is fused or reordered by that: square
 //! roots and quotients are exact, and every processor gives the same bits.
 
-use super::{Adam, AdamW, Optimizer, RmsProp, Sgd, State};
+use super::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State};
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
 /// Parameters below which another thread does not pay.
 const GRAIN: usize = 1 << 14;
 
-/// Applies one step to matching slices of parameters, gradients and state. `step` counts from 1.
+/// Applies one step to matching slices of parameters, gradients and state, which have the same `factors`. `step` counts
+/// from 1.
 ///
 /// # Panics
 /// If the slices differ in length, a state that the optimizer needs is missing, or `step` is 0.
 pub fn update(
     threads: &Threads,
     optimizer: &Optimizer,
+    factors: Factors,
     step: u64,
     params: &mut [f32],
     gradients: &[f32],
@@ -33,13 +35,14 @@ pub fn update(
     threads.divide(items, GRAIN, outputs, |range, (params, first, second)| {
         let gradients = &gradients[range];
         let (params, first, second) = (params.values, first.values, second.values);
-        dispatch(Update { optimizer, step, params, gradients, first, second });
+        dispatch(Update { optimizer, factors, step, params, gradients, first, second });
     });
 }
 
 /// One step for a part of the parameters.
 struct Update<'a> {
     optimizer: &'a Optimizer,
+    factors: Factors,
     step: u64,
     params: &'a mut [f32],
     gradients: &'a [f32],
@@ -51,12 +54,12 @@ impl Task for Update<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        let Update { optimizer, step, params, gradients, first, second } = self;
+        let Update { optimizer, factors, step, params, gradients, first, second } = self;
         match *optimizer {
-            Optimizer::Adam(o) => adam(o, step, params, gradients, first, second),
-            Optimizer::AdamW(o) => adam_w(o, step, params, gradients, first, second),
-            Optimizer::RmsProp(o) => rms_prop(o, params, gradients, first, second),
-            Optimizer::Sgd(o) => sgd(o, step, params, gradients, first),
+            Optimizer::Adam(o) => adam(o, factors, step, params, gradients, first, second),
+            Optimizer::AdamW(o) => adam_w(o, factors, step, params, gradients, first, second),
+            Optimizer::RmsProp(o) => rms_prop(o, factors, params, gradients, first, second),
+            Optimizer::Sgd(o) => sgd(o, factors, step, params, gradients, first),
         }
     }
 }
@@ -90,24 +93,58 @@ impl Task for Average<'_> {
     }
 }
 
-#[inline(always)]
-fn adam(o: Adam, step: u64, params: &mut [f32], gradients: &[f32], first: &mut [f32], second: &mut [f32]) {
-    adam_pass(o, 1.0, step, params, gradients, first, second);
+impl Factors {
+    /// A rate of this share of the tensors. Multiplied in f64 and rounded once, as on a GPU.
+    #[inline(always)]
+    fn rate(self, rate: f64) -> f32 {
+        (rate * f64::from(self.learning_rate)) as f32
+    }
+
+    /// The weight decay λ that is added to gradients.
+    #[inline(always)]
+    fn decay(self, weight_decay: f64) -> f32 {
+        weight_decay as f32 * self.weight_decay
+    }
 }
 
 #[inline(always)]
-fn adam_w(o: AdamW, step: u64, params: &mut [f32], gradients: &[f32], first: &mut [f32], second: &mut [f32]) {
-    let keep = (1.0 - o.lr * o.weight_decay) as f32;
+fn adam(
+    o: Adam,
+    factors: Factors,
+    step: u64,
+    params: &mut [f32],
+    gradients: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+) {
+    let decay = factors.decay(o.weight_decay);
+    adam_pass(o, factors, (1.0, decay), step, params, gradients, first, second);
+}
+
+#[inline(always)]
+fn adam_w(
+    o: AdamW,
+    factors: Factors,
+    step: u64,
+    params: &mut [f32],
+    gradients: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+) {
+    let share = f64::from(factors.learning_rate) * f64::from(factors.weight_decay);
+    let keep = (1.0 - o.lr * o.weight_decay * share) as f32;
     let AdamW { lr, beta1, beta2, eps, .. } = o;
     let o = Adam { lr, beta1, beta2, eps, weight_decay: 0.0 };
-    adam_pass(o, keep, step, params, gradients, first, second);
+    adam_pass(o, factors, (keep, 0.0), step, params, gradients, first, second);
 }
 
-/// Adam on parameters that are first multiplied by `keep`.
+/// Adam on parameters that are first multiplied by `keep`, and of which `decay` adds to the gradient.
 #[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "matching slices, and what moves them")]
 fn adam_pass(
     o: Adam,
-    keep: f32,
+    factors: Factors,
+    (keep, decay): (f32, f32),
     step: u64,
     params: &mut [f32],
     gradients: &[f32],
@@ -115,10 +152,10 @@ fn adam_pass(
     second: &mut [f32],
 ) {
     let (correction1, correction2) = (1.0 - o.beta1.powf(step as f64), 1.0 - o.beta2.powf(step as f64));
-    let rate = (o.lr / correction1) as f32;
+    let rate = factors.rate(o.lr / correction1);
     let root = correction2.sqrt().recip() as f32;
     let (towards1, beta2, towards2) = ((1.0 - o.beta1) as f32, o.beta2 as f32, (1.0 - o.beta2) as f32);
-    let (eps, decay) = (o.eps as f32, o.weight_decay as f32);
+    let eps = o.eps as f32;
     let states = first.iter_mut().zip(second);
     for ((param, &gradient), (m, v)) in params.iter_mut().zip(gradients).zip(states) {
         let gradient = gradient + decay * *param;
@@ -129,9 +166,16 @@ fn adam_pass(
 }
 
 #[inline(always)]
-fn rms_prop(o: RmsProp, params: &mut [f32], gradients: &[f32], square: &mut [f32], buffer: &mut [f32]) {
-    let (rate, rho, towards) = (o.lr as f32, o.rho as f32, (1.0 - o.rho) as f32);
-    let (eps, momentum, decay) = (o.eps as f32, o.momentum as f32, o.weight_decay as f32);
+fn rms_prop(
+    o: RmsProp,
+    factors: Factors,
+    params: &mut [f32],
+    gradients: &[f32],
+    square: &mut [f32],
+    buffer: &mut [f32],
+) {
+    let (rate, rho, towards) = (factors.rate(o.lr), o.rho as f32, (1.0 - o.rho) as f32);
+    let (eps, momentum, decay) = (o.eps as f32, o.momentum as f32, factors.decay(o.weight_decay));
     let step = |param: f32, gradient: f32, square: &mut f32| {
         let gradient = gradient + decay * param;
         *square = rho * *square + towards * gradient * gradient;
@@ -151,8 +195,8 @@ fn rms_prop(o: RmsProp, params: &mut [f32], gradients: &[f32], square: &mut [f32
 }
 
 #[inline(always)]
-fn sgd(o: Sgd, step: u64, params: &mut [f32], gradients: &[f32], buffer: &mut [f32]) {
-    let (rate, momentum, decay) = (o.lr as f32, o.momentum as f32, o.weight_decay as f32);
+fn sgd(o: Sgd, factors: Factors, step: u64, params: &mut [f32], gradients: &[f32], buffer: &mut [f32]) {
+    let (rate, momentum, decay) = (factors.rate(o.lr), o.momentum as f32, factors.decay(o.weight_decay));
     let each = params.iter_mut().zip(gradients);
     if buffer.is_empty() {
         for (param, &gradient) in each {

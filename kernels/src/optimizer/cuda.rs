@@ -156,8 +156,8 @@ impl Arenas<'_> {
     }
 }
 
-/// Applies one step to the parameters in `chunks` (a table of [`Chunk`], as bytes, or a part of one), whose weight decay
-/// is the chunks'. [`begin`] has begun the step, with the same optimizer; gradients are multiplied with the state's scale. Where
+/// Applies one step to the parameters in `chunks` (a table of [`Chunk`], as bytes, or a part of one), whose factors of
+/// learning rate and weight decay are the chunks'. [`begin`] has begun the step, with the same optimizer; gradients are multiplied with the state's scale. Where
 /// the state has a mark of gradients that are no numbers, nothing changes.
 ///
 /// A chunk that lies outside of the arenas is passed over.

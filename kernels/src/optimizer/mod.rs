@@ -3,7 +3,8 @@
 //! Contract: an update reads and writes matching slices of parameters, gradients and up to two arenas of state,
 //! element by element, so any cut of a flat arena into ranges gives the same result. `step` counts from 1. The
 //! formulas are those of PyTorch's `torch.optim`, in `f32` with the per-step constants computed in `f64`:
-//! `g` is the gradient, `p` the parameter, and weight decay λ adds `λ·p` to `g` first, except in AdamW.
+//! `g` is the gradient, `p` the parameter, and weight decay λ adds `λ·p` to `g` first, except in AdamW. [`Factors`] multiply
+//! `lr` and λ for a part of the parameters, as PyTorch's parameter groups do.
 //!
 //! | optimizer | first state | second state | update |
 //! |---|---|---|---|
@@ -117,6 +118,22 @@ pub enum Optimizer {
     Sgd(Sgd),
 }
 
+/// What is particular to a tensor: the learning rate and the weight decay are multiplied by these.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Factors {
+    /// Of the learning rate.
+    pub learning_rate: f32,
+    /// Of the weight decay.
+    pub weight_decay: f32,
+}
+
+impl Factors {
+    /// The optimizer's own learning rate and weight decay.
+    pub const ONE: Factors = Factors { learning_rate: 1.0, weight_decay: 1.0 };
+    /// The optimizer's own learning rate, and no weight decay.
+    pub const NO_DECAY: Factors = Factors { weight_decay: 0.0, ..Factors::ONE };
+}
+
 /// Matching slices of an optimizer's state arenas; those it does not use are empty.
 #[derive(Debug, Default)]
 pub struct State<'a> {
@@ -186,17 +203,6 @@ impl Optimizer {
             Self::Sgd(o) => o.weight_decay,
         }
     }
-
-    /// The same optimizer with another weight decay: 0 for biases, where only weights decay.
-    pub fn with_weight_decay(mut self, weight_decay: f64) -> Self {
-        match &mut self {
-            Self::Adam(o) => o.weight_decay = weight_decay,
-            Self::AdamW(o) => o.weight_decay = weight_decay,
-            Self::RmsProp(o) => o.weight_decay = weight_decay,
-            Self::Sgd(o) => o.weight_decay = weight_decay,
-        }
-        self
-    }
 }
 
 #[cfg(test)]
@@ -207,8 +213,32 @@ mod tests {
 
     const LEN: usize = 40_000;
 
+    impl Optimizer {
+        fn with_weight_decay(mut self, weight_decay: f64) -> Self {
+            match &mut self {
+                Self::Adam(o) => o.weight_decay = weight_decay,
+                Self::AdamW(o) => o.weight_decay = weight_decay,
+                Self::RmsProp(o) => o.weight_decay = weight_decay,
+                Self::Sgd(o) => o.weight_decay = weight_decay,
+            }
+            self
+        }
+    }
+
     /// Five steps with changing gradients, compared with `reference(t, p, g, first, second)` in `f64`.
     fn check(optimizer: Optimizer, reference: impl Fn(i32, &mut f64, f64, &mut f64, &mut f64)) {
+        check_with(optimizer, Factors::ONE, &reference);
+        // A tensor with factors is moved as by an optimizer that has them multiplied in.
+        let factors = Factors { learning_rate: 0.25, weight_decay: 3.0 };
+        let (lr, weight_decay) = (optimizer.lr() / 0.25, optimizer.weight_decay() / 3.0);
+        check_with(optimizer.with_lr(lr).with_weight_decay(weight_decay), factors, &reference);
+    }
+
+    fn check_with(
+        optimizer: Optimizer,
+        factors: Factors,
+        reference: &impl Fn(i32, &mut f64, f64, &mut f64, &mut f64),
+    ) {
         let start = random(LEN, 1);
         for count in [1, 3] {
             let threads = Threads::new(count);
@@ -223,7 +253,7 @@ mod tests {
                     first: if used > 0 { first } else { &mut [] },
                     second: if used > 1 { second } else { &mut [] },
                 };
-                cpu::update(&threads, &optimizer, t, &mut params, &gradients, state);
+                cpu::update(&threads, &optimizer, factors, t, &mut params, &gradients, state);
                 for ([p, first, second], &g) in exact.iter_mut().zip(&gradients) {
                     reference(t as i32, p, f64::from(g), first, second);
                 }
@@ -292,6 +322,6 @@ mod tests {
     #[should_panic(expected = "first state")]
     fn a_missing_state_is_refused() {
         let optimizer = Optimizer::Adam(Adam::default());
-        cpu::update(&Threads::new(1), &optimizer, 1, &mut [0.0], &[0.0], State::default());
+        cpu::update(&Threads::new(1), &optimizer, Factors::ONE, 1, &mut [0.0], &[0.0], State::default());
     }
 }

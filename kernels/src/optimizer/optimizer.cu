@@ -34,13 +34,11 @@ struct Plan {
 };
 
 // Names of the constants, which step_begin writes and the rules read.
-#define RATE 0
 #define ADAM_ROOT 1
 #define ADAM_TOWARDS_FIRST 2
 #define ADAM_BETA2 3
 #define ADAM_TOWARDS_SECOND 4
 #define ADAM_EPSILON 5
-#define ADAM_KEEP 6
 #define RMS_RHO 1
 #define RMS_TOWARDS 2
 #define RMS_EPSILON 3
@@ -49,6 +47,7 @@ struct Plan {
 #define SGD_NEW 2
 #define SGD_AHEAD 3
 #define SGD_ALONG 4
+#define WEIGHT_DECAY 7
 
 // What the learning rate is multiplied with: see schedule.rs.
 __device__ inline f64 schedule_factor(const Plan& plan, u64 step) {
@@ -76,17 +75,17 @@ KERNEL(step_begin)(StepState* state, Plan plan) {
     const f64 rate = mul(plan.learning_rate, schedule_factor(plan, step));
     const f64 first = plan.decays[0], second = plan.decays[1];
     f32 constants[8] = {};
-    constants[RATE] = (f32)rate;
+    f64 step_size = rate;
+    constants[WEIGHT_DECAY] = (f32)plan.weight_decay;
     if (plan.rule == RULE_ADAM || plan.rule == RULE_ADAM_W) {
         const f64 t = (f64)(step + 1);
         const f64 correction1 = 1.0 - pow(first, t), correction2 = 1.0 - pow(second, t);
-        constants[RATE] = (f32)(rate / correction1);
+        step_size = rate / correction1;
         constants[ADAM_ROOT] = (f32)(1.0 / sqrt(correction2));
         constants[ADAM_TOWARDS_FIRST] = (f32)(1.0 - first);
         constants[ADAM_BETA2] = (f32)second;
         constants[ADAM_TOWARDS_SECOND] = (f32)(1.0 - second);
         constants[ADAM_EPSILON] = (f32)plan.epsilon;
-        constants[ADAM_KEEP] = (f32)(1.0 - mul(rate, plan.weight_decay));
     } else if (plan.rule == RULE_RMS_PROP) {
         constants[RMS_RHO] = (f32)first;
         constants[RMS_TOWARDS] = (f32)(1.0 - first);
@@ -103,93 +102,104 @@ KERNEL(step_begin)(StepState* state, Plan plan) {
     state->position = step % plan.steps_per_epoch;
     state->learning_rate = rate;
     state->scale = 1.0f;
+    state->step_size = step_size;
+    state->shrink = mul(rate, plan.weight_decay);
     for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
 }
 
-// Each rule has a number of states, and moves one parameter and its states by one gradient. `decay` is the chunk's.
+// A part of one tensor. All of it has the same factors of learning rate and weight decay.
+struct Chunk {
+    u32 begin;  // in the arena, a multiple of 4
+    u32 len;
+    u32 state;  // in the arenas of states and average, a multiple of 4
+    f32 learning_rate;
+    f32 weight_decay;
+};
+
+// What a chunk's factors make of the state's numbers, multiplied in f64 and rounded once, as on the CPU.
+struct Rates {
+    f32 rate;
+    f32 decay;  // what is added to gradients, of their parameters
+    f32 keep;   // what AdamW leaves of a parameter
+
+    __device__ Rates(const StepState* state, const Chunk& chunk)
+        : rate((f32)mul(state->step_size, (f64)chunk.learning_rate)),
+          decay(mul(state->constants[WEIGHT_DECAY], chunk.weight_decay)),
+          keep((f32)(1.0 - mul(state->shrink, mul((f64)chunk.learning_rate, (f64)chunk.weight_decay)))) {}
+};
+
+// Each rule has a number of states, and moves one parameter and its states by one gradient, at the chunk's rates.
 
 struct AdamRule {
     static constexpr u32 STATES = 2;
-    f32 rate, root, towards_first, beta2, towards_second, epsilon, keep;
+    f32 root, towards_first, beta2, towards_second, epsilon;
 
     __device__ explicit AdamRule(const f32* constants)
-        : rate(constants[RATE]),
-          root(constants[ADAM_ROOT]),
+        : root(constants[ADAM_ROOT]),
           towards_first(constants[ADAM_TOWARDS_FIRST]),
           beta2(constants[ADAM_BETA2]),
           towards_second(constants[ADAM_TOWARDS_SECOND]),
-          epsilon(constants[ADAM_EPSILON]),
-          keep(constants[ADAM_KEEP]) {}
+          epsilon(constants[ADAM_EPSILON]) {}
 
-    __device__ void move(f32& param, f32 gradient, f32& m, f32& v) const {
+    __device__ void move(f32& param, f32 gradient, f32& m, f32& v, f32 rate) const {
         m = add(m, mul(towards_first, sub(gradient, m)));
         v = add(mul(beta2, v), mul(mul(towards_second, gradient), gradient));
         param = sub(param, mul(rate, m) / add(mul(sqrtf(v), root), epsilon));
     }
 
-    __device__ void update(f32& param, f32 gradient, f32& m, f32& v, f32 decay) const {
-        move(param, add(gradient, mul(decay, param)), m, v);
+    __device__ void update(f32& param, f32 gradient, f32& m, f32& v, const Rates& rates) const {
+        move(param, add(gradient, mul(rates.decay, param)), m, v, rates.rate);
     }
 };
 
 struct AdamWRule : AdamRule {
     __device__ explicit AdamWRule(const f32* constants) : AdamRule(constants) {}
 
-    __device__ void update(f32& param, f32 gradient, f32& m, f32& v, f32 decay) const {
-        param = mul(param, decay != 0.0f ? keep : 1.0f);
-        move(param, gradient, m, v);
+    __device__ void update(f32& param, f32 gradient, f32& m, f32& v, const Rates& rates) const {
+        param = mul(param, rates.keep);
+        move(param, gradient, m, v, rates.rate);
     }
 };
 
 template <bool MOMENTUM>
 struct RmsPropRule {
     static constexpr u32 STATES = MOMENTUM ? 2 : 1;
-    f32 rate, rho, towards, epsilon, momentum;
+    f32 rho, towards, epsilon, momentum;
 
     __device__ explicit RmsPropRule(const f32* constants)
-        : rate(constants[RATE]),
-          rho(constants[RMS_RHO]),
+        : rho(constants[RMS_RHO]),
           towards(constants[RMS_TOWARDS]),
           epsilon(constants[RMS_EPSILON]),
           momentum(constants[RMS_MOMENTUM]) {}
 
-    __device__ void update(f32& param, f32 gradient, f32& square, f32& buffer, f32 decay) const {
-        gradient = add(gradient, mul(decay, param));
+    __device__ void update(f32& param, f32 gradient, f32& square, f32& buffer, const Rates& rates) const {
+        gradient = add(gradient, mul(rates.decay, param));
         square = add(mul(rho, square), mul(mul(towards, gradient), gradient));
         f32 move = gradient / add(sqrtf(square), epsilon);
         if (MOMENTUM) move = buffer = add(mul(momentum, buffer), move);
-        param = sub(param, mul(rate, move));
+        param = sub(param, mul(rates.rate, move));
     }
 };
 
 template <bool MOMENTUM>
 struct SgdRule {
     static constexpr u32 STATES = MOMENTUM ? 1 : 0;
-    f32 rate, old_share, new_share, ahead, along;
+    f32 old_share, new_share, ahead, along;
 
     __device__ explicit SgdRule(const f32* constants)
-        : rate(constants[RATE]),
-          old_share(constants[SGD_OLD]),
+        : old_share(constants[SGD_OLD]),
           new_share(constants[SGD_NEW]),
           ahead(constants[SGD_AHEAD]),
           along(constants[SGD_ALONG]) {}
 
-    __device__ void update(f32& param, f32 gradient, f32& buffer, f32&, f32 decay) const {
-        gradient = add(gradient, mul(decay, param));
+    __device__ void update(f32& param, f32 gradient, f32& buffer, f32&, const Rates& rates) const {
+        gradient = add(gradient, mul(rates.decay, param));
         if (MOMENTUM) {
             buffer = add(mul(old_share, buffer), mul(new_share, gradient));
             gradient = add(mul(ahead, gradient), mul(along, buffer));
         }
-        param = sub(param, mul(rate, gradient));
+        param = sub(param, mul(rates.rate, gradient));
     }
-};
-
-// A part of one tensor, all of it with the same weight decay.
-struct Chunk {
-    u32 begin;  // in the arena, a multiple of 4
-    u32 len;
-    f32 decay;
-    u32 state;  // in the arenas of states and average, a multiple of 4
 };
 
 // Matching arenas of `len` elements, those of states and average of `state_len`; states that the rule does not use, average
@@ -214,14 +224,15 @@ __device__ inline bool chunk_within(u32 begin, u32 chunk_len, u32 len) {
 
 // `at` counts in the arena, `own` in those of states and average.
 template <class Rule, u32 N>
-__device__ void optimizer_pack(const Rule& rule, const Arenas& arenas, f32 scale, f32 decay, u32 at, u32 own) {
+__device__ void optimizer_pack(
+    const Rule& rule, const Arenas& arenas, f32 scale, const Rates& rates, u32 at, u32 own) {
     const Pack<f32, N> gradients = load_pack<N>(arenas.gradients + at);
     Pack<f32, N> params = load_pack<N>(arenas.params + at), first = {}, second = {};
     if (Rule::STATES > 0) first = load_pack<N>(arenas.first + own);
     if (Rule::STATES > 1) second = load_pack<N>(arenas.second + own);
     for (u32 j = 0; j < N; j++) {
         const f32 gradient = mul(gradients.at[j], scale);
-        rule.update(params.at[j], gradient, first.at[j], second.at[j], decay);
+        rule.update(params.at[j], gradient, first.at[j], second.at[j], rates);
     }
     store_pack<N>(arenas.params + at, params);
     if (Rule::STATES > 0) store_pack<N>(arenas.first + own, first);
@@ -251,13 +262,14 @@ __device__ void optimizer_update(const StepState* state, const Chunk* chunks, u3
         const Chunk chunk = chunks[index];
         if (!chunk_within(chunk.begin, chunk.len, arenas.len)) continue;
         if (!chunk_within(chunk.state, chunk.len, arenas.state_len)) continue;
+        const Rates rates(state, chunk);
         const u32 packs = chunk.len / N;
         for (u32 i = threadIdx.x; i < packs; i += blockDim.x) {
-            optimizer_pack<Rule, N>(rule, arenas, scale, chunk.decay, chunk.begin + i * N, chunk.state + i * N);
+            optimizer_pack<Rule, N>(rule, arenas, scale, rates, chunk.begin + i * N, chunk.state + i * N);
         }
         const u32 rest = packs * N + threadIdx.x;
         if (rest < chunk.len) {
-            optimizer_pack<Rule, 1>(rule, arenas, scale, chunk.decay, chunk.begin + rest, chunk.state + rest);
+            optimizer_pack<Rule, 1>(rule, arenas, scale, rates, chunk.begin + rest, chunk.state + rest);
         }
     }
 }

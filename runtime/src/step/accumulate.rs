@@ -28,7 +28,12 @@ impl Counter {
         Counter { pairwise, count, current: 0 }
     }
 
-    /// Gets ready for micro-batch `index`.
+    /// For a step of another number of micro-batches.
+    pub(super) fn with_count(self, count: usize) -> Self {
+        Counter::new(count, self.pairwise)
+    }
+
+    /// Begins micro-batch `index`.
     pub(super) fn begin_batch(&mut self, index: usize) {
         self.current = index;
     }
@@ -82,41 +87,24 @@ pub(super) struct Accumulator {
     /// Elements of all gradients.
     len: usize,
     levels: Vec<Vec<f32>>,
-    counter: Counter,
 }
 
 impl Accumulator {
-    pub(super) fn new(len: usize, pairwise: bool) -> Self {
-        Accumulator { len, levels: Vec::new(), counter: Counter::new(1, pairwise) }
+    pub(super) fn new(len: usize) -> Self {
+        Accumulator { len, levels: Vec::new() }
     }
 
-    /// Gets ready for a step of `count` micro-batches.
-    pub(super) fn begin_step(&mut self, count: usize) {
-        self.counter = Counter::new(count, self.counter.pairwise);
-        while self.levels.len() < self.counter.levels() {
+    /// Makes room for the sums of a step.
+    pub(super) fn begin_step(&mut self, counter: &Counter) {
+        while self.levels.len() < counter.levels() {
             self.levels.push(vec![0.0; self.len]);
         }
     }
 
-    /// Gets ready for micro-batch `index`.
-    pub(super) fn begin_batch(&mut self, index: usize) {
-        self.counter.begin_batch(index);
-    }
-
-    /// Micro-batches of the step.
-    pub(super) fn count(&self) -> usize {
-        self.counter.count()
-    }
-
-    /// Whether the micro-batch being computed is the step's last.
-    pub(super) fn is_last(&self) -> bool {
-        self.counter.is_last()
-    }
-
     /// Takes the micro-batch's gradients of the elements `at`; with the last micro-batch, replaces them by the sum of all,
     /// divided by `divisor`.
-    pub(super) fn add(&mut self, at: Range<usize>, gradients: &mut [f32], divisor: f32) {
-        let Self { levels, counter, .. } = self;
+    pub(super) fn add(&mut self, counter: &Counter, at: Range<usize>, gradients: &mut [f32], divisor: f32) {
+        let Self { levels, .. } = self;
         for (level, divisor) in counter.carried(divisor) {
             arena::add(gradients, &levels[level][at.clone()], divisor);
         }
@@ -131,13 +119,13 @@ mod tests {
     use super::*;
 
     fn sum(values: &[f32], pairwise: bool) -> f32 {
-        let mut accumulator = Accumulator::new(3, pairwise);
-        accumulator.begin_step(values.len());
+        let (mut accumulator, mut counter) = (Accumulator::new(3), Counter::new(values.len(), pairwise));
+        accumulator.begin_step(&counter);
         let mut result = f32::NAN;
         for (index, value) in values.iter().enumerate() {
-            accumulator.begin_batch(index);
+            counter.begin_batch(index);
             let mut gradient = [*value];
-            accumulator.add(1..2, &mut gradient, 1.0);
+            accumulator.add(&counter, 1..2, &mut gradient, 1.0);
             [result] = gradient;
         }
         result
@@ -177,14 +165,15 @@ mod tests {
 
     #[test]
     fn a_step_knows_nothing_of_the_one_before() {
-        let mut accumulator = Accumulator::new(1, true);
+        let mut accumulator = Accumulator::new(1);
         for count in [3, 2, 5, 1] {
-            accumulator.begin_step(count);
+            let mut counter = Counter::new(count, true);
+            accumulator.begin_step(&counter);
             for index in 0..count {
-                accumulator.begin_batch(index);
+                counter.begin_batch(index);
                 let mut gradient = [1.0];
-                accumulator.add(0..1, &mut gradient, 1.0);
-                assert!(!accumulator.is_last() || gradient == [count as f32]);
+                accumulator.add(&counter, 0..1, &mut gradient, 1.0);
+                assert!(!counter.is_last() || gradient == [count as f32]);
             }
         }
     }

@@ -7,8 +7,8 @@
 use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
 
+use super::readiness::Readiness;
 use super::slot::{Averaged, Slot};
-use super::slots::Slots;
 use crate::comm::{Communicator, shard};
 use crate::{Layout, Result};
 
@@ -40,13 +40,13 @@ pub(super) fn clip(comm: &mut Communicator, slots: &mut [Slot], most: f64) -> Re
 }
 
 /// As [`clip`], of gradients that all ranks have whole, by a sum in which neither ranks nor buckets show.
-pub(super) fn clip_invariant(layout: &Layout, slots: &mut Slots, most: f64) -> f64 {
+pub(super) fn clip_invariant(layout: &Layout, readiness: &Readiness, slots: &mut [Slot], most: f64) -> f64 {
     let squares = |tensor: usize| {
-        let slot = &slots.all[slots.of[tensor]];
-        sum_of_squares(&slot.values()[slot.within(layout, tensor)])
+        let slot = &slots[readiness.bucket_of(tensor)?];
+        Some(sum_of_squares(&slot.values()[slot.within(layout, tensor)]))
     };
-    let sum: f64 = (0..layout.tensors().len()).map(squares).sum();
-    shorten(&mut slots.all, sum.sqrt(), most)
+    let sum: f64 = (0..layout.tensors().len()).filter_map(squares).sum();
+    shorten(slots, sum.sqrt(), most)
 }
 
 /// Scales gradients of the norm `norm` to `most`, if that is less, and returns `norm`.

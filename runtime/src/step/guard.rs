@@ -111,8 +111,7 @@ mod tests {
                     layout.push("a", [3]);
                     layout.push("b", [2]);
                     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() }));
-                    let config =
-                        DataParallelConfig { verify_every: Some(5), ..DataParallelConfig::new(sgd, 1) };
+                    let config = DataParallelConfig::new(sgd, 1).with_verify_every(5);
                     let comm = world.communicator().unwrap();
                     let mut model = DataParallel::with_config(comm, layout, vec![1.0; 5], config).unwrap();
                     for step in 1..=5 {

@@ -1,11 +1,12 @@
-//! One training step, from the forward pass to the update, on one screen: see [`DataParallel::step`].
+//! One training step, from the forward pass to the update, on one screen: see [`DataParallel::step_accumulated`].
 //!
 //! The way of a gradient: the model writes it into its bucket ([`crate::bucket`]); the last one of a
-//! bucket starts the reduction ([`crate::comm`]); the averages go through the optimizer
-//! ([`crate::optimizer`]) into the parameters, of which every rank has a copy. All copies were made equal once
+//! bucket starts the reduction ([`crate::comm`]), which is the [`Reducer`]'s part and ends with averages. These go through the
+//! optimizer ([`crate::optimizer`]) into the parameters, of which every rank has a copy. All copies were made equal once
 //! ([`crate::replicate`](mod@crate::replicate)). Of a small bucket every rank averages all and applies the same update to the
 //! same bits. Of a large one it averages and updates its shard, and passes that on: state and work are divided by n, and
-//! the bits are the same (`slot`). On a GPU the same way is `device`'s.
+//! the bits are the same (`slot`). On a GPU the same way is `device`'s. What both do with bits and not with memory is one:
+//! which gradients are there and which bucket is next (`readiness`), and everything that can be chosen (`config`).
 
 mod accumulate;
 mod buffers;
@@ -14,6 +15,8 @@ mod config;
 #[cfg(feature = "cuda")]
 pub mod device;
 mod guard;
+mod readiness;
+mod reducer;
 mod sink;
 mod slot;
 mod slots;
@@ -22,20 +25,19 @@ mod tree;
 
 use std::time::{Duration, Instant};
 
-use accumulate::Accumulator;
-use buffers::BufferMean;
-pub use config::{BUCKET, Compression, DataParallelConfig, Reduction, SHARD_FROM, VERIFY_EVERY};
-use guard::Report;
+pub use config::{
+    BUCKET, Compression, DataParallelConfig, ReducerConfig, Reduction, SHARD_FROM, ShardFrom, Unused,
+    VERIFY_EVERY,
+};
+use reducer::Attendance;
+pub use reducer::Reducer;
 pub use sink::GradientSink;
-use sink::Sink;
-use slot::{Exchange, Slot, check_tensor, unready};
-use slots::{Sharding, Slots};
+use slot::Slot;
 pub use state::NamedArena;
 
-use crate::bucket;
-use crate::comm::{Background, Buffer, Communicator, DType};
+use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::replicate::{agree, replicate, verify_equal};
+use crate::replicate::{agree, checksum, replicate, verify_equal};
 use crate::timeline::Name;
 use crate::{Error, Layout, Result};
 
@@ -55,7 +57,8 @@ pub struct MicroBatch<'a> {
     pub gradients: &'a mut dyn GradientSink,
 }
 
-/// A model's parameters, replicated on every rank and updated together, with the optimizer's state sharded over ranks.
+/// A model's parameters, replicated on every rank and updated together, with the optimizer's state sharded over ranks: a
+/// [`Reducer`] with an optimizer.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -76,20 +79,17 @@ pub struct MicroBatch<'a> {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A [`DeviceDataParallel`](device::DeviceDataParallel) has the same configuration and the same methods with the same meanings.
+/// What differs is where memory is: here, values are slices, and a call returns when its work is done.
 pub struct DataParallel {
-    comm: Communicator,
-    layout: Layout,
+    reducer: Reducer,
     /// Empty once they were lost to an error.
     parameters: Buffer,
-    slots: Slots,
-    sharding: Sharding,
-    /// Tensors in the order in which their gradients came in the first step, until buckets follow it.
-    observed: Option<Vec<usize>>,
+    /// What the model changes beside its parameters.
+    buffers: Vec<f32>,
     optimizer: Optimizer,
-    accumulator: Accumulator,
     config: DataParallelConfig,
-    /// Norm of the last step's gradients, where they are clipped.
-    norm: Option<f64>,
     /// Elements that are updated before they are passed on.
     block: usize,
     /// What updating has taken so far.
@@ -115,7 +115,7 @@ impl DataParallel {
     /// As [`new`](Self::new), with all there is to choose.
     ///
     /// # Errors
-    /// As [`new`](Self::new); if what is chosen does not go together.
+    /// As [`new`](Self::new); if what is chosen is not compatible.
     pub fn with_config(
         mut comm: Communicator,
         layout: Layout,
@@ -125,43 +125,39 @@ impl DataParallel {
         config.check(comm.size())?;
         agree(&mut comm, &config.settings())?;
         replicate(&mut comm, &layout, &mut values)?;
-        let (rank, ranks) = (comm.rank(), comm.size());
-        if config.overlap && ranks > 1 {
-            comm = Communicator::new(Background::new(comm)?);
-        }
-        let shares_memory = ranks > 1 && comm.backend() == "cpu";
-        let sharding = Sharding { rank, ranks, from: config.shard_from.filter(|_| shares_memory) };
-        let gradients = comm.allocate(DType::F32, layout.len())?;
-        let narrow = match config.compression {
-            Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
-            _ => None,
-        };
-        let buckets = bucket::plan(&layout, config.first_bucket(), config.bucket);
-        let slots = Slots::cut(&layout, buckets, (gradients, narrow), sharding);
+        let shares_memory = comm.size() > 1 && comm.backend() == "cpu";
+        let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
+        let mut reducer = Reducer::assemble(comm, layout, config.reducer, shard_from)?;
         // Of sharded buckets, peers write what they have updated in place.
-        let mut parameters = match sharding.from {
-            None => Buffer::zeroed::<f32>(layout.len()),
-            Some(_) => comm.allocate(DType::F32, layout.len())?,
+        let mut parameters = match shard_from {
+            None => Buffer::zeroed::<f32>(values.len()),
+            Some(_) => reducer.comm.allocate(DType::F32, values.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
-        let mut optimizer = Optimizer::new(config.optimizer, &layout, slots.states, config.threads)?;
+        let slots = &reducer.slots;
+        let mut optimizer = Optimizer::new(config.optimizer, &reducer.layout, slots.states, config.threads)?;
         if let Some(average) = optimizer.average_mut() {
             slots.keep_own(&values, average);
         }
         Ok(DataParallel {
-            accumulator: Accumulator::new(layout.len(), config.world_size_invariant),
-            block: BLOCK * config.threads,
-            observed: (ranks > 1).then(Vec::new),
-            update_time: Duration::ZERO,
-            norm: None,
-            comm,
-            layout,
+            reducer,
             parameters,
-            slots,
-            sharding,
+            buffers: Vec::new(),
             optimizer,
+            block: BLOCK * config.threads,
+            update_time: Duration::ZERO,
             config,
         })
+    }
+
+    /// With what the model changes beside its parameters, such as running statistics: equal on all ranks now, and each rank's
+    /// own from then on, but where the number of ranks is to make no difference. Collective.
+    ///
+    /// # Errors
+    /// [`Error::SettingMismatch`] if ranks have others; as the communicator's.
+    pub fn with_buffers(mut self, buffers: Vec<f32>) -> Result<Self> {
+        agree(&mut self.reducer.comm, &[describe_buffers(&buffers)])?;
+        Ok(DataParallel { buffers, ..self })
     }
 
     /// Makes one step. `compute` runs forward and backward with the current parameters and hands over every
@@ -169,10 +165,11 @@ impl DataParallel {
     /// parameters. Returns what `compute` returns.
     ///
     /// # Errors
-    /// As [`step_accumulated`](Self::step_accumulated).
+    /// As [`step_accumulated`](Self::step_accumulated); if there are several micro-batches.
     pub fn step<R>(&mut self, compute: impl FnOnce(&[f32], &mut dyn GradientSink) -> Result<R>) -> Result<R> {
+        self.reducer.check_single("step", "step_accumulated")?;
         let (mut compute, mut result) = (Some(compute), None);
-        self.step_accumulated(1, &mut [], |batch| {
+        self.step_accumulated(|batch| {
             let compute = compute.take().expect("there is one micro-batch");
             result = Some(compute(batch.parameters, batch.gradients)?);
             Ok(())
@@ -180,7 +177,7 @@ impl DataParallel {
         Ok(result.expect("the micro-batch was computed"))
     }
 
-    /// Makes one step of several micro-batches, equally many on all ranks, which communicates as much as with one.
+    /// Makes one step of all [micro-batches](ReducerConfig::micro_batches), which communicates as much as with one.
     ///
     /// ```
     /// # fn main() -> mgpu::Result<()> {
@@ -189,11 +186,11 @@ impl DataParallel {
     /// # let mut layout = mgpu::Layout::new();
     /// # layout.push("mean", [1]);
     /// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 1.0, ..Sgd::default() }));
-    /// let config = mgpu::DataParallelConfig { clip_norm: Some(100.0), ..mgpu::DataParallelConfig::new(sgd, 1) };
+    /// let config = mgpu::DataParallelConfig::new(sgd, 1).with_micro_batches(4).with_clip_norm(100.0);
     /// let mut model = mgpu::DataParallel::with_config(world.communicator()?, layout, vec![0.0], config)?;
     /// let samples = [1.0, 3.0, 5.0, 11.0];
     /// // The gradient of (mean - sample)² / 2, sample by sample.
-    /// model.step_accumulated(4, &mut [], |batch| {
+    /// model.step_accumulated(|batch| {
     ///     batch.gradients.write(0, &[batch.parameters[0] - samples[batch.index]])
     /// })?;
     /// assert_eq!((model.parameters(), model.gradient_norm()), (&[5.0][..], Some(5.0)));
@@ -202,69 +199,100 @@ impl DataParallel {
     /// ```
     ///
     /// `compute` runs forward and backward of each, and hands over every gradient as the mean over the micro-batch; the
-    /// step reduces them over micro-batches and ranks, and updates the parameters. `buffers` are what the model changes
-    /// beside its parameters, such as running statistics; they are passed on to `compute`.
+    /// step reduces them over micro-batches and ranks, and updates the parameters.
     ///
     /// # Errors
-    /// As `compute` and the communicator; if there are no micro-batches. Names a tensor whose gradient was not handed over, or
+    /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or
     /// twice; rank and tensor, if weights differ between ranks ([`Error::Diverged`]). Parameters and optimizer are as before,
-    /// and another step may be made, but `buffers` are as `compute` has left them, if gradients are not finite
+    /// and another step may be made, but [`buffers`](Self::buffers) are as `compute` has left them, if gradients are not finite
     /// ([`Error::NotFinite`], which names rank and tensor), or only their sum over ranks is not ([`Error::ReducedNotFinite`]),
     /// or ranks have different numbers of micro-batches or different learning rates in the step ([`Error::Disagreement`],
     /// [`Error::SettingMismatch`]).
-    pub fn step_accumulated(
+    pub fn step_accumulated(&mut self, compute: impl FnMut(MicroBatch<'_>) -> Result<()>) -> Result<()> {
+        self.make_step(true, compute).map(|_| ())
+    }
+
+    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's parameters stay
+    /// equal to theirs. Each rank calls it once it has run out of data, also the last one. Returns the steps that were made
+    /// meanwhile. The learning rate is that of the others. Collective.
+    ///
+    /// ```
+    /// # fn main() -> mgpu::Result<()> {
+    /// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+    /// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.5, ..Sgd::default() }));
+    /// let config = mgpu::DataParallelConfig::new(sgd, 1).with_join(true);
+    /// let worlds = mgpu::World::threads(3)?;
+    /// std::thread::scope(|scope| {
+    ///     for mut world in worlds {
+    ///         scope.spawn(move || -> mgpu::Result<()> {
+    ///             let batches = 2 + world.rank();
+    ///             let mut layout = mgpu::Layout::new();
+    ///             layout.push("sum", [1]);
+    ///             let comm = world.communicator()?;
+    ///             let mut model = mgpu::DataParallel::with_config(comm, layout, vec![0.0], config)?;
+    ///             for _ in 0..batches {
+    ///                 model.step(|_, gradients| gradients.write(0, &[-2.0]))?;
+    ///             }
+    ///             assert_eq!(model.join()?, u64::from(4 - batches));
+    ///             // Four steps, whose mean is over three, two and one ranks.
+    ///             assert_eq!(model.parameters(), [4.0]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`step_accumulated`](Self::step_accumulated); if the configuration has no [`join`](ReducerConfig::join).
+    pub fn join(&mut self) -> Result<u64> {
+        config::check_join(&self.config.reducer)?;
+        let before = self.steps();
+        while self.make_step(false, |_| Ok(()))? {}
+        Ok(self.steps() - before)
+    }
+
+    /// Makes a step, of which this rank may have no data; none if no rank has, and returns false.
+    fn make_step(
         &mut self,
-        micro_batches: usize,
-        buffers: &mut [f32],
+        has_data: bool,
         mut compute: impl FnMut(MicroBatch<'_>) -> Result<()>,
-    ) -> Result<()> {
-        if micro_batches == 0 {
-            let problem = "a step has at least one micro-batch".to_owned();
-            return Err(Error::InvalidArgument { operation: "step", problem });
-        }
+    ) -> Result<bool> {
         self.whole_parameters("step")?;
-        let begin = self.comm.timeline().begin();
+        let begin = self.reducer.comm.timeline().begin();
+        let Some(attendance) = self.attend(has_data)? else { return Ok(false) };
         self.follow_order()?;
-        self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
-        self.observed.iter_mut().for_each(Vec::clear);
-        self.accumulator.begin_step(micro_batches);
-        let mut not_finite = None;
-        let is_mean = self.config.world_size_invariant && !buffers.is_empty();
-        let mut mean = is_mean.then(|| BufferMean::new(buffers, micro_batches));
-        for index in 0..micro_batches {
-            self.accumulator.begin_batch(index);
-            if let Some(mean) = &mut mean {
-                mean.begin_batch(index, buffers);
-            }
-            let (parameters, mut sink) = self.begin_batch(&mut not_finite);
-            compute(MicroBatch { index, parameters, buffers, gradients: &mut sink })?;
-            if let Some(mean) = &mut mean {
-                mean.add(buffers);
-            }
-            if let Some(slot) = self.slots.all.iter().find(|slot| slot.open.contains(&true)) {
-                return Err(unready(&self.layout, &slot.bucket, &slot.open));
-            }
-        }
-        self.slots.all.iter_mut().try_for_each(Slot::settle)?;
-        if let Some(mean) = mean {
-            mean.finish(&mut self.comm, buffers)?;
-        }
-        self.compare_reports(not_finite)?;
-        self.clip()?;
-        let updating = self.comm.timeline().begin();
+        let Self { reducer, parameters, buffers, .. } = self;
+        let parameters = parameters.as_slice();
+        reducer.run(attendance, buffers, |index, buffers, gradients| {
+            compute(MicroBatch { index, parameters, buffers, gradients })
+        })?;
+        let updating = self.reducer.comm.timeline().begin();
         self.update()?;
-        self.comm.timeline().end(updating, Name::OPTIMIZER);
+        self.reducer.comm.timeline().end(updating, Name::OPTIMIZER);
         if self.config.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
             self.verify()?;
         }
-        self.comm.timeline().end_of(begin, Name::STEP, Some(self.steps() as u32));
-        Ok(())
+        self.reducer.comm.timeline().end_of(begin, Name::STEP, Some(self.steps() as u32));
+        Ok(true)
+    }
+
+    /// Agrees with the other ranks on who has data; a rank that has none goes along with their learning rate.
+    fn attend(&mut self, has_data: bool) -> Result<Option<Attendance>> {
+        let learning_rate = self.optimizer.base_learning_rate();
+        let attendance = self.reducer.attend(self.optimizer.steps(), has_data, learning_rate)?;
+        if let Some(Attendance { has_data: false, learning_rate, .. }) = attendance {
+            self.optimizer.set_learning_rate(learning_rate);
+        }
+        Ok(attendance)
     }
 
     /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
-        let Self { comm, parameters, optimizer, slots, block, update_time, .. } = self;
+        let Self { reducer: Reducer { comm, slots, .. }, parameters, optimizer, block, update_time, .. } =
+            self;
         let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
             let from = begin - slot.elements.start;
@@ -285,57 +313,6 @@ impl DataParallel {
         Ok(())
     }
 
-    /// What a micro-batch is computed with. What is found in its gradients goes to `not_finite`.
-    fn begin_batch<'a>(&'a mut self, not_finite: &'a mut Option<usize>) -> (&'a [f32], Sink<'a>) {
-        let (micro_batches, step) = (self.accumulator.count(), self.steps());
-        for slot in &mut self.slots.all {
-            slot.open.fill(true);
-        }
-        let DataParallelConfig { reduction, world_size_invariant: invariant, check_finite: check, .. } =
-            self.config;
-        let sink = Sink {
-            comm: &mut self.comm,
-            layout: &self.layout,
-            slots: &mut self.slots,
-            observed: self.observed.as_mut(),
-            accumulator: &mut self.accumulator,
-            exchange: Exchange { reduction, invariant, micro_batches },
-            step,
-            check,
-            not_finite,
-        };
-        (self.parameters.as_slice(), sink)
-    }
-
-    /// Compares what the ranks have found in their gradients, `own` in those of this rank, and whether all make the same step.
-    fn compare_reports(&mut self, own: Option<usize>) -> Result<()> {
-        let Self { comm, layout, slots, config, accumulator, optimizer, .. } = self;
-        let (rank, ranks) = (comm.rank(), comm.size());
-        let reduced = match config.check_finite && ranks > 1 {
-            true => slots.all.iter().find_map(|slot| slot.reduced_not_finite(layout, rank, ranks)),
-            false => None,
-        };
-        let (micro_batches, learning_rate) = (accumulator.count(), optimizer.learning_rate());
-        let report = Report { own, reduced, micro_batches, learning_rate };
-        report.compare(comm, layout, optimizer.steps() + 1)
-    }
-
-    /// Shortens the gradients if they are longer than they may be.
-    fn clip(&mut self) -> Result<()> {
-        if let Some(most) = self.config.clip_norm {
-            self.norm = Some(match self.config.world_size_invariant {
-                true => clip::clip_invariant(&self.layout, &mut self.slots, most),
-                false => clip::clip(&mut self.comm, &mut self.slots.all, most)?,
-            });
-        }
-        Ok(())
-    }
-
-    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not.
-    pub fn gradient_norm(&self) -> Option<f64> {
-        self.norm
-    }
-
     /// What updating the parameters has taken so far, without communication.
     pub fn update_time(&self) -> Duration {
         self.update_time
@@ -350,33 +327,74 @@ impl DataParallel {
     /// The parameters, unless they were lost.
     fn whole_parameters(&self, operation: &'static str) -> Result<&[f32]> {
         let parameters = self.parameters.as_slice();
-        if parameters.len() == self.layout.len() {
+        if parameters.len() == self.layout().len() {
             return Ok(parameters);
         }
         let problem = "the parameters were lost to an earlier error".to_owned();
         Err(Error::InvalidArgument { operation, problem })
     }
 
+    /// What the model changes beside its parameters.
+    pub fn buffers(&self) -> &[f32] {
+        &self.buffers
+    }
+
+    /// As [`buffers`](Self::buffers), to be changed: on all ranks alike.
+    pub fn buffers_mut(&mut self) -> &mut [f32] {
+        &mut self.buffers
+    }
+
     /// Names, shapes and offsets of the parameters.
     pub fn layout(&self) -> &Layout {
-        &self.layout
+        self.reducer.layout()
     }
 
-    /// The gradient of `tensor` as of the last step, averaged over ranks. Collective where the optimizer is sharded: a rank
-    /// has only its shards' averages until somebody asks.
+    /// The gradient of `tensor` as of the last step, reduced over ranks and clipped. Collective where the optimizer is sharded:
+    /// a rank has only its shards' averages until somebody asks.
     ///
     /// # Errors
-    /// If there is no such tensor, it was not averaged since the last step began, or as [`Communicator::all_gather`].
+    /// As [`Reducer::gradient`].
     pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
-        check_tensor(&self.layout, "gradient", tensor)?;
-        let slot = &mut self.slots.all[self.slots.of[tensor]];
-        let range = slot.within(&self.layout, tensor);
-        Ok(&slot.averaged(&mut self.comm)?[range])
+        self.reducer.gradient(tensor)
     }
 
-    /// Sets the learning rate of the following steps, for schedules. The same on every rank.
+    /// A copy of the last step's gradients, as the optimizer has seen them: reduced and clipped; 0 for frozen tensors.
+    /// Collective where the optimizer is sharded.
+    ///
+    /// # Errors
+    /// As [`Reducer::gradients`].
+    pub fn gradients(&mut self) -> Result<Vec<f32>> {
+        self.reducer.gradients()
+    }
+
+    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not, or there was
+    /// none yet.
+    pub fn gradient_norm(&self) -> Option<f64> {
+        self.reducer.gradient_norm()
+    }
+
+    /// The learning rate of the next step: that which was set last, times the
+    /// [schedule's](OptimizerConfig::schedule) factor.
+    pub fn learning_rate(&self) -> f64 {
+        self.optimizer.learning_rate()
+    }
+
+    /// Sets the learning rate of the following steps, which the schedule multiplies. The same on every rank.
     pub fn set_learning_rate(&mut self, lr: f64) {
         self.optimizer.set_learning_rate(lr);
+    }
+
+    /// Micro-batches of this rank in each step.
+    pub fn micro_batches(&self) -> usize {
+        self.reducer.micro_batches()
+    }
+
+    /// Sets the micro-batches of the following steps. The same on every rank.
+    ///
+    /// # Errors
+    /// If there are none.
+    pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
+        self.reducer.set_micro_batches(count)
     }
 
     /// Steps made.
@@ -384,9 +402,14 @@ impl DataParallel {
         self.optimizer.steps()
     }
 
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.reducer.rank()
+    }
+
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
-        self.comm.size()
+        self.reducer.ranks()
     }
 
     /// Elements of the optimizer's state on this rank, the moving average among them.
@@ -396,7 +419,7 @@ impl DataParallel {
 
     /// The communicator, for collectives of the program's own between steps.
     pub fn comm(&mut self) -> &mut Communicator {
-        &mut self.comm
+        self.reducer.comm()
     }
 
     /// Checks that all ranks hold the same parameters, and returns their checksum. Collective.
@@ -404,6 +427,12 @@ impl DataParallel {
     /// # Errors
     /// [`Error::Diverged`] with rank and tensor.
     pub fn verify(&mut self) -> Result<u64> {
-        verify_equal(&mut self.comm, &self.layout, self.parameters.as_slice())
+        let Self { reducer: Reducer { comm, layout, .. }, parameters, .. } = self;
+        verify_equal(comm, layout, parameters.as_slice())
     }
+}
+
+/// Buffers as a setting that ranks compare.
+fn describe_buffers(buffers: &[f32]) -> (&'static str, String) {
+    ("buffers", format!("{} elements with checksum {:016x}", buffers.len(), checksum(buffers)))
 }

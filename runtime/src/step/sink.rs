@@ -1,27 +1,34 @@
 //! Where a model writes its gradients during a backward pass.
 
-use super::Reduction;
 use super::accumulate::Accumulator;
-use super::slot::{Exchange, check_tensor, ready_twice};
-use super::slots::Slots;
+use super::config::{ReducerConfig, Reduction, check_sums};
+use super::readiness::{Readiness, check_tensor};
+use super::slot::{Exchange, Slot};
 use crate::comm::Communicator;
 use crate::replicate::sum_over_ranks;
 use crate::{Error, Layout, Result};
 
 /// Where a model writes its gradients during a backward pass.
 pub trait GradientSink {
+    /// Whether a gradient of `tensor` is taken: not of a [frozen](crate::ParameterGroup::frozen) one, nor where there is no such
+    /// tensor. Nothing else need be computed.
+    fn wants(&self, tensor: usize) -> bool {
+        let _ = tensor;
+        true
+    }
+
     /// The gradient of parameter tensor `tensor` (index in the layout), to be overwritten: it holds whatever the
     /// last step left.
     ///
     /// # Panics
-    /// If there is no such tensor, or it may be on its way already, since it was announced.
+    /// If there is no such tensor, it is frozen, or it may be on its way already, since it was announced.
     fn gradient(&mut self, tensor: usize) -> &mut [f32];
 
-    /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and micro-batch, in the same
-    /// order on every rank, best last layer first.
+    /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and micro-batch, best in the order
+    /// of the first step, which buckets follow.
     ///
     /// # Errors
-    /// If there is no such tensor, or it was announced before; or as [`Communicator::all_reduce`].
+    /// If there is no such tensor, it is frozen, or was announced before; or as [`Communicator::all_reduce`].
     fn ready(&mut self, tensor: usize) -> Result<()>;
 
     /// Copies the gradient of `tensor` and announces it.
@@ -36,77 +43,82 @@ pub trait GradientSink {
     /// Sums `values` over all ranks, in place: for synchronised batch normalisation.
     ///
     /// # Errors
-    /// As [`Communicator::all_reduce`].
+    /// As [`Communicator::all_reduce`]; if ranks may [`join`](ReducerConfig::join).
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()>;
 }
 
-/// The sink of a [`DataParallel`](super::DataParallel)'s step, for one micro-batch.
+/// The sink of a [`Reducer`](super::Reducer), for one micro-batch.
 pub(super) struct Sink<'a> {
     pub(super) comm: &'a mut Communicator,
     pub(super) layout: &'a Layout,
-    pub(super) slots: &'a mut Slots,
-    /// Where to note the order of tensors, if that is not known yet.
-    pub(super) observed: Option<&'a mut Vec<usize>>,
+    pub(super) slots: &'a mut [Slot],
+    pub(super) readiness: &'a mut Readiness,
     pub(super) accumulator: &'a mut Accumulator,
+    pub(super) config: &'a ReducerConfig,
     pub(super) exchange: Exchange,
     /// The step being made, from 0.
     pub(super) step: u64,
-    /// Whether to check that gradients are finite.
-    pub(super) check: bool,
-    /// A tensor with gradients that are not.
+    /// A tensor with gradients that are not finite.
     pub(super) not_finite: &'a mut Option<usize>,
 }
 
 impl Sink<'_> {
-    /// Checks that there is a tensor `tensor`, whose gradient was not announced before.
-    fn check_open(&self, tensor: usize) -> Result<()> {
-        check_tensor(self.layout, "step", tensor)?;
-        let slot = &self.slots.all[self.slots.of[tensor]];
-        if slot.open[tensor - slot.bucket.tensors.start] {
-            Ok(())
-        } else {
-            Err(ready_twice(self.layout, tensor))
+    /// Takes 0 for all gradients that were not handed over.
+    pub(super) fn fill_open(&mut self) -> Result<()> {
+        while let Some(tensor) = self.readiness.last_open() {
+            self.gradient(tensor).fill(0.0);
+            self.ready(tensor)?;
         }
+        Ok(())
+    }
+
+    /// Starts the reduction of a bucket.
+    fn reduce(&mut self, bucket: usize) -> Result<()> {
+        let slot = &mut self.slots[bucket];
+        if self.config.check_finite && self.not_finite.is_none() {
+            *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
+        }
+        if !self.exchange.invariant {
+            self.comm.timeline().set_bucket(Some(bucket as u32));
+        }
+        slot.reduce(self.comm, self.exchange)
     }
 }
 
 impl GradientSink for Sink<'_> {
+    fn wants(&self, tensor: usize) -> bool {
+        self.layout.tensors().get(tensor).is_some_and(|tensor| !tensor.group.frozen)
+    }
+
     fn gradient(&mut self, tensor: usize) -> &mut [f32] {
         check_tensor(self.layout, "step", tensor).unwrap_or_else(|error| panic!("{error}"));
-        let slot = &mut self.slots.all[self.slots.of[tensor]];
+        let bucket = self.readiness.bucket_of(tensor);
+        let slot = &mut self.slots[bucket.unwrap_or_else(|| panic!("step: tensor {tensor} is frozen"))];
         let range = slot.within(self.layout, tensor);
         &mut slot.values_mut()[range]
     }
 
     fn ready(&mut self, tensor: usize) -> Result<()> {
-        self.check_open(tensor)?;
-        let slot = &mut self.slots.all[self.slots.of[tensor]];
-        slot.open[tensor - slot.bucket.tensors.start] = false;
-        if let Some(order) = self.observed.as_mut().filter(|_| self.accumulator.is_last()) {
-            order.push(tensor);
-        }
-        if self.accumulator.count() > 1 {
+        let (bucket, _) = self.readiness.hand_over(self.layout, tensor)?;
+        let counter = self.readiness.counter;
+        if counter.count() > 1 {
+            let slot = &mut self.slots[bucket];
             let within = slot.within(self.layout, tensor);
-            let Exchange { reduction, invariant, micro_batches } = self.exchange;
+            let Exchange { reduction, invariant, micro_batches, .. } = self.exchange;
             // Where ranks are to make no difference, all are divided by at once.
             let is_mean = reduction == Reduction::Mean && !invariant;
             let divisor = if is_mean { micro_batches as f32 } else { 1.0 };
-            self.accumulator.add(self.layout.range(tensor), &mut slot.values_mut()[within], divisor);
+            let gradient = &mut slot.values_mut()[within];
+            self.accumulator.add(&counter, self.layout.range(tensor), gradient, divisor);
         }
-        if slot.open.contains(&true) || !self.accumulator.is_last() {
-            return Ok(());
+        while let Some(bucket) = self.readiness.next_bucket() {
+            self.reduce(bucket)?;
         }
-        if self.check && self.not_finite.is_none() {
-            *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
-        }
-        if !self.exchange.invariant {
-            self.comm.timeline().set_bucket(Some(self.slots.of[tensor] as u32));
-        }
-        slot.reduce(self.comm, self.exchange)
+        Ok(())
     }
 
     fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
-        self.check_open(tensor)?;
+        self.readiness.check_open(self.layout, tensor)?;
         let spec = &self.layout.tensors()[tensor];
         if gradient.len() != spec.len() {
             let (name, is, should) = (&spec.name, gradient.len(), spec.len());
@@ -118,6 +130,7 @@ impl GradientSink for Sink<'_> {
     }
 
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
+        check_sums(self.config)?;
         // Independent of the number of ranks is only what a micro-batch knows by itself.
         if self.exchange.invariant { Ok(()) } else { sum_over_ranks(self.comm, values) }
     }

@@ -24,17 +24,24 @@ pub(super) struct Exchange {
     pub(super) invariant: bool,
     /// Micro-batches of each rank.
     pub(super) micro_batches: usize,
+    /// Ranks that have data in this step. The others' gradients are 0.
+    pub(super) active: u32,
 }
 
 /// A bucket's gradient: here, or with the communicator.
 #[derive(Debug)]
 pub(super) enum Gradient {
     Here(Buffer),
-    Reducing(Pending),
+    /// What it is to be multiplied with is what makes a sum over some ranks the mean over these.
+    Reducing {
+        pending: Pending,
+        scale: f32,
+    },
     /// A copy of it travels, rounded to bf16.
     Compressed {
         pending: Pending,
         gradient: Buffer,
+        scale: f32,
     },
     /// Lost to a failed operation.
     Lost,
@@ -64,8 +71,6 @@ pub(super) struct Slot {
     /// Where gradients are compressed, memory for what travels; `None` while that does.
     pub(super) narrow: Option<Buffer>,
     pub(super) averaged: Averaged,
-    /// Tensors not yet ready in this step.
-    pub(super) open: Vec<bool>,
 }
 
 impl Slot {
@@ -101,8 +106,12 @@ impl Slot {
     pub(super) fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
             Gradient::Here(buffer) => Ok(buffer),
-            Gradient::Reducing(pending) => pending.wait(),
-            Gradient::Compressed { pending, mut gradient } => {
+            Gradient::Reducing { pending, scale } => {
+                let mut gradient = pending.wait()?;
+                self.scale_reduced(&mut gradient, scale);
+                Ok(gradient)
+            }
+            Gradient::Compressed { pending, mut gradient, scale } => {
                 let narrow = pending.wait()?;
                 let reduced = self.reduced();
                 arena::widen(
@@ -110,6 +119,7 @@ impl Slot {
                     &mut gradient.as_mut_slice()[reduced],
                 );
                 self.narrow = Some(narrow);
+                self.scale_reduced(&mut gradient, scale);
                 Ok(gradient)
             }
             Gradient::Lost => {
@@ -117,6 +127,12 @@ impl Slot {
                     "gradients were lost to an earlier error; no further step can be made".to_owned();
                 Err(Error::InvalidArgument { operation: "step", problem })
             }
+        }
+    }
+
+    fn scale_reduced(&self, gradient: &mut Buffer, scale: f32) {
+        if scale != 1.0 {
+            arena::scale(&mut gradient.as_mut_slice()[self.reduced()], scale);
         }
     }
 
@@ -133,18 +149,19 @@ impl Slot {
             (self.gradient, self.averaged) = (Gradient::Here(gradient), Averaged::All);
             return Ok(());
         }
-        let op = match exchange.reduction {
-            Reduction::Mean => ReduceOp::Avg,
-            Reduction::Sum => ReduceOp::Sum,
+        let (op, scale) = match exchange.reduction {
+            Reduction::Mean if exchange.active == comm.size() => (ReduceOp::Avg, 1.0),
+            Reduction::Mean => (ReduceOp::Sum, 1.0 / exchange.active as f32),
+            Reduction::Sum => (ReduceOp::Sum, 1.0),
         };
         let mut start = |buffer| {
             if self.sharded { comm.reduce_scatter(buffer, op) } else { comm.all_reduce(buffer, op) }
         };
         self.gradient = match self.narrow.take() {
-            None => Gradient::Reducing(start(gradient)?),
+            None => Gradient::Reducing { pending: start(gradient)?, scale },
             Some(mut narrow) => {
                 arena::narrow(gradient.as_slice(), narrow.as_mut_slice::<bf16>());
-                Gradient::Compressed { pending: start(narrow)?, gradient }
+                Gradient::Compressed { pending: start(narrow)?, gradient, scale }
             }
         };
         self.averaged = if self.sharded { Averaged::Shard } else { Averaged::All };
@@ -189,29 +206,4 @@ impl Slot {
         let range = layout.range(tensor);
         range.start - self.elements.start..range.end - self.elements.start
     }
-}
-
-/// Checks that there is a tensor `tensor`.
-pub(super) fn check_tensor(layout: &Layout, operation: &'static str, tensor: usize) -> Result<()> {
-    let tensors = layout.tensors().len();
-    if tensor < tensors {
-        return Ok(());
-    }
-    let problem = format!("there is no tensor {tensor}: the model has {tensors}");
-    Err(Error::InvalidArgument { operation, problem })
-}
-
-/// The error of a gradient that was announced before.
-pub(super) fn ready_twice(layout: &Layout, tensor: usize) -> Error {
-    let name = &layout.tensors()[tensor].name;
-    let problem = format!("the gradient of tensor `{name}` was handed over twice");
-    Error::InvalidArgument { operation: "step", problem }
-}
-
-/// The error of a bucket that was not completed: names its first open tensor.
-pub(super) fn unready(layout: &Layout, bucket: &Bucket, open: &[bool]) -> Error {
-    let open = open.iter().position(|open| *open).unwrap_or_default();
-    let name = &layout.tensors()[bucket.tensors.start + open].name;
-    let problem = format!("the gradient of tensor `{name}` was not handed over");
-    Error::InvalidArgument { operation: "step", problem }
 }

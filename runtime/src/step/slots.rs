@@ -21,14 +21,14 @@ pub(super) struct Sharding {
 pub(super) struct Slots {
     /// In the order in which they are expected to be complete.
     pub(super) all: Vec<Slot>,
-    /// The slot of each tensor.
-    pub(super) of: Vec<usize>,
     /// Elements of the sharded ones, in the order of the arena.
     pub(super) segments: Vec<Range<usize>>,
     /// The slot of each segment.
     pub(super) of_segment: Vec<usize>,
     /// Elements that this rank has the optimizer's state of.
     pub(super) states: usize,
+    /// Parts of the arenas with the gradients of frozen tensors, which nobody writes, and where they begin.
+    frozen: Vec<(usize, Buffer, Option<Buffer>)>,
 }
 
 impl Slots {
@@ -36,26 +36,27 @@ impl Slots {
     pub(super) fn cut(
         layout: &Layout,
         buckets: Vec<Bucket>,
-        (mut gradients, mut narrow): (Buffer, Option<Buffer>),
+        arenas: (Buffer, Option<Buffer>),
         sharding: Sharding,
     ) -> Self {
-        let mut of = vec![0; layout.tensors().len()];
-        for (place, bucket) in buckets.iter().enumerate() {
-            of[bucket.tensors.clone()].fill(place);
-        }
-        // From the end of the arena, so that what lies between two buckets goes with the one before. Tensors tell the
-        // order: of two buckets that begin at one element, one has none.
+        // From the end of the arena. What lies between two tensors goes with the one before. Tensors tell the order: of two
+        // buckets that begin at one element, one has none.
         let mut places: Vec<usize> = (0..buckets.len()).collect();
         places.sort_by_key(|place| std::cmp::Reverse(buckets[*place].tensors.start));
         let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
+        let mut frozen = Vec::new();
+        let mut rest = arenas;
         for place in &places {
-            let begin = buckets[*place].elements.start;
-            let (rest, gradient) = gradients.split_at(begin);
-            gradients = rest;
-            let (rest, narrowed) = narrow.map(|narrow| narrow.split_at(begin)).unzip();
-            narrow = rest;
-            all[*place] = Some(Slot::new(buckets[*place].clone(), gradient, narrowed, sharding));
+            let bucket = &buckets[*place];
+            let end = layout.padded_end(bucket.tensors.end - 1);
+            let (before, (gradient, narrow)) = split_at(rest, end);
+            frozen.push((end, gradient, narrow));
+            let (before, (gradient, narrow)) = split_at(before, bucket.elements.start);
+            all[*place] = Some(Slot::new(bucket.clone(), gradient, narrow, sharding));
+            rest = before;
         }
+        frozen.push((0, rest.0, rest.1));
+        frozen.retain(|(_, gradient, _)| gradient.len() > 0);
         let mut all: Vec<Slot> = all.into_iter().flatten().collect();
         let mut states = 0;
         for slot in &mut all {
@@ -65,7 +66,7 @@ impl Slots {
         places.retain(|place| all[*place].sharded);
         places.reverse();
         let segments = places.iter().map(|place| all[*place].elements.clone()).collect();
-        Slots { all, of, segments, of_segment: places, states }
+        Slots { all, segments, of_segment: places, states, frozen }
     }
 
     /// Puts the arenas together again.
@@ -75,9 +76,14 @@ impl Slots {
     pub(super) fn uncut(self) -> Result<(Buffer, Option<Buffer>)> {
         let mut all = self.all;
         all.sort_by_key(|slot| slot.bucket.tensors.start);
+        let mut frozen = self.frozen;
+        let slots = all.into_iter().map(|mut slot| Ok((slot.elements.start, slot.take()?, slot.narrow)));
+        let mut parts = slots.collect::<Result<Vec<_>>>()?;
+        parts.append(&mut frozen);
+        // Stable: of parts that begin at one element, those of slots without elements come first.
+        parts.sort_by_key(|(begin, ..)| *begin);
         let mut arenas: Option<(Buffer, Option<Buffer>)> = None;
-        for slot in all {
-            let (gradient, narrow) = slot.into_buffers()?;
+        for (_, gradient, narrow) in parts {
             arenas = Some(match arenas {
                 None => (gradient, narrow),
                 Some((gradients, narrows)) => (
@@ -116,6 +122,16 @@ impl Slots {
     }
 }
 
+/// A part of the arena of gradients, and of that of their rounded copies.
+type Part = (Buffer, Option<Buffer>);
+
+/// The first `middle` elements of both arenas, and the rest.
+fn split_at((gradients, narrow): Part, middle: usize) -> (Part, Part) {
+    let (before, behind) = gradients.split_at(middle);
+    let (narrow_before, narrow_behind) = narrow.map(|narrow| narrow.split_at(middle)).unzip();
+    ((before, narrow_before), (behind, narrow_behind))
+}
+
 impl Slot {
     fn new(bucket: Bucket, gradient: Buffer, narrow: Option<Buffer>, sharding: Sharding) -> Self {
         let Sharding { rank, ranks, from } = sharding;
@@ -130,12 +146,7 @@ impl Slot {
             gradient: Gradient::Here(gradient),
             narrow,
             averaged: Averaged::None,
-            open: vec![true; bucket.tensors.len()],
             bucket,
         }
-    }
-
-    fn into_buffers(mut self) -> Result<(Buffer, Option<Buffer>)> {
-        Ok((self.take()?, self.narrow))
     }
 }

@@ -2,27 +2,29 @@
 
 use std::borrow::Cow;
 
-use super::DataParallel;
-use super::config::DataParallelConfig;
-use super::slots::Slots;
-use crate::bucket::{self, Bucket};
-use crate::comm::Communicator;
-use crate::optimizer::Optimizer;
+use super::{DataParallel, Reducer};
+use crate::optimizer::{AVERAGE, Optimizer};
 use crate::replicate::{replicate, verify_same};
-use crate::{Error, Layout, Result};
+use crate::{Layout, Result};
 
 /// The name of an arena in a checkpoint, and its values.
 pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
 
 impl DataParallel {
+    /// True if a moving average of the parameters is kept.
+    pub fn has_average(&self) -> bool {
+        self.optimizer.average().is_some()
+    }
+
     /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`].
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
-        let Self { comm, layout, slots, optimizer, .. } = self;
+        let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
-        let mut whole = vec![0.0; layout.len()];
+        // The average of a tensor that does not change is itself.
+        let mut whole = parameters.as_slice().to_vec();
         slots.gather(comm, local, &mut whole)?;
         Ok(Some(whole))
     }
@@ -33,11 +35,15 @@ impl DataParallel {
     /// # Errors
     /// As [`Communicator::all_gather`].
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
-        let Self { comm, layout, slots, optimizer, .. } = self;
-        let len = if comm.rank() == 0 { layout.len() } else { 0 };
+        let len = if self.rank() == 0 { self.whole_parameters("arenas")?.len() } else { 0 };
+        let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
         let mut arenas = Vec::new();
         for (name, local) in optimizer.state() {
-            let mut whole = vec![0.0; len];
+            // The average of a tensor that does not change is itself; it has no other state.
+            let mut whole = match name {
+                AVERAGE => parameters.as_slice::<f32>()[..len].to_vec(),
+                _ => vec![0.0; len],
+            };
             slots.gather(comm, local, &mut whole)?;
             arenas.push((name, Cow::Owned(whole)));
         }
@@ -57,7 +63,7 @@ impl DataParallel {
         steps: u64,
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
-        let Self { comm, layout, slots, optimizer, .. } = self;
+        let Self { reducer: Reducer { comm, layout, slots, .. }, optimizer, .. } = self;
         verify_same(comm, "steps to go on from", steps as i64)?;
         let mut whole = |name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, layout)?;
@@ -72,27 +78,19 @@ impl DataParallel {
         Ok(())
     }
 
-    /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
-    /// Where that is the order of the layout, last tensor first, nothing changes.
+    /// Cuts the buckets anew, once it is known in which order gradients come, and the optimizer's state with them.
     pub(super) fn follow_order(&mut self) -> Result<()> {
-        let tensors = self.layout.tensors().len();
-        let Some(order) = self.observed.take_if(|order| order.len() == tensors) else { return Ok(()) };
-        let buckets = follow(&mut self.comm, &self.layout, order, &self.config)?;
-        let current = self.slots.all.iter().map(|slot| &slot.bucket);
-        if current.eq(&buckets) {
-            return Ok(());
-        }
-        let Self { comm, layout, slots, optimizer, .. } = self;
+        let Some(buckets) = self.reducer.next_buckets()? else { return Ok(()) };
+        let Self { reducer, optimizer, .. } = self;
         let mut states = Vec::new();
         for (_, local) in optimizer.state() {
-            let mut whole = vec![0.0; layout.len()];
-            slots.gather(comm, local, &mut whole)?;
+            let mut whole = vec![0.0; reducer.layout.len()];
+            reducer.slots.gather(&mut reducer.comm, local, &mut whole)?;
             states.push(whole);
         }
-        let arenas = std::mem::take(slots).uncut()?;
-        *slots = Slots::cut(layout, buckets, arenas, self.sharding);
-        let config = optimizer.config();
-        let mut renewed = Optimizer::new(config, layout, slots.states, self.config.threads)?;
+        reducer.recut(buckets)?;
+        let (config, slots) = (optimizer.config(), &reducer.slots);
+        let mut renewed = Optimizer::new(config, &reducer.layout, slots.states, self.config.threads)?;
         renewed.set_steps(optimizer.steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
             slots.keep_own(&whole, local);
@@ -100,23 +98,4 @@ impl DataParallel {
         *optimizer = renewed;
         Ok(())
     }
-}
-
-/// Buckets for gradients that come in rank 0's `order`, the same on all ranks. Collective.
-pub(super) fn follow(
-    comm: &mut Communicator,
-    layout: &Layout,
-    order: Vec<usize>,
-    config: &DataParallelConfig,
-) -> Result<Vec<Bucket>> {
-    let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
-    comm.broadcast_slice(&mut order, 0)?;
-    let mut sorted = order.clone();
-    sorted.sort_unstable();
-    if !sorted.into_iter().eq(0..layout.tensors().len() as i64) {
-        let problem = "its order of gradients does not name every tensor once".to_owned();
-        return Err(Error::Protocol { peer: "rank 0".into(), problem });
-    }
-    let order = order.into_iter().map(|tensor| tensor as usize);
-    Ok(bucket::plan_in_order(layout, order, config.first_bucket(), config.bucket))
 }

@@ -4,10 +4,10 @@
 
 use std::process::ExitCode;
 
-use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Schedule, Sgd};
-use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Health, Plan};
+use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Sgd};
+use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Health};
 use mgpu::step::{Compression, Reduction};
-use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, World};
+use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, ShardFrom, World};
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::Memory;
 
@@ -61,25 +61,22 @@ fn sgd() -> OptimizerConfig {
 }
 
 fn adam() -> OptimizerConfig {
-    OptimizerConfig {
-        // The last bits of a gradient near 0 would decide which way the parameter goes, but for a large ε.
-        rule: Rule::Adam(Adam { lr: 0.01, weight_decay: 0.1, eps: 0.1, ..Adam::default() }),
-        decay_weights_only: true,
-        average: Some(0.9),
-    }
+    // The last bits of a gradient near 0 would decide which way the parameter goes, but for a large ε.
+    let rule = Rule::Adam(Adam { lr: 0.01, weight_decay: 0.1, eps: 0.1, ..Adam::default() });
+    OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9)
 }
 
 fn config(optimizer: OptimizerConfig, micro_batches: usize) -> DeviceConfig {
-    let mut config = DeviceConfig::new(optimizer, Plan { steps_per_epoch: 3, schedule: Schedule::CONSTANT });
-    (config.parallel.bucket, config.micro_batches) = (40_000, micro_batches);
-    config
+    let parallel =
+        DataParallelConfig::new(optimizer, 1).with_bucket(40_000).with_micro_batches(micro_batches);
+    DeviceConfig::new(parallel).with_steps_per_epoch(3)
 }
 
 fn model(world: &mut World, config: DeviceConfig) -> Result<DeviceDataParallel> {
     let (device, host) = world.communicators()?;
     let layout = layout();
     let parameters = initial(&layout);
-    DeviceDataParallel::new(device, host, layout, parameters, &[1.0; 3], config)
+    DeviceDataParallel::new(device, host, layout, parameters, config)?.with_buffers(&[1.0; 3])
 }
 
 /// What a rank trains with, on its GPU: nothing of a step comes from the host, so that only streams and events keep its parts
@@ -164,13 +161,13 @@ struct Outcome {
 
 fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     let mut model = model(world, config)?;
-    let inputs = Inputs::new(&model, config.micro_batches)?;
+    let inputs = Inputs::new(&model, model.micro_batches())?;
     (0..STEPS).try_for_each(|_| inputs.step(&mut model))?;
     model.check()?;
-    if config.parallel.world_size_invariant {
-        check_buffers(&model, config.micro_batches)?;
+    if config.parallel.reducer.world_size_invariant {
+        check_buffers(&model, model.micro_batches())?;
     }
-    if let Some(most) = config.parallel.clip_norm {
+    if let Some(most) = config.parallel.reducer.clip_norm {
         let norm = model.gradient_norm()?.expect("the norm of gradients that are clipped");
         assert!(norm > most, "the norm {norm} is not above {most}");
     }
@@ -179,7 +176,7 @@ fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
         config.parallel.optimizer.rule.states() + usize::from(config.parallel.optimizer.average.is_some());
     // What is left over of each sharded bucket is everybody's.
     let (ranks, rests) = (world.size() as usize, 7 * 8 * world.size() as usize);
-    let most = if config.parallel.shard_from == Some(0) { all / ranks + rests } else { all };
+    let most = if config.parallel.shard_from == ShardFrom::Bytes(0) { all / ranks + rests } else { all };
     assert!(own <= arenas * most, "{own} elements in {arenas} arenas of {all}");
     let weights = model.parameters()?;
     let average = if model.has_average() {
@@ -215,10 +212,10 @@ fn alone(config: &DeviceConfig, micro_batches: usize) -> Result<Outcome> {
     let mut world = World::threads(1)?.remove(0);
     let layout = layout();
     let parameters = initial(&layout);
-    let config = DataParallelConfig { shard_from: None, ..config.parallel };
+    let config = config.parallel.with_shard_from(None).with_micro_batches(micro_batches);
     let mut model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
     for step in 0..STEPS {
-        model.step_accumulated(micro_batches, &mut [], |batch| {
+        model.step_accumulated(|batch| {
             (0..layout.tensors().len()).rev().try_for_each(|tensor| {
                 batch.gradients.write(tensor, &gradients(&layout, tensor, batch.index, step))
             })
@@ -247,11 +244,11 @@ fn same(world: &mut World) -> Result<()> {
     type Change = fn(&mut DataParallelConfig);
     let changes: [(&str, Change, f32); 5] = [
         ("plain", |_| {}, 1e-5),
-        ("sum", |config| config.reduction = Reduction::Sum, 1e-4),
-        ("clipped", |config| config.clip_norm = Some(2.0), 1e-5),
+        ("sum", |config| config.reducer.reduction = Reduction::Sum, 1e-4),
+        ("clipped", |config| config.reducer.clip_norm = Some(2.0), 1e-5),
         // Gradients around 0.5, rounded to 8 bits up to ranks + 1 times, in four steps.
-        ("compressed", |config| config.compression = Compression::Bf16, 2e-2),
-        ("invariant", |config| config.world_size_invariant = true, 0.0),
+        ("compressed", |config| config.reducer.compression = Compression::Bf16, 2e-2),
+        ("invariant", |config| config.reducer.world_size_invariant = true, 0.0),
     ];
     for (name, change, bound) in changes {
         if name == "invariant" && !ranks.is_power_of_two() {
@@ -266,7 +263,7 @@ fn same(world: &mut World) -> Result<()> {
                 let expected = alone(&config, micro_batches * ranks as usize)?;
                 let mut replicated = None;
                 for shard_from in [None, Some(0), Some(45_000)] {
-                    config.parallel.shard_from = shard_from;
+                    config.parallel.shard_from = shard_from.into();
                     let found = train(world, config)?;
                     let what = format!("{name}, {micro_batches} micro-batches, sharded from {shard_from:?}");
                     // Two numbers have one sum. (A norm is summed over shards, where there are any.)
@@ -297,7 +294,7 @@ fn same(world: &mut World) -> Result<()> {
 fn resume(world: &mut World) -> Result<()> {
     for (before, after) in [(None, Some(0)), (Some(0), None), (Some(0), Some(0))] {
         let mut config = config(adam(), 2);
-        config.parallel.shard_from = before;
+        config.parallel.shard_from = ShardFrom::from(before);
         let mut first = model(world, config)?;
         let inputs = Inputs::new(&first, 2)?;
         (0..3).try_for_each(|_| inputs.step(&mut first))?;
@@ -309,14 +306,14 @@ fn resume(world: &mut World) -> Result<()> {
         let expected = first.parameters()?;
         drop(first);
 
-        config.parallel.shard_from = after;
+        config.parallel.shard_from = ShardFrom::from(after);
         let mut second = model(world, config)?;
         inputs.step(&mut second)?;
-        second.restore(3, |name| {
+        second.restore(3, |name, _| {
             let found = arenas.iter().find(|(known, _)| *known == name);
             let values = &found.unwrap_or_else(|| panic!("no arena {name}")).1;
             // Others than rank 0 may hold anything.
-            Ok(if values.is_empty() { vec![7.0; layout().len()] } else { values.clone() })
+            Ok(if values.is_empty() { vec![7.0; layout().len()] } else { values.to_vec() })
         })?;
         inputs.step(&mut second)?;
         assert!(second.parameters()? == expected, "from {before:?} to {after:?}");
@@ -328,9 +325,9 @@ fn resume(world: &mut World) -> Result<()> {
 fn guards(world: &mut World) -> Result<()> {
     let plain = config(sgd(), 2);
     let mut sharded = plain;
-    sharded.parallel.shard_from = Some(0);
+    sharded.parallel.shard_from = ShardFrom::Bytes(0);
     let mut invariant = plain;
-    invariant.parallel.world_size_invariant = world.size().is_power_of_two();
+    invariant.parallel.reducer.world_size_invariant = world.size().is_power_of_two();
     for config in [plain, sharded, invariant] {
         bad_gradients(world, config)?;
         bad_gradients_in_a_graph(world, config)?;
@@ -339,10 +336,11 @@ fn guards(world: &mut World) -> Result<()> {
     }
     settings_that_differ(world, plain)?;
     weights_that_differ(world, plain)?;
-    let mut wrong = DeviceConfig { micro_batches: 0, ..plain };
+    let mut wrong = plain;
+    wrong.parallel.reducer.micro_batches = 0;
     let error = model(world, wrong).err().expect("no micro-batches").to_string();
     assert!(error.contains("at least one micro-batch"), "{error}");
-    (wrong.micro_batches, wrong.parallel.verify_every) = (1, Some(0));
+    (wrong.parallel.reducer.micro_batches, wrong.parallel.verify_every) = (1, Some(0));
     let error = model(world, wrong).err().expect("every 0 steps").to_string();
     assert!(error.contains("not every 0 steps"), "{error}");
     Ok(())
@@ -404,7 +402,7 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
 
 /// Finite gradients of all ranks may have an infinite sum.
 fn sums_that_overflow(world: &mut World, mut config: DeviceConfig) -> Result<()> {
-    config.parallel.reduction = Reduction::Sum;
+    config.parallel.reducer.reduction = Reduction::Sum;
     let mut model = model(world, config)?;
     let inputs = Inputs::new(&model, 2)?;
     inputs.step(&mut model)?;
@@ -450,9 +448,9 @@ fn settings_that_differ(world: &mut World, config: DeviceConfig) -> Result<()> {
     let mut other = config;
     type Change = fn(&mut DeviceConfig);
     let changes: [(Change, &str); 4] = [
-        (|config| config.parallel.bucket = 50_000, "bucket 50000 where rank 0 has 40000"),
-        (|config| config.micro_batches = 3, "micro_batches 3 where rank 0 has 2"),
-        (|config| config.plan.steps_per_epoch = 7, "steps_per_epoch 7 where rank 0 has 3"),
+        (|config| config.parallel.reducer.bucket = Some(50_000), "bucket 50000 where rank 0 has 40000"),
+        (|config| config.parallel.reducer.micro_batches = 3, "micro_batches 3 where rank 0 has 2"),
+        (|config| config.steps_per_epoch = 7, "steps_per_epoch 7 where rank 0 has 3"),
         (|config| config.bf16_copy = true, "bf16_copy true where rank 0 has false"),
     ];
     for (change, text) in changes {

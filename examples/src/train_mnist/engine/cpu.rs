@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::replicate;
 use mgpu::timeline::Name;
-use mgpu::{Communicator, DataParallel, DataParallelConfig, MicroBatch, Sampler};
+use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
@@ -22,8 +22,6 @@ pub(in super::super) struct Cpu<E> {
     net: Net<E>,
     recipe: Recipe,
     threads: usize,
-    /// Running statistics of batch normalisation.
-    buffers: Vec<f32>,
     images: Vec<f32>,
     labels: Vec<u8>,
     /// Whether to measure where the time goes, and that, once the first steps are over.
@@ -57,10 +55,10 @@ impl<E: Storage> Cpu<E> {
             net.show_on(comm.timeline());
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
-        let config = args.parallel.config(DataParallelConfig::new(args.net.optimizer, threads));
+        let config = args.parallel.config(recipe.optimizer(&args.net), threads, recipe.micro_batches);
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
+        let model = model.with_buffers(net.initial_buffers())?;
         Ok(Cpu {
-            buffers: net.initial_buffers(),
             model,
             net,
             recipe: *recipe,
@@ -93,8 +91,8 @@ impl<E: Storage> Engine for Cpu<E> {
         until: u64,
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
-        let Cpu { model, net, recipe, buffers, images, labels, profile, measured, .. } = self;
-        let Recipe { seed, first_sample, steps_per_epoch, micro_batches, .. } = *recipe;
+        let Cpu { model, net, recipe, images, labels, profile, measured, .. } = self;
+        let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
         let timeline = model.comm().timeline().clone();
         let mut score = LossReport::default();
         while model.steps() < until {
@@ -107,9 +105,8 @@ impl<E: Storage> Engine for Cpu<E> {
             let mut gathered = Duration::ZERO;
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
 
-            model.set_learning_rate(recipe.learning_rate(step));
             let mut report = LossReport::default();
-            model.step_accumulated(micro_batches, buffers, |batch| {
+            model.step_accumulated(|batch| {
                 let MicroBatch { index, parameters, buffers, gradients } = batch;
                 let first = index * labels.len();
                 let (begin, gathering) = (Instant::now(), timeline.begin());
@@ -136,8 +133,8 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
-        let Cpu { model, net, buffers, images, labels, .. } = self;
-        let mut evaluate = |parameters: &[f32]| {
+        let Cpu { model, net, images, labels, .. } = self;
+        let mut evaluate = |parameters: &[f32], buffers: &[f32]| {
             let mut score = LossReport::default();
             for samples in shard.chunks(labels.len()) {
                 let (images, labels) =
@@ -148,8 +145,9 @@ impl<E: Storage> Engine for Cpu<E> {
             }
             score
         };
-        let score = evaluate(model.parameters());
-        Ok((score, model.averaged_parameters()?.map(|average| evaluate(&average))))
+        let score = evaluate(model.parameters(), model.buffers());
+        let average = model.averaged_parameters()?;
+        Ok((score, average.map(|average| evaluate(&average, model.buffers()))))
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {
@@ -160,7 +158,7 @@ impl<E: Storage> Engine for Cpu<E> {
     fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
         let mut snapshot = Snapshot::of(&mut self.model)?;
         if let Some(snapshot) = &mut snapshot {
-            snapshot.add("buffers", self.net.buffers_layout(), &self.buffers[..]);
+            snapshot.add("buffers", self.net.buffers_layout(), self.model.buffers());
         }
         Ok(snapshot)
     }
@@ -168,18 +166,19 @@ impl<E: Storage> Engine for Cpu<E> {
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
         self.model.restore(step, |name, layout| read(checkpoint, name, layout))?;
         let layout = self.net.buffers_layout();
-        self.buffers = read(checkpoint, "buffers", layout)?;
-        replicate(self.model.comm(), layout, &mut self.buffers)?;
+        let mut buffers = read(checkpoint, "buffers", layout)?;
+        replicate(self.model.comm(), layout, &mut buffers)?;
+        self.model.buffers_mut().copy_from_slice(&buffers);
         Ok(())
     }
 
     fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
-        let Cpu { model, net, buffers, images, labels, .. } = self;
+        let Cpu { model, net, images, labels, .. } = self;
         let (mut logits, all): (_, Vec<u32>) = (Vec::new(), (0..count as u32).collect());
         for samples in all.chunks(labels.len()) {
             let (images, labels) = (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
             data.gather(samples, images, labels);
-            logits.extend_from_slice(net.predict(model.parameters(), buffers, images));
+            logits.extend_from_slice(net.predict(model.parameters(), model.buffers(), images));
         }
         Ok(logits)
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::{checksum, replicate, verify_equal};
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Health, Plan, Reading, StepGraph};
+use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Health, Reading, StepGraph};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
@@ -73,18 +73,12 @@ impl Gpu {
         let micro_batch = recipe.batch / recipe.micro_batches;
         let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(recipe.seed));
-        let mut optimizer = args.net.optimizer;
-        optimizer.rule = optimizer.rule.with_lr(recipe.lr);
-        let plan = Plan { steps_per_epoch: recipe.steps_per_epoch, schedule: recipe.schedule };
-        let defaults = DeviceConfig::new(optimizer, plan);
-        let config = DeviceConfig {
-            parallel: args.parallel.config(defaults.parallel),
-            micro_batches: recipe.micro_batches,
-            bf16_copy: options.precision == Precision::Bf16,
-            ..defaults
-        };
-        let (layout, buffers) = (net.layout().clone(), net.initial_buffers());
-        let model = DeviceDataParallel::new(device, host, layout, parameters, &buffers, config)?;
+        let parallel = args.parallel.config(recipe.optimizer(&args.net), 1, recipe.micro_batches);
+        let config = DeviceConfig::new(parallel)
+            .with_steps_per_epoch(recipe.steps_per_epoch)
+            .with_bf16_copy(options.precision == Precision::Bf16);
+        let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
+        let model = model.with_buffers(&net.initial_buffers())?;
         let device = model.stream().device();
         let mark = |_| -> mgpu::Result<Mark> {
             let (score, health) = (Reading::new(device, Score::BYTES)?, Health::new(&model)?);
@@ -269,6 +263,7 @@ impl Engine for Gpu {
         let mut snapshot = Snapshot::new(self.model.steps());
         for (name, values) in arenas {
             let to_host = self.net.host_order();
+            let values = values.into_owned();
             snapshot.add_later(name, self.host_layout(), move || to_host(&values));
         }
         let buffers = self.model.buffers().to_vec::<f32>(self.model.stream())?;
@@ -279,7 +274,7 @@ impl Engine for Gpu {
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
         let Gpu { model, net, .. } = self;
         let layout = net.host_layout();
-        model.restore(step, |name| Ok(net.to_device(&read(checkpoint, name, layout)?)))?;
+        model.restore(step, |name, _| Ok(net.to_device(&read(checkpoint, name, layout)?)))?;
         let layout = net.buffers_layout();
         let mut buffers = read(checkpoint, "buffers", layout)?;
         replicate(model.comm(), layout, &mut buffers)?;

@@ -9,13 +9,13 @@ mod gpu;
 pub(super) use cpu::Cpu;
 pub(super) use gpu::{Gpu, Options};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
-use mgpu::optimizer::Schedule;
+use mgpu::optimizer::{OptimizerConfig, Schedule};
 use mgpu::{Communicator, Layout, Sampler};
 use mgpu_kernels::cuda::Device;
 
 use super::profile::StepProfile;
 use crate::data::Dataset;
-use crate::nets::LossReport;
+use crate::nets::{LossReport, Spec};
 
 /// What an engine has to know of the run.
 #[derive(Debug, Clone, Copy)]
@@ -35,9 +35,11 @@ pub(super) struct Recipe {
 }
 
 impl Recipe {
-    /// The learning rate of step `step`, from 0.
-    fn learning_rate(&self, step: u64) -> f64 {
-        self.lr * self.schedule.factor(step)
+    /// How parameters of `net` follow their gradients in this run.
+    fn optimizer(&self, net: &Spec) -> OptimizerConfig {
+        let mut optimizer = net.optimizer.with_schedule(self.schedule);
+        optimizer.rule = optimizer.rule.with_lr(self.lr);
+        optimizer
     }
 }
 

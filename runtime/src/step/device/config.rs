@@ -2,56 +2,60 @@
 
 use super::super::config::DataParallelConfig;
 use super::Plan;
-use crate::optimizer::OptimizerConfig;
 use crate::{Error, Result};
 
 /// Bytes of a bucket, unless the caller chooses: large enough for the links between GPUs, small enough that several are under
 /// way in a backward pass.
 pub const BUCKET: usize = 16 << 20;
 
-/// How a [`DeviceDataParallel`](super::DeviceDataParallel) trains. The same on all ranks.
+/// How a [`DeviceDataParallel`](super::DeviceDataParallel) trains: as on the host, and what only a device has. The same on all
+/// ranks.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct DeviceConfig {
-    /// What there is to choose on every backend; `threads` and `overlap` mean nothing here.
+    /// What there is to choose on every backend.
     pub parallel: DataParallelConfig,
-    /// Micro-batches of a rank in each step.
-    pub micro_batches: usize,
-    /// Epochs, and how the learning rate changes.
-    pub plan: Plan,
+    /// Steps after which the position in an epoch, which kernels read, is 0 again: from 1.
+    pub steps_per_epoch: u64,
     /// Keep a copy of the parameters in bf16, for kernels that read it.
     pub bf16_copy: bool,
 }
 
 impl DeviceConfig {
-    /// The mean of all gradients, as it is; one micro-batch; buckets of [`BUCKET`] bytes, replicated; gradients checked in every
-    /// step, weights every [`VERIFY_EVERY`](crate::step::VERIFY_EVERY) steps.
-    pub fn new(optimizer: OptimizerConfig, plan: Plan) -> Self {
-        let parallel =
-            DataParallelConfig { bucket: BUCKET, shard_from: None, ..DataParallelConfig::new(optimizer, 1) };
-        DeviceConfig { parallel, micro_batches: 1, plan, bf16_copy: false }
+    /// `parallel` with one step an epoch and without a copy in bf16.
+    pub fn new(parallel: DataParallelConfig) -> Self {
+        DeviceConfig { parallel, steps_per_epoch: 1, bf16_copy: false }
+    }
+
+    /// With epochs of so many [steps](Self::steps_per_epoch).
+    #[must_use]
+    pub fn with_steps_per_epoch(self, steps: u64) -> Self {
+        DeviceConfig { steps_per_epoch: steps, ..self }
+    }
+
+    /// With a [copy](Self::bf16_copy) of the parameters in bf16, or without.
+    #[must_use]
+    pub fn with_bf16_copy(self, copy: bool) -> Self {
+        DeviceConfig { bf16_copy: copy, ..self }
+    }
+
+    /// What the index of a step says about it.
+    pub(super) fn plan(&self) -> Plan {
+        Plan { steps_per_epoch: self.steps_per_epoch, schedule: self.parallel.optimizer.schedule }
     }
 
     /// Everything that has to be the same on all ranks, by name.
     pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
-        let DeviceConfig { parallel, micro_batches, plan: Plan { steps_per_epoch, schedule }, bf16_copy } =
-            self;
+        let DeviceConfig { parallel, steps_per_epoch, bf16_copy } = self;
         let mut settings = parallel.settings();
-        settings.extend([
-            ("micro_batches", micro_batches.to_string()),
-            ("steps_per_epoch", steps_per_epoch.to_string()),
-            ("schedule", format!("{schedule:?}")),
-            ("bf16_copy", bf16_copy.to_string()),
-        ]);
+        settings
+            .extend([("steps_per_epoch", steps_per_epoch.to_string()), ("bf16_copy", bf16_copy.to_string())]);
         settings
     }
 
-    /// Whether all of this goes together on `ranks` ranks.
+    /// Whether all of this is compatible on `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
-        if self.micro_batches == 0 {
-            let problem = "a step has at least one micro-batch".to_owned();
-            return Err(Error::InvalidArgument { operation: "data parallel", problem });
-        }
-        if self.plan.steps_per_epoch == 0 {
+        if self.steps_per_epoch == 0 {
             let problem = "an epoch has at least one step".to_owned();
             return Err(Error::InvalidArgument { operation: "data parallel", problem });
         }

@@ -13,11 +13,11 @@ use crate::step::Reduction;
 
 impl DeviceDataParallel {
     fn is_mean(&self) -> bool {
-        self.config.parallel.reduction == Reduction::Mean
+        self.config.parallel.reducer.reduction == Reduction::Mean
     }
 
     pub(super) fn is_invariant(&self) -> bool {
-        self.config.parallel.world_size_invariant
+        self.config.parallel.reducer.world_size_invariant
     }
 
     /// Whether a rank updates a part of the parameters only.
@@ -25,33 +25,35 @@ impl DeviceDataParallel {
         self.slots.iter().any(Slot::is_sharded)
     }
 
-    /// All of a bucket's gradients of a micro-batch are on their way: adds them to those of earlier ones; with the last one the
-    /// exchange over ranks begins.
-    pub(super) fn end_bucket(&mut self, place: usize) -> Result<()> {
+    /// Adds a bucket's gradients of a micro-batch, which are all there, to those of earlier ones.
+    pub(super) fn accumulate(&self, bucket: usize) -> Result<()> {
+        let counter = &self.readiness.counter;
         // Where ranks are to make no difference, all are divided by at once.
         let is_mean = self.is_mean() && !self.is_invariant();
-        let divisor = if is_mean { self.config.micro_batches as f32 } else { 1.0 };
-        self.sums.add(&self.compute, &self.gradients, self.slots[place].elements.clone(), divisor)?;
-        if !self.sums.counter.is_last() {
-            return Ok(());
+        let divisor = if is_mean { counter.count() as f32 } else { 1.0 };
+        let elements = self.slots[bucket].elements.clone();
+        self.sums.add(counter, &self.compute, &self.gradients, elements, divisor)
+    }
+
+    /// Begins the exchange of a bucket's gradients over ranks.
+    pub(super) fn begin_exchange(&self, bucket: usize) -> Result<()> {
+        if self.config.parallel.reducer.check_finite {
+            self.find_not_finite(bucket)?;
         }
-        if self.config.parallel.check_finite {
-            self.find_not_finite(place)?;
-        }
-        self.last_exchange = place;
-        self.exchanges += 1;
-        let slot = &self.slots[place];
+        let slot = &self.slots[bucket];
         if self.ranks() == 1 {
             // Nobody to exchange with, and no other stream to wait for.
             return if self.is_invariant() { self.sum_invariant(slot, &self.compute) } else { Ok(()) };
         }
         self.compute.record(&slot.written)?;
         self.exchange.wait_for(&slot.written)?;
+        // With the last bucket goes the mark of gradients that are not finite.
+        let with_mark = self.config.parallel.reducer.check_finite && bucket + 1 == self.slots.len();
         if self.is_invariant() {
             self.sum_invariant(slot, &self.exchange)?;
-            self.comm.group(|group| self.add_mark(group))?;
+            self.comm.group(|group| self.add_mark(group, with_mark))?;
         } else {
-            self.reduce(slot)?;
+            self.reduce(slot, with_mark)?;
         }
         Ok(self.exchange.record(&slot.exchanged)?)
     }
@@ -65,7 +67,7 @@ impl DeviceDataParallel {
         if let Some(theirs) = &self.theirs {
             all_sum(&self.comm, stream, gradients, theirs.slice(slot.elements.clone()))?;
         }
-        let count = self.ranks() as usize * self.config.micro_batches;
+        let count = self.ranks() as usize * self.readiness.counter.count();
         if self.is_mean() && count > 1 {
             arena::scale(stream, gradients, 1.0 / count as f32)?;
         }
@@ -73,9 +75,10 @@ impl DeviceDataParallel {
     }
 
     /// Reduces a bucket's gradients over ranks: of its shards each rank gets its own.
-    fn reduce(&self, slot: &Slot) -> Result<()> {
+    fn reduce(&self, slot: &Slot, with_mark: bool) -> Result<()> {
         let (stream, ranks) = (&self.exchange, self.ranks());
-        let op = if self.is_mean() { ReduceOp::Avg } else { ReduceOp::Sum };
+        let all_have_data = self.active == ranks;
+        let op = if self.is_mean() && all_have_data { ReduceOp::Avg } else { ReduceOp::Sum };
         let (own, rest) = (slot.own(), slot.rest(ranks));
         if let Some(narrow) = &self.narrow {
             let elements = slot.elements.clone();
@@ -90,19 +93,23 @@ impl DeviceDataParallel {
             if !rest.is_empty() {
                 group.all_reduce(stream, travels.slice(rest.clone()), op)?;
             }
-            self.add_mark(group)
+            self.add_mark(group, with_mark)
         })?;
-        if let Some(narrow) = &self.narrow {
-            for reduced in [own, rest].into_iter().filter(|reduced| !reduced.is_empty()) {
-                arena::widen(stream, narrow.slice(reduced.clone()), self.gradients.slice(reduced))?;
+        for reduced in [own, rest].into_iter().filter(|reduced| !reduced.is_empty()) {
+            let gradients = self.gradients.slice(reduced.clone());
+            if let Some(narrow) = &self.narrow {
+                arena::widen(stream, narrow.slice(reduced), gradients)?;
+            }
+            if self.is_mean() && !all_have_data {
+                arena::scale(stream, gradients, 1.0 / self.active as f32)?;
             }
         }
         Ok(())
     }
 
-    /// With the last bucket goes the mark of gradients that are no numbers.
-    fn add_mark<'a>(&'a self, group: &mut Group<'a>) -> Result<()> {
-        if !self.config.parallel.check_finite || self.exchanges < self.slots.len() {
+    /// The mark of gradients that are not finite, where it is to go along.
+    fn add_mark<'a>(&'a self, group: &mut Group<'a>, with_mark: bool) -> Result<()> {
+        if !with_mark {
             return Ok(());
         }
         group.all_reduce(&self.exchange, self.not_finite(), ReduceOp::Max)
@@ -110,12 +117,11 @@ impl DeviceDataParallel {
 
     /// Updates the parameters, and gathers what is sharded.
     pub(super) fn update(&self) -> Result<()> {
-        let parallel = &self.config.parallel;
+        let reducer = &self.config.parallel.reducer;
         // Whether a part may be updated, and by how much, is known when all gradients are.
-        let together = parallel.check_finite || parallel.clip_norm.is_some() || self.ranks() == 1;
-        if together && self.ranks() > 1 && !self.slots.is_empty() {
-            // The exchange stream goes in order: what began last ends last.
-            self.compute.wait_for(&self.slots[self.last_exchange].exchanged)?;
+        let together = reducer.check_finite || reducer.clip_norm.is_some() || self.ranks() == 1;
+        if together && self.ranks() > 1 {
+            self.wait_for_exchanges()?;
         }
         self.check_reduced()?;
         self.clip()?;
@@ -145,6 +151,12 @@ impl DeviceDataParallel {
             }
         }
         Ok(())
+    }
+
+    /// Has the compute stream wait for the exchanges of all buckets.
+    pub(super) fn wait_for_exchanges(&self) -> Result<()> {
+        // Buckets are exchanged in order, and so does the exchange stream go: what began last ends last.
+        Ok(self.slots.last().map_or(Ok(()), |slot| self.compute.wait_for(&slot.exchanged))?)
     }
 
     fn update_chunks(&self, chunks: View<'_>, copy: Option<&Memory>) -> Result<()> {

@@ -5,14 +5,16 @@ use std::sync::Arc;
 use mgpu_kernels::cuda::{Device, Event, Graph, Pinned, View};
 
 use super::{DeviceDataParallel, STEP};
-use crate::Result;
 use crate::comm::DeviceCommunicator;
+use crate::{Error, Result};
 
 /// Captured steps. Dropped before the model's communicator, which waits for that.
 #[derive(Debug)]
 pub struct StepGraph {
     graph: Graph,
     steps: u64,
+    /// The learning rate, before the schedule, that it was captured with.
+    learning_rate: f64,
     /// Its collectives are part of the graph, which is held for that alone.
     _comm: Arc<DeviceCommunicator>,
     /// Who it was captured from.
@@ -64,18 +66,26 @@ impl DeviceDataParallel {
         let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
         let model = Arc::clone(&self.identity);
-        Ok(StepGraph { graph: graph?, steps, _comm: Arc::clone(&self.comm), model })
+        let learning_rate = self.config.parallel.optimizer.rule.lr();
+        Ok(StepGraph { graph: graph?, steps, learning_rate, _comm: Arc::clone(&self.comm), model })
     }
 
     /// Makes the steps of a graph that was captured from this model.
     ///
     /// # Errors
-    /// If an error has made the communicator unusable, or the driver refuses; as [`begin_step`](Self::begin_step).
+    /// If an error has made the communicator unusable, or the driver refuses; if another learning rate was set since the capture;
+    /// as [`begin_step`](Self::begin_step).
     ///
     /// # Panics
     /// If it was captured from another one.
     pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
         assert!(Arc::ptr_eq(&graph.model, &self.identity), "a graph of another model");
+        let (captured, lr) = (graph.learning_rate, self.config.parallel.optimizer.rule.lr());
+        if captured != lr {
+            let problem =
+                format!("a graph with learning rate {captured} at learning rate {lr}: capture again");
+            return Err(Error::InvalidArgument { operation: "replay", problem });
+        }
         self.get_ready()?;
         self.comm.begin_launch()?;
         // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread

@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use mgpu_kernels::cuda::{Event, Memory, Pinned, StepState, Stream, View};
 use mgpu_kernels::digest::cuda as digest;
+use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda as optimizer;
 
@@ -49,8 +50,8 @@ struct Squares {
 
 impl Squares {
     fn new(stream: &Stream, slots: &Slots, layout: &Layout, config: &DataParallelConfig) -> Result<Self> {
-        let sharded = slots.all.iter().any(Slot::is_sharded) && !config.world_size_invariant;
-        let all = || chunks(layout.tensors().iter().map(|tensor| (tensor.range(), false)), 0.0);
+        let sharded = slots.all.iter().any(Slot::is_sharded) && !config.reducer.world_size_invariant;
+        let all = || chunks(layout.trained().map(|tensor| (layout.range(tensor), Factors::ONE)));
         let whole = (!sharded).then(all);
         let len = whole.as_ref().map_or(slots.chunks.len(), Vec::len);
         let whole = whole.map(|table| Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&table)));
@@ -67,7 +68,7 @@ impl Guard {
         config: &DataParallelConfig,
         ranks: u32,
     ) -> Result<Self> {
-        let squares = config.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
+        let squares = config.reducer.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
         Ok(Guard {
             parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
             reduced: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.reduced))?,
@@ -143,7 +144,7 @@ impl DeviceDataParallel {
 
     /// Checks the reduced gradients that this rank updates. Collective where buckets are sharded.
     pub(super) fn check_reduced(&self) -> Result<()> {
-        if self.ranks() == 1 || !self.config.parallel.check_finite {
+        if self.ranks() == 1 || !self.config.parallel.reducer.check_finite {
             return Ok(());
         }
         let (stream, gradients, parts) = (&self.compute, self.gradients.view(), self.guard.reduced.view());
@@ -157,7 +158,8 @@ impl DeviceDataParallel {
 
     /// Clips the reduced gradients, if that is asked for. Collective where buckets are sharded.
     pub(super) fn clip(&self) -> Result<()> {
-        let (Some(most), Some(squares)) = (self.config.parallel.clip_norm, &self.guard.squares) else {
+        let (Some(most), Some(squares)) = (self.config.parallel.reducer.clip_norm, &self.guard.squares)
+        else {
             return Ok(());
         };
         let (stream, gradients) = (&self.compute, self.gradients.view());
@@ -293,7 +295,7 @@ impl DeviceDataParallel {
     pub fn gradient_norm(&self) -> Result<Option<f64>> {
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
-        Ok(self.config.parallel.clip_norm.and(Some(state.norm).filter(|norm| !norm.is_nan())))
+        Ok(self.config.parallel.reducer.clip_norm.and(Some(state.norm).filter(|norm| !norm.is_nan())))
     }
 }
 

@@ -18,9 +18,9 @@ mod graph;
 mod guard;
 mod slot;
 mod state;
+mod step;
 mod sums;
 
-use std::mem;
 use std::sync::Arc;
 
 pub use config::{BUCKET, DeviceConfig};
@@ -30,16 +30,18 @@ pub use guard::Health;
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
-pub use mgpu_kernels::optimizer::cuda::Plan;
-use mgpu_kernels::optimizer::cuda::begin;
+use mgpu_kernels::optimizer::cuda::Plan;
 use slot::{Slot, Slots, padded};
 use state::keep_own;
 use sums::{Buffers, Sums};
 
-use super::config::Compression;
+use super::accumulate::Counter;
+use super::config::{Compression, check_micro_batches, check_sums};
+use super::describe_buffers;
+use super::readiness::Readiness;
 use crate::bucket;
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
-use crate::replicate::{agree, checksum, replicate};
+use crate::replicate::{agree, replicate, verify_same};
 use crate::{Error, Layout, Result, TensorSpec};
 
 /// Elements that every tensor's offset is a multiple of: 256 bytes of f32, 128 of bf16.
@@ -57,7 +59,7 @@ const CHUNK: usize = size_of::<Chunk>();
 /// Checks that kernels can work on the tensors of `layout`.
 fn check_layout(layout: &Layout) -> Result<()> {
     let problem = |tensor: &TensorSpec| {
-        let TensorSpec { name, shape, offset } = tensor;
+        let TensorSpec { name, shape, offset, .. } = tensor;
         if !offset.is_multiple_of(ALIGNMENT) {
             Some(format!("tensor `{name}` begins at element {offset}, which is no multiple of {ALIGNMENT}"))
         } else if tensor.range().end > MOST_ELEMENTS {
@@ -79,17 +81,22 @@ fn check_layout(layout: &Layout) -> Result<()> {
 /// Between two micro-batches comes [`next_micro_batch`](Self::next_micro_batch). None of these waits for the GPU, but at the end of
 /// the first step, where ranks agree on its order; [`check`](Self::check) does and says whether all is well.
 ///
+/// Configuration, methods and their meanings are those of a [`DataParallel`](super::DataParallel). What differs is where memory
+/// is: here, gradients and buffers are views of the GPU's, [`parameters`](Self::parameters), [`gradients`](Self::gradients) and
+/// [`averaged_parameters`](Self::averaged_parameters) are copies on the host, and what returns one waits for the GPU.
+///
 /// ```no_run
-/// use mgpu::optimizer::{OptimizerConfig, Rule, Schedule, Sgd};
-/// use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Plan};
+/// use mgpu::DataParallelConfig;
+/// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+/// use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel};
 /// # fn main() -> mgpu::Result<()> {
 /// let mut world = mgpu::World::from_env()?; // under `mgpurun --backend nccl`
 /// let (device, host) = world.communicators()?;
 /// let mut layout = mgpu::Layout::new();
 /// layout.push_aligned("slope", [1], ALIGNMENT);
 /// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, ..Sgd::default() }));
-/// let config = DeviceConfig::new(sgd, Plan { steps_per_epoch: 100, schedule: Schedule::CONSTANT });
-/// let mut model = DeviceDataParallel::new(device, host, layout, vec![0.0], &[], config)?;
+/// let config = DeviceConfig::new(DataParallelConfig::new(sgd, 1));
+/// let mut model = DeviceDataParallel::new(device, host, layout, vec![0.0], config)?;
 /// for _ in 0..100 {
 ///     model.begin_step()?;
 ///     // Kernels of the model on `model.stream()` write `model.gradient(0)`. Here: the parameter itself.
@@ -109,13 +116,10 @@ pub struct DeviceDataParallel {
     config: DeviceConfig,
     /// Buckets, in the order in which they are expected to be complete.
     slots: Vec<Slot>,
-    /// The slot of each tensor.
-    slot_of: Vec<usize>,
-    /// Tensors in the order in which their gradients came in the first step, until buckets follow it.
-    observed: Option<Vec<usize>>,
-    /// Exchanges that have begun in this step, and the slot of the last one.
-    exchanges: usize,
-    last_exchange: usize,
+    /// Which gradients are still to come.
+    readiness: Readiness,
+    /// Ranks that have data for this step.
+    active: u32,
     /// A step has begun and is not finished.
     open: bool,
     sums: Sums,
@@ -154,47 +158,45 @@ impl Drop for DeviceDataParallel {
 
 impl DeviceDataParallel {
     /// Replaces every rank's `parameters` by those of rank 0, brings them to the GPU and gets ready to train them.
-    /// Collective. Every tensor of `layout` begins at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). `buffers` are what
-    /// the model changes beside its parameters, such as running statistics, equal on all ranks. Gradients
+    /// Collective. Every tensor of `layout` begins at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). Gradients
     /// travel by `comm`; `host` serves for what is set up and verified on the host
     /// ([`World::communicators`](crate::World::communicators) has both).
     ///
     /// # Errors
     /// If a tensor is not aligned, or ends behind 2³¹ elements; if the ranks' layouts or settings differ (names the first tensor
-    /// or setting), what is chosen does not go together, memory is short, or as the communicator's.
+    /// or setting), what is chosen is not compatible, memory is short, or as the communicator's.
     pub fn new(
         comm: Arc<DeviceCommunicator>,
         mut host: Communicator,
         layout: Layout,
         mut parameters: Vec<f32>,
-        buffers: &[f32],
         config: DeviceConfig,
     ) -> Result<Self> {
         check_layout(&layout)?;
         config.check(comm.size())?;
-        let mut settings = config.settings();
-        let hash = format!("{} elements with checksum {:016x}", buffers.len(), checksum(buffers));
-        settings.push(("buffers", hash));
-        agree(&mut host, &settings)?;
+        agree(&mut host, &config.settings())?;
         replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
-        let DeviceConfig { parallel, micro_batches, .. } = config;
-        let buckets = bucket::plan(&layout, parallel.first_bucket(), parallel.bucket);
+        let DeviceConfig { parallel, .. } = config;
+        let several = comm.size() > 1;
+        let (first, rest) = parallel.reducer.buckets(BUCKET);
+        let buckets = bucket::plan(&layout, first, rest);
+        let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
+        let readiness = Readiness::new(&layout, &buckets, several, counter);
         let slots = Slots::cut(&device, &layout, buckets, &parallel, (comm.rank(), comm.size()))?;
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
-        let (rule, invariant) = (parallel.optimizer.rule, parallel.world_size_invariant);
-        let several = comm.size() > 1;
+        let (rule, invariant) = (parallel.optimizer.rule, parallel.reducer.world_size_invariant);
         let model = DeviceDataParallel {
-            sums: Sums::new(&device, len, micro_batches, invariant)?,
-            buffers: Buffers::new(&compute, buffers, micro_batches, invariant)?,
+            sums: Sums::new(&device, len, &counter)?,
+            buffers: Buffers::new(&compute, &[], &counter, invariant)?,
             guard: Guard::new(&compute, &slots, &layout, &parallel, comm.size())?,
             state: StepState::after(0).upload(&compute)?,
             chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?,
             gradients: Memory::zeroed(&device, DType::F32, len)?,
-            narrow: arena(several && parallel.compression == Compression::Bf16, DType::Bf16, len)?,
+            narrow: arena(several && parallel.reducer.compression == Compression::Bf16, DType::Bf16, len)?,
             theirs: arena(several && invariant, DType::F32, len)?,
             first: arena(rule.states() > 0, DType::F32, slots.states)?,
             second: arena(rule.states() > 1, DType::F32, slots.states)?,
@@ -203,10 +205,8 @@ impl DeviceDataParallel {
             copy: arena(config.bf16_copy, DType::Bf16, len)?,
             parameters: Memory::from_slice(&compute, &parameters)?,
             slots: slots.all,
-            slot_of: slots.of,
-            observed: several.then(Vec::new),
-            exchanges: 0,
-            last_exchange: 0,
+            readiness,
+            active: comm.size(),
             open: false,
             host,
             comm,
@@ -223,6 +223,18 @@ impl DeviceDataParallel {
         }
         model.renew_copy()?;
         Ok(model)
+    }
+
+    /// With what the model changes beside its parameters, such as running statistics: equal on all ranks now, and each rank's
+    /// own from then on, but where the number of ranks is to make no difference. Collective.
+    ///
+    /// # Errors
+    /// [`Error::SettingMismatch`] if ranks have others; if memory is short, and as the communicator's.
+    pub fn with_buffers(mut self, buffers: &[f32]) -> Result<Self> {
+        agree(&mut self.host, &[describe_buffers(buffers)])?;
+        self.wait(STEP)?;
+        self.buffers = Buffers::new(&self.compute, buffers, &self.readiness.counter, self.is_invariant())?;
+        Ok(self)
     }
 
     /// Makes the bf16 copy that of the parameters.
@@ -277,112 +289,13 @@ impl DeviceDataParallel {
         self.buffers.values.view()
     }
 
-    /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one. A
-    /// step that broke off is made anew, once the GPU is done with it.
-    ///
-    /// # Errors
-    /// If a kernel cannot be launched, or the moving average is in the parameters' place.
-    pub fn begin_step(&mut self) -> Result<()> {
-        if !self.capturing {
-            self.get_ready()?;
-        }
-        self.open = true;
-        let DeviceConfig { parallel, plan, .. } = &self.config;
-        begin(&self.compute, &parallel.optimizer.rule, *plan, self.state.view())?;
-        self.exchanges = 0;
-        self.observed.iter_mut().for_each(Vec::clear);
-        self.begin_micro_batch(0)
-    }
-
-    /// Gets ready for a step: gives up one that broke off.
-    fn get_ready(&mut self) -> Result<()> {
-        if self.aside.is_some() {
-            let problem = "the moving average is in the parameters' place: swap it back first".to_owned();
-            return Err(Error::InvalidArgument { operation: "step", problem });
-        }
-        if self.open { self.abandon_step() } else { Ok(()) }
-    }
-
-    fn begin_micro_batch(&mut self, index: usize) -> Result<()> {
-        for slot in &mut self.slots {
-            slot.open.fill(true);
-        }
-        self.sums.counter.begin_batch(index);
-        self.buffers.begin_batch(&self.compute, index)
-    }
-
-    /// Ends a micro-batch, and begins the next one of the step.
-    ///
-    /// # Errors
-    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if the step has no further micro-batch.
-    pub fn next_micro_batch(&mut self) -> Result<()> {
-        if self.sums.counter.is_last() {
-            let problem = format!("a step has {} micro-batches and no more", self.config.micro_batches);
-            return Err(Error::InvalidArgument { operation: "step", problem });
-        }
-        self.end_micro_batch()?;
-        self.begin_micro_batch(self.sums.counter.current() + 1)
-    }
-
-    fn end_micro_batch(&self) -> Result<()> {
-        if let Some(slot) = self.slots.iter().find(|slot| slot.open.contains(&true)) {
-            return Err(super::slot::unready(&self.layout, &slot.bucket, &slot.open));
-        }
-        if self.is_invariant() && self.sums.counter.is_last() && self.ranks() > 1 {
-            // Messages between two ranks have no names: those of gradients are over before those of buffers.
-            self.slots
-                .get(self.last_exchange)
-                .map_or(Ok(()), |slot| self.compute.wait_for(&slot.exchanged))?;
-        }
-        self.buffers.end_batch(&self.comm, &self.compute)
-    }
-
-    /// The kernels that write the gradient of `tensor` are on the stream: its bucket's exchange may follow them.
-    /// Called once per tensor and micro-batch, in the same order on every rank; buckets follow that of the first step.
-    ///
-    /// # Errors
-    /// If there is no such tensor, or it was announced before; as the communicator's.
-    pub fn ready(&mut self, tensor: usize) -> Result<()> {
-        super::slot::check_tensor(&self.layout, "step", tensor)?;
-        let place = self.slot_of[tensor];
-        let slot = &mut self.slots[place];
-        if !mem::replace(&mut slot.open[tensor - slot.bucket.tensors.start], false) {
-            return Err(super::slot::ready_twice(&self.layout, tensor));
-        }
-        if let Some(order) = self.observed.as_mut().filter(|_| self.sums.counter.is_last()) {
-            order.push(tensor);
-        }
-        if slot.open.contains(&true) {
-            return Ok(());
-        }
-        self.end_bucket(place)
-    }
-
-    /// Updates the parameters by the gradients, reduced over micro-batches and ranks.
-    ///
-    /// # Errors
-    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if micro-batches are missing.
-    pub fn finish_step(&mut self) -> Result<()> {
-        let counter = &self.sums.counter;
-        if !counter.is_last() {
-            let (made, all) = (counter.current() + 1, counter.count());
-            let problem = format!("a step of {all} micro-batches ends after {made}");
-            return Err(Error::InvalidArgument { operation: "step", problem });
-        }
-        self.end_micro_batch()?;
-        self.update()?;
-        self.steps += 1;
-        self.open = false;
-        self.follow_order()?;
-        self.compare_if_due(self.steps - 1)
-    }
-
     /// Sums `values` over all ranks, in place, between what is on the stream before and after: for synchronised batch
     /// normalisation. Where ranks are to make no difference, each micro-batch is normalised by itself, and this does nothing.
     ///
     /// # Errors
-    /// As the communicator's.
+    /// As the communicator's; if ranks may [`join`](Self::join).
     pub fn sum_over_ranks(&self, values: View<'_>) -> Result<()> {
+        check_sums(&self.config.parallel.reducer)?;
         if self.ranks() == 1 || self.is_invariant() {
             return Ok(());
         }
@@ -426,9 +339,41 @@ impl DeviceDataParallel {
         self.comm.size()
     }
 
+    /// The learning rate of the next step: that which was set last, times the
+    /// [schedule's](crate::optimizer::OptimizerConfig::schedule) factor.
+    pub fn learning_rate(&self) -> f64 {
+        let optimizer = &self.config.parallel.optimizer;
+        optimizer.rule.lr() * optimizer.schedule.factor(self.steps)
+    }
+
+    /// Sets the learning rate of the following steps, which the schedule multiplies. The same on every rank. Steps that were
+    /// captured before are to be captured again.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        let optimizer = &mut self.config.parallel.optimizer;
+        optimizer.rule = optimizer.rule.with_lr(lr);
+    }
+
     /// Micro-batches of this rank in each step.
     pub fn micro_batches(&self) -> usize {
-        self.config.micro_batches
+        self.config.parallel.reducer.micro_batches
+    }
+
+    /// Sets the micro-batches of the following steps, once the GPU is done with those so far. The same on every rank. Steps
+    /// that were captured before keep theirs, and are not to be replayed any more. Collective.
+    ///
+    /// # Errors
+    /// If there are none, memory is short, or ranks have different numbers of them; as [`wait`](Self::wait).
+    pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
+        check_micro_batches(count)?;
+        verify_same(&mut self.host, "micro-batches", count as i64)?;
+        self.wait(STEP)?;
+        let counter = self.readiness.counter.with_count(count);
+        self.sums = Sums::new(self.compute.device(), self.parameters.len(), &counter)?;
+        self.buffers.set_counter(&counter)?;
+        self.config.parallel.reducer.micro_batches = count;
+        // A graph holds the addresses of the sums that were.
+        self.identity = Arc::default();
+        Ok(())
     }
 
     /// Elements of the optimizer's state on this rank, the moving average among them.

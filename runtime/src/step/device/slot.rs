@@ -35,8 +35,6 @@ pub(super) struct Slot {
     pub(super) chunks: [Range<usize>; 2],
     /// Bytes of the table of what is looked through for gradients that are no numbers.
     pub(super) parts: Range<usize>,
-    /// Tensors not yet ready in this micro-batch.
-    pub(super) open: Vec<bool>,
     /// The compute stream has written all gradients of the bucket, or updated this rank's shard of the parameters.
     pub(super) written: Event,
     /// The exchange stream has reduced the gradients, or gathered the parameters.
@@ -77,8 +75,6 @@ impl Slot {
 pub(super) struct Slots {
     /// In the order in which they are expected to be complete.
     pub(super) all: Vec<Slot>,
-    /// The slot of each tensor.
-    pub(super) of: Vec<usize>,
     /// Elements that this rank has the optimizer's state of.
     pub(super) states: usize,
     /// What the optimizer updates here, bucket by bucket.
@@ -98,21 +94,18 @@ impl Slots {
         config: &DataParallelConfig,
         (rank, ranks): (u32, u32),
     ) -> Result<Self> {
-        let mut of = vec![0; layout.tensors().len()];
         // From the beginning of the arena, so that states lie in its order. Tensors tell that: of two buckets that begin at one
         // element, one has none.
         let mut places: Vec<usize> = (0..buckets.len()).collect();
         places.sort_by_key(|place| buckets[*place].tensors.start);
-        let mut ends = places.iter().skip(1).map(|place| buckets[*place].elements.start).collect::<Vec<_>>();
-        ends.push(padded(layout));
         let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
         let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
         let mut reduced = Vec::new();
-        for (place, end) in places.into_iter().zip(ends) {
+        for place in places {
             let bucket = buckets[place].clone();
-            of[bucket.tensors.clone()].fill(place);
-            let elements = bucket.elements.start..end;
-            let sharded = config.shard_from.is_some_and(|least| size_of::<f32>() * elements.len() >= least);
+            let elements = bucket.elements.start..padded_end(layout, bucket.tensors.end - 1);
+            let sharded =
+                config.shard_from.bytes(None).is_some_and(|least| size_of::<f32>() * elements.len() >= least);
             let shard = elements.len() / ranks as usize / VECTOR * VECTOR;
             let mut slot = Slot {
                 shard: if sharded && ranks > 1 { shard } else { 0 },
@@ -120,7 +113,6 @@ impl Slots {
                 state: states,
                 chunks: [0..0, 0..0],
                 parts: 0..0,
-                open: vec![true; bucket.tensors.len()],
                 written: Event::new(device)?,
                 exchanged: Event::new(device)?,
                 elements,
@@ -138,10 +130,9 @@ impl Slots {
                 reduced.extend(whole_parts(within.iter().cloned()));
                 let within = within
                     .into_iter()
-                    .map(|(tensor, within)| (within, config.optimizer.decays(&layout.tensors()[tensor])));
+                    .map(|(tensor, within)| (within, config.optimizer.factors(&layout.tensors()[tensor])));
                 let from = mem::size_of_val(&chunk_table[..]);
-                let weight_decay = config.optimizer.rule.weight_decay();
-                chunk_table.extend(chunks(within, weight_decay).into_iter().map(|chunk| {
+                chunk_table.extend(chunks(within).into_iter().map(|chunk| {
                     let state = chunk.begin as usize - region.start + state;
                     Chunk { state: state as u32, ..chunk }
                 }));
@@ -155,8 +146,13 @@ impl Slots {
             all[place] = Some(slot);
         }
         let all = all.into_iter().flatten().collect();
-        Ok(Slots { all, of, states, chunks: chunk_table, parts: part_table, reduced })
+        Ok(Slots { all, states, chunks: chunk_table, parts: part_table, reduced })
     }
+}
+
+/// The first element behind tensor `tensor` and what lies between it and the next one.
+fn padded_end(layout: &Layout, tensor: usize) -> usize {
+    if tensor + 1 == layout.tensors().len() { padded(layout) } else { layout.padded_end(tensor) }
 }
 
 /// Elements of the arenas: as many as end where the next tensor would begin.

@@ -1,15 +1,18 @@
 //! What a checkpoint needs of a model on GPUs, and its moving average.
 
+use std::borrow::Cow;
+
 use mgpu_kernels::cuda::{Memory, StepState, Stream};
 
-use super::super::state::follow;
+use super::super::reducer::follow;
+use super::super::state::NamedArena;
 use super::guard::Guard;
 use super::slot::{Slot, Slots};
-use super::{DeviceDataParallel, STEP};
-use crate::Result;
+use super::{BUCKET, DeviceDataParallel, STEP};
 use crate::comm::DType;
 use crate::optimizer::AVERAGE;
 use crate::replicate::{replicate, verify_equal, verify_same};
+use crate::{Layout, Result};
 
 impl DeviceDataParallel {
     /// A copy of the parameters on the host. Collective, as [`check`](Self::check), which it begins with.
@@ -49,8 +52,8 @@ impl DeviceDataParallel {
         self.average.is_some()
     }
 
-    /// Puts the moving average in the place of the parameters, to evaluate with it, or the parameters back. Collective where the
-    /// optimizer is sharded.
+    /// Puts the moving average in the place of the parameters, to evaluate with it on the device, or the parameters back.
+    /// Collective where the optimizer is sharded.
     ///
     /// # Errors
     /// If the driver refuses, or memory is short; as [`DeviceCommunicator::all_gather`](crate::DeviceCommunicator::all_gather).
@@ -92,14 +95,16 @@ impl DeviceDataParallel {
     /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
     /// for: who captures a first step keeps the buckets as they are.
     pub(super) fn follow_order(&mut self) -> Result<()> {
-        let Some(order) = self.observed.take().filter(|_| !self.capturing) else { return Ok(()) };
-        let buckets = follow(&mut self.host, &self.layout, order, &self.config.parallel)?;
+        let Some(order) = self.readiness.take_order().filter(|_| !self.capturing) else { return Ok(()) };
+        let sizes = self.config.parallel.reducer.buckets(BUCKET);
+        let buckets = follow(&mut self.host, &self.layout, order, sizes)?;
         if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
             return Ok(());
         }
         // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
         self.wait(STEP)?;
         let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
+        self.readiness.recut(&buckets);
         let slots = Slots::cut(device, &self.layout, buckets, &self.config.parallel, place)?;
         let mut guard = Guard::new(&self.compute, &slots, &self.layout, &self.config.parallel, place.1)?;
         guard.generation = self.guard.generation;
@@ -117,7 +122,7 @@ impl DeviceDataParallel {
         for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
             *arena = renewed.next().expect("as many as there are");
         }
-        (self.slots, self.slot_of) = (slots.all, slots.of);
+        self.slots = slots.all;
         (self.guard, self.chunks) = (guard, chunks);
         Ok(())
     }
@@ -134,25 +139,46 @@ impl DeviceDataParallel {
     ///
     /// # Errors
     /// As [`look`](Self::look).
-    pub fn arenas(&mut self) -> Result<Vec<(&'static str, Vec<f32>)>> {
+    pub fn arenas(&mut self) -> Result<Vec<NamedArena<'static>>> {
         self.check()?;
-        let download = |arena: &Memory| {
-            if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
-        };
-        let mut arenas = vec![("weights", download(self.aside.as_ref().unwrap_or(&self.parameters))?)];
+        let weights = self.aside.as_ref().unwrap_or(&self.parameters);
+        let mut arenas = vec![("weights", weights)];
+        let mut gathered = Vec::new();
         for (name, local) in self.states() {
-            let values = if self.is_sharded() {
-                let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
-                self.gather(local, &whole)?;
-                // Before the memory goes.
-                self.wait(STEP)?;
-                download(&whole)?
-            } else {
-                download(local)?
-            };
-            arenas.push((name, values));
+            gathered.push((name, self.gathered(name, local)?));
         }
-        Ok(arenas)
+        arenas.extend(gathered.iter().map(|(name, whole)| (*name, whole)));
+        // Before the memory goes.
+        self.wait(STEP)?;
+        let download = |(name, arena): (&'static str, &Memory)| {
+            let values = if self.rank() == 0 { self.download(arena)? } else { Vec::new() };
+            Ok((name, Cow::Owned(values)))
+        };
+        arenas.into_iter().map(download).collect()
+    }
+
+    /// All of an arena of which this rank has its own elements. Collective where the optimizer is sharded.
+    fn gathered(&self, name: &str, local: &Memory) -> Result<Memory> {
+        let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
+        if name == AVERAGE {
+            // The average of a tensor that does not change is itself.
+            let parameters = self.aside.as_ref().unwrap_or(&self.parameters);
+            self.compute.copy(parameters.view(), whole.view())?;
+        }
+        self.gather(local, &whole)?;
+        Ok(whole)
+    }
+
+    /// A copy on the host of the moving average of the parameters, if the optimizer keeps one. Collective.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
+        self.check()?;
+        let Some(average) = &self.average else { return Ok(None) };
+        let whole = self.gathered(AVERAGE, average)?;
+        self.wait(STEP)?;
+        self.download(&whole).map(Some)
     }
 
     /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas) by its
@@ -161,12 +187,16 @@ impl DeviceDataParallel {
     ///
     /// # Errors
     /// If ranks go back to different steps; as `read`, and the communicator's.
-    pub fn restore(&mut self, steps: u64, mut read: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<()> {
+    pub fn restore(
+        &mut self,
+        steps: u64,
+        mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
+    ) -> Result<()> {
         self.wait(STEP)?;
         verify_same(&mut self.host, "steps to go on from", steps as i64)?;
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
-            let mut values = read(name)?;
+            let mut values = read(name, &model.layout)?;
             replicate(&mut model.host, &model.layout, &mut values)?;
             values.resize(model.parameters.len(), 0.0);
             Ok(values)

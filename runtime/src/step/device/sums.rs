@@ -14,29 +14,34 @@ use crate::comm::{DType, DeviceCommunicator};
 /// Sums of micro-batches, for all elements of an arena.
 #[derive(Debug)]
 pub(super) struct Sums {
-    pub(super) counter: Counter,
     levels: Vec<Memory>,
 }
 
 impl Sums {
-    /// For an arena of `len` elements and steps of `count` micro-batches.
-    pub(super) fn new(device: &Arc<Device>, len: usize, count: usize, pairwise: bool) -> Result<Self> {
-        let counter = Counter::new(count, pairwise);
+    /// For an arena of `len` elements and steps as `counter` counts them.
+    pub(super) fn new(device: &Arc<Device>, len: usize, counter: &Counter) -> Result<Self> {
         let level = |_| Ok(Memory::zeroed(device, DType::F32, len)?);
-        Ok(Sums { counter, levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
+        Ok(Sums { levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
     }
 
     /// Takes the elements `at` of the micro-batch's `values`; with the last micro-batch, replaces them by the sum of all, divided
     /// by `divisor`.
-    pub(super) fn add(&self, stream: &Stream, values: &Memory, at: Range<usize>, divisor: f32) -> Result<()> {
+    pub(super) fn add(
+        &self,
+        counter: &Counter,
+        stream: &Stream,
+        values: &Memory,
+        at: Range<usize>,
+        divisor: f32,
+    ) -> Result<()> {
         let values = values.slice(at.clone());
         if values.is_empty() {
             return Ok(());
         }
-        for (level, divisor) in self.counter.carried(divisor) {
+        for (level, divisor) in counter.carried(divisor) {
             arena::add(stream, values, self.levels[level].slice(at.clone()), divisor)?;
         }
-        match self.counter.kept() {
+        match counter.kept() {
             Some(level) => Ok(stream.copy(values, self.levels[level].slice(at))?),
             None => Ok(()),
         }
@@ -82,35 +87,47 @@ struct Mean {
 }
 
 impl Buffers {
-    /// For steps of `count` micro-batches.
-    pub(super) fn new(stream: &Stream, values: &[f32], count: usize, is_mean: bool) -> Result<Self> {
+    /// For steps as `counter` counts them.
+    pub(super) fn new(stream: &Stream, values: &[f32], counter: &Counter, is_mean: bool) -> Result<Self> {
         let mean = || -> Result<Mean> {
             let device = stream.device();
             let zeroed = || Memory::zeroed(device, DType::F32, values.len());
-            let sums = Sums::new(device, values.len(), count, true)?;
+            let sums = Sums::new(device, values.len(), counter)?;
             Ok(Mean { before: zeroed()?, sums, theirs: zeroed()? })
         };
         let mean = (is_mean && !values.is_empty()).then(mean).transpose()?;
         Ok(Buffers { values: Memory::from_slice(stream, values)?, mean })
     }
 
-    /// Puts them back for micro-batch `index`.
-    pub(super) fn begin_batch(&mut self, stream: &Stream, index: usize) -> Result<()> {
-        let Some(Mean { before, sums, .. }) = &mut self.mean else { return Ok(()) };
-        sums.counter.begin_batch(index);
+    /// Gets ready for steps of another number of micro-batches.
+    pub(super) fn set_counter(&mut self, counter: &Counter) -> Result<()> {
+        if let Some(mean) = &mut self.mean {
+            mean.sums = Sums::new(self.values.device(), self.values.len(), counter)?;
+        }
+        Ok(())
+    }
+
+    /// Puts them back for a micro-batch.
+    pub(super) fn begin_batch(&self, counter: &Counter, stream: &Stream) -> Result<()> {
+        let Some(Mean { before, .. }) = &self.mean else { return Ok(()) };
         let (values, before) = (self.values.view(), before.view());
-        Ok(if index == 0 { stream.copy(values, before) } else { stream.copy(before, values) }?)
+        Ok(if counter.current() == 0 { stream.copy(values, before) } else { stream.copy(before, values) }?)
     }
 
     /// Takes them as a micro-batch has left them; replaces them by the mean over all of all ranks after the last one. Collective.
-    pub(super) fn end_batch(&self, comm: &DeviceCommunicator, stream: &Stream) -> Result<()> {
+    pub(super) fn end_batch(
+        &self,
+        counter: &Counter,
+        comm: &DeviceCommunicator,
+        stream: &Stream,
+    ) -> Result<()> {
         let Some(Mean { sums, theirs, .. }) = &self.mean else { return Ok(()) };
-        sums.add(stream, &self.values, 0..self.values.len(), 1.0)?;
-        if !sums.counter.is_last() {
+        sums.add(counter, stream, &self.values, 0..self.values.len(), 1.0)?;
+        if !counter.is_last() {
             return Ok(());
         }
         all_sum(comm, stream, self.values.view(), theirs.view())?;
-        let count = sums.counter.count() * comm.size() as usize;
+        let count = counter.count() * comm.size() as usize;
         Ok(arena::scale(stream, self.values.view(), 1.0 / count as f32)?)
     }
 }

@@ -1,0 +1,410 @@
+//! Averages gradients over ranks, and knows no optimizer: see [`Reducer`].
+
+use super::accumulate::{Accumulator, Counter};
+use super::buffers::BufferMean;
+use super::clip;
+use super::config::{BUCKET, Compression, ReducerConfig, Unused, check_join, check_micro_batches};
+use super::guard::Report;
+use super::readiness::{Readiness, check_tensor};
+use super::sink::{GradientSink, Sink};
+use super::slot::{Exchange, Slot};
+use super::slots::{Sharding, Slots};
+use crate::bucket::{self, Bucket};
+use crate::comm::{Background, Communicator, DType};
+use crate::replicate::{agree, verify_layout};
+use crate::{Error, Layout, Result};
+
+/// Averages a model's gradients over ranks: in buckets, over micro-batches, clipped, compressed and checked, as its
+/// [configuration](ReducerConfig) says. For programs that have an optimizer of their own;
+/// [`DataParallel`](super::DataParallel) is a `Reducer` with an optimizer.
+///
+/// Gradients lie where the reducer has them: [`GradientSink::gradient`] is where a model writes, and
+/// [`gradient`](Self::gradient) has the averages in the same place. Parameters are the program's, which makes them equal once
+/// ([`replicate`](crate::replicate::replicate)) and updates them alike on all ranks.
+///
+/// ```
+/// # fn main() -> mgpu::Result<()> {
+/// use mgpu::replicate::replicate;
+/// use mgpu::{Reducer, ReducerConfig};
+/// let mut world = mgpu::World::from_env()?;
+/// let mut comm = world.communicator()?;
+/// let mut layout = mgpu::Layout::new();
+/// let slope = layout.push("slope", [1]);
+/// let mut parameters = vec![0.0];
+/// replicate(&mut comm, &layout, &mut parameters)?;
+/// let mut reducer = Reducer::new(comm, layout, ReducerConfig::new().with_clip_norm(10.0))?;
+/// for _ in 0..100 {
+///     // Fit y = 3 x at x = 1: the gradient of (slope - 3)² / 2.
+///     reducer.reduce(|gradients| gradients.write(slope, &[parameters[0] - 3.0]))?;
+///     parameters[0] -= 0.1 * reducer.gradient(slope)?[0];
+/// }
+/// assert!((parameters[0] - 3.0).abs() < 1e-3);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Reducer {
+    pub(super) comm: Communicator,
+    pub(super) layout: Layout,
+    pub(super) slots: Slots,
+    sharding: Sharding,
+    readiness: Readiness,
+    accumulator: Accumulator,
+    config: ReducerConfig,
+    /// Norm of the last gradients, where they are clipped.
+    norm: Option<f64>,
+    /// Reductions made.
+    reductions: u64,
+}
+
+/// Who takes part in a step, and how.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Attendance {
+    /// The step, from 0.
+    pub(super) step: u64,
+    /// Whether this rank has data.
+    pub(super) has_data: bool,
+    /// Ranks that have.
+    pub(super) active: u32,
+    /// Micro-batches of each of them.
+    pub(super) micro_batches: usize,
+    /// Their learning rate.
+    pub(super) learning_rate: f64,
+}
+
+impl Attendance {
+    /// Learns from the others who has data; `None` if nobody has. A rank that has none goes along with the others' micro-batches
+    /// and learning rate. Collective.
+    pub(super) fn agree(self, comm: &mut Communicator) -> Result<Option<Self>> {
+        let Attendance { has_data, micro_batches, learning_rate, .. } = self;
+        let mine = [i64::from(has_data), micro_batches as i64, learning_rate.to_bits() as i64];
+        let ranks = comm.all_gather_slice(&mine)?;
+        let (ranks, _) = ranks.as_chunks::<3>();
+        let mut active = ranks.iter().filter(|[has_data, ..]| *has_data != 0);
+        let Some([_, micro_batches, rate]) = active.next() else { return Ok(None) };
+        let of_all = Attendance { active: 1 + active.count() as u32, ..self };
+        let (micro_batches, learning_rate) = (*micro_batches as usize, f64::from_bits(*rate as u64));
+        Ok(Some(if has_data { of_all } else { Attendance { micro_batches, learning_rate, ..of_all } }))
+    }
+}
+
+impl Reducer {
+    /// Gets ready to average gradients of the tensors of `layout`. Collective.
+    ///
+    /// # Errors
+    /// If the ranks' layouts or settings differ (names the first tensor or setting), settings are not compatible, memory is
+    /// short, or as the communicator's.
+    pub fn new(mut comm: Communicator, layout: Layout, config: ReducerConfig) -> Result<Self> {
+        config.check(comm.size())?;
+        layout.check("reducer")?;
+        agree(&mut comm, &config.settings())?;
+        verify_layout(&mut comm, &layout)?;
+        Self::assemble(comm, layout, config, None)
+    }
+
+    /// As [`new`](Self::new), where all ranks have the same layout and settings, and buckets are sharded from `shard_from` bytes
+    /// on.
+    pub(super) fn assemble(
+        mut comm: Communicator,
+        layout: Layout,
+        config: ReducerConfig,
+        shard_from: Option<usize>,
+    ) -> Result<Self> {
+        let (rank, ranks) = (comm.rank(), comm.size());
+        if config.overlap && ranks > 1 {
+            comm = Communicator::new(Background::new(comm)?);
+        }
+        let gradients = comm.allocate(DType::F32, layout.len())?;
+        let narrow = match config.compression {
+            Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
+            _ => None,
+        };
+        let (first, rest) = config.buckets(BUCKET);
+        let buckets = bucket::plan(&layout, first, rest);
+        let sharding = Sharding { rank, ranks, from: shard_from };
+        let counter = Counter::new(config.micro_batches, config.world_size_invariant);
+        Ok(Reducer {
+            readiness: Readiness::new(&layout, &buckets, ranks > 1, counter),
+            slots: Slots::cut(&layout, buckets, (gradients, narrow), sharding),
+            accumulator: Accumulator::new(layout.len()),
+            sharding,
+            norm: None,
+            reductions: 0,
+            comm,
+            layout,
+            config,
+        })
+    }
+
+    /// Averages gradients. `compute` runs forward and backward and hands over every gradient, as the mean over this rank's
+    /// batch. Returns what `compute` returns. Collective.
+    ///
+    /// # Errors
+    /// As [`reduce_accumulated`](Self::reduce_accumulated); if there are several micro-batches.
+    pub fn reduce<R>(&mut self, compute: impl FnOnce(&mut dyn GradientSink) -> Result<R>) -> Result<R> {
+        self.check_single("reduce", "reduce_accumulated")?;
+        let (mut compute, mut result) = (Some(compute), None);
+        self.reduce_accumulated(&mut [], |_, _, gradients| {
+            let compute = compute.take().expect("there is one micro-batch");
+            result = Some(compute(gradients)?);
+            Ok(())
+        })?;
+        Ok(result.expect("the micro-batch was computed"))
+    }
+
+    /// Averages the gradients of all [micro-batches](ReducerConfig::micro_batches), with as much communication as for one.
+    /// Collective. `compute` runs forward and backward of each, given its index from 0, `buffers` and where gradients go. It
+    /// hands over every gradient as the mean over the micro-batch. `buffers` are what the model changes beside its
+    /// parameters, such as running statistics.
+    ///
+    /// # Errors
+    /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or twice. Another reduction may
+    /// follow, but `buffers` are as `compute` has left them, if gradients are not finite ([`Error::NotFinite`], which names rank
+    /// and tensor), or only their sum over ranks is not ([`Error::ReducedNotFinite`]), or ranks have different numbers of
+    /// micro-batches ([`Error::Disagreement`]).
+    pub fn reduce_accumulated(
+        &mut self,
+        buffers: &mut [f32],
+        compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
+    ) -> Result<()> {
+        self.make_reduction(true, buffers, compute).map(|_| ())
+    }
+
+    /// Takes part in a reduction of the ranks that still have data, with weight 0: afterwards gradients are the averages over
+    /// those, for this rank's optimizer to follow. Returns false, with nothing reduced, once no rank has data. To be called
+    /// again and again by a rank that has run out, where the configuration has [`join`](ReducerConfig::join). Collective.
+    ///
+    /// # Errors
+    /// As [`reduce_accumulated`](Self::reduce_accumulated); if the configuration has no `join`.
+    pub fn join(&mut self) -> Result<bool> {
+        check_join(&self.config)?;
+        self.make_reduction(false, &mut [], |_, _, _| Ok(()))
+    }
+
+    fn make_reduction(
+        &mut self,
+        has_data: bool,
+        buffers: &mut [f32],
+        compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
+    ) -> Result<bool> {
+        let Some(attendance) = self.attend(self.reductions, has_data, 0.0)? else { return Ok(false) };
+        if let Some(buckets) = self.next_buckets()? {
+            self.recut(buckets)?;
+        }
+        self.run(attendance, buffers, compute)?;
+        self.reductions += 1;
+        Ok(true)
+    }
+
+    /// Agrees with the other ranks on who has data for step `step`; `None` if nobody has. Collective where ranks may join.
+    pub(super) fn attend(
+        &mut self,
+        step: u64,
+        has_data: bool,
+        learning_rate: f64,
+    ) -> Result<Option<Attendance>> {
+        let (active, micro_batches) = (self.comm.size(), self.config.micro_batches);
+        let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
+        if self.config.join { mine.agree(&mut self.comm) } else { Ok(Some(mine)) }
+    }
+
+    /// Makes a step up to averaged and clipped gradients.
+    pub(super) fn run(
+        &mut self,
+        attendance: Attendance,
+        buffers: &mut [f32],
+        mut compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
+    ) -> Result<()> {
+        self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
+        // A rank without data has nothing but zeros to add up.
+        let micro_batches = if attendance.has_data { attendance.micro_batches } else { 1 };
+        self.readiness.begin_step(micro_batches);
+        self.accumulator.begin_step(&self.readiness.counter);
+        let mut not_finite = None;
+        let is_mean = self.config.world_size_invariant && !buffers.is_empty();
+        let mut mean = is_mean.then(|| BufferMean::new(buffers, &self.readiness.counter));
+        for index in 0..micro_batches {
+            self.readiness.begin_batch(index);
+            if let Some(mean) = &mut mean {
+                mean.begin_batch(buffers);
+            }
+            let mut sink = self.sink(&attendance, &mut not_finite);
+            if attendance.has_data {
+                compute(index, buffers, &mut sink)?;
+            }
+            if !attendance.has_data || sink.config.unused == Unused::Zero {
+                sink.fill_open()?;
+            }
+            if let Some(mean) = &mut mean {
+                mean.add(&self.readiness.counter, buffers);
+            }
+            self.readiness.check_complete(&self.layout)?;
+        }
+        self.slots.all.iter_mut().try_for_each(Slot::settle)?;
+        if is_mean {
+            BufferMean::finish(&mut self.comm, &self.readiness.counter, buffers)?;
+        }
+        self.compare_reports(&attendance, not_finite)?;
+        self.clip()
+    }
+
+    /// Where a micro-batch's gradients go. What is found in them goes to `not_finite`.
+    fn sink<'a>(&'a mut self, attendance: &Attendance, not_finite: &'a mut Option<usize>) -> Sink<'a> {
+        let ReducerConfig { reduction, world_size_invariant: invariant, .. } = self.config;
+        let Attendance { step, active, .. } = *attendance;
+        let micro_batches = self.readiness.counter.count();
+        Sink {
+            comm: &mut self.comm,
+            layout: &self.layout,
+            slots: &mut self.slots.all,
+            readiness: &mut self.readiness,
+            accumulator: &mut self.accumulator,
+            config: &self.config,
+            exchange: Exchange { reduction, invariant, micro_batches, active },
+            step,
+            not_finite,
+        }
+    }
+
+    /// Compares what the ranks have found in their gradients, `own` in those of this rank, and whether all make the same step.
+    fn compare_reports(&mut self, attendance: &Attendance, own: Option<usize>) -> Result<()> {
+        let Self { comm, layout, slots, config, .. } = self;
+        let (rank, ranks) = (comm.rank(), comm.size());
+        let reduced = match config.check_finite && ranks > 1 {
+            true => slots.all.iter().find_map(|slot| slot.reduced_not_finite(layout, rank, ranks)),
+            false => None,
+        };
+        let Attendance { step, micro_batches, learning_rate, .. } = *attendance;
+        Report { own, reduced, micro_batches, learning_rate }.compare(comm, layout, step + 1)
+    }
+
+    /// Shortens the gradients if they are longer than they may be.
+    fn clip(&mut self) -> Result<()> {
+        let Self { comm, layout, slots, readiness, config, norm, .. } = self;
+        if let Some(most) = config.clip_norm {
+            *norm = Some(match config.world_size_invariant {
+                true => clip::clip_invariant(layout, readiness, &mut slots.all, most),
+                false => clip::clip(comm, &mut slots.all, most)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// The buckets to go on with, if they are others: once it is known in which order gradients come, they follow it, rank 0's
+    /// of the first step for all ranks. Where that is the order of the layout, last tensor first, nothing changes.
+    /// Collective then.
+    pub(super) fn next_buckets(&mut self) -> Result<Option<Vec<Bucket>>> {
+        let Some(order) = self.readiness.take_order() else { return Ok(None) };
+        let buckets = follow(&mut self.comm, &self.layout, order, self.config.buckets(BUCKET))?;
+        let current = self.slots.all.iter().map(|slot| &slot.bucket);
+        Ok(if current.eq(&buckets) { None } else { Some(buckets) })
+    }
+
+    /// Cuts the arenas into other buckets.
+    pub(super) fn recut(&mut self, buckets: Vec<Bucket>) -> Result<()> {
+        self.readiness.recut(&buckets);
+        let arenas = std::mem::take(&mut self.slots).uncut()?;
+        self.slots = Slots::cut(&self.layout, buckets, arenas, self.sharding);
+        Ok(())
+    }
+
+    /// The averaged gradient of `tensor` as of the last reduction. Collective where the optimizer of a
+    /// [`DataParallel`](super::DataParallel) is sharded: a rank has only its shards' averages until somebody asks.
+    ///
+    /// # Errors
+    /// If there is no such tensor, it is frozen, it was not averaged since the last step began, or as
+    /// [`Communicator::all_gather`].
+    pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
+        check_tensor(&self.layout, "gradient", tensor)?;
+        let Some(bucket) = self.readiness.bucket_of(tensor) else {
+            let problem = format!("tensor `{}` is frozen: it has none", self.layout.tensors()[tensor].name);
+            return Err(Error::InvalidArgument { operation: "gradient", problem });
+        };
+        let slot = &mut self.slots.all[bucket];
+        let range = slot.within(&self.layout, tensor);
+        Ok(&slot.averaged(&mut self.comm)?[range])
+    }
+
+    /// A copy of all averaged gradients, in the order of the layout; 0 for frozen tensors. Collective as
+    /// [`gradient`](Self::gradient).
+    ///
+    /// # Errors
+    /// As [`gradient`](Self::gradient).
+    pub fn gradients(&mut self) -> Result<Vec<f32>> {
+        let mut all = vec![0.0; self.layout.len()];
+        for slot in &mut self.slots.all {
+            let elements = slot.elements.clone();
+            all[elements].copy_from_slice(slot.averaged(&mut self.comm)?);
+        }
+        Ok(all)
+    }
+
+    /// The Euclidean norm of the last averaged gradients, before they were clipped; `None` where they are not, or there were
+    /// none yet.
+    pub fn gradient_norm(&self) -> Option<f64> {
+        self.norm
+    }
+
+    /// Names, shapes and offsets of the tensors.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Micro-batches of this rank in each step.
+    pub fn micro_batches(&self) -> usize {
+        self.config.micro_batches
+    }
+
+    /// Sets the micro-batches of the following steps. The same on every rank.
+    ///
+    /// # Errors
+    /// If there are none.
+    pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
+        check_micro_batches(count)?;
+        self.config.micro_batches = count;
+        Ok(())
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.comm.size()
+    }
+
+    /// The communicator, for collectives of the program's own between reductions.
+    pub fn comm(&mut self) -> &mut Communicator {
+        &mut self.comm
+    }
+
+    /// Checks that a step has one micro-batch; `other` is for several.
+    pub(super) fn check_single(&self, operation: &'static str, other: &str) -> Result<()> {
+        if self.config.micro_batches == 1 {
+            return Ok(());
+        }
+        let problem = format!("there are {} micro-batches: call {other}", self.config.micro_batches);
+        Err(Error::InvalidArgument { operation, problem })
+    }
+}
+
+/// Buckets for gradients that come in rank 0's `order`, the same on all ranks, the first of `sizes.0` bytes and the others of
+/// `sizes.1`. Collective.
+pub(super) fn follow(
+    comm: &mut Communicator,
+    layout: &Layout,
+    order: Vec<usize>,
+    sizes: (usize, usize),
+) -> Result<Vec<Bucket>> {
+    let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
+    comm.broadcast_slice(&mut order, 0)?;
+    let mut sorted = order.clone();
+    sorted.sort_unstable();
+    if !sorted.into_iter().eq(layout.trained().map(|tensor| tensor as i64)) {
+        let problem = "its order of gradients does not name every tensor once".to_owned();
+        return Err(Error::Protocol { peer: "rank 0".into(), problem });
+    }
+    let order = order.into_iter().map(|tensor| tensor as usize);
+    Ok(bucket::plan_in_order(layout, order, sizes.0, sizes.1))
+}
