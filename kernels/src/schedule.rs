@@ -84,8 +84,8 @@ impl Schedule {
 }
 
 impl Decay {
-    /// Its number of steps; 1 if it has none.
-    pub(crate) fn steps(&self) -> u64 {
+    /// The number of steps over which it falls, or between two falls; 1 where it does not fall.
+    pub fn steps(&self) -> u64 {
         match *self {
             Decay::Constant => 1,
             Decay::Linear { steps } | Decay::Cosine { steps, .. } | Decay::Step { every: steps, .. } => steps,

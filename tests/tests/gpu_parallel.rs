@@ -41,6 +41,13 @@ fn gradients_that_are_no_numbers_and_weights_that_differ_are_named() {
     }
 }
 
+#[test]
+fn tensors_and_ranks_that_are_not_alike_are_trained_as_on_the_cpu() {
+    for ranks in [1, 2, 3] {
+        step(ranks, "uneven");
+    }
+}
+
 /// Generated digits, small batches, our own kernels.
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
     let mut program = on_gpus(ranks, TRAIN);

@@ -1,8 +1,9 @@
-//! Optimizers, schedules and clipping do what PyTorch's do: see fixtures/pytorch.py, which has recorded them in double
-//! precision.
+//! Optimizers, parameter groups, schedules, clipping, unused tensors and ranks that run out of data do what PyTorch's do: see
+//! fixtures/pytorch.py, which has recorded them in double precision.
 
 use mgpu::optimizer::{Adam, AdamW, Decay, OptimizerConfig, RmsProp, Rule, Schedule, Sgd};
-use mgpu::{DataParallel, DataParallelConfig, Layout, World};
+use mgpu::{DataParallel, DataParallelConfig, Layout, ParameterGroup, Unused, World};
+use mgpu_tests::threads;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -16,6 +17,13 @@ struct Recorded {
     /// Learning rates by step.
     schedules: BTreeMap<String, Vec<f64>>,
     clipped: Vec<Clipped>,
+    /// Parameters by step and tensor.
+    groups: BTreeMap<String, Vec<Vec<Vec<f64>>>>,
+    unused: Vec<Vec<Vec<f64>>>,
+    /// Steps of each rank.
+    batches: Vec<usize>,
+    /// Parameters by tensor, after the last step.
+    joined: Vec<Vec<f64>>,
 }
 
 #[derive(Deserialize)]
@@ -123,4 +131,97 @@ fn gradients_are_clipped_as_by_pytorch() {
             }
         }
     }
+}
+
+/// Asserts that `found` has these values, of numbers around `scale` or larger.
+fn assert_close(what: &str, found: &[f32], expected: &[f64], scale: f64) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (found, expected) in found.iter().zip(expected) {
+        let deviation = (f64::from(*found) - expected).abs();
+        assert!(deviation <= 2e-6 * expected.abs().max(scale), "{what}: {found}, {expected}");
+    }
+}
+
+#[test]
+fn parameter_groups_have_learning_rates_and_weight_decays_of_their_own() {
+    let recorded = recorded();
+    let start = &recorded.start;
+    for (name, rule) in rules().into_iter().filter(|(name, _)| recorded.groups.contains_key(*name)) {
+        let mut layout = Layout::new();
+        let tensors = [0, 1, 2, 3].map(|tensor: usize| layout.push(tensor.to_string(), [start.len()]));
+        layout.assign([1], ParameterGroup::new().with_learning_rate(2.5).with_weight_decay(0.5));
+        layout.assign([2], ParameterGroup::FROZEN);
+        layout.assign([3], ParameterGroup::new().with_learning_rate(0.25).with_weight_decay(0.0));
+        let comm = World::from_env().unwrap().communicator().unwrap();
+        let parameters = floats(start).repeat(tensors.len());
+        let config = DataParallelConfig::new(OptimizerConfig::new(rule), 1);
+        let mut model = DataParallel::with_config(comm, layout.clone(), parameters, config).unwrap();
+        for (step, expected) in recorded.groups[name].iter().enumerate() {
+            let gradient = |tensor: usize| floats(&recorded.gradients[step + tensor]);
+            model
+                .step(|_, sink| {
+                    [3, 1, 0].into_iter().try_for_each(|tensor| sink.write(tensor, &gradient(tensor)))
+                })
+                .unwrap();
+            for tensor in tensors {
+                let what = format!("{name}, step {step}, tensor {tensor}");
+                assert_close(&what, &model.parameters()[layout.range(tensor)], &expected[tensor], 0.1);
+            }
+        }
+    }
+    assert_eq!(recorded.groups.len(), 6);
+}
+
+/// A rank of a model of two tensors, whose gradients are those of DistributedDataParallel's ranks.
+fn rank_of(
+    world: &mut World,
+    recorded: &Recorded,
+    change: fn(DataParallelConfig) -> DataParallelConfig,
+) -> DataParallel {
+    let mut layout = Layout::new();
+    (0..2).for_each(|tensor: usize| _ = layout.push(tensor.to_string(), [recorded.start.len()]));
+    let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
+    let config = change(DataParallelConfig::new(OptimizerConfig::new(Rule::Sgd(sgd)), 1));
+    let parameters = floats(&recorded.start).repeat(2);
+    DataParallel::with_config(world.communicator().unwrap(), layout, parameters, config).unwrap()
+}
+
+/// Gradients are up to 100, and so are what they leave.
+const LARGE: f64 = 10.0;
+
+#[test]
+fn tensors_that_a_rank_does_not_use_are_averaged_as_by_distributed_data_parallel() {
+    let recorded = recorded();
+    threads::run(2, |mut world| {
+        let mut model = rank_of(&mut world, &recorded, |config| config.with_unused(Unused::Zero));
+        let rank = model.rank() as usize;
+        for (step, expected) in recorded.unused.iter().enumerate() {
+            let used = |tensor: &usize| rank == 0 || *tensor == 0 || step.is_multiple_of(2);
+            let gradient = |tensor: usize| floats(&recorded.gradients[step + 2 * rank + tensor]);
+            let write = |tensor, sink: &mut dyn mgpu::GradientSink| sink.write(tensor, &gradient(tensor));
+            model
+                .step(|_, sink| [1, 0].into_iter().filter(used).try_for_each(|tensor| write(tensor, sink)))
+                .unwrap();
+            assert_close(&format!("step {step}"), model.parameters(), &expected.concat(), LARGE);
+        }
+    });
+}
+
+#[test]
+fn ranks_run_out_of_data_as_under_pytorchs_join() {
+    let recorded = recorded();
+    threads::run(recorded.batches.len() as u32, |mut world| {
+        let mut model = rank_of(&mut world, &recorded, |config| config.with_join(true));
+        let rank = model.rank() as usize;
+        for step in 0..recorded.batches[rank] {
+            let gradient = |tensor: usize| floats(&recorded.gradients[step + 2 * rank + tensor]);
+            model
+                .step(|_, sink| {
+                    [1, 0].into_iter().try_for_each(|tensor| sink.write(tensor, &gradient(tensor)))
+                })
+                .unwrap();
+        }
+        model.join().unwrap();
+        assert_close("joined", model.parameters(), &recorded.joined.concat(), LARGE);
+    });
 }

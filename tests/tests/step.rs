@@ -1,5 +1,10 @@
 //! What a step can do besides averaging: micro-batches, sums, clipping, compression, sums that do not depend on the number
-//! of ranks, and guards that name who is wrong.
+//! of ranks, and guards that name who is wrong. `groups` has tensors that are not all alike, `uneven` ranks that are not.
+
+#[path = "step/groups.rs"]
+mod groups;
+#[path = "step/uneven.rs"]
+mod uneven;
 
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::replicate::verify_same;

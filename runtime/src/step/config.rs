@@ -250,6 +250,8 @@ impl DataParallelConfig {
             "updates run on at least one thread".to_owned()
         } else if self.verify_every == Some(0) {
             "weights are verified every step or less often, not every 0 steps".to_owned()
+        } else if self.optimizer.schedule.decay.steps() == 0 {
+            "a schedule's learning rate falls over at least one step".to_owned()
         } else {
             return self.reducer.check(ranks);
         };

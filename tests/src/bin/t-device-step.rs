@@ -1,6 +1,9 @@
 //! A rank with a GPU that trains a model whose gradients are formulas: `t-device-step same` compares what a step does, in every
 //! configuration, with the CPU's step of a single rank; `t-device-step resume` goes on from another configuration's state;
-//! `t-device-step guards` makes mistakes that have to be found.
+//! `t-device-step guards` makes mistakes that have to be found; `t-device-step uneven` has tensors and ranks that are not alike.
+
+#[path = "device_step/uneven.rs"]
+mod uneven;
 
 use std::process::ExitCode;
 
@@ -21,6 +24,7 @@ fn main() -> ExitCode {
         "same" => same(&mut world),
         "resume" => resume(&mut world),
         "guards" => guards(&mut world),
+        "uneven" => uneven::check(&mut world),
         other => panic!("unknown body {other}"),
     };
     match outcome {

@@ -109,10 +109,7 @@ impl DeviceDataParallel {
     /// Takes 0 for all gradients that were not announced.
     fn fill_open(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
-            let gradient = self.gradient(tensor);
-            if !gradient.is_empty() {
-                self.compute.zero(gradient)?;
-            }
+            self.compute.zero(self.gradient(tensor))?;
             self.ready(tensor)?;
         }
         Ok(())
