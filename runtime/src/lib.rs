@@ -46,6 +46,7 @@
 
 pub mod bucket;
 pub mod checkpoint;
+mod clock;
 pub mod comm;
 pub mod control_group;
 mod error;

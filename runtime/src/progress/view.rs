@@ -79,10 +79,16 @@ pub enum Operation {
     Send = 8,
     Connect = 9,
     Recv = 10,
+    UpdateAllGather = 11,
+    AllToAll = 12,
+    Gather = 13,
+    Scatter = 14,
+    AllGatherV = 15,
+    AllToAllV = 16,
 }
 
 impl Operation {
-    pub(crate) const ALL: [Operation; 10] = [
+    pub(crate) const ALL: [Operation; 16] = [
         Operation::Barrier,
         Operation::Allocate,
         Operation::AllReduce,
@@ -93,6 +99,12 @@ impl Operation {
         Operation::Send,
         Operation::Connect,
         Operation::Recv,
+        Operation::UpdateAllGather,
+        Operation::AllToAll,
+        Operation::Gather,
+        Operation::Scatter,
+        Operation::AllGatherV,
+        Operation::AllToAllV,
     ];
 
     pub(crate) fn from_number(number: u8) -> Option<Self> {
@@ -112,6 +124,12 @@ impl Operation {
             Operation::Send => "send",
             Operation::Connect => "connect",
             Operation::Recv => "recv",
+            Operation::UpdateAllGather => "update_all_gather",
+            Operation::AllToAll => "all_to_all",
+            Operation::Gather => "gather",
+            Operation::Scatter => "scatter",
+            Operation::AllGatherV => "all_gather_v",
+            Operation::AllToAllV => "all_to_all_v",
         }
     }
 }

@@ -33,10 +33,9 @@ use slots::{Sharding, Slots};
 pub use state::NamedArena;
 
 use crate::bucket;
-use crate::comm::{Background, Buffer, Communicator, DType};
+use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{agree, replicate, verify_equal};
-use crate::timeline::Name;
 use crate::{Error, Layout, Result};
 
 /// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
@@ -127,9 +126,9 @@ impl DataParallel {
         replicate(&mut comm, &layout, &mut values)?;
         let (rank, ranks) = (comm.rank(), comm.size());
         if config.overlap && ranks > 1 {
-            comm = Communicator::new(Background::new(comm)?);
+            comm = comm.in_background()?;
         }
-        let shares_memory = ranks > 1 && comm.backend() == "cpu";
+        let shares_memory = comm.capabilities().shares_memory;
         let sharding = Sharding { rank, ranks, from: config.shard_from.filter(|_| shares_memory) };
         let gradients = comm.allocate(DType::F32, layout.len())?;
         let narrow = match config.compression {
@@ -223,7 +222,7 @@ impl DataParallel {
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
         self.whole_parameters("step")?;
-        let begin = self.comm.timeline().begin();
+        let begin = self.comm.observer().begin();
         self.follow_order()?;
         self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
         self.observed.iter_mut().for_each(Vec::clear);
@@ -251,13 +250,13 @@ impl DataParallel {
         }
         self.compare_reports(not_finite)?;
         self.clip()?;
-        let updating = self.comm.timeline().begin();
+        let updating = self.comm.observer().begin();
         self.update()?;
-        self.comm.timeline().end(updating, Name::OPTIMIZER);
+        self.comm.observer().end(updating, "optimizer", None);
         if self.config.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
             self.verify()?;
         }
-        self.comm.timeline().end_of(begin, Name::STEP, Some(self.steps() as u32));
+        self.comm.observer().end(begin, "step", Some(self.steps() as u32));
         Ok(())
     }
 

@@ -99,10 +99,7 @@ impl GradientSink for Sink<'_> {
         if self.check && self.not_finite.is_none() {
             *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
         }
-        if !self.exchange.invariant {
-            self.comm.timeline().set_bucket(Some(self.slots.of[tensor] as u32));
-        }
-        slot.reduce(self.comm, self.exchange)
+        slot.reduce(self.comm, self.exchange, self.slots.of[tensor] as u32)
     }
 
     fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
