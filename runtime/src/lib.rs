@@ -46,6 +46,7 @@
 
 pub mod bucket;
 pub mod checkpoint;
+mod clock;
 pub mod comm;
 mod error;
 pub mod layout;

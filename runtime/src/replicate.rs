@@ -38,7 +38,7 @@ pub fn verify_layout(comm: &mut Communicator, layout: &Layout) -> Result<()> {
 ///             let seed = if world.rank() == 2 { 8 } else { 7 };
 ///             let settings = [("--net", "lenet5".to_owned()), ("--seed", seed.to_string())];
 ///             let mut comm = world.communicator().unwrap();
-///             let error = mgpu::replicate::agree(&mut *comm, &settings).unwrap_err();
+///             let error = mgpu::replicate::agree(&mut comm, &settings).unwrap_err();
 ///             assert_eq!(error.to_string(), "rank 2 has --seed 8 where rank 0 has 7; all ranks need the same");
 ///         });
 ///     }
@@ -82,23 +82,14 @@ fn compare<T: Serialize + DeserializeOwned, D: Serialize + DeserializeOwned + De
     let hashes = comm.all_gather_slice(&[xxh3_64(&bytes) as i64])?;
     let Some((right, peer)) = odd_one(&hashes) else { return Ok(None) };
     let (right, peer) = (right as u32, peer as u32);
-    let reference = share(comm, bytes, right)?;
+    let reference = comm.broadcast_bytes(&bytes, right)?;
     // Everybody learns of the difference: a rank that only waited for the other one would name the wrong cause.
     let own = match comm.rank() == peer {
         true => difference(&from_json(&reference, right)?, [peer, right]),
         false => D::default(),
     };
-    let text = share(comm, to_json(&own), peer)?;
+    let text = comm.broadcast_bytes(&to_json(&own), peer)?;
     Ok(Some((right, peer, from_json(&text, peer)?)))
-}
-
-/// The bytes of rank `root`, on all ranks.
-fn share(comm: &mut Communicator, mut bytes: Vec<u8>, root: u32) -> Result<Vec<u8>> {
-    let mut len = [bytes.len() as i64];
-    comm.broadcast_slice(&mut len, root)?;
-    bytes.resize(len[0] as usize, 0);
-    comm.broadcast_slice(&mut bytes, root)?;
-    Ok(bytes)
 }
 
 fn to_json<T: Serialize>(value: &T) -> Vec<u8> {

@@ -113,12 +113,14 @@ impl<'a> Session<'a> {
 
     /// The model, with the same weights on all ranks.
     fn trainer(&self, device: DeviceComm, comm: Comm) -> Result<Trainer, Box<dyn Error>> {
-        let Session { args, world, threads, .. } = self;
-        Trainer::new(args, (world.rank(), world.size()), &self.data, |recipe| {
+        let Session { args, world, timeline, threads, .. } = self;
+        Trainer::new(args, (world.rank(), world.size()), &self.data, timeline, |recipe| {
             Ok(match (device, args.precision) {
                 (Some(device), _) => Box::new(Gpu::new(recipe, args, device, comm)?) as Box<dyn Engine>,
-                (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(recipe, args, comm, *threads)?),
-                (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, *threads)?),
+                (None, Precision::Bf16) => {
+                    Box::new(Cpu::<bf16>::new(recipe, args, comm, timeline, *threads)?)
+                }
+                (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, timeline, *threads)?),
             })
         })
     }
@@ -246,9 +248,15 @@ impl<'a> Session<'a> {
     }
 }
 
-/// The timeline that the arguments ask for, or one that counts only: what communication takes costs next to nothing.
+/// The timeline that the arguments ask for, or one that counts only: what communication takes costs next to nothing. On GPUs,
+/// where there is nothing to count on the host, none.
 fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
-    let Some(path) = &args.timeline else { return Ok(Timeline::new(0)?) };
+    let Some(path) = &args.timeline else {
+        return Ok(match world.backend() {
+            Backend::Cpu => Timeline::new(0)?,
+            Backend::Nccl => Timeline::off(),
+        });
+    };
     if world.backend() == Backend::Nccl {
         return Err(
             "--timeline shows what the CPU does: on GPUs take `nsys profile`, or --backend cpu".into()

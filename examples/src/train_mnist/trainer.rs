@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use mgpu::replicate::verify_same;
-use mgpu::timeline::Name;
+use mgpu::timeline::{Name, Timeline};
 use mgpu::{Communicator, ReduceOp, Sampler, SamplerConfig, World, sampler};
 use mgpu_kernels::cuda::Device;
 
@@ -89,6 +89,8 @@ fn bar(done: u64, all: u64) -> String {
 /// A model in training on one rank: what to do when, and what is left to the engine how to do.
 pub(super) struct Trainer {
     engine: Box<dyn Engine>,
+    /// What the engine's communicator is observed by.
+    timeline: Timeline,
     sampler: Sampler,
     run: Run,
     /// What the digits are: files, or generated.
@@ -105,6 +107,7 @@ impl Trainer {
         args: &Args,
         (rank, ranks): (u32, u32),
         data: &Mnist,
+        timeline: &Timeline,
         engine: impl FnOnce(&Recipe) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
@@ -125,7 +128,16 @@ impl Trainer {
             steps_per_epoch: sampler.steps_per_epoch() as u64,
         };
         let (engine, data) = (engine(&recipe)?, data.origin.to_string());
-        Ok(Trainer { engine, sampler, run, data, checkpoints: None, length, totals: Totals::default() })
+        Ok(Trainer {
+            engine,
+            timeline: timeline.clone(),
+            sampler,
+            run,
+            data,
+            checkpoints: None,
+            length,
+            totals: Totals::default(),
+        })
     }
 
     /// Saves the training to `folder` from now on, and goes on from what is there if it may. Collective.
@@ -198,7 +210,7 @@ impl Trainer {
         verify_same(self.engine.comm(), &format!("steps by the end of epoch {}", epoch + 1), last as i64)?;
         let global_batch = self.run.global_batch();
         let (begin, length, alone) = (self.steps(), self.length, self.run.ranks == 1);
-        let watch = Stopwatch::start(self.engine.comm().timeline());
+        let watch = Stopwatch::start(&self.timeline);
         // Alone there is nobody to communicate with.
         let share = |spent: Spent| (!alone).then(|| spent.communication()[0]);
         let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
@@ -265,10 +277,9 @@ impl Trainer {
     pub(super) fn save(&mut self) -> Result<(), Box<dyn Error>> {
         let steps_per_epoch = self.steps_per_epoch();
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
-        let timeline = self.engine.comm().timeline().clone();
-        let begin = timeline.begin();
+        let begin = self.timeline.begin();
         checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch)?;
-        timeline.end(begin, Name::new("checkpoint"));
+        self.timeline.end(begin, Name::new("checkpoint"));
         Ok(())
     }
 

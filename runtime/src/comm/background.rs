@@ -1,22 +1,22 @@
-//! Reductions on a thread of their own, under what else the rank computes.
+//! Reductions on a thread of their own, while the rank computes.
 //!
-//! The collectives of a CPU are over when their call returns, and while they last the rank does nothing else. This communicator
-//! has another one do everything; the two operations that gradients travel by go to a thread, one after the other, and the
-//! caller has their [`Pending`] at once. All other operations are done by the caller, after those, so that the order of
-//! operations is that of the calls, on every rank.
+//! The collectives of a CPU are over when their call returns, and while they last the rank does nothing else. This transport
+//! hands every call to another communicator, by whose rules it goes. All-reduce and reduce-scatter, by which gradients travel, go
+//! to a thread, one after the other, and the caller has their [`Pending`] at once. All other calls are made by the caller, after
+//! those, so that the order of operations is that of the calls, on every rank.
 //!
 //! It gains where a core is to spare: the thread copies and adds as much as the caller would have. Where there is none, the
 //! two take turns on one core, and what is left to gain is the time that a rank waits for later ones.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use super::{Algorithm, Buffer, Communicator, DType, Pending, ReduceOp, Transport, Update};
+use super::call::{Call, Request};
+use super::rules::Failing;
+use super::{Algorithm, Buffer, Capabilities, Communicator, DType, Observer, Pending, ReduceOp, Transport};
 use crate::process::{Origin, start_failure};
-use crate::timeline::{self, Timeline};
 use crate::{Error, Result};
 
 /// See the [module](self).
@@ -25,9 +25,9 @@ pub(crate) struct Background {
     origin: Origin,
     shared: Arc<Shared>,
     rank: u32,
-    size: u32,
     backend: &'static str,
-    timeline: Timeline,
+    capabilities: Capabilities,
+    observer: Option<Arc<dyn Observer>>,
     /// `None` only while it is dropped.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -50,22 +50,18 @@ impl Shared {
 }
 
 enum Job {
-    Reduce {
-        operation: Operation,
-        buffer: Buffer,
-        op: ReduceOp,
-        /// The bucket it is of, if that is recorded.
-        bucket: Option<u32>,
-        result: SyncSender<Result<Buffer>>,
-    },
+    Reduce(Reduction),
     /// Answered when all before it are over.
     Fence(SyncSender<()>),
 }
 
-#[derive(Clone, Copy)]
-enum Operation {
-    AllReduce,
-    ReduceScatter,
+/// A call for the thread. (A [`Call`] of any kind may hold what is not to leave the caller's.)
+struct Reduction {
+    call: fn(ReduceOp) -> Call<'static>,
+    op: ReduceOp,
+    buffer: Buffer,
+    tag: Option<u32>,
+    result: SyncSender<Result<Buffer>>,
 }
 
 impl Background {
@@ -73,20 +69,19 @@ impl Background {
     ///
     /// # Errors
     /// If no thread can be started.
-    pub(crate) fn new(mut comm: Communicator) -> Result<Self> {
-        let (rank, size, backend) = (comm.rank(), comm.size(), comm.backend());
-        let timeline = comm.timeline().clone();
-        comm.set_oversubscribed();
+    pub(super) fn new(comm: Communicator) -> Result<Self> {
+        let (rank, backend, capabilities) = (comm.rank(), comm.backend(), comm.capabilities());
+        let observer = comm.shared_observer();
         let shared = Arc::new(Shared { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
         let (jobs, queue) = channel();
-        let (of_thread, recorded) = (Arc::clone(&shared), timeline.clone());
+        let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
-            .spawn(move || work(&of_thread, &queue, &recorded))
+            .spawn(move || work(&of_thread, &queue))
             .map_err(|error| Error::system("start a thread for reductions", start_failure(&error)))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
         let origin = Origin::here();
-        Ok(Background { origin, shared, rank, size, backend, timeline, jobs, thread, busy: false })
+        Ok(Background { origin, shared, rank, backend, capabilities, observer, jobs, thread, busy: false })
     }
 
     /// Gives the thread a job. Where it has ended by a panic, the job's result never comes.
@@ -94,13 +89,18 @@ impl Background {
         let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
     }
 
-    fn begin(&mut self, operation: Operation, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+    fn begin(
+        &mut self,
+        call: fn(ReduceOp) -> Call<'static>,
+        op: ReduceOp,
+        buffer: Buffer,
+        tag: Option<u32>,
+    ) -> Result<Pending> {
         self.check_process()?;
         let (result, pending) = sync_channel(1);
-        let bucket = self.timeline.take_bucket();
         self.busy = true;
-        self.give(Job::Reduce { operation, buffer, op, bucket, result });
-        Ok(Pending::under_way(pending, &self.timeline))
+        self.give(Job::Reduce(Reduction { call, op, buffer, tag, result }));
+        Ok(Pending::under_way(pending, self.observer.clone()))
     }
 
     fn check_process(&self) -> Result<()> {
@@ -124,20 +124,17 @@ impl Background {
 }
 
 /// What the thread does until there can be no more jobs.
-fn work(shared: &Shared, queue: &Receiver<Job>, timeline: &Timeline) {
-    timeline::enter_background();
+fn work(shared: &Shared, queue: &Receiver<Job>) {
     for job in queue {
         match job {
-            Job::Reduce { operation, buffer, op, bucket, result } => {
+            Job::Reduce(Reduction { call, op, buffer, tag, result }) => {
                 if shared.stopped.load(Ordering::Relaxed) {
                     continue;
                 }
-                timeline.set_bucket(bucket);
                 let mut comm = shared.comm();
-                let reduced = match operation {
-                    Operation::AllReduce => comm.all_reduce(buffer, op),
-                    Operation::ReduceScatter => comm.reduce_scatter(buffer, op),
-                };
+                comm.set_background(true);
+                let reduced = comm.submit(call(op), buffer, tag);
+                comm.set_background(false);
                 // Nobody waits any more where a step was given up.
                 let _ = result.send(reduced.and_then(Pending::wait));
             }
@@ -158,83 +155,48 @@ impl Drop for Background {
     }
 }
 
+impl Failing for Background {
+    fn stop(&self) {
+        self.shared.comm().transport().stop();
+    }
+
+    fn abort(&self) {
+        self.shared.comm().transport().abort();
+    }
+}
+
 impl Transport for Background {
-    fn rank(&self) -> u32 {
-        self.rank
-    }
-
-    fn size(&self) -> u32 {
-        self.size
-    }
-
     fn backend(&self) -> &'static str {
         self.backend
     }
 
-    fn timeline(&self) -> &Timeline {
-        &self.timeline
-    }
-
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        let _ = self.idle().map(|mut comm| comm.note_arrivals(at));
-    }
-
-    fn blame(&mut self, error: &Error) {
-        let _ = self.idle().map(|mut comm| comm.blame(error));
-    }
-
-    fn set_oversubscribed(&mut self) {
-        let _ = self.idle().map(|mut comm| comm.set_oversubscribed());
-    }
-
-    fn set_algorithm(&mut self, algorithm: Algorithm) {
-        let _ = self.idle().map(|mut comm| comm.set_algorithm(algorithm));
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         self.idle()?.allocate(dtype, len)
     }
 
-    fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.begin(Operation::AllReduce, buffer, op)
+    fn submit(&mut self, request: Request<'_>) -> Result<Pending> {
+        let Request { call, buffer, tag, .. } = request;
+        match call {
+            Call::AllReduce(op) => self.begin(Call::AllReduce, op, buffer, tag),
+            Call::ReduceScatter(op) => self.begin(Call::ReduceScatter, op, buffer, tag),
+            call => self.idle()?.submit(call, buffer, tag),
+        }
     }
 
-    fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.begin(Operation::ReduceScatter, buffer, op)
+    fn set_algorithm(&mut self, algorithm: Algorithm) {
+        let _ = self.idle().map(|mut comm| comm.set_algorithm(algorithm));
     }
 
-    fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
-        self.idle()?.all_gather(buffer)
+    fn set_oversubscribed(&mut self) {
+        let _ = self.idle().map(|mut comm| comm.set_oversubscribed());
     }
 
-    fn update_all_gather(
-        &mut self,
-        buffer: Buffer,
-        segments: &[Range<usize>],
-        block: usize,
-        make: &mut Update<'_>,
-    ) -> Result<Pending> {
-        self.idle()?.update_all_gather(buffer, segments, block, make)
-    }
-
-    fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
-        self.idle()?.broadcast(buffer, root)
-    }
-
-    fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
-        self.idle()?.reduce(buffer, op, root)
-    }
-
-    fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
-        self.idle()?.send(buffer, to)
-    }
-
-    fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
-        self.idle()?.recv(buffer, from)
-    }
-
-    fn barrier(&mut self) -> Result<()> {
-        self.idle()?.barrier()
+    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+        let _ = self.idle().map(|mut comm| comm.note_arrivals(at));
     }
 }
 
@@ -249,8 +211,8 @@ mod tests {
         std::thread::scope(|scope| {
             for mut world in worlds {
                 let body = &body;
-                let mut comm = move || Background::new(world.communicator().unwrap()).unwrap();
-                scope.spawn(move || body(Communicator::new(comm())));
+                let mut comm = move || world.communicator().unwrap().in_background().unwrap();
+                scope.spawn(move || body(comm()));
             }
         });
     }
@@ -276,11 +238,12 @@ mod tests {
 
     #[test]
     fn what_has_not_begun_when_it_is_dropped_never_is() {
-        let mut comm = Background::new(Communicator::new(crate::comm::Solo::new(None))).unwrap();
+        let mut comm = Background::new(Communicator::alone(None)).unwrap();
         let shared = Arc::clone(&comm.shared);
         // The thread comes to the first one at most.
         let held = shared.comm();
-        let mut begin = || comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap();
+        let mut begin =
+            || comm.begin(Call::AllReduce, ReduceOp::Sum, Buffer::from_slice(&[1.0f32]), None).unwrap();
         let pending: Vec<_> = (0..10).map(|_| begin()).collect();
         std::thread::scope(|scope| {
             scope.spawn(move || drop(comm));

@@ -1,6 +1,7 @@
 //! Memory that operations take and give back.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
@@ -9,6 +10,7 @@ use nix::sys::mman::{MmapAdvise, madvise};
 use super::{DType, Element};
 use crate::membership::Membership;
 use crate::shm::SharedMemory;
+use crate::{Error, Result};
 
 /// Alignment of every allocation: a cache line and a vector register.
 pub(crate) const ALIGNMENT: usize = 64;
@@ -190,6 +192,39 @@ impl Buffer {
         self.assert_type::<T>();
         // SAFETY: as in `as_slice`, and `&mut self` excludes other references.
         unsafe { std::slice::from_raw_parts_mut(self.address().cast(), self.len) }
+    }
+
+    /// Checks that peers of `membership` reach the buffer, if it lies in an arena: that it is this rank's, of this world.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub(crate) fn check_owner(&self, operation: &'static str, membership: &Arc<Membership>) -> Result<()> {
+        let foreign = self.arena().filter(|(arena, _)| !arena.belongs_to(membership));
+        let Some((arena, _)) = foreign else { return Ok(()) };
+        let (communicator, number) = (arena.id >> 32, arena.id & u64::from(u32::MAX));
+        let problem = format!(
+            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
+             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
+             buffer",
+            arena.rank,
+            arena.parts.len(),
+        );
+        Err(Error::InvalidArgument { operation, problem })
+    }
+
+    /// Copies the elements `range` of `from`, which has the same element type, to those that begin at `at`.
+    ///
+    /// # Panics
+    /// If there are not so many, or the types differ.
+    pub(crate) fn copy_from(&mut self, at: usize, from: &Buffer, range: Range<usize>) {
+        assert!(self.dtype == from.dtype, "a copy of {} into {}", from.dtype, self.dtype);
+        assert!(range.start <= range.end && range.end <= from.len && at + range.len() <= self.len);
+        let size = self.dtype.size();
+        let source = from.address().wrapping_add(range.start * size);
+        // SAFETY: both ranges lie within buffers that own their elements alone, and of which one is borrowed mutably.
+        unsafe {
+            std::ptr::copy_nonoverlapping(source, self.address().wrapping_add(at * size), range.len() * size);
+        }
     }
 
     /// Splits into the first `middle` elements and the rest.

@@ -1,11 +1,19 @@
-//! The communicator.
+//! The communicator: what a program calls, and the rules that hold for every call.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use super::{Algorithm, Buffer, DType, Element, Pending, ReduceOp, Transport, Update};
-use crate::timeline::Timeline;
+use super::background::Background;
+use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
+use super::exchange::{Counts, Shares, Unequal};
+use super::observer::{Nobody, Observed, Observer, Updating};
+use super::rules::{Noted, Rules};
+use super::solo::Solo;
+use super::{Algorithm, Buffer, Capabilities, DType, Element, Pending, ReduceOp, Transport, bytes_of};
+use crate::clock::now;
+use crate::membership::Membership;
+use crate::progress::Operation;
 use crate::{Error, Result};
 
 /// Collectives over the ranks of a world. See the [module](super) for what holds for all of them.
@@ -28,36 +36,136 @@ use crate::{Error, Result};
 /// # }
 /// ```
 pub struct Communicator {
+    rank: u32,
+    size: u32,
     transport: Box<dyn Transport>,
+    capabilities: Capabilities,
+    rules: Arc<Rules>,
+    /// The transport hands every call to another communicator, by whose rules it goes.
+    hands_over: bool,
+    observer: Option<Arc<dyn Observer>>,
+    /// Whether calls come from a thread beside the rank's own.
+    background: bool,
+    /// Collectives begun.
+    number: u32,
+    /// What a barrier works on; `None` after one that failed.
+    nothing: Option<Buffer>,
 }
 
 impl Communicator {
-    pub(crate) fn new(transport: impl Transport + 'static) -> Self {
-        Communicator { transport: Box::new(transport) }
+    pub(crate) fn new(transport: impl Transport + 'static, rank: u32, size: u32, rules: Arc<Rules>) -> Self {
+        Communicator {
+            rank,
+            size,
+            capabilities: transport.capabilities(),
+            transport: Box::new(transport),
+            rules,
+            hands_over: false,
+            observer: None,
+            background: false,
+            number: 0,
+            nothing: None,
+        }
+    }
+
+    /// That of a world of one. Where there is a launcher, it is told what the rank does.
+    pub(crate) fn alone(membership: Option<Arc<Membership>>) -> Self {
+        Self::new(Solo, 0, 1, Arc::new(Rules::new(membership, 0)))
+    }
+
+    /// The same ranks, with reductions [on a thread of their own](Background). On all ranks alike.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub(crate) fn in_background(mut self) -> Result<Self> {
+        self.set_oversubscribed();
+        let (rank, size, rules) = (self.rank, self.size, Arc::clone(&self.rules));
+        let observer = self.observer.clone();
+        let outer = Self::new(Background::new(self)?, rank, size, rules);
+        Ok(Communicator { hands_over: true, observer, ..outer })
+    }
+
+    /// Carries out a call. The rules of all operations, in this order.
+    pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
+        let number = self.number.wrapping_add(1).max(1);
+        let request = Request { call, buffer, tag, number };
+        // The arguments: told before anything is sent.
+        self.check(&request)?;
+        if self.hands_over {
+            return self.transport.submit(request);
+        }
+        if request.call.is_collective() {
+            self.number = number;
+        }
+        // A fault that is due, then the progress page; neither where an earlier error has poisoned the communicator.
+        let (operation, bytes) = (request.call.operation(), request.bytes());
+        self.rules.begin(Noted { operation, number, bytes })?;
+        // The operation itself, and around it the trace.
+        let result = match &self.observer {
+            None => self.transport.submit(request),
+            Some(observer) => observe(&**observer, operation, (tag, bytes, self.background), |updating| {
+                submit_timed(&mut *self.transport, request, updating)
+            }),
+        };
+        // An error poisons.
+        self.rules.end(result, &*self.transport)
+    }
+
+    fn check(&self, request: &Request<'_>) -> Result<()> {
+        request.call.check(self.rank, self.size, request.buffer.len())?;
+        let membership = self.rules.membership();
+        match membership.filter(|_| self.capabilities.shares_memory) {
+            Some(membership) => request.buffer.check_owner(request.call.operation().name(), membership),
+            None => Ok(()),
+        }
     }
 
     /// This rank.
     pub fn rank(&self) -> u32 {
-        self.transport.rank()
+        self.rank
     }
 
     /// Number of ranks.
     pub fn size(&self) -> u32 {
-        self.transport.size()
+        self.size
     }
 
-    /// `solo`, `cpu` or `nccl`.
+    /// `solo`, `cpu` or `nccl`: for display. What matters to a program is among its [capabilities](Self::capabilities).
     pub fn backend(&self) -> &'static str {
         self.transport.backend()
     }
 
-    /// The timeline that operations are recorded in: [off](Timeline::off), unless one [observes](Timeline::observe).
-    pub fn timeline(&self) -> &Timeline {
-        self.transport.timeline()
+    /// What its buffers and reductions are like.
+    pub fn capabilities(&self) -> Capabilities {
+        self.capabilities
     }
 
-    /// Has every operation of all ranks note in `at`, where that is 0, when the last one had come to it, by
-    /// [`timeline::now`]. Backends that cannot tell leave it alone, and so do [`send`](Self::send) and [`recv`](Self::recv).
+    /// Has `observer` told of every operation from now on, instead of the one before.
+    pub fn set_observer(&mut self, observer: Arc<dyn Observer>) {
+        self.observer = Some(observer);
+    }
+
+    /// Who is told of operations, for spans of the caller's own; one that records nothing, unless another was
+    /// [set](Self::set_observer).
+    pub fn observer(&self) -> &dyn Observer {
+        self.observer.as_deref().unwrap_or(&Nobody)
+    }
+
+    pub(super) fn shared_observer(&self) -> Option<Arc<dyn Observer>> {
+        self.observer.clone()
+    }
+
+    pub(super) fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
+    /// From now on calls come from a thread beside the rank's own, or from its own again.
+    pub(super) fn set_background(&mut self, background: bool) {
+        self.background = background;
+    }
+
+    /// Has every collective of all ranks note in `at`, where that is 0, when the last one had come to it, by
+    /// [`timeline::now`](crate::timeline::now). Backends that cannot tell leave it alone.
     pub fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
         self.transport.note_arrivals(at);
     }
@@ -65,7 +173,9 @@ impl Communicator {
     /// Tells the launcher, if there is one, whom `error` holds responsible, because this rank is about to end with it: it
     /// names that rank even if this one ends first. The first error told stays.
     pub fn blame(&mut self, error: &Error) {
-        self.transport.blame(error);
+        if let Some(membership) = self.rules.membership() {
+            membership.blame(error);
+        }
     }
 
     /// From now on other threads compute on the cores of the ranks while they wait here, so they are to give way soon. On all
@@ -84,7 +194,20 @@ impl Communicator {
     /// # Errors
     /// If memory is short, or as in the [contract](super).
     pub fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.transport.allocate(dtype, len)
+        let bytes = bytes_of(dtype, len)?;
+        if self.hands_over {
+            return self.transport.allocate(dtype, len);
+        }
+        self.number = self.number.wrapping_add(1).max(1);
+        let operation = Operation::Allocate;
+        self.rules.begin(Noted { operation, number: self.number, bytes })?;
+        let result = match &self.observer {
+            None => self.transport.allocate(dtype, len),
+            Some(observer) => observe(&**observer, operation, (None, bytes, self.background), |_| {
+                self.transport.allocate(dtype, len)
+            }),
+        };
+        self.rules.end(result, &*self.transport)
     }
 
     /// Every rank's buffer becomes the reduction of all ranks' buffers.
@@ -92,7 +215,15 @@ impl Communicator {
     /// # Errors
     /// As in the [contract](super).
     pub fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.transport.all_reduce(buffer, op)
+        self.submit(Call::AllReduce(op), buffer, None)
+    }
+
+    /// As [`all_reduce`](Self::all_reduce), with a number of the caller's own for [observers](Observer).
+    ///
+    /// # Errors
+    /// As in the [contract](super).
+    pub fn all_reduce_tagged(&mut self, buffer: Buffer, op: ReduceOp, tag: Option<u32>) -> Result<Pending> {
+        self.submit(Call::AllReduce(op), buffer, tag)
     }
 
     /// The buffer consists of n [shards](super::shard). Shard r of rank r becomes the reduction of all ranks' shards r; the
@@ -101,7 +232,20 @@ impl Communicator {
     /// # Errors
     /// As in the [contract](super).
     pub fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.transport.reduce_scatter(buffer, op)
+        self.submit(Call::ReduceScatter(op), buffer, None)
+    }
+
+    /// As [`reduce_scatter`](Self::reduce_scatter), with a number of the caller's own for [observers](Observer).
+    ///
+    /// # Errors
+    /// As in the [contract](super).
+    pub fn reduce_scatter_tagged(
+        &mut self,
+        buffer: Buffer,
+        op: ReduceOp,
+        tag: Option<u32>,
+    ) -> Result<Pending> {
+        self.submit(Call::ReduceScatter(op), buffer, tag)
     }
 
     /// The buffer consists of n [shards](super::shard). Shard r of every rank becomes that of rank r.
@@ -109,7 +253,16 @@ impl Communicator {
     /// # Errors
     /// As in the [contract](super).
     pub fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
-        self.transport.all_gather(buffer)
+        self.submit(Call::AllGather, buffer, None)
+    }
+
+    /// As [`all_gather`](Self::all_gather), of parts that have another length on each rank: part r has `counts[r]` elements.
+    /// All ranks pass the same counts.
+    ///
+    /// # Errors
+    /// If the counts are not one for each rank, or do not add up to the buffer; or as in the [contract](super).
+    pub fn all_gather_v(&mut self, buffer: Buffer, counts: &[usize]) -> Result<Pending> {
+        self.submit(Call::AllGatherV { counts }, buffer, None)
     }
 
     /// Updates shards and [all-gathers](Self::all_gather) them in one pass, for segments of the buffer which ascend and do not
@@ -126,7 +279,7 @@ impl Communicator {
         block: usize,
         update: &mut Update<'_>,
     ) -> Result<Pending> {
-        self.transport.update_all_gather(buffer, segments, block, update)
+        self.submit(Call::UpdateAllGather(SegmentUpdate { segments, block, update }), buffer, None)
     }
 
     /// Every rank's buffer becomes a copy of that of rank `root`.
@@ -134,7 +287,7 @@ impl Communicator {
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
     pub fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
-        self.transport.broadcast(buffer, root)
+        self.submit(Call::Broadcast { root }, buffer, None)
     }
 
     /// The buffer of rank `root` becomes the reduction of all ranks' buffers; the others stay as they are.
@@ -142,7 +295,86 @@ impl Communicator {
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
     pub fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
-        self.transport.reduce(buffer, op, root)
+        self.submit(Call::Reduce { op, root }, buffer, None)
+    }
+
+    /// The buffer consists of n equal shards. Shard q of rank r becomes what shard r of rank q was.
+    ///
+    /// ```
+    /// # let worlds = mgpu::World::threads(2)?;
+    /// # std::thread::scope(|scope| for mut world in worlds { scope.spawn(move || -> mgpu::Result<()> {
+    /// let mut comm = world.communicator()?;
+    /// let buffer = mgpu::Buffer::from_slice(&[[1, 2], [3, 4]][comm.rank() as usize]);
+    /// let exchanged = comm.all_to_all(buffer)?.wait()?;
+    /// assert_eq!(exchanged.as_slice::<i32>(), [[1, 3], [2, 4]][comm.rank() as usize]);
+    /// # Ok(()) }); });
+    /// # Ok::<(), mgpu::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the buffer cannot be cut into equal shards, or as in the [contract](super).
+    pub fn all_to_all(&mut self, buffer: Buffer) -> Result<Pending> {
+        self.submit(Call::AllToAll, buffer, None)
+    }
+
+    /// Sends rank r the next `send_counts[r]` elements of `send`, and fills the next `receive_counts[r]` elements of `receive`
+    /// with what rank r sends; that is as many as rank r has for this rank. `send` has been read when the call returns.
+    ///
+    /// # Errors
+    /// If the counts are not one for each rank or do not add up to the buffers, or the buffers have two types; on all
+    /// ranks, with the names of both, if a rank receives another number of elements than another one sends it; or as in the
+    /// [contract](super).
+    pub fn all_to_all_v(
+        &mut self,
+        send: &Buffer,
+        send_counts: &[usize],
+        receive: Buffer,
+        receive_counts: &[usize],
+    ) -> Result<Pending> {
+        let refused = |problem| Error::InvalidArgument { operation: "all_to_all_v", problem };
+        if send.dtype() != receive.dtype() {
+            return Err(refused(format!("{} is sent and {} received", send.dtype(), receive.dtype())));
+        }
+        let ranks = self.size as usize;
+        check_counts(send_counts, ranks, send.len(), "the buffer that is sent").map_err(refused)?;
+        check_counts(receive_counts, ranks, receive.len(), "the buffer that is received").map_err(refused)?;
+        let counts = self.agree_on_counts(send_counts, receive_counts, send.dtype())?;
+        self.submit(Call::AllToAllV { from: send, counts: &counts }, receive, None)
+    }
+
+    /// What each rank sends each rank and receives from it, compared.
+    fn agree_on_counts(&mut self, send: &[usize], receive: &[usize], dtype: DType) -> Result<Counts> {
+        let own: Vec<i64> = send.iter().chain(receive).map(|count| *count as i64).collect();
+        let all = self.all_gather_slice(&own)?;
+        let counts = all.into_iter().map(|count| count as usize).collect();
+        Counts::new(self.size, counts).map_err(|Unequal { from, to, sent, received }| {
+            // Every rank is told, and none accuses itself.
+            let sender = (from, format!("all_to_all_v({sent} {dtype} to rank {to})"));
+            let receiver = (to, format!("all_to_all_v({received} {dtype} from rank {from})"));
+            let sides = if self.rank == from { (sender, receiver) } else { (receiver, sender) };
+            let ((rank, ours), (peer, theirs)) = sides;
+            let sequence = self.number.wrapping_add(1);
+            let error = Error::Mismatch { rank, peer, sequence, ours, theirs };
+            self.rules.fail(error, &*self.transport)
+        })
+    }
+
+    /// The buffer consists of n [shards](super::shard). Shard r of rank `root` becomes that of rank r; the buffers of the other
+    /// ranks stay as they are.
+    ///
+    /// # Errors
+    /// If there is no rank `root`, or as in the [contract](super).
+    pub fn gather(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
+        self.submit(Call::Gather { root }, buffer, None)
+    }
+
+    /// The buffer consists of n [shards](super::shard). Shard r of rank r becomes that of rank `root`; all other shards stay as
+    /// they are.
+    ///
+    /// # Errors
+    /// If there is no rank `root`, or as in the [contract](super).
+    pub fn scatter(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
+        self.submit(Call::Scatter { root }, buffer, None)
     }
 
     /// Sends a copy of the buffer to rank `to`, which calls [`recv`](Self::recv). Messages between two
@@ -151,7 +383,7 @@ impl Communicator {
     /// # Errors
     /// If `to` is this rank or none, or as in the [contract](super).
     pub fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
-        self.transport.send(buffer, to)
+        self.submit(Call::Send { to }, buffer, None)
     }
 
     /// Fills the buffer with the next message of rank `from`.
@@ -159,7 +391,7 @@ impl Communicator {
     /// # Errors
     /// If `from` is this rank or none, the message has another type or length, or as in the [contract](super).
     pub fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
-        self.transport.recv(buffer, from)
+        self.submit(Call::Recv { from }, buffer, None)
     }
 
     /// Returns once all ranks have called it.
@@ -167,9 +399,14 @@ impl Communicator {
     /// # Errors
     /// As in the [contract](super).
     pub fn barrier(&mut self) -> Result<()> {
-        self.transport.barrier()
+        let nothing = self.nothing.take().unwrap_or_else(|| Buffer::zeroed::<u8>(0));
+        self.nothing = Some(self.submit(Call::Barrier, nothing, None)?.wait()?);
+        Ok(())
     }
+}
 
+/// Conveniences for values that live outside of buffers; each copies in and out.
+impl Communicator {
     /// All-reduces a slice in place.
     ///
     /// # Errors
@@ -200,4 +437,90 @@ impl Communicator {
         all.as_mut_slice::<T>()[begin..begin + values.len()].copy_from_slice(values);
         Ok(self.all_gather(all)?.wait()?.as_slice().to_vec())
     }
+
+    /// The bytes of all ranks, in rank order, of which each has any number: for objects that were turned into bytes.
+    ///
+    /// ```
+    /// let mut world = mgpu::World::from_env()?;
+    /// let mut comm = world.communicator()?;
+    /// let names = comm.all_gather_bytes(format!("rank {}", comm.rank()).as_bytes())?;
+    /// assert_eq!(names[0], b"rank 0");
+    /// # Ok::<(), mgpu::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Self::all_gather_v`].
+    pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let lens = self.all_gather_slice(&[bytes.len() as i64])?;
+        let counts: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
+        let parts = Shares::Counts(&counts);
+        let mut all = Buffer::zeroed_of(DType::U8, self.sum_of(&counts)?);
+        all.as_mut_slice::<u8>()[parts.range(self.rank)].copy_from_slice(bytes);
+        let all = self.all_gather_v(all, &counts)?.wait()?;
+        Ok((0..self.size).map(|rank| all.as_slice::<u8>()[parts.range(rank)].to_vec()).collect())
+    }
+
+    /// The bytes of rank `root`, on all ranks, of which each may have any others, or none.
+    ///
+    /// # Errors
+    /// As [`Self::broadcast`].
+    pub fn broadcast_bytes(&mut self, bytes: &[u8], root: u32) -> Result<Vec<u8>> {
+        let mut len = [bytes.len() as i64];
+        self.broadcast_slice(&mut len, root)?;
+        let mut all = Buffer::zeroed_of(DType::U8, self.sum_of(&[len[0] as usize])?);
+        if self.rank == root {
+            all.as_mut_slice().copy_from_slice(bytes);
+        }
+        Ok(self.broadcast(all, root)?.wait()?.as_slice().to_vec())
+    }
+
+    /// Bytes that a rank needs for those of all, as other ranks have told.
+    fn sum_of(&self, counts: &[usize]) -> Result<usize> {
+        let sum = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count)).unwrap_or(usize::MAX);
+        bytes_of(DType::U8, sum)
+    }
+}
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Communicator { rank, size, transport, .. } = self;
+        f.debug_struct("Communicator")
+            .field("rank", rank)
+            .field("size", size)
+            .field("backend", &transport.backend())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Tells `observer` of an operation.
+fn observe<R>(
+    observer: &dyn Observer,
+    operation: Operation,
+    (tag, bytes, background): (Option<u32>, usize, bool),
+    operate: impl FnOnce(&mut Updating) -> Result<R>,
+) -> Result<R> {
+    observer.operation_begins();
+    let (mut updating, begin) = (Updating::default(), now());
+    let result = operate(&mut updating);
+    observer.operation_ended(&Observed { operation, tag, begin, end: now(), bytes, updating, background });
+    result
+}
+
+/// Has `transport` carry out a request, and notes what is updated in the course of it.
+fn submit_timed(
+    transport: &mut dyn Transport,
+    request: Request<'_>,
+    updating: &mut Updating,
+) -> Result<Pending> {
+    let Request { call: Call::UpdateAllGather(SegmentUpdate { segments, block, update }), .. } = request
+    else {
+        return transport.submit(request);
+    };
+    let mut update = |segment: usize, element: usize, block: &mut Buffer| {
+        let begin = now();
+        update(segment, element, block);
+        updating.note(begin, now());
+    };
+    let call = Call::UpdateAllGather(SegmentUpdate { segments, block, update: &mut update });
+    transport.submit(Request { call, ..request })
 }

@@ -38,7 +38,6 @@ pub use state::NamedArena;
 use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{agree, checksum, replicate, verify_equal};
-use crate::timeline::Name;
 use crate::{Error, Layout, Result};
 
 /// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
@@ -125,7 +124,7 @@ impl DataParallel {
         config.check(comm.size())?;
         agree(&mut comm, &config.settings())?;
         replicate(&mut comm, &layout, &mut values)?;
-        let shares_memory = comm.size() > 1 && comm.backend() == "cpu";
+        let shares_memory = comm.capabilities().shares_memory;
         let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
         let mut reducer = Reducer::assemble(comm, layout, config.reducer, shard_from)?;
         // Of sharded buckets, peers write what they have updated in place.
@@ -260,7 +259,7 @@ impl DataParallel {
         mut compute: impl FnMut(MicroBatch<'_>) -> Result<()>,
     ) -> Result<bool> {
         self.whole_parameters("step")?;
-        let begin = self.reducer.comm.timeline().begin();
+        let begin = self.reducer.comm.observer().begin();
         let Some(attendance) = self.attend(has_data)? else { return Ok(false) };
         self.follow_order()?;
         let Self { reducer, parameters, buffers, .. } = self;
@@ -268,13 +267,13 @@ impl DataParallel {
         reducer.run(attendance, buffers, |index, buffers, gradients| {
             compute(MicroBatch { index, parameters, buffers, gradients })
         })?;
-        let updating = self.reducer.comm.timeline().begin();
+        let updating = self.reducer.comm.observer().begin();
         self.update()?;
-        self.reducer.comm.timeline().end(updating, Name::OPTIMIZER);
+        self.reducer.comm.observer().end(updating, "optimizer", None);
         if self.config.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
             self.verify()?;
         }
-        self.reducer.comm.timeline().end_of(begin, Name::STEP, Some(self.steps() as u32));
+        self.reducer.comm.observer().end(begin, "step", Some(self.steps() as u32));
         Ok(true)
     }
 

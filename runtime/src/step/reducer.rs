@@ -10,7 +10,7 @@ use super::sink::{GradientSink, Sink};
 use super::slot::{Exchange, Slot};
 use super::slots::{Sharding, Slots};
 use crate::bucket::{self, Bucket};
-use crate::comm::{Background, Communicator, DType};
+use crate::comm::{Communicator, DType};
 use crate::replicate::{agree, verify_layout};
 use crate::{Error, Layout, Result};
 
@@ -111,7 +111,7 @@ impl Reducer {
     ) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
         if config.overlap && ranks > 1 {
-            comm = Communicator::new(Background::new(comm)?);
+            comm = comm.in_background()?;
         }
         let gradients = comm.allocate(DType::F32, layout.len())?;
         let narrow = match config.compression {

@@ -78,10 +78,7 @@ impl Sink<'_> {
         if self.config.check_finite && self.not_finite.is_none() {
             *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
         }
-        if !self.exchange.invariant {
-            self.comm.timeline().set_bucket(Some(bucket as u32));
-        }
-        slot.reduce(self.comm, self.exchange)
+        slot.reduce(self.comm, self.exchange, bucket as u32)
     }
 }
 

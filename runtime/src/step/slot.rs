@@ -136,8 +136,8 @@ impl Slot {
         }
     }
 
-    /// Starts the reduction.
-    pub(super) fn reduce(&mut self, comm: &mut Communicator, exchange: Exchange) -> Result<()> {
+    /// Starts the reduction of what is bucket `number`.
+    pub(super) fn reduce(&mut self, comm: &mut Communicator, exchange: Exchange, number: u32) -> Result<()> {
         let mut gradient = self.take()?;
         if exchange.invariant {
             gradient = tree::all_sum(comm, gradient)?;
@@ -154,8 +154,9 @@ impl Slot {
             Reduction::Mean => (ReduceOp::Sum, 1.0 / exchange.active as f32),
             Reduction::Sum => (ReduceOp::Sum, 1.0),
         };
-        let mut start = |buffer| {
-            if self.sharded { comm.reduce_scatter(buffer, op) } else { comm.all_reduce(buffer, op) }
+        let mut start = |buffer| match self.sharded {
+            true => comm.reduce_scatter_tagged(buffer, op, Some(number)),
+            false => comm.all_reduce_tagged(buffer, op, Some(number)),
         };
         self.gradient = match self.narrow.take() {
             None => Gradient::Reducing { pending: start(gradient)?, scale },

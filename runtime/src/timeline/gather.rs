@@ -127,16 +127,9 @@ mod tests {
         let timeline = Timeline::new(4).unwrap();
         let told = timeline.name("layer 3");
         let spans = [(told, None, 7), (Name::STEP, Some(0), 0), (Name::STEP, Some(1), u64::MAX)];
-        let record = |(name, number, bytes)| {
-            timeline.record(Span { name, number, begin: 5, end: 1 << 60, bytes });
-        };
-        spans[..2].iter().copied().for_each(record);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                super::super::enter_background();
-                record(spans[2]);
-            });
-        });
+        for ((name, number, bytes), background) in spans.into_iter().zip([false, false, true]) {
+            timeline.record_on(Span { name, number, begin: 5, end: 1 << 60, bytes }, background);
+        }
         let (names, words) = encode(&timeline.shared.as_ref().unwrap().record());
         let track = decode(&names, &words, 9).unwrap();
         assert_eq!(track.left_out, 9);

@@ -9,7 +9,7 @@
 //! anything to be shown side by side.
 //!
 //! Spans come from several places, none of which has to know of a file: the collectives from a communicator that was handed
-//! to [`Timeline::observe`], steps and updates from [`DataParallel`](crate::DataParallel), which finds the timeline of its
+//! to [`Timeline::observe`], steps and updates from [`DataParallel`](crate::DataParallel), which tells the observer of its
 //! communicator, everything else from the program:
 //!
 //! ```
@@ -38,24 +38,16 @@ mod chrome;
 mod gather;
 mod observed;
 
-use std::cell::Cell;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nix::time::{ClockId, clock_gettime};
-
+pub use crate::clock::now;
+pub use crate::comm::Begin;
 use crate::comm::Communicator;
 use crate::{Error, Result, memory, whole_file};
 use gather::gather;
-use observed::Observed;
-
-/// Nanoseconds of `CLOCK_MONOTONIC`, which all processes of a host share. Never 0.
-pub fn now() -> u64 {
-    let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("every Linux has a monotonic clock");
-    time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64
-}
 
 /// What a span is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,7 +67,7 @@ impl Name {
     pub const OPTIMIZER: Name = Name::new("optimizer");
     /// The part of a collective in which this rank had come and another had not.
     pub const WAIT: Name = Name::new("wait for peers");
-    /// The part of an [all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
+    /// The part of an [fused update + all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
     pub const MAKE: Name = Name::new("make and pass on");
     /// Waiting for reductions [on another thread](crate::DataParallelConfig::overlap).
     pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");
@@ -106,11 +98,6 @@ pub struct Span {
     /// Bytes of this rank's buffer, where there is one.
     pub bytes: u64,
 }
-
-/// When something began; nothing, where nobody records.
-#[derive(Debug, Clone, Copy)]
-#[must_use = "a span is recorded when it ends"]
-pub struct Begin(Option<u64>);
 
 /// What a rank did when. Clones are of the same record. Made for one thread, and one for reductions beside it: spans of several
 /// would overlap.
@@ -151,22 +138,6 @@ struct Recorded {
 
 const NO_NUMBER: u32 = u32::MAX;
 
-thread_local! {
-    /// Whether this is a rank's thread of reductions, whose spans have a track of their own.
-    static IN_BACKGROUND: Cell<bool> = const { Cell::new(false) };
-    /// The bucket that the thread's next reduction is of, if that is recorded.
-    static BUCKET: Cell<Option<u32>> = const { Cell::new(None) };
-}
-
-/// From now on this thread is a rank's thread of reductions: what it does is shown beside the rank's own work, and does not
-/// count as the rank's time in collectives.
-pub(crate) fn enter_background() {
-    IN_BACKGROUND.set(true);
-}
-
-/// A communicator without a timeline has this one.
-pub(crate) static OFF: Timeline = Timeline::off();
-
 impl Timeline {
     /// One that records and counts nothing, at no cost.
     pub const fn off() -> Self {
@@ -198,12 +169,13 @@ impl Timeline {
         Ok(Timeline { shared: Some(Arc::new(shared)) })
     }
 
-    /// A communicator that does what `comm` does, and has it recorded.
-    pub fn observe(&self, comm: Communicator) -> Communicator {
-        match &self.shared {
-            Some(_) => Communicator::new(Observed::new(comm, self.clone())),
-            None => comm,
+    /// The communicator, with its operations recorded from now on.
+    pub fn observe(&self, mut comm: Communicator) -> Communicator {
+        if let Some(shared) = &self.shared {
+            comm.note_arrivals(Arc::clone(&shared.arrival));
+            comm.set_observer(Arc::new(self.clone()));
         }
+        comm
     }
 
     /// Goes on recording, or leaves everything out until it is told to go on. Counting goes on.
@@ -248,6 +220,11 @@ impl Timeline {
 
     /// Records what somebody else has measured.
     pub fn record(&self, span: Span) {
+        self.record_on(span, false);
+    }
+
+    /// As [`record`](Self::record), on the track of the rank's thread of reductions if it is of that.
+    fn record_on(&self, span: Span, background: bool) {
         let Some(shared) = &self.shared else { return };
         if !shared.recording.load(Relaxed) {
             return;
@@ -255,29 +232,9 @@ impl Timeline {
         let record = &mut *shared.record();
         if record.spans.len() < record.most {
             let span = Span { end: span.end.max(span.begin), ..span };
-            record.spans.push(Recorded { span, background: IN_BACKGROUND.get() });
+            record.spans.push(Recorded { span, background });
         } else {
             record.left_out += 1;
-        }
-    }
-
-    /// The next reduction of this thread is of bucket `bucket`, if it is of one.
-    pub(crate) fn set_bucket(&self, bucket: Option<u32>) {
-        if self.shared.is_some() {
-            BUCKET.set(bucket);
-        }
-    }
-
-    /// The bucket that the next reduction of this thread is of, which is then no other's.
-    pub(crate) fn take_bucket(&self) -> Option<u32> {
-        self.shared.as_ref().and_then(|_| BUCKET.take())
-    }
-
-    /// This rank's own thread has waited for an operation on another one.
-    pub(crate) fn note_wait(&self, begin: u64, end: u64) {
-        if let Some(shared) = &self.shared {
-            shared.communication.fetch_add(end - begin, Relaxed);
-            self.record(Span { name: Name::WAIT_REDUCTIONS, number: None, begin, end, bytes: 0 });
         }
     }
 

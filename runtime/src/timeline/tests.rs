@@ -3,7 +3,7 @@ use crate::comm::{Buffer, DType, ReduceOp};
 use crate::{DataParallel, Layout, World};
 
 fn observed(timeline: &Timeline) -> Communicator {
-    timeline.observe(crate::Communicator::new(crate::comm::Solo::new(None)))
+    timeline.observe(Communicator::alone(None))
 }
 
 fn names(timeline: &Timeline) -> Vec<Name> {
@@ -17,7 +17,7 @@ fn nothing_is_recorded_where_nobody_asked() {
     off.end(off.begin(), Name::STEP);
     assert_eq!((off.communication(), off.waiting()), (None, None));
     let mut comm = observed(&off);
-    assert!(comm.timeline().shared.is_none());
+    assert!(comm.observer().begin().0.is_none());
     // Nor is a file.
     off.write(&mut comm, Path::new("/nonexistent/timeline.json")).unwrap();
 
@@ -80,7 +80,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
         model.parameters().to_vec()
     };
     let timeline = Timeline::new(100).unwrap();
-    let alone = train(crate::Communicator::new(crate::comm::Solo::new(None)));
+    let alone = train(Communicator::alone(None));
     assert_eq!(train(observed(&timeline)), alone);
     let record = timeline.shared.as_ref().unwrap().record();
     let of =

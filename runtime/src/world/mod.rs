@@ -253,16 +253,14 @@ impl World {
         #[cfg(feature = "cuda")]
         if self.size() > 1 && self.backend() == Backend::Nccl {
             let device = Arc::new(self.device_communicator()?);
-            return Ok(crate::Communicator::new(crate::comm::nccl::HostCommunicator::new(device)?));
+            return crate::comm::nccl::host_communicator(device);
         }
         self.communicators += 1;
         match &self.membership {
             Some(membership) if self.size() > 1 => {
-                let number = self.communicators;
-                let comm = crate::comm::cpu::connect(membership, self.size(), number, self.timeout())?;
-                Ok(crate::Communicator::new(comm))
+                crate::comm::cpu::connect(membership, self.size(), self.communicators, self.timeout())
             }
-            membership => Ok(crate::Communicator::new(crate::comm::Solo::new(membership.clone()))),
+            membership => Ok(crate::Communicator::alone(membership.clone())),
         }
     }
 
@@ -299,10 +297,9 @@ impl World {
     #[cfg(feature = "cuda")]
     pub fn communicators(&mut self) -> Result<(Arc<crate::DeviceCommunicator>, crate::Communicator)> {
         let device = Arc::new(self.device_communicator()?);
-        let host = if self.size() > 1 {
-            crate::Communicator::new(crate::comm::nccl::HostCommunicator::new(Arc::clone(&device))?)
-        } else {
-            crate::Communicator::new(crate::comm::Solo::new(self.membership.clone()))
+        let host = match self.size() {
+            1 => crate::Communicator::alone(self.membership.clone()),
+            _ => crate::comm::nccl::host_communicator(Arc::clone(&device))?,
         };
         Ok((device, host))
     }

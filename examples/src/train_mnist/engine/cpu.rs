@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::replicate;
-use mgpu::timeline::Name;
+use mgpu::timeline::{Name, Timeline};
 use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
 use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
@@ -20,6 +20,8 @@ use crate::nets::{DropoutKey, LossReport, Mode, Net};
 pub(in super::super) struct Cpu<E> {
     model: DataParallel,
     net: Net<E>,
+    /// What the communicator is observed by.
+    timeline: Timeline,
     recipe: Recipe,
     threads: usize,
     images: Vec<f32>,
@@ -47,12 +49,13 @@ impl<E: Storage> Cpu<E> {
         recipe: &Recipe,
         args: &Args,
         comm: Communicator,
+        timeline: &Timeline,
         threads: usize,
     ) -> mgpu::Result<Self> {
         let micro_batch = recipe.batch / recipe.micro_batches;
         let mut net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
         if args.timeline.is_some() {
-            net.show_on(comm.timeline());
+            net.show_on(timeline);
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
         let config = args.parallel.config(recipe.optimizer(&args.net), threads, recipe.micro_batches);
@@ -61,6 +64,7 @@ impl<E: Storage> Cpu<E> {
         Ok(Cpu {
             model,
             net,
+            timeline: timeline.clone(),
             recipe: *recipe,
             threads,
             images: vec![0.0; micro_batch * IMAGE_LEN],
@@ -91,9 +95,8 @@ impl<E: Storage> Engine for Cpu<E> {
         until: u64,
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
-        let Cpu { model, net, recipe, images, labels, profile, measured, .. } = self;
+        let Cpu { model, net, timeline, recipe, images, labels, profile, measured, .. } = self;
         let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
-        let timeline = model.comm().timeline().clone();
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();

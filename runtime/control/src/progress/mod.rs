@@ -313,6 +313,11 @@ impl ProgressPage {
         slot.touch();
     }
 
+    /// Notes that `rank` has begun another part of its operation.
+    pub fn touch(&self, rank: u32) {
+        self.slot(rank).touch();
+    }
+
     /// Notes that `rank` has waited for `peer` for more than a moment.
     pub fn wait(&self, rank: u32, peer: u32) {
         self.slot(rank).waits_for.store(peer + 1, Ordering::Relaxed);

@@ -79,11 +79,17 @@ pub enum Operation {
     Send = 8,
     Connect = 9,
     Recv = 10,
+    UpdateAllGather = 11,
+    AllToAll = 12,
+    Gather = 13,
+    Scatter = 14,
+    AllGatherV = 15,
+    AllToAllV = 16,
 }
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Operation; 10] = [
+    pub const ALL: [Operation; 16] = [
         Operation::Barrier,
         Operation::Allocate,
         Operation::AllReduce,
@@ -94,6 +100,12 @@ impl Operation {
         Operation::Send,
         Operation::Connect,
         Operation::Recv,
+        Operation::UpdateAllGather,
+        Operation::AllToAll,
+        Operation::Gather,
+        Operation::Scatter,
+        Operation::AllGatherV,
+        Operation::AllToAllV,
     ];
 
     /// The operation of this number, if there is one.
@@ -114,6 +126,12 @@ impl Operation {
             Operation::Send => "send",
             Operation::Connect => "connect",
             Operation::Recv => "recv",
+            Operation::UpdateAllGather => "update_all_gather",
+            Operation::AllToAll => "all_to_all",
+            Operation::Gather => "gather",
+            Operation::Scatter => "scatter",
+            Operation::AllGatherV => "all_gather_v",
+            Operation::AllToAllV => "all_to_all_v",
         }
     }
 }

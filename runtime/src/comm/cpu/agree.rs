@@ -3,25 +3,24 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use super::call::{CALL_WORDS, Call, Path, describe};
 use super::lines::{Arrival, Waiting};
 use super::wait::Flag;
-use super::{CpuCommunicator, cores, prefetch};
-use crate::inject::Moment;
-use crate::{Error, Result, timeline};
+use super::{CpuTransport, cores, prefetch};
+use crate::clock::now;
+use crate::comm::signature::{Path, SIGNATURE_WORDS, Signature, describe};
+use crate::{Error, Result};
 
-impl CpuCommunicator {
+impl CpuTransport {
     /// The number the next operation will have: what to write before [`enter`](Self::enter) belongs to it.
     pub(super) fn next_sequence(&self) -> u32 {
         self.sequence.wrapping_add(1)
     }
 
     /// Arrives at the next operation and waits until all ranks have, with the same call.
-    pub(super) fn enter(&mut self, call: &Call) -> Result<()> {
+    pub(super) fn enter(&mut self, call: &Signature) -> Result<()> {
         self.sequence = self.next_sequence();
-        self.note(call, self.sequence);
-        if self.sequence == 1 {
-            self.membership.come_to(Moment::Collective);
+        if std::mem::replace(&mut self.entered, true) {
+            self.membership.page().touch(self.rank);
         }
         let own = self.region.lines(self.rank);
         own.arrive(self.sequence, call, self.patience);
@@ -43,7 +42,7 @@ impl CpuCommunicator {
         }
         if let Some(arrival) = &self.arrival {
             // An operation of several parts has begun with its first one.
-            let _ = arrival.compare_exchange(0, timeline::now(), Relaxed, Relaxed);
+            let _ = arrival.compare_exchange(0, now(), Relaxed, Relaxed);
         }
         // Peers have finished with the next line: it can come back to this core while there is time.
         let next: *const Arrival = own.arrival(self.next_sequence());
@@ -51,18 +50,13 @@ impl CpuCommunicator {
         Ok(())
     }
 
-    /// Notes for everybody to see what this rank is in.
-    pub(super) fn note(&self, call: &Call, sequence: u32) {
-        self.membership.page().enter(self.rank, call.kind, sequence, call.len * call.dtype.size());
-    }
-
     /// The error of having called something else than `peer`.
     pub(super) fn disagreement(
         &self,
         peer: u32,
         sequence: u32,
-        ours: &Call,
-        theirs: [u64; CALL_WORDS],
+        ours: &Signature,
+        theirs: [u64; SIGNATURE_WORDS],
     ) -> Error {
         self.outvoted.set(self.is_outvoted(sequence, ours));
         let (ours, theirs) = (ours.to_string(), describe(theirs));
@@ -70,11 +64,11 @@ impl CpuCommunicator {
     }
 
     /// Whether more ranks have come to operation `sequence` with one other call than with `ours`.
-    fn is_outvoted(&self, sequence: u32, ours: &Call) -> bool {
+    fn is_outvoted(&self, sequence: u32, ours: &Signature) -> bool {
         let has_come = |peer: &u32| self.region.lines(*peer).arrival(sequence).flag.reached(sequence);
         let calls: Vec<_> =
             self.peers().filter(has_come).map(|peer| self.region.lines(peer).call(sequence)).collect();
-        let count = |call: &[u64; CALL_WORDS]| calls.iter().filter(|other| *other == call).count();
+        let count = |call: &[u64; SIGNATURE_WORDS]| calls.iter().filter(|other| *other == call).count();
         let ours = ours.encode();
         calls.iter().filter(|call| **call != ours).map(count).max() > Some(1 + count(&ours))
     }
@@ -86,7 +80,7 @@ impl CpuCommunicator {
         &self,
         flag: &Flag,
         target: u32,
-        call: &Call,
+        call: &Signature,
         absent: impl Fn() -> (Vec<u32>, Vec<u32>),
     ) -> Result<()> {
         self.patience.wait(
@@ -114,7 +108,7 @@ impl CpuCommunicator {
         &self,
         flag: &Flag,
         target: u32,
-        call: &Call,
+        call: &Signature,
         waited: Duration,
         needed: &[u32],
         mut waited_for: Vec<u32>,
@@ -148,7 +142,7 @@ impl CpuCommunicator {
     ///
     /// A rank has one call of a communicator at a time, so who waits in it does nothing else there. The notes are read one
     /// after the other, while ranks may go on: only if all still stand when the last one has been read did they stand together.
-    fn deadlock(&self, peer: u32, call: &Call) -> Option<Error> {
+    fn deadlock(&self, peer: u32, call: &Signature) -> Option<Error> {
         let (mut chain, mut next) = (Vec::new(), peer);
         while next != self.rank && !chain.iter().any(|(rank, _)| *rank == next) {
             let wait = self.unfinished_wait(next)?;

@@ -3,9 +3,9 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use super::CpuCommunicator;
-use super::call::Call;
+use super::CpuTransport;
 use crate::comm::buffer::{Arena, HUGE_PAGE};
+use crate::comm::signature::Signature;
 use crate::comm::{Buffer, DType, bytes_of};
 use crate::progress::Operation;
 use crate::shm::{SharedMemory, reserve};
@@ -36,11 +36,11 @@ fn refusal(problem: String) -> Error {
     Error::InvalidArgument { operation: "allocate", problem }
 }
 
-impl CpuCommunicator {
+impl CpuTransport {
     /// Memory for `len` elements of every rank.
     pub(super) fn allocate_arena(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let bytes = bytes_of(dtype, len)?;
-        let call = Call::plain(Operation::Allocate, dtype, len);
+        let call = Signature::plain(Operation::Allocate, dtype, len);
         self.enter(&call)?;
         self.arenas += 1;
         let name = format!("{}/arena-{}", self.name, self.arenas);

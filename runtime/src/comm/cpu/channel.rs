@@ -5,11 +5,10 @@
 
 use std::sync::atomic::Ordering;
 
-use super::CpuCommunicator;
-use super::call::Call;
+use super::CpuTransport;
 use crate::Result;
 use crate::comm::Buffer;
-use crate::progress::Operation;
+use crate::comm::signature::Signature;
 
 /// One channel of `from`. Its place among the sender's channels is that of the rank it leads to; the sender's own
 /// place, which no message needs, is that of the ring.
@@ -32,12 +31,12 @@ impl Channel {
     }
 }
 
-impl CpuCommunicator {
+impl CpuTransport {
     /// Sends the next chunk, once there is room for it; `fill` writes it.
     pub(super) fn send_chunk(
         &mut self,
         channel: Channel,
-        call: &Call,
+        call: &Signature,
         fill: impl FnOnce(*mut u8),
     ) -> Result<()> {
         let Channel { from, to, place } = channel;
@@ -62,7 +61,7 @@ impl CpuCommunicator {
     }
 
     /// Waits for the next chunk; it stays valid until [`release_chunk`](Self::release_chunk).
-    pub(super) fn receive_chunk(&mut self, channel: Channel, call: &Call) -> Result<*mut u8> {
+    pub(super) fn receive_chunk(&mut self, channel: Channel, call: &Signature) -> Result<*mut u8> {
         let Channel { from, place, .. } = channel;
         let count = *self.received(channel);
         let sent = self.region.sent(from, place);
@@ -89,13 +88,11 @@ impl CpuCommunicator {
         (0..bytes.div_ceil(most).max(1)).map(move |index| (index * most, most.min(bytes - index * most)))
     }
 
-    pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32) -> Result<()> {
-        let call = Call::message(Operation::Send, buffer, to);
+    pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32, call: &Signature) -> Result<()> {
         let channel = Channel::of_messages(self.rank, to);
-        self.note(&call, self.sent[to as usize].wrapping_add(1));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
-            self.send_chunk(channel, &call, |chunk| {
+            self.send_chunk(channel, call, |chunk| {
                 // SAFETY: the range lies within the buffer, and the receiver has released the chunk.
                 unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
             })?;
@@ -103,13 +100,10 @@ impl CpuCommunicator {
         Ok(())
     }
 
-    pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32) -> Result<()> {
-        let call = Call::message(Operation::Recv, buffer, from);
+    pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32, call: &Signature) -> Result<()> {
         let channel = Channel::of_messages(from, self.rank);
-        let sequence = self.received(channel).wrapping_add(1);
-        self.note(&call, sequence);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
-            let chunk = self.receive_chunk(channel, &call)?;
+            let chunk = self.receive_chunk(channel, call)?;
             // SAFETY: the range lies within the buffer, and the sender leaves the chunk until its release.
             unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
             self.release_chunk(channel);

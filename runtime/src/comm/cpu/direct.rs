@@ -11,11 +11,13 @@ use std::ops::Range;
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
-use super::CpuCommunicator;
-use super::call::Call;
+use super::CpuTransport;
 use super::eager::Sources;
 use crate::Result;
-use crate::comm::{Buffer, ReduceOp, Update, make_blocks, shard};
+use crate::comm::exchange::Shares;
+use crate::comm::segments::update_blocks;
+use crate::comm::signature::Signature;
+use crate::comm::{Buffer, ReduceOp, Update, shard};
 
 /// Largest block: with n = 4 ranks, all buffers' fit the second-level cache together.
 const MAX_BLOCK: usize = 256 << 10;
@@ -82,9 +84,13 @@ enum Flow {
     AllGather,
     /// From one rank to all others.
     Broadcast(u32),
+    /// From the rank whose part it is to one rank.
+    Gather(u32),
+    /// From one rank to the rank whose part it is.
+    Scatter(u32),
 }
 
-impl CpuCommunicator {
+impl CpuTransport {
     /// Where the buffer of every rank begins.
     fn addresses(&self, buffer: &Buffer) -> Addresses {
         let (arena, offset) = buffer.arena().expect("a direct operation is on an arena");
@@ -93,7 +99,7 @@ impl CpuCommunicator {
 
     /// All of an operation's work, after the arrival: this rank's own part, then help for those that are late. Returns
     /// once all blocks are done.
-    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Call) -> Result<()> {
+    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) -> Result<()> {
         self.work_on(self.rank, parts, flow, all, call);
         let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
         for queue in self.peers() {
@@ -116,7 +122,7 @@ impl CpuCommunicator {
     }
 
     /// Works through what is left of the part of rank `queue`.
-    fn work_on(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Call) {
+    fn work_on(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
         let own = self.region.lines(self.rank);
         let begin = self.queued[queue as usize];
         self.region.lines(queue).work((own, queue), begin, parts.blocks(queue), |block| {
@@ -127,7 +133,12 @@ impl CpuCommunicator {
     }
 
     #[inline(never)]
-    pub(super) fn direct_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn direct_all_reduce(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
         self.work_together(parts, Flow::AllReduce(op), &self.addresses(buffer), call)
@@ -139,7 +150,7 @@ impl CpuCommunicator {
         buffer: &Buffer,
         op: ReduceOp,
         root: u32,
-        call: &Call,
+        call: &Signature,
     ) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
@@ -147,67 +158,142 @@ impl CpuCommunicator {
     }
 
     #[inline(never)]
-    pub(super) fn direct_reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn direct_reduce_scatter(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
         self.enter(call)?;
         let parts = self.shards(call);
         self.work_together(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
-    pub(super) fn direct_all_gather(&mut self, buffer: &Buffer, call: &Call) -> Result<()> {
-        self.enter(call)?;
-        self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call)
+    pub(super) fn direct_all_gather(
+        &mut self,
+        buffer: &Buffer,
+        shares: Shares<'_>,
+        call: &Signature,
+    ) -> Result<()> {
+        if let Shares::Shards { .. } = shares {
+            self.enter(call)?;
+            return self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call);
+        }
+        let (element, own) = (call.dtype.size(), shares.range(self.rank));
+        self.enter_and_write(buffer, call, |comm, all| {
+            let source = buffer.address().wrapping_add(own.start * element);
+            for peer in comm.peers() {
+                let destination = all[peer as usize].wrapping_add(own.start * element);
+                // SAFETY: all ranks have arrived with buffers of `len` elements and the same counts, and nobody but this rank
+                // touches its part of any of them before it is completed; buffers of different ranks do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(source, destination, own.len() * element) };
+            }
+        })
     }
 
-    /// Only a rank itself can make its shards, so there are no blocks to be dealt out: all of them are one.
+    #[inline(never)]
+    pub(super) fn direct_gather(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
+        self.enter(call)?;
+        self.work_together(self.shards(call), Flow::Gather(root), &self.addresses(buffer), call)
+    }
+
+    #[inline(never)]
+    pub(super) fn direct_scatter(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
+        self.enter(call)?;
+        self.work_together(self.shards(call), Flow::Scatter(root), &self.addresses(buffer), call)
+    }
+
+    /// What two ranks have for each other changes places; one of the two does that.
+    #[inline(never)]
+    pub(super) fn direct_all_to_all(&mut self, buffer: &Buffer, call: &Signature) -> Result<()> {
+        self.enter_and_write(buffer, call, |comm, all| {
+            let (own_begin, len) = comm.shard(comm.rank, call);
+            for peer in comm.peers().filter(|peer| swaps(comm.rank, *peer, comm.size)) {
+                let (peer_begin, _) = comm.shard(peer, call);
+                let ours = all[comm.rank as usize].wrapping_add(peer_begin);
+                let theirs = all[peer as usize].wrapping_add(own_begin);
+                // SAFETY: all ranks have arrived with buffers of `len` elements; of the two ranks that these shards concern only
+                // this one touches them before it is completed; buffers of different ranks do not overlap.
+                unsafe { std::ptr::swap_nonoverlapping(ours, theirs, len * call.dtype.size()) };
+            }
+        })
+    }
+
+    /// Only a rank itself can update its shards, so there are no blocks to be dealt out: all of them are one.
     #[inline(never)]
     pub(super) fn direct_update_all_gather(
         &mut self,
         buffer: Buffer,
         segments: &[Range<usize>],
         block: usize,
-        make: &mut Update<'_>,
-        call: &Call,
+        update: &mut Update<'_>,
+        call: &Signature,
     ) -> Result<Buffer> {
         self.enter(call)?;
         let (all, element) = (self.addresses(&buffer), call.dtype.size());
         let mut buffer = Some(buffer);
-        let own = self.region.lines(self.rank);
-        own.work((own, self.rank), self.queued[self.rank as usize], 1, |_| {
-            let place = (self.size, self.rank);
+        self.write(call, |comm| {
+            let place = (comm.size, comm.rank);
             buffer = buffer.take().map(|buffer| {
-                make_blocks(buffer, segments, place, block, make, |begin, made| {
-                    for peer in self.peers() {
+                update_blocks(buffer, segments, place, block, update, |begin, updated| {
+                    for peer in comm.peers() {
                         let destination = all[peer as usize].wrapping_add(begin * element);
                         // SAFETY: all ranks have arrived with buffers of `len` elements, and nobody but this rank touches
                         // its shards of any of them before it is completed; buffers of different ranks do not overlap.
-                        unsafe { std::ptr::copy_nonoverlapping(made.address(), destination, made.bytes()) };
+                        unsafe {
+                            std::ptr::copy_nonoverlapping(updated.address(), destination, updated.bytes());
+                        }
                     }
                 })
             });
-        });
-        self.await_parts(call)?;
+        })?;
         Ok(buffer.expect("the one block has put it back"))
     }
 
+    /// Arrives, has this rank do its part of an operation as one block, given the buffers of all ranks, and waits for the others.
+    fn enter_and_write(
+        &mut self,
+        buffer: &Buffer,
+        call: &Signature,
+        write: impl Fn(&Self, &Addresses),
+    ) -> Result<()> {
+        self.enter(call)?;
+        let all = self.addresses(buffer);
+        self.write(call, |comm| write(comm, &all))
+    }
+
+    /// Has this rank do its part of an operation as one block, after the arrival, and waits for the others.
+    fn write(&mut self, call: &Signature, mut write: impl FnMut(&Self)) -> Result<()> {
+        let own = self.region.lines(self.rank);
+        own.work((own, self.rank), self.queued[self.rank as usize], 1, |_| write(self));
+        self.await_parts(call)
+    }
+
     /// How shards are dealt out.
-    fn shards(&self, call: &Call) -> Parts {
+    fn shards(&self, call: &Signature) -> Parts {
         Parts::of_stride(call.len, shard(call.len, self.size, 0).len(), call.dtype.size())
     }
 
     #[inline(never)]
-    pub(super) fn direct_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
+    pub(super) fn direct_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
         self.work_together(parts, Flow::Broadcast(root), &self.addresses(buffer), call)
     }
 }
 
+/// Whether `rank`, and not `peer`, exchanges what the two have for each other: each rank with as many of the others as can be.
+fn swaps(rank: u32, peer: u32, ranks: u32) -> bool {
+    let distance = (peer + ranks - rank) % ranks;
+    2 * distance < ranks || 2 * distance == ranks && rank < peer
+}
+
 /// Reduces or copies the elements `range` of the part of rank `queue`.
 ///
 /// # Safety
 /// `all` are buffers of at least `range.end` elements of the call's type, and nobody else touches these elements.
-unsafe fn work_on_block(call: &Call, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
+unsafe fn work_on_block(call: &Signature, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
     let (element, len) = (call.dtype.size(), range.len());
     let at = |base: &*mut u8| base.wrapping_add(range.start * element);
     let blocks: Addresses = all.iter().map(at).collect();
@@ -216,22 +302,23 @@ unsafe fn work_on_block(call: &Call, flow: Flow, queue: u32, all: &Addresses, ra
         // SAFETY: the caller's promise.
         unsafe { reduce::reduce(call.dtype, op, &sources, destinations, len) };
     };
-    let from_one = |root: u32| {
-        for (rank, destination) in (0..).zip(&blocks) {
-            if rank != root {
-                // SAFETY: the caller's promise; buffers of different ranks do not overlap.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(blocks[root as usize], *destination, len * element);
-                }
+    let copy = |from: u32, to: u32| {
+        if from != to {
+            // SAFETY: the caller's promise; buffers of different ranks do not overlap.
+            unsafe {
+                std::ptr::copy_nonoverlapping(blocks[from as usize], blocks[to as usize], len * element);
             }
         }
     };
+    let from_one = |root: u32| (0..blocks.len() as u32).for_each(|rank| copy(root, rank));
     match flow {
         Flow::AllReduce(op) => from_all_to(op, &blocks),
         Flow::Reduce(op, root) => from_all_to(op, &[blocks[root as usize]]),
         Flow::ReduceScatter(op) => from_all_to(op, &[blocks[queue as usize]]),
         Flow::AllGather => from_one(queue),
         Flow::Broadcast(root) => from_one(root),
+        Flow::Gather(root) => copy(queue, root),
+        Flow::Scatter(root) => copy(root, queue),
     }
 }
 
@@ -240,6 +327,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn one_of_two_ranks_exchanges_what_they_have_for_each_other() {
+        for ranks in 1..10u32 {
+            for rank in 0..ranks {
+                let peers = || (0..ranks).filter(move |peer| *peer != rank);
+                assert!(peers().all(|peer| swaps(rank, peer, ranks) != swaps(peer, rank, ranks)));
+                let own = peers().filter(|peer| swaps(rank, *peer, ranks)).count() as u32;
+                assert!(own == (ranks - 1) / 2 || own == ranks / 2, "{own} of {ranks}");
+            }
+        }
+    }
 
     proptest! {
         #[test]

@@ -6,9 +6,10 @@
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
-use super::call::{Call, Path};
-use super::{CpuCommunicator, prefetch};
+use super::{CpuTransport, prefetch};
 use crate::Result;
+use crate::comm::exchange::{Exchange, Shares};
+use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
 
 /// Payload to ask for in advance.
@@ -17,7 +18,7 @@ const FETCHED_BYTES: usize = 256;
 /// What is read of every rank. No allocation up to 16 ranks.
 pub(super) type Sources = SmallVec<[*const u8; 16]>;
 
-impl CpuCommunicator {
+impl CpuTransport {
     /// The slot of `rank` for the payload of operation `sequence`: in its arrival line if it fits there.
     fn slot(&self, rank: u32, sequence: u32, path: Path) -> *mut u8 {
         if path == Path::Inline {
@@ -31,7 +32,7 @@ impl CpuCommunicator {
     ///
     /// # Safety
     /// `source` is valid for `bytes` bytes, which fit a slot of the call's path.
-    unsafe fn enter_with_slot(&mut self, source: *const u8, bytes: usize, call: &Call) -> Result<()> {
+    unsafe fn enter_with_slot(&mut self, source: *const u8, bytes: usize, call: &Signature) -> Result<()> {
         let slot = self.slot(self.rank, self.next_sequence(), call.path);
         // SAFETY: the caller's promise; nobody reads this slot before the arrival that `enter` publishes, nor any
         // more since the operation before the last (see `lines`).
@@ -41,19 +42,19 @@ impl CpuCommunicator {
 
     /// Asks for the first lines of a peer's slot while the peer is on its way. They come together with its flag then,
     /// not after it. Only a few: to fetch a line that the peer is about to write costs the peer time.
-    pub(super) fn fetch_slot(&self, peer: u32, call: &Call) {
+    pub(super) fn fetch_slot(&self, peer: u32, call: &Signature) {
         let slot = self.slot(peer, self.sequence, call.path);
-        let bytes = (call.len * call.dtype.size()).min(FETCHED_BYTES);
+        let bytes = call.bytes().min(FETCHED_BYTES);
         (0..bytes).step_by(64).for_each(|at| prefetch::for_reading(slot.wrapping_add(at)));
     }
 
     /// The slots of all ranks, each from byte `begin` on.
-    fn slots(&self, begin: usize, call: &Call) -> Sources {
+    fn slots(&self, begin: usize, call: &Signature) -> Sources {
         let slot = |rank| self.slot(rank, self.sequence, call.path).wrapping_add(begin).cast_const();
         (0..self.size).map(slot).collect()
     }
 
-    pub(super) fn eager_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn eager_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
         // SAFETY: all ranks have filled their slots with `len` elements and leave them until the operation after
@@ -67,7 +68,7 @@ impl CpuCommunicator {
         buffer: &Buffer,
         op: ReduceOp,
         root: u32,
-        call: &Call,
+        call: &Signature,
     ) -> Result<()> {
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
@@ -78,7 +79,12 @@ impl CpuCommunicator {
         Ok(())
     }
 
-    pub(super) fn eager_reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn eager_reduce_scatter(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
         let (begin, len) = self.shard(self.rank, call);
@@ -88,22 +94,54 @@ impl CpuCommunicator {
         Ok(())
     }
 
-    pub(super) fn eager_all_gather(&mut self, buffer: &Buffer, call: &Call) -> Result<()> {
-        let (begin, len) = self.shard(self.rank, call);
-        let own = buffer.address().wrapping_add(begin);
-        // SAFETY: a shard fits a slot (the path was chosen so).
-        unsafe { self.enter_with_slot(own, len * call.dtype.size(), call)? };
+    pub(super) fn eager_gather(
+        &mut self,
+        buffer: &Buffer,
+        parts: Shares<'_>,
+        root: Option<u32>,
+        call: &Signature,
+    ) -> Result<()> {
+        let element = call.dtype.size();
+        let at = |rank: u32| {
+            let range = parts.range(rank);
+            (buffer.address().wrapping_add(range.start * element), range.len() * element)
+        };
+        let (own, bytes) = at(self.rank);
+        // SAFETY: a part fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(own, bytes, call)? };
+        if root.is_some_and(|root| root != self.rank) {
+            return Ok(());
+        }
         let slots = self.slots(0, call);
         for peer in self.peers() {
-            let (begin, len) = self.shard(peer, call);
-            let (at, bytes) = (buffer.address().wrapping_add(begin), len * call.dtype.size());
-            // SAFETY: the peer has filled its slot with its shard and leaves it until the operation after next.
+            let (at, bytes) = at(peer);
+            // SAFETY: the peer has filled its slot with its part and leaves it until the operation after next.
             unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at, bytes) };
         }
         Ok(())
     }
 
-    pub(super) fn eager_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
+    /// What a rank has for others lies in its slot as it does in its buffer: in the shard of the other rank.
+    pub(super) fn eager_exchange(
+        &mut self,
+        buffer: &Buffer,
+        exchange: &Exchange,
+        call: &Signature,
+    ) -> Result<()> {
+        // SAFETY: the payload fits a slot (the path was chosen so).
+        unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
+        let (begin, _) = self.shard(self.rank, call);
+        let element = call.dtype.size();
+        for (receive, source) in exchange.receive.iter().zip(self.slots(begin, call)) {
+            let at = buffer.address().wrapping_add(receive.start * element);
+            // SAFETY: the peer has filled its slot with its buffer, which is as long as ours and so has our shard, and leaves it
+            // until the operation after next.
+            unsafe { std::ptr::copy_nonoverlapping(source, at, receive.len() * element) };
+        }
+        Ok(())
+    }
+
+    pub(super) fn eager_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         let bytes = if self.rank == root { buffer.bytes() } else { 0 };
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), bytes, call)? };

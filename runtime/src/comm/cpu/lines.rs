@@ -17,8 +17,8 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::call::{CALL_WORDS, Call};
 use super::wait::{FLAG_WORDS, Flag, Patience};
+use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 
 /// Payload that fits an arrival line, beside the digest.
 pub(super) const INLINE_BYTES: usize = (FLAG_WORDS - 1) * 8;
@@ -61,9 +61,9 @@ struct Account {
     /// While it has been waiting for long: the rank it waits for, plus one, the place of the flag and its target.
     waiting: [AtomicU32; 3],
     /// The call that it waits in.
-    waits_in: [AtomicU64; CALL_WORDS],
+    waits_in: [AtomicU64; SIGNATURE_WORDS],
     /// The arguments of the last two operations.
-    calls: [[AtomicU64; CALL_WORDS]; 2],
+    calls: [[AtomicU64; SIGNATURE_WORDS]; 2],
 }
 
 /// A wait that takes long.
@@ -75,7 +75,7 @@ pub(super) struct Waiting {
     pub(super) flag: u32,
     pub(super) target: u32,
     /// The call that the rank waits in, encoded.
-    pub(super) call: [u64; CALL_WORDS],
+    pub(super) call: [u64; SIGNATURE_WORDS],
 }
 
 /// All lines of one rank.
@@ -96,9 +96,9 @@ impl RankLines {
     }
 
     /// This rank arrives at operation `sequence`.
-    pub(super) fn arrive(&self, sequence: u32, call: &Call, patience: Patience) {
+    pub(super) fn arrive(&self, sequence: u32, call: &Signature, patience: Patience) {
         let words = call.encode();
-        let digest = Call::digest(words);
+        let digest = Signature::digest(words);
         for (slot, word) in self.account.calls[(sequence % 2) as usize].iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
@@ -108,7 +108,7 @@ impl RankLines {
     }
 
     /// What this rank passed to operation `sequence`, for the error message of a peer that passed something else.
-    pub(super) fn call(&self, sequence: u32) -> [u64; CALL_WORDS] {
+    pub(super) fn call(&self, sequence: u32) -> [u64; SIGNATURE_WORDS] {
         let words = &self.account.calls[(sequence % 2) as usize];
         std::array::from_fn(|index| words[index].load(Ordering::Relaxed))
     }
@@ -153,7 +153,7 @@ impl RankLines {
         for (slot, word) in place.iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
-        for (slot, word) in waits_in.iter().zip(waiting.map_or([0; CALL_WORDS], |wait| wait.call)) {
+        for (slot, word) in waits_in.iter().zip(waiting.map_or([0; SIGNATURE_WORDS], |wait| wait.call)) {
             slot.store(word, Ordering::Relaxed);
         }
         version.store(begin.wrapping_add(1), Ordering::Release);
@@ -220,9 +220,9 @@ mod tests {
         buffer: [Plain<u32>; RANKS as usize * BLOCKS],
     }
 
-    fn call() -> Call {
+    fn call() -> Signature {
         let len = RANKS as usize * BLOCKS;
-        Call { op: Some(ReduceOp::Sum), len, ..Call::plain(Operation::AllReduce, DType::I32, 0) }
+        Signature { op: Some(ReduceOp::Sum), ..Signature::plain(Operation::AllReduce, DType::I32, len) }
     }
 
     /// One rank among all, with a core of its own or without.
@@ -251,7 +251,7 @@ mod tests {
             let payload_of = |peer: &Rank| {
                 let line = peer.lines.arrival(sequence);
                 self.wait(&line.flag, sequence);
-                assert_eq!(line.digest(), Call::digest(call().encode()));
+                assert_eq!(line.digest(), Signature::digest(call().encode()));
                 // SAFETY: as above: nobody writes the payload now.
                 unsafe { line.payload().cast::<u64>().read() }
             };

@@ -15,7 +15,6 @@
 
 mod agree;
 mod arena;
-pub(super) mod call;
 mod channel;
 mod cores;
 mod direct;
@@ -28,29 +27,31 @@ mod staged;
 mod wait;
 
 use std::cell::Cell;
-use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use arena::one_descriptor;
-use call::{Call, Path, mix};
 use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
 use wait::Patience;
 
+use super::call::{Call, Request, SegmentUpdate};
+use super::exchange::{Exchange, Shares};
+use super::rules::Failing;
+use super::segments::{gather_segments, update_blocks};
+use super::signature::{Path, Signature};
 use super::{
-    Algorithm, Buffer, DType, Pending, ReduceOp, Transport, Update, check_segments, gather_segments,
-    make_blocks, shard,
+    Algorithm, Buffer, Capabilities, Communicator, DType, Pending, ReduceOp, Rules, Transport, shard,
 };
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// The communicator of one rank.
-pub(crate) struct CpuCommunicator {
+/// The transport of one rank.
+pub(crate) struct CpuTransport {
     membership: Arc<Membership>,
     /// Position among the communicators of the world.
     number: u32,
@@ -74,8 +75,8 @@ pub(crate) struct CpuCommunicator {
     timeout: Duration,
     /// Where to note when all ranks had come to an operation, if somebody wants to know.
     arrival: Option<Arc<AtomicU64>>,
-    /// The error that made this communicator unusable.
-    poison: Option<String>,
+    /// Whether the present call has entered an operation: all but the first are noted as its further parts.
+    entered: bool,
     /// Whether more ranks made another call than made this rank's, where calls were compared last: then none of them is to
     /// blame for the mismatch.
     outvoted: Cell<bool>,
@@ -87,7 +88,7 @@ pub(crate) fn connect(
     size: u32,
     number: u32,
     timeout: Duration,
-) -> Result<CpuCommunicator> {
+) -> Result<Communicator> {
     let name = format!("communicator-{number}");
     membership.check_process()?;
     let (rank, page) = (membership.rank(), membership.page());
@@ -98,7 +99,7 @@ pub(crate) fn connect(
     })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
-    Ok(CpuCommunicator {
+    let transport = CpuTransport {
         membership: Arc::clone(membership),
         number,
         name,
@@ -115,9 +116,11 @@ pub(crate) fn connect(
         patience: Patience::for_ranks(size, cores),
         timeout,
         arrival: None,
-        poison: None,
+        entered: false,
         outvoted: Cell::new(false),
-    })
+    };
+    let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank));
+    Ok(Communicator::new(transport, rank, size, rules))
 }
 
 /// The memory of communicator `name`: made by rank 0, mapped by all.
@@ -139,76 +142,15 @@ fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duratio
     Ok(region)
 }
 
-impl CpuCommunicator {
-    /// Runs an operation. Its error, unless it is about the arguments, makes the communicator unusable.
-    fn guard<R>(&mut self, operation: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
-        self.membership.check_process()?;
-        if let Some(cause) = &self.poison {
-            return Err(Error::Poisoned { rank: self.rank, cause: cause.clone() });
-        }
-        let result = operation(self).inspect(|_| self.membership.page().leave(self.rank));
-        result.inspect_err(|error| {
-            if !matches!(error, Error::InvalidArgument { .. }) {
-                self.poison = Some(error.to_string());
-                let is_at_fault = matches!(error, Error::Mismatch { .. }) && self.outvoted.get();
-                if !is_at_fault {
-                    self.membership.accuse(error);
-                }
-                self.membership.hold_back(error);
-            }
-        })
-    }
-
-    /// As [`guard`](Self::guard), of an operation on `buffer`, which has to be private or of this rank's world.
-    fn guard_buffer(
-        &mut self,
-        name: &'static str,
-        buffer: Buffer,
-        operation: impl FnOnce(&mut Self, &Buffer) -> Result<()>,
-    ) -> Result<Pending> {
-        self.check_owner(name, &buffer)?;
-        self.guard(|comm| operation(comm, &buffer))?;
-        Ok(Pending::complete(buffer))
-    }
-
-    fn check_owner(&self, operation: &'static str, buffer: &Buffer) -> Result<()> {
-        let foreign = buffer.arena().filter(|(arena, _)| !arena.belongs_to(&self.membership));
-        let Some((arena, _)) = foreign else { return Ok(()) };
-        let (communicator, number) = (arena.id >> 32, arena.id & u64::from(u32::MAX));
-        let problem = format!(
-            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
-             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
-             buffer",
-            arena.rank,
-            arena.parts.len(),
-        );
-        Err(Error::InvalidArgument { operation, problem })
-    }
-
+impl CpuTransport {
     /// The ranks other than this one, the next one first.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, size) = (self.rank, self.size);
         (1..size).map(move |distance| (rank + distance) % size)
     }
 
-    fn check_rank(&self, operation: &'static str, rank: u32) -> Result<()> {
-        if rank < self.size {
-            return Ok(());
-        }
-        let problem = format!("there is no rank {rank} in a world of {}", self.size);
-        Err(Error::InvalidArgument { operation, problem })
-    }
-
-    fn check_peer(&self, operation: &'static str, rank: u32) -> Result<()> {
-        self.check_rank(operation, rank)?;
-        if rank != self.rank {
-            return Ok(());
-        }
-        Err(Error::InvalidArgument { operation, problem: format!("rank {rank} cannot be its own peer") })
-    }
-
     /// First byte and number of elements of the shard of `rank` of an operation's buffer.
-    fn shard(&self, rank: u32, call: &Call) -> (usize, usize) {
+    fn shard(&self, rank: u32, call: &Signature) -> (usize, usize) {
         let range = shard(call.len, self.size, rank);
         (range.start * call.dtype.size(), range.len())
     }
@@ -249,142 +191,173 @@ fn large(buffer: &Buffer) -> Path {
     if buffer.arena().is_some() { Path::Direct } else { Path::Staged }
 }
 
-impl Transport for CpuCommunicator {
-    fn rank(&self) -> u32 {
-        self.rank
+impl CpuTransport {
+    fn all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: Signature) -> Result<()> {
+        let path = self.choose_path(buffer)?;
+        let call = &call.via(path);
+        match path {
+            Path::Inline | Path::Eager => self.eager_all_reduce(buffer, op, call),
+            Path::Direct => self.direct_all_reduce(buffer, op, call),
+            Path::Ring => self.ring_all_reduce(buffer, op, call),
+            _ => self.staged_all_reduce(buffer, op, call),
+        }
     }
 
-    fn size(&self) -> u32 {
-        self.size
+    fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: Signature) -> Result<()> {
+        let path = self.by_size(buffer, buffer.bytes());
+        let call = &call.via(path);
+        match path {
+            Path::Inline | Path::Eager => self.eager_reduce_scatter(buffer, op, call),
+            Path::Direct => self.direct_reduce_scatter(buffer, op, call),
+            _ => self.staged_reduce_scatter(buffer, op, call),
+        }
     }
 
+    /// Gathers `parts` of all ranks on all, or on `root` alone.
+    fn gather(
+        &mut self,
+        buffer: &Buffer,
+        parts: Shares<'_>,
+        root: Option<u32>,
+        call: Signature,
+    ) -> Result<()> {
+        let path = self.by_size(buffer, parts.longest() * call.dtype.size());
+        let call = &call.via(path);
+        match (path, root) {
+            (Path::Inline | Path::Eager, _) => self.eager_gather(buffer, parts, root, call),
+            (Path::Direct, Some(root)) => self.direct_gather(buffer, root, call),
+            (Path::Direct, None) => self.direct_all_gather(buffer, parts, call),
+            _ => self.staged_gather(buffer, parts, root, call),
+        }
+    }
+
+    fn update_all_gather(
+        &mut self,
+        buffer: Buffer,
+        SegmentUpdate { segments, block, update }: SegmentUpdate<'_>,
+        call: Signature,
+    ) -> Result<Buffer> {
+        if buffer.arena().is_some() {
+            return self.direct_update_all_gather(buffer, segments, block, update, &call.via(Path::Direct));
+        }
+        let updated = update_blocks(buffer, segments, (self.size, self.rank), block, update, |_, _| ());
+        gather_segments(updated, segments, |segment| {
+            let shards = Shares::Shards { len: segment.len(), ranks: self.size };
+            self.gather(&segment, shards, None, Signature::of(&Call::AllGather, &segment))?;
+            Ok(segment)
+        })
+    }
+
+    fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
+        let path = self.by_size(buffer, buffer.bytes());
+        let call = &call.via(path);
+        match path {
+            Path::Inline | Path::Eager => self.eager_broadcast(buffer, root, call),
+            Path::Direct => self.direct_broadcast(buffer, root, call),
+            _ => self.staged_broadcast(buffer, root, call),
+        }
+    }
+
+    fn reduce(&mut self, buffer: &Buffer, op: ReduceOp, root: u32, call: Signature) -> Result<()> {
+        let path = self.by_size(buffer, buffer.bytes());
+        let call = &call.via(path);
+        match path {
+            Path::Inline | Path::Eager => self.eager_reduce(buffer, op, root, call),
+            Path::Direct => self.direct_reduce(buffer, op, root, call),
+            _ => self.staged_reduce(buffer, op, root, call),
+        }
+    }
+
+    /// Scatters the shards of `root`, or exchanges those of all ranks.
+    fn exchange(&mut self, buffer: &Buffer, request: &Call<'_>, call: Signature) -> Result<()> {
+        let path = self.by_size(buffer, buffer.bytes());
+        let call = &call.via(path);
+        match (path, request) {
+            (Path::Direct, Call::Scatter { root }) => self.direct_scatter(buffer, *root, call),
+            (Path::Direct, Call::AllToAll) => self.direct_all_to_all(buffer, call),
+            _ => {
+                let exchange = Exchange::of(request, self.rank, self.size, buffer.len());
+                let exchange = exchange.expect("a call that consists of messages");
+                match path {
+                    Path::Inline | Path::Eager => self.eager_exchange(buffer, &exchange, call),
+                    _ => self.staged_exchange(buffer, buffer, &exchange, call),
+                }
+            }
+        }
+    }
+
+    /// Exchanges what has another length for each rank, from one buffer to another.
+    fn all_to_all_v(
+        &mut self,
+        from: &Buffer,
+        to: &mut Buffer,
+        exchange: &Exchange,
+        call: Signature,
+    ) -> Result<()> {
+        let (own, at) = exchange.own.clone();
+        to.copy_from(at, from, own);
+        self.staged_exchange(from, to, exchange, &call.via(Path::Staged))
+    }
+}
+
+impl Failing for CpuTransport {
+    fn is_at_fault(&self, error: &Error) -> bool {
+        matches!(error, Error::Mismatch { .. }) && self.outvoted.get()
+    }
+}
+
+impl Transport for CpuTransport {
     fn backend(&self) -> &'static str {
         "cpu"
     }
 
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        self.arrival = Some(at);
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { shares_memory: true, sums_in_rank_order: true, device_buffers: false }
     }
 
-    fn blame(&mut self, error: &Error) {
-        self.membership.blame(error);
+    fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
+        self.entered = false;
+        self.allocate_arena(dtype, len)
     }
 
-    fn set_oversubscribed(&mut self) {
-        self.patience = Patience::for_ranks(2 * self.size, self.cores);
+    fn submit(&mut self, request: Request<'_>) -> Result<Pending> {
+        self.entered = false;
+        let Request { call, mut buffer, .. } = request;
+        let signature = Signature::of(&call, &buffer);
+        let shards = Shares::Shards { len: buffer.len(), ranks: self.size };
+        match call {
+            Call::Barrier => self.enter(&signature)?,
+            Call::AllReduce(op) => self.all_reduce(&buffer, op, signature)?,
+            Call::ReduceScatter(op) => self.reduce_scatter(&buffer, op, signature)?,
+            Call::AllGather => self.gather(&buffer, shards, None, signature)?,
+            Call::AllGatherV { counts } => {
+                self.gather(&buffer, Shares::Counts(counts), None, signature)?;
+            }
+            Call::Gather { root } => self.gather(&buffer, shards, Some(root), signature)?,
+            Call::UpdateAllGather(update) => buffer = self.update_all_gather(buffer, update, signature)?,
+            Call::Broadcast { root } => self.broadcast(&buffer, root, signature)?,
+            Call::Reduce { op, root } => self.reduce(&buffer, op, root, signature)?,
+            Call::AllToAll | Call::Scatter { .. } => self.exchange(&buffer, &call, signature)?,
+            Call::AllToAllV { from, .. } => {
+                let exchange = Exchange::of(&call, self.rank, self.size, buffer.len());
+                let exchange = exchange.expect("a call that consists of messages");
+                self.all_to_all_v(from, &mut buffer, &exchange, signature)?;
+            }
+            Call::Send { to } => self.send_message(&buffer, to, &signature)?,
+            Call::Recv { from } => self.receive_message(&buffer, from, &signature)?,
+        }
+        Ok(Pending::complete(buffer))
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {
         self.algorithm = algorithm;
     }
 
-    fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.guard(|comm| comm.allocate_arena(dtype, len))
+    fn set_oversubscribed(&mut self) {
+        self.patience = Patience::for_ranks(2 * self.size, self.cores);
     }
 
-    fn all_reduce(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.guard_buffer("all_reduce", buffer, |comm, buffer| {
-            let path = comm.choose_path(buffer)?;
-            let call = Call::new(Operation::AllReduce, buffer, Some(op), 0).via(path);
-            match path {
-                Path::Inline | Path::Eager => comm.eager_all_reduce(buffer, op, &call),
-                Path::Direct => comm.direct_all_reduce(buffer, op, &call),
-                Path::Ring => comm.ring_all_reduce(buffer, op, &call),
-                _ => comm.staged_all_reduce(buffer, op, &call),
-            }
-        })
-    }
-
-    fn reduce_scatter(&mut self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.guard_buffer("reduce_scatter", buffer, |comm, buffer| {
-            let path = comm.by_size(buffer, buffer.bytes());
-            let call = Call::new(Operation::ReduceScatter, buffer, Some(op), 0).via(path);
-            match path {
-                Path::Inline | Path::Eager => comm.eager_reduce_scatter(buffer, op, &call),
-                Path::Direct => comm.direct_reduce_scatter(buffer, op, &call),
-                _ => comm.staged_reduce_scatter(buffer, op, &call),
-            }
-        })
-    }
-
-    fn all_gather(&mut self, buffer: Buffer) -> Result<Pending> {
-        self.guard_buffer("all_gather", buffer, |comm, buffer| {
-            let largest = shard(buffer.len(), comm.size, 0).len() * buffer.dtype().size();
-            let path = comm.by_size(buffer, largest);
-            let call = Call::new(Operation::AllGather, buffer, None, 0).via(path);
-            match path {
-                Path::Inline | Path::Eager => comm.eager_all_gather(buffer, &call),
-                Path::Direct => comm.direct_all_gather(buffer, &call),
-                _ => comm.staged_all_gather(buffer, &call),
-            }
-        })
-    }
-
-    fn update_all_gather(
-        &mut self,
-        buffer: Buffer,
-        segments: &[Range<usize>],
-        block: usize,
-        make: &mut Update<'_>,
-    ) -> Result<Pending> {
-        check_segments(&buffer, segments, block)?;
-        self.check_owner("all_gather", &buffer)?;
-        if buffer.arena().is_none() {
-            let made = make_blocks(buffer, segments, (self.size, self.rank), block, make, |_, _| ());
-            let gathered = gather_segments(made, segments, |shards| self.all_gather(shards)?.wait())?;
-            return Ok(Pending::complete(gathered));
-        }
-        self.guard(|comm| {
-            // In the root's place, which an all-gather has not.
-            let digest =
-                segments.iter().flat_map(|segment| [segment.start as u64, segment.end as u64]).fold(0, mix)
-                    as u32;
-            let call = Call::new(Operation::AllGather, &buffer, None, digest).via(Path::Made);
-            comm.direct_update_all_gather(buffer, segments, block, make, &call).map(Pending::complete)
-        })
-    }
-
-    fn broadcast(&mut self, buffer: Buffer, root: u32) -> Result<Pending> {
-        self.guard_buffer("broadcast", buffer, |comm, buffer| {
-            comm.check_rank("broadcast", root)?;
-            let path = comm.by_size(buffer, buffer.bytes());
-            let call = Call::new(Operation::Broadcast, buffer, None, root).via(path);
-            match path {
-                Path::Inline | Path::Eager => comm.eager_broadcast(buffer, root, &call),
-                Path::Direct => comm.direct_broadcast(buffer, root, &call),
-                _ => comm.staged_broadcast(buffer, root, &call),
-            }
-        })
-    }
-
-    fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
-        self.guard_buffer("reduce", buffer, |comm, buffer| {
-            comm.check_rank("reduce", root)?;
-            let path = comm.by_size(buffer, buffer.bytes());
-            let call = Call::new(Operation::Reduce, buffer, Some(op), root).via(path);
-            match path {
-                Path::Inline | Path::Eager => comm.eager_reduce(buffer, op, root, &call),
-                Path::Direct => comm.direct_reduce(buffer, op, root, &call),
-                _ => comm.staged_reduce(buffer, op, root, &call),
-            }
-        })
-    }
-
-    fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
-        self.guard_buffer("send", buffer, |comm, buffer| {
-            comm.check_peer("send", to)?;
-            comm.send_message(buffer, to)
-        })
-    }
-
-    fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
-        self.guard_buffer("recv", buffer, |comm, buffer| {
-            comm.check_peer("recv", from)?;
-            comm.receive_message(buffer, from)
-        })
-    }
-
-    fn barrier(&mut self) -> Result<()> {
-        self.guard(|comm| comm.enter(&Call::plain(Operation::Barrier, DType::U8, 0)))
+    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+        self.arrival = Some(at);
     }
 }

@@ -13,11 +13,11 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 
-use super::call::CALL_WORDS;
 use super::cores::Cores;
 use super::lines::RankLines;
 use super::wait::Flag;
 use crate::Result;
+use crate::comm::signature::SIGNATURE_WORDS;
 use crate::shm::{Shared, SharedMemory, reserve};
 
 /// Payload of an eager slot.
@@ -29,7 +29,7 @@ pub(super) const STAGE_BYTES: usize = 256 << 10;
 #[repr(C, align(128))]
 pub(super) struct ChannelSent {
     pub(super) count: Flag,
-    pub(super) calls: [[AtomicU64; CALL_WORDS]; 2],
+    pub(super) calls: [[AtomicU64; SIGNATURE_WORDS]; 2],
 }
 
 /// The receiver's line of a channel: chunks taken so far.

@@ -12,10 +12,10 @@
 
 use mgpu_kernels::reduce;
 
-use super::CpuCommunicator;
-use super::call::Call;
+use super::CpuTransport;
 use super::channel::Channel;
 use crate::Result;
+use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp};
 
 /// What a rank does in one step: first the reduce wave, then the gather wave.
@@ -38,9 +38,9 @@ fn schedule(rank: usize, ranks: usize, blocks: usize) -> impl Iterator<Item = St
     })
 }
 
-impl CpuCommunicator {
+impl CpuTransport {
     #[inline(never)]
-    pub(super) fn ring_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn ring_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         self.enter(call)?;
         let element = call.dtype.size();
         let block = self.region.chunk_bytes() / reduce::accumulator_size(call.dtype).max(element);
@@ -69,7 +69,7 @@ impl CpuCommunicator {
     }
 
     /// Combines this rank's block into what comes from the left and sends it on to the right.
-    fn reduce_wave(&mut self, own: *mut u8, len: usize, op: ReduceOp, call: &Call) -> Result<()> {
+    fn reduce_wave(&mut self, own: *mut u8, len: usize, op: ReduceOp, call: &Signature) -> Result<()> {
         let (dtype, ranks, last) = (call.dtype, self.size, self.size - 1);
         let bytes = len * reduce::accumulator_size(dtype);
         let (left, right) = self.neighbours();
@@ -95,7 +95,7 @@ impl CpuCommunicator {
     }
 
     /// Stores the result that comes from the left and sends it on, unless the right neighbour made it.
-    fn gather_wave(&mut self, own: *mut u8, bytes: usize, call: &Call) -> Result<()> {
+    fn gather_wave(&mut self, own: *mut u8, bytes: usize, call: &Signature) -> Result<()> {
         let (left, right) = self.neighbours();
         let result = self.receive_chunk(left, call)?;
         // SAFETY: the chunk holds the block's result until its release; the block lies within our buffer.

@@ -8,18 +8,25 @@ use std::ops::Range;
 
 use mgpu_kernels::reduce;
 
-use super::CpuCommunicator;
-use super::call::Call;
+use super::CpuTransport;
 use super::direct::{Addresses, Parts};
 use super::eager::Sources;
 use super::region::STAGE_BYTES;
 use super::wait::Flag;
 use crate::Result;
+use crate::comm::exchange::{Exchange, Shares};
+use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp};
 
 /// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises too.
 fn chunks(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(most).max(1)).map(move |index| index * most..len.min((index + 1) * most))
+}
+
+/// The elements `chunk` of those in `range`, as far as there are so many.
+fn within(range: &Range<usize>, chunk: &Range<usize>) -> Range<usize> {
+    let at = |element: usize| range.end.min(range.start + element);
+    at(chunk.start)..at(chunk.end)
 }
 
 /// Copies `bytes` bytes between private and staging memory.
@@ -46,7 +53,7 @@ impl Chunk {
     }
 }
 
-impl CpuCommunicator {
+impl CpuTransport {
     /// The staging area to fill before the next arrival.
     fn own_stage(&self) -> *mut u8 {
         self.region.stage(self.rank, self.next_sequence())
@@ -58,7 +65,12 @@ impl CpuCommunicator {
     }
 
     #[inline(never)]
-    pub(super) fn staged_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn staged_all_reduce(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
         let element = call.dtype.size();
         let size = self.size;
         let mut chunks = chunks(call.len, STAGE_BYTES / element)
@@ -99,7 +111,7 @@ impl CpuCommunicator {
 
     /// Reduces this rank's part of a chunk: its own elements straight from its buffer, those of its peers from their
     /// stages. The result goes to its buffer, and to its stage for the peers.
-    fn reduce_part(&self, chunk: &Chunk, stages: &Addresses, op: ReduceOp, call: &Call) {
+    fn reduce_part(&self, chunk: &Chunk, stages: &Addresses, op: ReduceOp, call: &Signature) {
         let (at, bytes) = chunk.part(self.rank);
         let mut sources: Sources = stages.iter().map(|stage| stage.wrapping_add(at).cast_const()).collect();
         let own = chunk.address.wrapping_add(at);
@@ -116,7 +128,7 @@ impl CpuCommunicator {
     }
 
     /// Waits until every rank has reduced its part of a chunk.
-    pub(super) fn await_parts(&mut self, call: &Call) -> Result<()> {
+    pub(super) fn await_parts(&mut self, call: &Signature) -> Result<()> {
         for peer in self.peers() {
             let (flag, target) = self.reduced(peer);
             self.wait(flag, target, call, || {
@@ -146,7 +158,7 @@ impl CpuCommunicator {
         buffer: &Buffer,
         op: ReduceOp,
         root: u32,
-        call: &Call,
+        call: &Signature,
     ) -> Result<()> {
         let element = call.dtype.size();
         for chunk in chunks(call.len, STAGE_BYTES / element) {
@@ -164,7 +176,12 @@ impl CpuCommunicator {
     }
 
     #[inline(never)]
-    pub(super) fn staged_reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: &Call) -> Result<()> {
+    pub(super) fn staged_reduce_scatter(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
         let (element, ranks) = (call.dtype.size(), self.size as usize);
         // A stage holds one piece for every rank, each beginning at a cache line.
         let piece = (STAGE_BYTES / ranks) & !63;
@@ -186,33 +203,87 @@ impl CpuCommunicator {
         Ok(())
     }
 
+    /// Gathers `shares` of all ranks on all, or on `root` alone.
     #[inline(never)]
-    pub(super) fn staged_all_gather(&mut self, buffer: &Buffer, call: &Call) -> Result<()> {
+    pub(super) fn staged_gather(
+        &mut self,
+        buffer: &Buffer,
+        shares: Shares<'_>,
+        root: Option<u32>,
+        call: &Signature,
+    ) -> Result<()> {
         let element = call.dtype.size();
-        for chunk in chunks(self.shard(0, call).1, STAGE_BYTES / element) {
-            let (at, len) = self.shard_chunk(buffer, self.rank, &chunk, call);
+        for chunk in chunks(shares.longest(), STAGE_BYTES / element) {
+            let part = |rank| {
+                let part = within(&shares.range(rank), &chunk);
+                (buffer.address().wrapping_add(part.start * element), part.len() * element)
+            };
+            let (at, bytes) = part(self.rank);
             // SAFETY: as in `staged_all_reduce`.
-            unsafe { copy(at, self.own_stage(), len * element) };
+            unsafe { copy(at, self.own_stage(), bytes) };
             self.enter(call)?;
+            if root.is_some_and(|root| root != self.rank) {
+                continue;
+            }
             let stages = self.stages();
             for peer in self.peers() {
-                let (at, len) = self.shard_chunk(buffer, peer, &chunk, call);
+                let (at, bytes) = part(peer);
                 // SAFETY: the peer has filled its stage with its chunk and leaves it until its next turn.
-                unsafe { copy(stages[peer as usize], at, len * element) };
+                unsafe { copy(stages[peer as usize], at, bytes) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves the messages of an exchange from one buffer to another, or within one. A stage holds one piece for every rank.
+    #[inline(never)]
+    pub(super) fn staged_exchange(
+        &mut self,
+        from: &Buffer,
+        to: &Buffer,
+        exchange: &Exchange,
+        call: &Signature,
+    ) -> Result<()> {
+        let element = call.dtype.size();
+        let piece = (STAGE_BYTES / self.size as usize) & !63;
+        for chunk in chunks(exchange.longest, piece / element) {
+            let stage = self.own_stage();
+            for (message, rank) in exchange.send.iter().zip(0..) {
+                let part = within(message, &chunk);
+                let source = from.address().wrapping_add(part.start * element);
+                // SAFETY: as in `staged_all_reduce`; piece `rank` of the stage is within it.
+                unsafe { copy(source, stage.wrapping_add(rank * piece), part.len() * element) };
+            }
+            self.enter(call)?;
+            for (message, stage) in exchange.receive.iter().zip(self.stages()) {
+                let part = within(message, &chunk);
+                let (source, destination) = (
+                    stage.wrapping_add(self.rank as usize * piece),
+                    to.address().wrapping_add(part.start * element),
+                );
+                // SAFETY: the peer has filled our piece of its stage with as much and leaves it until its next turn; what
+                // this chunk brings goes to elements that no later chunk sends.
+                unsafe { copy(source, destination, part.len() * element) };
             }
         }
         Ok(())
     }
 
     /// Address and number of elements of what the elements `chunk` of a shard are in that of `rank`.
-    fn shard_chunk(&self, buffer: &Buffer, rank: u32, chunk: &Range<usize>, call: &Call) -> (*mut u8, usize) {
+    fn shard_chunk(
+        &self,
+        buffer: &Buffer,
+        rank: u32,
+        chunk: &Range<usize>,
+        call: &Signature,
+    ) -> (*mut u8, usize) {
         let (begin, len) = self.shard(rank, call);
         let begin = begin + chunk.start * call.dtype.size();
         (buffer.address().wrapping_add(begin), len.min(chunk.end).saturating_sub(chunk.start))
     }
 
     #[inline(never)]
-    pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Call) -> Result<()> {
+    pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         let element = call.dtype.size();
         for chunk in chunks(call.len, STAGE_BYTES / element) {
             let bytes = chunk.len() * element;

@@ -5,6 +5,7 @@ use std::fmt;
 
 use nccl_sys::{Library, NcclError, Progress, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t};
 
+use crate::comm::signature::Signature;
 use crate::comm::{DType, ReduceOp};
 use crate::progress::Operation;
 
@@ -108,15 +109,14 @@ impl Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, payload) = (self.operation().name(), format!("{} {}", self.count, self.dtype));
-        match self.kind {
-            Kind::AllReduce(op) | Kind::ReduceScatter(op) => write!(f, "{name}({payload}, {op})"),
-            Kind::AllGather => write!(f, "{name}({payload})"),
-            Kind::Broadcast { root } => write!(f, "{name}({payload}, root {root})"),
-            Kind::Reduce { op, root } => write!(f, "{name}({payload}, {op}, root {root})"),
-            Kind::Send { to } => write!(f, "send({payload}, to rank {to})"),
-            Kind::Recv { from } => write!(f, "recv({payload}, from rank {from})"),
-        }
+        let (op, detail) = match self.kind {
+            Kind::AllReduce(op) | Kind::ReduceScatter(op) => (Some(op), 0),
+            Kind::AllGather => (None, 0),
+            Kind::Broadcast { root } => (None, root),
+            Kind::Reduce { op, root } => (Some(op), root),
+            Kind::Send { to: peer } | Kind::Recv { from: peer } => (None, peer),
+        };
+        Signature { op, detail, ..Signature::plain(self.operation(), self.dtype, self.count) }.fmt(f)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The communicator of a training step: operations on device memory, in the order of streams.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
@@ -10,8 +10,7 @@ use super::call::Call;
 use super::group::{Calls, Group};
 use super::link::{Doing, Link};
 use super::owner::Owner;
-use crate::comm::ReduceOp;
-use crate::inject::Moment;
+use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
@@ -104,8 +103,7 @@ impl DeviceCommunicator {
             name: format!("communicator-{number}"),
             timeout,
             owner: Owner::start(nccl, device)?,
-            poison: OnceLock::new(),
-            aborting: Mutex::default(),
+            rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
         };
         let doing = Doing {
             operation: Operation::Connect,
@@ -252,16 +250,15 @@ impl DeviceCommunicator {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.sequence = last.sequence.wrapping_add(1).max(1);
         last.call = calls.last().copied();
-        if last.sequence == 1 {
-            link.membership.come_to(Moment::Collective);
-        }
-        if calls.iter().any(Call::is_collective) {
-            link.membership.standing.count_turn(link.number);
-        }
         let doing = Doing { peers: link.peers(), ..self.doing(&last, &calls) };
-        let answer = link.owner.enqueue(calls);
-        drop(last);
-        link.during(&doing, || link.answer(&answer, &doing))
+        link.operation(&doing, || {
+            if calls.iter().any(Call::is_collective) {
+                link.membership.standing.count_turn(link.number);
+            }
+            let answer = link.owner.enqueue(calls);
+            drop(last);
+            link.answer(&answer, &doing)
+        })
     }
 
     /// Returns once the GPU has done everything on a stream, or up to an event. `what` is what the caller waits for, in the

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 
 use super::DeviceCommunicator;
 use super::call::{Call, Kind, RawStream};
+use crate::comm::call::Call as HostCall;
 use crate::comm::{DType, ReduceOp};
 use crate::{Error, Result};
 
@@ -86,7 +87,7 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn broadcast(&mut self, stream: &'a Stream, buffer: View<'a>, root: u32) -> Result<()> {
-        self.check_rank("broadcast", root)?;
+        self.check(&HostCall::Broadcast { root }, buffer)?;
         self.add("broadcast", Kind::Broadcast { root }, stream, buffer, buffer, buffer.len())
     }
 
@@ -95,7 +96,7 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn reduce(&mut self, stream: &'a Stream, buffer: View<'a>, op: ReduceOp, root: u32) -> Result<()> {
-        self.check_rank("reduce", root)?;
+        self.check(&HostCall::Reduce { op, root }, buffer)?;
         self.add("reduce", Kind::Reduce { op, root }, stream, buffer, buffer, buffer.len())
     }
 
@@ -104,7 +105,7 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn send(&mut self, stream: &'a Stream, buffer: View<'a>, to: u32) -> Result<()> {
-        self.check_peer("send", to)?;
+        self.check(&HostCall::Send { to }, buffer)?;
         self.add("send", Kind::Send { to }, stream, buffer, buffer, buffer.len())
     }
 
@@ -113,7 +114,7 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn recv(&mut self, stream: &'a Stream, buffer: View<'a>, from: u32) -> Result<()> {
-        self.check_peer("recv", from)?;
+        self.check(&HostCall::Recv { from }, buffer)?;
         self.add("recv", Kind::Recv { from }, stream, buffer, buffer, buffer.len())
     }
 
@@ -159,6 +160,11 @@ impl<'a> Group<'a> {
         self.calls.push(Call { kind, from, to, count, dtype, stream: RawStream(stream.raw().cast()) });
     }
 
+    /// Checks ranks by the same rules as those of host buffers.
+    fn check(&self, call: &HostCall<'_>, buffer: View<'_>) -> Result<()> {
+        call.check(self.comm.rank(), self.comm.size(), buffer.len())
+    }
+
     /// Both views hold the same type, and `from_times` as many elements of `from` are as many as `to_times` of `to`.
     fn check_lengths(
         &self,
@@ -179,20 +185,5 @@ impl<'a> Group<'a> {
             return wrong(operation, format!("from {from} elements to {to} does not go with {ranks} ranks"));
         }
         Ok(())
-    }
-
-    fn check_rank(&self, operation: &'static str, rank: u32) -> Result<()> {
-        if rank < self.comm.size() {
-            return Ok(());
-        }
-        wrong(operation, format!("there is no rank {rank} in a world of {}", self.comm.size()))
-    }
-
-    fn check_peer(&self, operation: &'static str, rank: u32) -> Result<()> {
-        self.check_rank(operation, rank)?;
-        if rank != self.comm.rank() {
-            return Ok(());
-        }
-        wrong(operation, format!("rank {rank} cannot be its own peer"))
     }
 }

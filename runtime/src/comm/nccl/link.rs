@@ -4,13 +4,14 @@
 //! looks around: at the progress page, where the launcher notes the end of a rank; at what NCCL says of itself; at the
 //! clock. Whatever ends a wait early ends the communicator: it is aborted, and says why from then on.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda;
 
 use super::owner::{Answer, Ended, Owner};
+use crate::comm::rules::{Failing, Noted, Rules};
 use crate::membership::Membership;
 use crate::process;
 use crate::progress::{Operation, Place, RankState};
@@ -38,10 +39,8 @@ pub(super) struct Link {
     pub(super) name: String,
     pub(super) timeout: Duration,
     pub(super) owner: Owner,
-    /// The error that made the communicator unusable.
-    pub(super) poison: OnceLock<String>,
-    /// Locked as long as the communicator is being ended because of that.
-    pub(super) aborting: Mutex<()>,
+    /// Shared with the communicator for host buffers that goes through this one.
+    pub(super) rules: Arc<Rules>,
 }
 
 /// What a rank waits in, for the page and for errors.
@@ -66,8 +65,25 @@ impl Doing {
         Some((peer, messages[peer as usize]))
     }
 
+    /// What the progress page is told of it.
+    fn noted(&self) -> Noted {
+        Noted { operation: self.operation, number: self.sequence, bytes: self.bytes }
+    }
+
     fn is_collective(&self) -> bool {
         !matches!(self.operation, Operation::Send | Operation::Recv)
+    }
+}
+
+impl Failing for Link {
+    /// No call that is still queued is made once anybody has seen the error: it was lent memory that may be gone.
+    fn stop(&self) {
+        self.owner.give_up();
+    }
+
+    fn abort(&self) {
+        self.membership.standing.fail();
+        self.owner.abort();
     }
 }
 
@@ -77,58 +93,31 @@ impl Link {
         (0..self.size).filter(|peer| *peer != self.rank).collect()
     }
 
-    /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
-    /// free memory, which waits for the GPU unless that was given up.
+    /// The error of a communicator that had one.
     pub(super) fn check(&self) -> Result<()> {
-        self.membership.check_process()?;
-        let Some(cause) = self.poison.get() else { return Ok(()) };
-        drop(self.aborting());
-        Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
+        self.rules.check_usable()
     }
 
-    fn aborting(&self) -> MutexGuard<'_, ()> {
-        self.aborting.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Runs `operate` as an operation of the communicator. Its error is the end of the communicator.
+    pub(super) fn operation<R>(&self, doing: &Doing, operate: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.rules.begin(doing.noted())?;
+        self.rules.end(operate(), self)
     }
 
     /// Runs `wait` with a note on the page for its time. Its error is the end of the communicator.
     pub(super) fn during<R>(&self, doing: &Doing, wait: impl FnOnce() -> Result<R>) -> Result<R> {
-        let page = self.membership.page();
-        page.enter(self.rank, doing.operation, doing.sequence, doing.bytes);
-        wait().inspect(|_| page.leave(self.rank)).map_err(|error| self.fail(error))
+        self.rules.note(doing.noted());
+        self.rules.end(wait(), self)
     }
 
     /// Ends the communicator because of `error`.
     pub(super) fn fail(&self, error: Error) -> Error {
-        if matches!(error, Error::InvalidArgument { .. } | Error::Poisoned { .. }) {
-            return error;
-        }
-        // If another thread is faster, its abort is waited for.
-        let aborting = self.aborting();
-        if self.poison.get().is_some() {
-            return error;
-        }
-        // No call that is still queued is made once anybody has seen the error: it was lent memory that may be gone.
-        self.owner.give_up();
-        let _ = self.poison.set(error.to_string());
-        self.membership.standing.fail();
-        // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
-        self.membership.accuse(&error);
-        self.owner.abort();
-        drop(aborting);
-        self.membership.hold_back(&error);
-        error
+        self.rules.fail(error, self)
     }
 
     /// Ends the communicator at once, without an error to report.
     pub(super) fn end_by_force(&self, why: &str) {
-        let _aborting = self.aborting();
-        if self.poison.get().is_some() {
-            return;
-        }
-        self.owner.give_up();
-        let _ = self.poison.set(why.to_owned());
-        self.membership.standing.fail();
-        self.owner.abort();
+        self.rules.end_by_force(why, self);
     }
 
     /// Waits for an answer of the owner.
@@ -303,7 +292,7 @@ impl Drop for Link {
     /// that does not come, or has failed, leaves nothing but the abort.
     fn drop(&mut self) {
         // A forked child has a copy of all this, and not the thread that owns the communicator.
-        if self.poison.get().is_some() || self.membership.check_process().is_err() {
+        if self.rules.is_poisoned() || self.membership.check_process().is_err() {
             return;
         }
         let _: Ended = if self.come_to_the_end() {

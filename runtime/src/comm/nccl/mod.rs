@@ -29,4 +29,4 @@ pub use captured::Captured;
 pub use device::{Awaited, DeviceCommunicator};
 pub(crate) use ending::Standing;
 pub use group::Group;
-pub(crate) use host::HostCommunicator;
+pub(crate) use host::host_communicator;

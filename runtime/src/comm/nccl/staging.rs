@@ -3,7 +3,12 @@
 //! A buffer of any size goes through memory of a fixed size in chunks. For each chunk it is decided here which bytes of
 //! the buffer are put where in the stage, on what part of it NCCL works, and which bytes are taken back to where.
 
+use std::ops::Range;
+
+use smallvec::{SmallVec, smallvec};
+
 use super::call::Kind;
+use crate::comm::exchange::Exchange;
 
 /// Bytes that travel between buffer and stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,17 +20,28 @@ pub(super) struct Piece {
     pub(super) bytes: usize,
 }
 
-/// One turn through the stage.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Chunk {
-    pub(super) put: Vec<Piece>,
+/// A call of NCCL on the stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Launch {
+    pub(super) kind: Kind,
     /// Bytes of the stage where NCCL reads and where it writes.
     pub(super) from: usize,
     pub(super) to: usize,
     /// Elements as NCCL counts them.
     pub(super) count: usize,
+}
+
+/// One turn through the stage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Chunk {
+    pub(super) put: Vec<Piece>,
+    /// Calls that begin together.
+    pub(super) launches: Calls<Launch>,
     pub(super) take: Vec<Piece>,
 }
+
+/// A few of them, most often one.
+type Calls<T> = SmallVec<[T; 1]>;
 
 /// A buffer and the stage it goes through.
 #[derive(Debug, Clone, Copy)]
@@ -77,16 +93,64 @@ impl Route {
             Kind::Send { .. } => (vec![piece(0)], Vec::new(), 0, 0),
             Kind::Recv { .. } => (Vec::new(), vec![piece(0)], 0, 0),
         };
-        Chunk { put, from, to, count, take }
+        let launches = smallvec![Launch { kind: self.kind, from, to, count }];
+        Chunk { put, launches, take }
     }
+}
+
+/// The chunks of messages between pairs of ranks, of elements of `element` bytes: half of the stage is for what is sent and half
+/// for what is received, a piece of each for every rank. Both ends of a message cut it alike, so that its parts meet.
+pub(super) fn exchange_chunks(
+    exchange: &Exchange,
+    element: usize,
+    stage: usize,
+) -> impl Iterator<Item = Chunk> {
+    let half = stage / 2;
+    let most = (half / exchange.send.len() / element).max(1);
+    let messages = || exchange.send.iter().chain(&exchange.receive);
+    let longest = messages().map(Range::len).max().unwrap_or_default();
+    (0..longest).step_by(most).map(move |begin| {
+        let mut chunk = Chunk { put: Vec::new(), launches: SmallVec::new(), take: Vec::new() };
+        let piece = |message: &Range<usize>, place: usize| {
+            let count = message.len().saturating_sub(begin).min(most);
+            let (host, bytes) = ((message.start + begin) * element, count * element);
+            (count > 0).then_some((Piece { host, stage: place, bytes }, count))
+        };
+        for (peer, (send, receive)) in (0..).zip(exchange.send.iter().zip(&exchange.receive)) {
+            let place = peer as usize * most * element;
+            if let Some((piece, count)) = piece(send, place) {
+                chunk.put.push(piece);
+                chunk.launches.push(Launch {
+                    kind: Kind::Send { to: peer },
+                    from: piece.stage,
+                    to: 0,
+                    count,
+                });
+            }
+            if let Some((piece, count)) = piece(receive, half + place) {
+                chunk.take.push(piece);
+                chunk.launches.push(Launch {
+                    kind: Kind::Recv { from: peer },
+                    from: 0,
+                    to: piece.stage,
+                    count,
+                });
+            }
+        }
+        chunk
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+
     use proptest::prelude::*;
 
     use super::*;
-    use crate::comm::ReduceOp;
+    use crate::comm::call::Call;
+    use crate::comm::exchange::Counts;
+    use crate::comm::{Buffer, ReduceOp};
 
     fn kinds() -> impl Strategy<Value = Kind> {
         let sum = ReduceOp::Sum;
@@ -102,18 +166,19 @@ mod tests {
     /// What NCCL does to the stages of all ranks, on bytes that wrap.
     fn carry_out(kind: Kind, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
         let before = stages.to_vec();
-        let bytes = chunks[0].count * element;
-        let sum =
-            |at: usize| before.iter().zip(chunks).fold(0u8, |sum, (s, c)| sum.wrapping_add(s[c.from + at]));
+        let bytes = chunks[0].launches[0].count * element;
+        let sum = |at: usize| {
+            before.iter().zip(chunks).fold(0u8, |sum, (s, c)| sum.wrapping_add(s[c.launches[0].from + at]))
+        };
         for (rank, stage) in stages.iter_mut().enumerate() {
-            let to = chunks[rank].to;
+            let to = chunks[rank].launches[0].to;
             for at in 0..bytes {
                 match kind {
                     Kind::AllReduce(_) => stage[to + at] = sum(at),
                     Kind::ReduceScatter(_) => stage[to + at] = sum(rank * bytes + at),
                     Kind::AllGather => {
                         for peer in 0..before.len() {
-                            stage[to + peer * bytes + at] = before[peer][chunks[peer].from + at];
+                            stage[to + peer * bytes + at] = before[peer][chunks[peer].launches[0].from + at];
                         }
                     }
                     Kind::Broadcast { root } => stage[to + at] = before[root as usize][at],
@@ -161,6 +226,75 @@ mod tests {
                         _ => input[rank][i],
                     };
                     prop_assert_eq!(*found, expected, "byte {} of rank {}", i, rank);
+                }
+            }
+        }
+
+        /// Messages of any lengths between three ranks.
+        #[test]
+        fn what_is_received_is_what_was_sent(lens in prop::collection::vec(0usize..40, 9), element in 1usize..3, room in 1usize..9) {
+            let ranks = 3usize;
+            let stage = 2 * room * ranks * element;
+            let counts: Vec<usize> = (0..ranks)
+                .flat_map(|rank| {
+                    let sent = (0..ranks).map(move |to| 3 * rank + to);
+                    sent.chain((0..ranks).map(move |from| 3 * from + rank))
+                })
+                .map(|message| lens[message])
+                .collect();
+            let counts = Counts::new(3, counts).unwrap();
+            let of = |rank: usize| {
+                let len = counts.received_by(rank as u32).iter().sum();
+                let from = Buffer::zeroed::<u8>(0);
+                Exchange::of(&Call::AllToAllV { from: &from, counts: &counts }, rank as u32, 3, len).unwrap()
+            };
+            let input = |rank: usize, at: usize| (at * 7 + rank * 91) as u8;
+            let mut received: Vec<Vec<Option<u8>>> =
+                (0..ranks).map(|rank| vec![None; counts.received_by(rank as u32).iter().sum::<usize>() * element]).collect();
+            // Bytes under way, by sender and receiver.
+            let mut links = vec![VecDeque::new(); ranks * ranks];
+            let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| exchange_chunks(&of(rank), element, stage).collect()).collect();
+            for turn in 0..plans.iter().map(Vec::len).max().unwrap() {
+                let mut stages = vec![vec![0u8; stage]; ranks];
+                let chunks = || (0..ranks).filter_map(|rank| Some((rank, plans[rank].get(turn)?)));
+                for (rank, chunk) in chunks() {
+                    for piece in &chunk.put {
+                        for at in 0..piece.bytes {
+                            stages[rank][piece.stage + at] = input(rank, piece.host + at);
+                        }
+                    }
+                    for launch in &chunk.launches {
+                        if let Kind::Send { to } = launch.kind {
+                            let bytes = &stages[rank][launch.from..][..launch.count * element];
+                            links[rank * ranks + to as usize].push_back(bytes.to_vec());
+                        }
+                    }
+                }
+                for (rank, chunk) in chunks() {
+                    for launch in &chunk.launches {
+                        if let Kind::Recv { from } = launch.kind {
+                            let bytes = links[from as usize * ranks + rank].pop_front().unwrap();
+                            stages[rank][launch.to..][..launch.count * element].copy_from_slice(&bytes);
+                        }
+                    }
+                    for piece in &chunk.take {
+                        for at in 0..piece.bytes {
+                            let place = &mut received[rank][piece.host + at];
+                            prop_assert_eq!(place.replace(stages[rank][piece.stage + at]), None);
+                        }
+                    }
+                }
+            }
+            prop_assert!(links.iter().all(VecDeque::is_empty));
+            for to in 0..ranks {
+                let mut at = 0;
+                for from in 0..ranks {
+                    let begin = counts.sent_by(from as u32)[..to].iter().sum::<usize>() * element;
+                    for byte in 0..lens[3 * from + to] * element {
+                        let expected = (from != to).then(|| input(from, begin + byte));
+                        prop_assert_eq!(received[to][at], expected);
+                        at += 1;
+                    }
                 }
             }
         }

@@ -1,0 +1,236 @@
+//! A call of an operation, before any transport sees it, and the check of its arguments.
+//!
+//! A new collective begins here: a variant of [`Call`], its arguments' check, a method of
+//! [`Communicator`](super::Communicator), and an arm in each transport.
+
+use std::ops::Range;
+
+use super::exchange::Counts;
+use super::{Buffer, ReduceOp};
+use crate::progress::Operation;
+use crate::{Error, Result};
+
+/// Updates elements of this rank's shard of a segment: given the segment's index, and the block of elements that begins at
+/// this element of the whole buffer.
+pub type Update<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
+
+/// Which operation, with the arguments that not all of them have.
+pub(crate) enum Call<'a> {
+    Barrier,
+    AllReduce(ReduceOp),
+    ReduceScatter(ReduceOp),
+    AllGather,
+    UpdateAllGather(SegmentUpdate<'a>),
+    Broadcast {
+        root: u32,
+    },
+    Reduce {
+        op: ReduceOp,
+        root: u32,
+    },
+    AllToAll,
+    Gather {
+        root: u32,
+    },
+    Scatter {
+        root: u32,
+    },
+    AllGatherV {
+        counts: &'a [usize],
+    },
+    /// What is sent lies in `from`; what is received goes to the request's buffer.
+    AllToAllV {
+        from: &'a Buffer,
+        counts: &'a Counts,
+    },
+    Send {
+        to: u32,
+    },
+    Recv {
+        from: u32,
+    },
+}
+
+/// What a fused update + all-gather is about.
+pub(crate) struct SegmentUpdate<'a> {
+    /// Ascending parts of the buffer, of which each rank updates its shards.
+    pub(crate) segments: &'a [Range<usize>],
+    /// Most elements that are updated at once.
+    pub(crate) block: usize,
+    pub(crate) update: &'a mut Update<'a>,
+}
+
+/// A call with what all of them have. Element type and length are those of the buffer.
+pub(crate) struct Request<'a> {
+    pub(crate) call: Call<'a>,
+    pub(crate) buffer: Buffer,
+    /// A number of the caller's own for traces: the bucket's.
+    pub(crate) tag: Option<u32>,
+    /// Position among the collectives of the communicator, from 1; of a message, that of the next collective.
+    pub(crate) number: u32,
+}
+
+impl Call<'_> {
+    /// What the progress page knows it as.
+    pub(crate) fn operation(&self) -> Operation {
+        match self {
+            Call::Barrier => Operation::Barrier,
+            Call::AllReduce(_) => Operation::AllReduce,
+            Call::ReduceScatter(_) => Operation::ReduceScatter,
+            Call::AllGather => Operation::AllGather,
+            Call::UpdateAllGather(_) => Operation::UpdateAllGather,
+            Call::Broadcast { .. } => Operation::Broadcast,
+            Call::Reduce { .. } => Operation::Reduce,
+            Call::AllToAll => Operation::AllToAll,
+            Call::Gather { .. } => Operation::Gather,
+            Call::Scatter { .. } => Operation::Scatter,
+            Call::AllGatherV { .. } => Operation::AllGatherV,
+            Call::AllToAllV { .. } => Operation::AllToAllV,
+            Call::Send { .. } => Operation::Send,
+            Call::Recv { .. } => Operation::Recv,
+        }
+    }
+
+    /// True unless only two ranks take part.
+    pub(crate) fn is_collective(&self) -> bool {
+        self.peer().is_none()
+    }
+
+    /// How elements of several ranks become one, where they do.
+    pub(crate) fn reduction(&self) -> Option<ReduceOp> {
+        match *self {
+            Call::AllReduce(op) | Call::ReduceScatter(op) | Call::Reduce { op, .. } => Some(op),
+            _ => None,
+        }
+    }
+
+    /// The rank that the operation begins or ends at.
+    pub(crate) fn root(&self) -> Option<u32> {
+        match *self {
+            Call::Broadcast { root }
+            | Call::Reduce { root, .. }
+            | Call::Gather { root }
+            | Call::Scatter { root } => Some(root),
+            _ => None,
+        }
+    }
+
+    /// The rank at the other end of a message.
+    pub(crate) fn peer(&self) -> Option<u32> {
+        match *self {
+            Call::Send { to: peer } | Call::Recv { from: peer } => Some(peer),
+            _ => None,
+        }
+    }
+
+    /// Checks the arguments of a call by `rank` of `size` ranks on a buffer of `len` elements.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub(crate) fn check(&self, rank: u32, size: u32, len: usize) -> Result<()> {
+        let ranks = size as usize;
+        let there_is = |rank: u32| match rank < size {
+            true => Ok(()),
+            false => Err(format!("there is no rank {rank} in a world of {size}")),
+        };
+        let checked = match self {
+            Call::Broadcast { root }
+            | Call::Reduce { root, .. }
+            | Call::Gather { root }
+            | Call::Scatter { root } => there_is(*root),
+            Call::Send { to: peer } | Call::Recv { from: peer } => there_is(*peer).and_then(|()| {
+                if *peer == rank { Err(format!("rank {rank} cannot be its own peer")) } else { Ok(()) }
+            }),
+            Call::UpdateAllGather(SegmentUpdate { segments, block, .. }) => {
+                check_segments(len, segments, *block)
+            }
+            Call::AllToAll if len % ranks != 0 => {
+                Err(format!("{len} elements cannot be cut into equal shards for {size} ranks"))
+            }
+            Call::AllGatherV { counts } => check_counts(counts, ranks, len, "the buffer"),
+            Call::AllToAllV { from, counts } => {
+                let (sent, received) = (counts.sent_by(rank), counts.received_by(rank));
+                check_counts(sent, ranks, from.len(), "the buffer that is sent")
+                    .and_then(|()| check_counts(received, ranks, len, "the buffer that is received"))
+            }
+            _ => Ok(()),
+        };
+        checked.map_err(|problem| Error::InvalidArgument { operation: self.operation().name(), problem })
+    }
+}
+
+impl Request<'_> {
+    /// Payload of this rank in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        match &self.call {
+            Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {
+                segments.iter().map(Range::len).sum::<usize>() * self.buffer.dtype().size()
+            }
+            _ => self.buffer.bytes(),
+        }
+    }
+}
+
+/// Whether segments of a buffer of `len` elements ascend, do not overlap and are within it, and can be cut into blocks.
+fn check_segments(len: usize, segments: &[Range<usize>], block: usize) -> Result<(), String> {
+    let mut end = 0;
+    let fits = |segment: &Range<usize>| {
+        let fits = end <= segment.start && segment.start <= segment.end && segment.end <= len;
+        end = segment.end;
+        fits
+    };
+    if block == 0 {
+        return Err("a block has at least one element".to_owned());
+    }
+    if !segments.iter().all(fits) {
+        return Err(format!("segments {segments:?} are not ascending parts of a buffer of {len} elements"));
+    }
+    Ok(())
+}
+
+/// Whether there is a count for each of `ranks` ranks, and together they are the `len` elements of `what`.
+pub(super) fn check_counts(counts: &[usize], ranks: usize, len: usize, what: &str) -> Result<(), String> {
+    if counts.len() != ranks {
+        return Err(format!("{} counts for {ranks} ranks", counts.len()));
+    }
+    let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
+    if total != Some(len) {
+        return Err(format!("counts {counts:?} do not add up to the {len} elements of {what}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(call: &Call<'_>, len: usize) -> String {
+        match call.check(1, 3, len) {
+            Ok(()) => String::new(),
+            Err(Error::InvalidArgument { operation, problem }) => format!("{operation}: {problem}"),
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn arguments_are_checked_in_one_place() {
+        for (call, len, expected) in [
+            (Call::Gather { root: 2 }, 5, ""),
+            (Call::Gather { root: 3 }, 5, "gather: there is no rank 3 in a world of 3"),
+            (Call::Send { to: 0 }, 5, ""),
+            (Call::Send { to: 4 }, 5, "send: there is no rank 4 in a world of 3"),
+            (Call::Recv { from: 1 }, 5, "recv: rank 1 cannot be its own peer"),
+            (Call::AllToAll, 6, ""),
+            (Call::AllToAll, 5, "all_to_all: 5 elements cannot be cut into equal shards for 3 ranks"),
+            (Call::AllGatherV { counts: &[0, 4, 1] }, 5, ""),
+            (Call::AllGatherV { counts: &[4, 1] }, 5, "all_gather_v: 2 counts for 3 ranks"),
+            (
+                Call::AllGatherV { counts: &[usize::MAX, 4, 2] },
+                5,
+                "all_gather_v: counts [18446744073709551615, 4, 2] do not add up to the 5 elements of the buffer",
+            ),
+        ] {
+            assert_eq!(problem(&call, len), expected);
+        }
+    }
+}

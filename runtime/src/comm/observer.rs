@@ -1,0 +1,88 @@
+//! What tracing has to do with a communicator: it is told of operations, and of spans of those who use the communicator.
+//!
+//! The runtime's own observer is the [`Timeline`](crate::timeline::Timeline).
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::progress::Operation;
+
+/// When a span of the caller's own began; nothing, where nobody records.
+#[derive(Debug, Clone, Copy)]
+#[must_use = "a span is recorded when it ends"]
+pub struct Begin(pub(crate) Option<u64>);
+
+/// Is told what a communicator does and what is done with it. Times are nanoseconds of
+/// [`timeline::now`](crate::timeline::now). Set by [`Communicator::set_observer`](super::Communicator::set_observer).
+pub trait Observer: fmt::Debug + Send + Sync {
+    /// An operation is about to begin.
+    fn operation_begins(&self);
+
+    /// The operation has ended, with an error or without.
+    fn operation_ended(&self, operation: &Observed);
+
+    /// The rank's own thread has waited for an operation on another thread.
+    fn waited(&self, begin: u64, end: u64);
+
+    /// A span of the caller's own begins.
+    fn begin(&self) -> Begin;
+
+    /// The span that began then has ended: `number` tells which of several, such as the step.
+    fn end(&self, begin: Begin, name: &'static str, number: Option<u32>);
+}
+
+/// An operation that has ended.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Observed {
+    /// Which.
+    pub operation: Operation,
+    /// The caller's number of it: the bucket's.
+    pub tag: Option<u32>,
+    /// When it began.
+    pub begin: u64,
+    /// When it ended.
+    pub end: u64,
+    /// Bytes of this rank's buffer.
+    pub bytes: usize,
+    /// What was updated in the course of it, which is no communication.
+    pub updating: Updating,
+    /// Whether it ran on a thread beside the rank's own.
+    pub background: bool,
+}
+
+/// The update within a fused update + all-gather.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Updating {
+    /// Nanoseconds it took.
+    pub took: u64,
+    /// From the begin of the first block to the end of the last; empty where nothing was updated.
+    pub span: Range<u64>,
+}
+
+impl Updating {
+    /// Counts a block.
+    pub(super) fn note(&mut self, begin: u64, end: u64) {
+        self.span = if self.span.end == 0 { begin } else { self.span.start }..end;
+        self.took += end - begin;
+    }
+}
+
+/// The observer of a communicator that has none.
+#[derive(Debug)]
+pub(super) struct Nobody;
+
+impl Observer for Nobody {
+    fn operation_begins(&self) {}
+
+    fn operation_ended(&self, _: &Observed) {}
+
+    fn waited(&self, _: u64, _: u64) {}
+
+    fn begin(&self) -> Begin {
+        Begin(None)
+    }
+
+    fn end(&self, _: Begin, _: &'static str, _: Option<u32>) {}
+}

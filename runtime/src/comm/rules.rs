@@ -1,0 +1,164 @@
+//! What holds for every operation of every communicator, on buffers of the host and of GPUs.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::inject::Moment;
+use crate::membership::Membership;
+use crate::progress::Operation;
+use crate::{Error, Result};
+
+/// Fault injection, the progress page and poisoning. An operation [begins](Self::begin) and [ends](Self::end) by them.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    /// `None` without a launcher.
+    membership: Option<Arc<Membership>>,
+    rank: u32,
+    /// Whether an operation has begun.
+    begun: AtomicBool,
+    /// The error that made the communicator unusable.
+    poison: OnceLock<String>,
+    /// Locked as long as the communicator is being ended because of that.
+    failing: Mutex<()>,
+}
+
+/// An operation as the progress page knows it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Noted {
+    pub(crate) operation: Operation,
+    pub(crate) number: u32,
+    pub(crate) bytes: usize,
+}
+
+/// What a transport has to do with its failure. Most have nothing to do.
+pub(crate) trait Failing {
+    /// Whether it is this rank that differs from its peers, so that it accuses none of them.
+    fn is_at_fault(&self, _: &Error) -> bool {
+        false
+    }
+
+    /// Begins nothing any more. Called before anybody learns of the error.
+    fn stop(&self) {}
+
+    /// Ends what is under way by force. Called once the error is known to all who look.
+    fn abort(&self) {}
+}
+
+impl Rules {
+    pub(crate) fn new(membership: Option<Arc<Membership>>, rank: u32) -> Self {
+        Rules {
+            membership,
+            rank,
+            begun: AtomicBool::new(false),
+            poison: OnceLock::new(),
+            failing: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn membership(&self) -> Option<&Arc<Membership>> {
+        self.membership.as_ref()
+    }
+
+    /// Begins an operation whose arguments were checked: commits a fault that is due, and lets everybody see the operation.
+    ///
+    /// # Errors
+    /// If this process has no part in the run, or an earlier error has made the communicator unusable.
+    pub(crate) fn begin(&self, noted: Noted) -> Result<()> {
+        self.check_usable()?;
+        let Some(membership) = &self.membership else { return Ok(()) };
+        if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
+            membership.come_to(Moment::Collective);
+        }
+        self.note(noted);
+        Ok(())
+    }
+
+    /// Lets everybody see what the rank is in from now on, until that [ends](Self::end).
+    pub(crate) fn note(&self, noted: Noted) {
+        if let Some(membership) = &self.membership {
+            membership.page().enter(self.rank, noted.operation, noted.number, noted.bytes);
+        }
+    }
+
+    /// Ends the operation that has [begun](Self::begin). Its error, unless it is about the arguments, makes the communicator
+    /// unusable.
+    pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl Failing + ?Sized)) -> Result<R> {
+        match result {
+            Ok(value) => {
+                self.leave();
+                Ok(value)
+            }
+            Err(error) => Err(self.fail(error, transport)),
+        }
+    }
+
+    fn leave(&self) {
+        if let Some(membership) = &self.membership {
+            membership.page().leave(self.rank);
+        }
+    }
+
+    /// Ends the communicator because of `error`, and accuses the rank that it names.
+    #[cold]
+    pub(crate) fn fail(&self, error: Error, transport: &(impl Failing + ?Sized)) -> Error {
+        match error {
+            Error::Poisoned { .. } => return error,
+            Error::InvalidArgument { .. } => {
+                self.leave();
+                return error;
+            }
+            _ => {}
+        }
+        // If another thread is faster, it is waited for.
+        let failing = self.failing();
+        if self.poison.get().is_some() {
+            return error;
+        }
+        transport.stop();
+        let _ = self.poison.set(error.to_string());
+        let membership = self.membership.as_ref();
+        // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
+        if let Some(membership) = membership.filter(|_| !transport.is_at_fault(&error)) {
+            membership.accuse(&error);
+        }
+        transport.abort();
+        drop(failing);
+        if let Some(membership) = membership {
+            membership.hold_back(&error);
+        }
+        error
+    }
+
+    /// Ends the communicator without an error to report.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn end_by_force(&self, why: &str, transport: &impl Failing) {
+        let _failing = self.failing();
+        if self.poison.get().is_some() {
+            return;
+        }
+        transport.stop();
+        let _ = self.poison.set(why.to_owned());
+        transport.abort();
+    }
+
+    /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
+    /// free memory that the transport uses until then.
+    pub(crate) fn check_usable(&self) -> Result<()> {
+        if let Some(membership) = &self.membership {
+            membership.check_process()?;
+        }
+        let Some(cause) = self.poison.get() else { return Ok(()) };
+        drop(self.failing());
+        Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
+    }
+
+    /// Whether an error has made the communicator unusable.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_poisoned(&self) -> bool {
+        self.poison.get().is_some()
+    }
+
+    fn failing(&self) -> MutexGuard<'_, ()> {
+        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,227 @@
+//! What of a call all ranks have to agree on.
+//!
+//! Every rank compares its own signature with those of its peers before it touches their memory, so that two ranks that
+//! disagree get an error with both sides instead of a wrong sum. On shared memory a digest of it travels beside the arrival
+//! flag, under NCCL all of it is gathered.
+
+use std::fmt;
+
+use super::call::{Call, SegmentUpdate};
+use super::{Buffer, DType, ReduceOp};
+use crate::progress::Operation;
+
+/// How the payload travels; agreed like everything else, since all ranks must follow the same protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Path {
+    /// Nothing to move.
+    None = 0,
+    /// In the arrival line itself.
+    Inline = 1,
+    /// Through small slots.
+    Eager = 2,
+    /// In place, within an arena.
+    Direct = 3,
+    /// Through staging memory, chunk by chunk.
+    Staged = 4,
+    /// From rank to rank.
+    Ring = 5,
+}
+
+impl Path {
+    const NAMES: [&'static str; 6] = ["none", "inline", "eager", "direct", "staged", "ring"];
+}
+
+/// Words of an encoded signature.
+pub(crate) const SIGNATURE_WORDS: usize = 4;
+
+/// One operation's arguments, as far as all ranks must agree on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Signature {
+    pub(crate) operation: Operation,
+    pub(crate) path: Path,
+    pub(crate) dtype: DType,
+    pub(crate) op: Option<ReduceOp>,
+    /// What the operation has beside: root, peer or a digest.
+    pub(crate) detail: u32,
+    /// Elements.
+    pub(crate) len: usize,
+    /// Number of the arena, from 1, and byte offset in it; zeros for private memory.
+    pub(crate) place: (u64, usize),
+}
+
+/// What the number beside an operation's other arguments is.
+enum Detail {
+    Nothing,
+    Root,
+    Receiver,
+    Sender,
+    /// A digest of the segments of the buffer.
+    Segments,
+    /// A digest of the number of elements of each rank.
+    Counts,
+}
+
+impl Detail {
+    fn of(operation: Operation) -> Self {
+        match operation {
+            Operation::Broadcast | Operation::Reduce | Operation::Gather | Operation::Scatter => Detail::Root,
+            Operation::Send => Detail::Receiver,
+            Operation::Recv => Detail::Sender,
+            Operation::UpdateAllGather => Detail::Segments,
+            Operation::AllGatherV => Detail::Counts,
+            _ => Detail::Nothing,
+        }
+    }
+}
+
+impl Signature {
+    /// That of a call on `buffer`.
+    pub(crate) fn of(call: &Call<'_>, buffer: &Buffer) -> Self {
+        let digest = |numbers: &mut dyn Iterator<Item = usize>| {
+            numbers.fold(0, |digest, number| mix(digest, number as u64)) as u32
+        };
+        let detail = match call {
+            Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {
+                digest(&mut segments.iter().flat_map(|segment| [segment.start, segment.end]))
+            }
+            Call::AllGatherV { counts } => digest(&mut counts.iter().copied()),
+            _ => call.root().or(call.peer()).unwrap_or_default(),
+        };
+        // Messages are copied, and so is what has another length on each rank: where the buffer lies does not matter.
+        let is_in_place = call.is_collective() && !matches!(call, Call::AllToAllV { .. });
+        let place = buffer.arena().filter(|_| is_in_place);
+        Signature {
+            detail,
+            op: call.reduction(),
+            len: if is_in_place || !call.is_collective() { buffer.len() } else { 0 },
+            place: place.map_or((0, 0), |(arena, offset)| (arena.id, offset)),
+            ..Self::plain(call.operation(), buffer.dtype(), 0)
+        }
+    }
+
+    /// That of an operation without payload.
+    pub(crate) fn plain(operation: Operation, dtype: DType, len: usize) -> Self {
+        Signature { operation, path: Path::None, dtype, op: None, detail: 0, len, place: (0, 0) }
+    }
+
+    /// The same, on buffers that are wherever each rank likes.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn anywhere(self) -> Self {
+        Signature { place: (0, 0), ..self }
+    }
+
+    /// The same, by this path.
+    pub(crate) fn via(self, path: Path) -> Self {
+        Signature { path, ..self }
+    }
+
+    /// Bytes of the payload.
+    pub(crate) fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// True unless only two ranks take part.
+    pub(crate) fn is_collective(&self) -> bool {
+        !matches!(self.operation, Operation::Send | Operation::Recv)
+    }
+
+    /// What the peer of rank `rank` has to call: `send` and `recv` are the two sides of a message and each names the other
+    /// rank; all other calls are equal.
+    pub(crate) fn counterpart(self, rank: u32) -> Self {
+        let operation = match self.operation {
+            Operation::Send => Operation::Recv,
+            Operation::Recv => Operation::Send,
+            _ => return self,
+        };
+        Signature { operation, detail: rank, ..self }
+    }
+
+    pub(crate) fn encode(&self) -> [u64; SIGNATURE_WORDS] {
+        let op = self.op.map_or(0, |op| op as u64 + 1);
+        let head = self.operation as u64
+            | (self.path as u64) << 8
+            | (self.dtype as u64) << 16
+            | op << 24
+            | u64::from(self.detail) << 32;
+        [head, self.len as u64, self.place.0, self.place.1 as u64]
+    }
+
+    /// One word that tells encoded signatures apart.
+    pub(crate) fn digest(words: [u64; SIGNATURE_WORDS]) -> u64 {
+        words.into_iter().fold(0, mix)
+    }
+}
+
+/// One more word of a digest.
+fn mix(digest: u64, word: u64) -> u64 {
+    let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ mixed >> 32
+}
+
+/// Describes an encoded signature, which may come from a peer of any kind, for an error message.
+pub(crate) fn describe(words: [u64; SIGNATURE_WORDS]) -> String {
+    let [head, len, arena, offset] = words;
+    let byte = |shift: u32| (head >> shift & 0xff) as usize;
+    let Some(operation) = Operation::from_number(byte(0) as u8) else {
+        return format!("something unknown ({head:#x})");
+    };
+    let name = operation.name();
+    if operation == Operation::Barrier {
+        return name.into();
+    }
+    let dtype = DType::ALL.get(byte(16)).map_or("?", |dtype| dtype.name());
+    let mut text = format!("{name}({len} {dtype}");
+    if let Some(op) = byte(24).checked_sub(1).and_then(|op| ReduceOp::ALL.get(op)) {
+        text += &format!(", {op}");
+    }
+    let detail = head >> 32;
+    text += &match Detail::of(operation) {
+        Detail::Nothing => String::new(),
+        Detail::Root => format!(", root {detail}"),
+        Detail::Receiver => format!(", to rank {detail}"),
+        Detail::Sender => format!(", from rank {detail}"),
+        Detail::Segments => format!(", segments {detail:08x}"),
+        Detail::Counts => format!(", counts {detail:08x}"),
+    };
+    if let Some(path) = Path::NAMES.get(byte(8)).filter(|_| byte(8) != 0) {
+        text += &format!(", {path}");
+    }
+    if arena != 0 {
+        text += &format!(", arena {arena} at byte {offset}");
+    }
+    text + ")"
+}
+
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&describe(self.encode()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptions_tell_calls_apart() {
+        let buffer = Buffer::zeroed::<f32>(1000);
+        let of = |call: Call<'_>| Signature::of(&call, &buffer);
+        let signature = of(Call::AllReduce(ReduceOp::Sum)).via(Path::Eager);
+        assert_eq!(signature.to_string(), "all_reduce(1000 f32, sum, eager)");
+        let signature = of(Call::Broadcast { root: 3 }).via(Path::Staged);
+        assert_eq!(signature.to_string(), "broadcast(1000 f32, root 3, staged)");
+        assert_eq!(describe([0xff, 0, 0, 0]), "something unknown (0xff)");
+        let signature = Signature { place: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
+        assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
+        assert_eq!(of(Call::Recv { from: 2 }).to_string(), "recv(1000 f32, from rank 2)");
+        assert_eq!(of(Call::Recv { from: 2 }).counterpart(1).to_string(), "send(1000 f32, to rank 1)");
+        assert_eq!(of(Call::Gather { root: 1 }).to_string(), "gather(1000 f32, root 1)");
+        let counts = |counts: &[usize]| of(Call::AllGatherV { counts }).to_string();
+        assert!(counts(&[400, 600]).starts_with("all_gather_v(1000 f32, counts "));
+        assert_ne!(counts(&[400, 600]), counts(&[600, 400]));
+        for (index, operation) in Operation::ALL.into_iter().enumerate() {
+            assert_eq!(operation as usize, index + 1);
+        }
+    }
+}
