@@ -37,6 +37,7 @@ mod net;
 mod plan;
 mod profile;
 mod spec;
+mod tensors;
 #[cfg(test)]
 mod tests;
 
