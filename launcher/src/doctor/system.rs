@@ -10,7 +10,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
 
-use super::libraries;
+use super::loader;
 use super::report::{Item, Mark, Section};
 use crate::placement::Topology;
 
@@ -63,7 +63,7 @@ impl Host {
             probes: probes(),
             search: SearchEnv::from_process(),
             loader_path: loader_path.map(|value| std::env::split_paths(&value).collect()),
-            loader_cache: libraries::loader_cache(),
+            loader_cache: loader::cache(),
         }
     }
 
