@@ -16,6 +16,7 @@ mod cpu;
 mod dense;
 mod dropout;
 mod flatten;
+mod gelu;
 mod gpu;
 mod max_pool;
 
@@ -51,6 +52,8 @@ pub enum Layer {
     Relu,
     /// `max(x, 0.2 x)`.
     LeakyRelu,
+    /// `x · Φ(x)`, the Gaussian error linear unit in its exact form.
+    Gelu,
     /// Maximum over windows of 2×2, stride 2.
     MaxPool(Rounding),
     /// Zeroes each value with this probability while training, and scales the rest.
@@ -68,6 +71,7 @@ impl Layer {
             Layer::BatchNorm => Box::new(batch_norm::BatchNorm),
             Layer::Relu => Box::new(activation::Rectifier { slope: 0.0 }),
             Layer::LeakyRelu => Box::new(activation::Rectifier { slope: LEAKY_SLOPE }),
+            Layer::Gelu => Box::new(gelu::Gelu),
             Layer::MaxPool(rounding) => Box::new(max_pool::MaxPool { rounding }),
             Layer::Dropout(probability) => Box::new(dropout::Dropout { probability }),
             Layer::Flatten => Box::new(flatten::Flatten),
@@ -218,6 +222,7 @@ pub(super) enum Machine {
     Conv(Box<conv::Cpu>),
     Dense(dense::Cpu),
     Dropout(dropout::Masked),
+    Gelu(gelu::Gelu),
     MaxPool(max_pool::Cpu),
 }
 
@@ -230,6 +235,7 @@ impl Machine {
             Machine::Conv(machine) => machine.as_mut(),
             Machine::Dense(_) => panic!("a dense layer takes vectors"),
             Machine::Dropout(machine) => machine,
+            Machine::Gelu(machine) => machine,
             Machine::MaxPool(machine) => machine,
         }
     }
