@@ -97,6 +97,8 @@ def network(name):
             layers += [conv(before, 128, kernel), relu(), conv(128, 128, kernel), relu(), nn.MaxPool2d(2)]
             before = 128
         layers += [flatten(), linear(128 * 3 * 3, 10)]
+    elif name == "mlp-gelu":
+        layers = [flatten(), linear(28 * 28, 256), nn.GELU(), linear(256, 256), nn.GELU(), linear(256, 10)]
     else:
         sys.exit(f"there is no network {name!r}")
     return nn.Sequential(*layers)

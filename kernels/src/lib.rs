@@ -3,7 +3,7 @@
 //! Each operation lives under its own name. Its module states the contract (shapes, formula, source) and tests
 //! every implementation against it; the implementations are siblings beneath, `cpu` first.
 //!
-//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
+//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`gelu`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
 //! - Around them: [`gather`] fills batches, [`arena`] and [`digest`] treat all parameters of a network as one slice.
 //! - Beneath them: register tiles for all products, [`transpose`] for the order of images, [`threads`] for the cores of one rank
 //!   and the [`peak`] they have, [`rng`] for numbers that do not depend on who draws them.
@@ -25,6 +25,7 @@ pub mod digest;
 pub mod dropout;
 pub mod dtype;
 pub mod gather;
+pub mod gelu;
 mod gemm;
 pub mod level;
 pub mod loss;

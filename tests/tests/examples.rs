@@ -29,13 +29,54 @@ fn embed_starts_its_own_ranks() {
 }
 
 #[test]
+fn all_reduce_adds_up_the_darts_of_all_ranks() {
+    let program = env!("CARGO_BIN_EXE_t-all_reduce");
+    run(&mut command(program)).expect(0, &["of the 1000000 darts of 1 ranks", "pi is about 3.14"]);
+    for ranks in [1, 2] {
+        let finished = launched(ranks, program, &["--darts", "200000"]);
+        finished
+            .expect(0, &[&format!("of the {} darts of {ranks} ranks", 200_000 * ranks), "pi is about 3.1"]);
+        assert_eq!(finished.stdout.lines().count(), 1);
+    }
+}
+
+/// The loss that a line such as `step 50: loss 0.5 on rank 0` tells.
+fn loss_after(finished: &mgpu_tests::process::Finished, step: u32) -> f64 {
+    let beginning = format!("step {step}: loss ");
+    let line =
+        finished.stdout.lines().find_map(|line| line.strip_prefix(&beginning)).expect("a line of the step");
+    line.split(' ').next().and_then(|loss| loss.parse().ok()).expect("a loss")
+}
+
+#[test]
+fn small_networks_learn_on_one_rank_and_on_two() {
+    let programs = [
+        (env!("CARGO_BIN_EXE_t-train_mlp"), "of 500 test images right; weights "),
+        (env!("CARGO_BIN_EXE_t-own_optimizer"), "weights "),
+    ];
+    for (program, last) in programs {
+        for ranks in [1, 2] {
+            let finished = launched(ranks, program, &[]);
+            finished.expect(0, &[&format!("{ranks} ranks: "), last, " on all"]);
+            // Ten classes: to know nothing is a loss of 2.3.
+            let [early, late] = [50, 150].map(|step| loss_after(&finished, step));
+            assert!(late < early && late < 1.0, "{program} on {ranks} ranks: {}", finished.stdout);
+        }
+        run(command(program).args(["--steps", "1"])).expect(0, &["1 ranks: ", last]);
+    }
+}
+
+#[test]
 fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
     for (name, program) in [
+        ("all_reduce", env!("CARGO_BIN_EXE_t-all_reduce")),
         ("allreduce_perf", ALLREDUCE_PERF),
         ("embed", env!("CARGO_BIN_EXE_t-embed")),
         ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
         ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
         ("hello_ring", env!("CARGO_BIN_EXE_t-hello_ring")),
+        ("own_optimizer", env!("CARGO_BIN_EXE_t-own_optimizer")),
+        ("train_mlp", env!("CARGO_BIN_EXE_t-train_mlp")),
         ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
     ] {
         run(command(program).arg("--help")).expect(0, &[&format!("Usage: t-{name}"), "--help"]);

@@ -1,7 +1,7 @@
 //! `gpu_check`: does every kernel compute on this GPU what it should?
 //!
 //! Tests of the project run the CUDA kernels on a stand-in for a GPU, compiled by another compiler. This program runs
-//! them through their public launchers on whatever GPU there is, on fresh random numbers, for the shapes of the seven
+//! them through their public launchers on whatever GPU there is, on fresh random numbers, for the shapes of the
 //! networks and for awkward ones, in all precisions. Each result is compared
 //!
 //! - with the CPU sibling of the operation, or with a plain sum in f64 where rounding matters (`reference`), of the
@@ -20,6 +20,7 @@ mod compile;
 mod conv;
 mod dropout;
 mod gather;
+mod gelu;
 mod layers;
 mod loss;
 mod norm;
@@ -87,12 +88,13 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Bench) -> bench::Outcome; 10] = [
+    let checks: [fn(&mut Bench) -> bench::Outcome; 11] = [
         arena::check,
         pool::check,
         norm::check,
         dropout::check,
         gather::check,
+        gelu::check,
         loss::check,
         optimizer::check,
         replay::check,

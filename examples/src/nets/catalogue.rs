@@ -1,4 +1,4 @@
-//! The seven networks for 28×28 digits.
+//! The eight networks for 28×28 digits.
 
 use std::fmt;
 
@@ -8,9 +8,10 @@ use mgpu_kernels::pool::Rounding;
 
 use super::layers::Layer;
 use super::spec::Spec;
-use Layer::{BatchNorm, Dense, Dropout, Flatten, LeakyRelu, MaxPool, Relu};
+use Layer::{BatchNorm, Dense, Dropout, Flatten, Gelu, LeakyRelu, MaxPool, Relu};
 
-const NAMES: [&str; 7] = ["lenet5", "deep", "keras", "ensemble2400", "ensemble4800", "layers", "conv6"];
+const NAMES: [&str; 8] =
+    ["lenet5", "deep", "keras", "ensemble2400", "ensemble4800", "layers", "conv6", "mlp-gelu"];
 
 /// The names that [`Spec::named`] knows.
 pub fn names() -> &'static [&'static str] {
@@ -46,6 +47,7 @@ impl Spec {
             "ensemble4800" => (ensemble(4800), rmsprop(), 128),
             "layers" => (layers(), adam(1e-3), 1024),
             "conv6" => (conv6(), adam(1e-3), 128),
+            "mlp-gelu" => (mlp_gelu(), adam(1e-3), 128),
             _ => return Err(UnknownNet { name: name.to_owned() }),
         };
         Ok(Spec { name: name.to_owned(), input: [1, 28, 28], layers, optimizer, batch })
@@ -157,4 +159,8 @@ fn layers() -> Vec<Layer> {
 fn conv6() -> Vec<Layer> {
     let block = |kernel| [same(128, kernel), Relu, same(128, kernel), Relu, POOL];
     [5, 3, 3].into_iter().flat_map(block).chain([Flatten, Dense(10)]).collect()
+}
+
+fn mlp_gelu() -> Vec<Layer> {
+    vec![Flatten, Dense(256), Gelu, Dense(256), Gelu, Dense(10)]
 }

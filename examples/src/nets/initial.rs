@@ -5,13 +5,13 @@
 
 use mgpu_kernels::rng::{Stream, splitmix64};
 
-use super::plan::{Plan, Role};
+use super::tensors::{Role, Tensors};
 
-/// Weights uniform in ±√(6/fan-in) where a rectifier follows (He et al., "Delving deep into rectifiers", ICCV
+/// Weights uniform in ±√(6/fan-in) where a rectifier or its like follows (He et al., "Delving deep into rectifiers", ICCV
 /// 2015), which keeps the variance of activations from layer to layer, and in ±1/√fan-in elsewhere; biases and
 /// shifts 0, scales 1.
-pub(super) fn parameters(plan: &Plan, seed: u64) -> Vec<f32> {
-    fill(plan, |tensor, role, values| match role {
+pub(super) fn parameters(tensors: &Tensors, seed: u64) -> Vec<f32> {
+    fill(tensors, |tensor, role, values| match role {
         Role::Weight { fan_in, rectified } => {
             let gain: f64 = if rectified { 6.0 } else { 1.0 };
             let bound = (gain / fan_in as f64).sqrt() as f32;
@@ -27,8 +27,8 @@ pub(super) fn parameters(plan: &Plan, seed: u64) -> Vec<f32> {
 
 /// The values of the recorded reference runs: element i of tensor t is `(u/2²³ − 1) · bound` with u the upper 24
 /// bits of `splitmix64(seed·2⁴⁰ + t·2³² + i)` and bound √(3/fan-in) for weights, 0.05 for biases.
-pub(super) fn golden_parameters(plan: &Plan, seed: u64) -> Vec<f32> {
-    fill(plan, |tensor, role, values| {
+pub(super) fn golden_parameters(tensors: &Tensors, seed: u64) -> Vec<f32> {
+    fill(tensors, |tensor, role, values| {
         let bound = match role {
             Role::Weight { fan_in, .. } => (3.0 / fan_in as f64).sqrt(),
             Role::Bias => 0.05,
@@ -44,9 +44,9 @@ pub(super) fn golden_parameters(plan: &Plan, seed: u64) -> Vec<f32> {
 }
 
 /// Running means 0, running variances 1.
-pub(super) fn buffers(plan: &Plan) -> Vec<f32> {
-    let mut values = vec![0.0; plan.buffers.len()];
-    for tensor in plan.buffers.tensors() {
+pub(super) fn buffers(tensors: &Tensors) -> Vec<f32> {
+    let mut values = vec![0.0; tensors.buffers.len()];
+    for tensor in tensors.buffers.tensors() {
         if tensor.name.ends_with("running_var") {
             values[tensor.range()].fill(1.0);
         }
@@ -54,10 +54,10 @@ pub(super) fn buffers(plan: &Plan) -> Vec<f32> {
     values
 }
 
-fn fill(plan: &Plan, mut tensor: impl FnMut(usize, Role, &mut [f32])) -> Vec<f32> {
-    let mut values = vec![0.0; plan.parameters.len()];
-    for (index, &role) in plan.roles.iter().enumerate() {
-        tensor(index, role, &mut values[plan.parameters.range(index)]);
+fn fill(tensors: &Tensors, mut tensor: impl FnMut(usize, Role, &mut [f32])) -> Vec<f32> {
+    let mut values = vec![0.0; tensors.parameters.len()];
+    for (index, &role) in tensors.roles.iter().enumerate() {
+        tensor(index, role, &mut values[tensors.parameters.range(index)]);
     }
     values
 }

@@ -7,6 +7,7 @@
 use mgpu::Result;
 use mgpu_kernels::{AlignedVec, Storage};
 
+use super::layers::Sides;
 use super::plan::{Plan, Stage};
 
 /// Bytes of a cache line, on which every slot begins.
@@ -26,16 +27,6 @@ pub(super) struct Part<T> {
     /// layer being worked on.
     gradients: [AlignedVec<T>; 2],
     current: usize,
-}
-
-/// Input and output of a stage, and their gradients.
-pub(super) struct Sides<'a, T> {
-    pub(super) x: &'a [T],
-    pub(super) y: &'a [T],
-    /// Gradient of the output; where the backward pass works in place, afterwards that of the input.
-    pub(super) dy: &'a mut [T],
-    /// Gradient of the input, if it is asked for and has a place of its own.
-    pub(super) dx: Option<&'a mut [T]>,
 }
 
 impl<T: Storage> Part<T> {

@@ -2,7 +2,7 @@
 //!
 //! A [`Spec`] is a list of layers, as in PyTorch's `Sequential`: the index of a layer in the list gives its
 //! parameters their names (`0.weight`, `0.bias`, …), so that checkpoints and reference runs can be compared
-//! tensor by tensor. [`Spec::named`] knows seven of them. A [`Net`] is a spec with the memory to run batches of
+//! tensor by tensor. [`Spec::named`] knows eight of them. A [`Net`] is a spec with the memory to run batches of
 //! up to a given size: it allocates everything once and nothing in a training step.
 //!
 //! ```text
@@ -37,6 +37,7 @@ mod net;
 mod plan;
 mod profile;
 mod spec;
+mod tensors;
 #[cfg(test)]
 mod tests;
 

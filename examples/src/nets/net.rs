@@ -7,9 +7,9 @@ use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::layers::{BackwardPass, DropoutKey, ForwardPass, Machine, Step};
+use super::layers::{BackwardPass, DropoutKey, ForwardPass, Image, Machine, Step};
 use super::memory::Part;
-use super::plan::{Image, Plan, Stage};
+use super::plan::{Plan, Stage};
 use super::profile::{self, Lap, Profile, Shown, StageTimes, lap};
 use super::spec::Spec;
 
@@ -68,7 +68,7 @@ impl<E: Storage> Net<E> {
     pub fn with_choice(spec: &Spec, max_batch: usize, threads: usize, choice: Choice) -> Net<E> {
         let plan = Plan::new(spec);
         let threads = Threads::new(threads);
-        let tensors = plan.parameters.tensors();
+        let tensors = plan.tensors.parameters.tensors();
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
@@ -94,23 +94,31 @@ impl<E: Storage> Net<E> {
 
     /// Shows from now on, on `timeline`, when each pass of a training was made and each stage of it.
     pub fn show_on(&mut self, timeline: &Timeline) {
-        self.shown = Some(Shown::new(timeline, &self.plan));
+        let stages: Vec<String> = self.plan.stages.iter().map(Stage::name).collect();
+        self.shown = Some(Shown::new(timeline, &stages));
         self.start_profile();
     }
 
     /// What the stages took since [`Net::start_profile`], and the rest of the passes.
     pub fn profile(&self) -> Option<(&Profile, Vec<StageTimes>)> {
         let profile = self.profile.as_ref()?;
-        Some((profile, profile.stages(&self.plan, self.machines.iter().map(Machine::kernel))))
+        let first = self.plan.first_with_parameters();
+        let times = |(place, (stage, machine)): (usize, (&Stage, &Machine))| {
+            let [forward, backward] = profile.stage(place);
+            // A multiplication and an addition for each product; the gradients of weights and input take as many each.
+            let passes = if place > first { 3.0 } else { 2.0 };
+            let operations = passes * 2.0 * stage.op.products() as f64 * profile.images();
+            StageTimes { name: stage.name(), kernel: machine.kernel(), forward, backward, operations }
+        };
+        let stages = self.plan.stages.iter().zip(&self.machines);
+        Some((profile, stages.enumerate().map(times).collect()))
     }
 
     /// One line for each convolution: what computes it.
     pub fn describe(&self) -> Vec<String> {
         let stages = self.plan.stages.iter().zip(&self.machines);
         let convolutions = stages.filter(|(_, machine)| machine.is_chosen());
-        let line = |(stage, machine): (&Stage, &Machine)| {
-            format!("{} {}: {}", stage.layer, stage.op.describe(), machine.kernel())
-        };
+        let line = |(stage, machine): (&Stage, &Machine)| format!("{}: {}", stage.name(), machine.kernel());
         convolutions.map(line).collect()
     }
 
@@ -121,27 +129,27 @@ impl<E: Storage> Net<E> {
 
     /// Names, shapes and offsets of the parameters.
     pub fn layout(&self) -> &Layout {
-        &self.plan.parameters
+        &self.plan.tensors.parameters
     }
 
     /// Names, shapes and offsets of the running statistics of batch normalisation. Often empty.
     pub fn buffers_layout(&self) -> &Layout {
-        &self.plan.buffers
+        &self.plan.tensors.buffers
     }
 
     /// The parameters to start training from, in the order of [`Net::layout`].
     pub fn initial_parameters(&self, seed: u64) -> Vec<f32> {
-        initial::parameters(&self.plan, seed)
+        initial::parameters(&self.plan.tensors, seed)
     }
 
     /// The parameters that the recorded reference runs start from.
     pub fn golden_parameters(&self, seed: u64) -> Vec<f32> {
-        initial::golden_parameters(&self.plan, seed)
+        initial::golden_parameters(&self.plan.tensors, seed)
     }
 
     /// The running statistics to start training from, in the order of [`Net::buffers_layout`].
     pub fn initial_buffers(&self) -> Vec<f32> {
-        initial::buffers(&self.plan)
+        initial::buffers(&self.plan.tensors)
     }
 
     /// The largest batch there is memory for.
@@ -219,12 +227,12 @@ impl<E: Storage> Net<E> {
         let n = batch.len() / plan.slots[0];
         assert_eq!(batch.len(), n * plan.slots[0], "a whole number of images");
         assert!((1..=self.max_batch).contains(&n), "a batch of {n} images, memory for {}", self.max_batch);
-        assert_eq!(params.len(), plan.parameters.len(), "parameters");
+        assert_eq!(params.len(), plan.tensors.parameters.len(), "parameters");
         let buffers_len = match &pass {
             ForwardPass::Train { buffers, .. } => buffers.len(),
             ForwardPass::Eval { buffers } => buffers.len(),
         };
-        assert_eq!(buffers_len, plan.buffers.len(), "running statistics");
+        assert_eq!(buffers_len, plan.tensors.buffers.len(), "running statistics");
         self.batch = n;
         self.mode = Some(match &pass {
             ForwardPass::Train { dropout, .. } => Mode::Train { dropout: *dropout },
@@ -242,7 +250,7 @@ impl<E: Storage> Net<E> {
                 let (image, flat) = (images.slot(stage.input, n), vectors.slot_mut(stage.input, n));
                 transpose::matrices(threads, scratch, (plane, channels), image, flat);
             }
-            let layout = &plan.parameters;
+            let layout = &plan.tensors.parameters;
             let step = Step { place, threads, scratch, layout, params, profile };
             if vector {
                 let (x, y) = vectors.of_stage(stage, n);
@@ -277,7 +285,7 @@ impl<E: Storage> Net<E> {
         };
         let n = self.batch;
         assert_eq!(labels.len(), n, "labels for a batch of {n}");
-        assert_eq!(params.len(), self.plan.parameters.len(), "parameters");
+        assert_eq!(params.len(), self.plan.tensors.parameters.len(), "parameters");
         let Net { plan, threads, images, vectors, machines, bias, scratch, profile, .. } = self;
 
         profile::start(profile);
@@ -289,7 +297,7 @@ impl<E: Storage> Net<E> {
         let stages = plan.stages.iter().zip(machines).enumerate();
         for (place, (stage, machine)) in stages.skip(first).rev() {
             let below = place > first;
-            let layout = &plan.parameters;
+            let layout = &plan.tensors.parameters;
             let step = Step { place, threads, scratch: &mut *scratch, layout, params, profile };
             let pass = BackwardPass { below, dropout, sink: &mut *sink, bias };
             if stage.output < plan.vectors {

@@ -11,26 +11,9 @@
 //! Images lie with their channels last, \[N, H, W, C\], on the CPU and on GPUs, and a flattened image is still one. A dense
 //! layer behind it is what notices: its weights are for \[C, H, W\].
 
-use std::ops::Range;
-
-use mgpu::Layout;
-
-use super::layers::{InPlace, Operation};
+use super::layers::{Image, InPlace, Operation, Place};
 use super::spec::Spec;
-
-/// Extents of the images in memory. Flattening moves no data: a flattened image is still one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Image {
-    pub(super) channels: usize,
-    /// Rows times columns.
-    pub(super) plane: usize,
-}
-
-impl Image {
-    fn of([channels, height, width]: [usize; 3]) -> Self {
-        Image { channels, plane: height * width }
-    }
-}
+use super::tensors::Tensors;
 
 /// An operation and the slots it works on, the same one if in place.
 #[derive(Debug)]
@@ -46,36 +29,15 @@ pub(super) struct Stage {
 }
 
 impl Stage {
+    /// Where it stands, and what it does.
+    pub(super) fn name(&self) -> String {
+        format!("{} {}", self.layer, self.op.describe())
+    }
+
     /// True if the gradient of the input takes the place of the output's.
     pub(super) fn backward_in_place(&self) -> bool {
         self.op.in_place() != InPlace::Neither
     }
-}
-
-/// Where a layer stands in its network.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
-    /// Its index in the spec, which names its tensors.
-    pub(super) layer: usize,
-    /// Channels, rows and columns of its input.
-    pub(super) extents: [usize; 3],
-    /// The input as it lies in memory.
-    pub(super) image: Image,
-    /// Whether a rectifier follows.
-    pub(super) rectified: bool,
-}
-
-/// How the elements of a parameter tensor start out.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Role {
-    /// Weights that sum over `fan_in` inputs, with a rectifier behind them or not.
-    Weight { fan_in: usize, rectified: bool },
-    /// Bias of a convolution or dense layer.
-    Bias,
-    /// Scale of a normalisation.
-    Scale,
-    /// Shift of a normalisation.
-    Shift,
 }
 
 /// A network with all shapes worked out.
@@ -88,10 +50,7 @@ pub(super) struct Plan {
     pub(super) slots: Vec<usize>,
     /// The first slot of vectors: what the first stage writes that reads flattened images. In those before it lie images.
     pub(super) vectors: usize,
-    pub(super) parameters: Layout,
-    /// The role of each parameter tensor.
-    pub(super) roles: Vec<Role>,
-    pub(super) buffers: Layout,
+    pub(super) tensors: Tensors,
 }
 
 impl Plan {
@@ -104,16 +63,14 @@ impl Plan {
             stages: Vec::new(),
             slots: vec![spec.input.iter().product()],
             vectors: 0,
-            parameters: Layout::new(),
-            roles: Vec::new(),
-            buffers: Layout::new(),
+            tensors: Tensors::default(),
         };
         let mut extents = spec.input;
         // As it lies in memory.
         let mut image = Image::of(extents);
         for (layer, kind) in spec.layers.iter().enumerate() {
             let rectified = spec.layers.get(layer + 1).is_some_and(|next| next.rectifies());
-            let op = kind.plan(&mut plan, &Place { layer, extents, image, rectified });
+            let op = kind.plan(&mut plan.tensors, &Place { layer, extents, image, rectified });
             let after = kind.output(extents);
             if let Some(op) = op {
                 let flattened = (image != Image::of(extents)).then_some(image);
@@ -163,20 +120,6 @@ impl Plan {
     pub(super) fn first_with_parameters(&self) -> usize {
         self.stages.iter().position(|stage| stage.op.weight().is_some()).unwrap_or(self.stages.len())
     }
-
-    /// Adds a layer's weight and bias tensors and returns the index of the weight.
-    pub(super) fn add_pair(&mut self, layer: usize, shape: &[usize], weight: Role, bias: Role) -> usize {
-        self.roles.extend([weight, bias]);
-        let index = self.parameters.push(format!("{layer}.weight"), shape);
-        self.parameters.push(format!("{layer}.bias"), [shape[0]]);
-        index
-    }
-
-    /// Adds a running statistic of `channels` elements and returns where it lies among the buffers.
-    pub(super) fn add_buffer(&mut self, layer: usize, name: &str, channels: usize) -> Range<usize> {
-        let index = self.buffers.push(format!("{layer}.{name}"), [channels]);
-        self.buffers.range(index)
-    }
 }
 
 #[cfg(test)]
@@ -184,7 +127,7 @@ mod tests {
     use super::*;
 
     fn described(plan: &Plan) -> Vec<String> {
-        plan.stages.iter().map(|stage| format!("{} {}", stage.layer, stage.op.describe())).collect()
+        plan.stages.iter().map(Stage::name).collect()
     }
 
     #[test]

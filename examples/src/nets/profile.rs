@@ -7,8 +7,6 @@ use std::time::Duration;
 
 use mgpu::timeline::{Name, Span, Timeline, now};
 
-use super::plan::{Plan, Stage};
-
 /// Times of a network's stages, summed over steps.
 #[derive(Debug, Clone)]
 pub struct Profile {
@@ -16,9 +14,9 @@ pub struct Profile {
     pass: u64,
     last: u64,
     shown: Option<Shown>,
-    pub(super) forward: Vec<Duration>,
-    pub(super) backward: Vec<Duration>,
-    pub(super) other: Duration,
+    forward: Vec<Duration>,
+    backward: Vec<Duration>,
+    other: Duration,
     pub(super) steps: u32,
     pub(super) images: usize,
 }
@@ -32,11 +30,10 @@ pub(super) struct Shown {
 }
 
 impl Shown {
-    pub(super) fn new(timeline: &Timeline, plan: &Plan) -> Self {
-        let names = |pass: &str| {
-            let text = |stage: &Stage| format!("{pass} {} {}", stage.layer, stage.op.describe());
-            plan.stages.iter().map(|stage| timeline.name(&text(stage))).collect()
-        };
+    /// `stages` are their names.
+    pub(super) fn new(timeline: &Timeline, stages: &[String]) -> Self {
+        let names =
+            |pass: &str| stages.iter().map(|stage| timeline.name(&format!("{pass} {stage}"))).collect();
         Shown { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
     }
 
@@ -101,23 +98,14 @@ impl Profile {
         sum.as_secs_f64() / f64::from(self.steps.max(1))
     }
 
-    pub(super) fn stages(&self, plan: &Plan, kernels: impl IntoIterator<Item = String>) -> Vec<StageTimes> {
-        let first = plan.first_with_parameters();
-        let stages = plan.stages.iter().zip(kernels).enumerate();
-        let images = self.images as f64 / f64::from(self.steps.max(1));
-        let times = stages.map(|(place, (stage, kernel))| {
-            // A multiplication and an addition each.
-            let forward = 2.0 * stage.op.products() as f64 * images;
-            StageTimes {
-                name: format!("{} {}", stage.layer, stage.op.describe()),
-                kernel,
-                forward: self.mean(self.forward[place]),
-                backward: self.mean(self.backward[place]),
-                // The gradients of weights and input take as many each.
-                operations: forward * if place > first { 3.0 } else { 2.0 },
-            }
-        });
-        times.collect()
+    /// Images of a step.
+    pub(super) fn images(&self) -> f64 {
+        self.images as f64 / f64::from(self.steps.max(1))
+    }
+
+    /// Seconds a step for the forward and the backward pass of the stage at `place`.
+    pub(super) fn stage(&self, place: usize) -> [f64; 2] {
+        [self.forward[place], self.backward[place]].map(|sum| self.mean(sum))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Names and shapes of the seven networks, gradients of a small one with every kind of layer, and what a batch
+//! Names and shapes of the networks, gradients of a small one with every kind of layer, and what a batch
 //! split over ranks must not change.
 
 use std::sync::{Barrier, Mutex};
@@ -122,6 +122,27 @@ fn odd() -> Spec {
     }
 }
 
+/// GELUs on images and on vectors, by themselves and before what a convolution or a dense layer would otherwise take along.
+fn smooth() -> Spec {
+    Spec {
+        layers: vec![
+            Layer::Conv { filters: 4, kernel: 3, padding: Padding::Same },
+            Layer::Gelu,
+            Layer::MaxPool(Rounding::Ceil),
+            Layer::Conv { filters: 5, kernel: 3, padding: Padding::Valid },
+            Layer::BatchNorm,
+            Layer::Gelu,
+            Layer::Dropout(0.2),
+            Layer::Flatten,
+            Layer::Dense(12),
+            Layer::Gelu,
+            Layer::Relu,
+            Layer::Dense(10),
+        ],
+        ..tiny()
+    }
+}
+
 /// Channels enough for all algorithms.
 fn wide() -> Spec {
     let conv = |filters| Layer::Conv { filters, kernel: 3, padding: Padding::Same };
@@ -155,7 +176,7 @@ fn layouts_have_the_reference_names_shapes_and_sizes() {
     assert_eq!(tensors, expected);
 
     // Layers with parameters, their total, and the running statistics.
-    let expected: [(&str, &[usize], usize, usize); 7] = [
+    let expected: [(&str, &[usize], usize, usize); 8] = [
         ("lenet5", &[0, 3, 7, 9, 11], 61_706, 0),
         ("deep", &[0, 3, 7, 10], 6_640_394, 0),
         ("keras", &[0, 2, 4, 5, 10, 13], 2_353_738, 512),
@@ -163,6 +184,7 @@ fn layouts_have_the_reference_names_shapes_and_sizes() {
         ("ensemble4800", &[0, 4, 8, 13, 16], 9_994_634, 0),
         ("layers", &[0, 3, 5, 9, 11, 13], 20_217_226, 0),
         ("conv6", &[0, 2, 5, 7, 10, 12, 16], 1_014_922, 0),
+        ("mlp-gelu", &[1, 3, 5], 269_322, 0),
     ];
     assert_eq!(names(), expected.map(|net| net.0));
     for (name, indices, parameters, buffers) in expected {
@@ -181,7 +203,8 @@ fn an_unknown_network_is_refused_with_the_known_ones() {
     let error = Spec::named("vgg").unwrap_err().to_string();
     assert_eq!(
         error,
-        "there is no network `vgg`; known are lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6"
+        "there is no network `vgg`; known are lenet5, deep, keras, ensemble2400, ensemble4800, layers, \
+         conv6, mlp-gelu"
     );
 }
 
@@ -190,6 +213,7 @@ fn gradients_match_finite_differences() {
     check_gradients(&tiny(), 1e-3);
     // Features that hardly differ between images are magnified a lot: the loss bends within a shorter way.
     check_gradients(&odd(), 1e-4);
+    check_gradients(&smooth(), 1e-3);
 }
 
 fn check_gradients(spec: &Spec, by: f32) {
@@ -374,7 +398,7 @@ fn convolutions_by_any_algorithm_train_alike() {
 #[test]
 fn images_kept_in_half_the_memory_train_nearly_alike() {
     let norm = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
-    for spec in [tiny(), wide()] {
+    for spec in [tiny(), wide(), smooth()] {
         let (_, wide_logits, wide) = train_by::<f32>(Choice::Auto, &spec);
         let (_, logits, narrow) = train_by::<bf16>(Choice::Auto, &spec);
         let difference: Vec<f32> = logits.iter().zip(&wide_logits).map(|(a, b)| a - b).collect();

@@ -32,7 +32,7 @@ use cudarc::cublaslt::sys::{
 };
 
 use super::Shape;
-use super::gpu::Passes;
+use super::passes::Passes;
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
 use crate::cuda::choice::{Candidate, Note, Pass, WORKSPACE_LIMIT};

@@ -11,53 +11,14 @@
 //!
 //! All calls put work on a stream, allocate nothing, and can be captured once they have run.
 
+use super::passes::Passes;
 use super::{Shape, cublaslt, cuda, cudnn};
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form, Library};
-use crate::cuda::choice::{self, Candidate, Choice, Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::elements::{aligned, check, pack};
 use crate::cuda::{Error, Libraries, Memory, Options, Result, Stream, View};
 use crate::{DType, activation};
-
-/// The passes of one layer by a library, to which it has been described.
-///
-/// A pass has three operands, two factors and a result: x, w, y forward, w, dy, dx for the gradient of the input, and x,
-/// dy, dw for that of the weights.
-pub(super) trait Passes: Send + Sync {
-    /// The library's name and version.
-    fn version(&self) -> String;
-
-    /// Algorithms that are worth a race, and notes about what is not. The contents of the operands are lost.
-    fn candidates(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        deterministic: bool,
-        operands: [View<'_>; 3],
-        workspace: View<'_>,
-    ) -> (Vec<Candidate>, Vec<Note>);
-
-    /// Bytes of workspace of an algorithm.
-    ///
-    /// # Errors
-    /// If the library does not support it for this layer.
-    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize>;
-
-    /// Makes a pass. The forward one has a bias, which a [fused](Form::Fused) algorithm adds before it activates the
-    /// output; other algorithms leave both to the caller.
-    ///
-    /// # Errors
-    /// If the library refuses.
-    fn run(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Result<()>;
-}
 
 /// A convolutional or dense layer, set up for one GPU and one size of batches.
 ///

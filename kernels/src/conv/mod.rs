@@ -31,6 +31,8 @@ mod cudnn;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 #[cfg(feature = "cuda")]
+mod passes;
+#[cfg(feature = "cuda")]
 mod plan;
 
 /// How a convolution treats the border of an image.

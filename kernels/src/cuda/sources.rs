@@ -1,7 +1,7 @@
 //! All kernels of this crate, by the sources they come from.
 
 use super::Source;
-use crate::{activation, arena, conv, digest, dropout, gather, loss, norm, optimizer, pool};
+use crate::{activation, arena, conv, digest, dropout, gather, gelu, loss, norm, optimizer, pool};
 
 /// The CUDA sources of all operations.
 pub fn sources() -> Vec<&'static Source> {
@@ -14,6 +14,7 @@ pub fn sources() -> Vec<&'static Source> {
         &digest::cuda::SOURCE,
         &dropout::cuda::SOURCE,
         &gather::cuda::SOURCE,
+        &gelu::cuda::SOURCE,
         &loss::cuda::SOURCE,
         &norm::cuda::SOURCE,
         &optimizer::cuda::SOURCE,

@@ -16,9 +16,10 @@ use std::ops::Range;
 
 use super::Shape;
 use crate::AlignedVec;
+use crate::gemm::ahead::Ahead;
 use crate::gemm::block::{Block, Columns};
 use crate::gemm::panels::{Panels, copy_rows};
-use crate::gemm::tile::{Ahead, Left, PANEL, Product, Right, Start, tiles};
+use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::tile::Ahead;
+use super::ahead::Ahead;
 use crate::threads::Divide;
 
 /// Exclusive access to some rows and columns of a matrix.

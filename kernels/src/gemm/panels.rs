@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::tile::{Ahead, PANEL};
+use super::ahead::Ahead;
+use super::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Some columns of a row-major matrix, to be packed in panels of [`PANEL`].

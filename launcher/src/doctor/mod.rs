@@ -15,6 +15,7 @@
 //! without GPUs is not ill.
 
 mod libraries;
+mod loader;
 mod nvidia;
 mod report;
 mod system;

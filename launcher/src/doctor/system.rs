@@ -10,7 +10,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
 use nvidia_libraries::SearchEnv;
 
-use super::libraries;
+use super::loader;
 use super::report::{Item, Mark, Section};
 use crate::placement::Topology;
 
@@ -70,7 +70,7 @@ impl Host {
                 nccl_sys::LIBRARY_WHEELS,
             ),
             loader_path: loader_path.map(|value| std::env::split_paths(&value).collect()),
-            loader_cache: libraries::loader_cache(),
+            loader_cache: loader::cache(),
         }
     }
 

@@ -9,9 +9,10 @@ use std::time::Duration;
 use mgpu_kernels::level;
 
 use super::foreign::{Launched, Surroundings};
+use super::variable::{check_size, number, wrong};
+use crate::Result;
 use crate::inject::{self, Planned};
 use crate::protocol::*;
-use crate::{Error, Result};
 
 /// Where collectives run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -252,26 +253,6 @@ impl Identity {
         }
         Ok(())
     }
-}
-
-fn wrong(name: &'static str, problem: String) -> Error {
-    Error::Environment { name, problem }
-}
-
-/// Is this a size of a world? What is made for so many ranks should not be attempted for a typing error.
-pub(super) fn check_size(name: &'static str, world_size: u32) -> Result<()> {
-    match world_size {
-        0 => Err(wrong(name, "is 0; a world has at least one rank".into())),
-        1..=MOST_RANKS => Ok(()),
-        _ => Err(wrong(name, format!("is {world_size}; a world has at most {MOST_RANKS} ranks"))),
-    }
-}
-
-/// The whole number in the variable `name`, if that is set.
-pub(super) fn number(variable: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result<Option<u32>> {
-    let Some(text) = variable(name) else { return Ok(None) };
-    let parsed = text.trim().parse().map(Some);
-    parsed.map_err(|_| wrong(name, format!("is `{text}` where a whole number is expected")))
 }
 
 #[cfg(test)]

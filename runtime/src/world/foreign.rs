@@ -18,7 +18,7 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 
-use super::env::check_size;
+use super::variable::{self, check_size, wrong};
 use crate::protocol::*;
 use crate::{Error, Result};
 
@@ -265,12 +265,8 @@ impl Surroundings<'_> {
     }
 
     fn number(&self, name: &'static str) -> Result<Option<u32>> {
-        super::env::number(self.variable, name)
+        variable::number(self.variable, name)
     }
-}
-
-fn wrong(name: &'static str, problem: String) -> Error {
-    Error::Environment { name, problem }
 }
 
 fn several_hosts(name: &'static str, finding: String) -> Error {

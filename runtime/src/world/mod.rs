@@ -11,6 +11,7 @@ mod foreign;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod threads;
+mod variable;
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;

@@ -123,12 +123,12 @@ impl DeviceNet {
 
     /// Names, shapes and offsets of the parameters on the CPU, and in checkpoints.
     pub fn host_layout(&self) -> &Layout {
-        &self.plan.parameters
+        &self.plan.tensors.parameters
     }
 
     /// Names, shapes and offsets of the running statistics of batch normalisation. Often empty.
     pub fn buffers_layout(&self) -> &Layout {
-        &self.plan.buffers
+        &self.plan.tensors.buffers
     }
 
     /// An arena in the order of [`host_layout`](Self::host_layout), in that of [`layout`](Self::layout).
@@ -158,17 +158,17 @@ impl DeviceNet {
 
     /// The parameters to start training from, in the order of [`host_layout`](Self::host_layout): those of the CPU.
     pub fn initial_parameters(&self, seed: u64) -> Vec<f32> {
-        initial::parameters(&self.plan, seed)
+        initial::parameters(&self.plan.tensors, seed)
     }
 
     /// The parameters that the recorded reference runs start from.
     pub fn golden_parameters(&self, seed: u64) -> Vec<f32> {
-        initial::golden_parameters(&self.plan, seed)
+        initial::golden_parameters(&self.plan.tensors, seed)
     }
 
     /// The running statistics before any training, in the order of [`buffers_layout`](Self::buffers_layout).
     pub fn initial_buffers(&self) -> Vec<f32> {
-        initial::buffers(&self.plan)
+        initial::buffers(&self.plan.tensors)
     }
 
     /// Losses and hits of all batches since [`clear_score`](Self::clear_score): bytes of a [`loss::cuda::Score`].

@@ -22,14 +22,14 @@ pub(super) struct Order {
 impl Order {
     pub(super) fn of_parameters(plan: &Plan) -> Self {
         let as_it_is = |len| Transposed { outer: 1, channels: 1, plane: len };
-        let lens = plan.parameters.tensors().iter().map(|tensor| tensor.len());
+        let lens = plan.tensors.parameters.tensors().iter().map(|tensor| tensor.len());
         let mut tensors: Vec<Transposed> = lens.map(as_it_is).collect();
         for stage in &plan.stages {
             if let Some((weight, transposed)) = stage.op.weight().zip(stage.op.transposed(stage.flattened)) {
                 tensors[weight] = transposed;
             }
         }
-        Self::new(&plan.parameters, tensors)
+        Self::new(&plan.tensors.parameters, tensors)
     }
 
     fn new(host: &Layout, tensors: Vec<Transposed>) -> Self {
@@ -85,7 +85,7 @@ mod tests {
         for name in names() {
             let plan = Plan::new(&Spec::named(name).unwrap());
             let order = Order::of_parameters(&plan);
-            let values: Vec<f32> = (0..plan.parameters.len()).map(|i| i as f32).collect();
+            let values: Vec<f32> = (0..plan.tensors.parameters.len()).map(|i| i as f32).collect();
             let moved = order.to_device(&values);
             assert_eq!(order.to_host(&moved), values, "{name}");
             for tensor in order.layout().tensors() {
@@ -98,13 +98,13 @@ mod tests {
     fn filters_have_their_channels_last() {
         let plan = Plan::new(&Spec::named("lenet5").unwrap());
         let order = Order::of_parameters(&plan);
-        let values: Vec<f32> = (0..plan.parameters.len()).map(|i| i as f32).collect();
+        let values: Vec<f32> = (0..plan.tensors.parameters.len()).map(|i| i as f32).collect();
         let moved = order.to_device(&values);
         // The second convolution: 16 filters of 6 channels and 5x5. Position 0 of channels 0 and 1 are neighbours.
-        let (host, device) = (plan.parameters.range(2).start, order.layout().range(2).start);
+        let (host, device) = (plan.tensors.parameters.range(2).start, order.layout().range(2).start);
         assert_eq!(moved[device..device + 3], [0, 25, 50].map(|at| values[host + at]));
         // The first dense layer reads 16 channels of 5x5.
-        let (host, device) = (plan.parameters.range(4).start, order.layout().range(4).start);
+        let (host, device) = (plan.tensors.parameters.range(4).start, order.layout().range(4).start);
         assert_eq!(moved[device..device + 3], [0, 25, 50].map(|at| values[host + at]));
     }
 }

@@ -9,10 +9,9 @@ use mgpu_kernels::cuda::View;
 
 use super::{
     BackwardPass, Definition, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, InPlace,
-    Machine, OnCpu, OnGpu, Operation, SetUp, Step, Tail,
+    Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step, Tail,
 };
-use crate::nets::memory::Sides;
-use crate::nets::plan::{Place, Plan};
+use crate::nets::tensors::Tensors;
 
 /// `max(x, slope · x)`.
 #[derive(Debug, Clone, Copy)]
@@ -32,7 +31,7 @@ impl Definition for Rectifier {
         true
     }
 
-    fn plan(&self, _: &mut Plan, _: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, _: &Place) -> Option<Box<dyn Operation>> {
         Some(Box::new(*self))
     }
 }

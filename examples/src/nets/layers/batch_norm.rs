@@ -11,21 +11,20 @@ use mgpu_kernels::{DType, Storage};
 
 use super::{
     BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass,
-    InPlace, Machine, OnCpu, OnGpu, Operation, SetUp, Step,
+    InPlace, Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step,
 };
-use crate::nets::memory::Sides;
-use crate::nets::plan::{Place, Plan, Role};
 use crate::nets::profile::{Lap, lap};
+use crate::nets::tensors::{Role, Tensors};
 
 /// Normalisation of each channel, with a learned scale and shift.
 pub(super) struct BatchNorm;
 
 impl Definition for BatchNorm {
-    fn plan(&self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
         let channels = place.extents[0];
-        let weight = plan.add_pair(place.layer, &[channels], Role::Scale, Role::Shift);
-        let mean = plan.add_buffer(place.layer, "running_mean", channels);
-        let var = plan.add_buffer(place.layer, "running_var", channels);
+        let weight = tensors.add_pair(place.layer, &[channels], Role::Scale, Role::Shift);
+        let mean = tensors.add_buffer(place.layer, "running_mean", channels);
+        let var = tensors.add_buffer(place.layer, "running_var", channels);
         Some(Box::new(Norm { channels, weight, mean, var }))
     }
 }

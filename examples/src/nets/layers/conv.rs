@@ -11,11 +11,10 @@ use mgpu_kernels::{DType, Storage, activation, pool};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass,
-    Machine, OnCpu, OnGpu, Operation, Pool, SetUp, Step, Tail, Transposed,
+    BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, Image,
+    Machine, OnCpu, OnGpu, Operation, Place, Pool, SetUp, Sides, Step, Tail, Transposed,
 };
-use crate::nets::memory::Sides;
-use crate::nets::plan::{Image, Place, Plan, Role};
+use crate::nets::tensors::{Role, Tensors};
 
 /// Convolution of stride 1 with a square kernel, and a bias for each filter.
 pub(super) struct Conv {
@@ -37,11 +36,11 @@ impl Definition for Conv {
         [self.filters, shape.out_height(), shape.out_width()]
     }
 
-    fn plan(&self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
         let shape = self.shape(place.extents);
         let role = Role::Weight { fan_in: shape.filter_len(), rectified: place.rectified };
         let weights = [shape.filters, shape.channels, shape.kernel, shape.kernel];
-        let weight = plan.add_pair(place.layer, &weights, role, Role::Bias);
+        let weight = tensors.add_pair(place.layer, &weights, role, Role::Bias);
         Some(Box::new(Filters { shape, weight, slope: None, pool: None }))
     }
 }

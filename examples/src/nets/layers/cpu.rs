@@ -7,7 +7,6 @@ use mgpu::{GradientSink, Layout, Result};
 use mgpu_kernels::{Scratch, Threads};
 
 use super::DropoutKey;
-use crate::nets::memory::Sides;
 use crate::nets::profile::{Lap, Profile, lap};
 
 /// An operation on the CPU, with memory for what it alone needs.
@@ -53,6 +52,16 @@ impl<'a> Step<'a> {
         lap(self.profile, Lap::Communication);
         Ok(())
     }
+}
+
+/// Input and output of a stage, and their gradients.
+pub(in crate::nets) struct Sides<'a, T> {
+    pub(in crate::nets) x: &'a [T],
+    pub(in crate::nets) y: &'a [T],
+    /// Gradient of the output; where the backward pass works in place, afterwards that of the input.
+    pub(in crate::nets) dy: &'a mut [T],
+    /// Gradient of the input, if it is asked for and has a place of its own.
+    pub(in crate::nets) dx: Option<&'a mut [T]>,
 }
 
 /// What a forward pass is for, and the running statistics that it moves or reads.

@@ -6,11 +6,10 @@ use mgpu_kernels::dense::{self, Shape};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, Definition, ForwardPass, Machine, OnCpu, OnGpu, Operation, SetUp, Step, Tail, Transposed,
-    conv,
+    BackwardPass, Definition, ForwardPass, Image, Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides,
+    Step, Tail, Transposed, conv,
 };
-use crate::nets::memory::Sides;
-use crate::nets::plan::{Image, Place, Plan, Role};
+use crate::nets::tensors::{Role, Tensors};
 
 /// Fully connected, with a bias for each output.
 pub(super) struct Dense {
@@ -22,11 +21,11 @@ impl Definition for Dense {
         [self.outputs, 1, 1]
     }
 
-    fn plan(&self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
         let (outputs, [inputs, height, width]) = (self.outputs, place.extents);
         assert_eq!((height, width), (1, 1), "layer {}: a dense layer needs a flattened input", place.layer);
         let role = Role::Weight { fan_in: inputs, rectified: place.rectified };
-        let weight = plan.add_pair(place.layer, &[outputs, inputs], role, Role::Bias);
+        let weight = tensors.add_pair(place.layer, &[outputs, inputs], role, Role::Bias);
         Some(Box::new(Product { shape: Shape { inputs, outputs }, weight, slope: None }))
     }
 }

@@ -7,11 +7,10 @@ use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};
 
 use super::{
-    BackwardPass, Definition, DevicePass, DeviceSides, DeviceStep, ForwardPass, InPlace, Machine, OnCpu,
-    OnGpu, Operation, SetUp, Step,
+    BackwardPass, Definition, DevicePass, DeviceSides, DeviceStep, ForwardPass, Image, InPlace, Machine,
+    OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step,
 };
-use crate::nets::memory::Sides;
-use crate::nets::plan::{Image, Place, Plan};
+use crate::nets::tensors::Tensors;
 
 /// What dropout masks depend on, besides layer and element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +39,7 @@ pub(super) struct Dropout {
 }
 
 impl Definition for Dropout {
-    fn plan(&self, _: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
         Some(Box::new(Masked { probability: self.probability, layer: place.layer, image: place.image }))
     }
 }

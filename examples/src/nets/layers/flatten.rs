@@ -1,7 +1,7 @@
 //! Flattening moves no data: a flattened image is still one in memory, and the layer behind it is what notices.
 
-use super::{Definition, Operation};
-use crate::nets::plan::{Place, Plan};
+use super::{Definition, Operation, Place};
+use crate::nets::tensors::Tensors;
 
 /// Turns the channels of an image into one vector.
 pub(super) struct Flatten;
@@ -11,7 +11,7 @@ impl Definition for Flatten {
         [extents.iter().product(), 1, 1]
     }
 
-    fn plan(&self, _: &mut Plan, _: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, _: &Place) -> Option<Box<dyn Operation>> {
         None
     }
 }

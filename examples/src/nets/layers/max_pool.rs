@@ -9,10 +9,9 @@ use mgpu_kernels::{DType, Storage};
 
 use super::{
     BackwardPass, Definition, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, Machine,
-    OnCpu, OnGpu, Operation, SetUp, Step, Tail,
+    OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step, Tail,
 };
-use crate::nets::memory::Sides;
-use crate::nets::plan::{Place, Plan};
+use crate::nets::tensors::Tensors;
 
 /// Maximum over windows of 2×2, stride 2.
 pub(super) struct MaxPool {
@@ -31,7 +30,7 @@ impl Definition for MaxPool {
         [extents[0], shape.out_height(), shape.out_width()]
     }
 
-    fn plan(&self, _: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
         Some(Box::new(Pool { shape: self.shape(place.extents), channels: place.extents[0] }))
     }
 }

@@ -16,6 +16,7 @@ mod cpu;
 mod dense;
 mod dropout;
 mod flatten;
+mod gelu;
 mod gpu;
 mod max_pool;
 
@@ -27,8 +28,8 @@ use mgpu_kernels::conv::Padding;
 use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::pool::Rounding;
 
-use super::plan::{Image, Place, Plan};
-pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, Step};
+use super::tensors::Tensors;
+pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, Sides, Step};
 pub use dropout::{DeviceDropout, DropoutKey};
 pub(super) use gpu::{Demand, DevicePass, DeviceSides, DeviceStep, OnGpu, SetUp, Shared, Transposed};
 pub(super) use max_pool::Pool;
@@ -51,6 +52,8 @@ pub enum Layer {
     Relu,
     /// `max(x, 0.2 x)`.
     LeakyRelu,
+    /// `x · Φ(x)`, the Gaussian error linear unit in its exact form.
+    Gelu,
     /// Maximum over windows of 2×2, stride 2.
     MaxPool(Rounding),
     /// Zeroes each value with this probability while training, and scales the rest.
@@ -68,6 +71,7 @@ impl Layer {
             Layer::BatchNorm => Box::new(batch_norm::BatchNorm),
             Layer::Relu => Box::new(activation::Rectifier { slope: 0.0 }),
             Layer::LeakyRelu => Box::new(activation::Rectifier { slope: LEAKY_SLOPE }),
+            Layer::Gelu => Box::new(gelu::Gelu),
             Layer::MaxPool(rounding) => Box::new(max_pool::MaxPool { rounding }),
             Layer::Dropout(probability) => Box::new(dropout::Dropout { probability }),
             Layer::Flatten => Box::new(flatten::Flatten),
@@ -89,9 +93,36 @@ impl Layer {
     }
 
     /// As [`Definition::plan`].
-    pub(super) fn plan(self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>> {
-        self.definition().plan(plan, place)
+    pub(super) fn plan(self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
+        self.definition().plan(tensors, place)
     }
+}
+
+/// Extents of the images in memory. Flattening moves no data: a flattened image is still one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Image {
+    pub(super) channels: usize,
+    /// Rows times columns.
+    pub(super) plane: usize,
+}
+
+impl Image {
+    pub(super) fn of([channels, height, width]: [usize; 3]) -> Self {
+        Image { channels, plane: height * width }
+    }
+}
+
+/// Where a layer stands in its network.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// Its index in the spec, which names its tensors.
+    pub(super) layer: usize,
+    /// Channels, rows and columns of its input.
+    pub(super) extents: [usize; 3],
+    /// The input as it lies in memory.
+    pub(super) image: Image,
+    /// Whether a rectifier follows.
+    pub(super) rectified: bool,
 }
 
 /// What a kind of layer is.
@@ -106,11 +137,11 @@ trait Definition {
         false
     }
 
-    /// Adds its tensors to the plan and works out what it does at its place; `None` if that is nothing.
+    /// Adds its tensors and works out what it does at its place; `None` if that is nothing.
     ///
     /// # Panics
     /// If it does not fit its input.
-    fn plan(&self, plan: &mut Plan, place: &Place) -> Option<Box<dyn Operation>>;
+    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>>;
 }
 
 /// A layer with everything about its shape but the number of images, and with the layers that it takes along.
@@ -191,6 +222,7 @@ pub(super) enum Machine {
     Conv(Box<conv::Cpu>),
     Dense(dense::Cpu),
     Dropout(dropout::Masked),
+    Gelu(gelu::Gelu),
     MaxPool(max_pool::Cpu),
 }
 
@@ -203,6 +235,7 @@ impl Machine {
             Machine::Conv(machine) => machine.as_mut(),
             Machine::Dense(_) => panic!("a dense layer takes vectors"),
             Machine::Dropout(machine) => machine,
+            Machine::Gelu(machine) => machine,
             Machine::MaxPool(machine) => machine,
         }
     }

@@ -32,7 +32,7 @@ use cudarc::cudnn::sys::{
 use library::{Address, Convolve, Descriptor, Find, Library, Timing, WorkspaceSize};
 
 use super::Shape;
-use super::gpu::Passes;
+use super::passes::Passes;
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
 use crate::cuda::choice::{Candidate, Note, Pass};

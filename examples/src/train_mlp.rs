@@ -1,0 +1,89 @@
+//! `mgpurun -n 2 train_mlp`: a small network learns generated digits, on all ranks together.
+//!
+//! What data-parallel training adds to a training loop: parameters live in a [`DataParallel`], which makes them equal on
+//! all ranks once; a [`Sampler`] gives each rank its part of every batch; and [`DataParallel::step`] averages gradients over
+//! ranks before it updates. `train_mnist` is the same with everything that a long training needs.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
+use mgpu::sampler::evaluation_shard;
+use mgpu::{DataParallel, ReduceOp, Sampler, SamplerConfig, World};
+
+use crate::data::{Dataset, Split, digits};
+use crate::nets::{Mode, Net, Spec};
+use crate::print::{outln, parse_arguments};
+
+/// Images of a batch, all ranks together.
+const BATCH: usize = 120;
+const TRAINING_IMAGES: usize = 3000;
+const TEST_IMAGES: usize = 500;
+const SEED: u64 = 1;
+
+/// Trains a small network on generated digits, with the runtime's own optimizer.
+#[derive(Debug, Parser)]
+#[command(name = "train_mlp", version)]
+struct Args {
+    /// Training steps
+    #[arg(long, default_value_t = 150)]
+    steps: usize,
+}
+
+/// The program.
+pub fn main() -> ExitCode {
+    crate::exit::report("train_mlp", train(&parse_arguments()).map_err(|error| error.to_string()))
+}
+
+fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
+    let mut world = World::from_env()?;
+    let (rank, ranks, threads) = (world.rank(), world.size(), world.thread_share());
+    let batch = (BATCH / ranks as usize).max(1);
+
+    // The network computes. Its parameters are one slice that belongs to us.
+    let mut net = Net::new(&Spec::named("mlp-gelu")?, batch, threads);
+    let mut statistics = net.initial_buffers();
+    let adam = OptimizerConfig::new(Rule::Adam(Adam { lr: 1e-3, ..Adam::default() }));
+    let (layout, start) = (net.layout().clone(), net.initial_parameters(SEED));
+    let mut model = DataParallel::new(world.communicator()?, layout, start, adam, threads)?;
+
+    let data = generated(Split::Train, TRAINING_IMAGES);
+    let mut sampler = Sampler::new(SamplerConfig { samples: data.len(), batch, rank, ranks, seed: SEED })?;
+    let (mut images, mut labels) = (vec![0.0; batch * net.image_len()], vec![0; batch]);
+    for step in 0..args.steps {
+        let (epoch, place) = (step / sampler.steps_per_epoch(), step % sampler.steps_per_epoch());
+        data.gather(sampler.batch(epoch as u64, place), &mut images, &mut labels);
+        let report = model.step(|parameters, gradients| {
+            net.forward(parameters, &mut statistics, &images, Mode::Train { dropout: None }, gradients)?;
+            net.backward(parameters, &labels, gradients)
+        })?;
+        if rank == 0 && (step + 1) % 50 == 0 {
+            outln!("step {}: loss {:.4} on rank 0", step + 1, report.loss());
+        }
+    }
+
+    // Each rank tests its part; the counts are added up.
+    let test = generated(Split::Test, TEST_IMAGES);
+    let part: Vec<u32> = evaluation_shard(test.len(), rank, ranks)?.map(|sample| sample as u32).collect();
+    let mut right = [0i64];
+    for samples in part.chunks(batch) {
+        let (images, labels) = (&mut images[..samples.len() * net.image_len()], &mut labels[..samples.len()]);
+        test.gather(samples, images, labels);
+        net.predict(model.parameters(), &statistics, images);
+        right[0] += net.score(labels).correct as i64;
+    }
+    model.comm().all_reduce_slice(&mut right, ReduceOp::Sum)?;
+    let weights = model.verify()?;
+    if rank == 0 {
+        outln!(
+            "{ranks} ranks: {} of {TEST_IMAGES} test images right; weights {weights:016x} on all",
+            right[0]
+        );
+    }
+    Ok(())
+}
+
+fn generated(split: Split, count: usize) -> Dataset {
+    let (images, labels) = digits::generate(SEED, split, 0..count);
+    Dataset { images, labels }
+}
