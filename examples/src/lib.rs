@@ -18,7 +18,7 @@
 //! | [`train_mnist`] | data-parallel training with everything that belongs to it |
 //! | [`golden_check`] | the same networks against recorded reference runs |
 //! | [`gpu_check`] | every CUDA kernel against the CPU |
-//! | [`allreduce_perf`] | how long an all-reduce takes |
+//! | [`collective_perf`] | how long an all-reduce takes, or another collective |
 //!
 //! They share [`nets`], the networks, and [`data`], the digits.
 #![forbid(unsafe_code)]
@@ -26,7 +26,7 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod all_reduce;
-pub mod allreduce_perf;
+pub mod collective_perf;
 pub mod data;
 pub mod embed;
 mod exit;

@@ -123,6 +123,14 @@ pub enum Collective {
     Broadcast(u32),
     /// To the rank of this number, modulo the number of ranks.
     Reduce(u32),
+    /// A shard from each rank to each.
+    AllToAll,
+    /// A shard from each rank to the rank of this number, modulo the number of ranks.
+    Gather(u32),
+    /// A shard to each rank from the rank of this number, modulo the number of ranks.
+    Scatter(u32),
+    /// With another length on each rank: gathered by all, exchanged by all, and as bytes.
+    Uneven,
     /// Around the ring.
     Messages,
     /// Without payload.
@@ -158,6 +166,14 @@ impl Case {
             }
             Collective::Broadcast(root) => bench.broadcast::<T>(len, root % ranks),
             Collective::Reduce(root) => bench.reduce::<T>(len, op, root % ranks),
+            Collective::AllToAll => bench.all_to_all::<T>(len / ranks as usize),
+            Collective::Gather(root) => bench.gather::<T>(len, root % ranks),
+            Collective::Scatter(root) => bench.scatter::<T>(len, root % ranks),
+            Collective::Uneven => {
+                bench.all_gather_v::<T>(len)?;
+                bench.all_to_all_v::<T>(len)?;
+                bench.bytes(len)
+            }
             Collective::Messages => bench.messages::<T>(len),
             Collective::Barrier => bench.comm.barrier(),
         }
@@ -289,6 +305,112 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// Shards of `len` elements.
+    fn all_to_all<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank() as usize, self.comm.size());
+        let whole = len * ranks as usize;
+        let own = rank * len..(rank + 1) * len;
+        let expected: Vec<T> =
+            (0..ranks).flat_map(|peer| input::<T>(peer, whole)[own.clone()].to_vec()).collect();
+        let mine = input::<T>(rank as u32, whole);
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.all_to_all(buffer)?.wait()?;
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_to_all", len, place));
+        }
+        Ok(())
+    }
+
+    fn gather<T: Sample>(&mut self, len: usize, root: u32) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let mine = input::<T>(rank, len);
+        let mut expected = mine.clone();
+        if rank == root {
+            for peer in 0..ranks {
+                let shard = shard(len, ranks, peer);
+                expected[shard.clone()].copy_from_slice(&input::<T>(peer, len)[shard]);
+            }
+        }
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.gather(buffer, root)?.wait()?;
+            let what = || self.describe::<T>(&format!("gather to {root}"), len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+        }
+        Ok(())
+    }
+
+    fn scatter<T: Sample>(&mut self, len: usize, root: u32) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let (mine, own) = (input::<T>(rank, len), shard(len, ranks, rank));
+        let mut expected = mine.clone();
+        expected[own.clone()].copy_from_slice(&input::<T>(root, len)[own]);
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.scatter(buffer, root)?.wait()?;
+            let what = || self.describe::<T>(&format!("scatter from {root}"), len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+        }
+        Ok(())
+    }
+
+    /// Of parts between nothing and `len` elements.
+    fn all_gather_v<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let counts: Vec<usize> = (0..ranks).map(|rank| uneven(len, rank, 0)).collect();
+        let begin = counts[..rank as usize].iter().sum::<usize>();
+        let expected: Vec<T> = (0..ranks).flat_map(|rank| input(rank, counts[rank as usize])).collect();
+        let mut mine = input::<T>(rank + 1, expected.len());
+        let own = begin..begin + counts[rank as usize];
+        mine[own.clone()].copy_from_slice(&expected[own]);
+        for place in self.places.iter().copied() {
+            let buffer = self.buffer(place, &mine)?;
+            let found = self.comm.all_gather_v(buffer, &counts)?.wait()?;
+            let what = || self.describe::<T>("all_gather_v", len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+        }
+        Ok(())
+    }
+
+    /// Of messages between nothing and `len` elements.
+    fn all_to_all_v<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let message = |from: u32, to: u32| input::<T>(from * ranks + to, uneven(len, from, to));
+        let sent: Vec<usize> = (0..ranks).map(|to| uneven(len, rank, to)).collect();
+        let received: Vec<usize> = (0..ranks).map(|from| uneven(len, from, rank)).collect();
+        let mine: Vec<T> = (0..ranks).flat_map(|to| message(rank, to)).collect();
+        let expected: Vec<T> = (0..ranks).flat_map(|from| message(from, rank)).collect();
+        for place in self.places.iter().copied() {
+            // Arenas are equally long on all ranks.
+            let mut part = |values: &[T]| -> Result<Buffer> {
+                let mut padded = values.to_vec();
+                padded.resize(len * ranks as usize, T::sample(0));
+                Ok(self.buffer(place, &padded)?.split_at(values.len()).0)
+            };
+            let send = part(&mine)?;
+            let receive = part(&vec![T::sample(1); expected.len()])?;
+            let found = self.comm.all_to_all_v(&send, &sent, receive, &received)?.wait()?;
+            let what = || self.describe::<T>("all_to_all_v", len, place);
+            assert_equal(found.as_slice::<T>(), &expected, &what);
+            assert_equal(send.as_slice::<T>(), &mine, &what);
+        }
+        Ok(())
+    }
+
+    /// As many bytes as each rank likes.
+    fn bytes(&mut self, len: usize) -> Result<()> {
+        let of = |rank: u32| input::<u8>(rank, uneven(len, rank, 1));
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let found = self.comm.all_gather_bytes(&of(rank))?;
+        assert_eq!(found, (0..ranks).map(of).collect::<Vec<_>>(), "all_gather_bytes of {len}");
+        assert_eq!(
+            self.comm.broadcast_bytes(&of(rank), ranks - 1)?,
+            of(ranks - 1),
+            "broadcast_bytes of {len}"
+        );
+        Ok(())
+    }
+
     /// Messages around the ring: even ranks send first, then nobody waits for nobody.
     fn messages<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
@@ -313,6 +435,18 @@ impl Bench<'_> {
         Ok(())
     }
 
+    fn moves<T: Sample>(&mut self, len: usize) -> Result<()> {
+        let ranks = self.comm.size();
+        self.all_to_all::<T>(len)?;
+        for root in [0, ranks - 1] {
+            self.gather::<T>(len + 1, root)?;
+            self.scatter::<T>(len + 1, root)?;
+        }
+        self.all_gather_v::<T>(len)?;
+        self.all_to_all_v::<T>(len)?;
+        self.bytes(len)
+    }
+
     fn element<T: Sample>(&mut self) -> Result<()> {
         let ranks = self.comm.size();
         for len in LENGTHS {
@@ -324,8 +458,15 @@ impl Bench<'_> {
                 if large && op != ReduceOp::Avg {
                     continue;
                 }
+                // What only moves is the same for all reductions.
+                if large || op == ReduceOp::Sum {
+                    self.moves::<T>(if large { len / 8 } else { len })?;
+                }
                 // Sums of bytes wrap before NCCL divides them; the contract says so.
-                if op == ReduceOp::Avg && T::DTYPE == DType::U8 && self.comm.backend() == "nccl" {
+                if op == ReduceOp::Avg
+                    && T::DTYPE == DType::U8
+                    && !self.comm.capabilities().sums_in_rank_order
+                {
                     continue;
                 }
                 self.all_reduce::<T>(len, op)?;
@@ -345,6 +486,11 @@ impl Bench<'_> {
         }
         Ok(())
     }
+}
+
+/// A length that differs from rank to rank, and is 0 for some: up to `len`.
+fn uneven(len: usize, from: u32, to: u32) -> usize {
+    len * ((from + 2 * to + 1) % 4) as usize / 3
 }
 
 /// The ranks to the left and to the right.

@@ -134,6 +134,105 @@ fn circles_of_any_length_are_found_and_those_who_wait_for_them_are_told() {
     }
 }
 
+/// What each rank passes to a collective has to go with what the others pass, and who differs is named.
+#[test]
+fn exchanges_that_do_not_meet_are_named_on_every_rank() {
+    type Call = fn(&mut Communicator, u32) -> Result<()>;
+    let calls: [(Call, [&str; 2]); 5] = [
+        (
+            |comm, other| comm.gather(Buffer::zeroed::<f32>(8), other)?.wait().map(drop),
+            ["rank 0 calls gather(8 f32, root 0, inline)", "rank 1 calls gather(8 f32, root 1, inline)"],
+        ),
+        (
+            |comm, other| match other {
+                0 => comm.scatter(Buffer::zeroed::<f32>(8), 0)?.wait().map(drop),
+                _ => comm.gather(Buffer::zeroed::<f32>(8), 0)?.wait().map(drop),
+            },
+            ["rank 0 calls scatter(8 f32, root 0, inline)", "rank 1 calls gather(8 f32, root 0, inline)"],
+        ),
+        (
+            |comm, other| {
+                let len = (2 * comm.size() as usize) << (20 * other);
+                comm.all_to_all(Buffer::zeroed::<u8>(len))?.wait().map(drop)
+            },
+            ["rank 0 calls all_to_all(4 u8, inline)", "rank 1 calls all_to_all(4194304 u8, staged)"],
+        ),
+        (
+            |comm, other| {
+                let counts = [[3, 5], [5, 3]][other as usize];
+                comm.all_gather_v(Buffer::zeroed::<f32>(8), &counts)?.wait().map(drop)
+            },
+            ["rank 0 calls all_gather_v(8 f32, counts ", "rank 1 calls all_gather_v(8 f32, counts "],
+        ),
+        (
+            |comm, other| {
+                // Rank 1 expects one element fewer than rank 0 sends it.
+                let received = if other == 0 { [1, 2] } else { [2, 1] };
+                let (send, receive) = (Buffer::zeroed::<i32>(4), Buffer::zeroed::<i32>(3));
+                let sent = if other == 0 { [1, 3] } else { [2, 2] };
+                comm.all_to_all_v(&send, &sent, receive, &received)?.wait().map(drop)
+            },
+            ["rank 0 calls all_to_all_v(3 i32 to rank 1)", "rank 1 calls all_to_all_v(2 i32 from rank 0)"],
+        ),
+    ];
+    for (call, texts) in calls {
+        for error in told(2, |comm| call(comm, comm.rank())) {
+            let error = error.unwrap_or_else(|| panic!("every rank is told: {texts:?}"));
+            for text in texts {
+                assert!(error.contains(text), "`{text}` is missing: {error}");
+            }
+        }
+    }
+    // Ranks that have no part in what does not meet are told, too.
+    let errors = told(3, |comm| {
+        let rank = comm.rank();
+        let expected = [0, if rank == 2 { 1 } else { 0 }, 0];
+        let receive = Buffer::zeroed::<u8>(expected.iter().sum());
+        comm.all_to_all_v(&Buffer::zeroed::<u8>(0), &[0; 3], receive, &expected)?.wait().map(drop)
+    });
+    for error in errors {
+        let error = error.expect("every rank is told");
+        assert!(error.contains("rank 2 calls all_to_all_v(1 u8 from rank 1)"), "{error}");
+    }
+}
+
+#[test]
+fn lengths_that_make_no_sense_are_refused_before_anything_is_sent() {
+    in_threads(3, |mut world| {
+        let mut comm = world.communicator()?;
+        type Call = fn(&mut Communicator) -> Result<mgpu::Pending>;
+        let calls: [(Call, &str); 6] = [
+            (
+                |comm| comm.all_to_all(Buffer::zeroed::<f32>(4)),
+                "all_to_all: 4 elements cannot be cut into equal shards for 3 ranks",
+            ),
+            (|comm| comm.gather(Buffer::zeroed::<f32>(3), 3), "gather: there is no rank 3 in a world of 3"),
+            (|comm| comm.scatter(Buffer::zeroed::<f32>(3), 7), "scatter: there is no rank 7 in a world of 3"),
+            (
+                |comm| comm.all_gather_v(Buffer::zeroed::<f32>(3), &[1, 2]),
+                "all_gather_v: 2 counts for 3 ranks",
+            ),
+            (
+                |comm| comm.all_gather_v(Buffer::zeroed::<f32>(3), &[1, 1, 2]),
+                "all_gather_v: counts [1, 1, 2] do not add up to the 3 elements of the buffer",
+            ),
+            (
+                |comm| {
+                    let (send, receive) = (Buffer::zeroed::<f32>(3), Buffer::zeroed::<f64>(3));
+                    comm.all_to_all_v(&send, &[1; 3], receive, &[1; 3])
+                },
+                "all_to_all_v: f32 is sent and f64 received",
+            ),
+        ];
+        for (call, text) in calls {
+            let error = call(&mut comm).expect_err(text);
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
+            assert_eq!(error.to_string(), text);
+        }
+        comm.barrier()
+    });
+}
+
 /// A message that comes late is none that cannot come: ranks wait in each other's direction for a while.
 #[test]
 fn a_late_message_is_waited_for() {
@@ -245,6 +344,10 @@ fn collective() -> impl Strategy<Value = Collective> {
         1 => Just(Collective::AllGather),
         1 => (0u32..9).prop_map(Collective::Broadcast),
         1 => (0u32..9).prop_map(Collective::Reduce),
+        1 => Just(Collective::AllToAll),
+        1 => (0u32..9).prop_map(Collective::Gather),
+        1 => (0u32..9).prop_map(Collective::Scatter),
+        1 => Just(Collective::Uneven),
         1 => Just(Collective::Messages),
         1 => Just(Collective::Barrier),
     ]

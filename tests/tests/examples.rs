@@ -70,7 +70,8 @@ fn small_networks_learn_on_one_rank_and_on_two() {
 fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
     for (name, program) in [
         ("all_reduce", env!("CARGO_BIN_EXE_t-all_reduce")),
-        ("allreduce_perf", ALLREDUCE_PERF),
+        ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
+        ("collective_perf", COLLECTIVE_PERF),
         ("embed", env!("CARGO_BIN_EXE_t-embed")),
         ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
         ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
@@ -84,12 +85,12 @@ fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
     }
 }
 
-const ALLREDUCE_PERF: &str = env!("CARGO_BIN_EXE_t-allreduce_perf");
+const COLLECTIVE_PERF: &str = env!("CARGO_BIN_EXE_t-collective_perf");
 
 /// Runs it on small sizes, expects success, and returns its lines and its standard error.
 fn measured(ranks: u32, max: &str, arguments: &[&str]) -> (Vec<serde_json::Value>, String) {
     let sizes = ["--check", "--min", "4", "--max", max, "--factor", "16"];
-    let finished = launched(ranks, ALLREDUCE_PERF, &[&sizes, arguments].concat());
+    let finished = launched(ranks, COLLECTIVE_PERF, &[&sizes, arguments].concat());
     assert_eq!(finished.code, Some(0), "{finished:#?}");
     let lines: Vec<serde_json::Value> =
         finished.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -108,7 +109,7 @@ fn sizes(lines: &[serde_json::Value]) -> Vec<u64> {
 }
 
 #[test]
-fn allreduce_perf_checks_every_size() {
+fn collective_perf_checks_every_size() {
     for (ranks, arguments) in [
         (1, ["--dtype", "f32", "--op", "sum", "--algo", "auto"]),
         (2, ["--dtype", "bf16", "--op", "avg", "--algo", "direct"]),
@@ -119,24 +120,27 @@ fn allreduce_perf_checks_every_size() {
 }
 
 #[test]
-fn allreduce_perf_stops_where_an_algorithm_carries_no_more() {
+fn collective_perf_stops_where_an_algorithm_carries_no_more() {
     let eager = ["--dtype", "f64", "--op", "max", "--algo", "eager"];
     let (lines, stderr) = measured(2, "262144", &eager);
     assert!(sizes(&lines).starts_with(&[8, 64, 1024]) && lines.len() < 5, "{lines:#?}");
     assert!(stderr.contains("stopped before ") && stderr.contains("the eager algorithm carries"), "{stderr}");
     let nothing =
-        launched(2, ALLREDUCE_PERF, &[&eager[..], &["--min", "262144", "--max", "262144"]].concat());
-    nothing.expect(1, &["allreduce_perf: all_reduce: the eager algorithm", "not 262144"]);
+        launched(2, COLLECTIVE_PERF, &[&eager[..], &["--min", "262144", "--max", "262144"]].concat());
+    nothing.expect(1, &["collective_perf: all_reduce: the eager algorithm", "not 262144"]);
 }
 
 #[test]
-fn allreduce_perf_checks_every_collective() {
+fn collective_perf_checks_every_collective() {
     let collectives = [
         ("all_reduce", "sum", false),
         ("reduce_scatter", "prod", true),
         ("all_gather", "sum", true),
         ("broadcast", "sum", false),
         ("reduce", "max", false),
+        ("all_to_all", "sum", true),
+        ("gather", "sum", true),
+        ("scatter", "prod", true),
     ];
     for (collective, op, sharded) in collectives {
         for (ranks, buffers) in [(1, "arena"), (2, "private"), (2, "arena"), (3, "arena"), (3, "private")] {
@@ -147,7 +151,7 @@ fn allreduce_perf_checks_every_collective() {
             assert_eq!(sizes(&lines), if sharded { rounded } else { [4, 64, 1024] }, "{lines:#?}");
             for line in lines {
                 assert_eq!((&line["collective"], &line["buffers"]), (&collective.into(), &buffers.into()));
-                let moves_only = ["all_gather", "broadcast"].contains(&collective);
+                let moves_only = !["all_reduce", "reduce_scatter", "reduce"].contains(&collective);
                 assert_eq!(line["op"], if moves_only { "none" } else { op });
                 assert_eq!(line.get("bound_us"), None);
             }
@@ -156,7 +160,7 @@ fn allreduce_perf_checks_every_collective() {
 }
 
 #[test]
-fn allreduce_perf_adds_the_memory_bound_of_an_all_reduce() {
+fn collective_perf_adds_the_memory_bound_of_an_all_reduce() {
     let (lines, _) = measured(2, "16384", &["--bound", "--dtype", "f16"]);
     assert_eq!(sizes(&lines), [4, 64, 1024, 16384]);
     // The time of the smallest is lost in rounding.
@@ -171,7 +175,7 @@ fn allreduce_perf_adds_the_memory_bound_of_an_all_reduce() {
 }
 
 #[test]
-fn allreduce_perf_stands_beside_its_peers() {
+fn collective_perf_stands_beside_its_peers() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("peers.jsonl");
     let peers = [
@@ -199,14 +203,14 @@ fn allreduce_perf_stands_beside_its_peers() {
         (2, file, "peers.jsonl:5: not a measurement"),
         (2, "/nonexistent/peers.jsonl", "/nonexistent/peers.jsonl: No such file"),
     ] {
-        let refused = launched(ranks, ALLREDUCE_PERF, &["--vs", file, "--max", "4"]);
+        let refused = launched(ranks, COLLECTIVE_PERF, &["--vs", file, "--max", "4"]);
         refused.expect(1, &[problem]);
         assert_eq!(refused.stdout, "", "nothing is measured");
     }
 }
 
 #[test]
-fn allreduce_perf_refuses_arguments_that_make_no_sense() {
+fn collective_perf_refuses_arguments_that_make_no_sense() {
     for (arguments, problem) in [
         (&["--dtype", "f8"][..], "known are f32, f64, f16"),
         (&["--min", "8", "--max", "4"], "--min 8 is larger than --max 4"),
@@ -217,6 +221,6 @@ fn allreduce_perf_refuses_arguments_that_make_no_sense() {
         (&["--buffers", "shared"], "[possible values: arena, private, device]"),
         (&["--collective", "reduce", "--algo", "ring"], "--algo ring is for all_reduce alone"),
     ] {
-        run(command(ALLREDUCE_PERF).args(arguments)).expect(2, &[problem]);
+        run(command(COLLECTIVE_PERF).args(arguments)).expect(2, &[problem]);
     }
 }

@@ -95,11 +95,17 @@ fn ranks_share_a_gpu_only_when_told_to() {
 }
 
 #[test]
-fn allreduce_perf_measures_device_memory() {
-    for (ranks, collective) in [(2, "all_reduce"), (2, "reduce_scatter"), (3, "all_gather"), (1, "broadcast")]
-    {
+fn collective_perf_measures_device_memory() {
+    for (ranks, collective) in [
+        (2, "all_reduce"),
+        (2, "reduce_scatter"),
+        (3, "all_gather"),
+        (1, "broadcast"),
+        (3, "gather"),
+        (2, "scatter"),
+    ] {
         let mut perf = launcher(ranks);
-        perf.args(["--no-prefix", env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "16384", "--check"]);
+        perf.args(["--no-prefix", env!("CARGO_BIN_EXE_t-collective_perf"), "--max", "16384", "--check"]);
         let finished = run(perf.args(["--collective", collective, "--op", "avg", "--dtype", "bf16"]));
         finished.expect(0, &[]);
         let line = finished.json();
@@ -111,7 +117,14 @@ fn allreduce_perf_measures_device_memory() {
         assert_eq!(line["backend"], if ranks == 1 { "solo" } else { "nccl" });
     }
     let mut staged = launcher(2);
-    staged.args(["--no-prefix", env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "1024", "--check"]);
+    staged.args(["--no-prefix", env!("CARGO_BIN_EXE_t-collective_perf"), "--max", "1024", "--check"]);
     let line = run(staged.args(["--buffers", "private"])).expect(0, &[]).json();
     assert_eq!((&line["buffers"], &line["backend"]), (&"private".into(), &"nccl".into()));
+    // An exchange in place is one of host buffers.
+    let exchange =
+        [env!("CARGO_BIN_EXE_t-collective_perf"), "--max", "1024", "--check", "--collective", "all_to_all"];
+    let line = run(launcher(3).arg("--no-prefix").args(exchange)).expect(0, &[]).json();
+    assert_eq!((&line["buffers"], &line["backend"]), (&"private".into(), &"nccl".into()));
+    let refused = run(launcher(2).args(exchange).args(["--buffers", "device"]));
+    refused.expect(1, &["--buffers device has no all_to_all in place; use private"]);
 }

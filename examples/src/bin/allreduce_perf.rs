@@ -1,5 +1,5 @@
-//! See [`mgpu_examples::allreduce_perf`].
+//! Another name of `collective_perf`: see [`mgpu_examples::collective_perf`].
 
 fn main() -> std::process::ExitCode {
-    mgpu_examples::allreduce_perf::main()
+    mgpu_examples::collective_perf::main()
 }

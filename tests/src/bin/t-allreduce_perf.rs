@@ -1,5 +1,5 @@
-//! The example `allreduce_perf`, as a binary of this package.
+//! The example `collective_perf` by its other name, as a binary of this package.
 
 fn main() -> std::process::ExitCode {
-    mgpu_examples::allreduce_perf::main()
+    mgpu_examples::collective_perf::main()
 }

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use mgpu::{Buffer, Communicator, ReduceOp};
 use serde::{Deserialize, Serialize};
 
-/// The rank that a broadcast begins at and a reduction ends at.
+/// The rank that a broadcast and a scatter begin at, and a reduction and a gather end at.
 pub(super) const ROOT: u32 = 0;
 
 /// An operation of the communicator.
@@ -19,6 +19,9 @@ pub(super) enum Collective {
     AllGather,
     Broadcast,
     Reduce,
+    AllToAll,
+    Gather,
+    Scatter,
 }
 
 impl std::fmt::Display for Collective {
@@ -29,6 +32,9 @@ impl std::fmt::Display for Collective {
             Collective::AllGather => "all_gather",
             Collective::Broadcast => "broadcast",
             Collective::Reduce => "reduce",
+            Collective::AllToAll => "all_to_all",
+            Collective::Gather => "gather",
+            Collective::Scatter => "scatter",
         })
     }
 }
@@ -40,6 +46,8 @@ pub(super) enum Holds {
     Reduction,
     /// What this rank had there before.
     InputOf(u32),
+    /// What this rank had so many elements behind.
+    MovedInputOf { rank: u32, by: isize },
 }
 
 impl Collective {
@@ -51,18 +59,26 @@ impl Collective {
             Collective::AllGather => comm.all_gather(buffer),
             Collective::Broadcast => comm.broadcast(buffer, ROOT),
             Collective::Reduce => comm.reduce(buffer, op, ROOT),
+            Collective::AllToAll => comm.all_to_all(buffer),
+            Collective::Gather => comm.gather(buffer, ROOT),
+            Collective::Scatter => comm.scatter(buffer, ROOT),
         }?
         .wait()
     }
 
     /// Whether the buffer consists of one shard a rank.
     pub(super) fn is_sharded(self) -> bool {
-        matches!(self, Collective::ReduceScatter | Collective::AllGather)
+        !matches!(self, Collective::AllReduce | Collective::Broadcast | Collective::Reduce)
     }
 
     /// Whether anything is reduced.
     pub(super) fn is_reduction(self) -> bool {
-        !matches!(self, Collective::AllGather | Collective::Broadcast)
+        matches!(self, Collective::AllReduce | Collective::ReduceScatter | Collective::Reduce)
+    }
+
+    /// Whether it can be measured on one buffer in the memory of a GPU: an exchange of shards by NCCL's messages takes two.
+    pub(super) fn works_in_place_on_devices(self) -> bool {
+        self != Collective::AllToAll
     }
 
     /// From bytes a second to bus bandwidth, as derived in nccl-tests' `doc/PERFORMANCE.md`.
@@ -70,7 +86,11 @@ impl Collective {
         let n = f64::from(ranks);
         match self {
             Collective::AllReduce => 2.0 * (n - 1.0) / n,
-            Collective::ReduceScatter | Collective::AllGather => (n - 1.0) / n,
+            Collective::ReduceScatter
+            | Collective::AllGather
+            | Collective::AllToAll
+            | Collective::Gather
+            | Collective::Scatter => (n - 1.0) / n,
             Collective::Broadcast | Collective::Reduce => 1.0,
         }
     }
@@ -81,10 +101,23 @@ impl Collective {
             let shard = len / ranks as usize;
             rank as usize * shard..(rank as usize + 1) * shard
         };
+        let shards_of_all = || (0..ranks).map(|rank| (shard(rank), Holds::InputOf(rank))).collect();
         match self {
             Collective::AllReduce => vec![(0..len, Holds::Reduction)],
             Collective::ReduceScatter => vec![(shard(rank), Holds::Reduction)],
-            Collective::AllGather => (0..ranks).map(|rank| (shard(rank), Holds::InputOf(rank))).collect(),
+            Collective::AllGather => shards_of_all(),
+            Collective::Gather if rank == ROOT => shards_of_all(),
+            Collective::Gather => vec![(0..len, Holds::InputOf(rank))],
+            Collective::Scatter => {
+                let own = shard(rank);
+                let others = [0..own.start, own.end..len].map(|part| (part, Holds::InputOf(rank)));
+                others.into_iter().chain([(own, Holds::InputOf(ROOT))]).collect()
+            }
+            Collective::AllToAll => {
+                let by = |peer: u32| (rank as isize - peer as isize) * (len / ranks as usize) as isize;
+                let from = |peer| (shard(peer), Holds::MovedInputOf { rank: peer, by: by(peer) });
+                (0..ranks).map(from).collect()
+            }
             Collective::Broadcast => vec![(0..len, Holds::InputOf(ROOT))],
             Collective::Reduce if rank == ROOT => vec![(0..len, Holds::Reduction)],
             Collective::Reduce => vec![(0..len, Holds::InputOf(rank))],

@@ -1,4 +1,4 @@
-//! `mgpurun -n 2 allreduce_perf --check`: how long a collective takes, by size.
+//! `mgpurun -n 2 collective_perf --check`: how long a collective takes, by size. `allreduce_perf` is another name of it.
 //!
 //! One JSON object a line, with the keys of the usual MPI and gloo measurements, so that lines of several programs
 //! can be put side by side; `--vs FILE` does that at once. An operation's time is that of its slowest rank. Bus
@@ -93,7 +93,7 @@ enum Failure {
 
 /// The program.
 pub fn main() -> ExitCode {
-    crate::exit::report("allreduce_perf", run(&Args::parse_consistent()))
+    crate::exit::report("collective_perf", run(&Args::parse_consistent()))
 }
 
 fn run(args: &Args) -> Result<(), Failure> {
@@ -111,7 +111,7 @@ fn run(args: &Args) -> Result<(), Failure> {
             // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
             Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
                 if comm.rank() == 0 {
-                    errln!("allreduce_perf: stopped before {bytes} bytes: {refusal}");
+                    errln!("collective_perf: stopped before {bytes} bytes: {refusal}");
                 }
                 break;
             }
@@ -136,13 +136,21 @@ enum Place {
 impl Place {
     fn choose(args: &Args, world: &mut World) -> Result<Self, Failure> {
         let nccl = world.backend() == mgpu::Backend::Nccl;
-        let first = if nccl { Buffers::Device } else { Buffers::Arena };
+        let on_device = args.collective.works_in_place_on_devices();
+        let first = match nccl {
+            true if on_device => Buffers::Device,
+            true => Buffers::Private,
+            false => Buffers::Arena,
+        };
         let refused = |problem: String| {
-            Err(Failure::Runtime(Error::InvalidArgument { operation: "allreduce_perf", problem }))
+            Err(Failure::Runtime(Error::InvalidArgument { operation: "collective_perf", problem }))
         };
         match args.buffers.unwrap_or(first) {
             Buffers::Arena if nccl => refused("the nccl backend has no --buffers arena".into()),
             Buffers::Device if !nccl => refused("--buffers device needs the nccl backend".into()),
+            Buffers::Device if !on_device => {
+                refused(format!("--buffers device has no {} in place; use private", args.collective))
+            }
             _ if nccl && args.algo != Algorithm::Auto => refused(format!(
                 "--algo {} is of the cpu backend: NCCL chooses by itself (NCCL_ALGO)",
                 args.algo

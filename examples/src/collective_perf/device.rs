@@ -35,15 +35,26 @@ fn operation<'a>(
     stream: &'a Stream,
     buffer: View<'a>,
 ) -> impl Fn(&mut Group<'a>) -> mgpu::Result<()> + Copy + use<'a> {
-    let (rank, len) = (comm.rank() as usize, buffer.len() / comm.size() as usize);
+    let (rank, ranks, len) = (comm.rank(), comm.size(), buffer.len() / comm.size() as usize);
     move |group| {
-        let shard = || buffer.slice(rank * len..(rank + 1) * len);
+        let shard_of = |rank: u32| buffer.slice(rank as usize * len..(rank as usize + 1) * len);
+        let shard = || shard_of(rank);
+        let others = || (0..ranks).filter(|peer| *peer != rank).map(|peer| (peer, shard_of(peer)));
         match collective {
             Collective::AllReduce => group.all_reduce(stream, buffer, op),
             Collective::ReduceScatter => group.reduce_scatter(stream, buffer, shard(), op),
             Collective::AllGather => group.all_gather(stream, shard(), buffer),
             Collective::Broadcast => group.broadcast(stream, buffer, ROOT),
             Collective::Reduce => group.reduce(stream, buffer, op, ROOT),
+            Collective::Gather if rank == ROOT => {
+                others().try_for_each(|(peer, shard)| group.recv(stream, shard, peer))
+            }
+            Collective::Gather => group.send(stream, shard(), ROOT),
+            Collective::Scatter if rank == ROOT => {
+                others().try_for_each(|(peer, shard)| group.send(stream, shard, peer))
+            }
+            Collective::Scatter => group.recv(stream, shard(), ROOT),
+            Collective::AllToAll => unreachable!("it is measured on host buffers"),
         }
     }
 }

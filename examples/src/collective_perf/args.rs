@@ -12,7 +12,7 @@ use crate::print;
 
 /// Measures a collective by size, in place, one JSON object a line.
 #[derive(Debug, Parser)]
-#[command(name = "allreduce_perf", version)]
+#[command(name = "collective_perf", version)]
 pub(super) struct Args {
     /// Smallest size in bytes.
     #[arg(long, default_value_t = 4, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     fn parsed(arguments: &str) -> Args {
-        Args::parse_from(format!("allreduce_perf {arguments}").split_whitespace())
+        Args::parse_from(format!("collective_perf {arguments}").split_whitespace())
     }
 
     #[test]

@@ -104,6 +104,10 @@ impl Pattern {
         let values = (0..self.ranks).map(|rank| self.input(rank, index));
         match (holds, self.op) {
             (Holds::InputOf(rank), _) => T::from_number(self.input(rank, index)),
+            (Holds::MovedInputOf { rank, by }, _) => {
+                let index = (index as isize + by).rem_euclid(self.period() as isize);
+                T::from_number(self.input(rank, index as usize))
+            }
             (Holds::Reduction, ReduceOp::Sum) => T::from_number(values.sum()),
             (Holds::Reduction, ReduceOp::Avg) if T::DTYPE == DType::U8 && self.sums == Sums::Nccl => {
                 T::average(values.sum::<u32>() % 256, self.ranks)
@@ -161,7 +165,7 @@ pub(super) fn check<T: Value>(
     let (rank, ranks) = (comm.rank(), comm.size());
     fill::<T>(buffer.as_mut_slice(), rank, ranks, op);
     let buffer = collective.run(comm, buffer, op)?;
-    let sums = if comm.backend() == "nccl" { Sums::Nccl } else { Sums::InRankOrder };
+    let sums = if comm.capabilities().sums_in_rank_order { Sums::InRankOrder } else { Sums::Nccl };
     compare::<T>(buffer.as_slice(), rank, ranks, collective, op, sums)?;
     Ok(buffer)
 }

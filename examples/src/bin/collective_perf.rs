@@ -1,0 +1,5 @@
+//! See [`mgpu_examples::collective_perf`].
+
+fn main() -> std::process::ExitCode {
+    mgpu_examples::collective_perf::main()
+}
