@@ -1,13 +1,14 @@
 //! `mgpurun -n 2 own_optimizer`: as [`train_mlp`](crate::train_mlp), with an optimizer that the runtime does not have.
 //!
-//! What is left of data-parallel training without [`mgpu::DataParallel`]: begin with the same parameters, average the
-//! gradients, and apply the same update on every rank. Parameters then stay equal by themselves.
+//! [`mgpu::Reducer`] averages gradients and knows no optimizer. The rest of data-parallel training is the program's: begin
+//! with the same parameters, and apply the same update on every rank. Parameters then stay equal by themselves.
 
+use std::ops::Range;
 use std::process::ExitCode;
 
 use clap::Parser;
 use mgpu::replicate::{replicate, verify_equal};
-use mgpu::{Buffer, DType, GradientSink, Layout, ReduceOp, Sampler, SamplerConfig, World};
+use mgpu::{Reducer, ReducerConfig, Sampler, SamplerConfig, World};
 
 use crate::data::{Dataset, Split, digits};
 use crate::nets::{Mode, Net, Spec};
@@ -40,10 +41,9 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let mut comm = world.communicator()?;
 
     let (layout, mut parameters) = (net.layout().clone(), net.initial_parameters(SEED));
-    replicate(&mut *comm, &layout, &mut parameters)?;
+    replicate(&mut comm, &layout, &mut parameters)?;
     let mut lion = Lion { lr: 2e-4, momentum: vec![0.0; parameters.len()] };
-    // From the communicator, so that ranks on a CPU sum it in place.
-    let mut gradients = comm.allocate(DType::F32, layout.len())?;
+    let mut reducer = Reducer::new(comm, layout.clone(), ReducerConfig::new())?;
 
     let (pixels, digits) = digits::generate(SEED, Split::Train, 0..TRAINING_IMAGES);
     let data = Dataset { images: pixels, labels: digits };
@@ -53,41 +53,22 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
         let (epoch, place) = (step / sampler.steps_per_epoch(), step % sampler.steps_per_epoch());
         data.gather(sampler.batch(epoch as u64, place), &mut images, &mut labels);
 
-        let mut sink = Gradients { layout: &layout, values: &mut gradients };
-        net.forward(&parameters, &mut [], &images, Mode::Train { dropout: None }, &mut sink)?;
-        let report = net.backward(&parameters, &labels, &mut sink)?;
-        gradients = comm.all_reduce(gradients, ReduceOp::Avg)?.wait()?;
-        lion.update(&mut parameters, gradients.as_slice());
+        let report = reducer.reduce(|gradients| {
+            net.forward(&parameters, &mut [], &images, Mode::Train { dropout: None }, gradients)?;
+            net.backward(&parameters, &labels, gradients)
+        })?;
+        for tensor in 0..layout.tensors().len() {
+            lion.update(&mut parameters, layout.range(tensor), reducer.gradient(tensor)?);
+        }
         if rank == 0 && (step + 1) % 50 == 0 {
             outln!("step {}: loss {:.4} on rank 0", step + 1, report.loss());
         }
     }
-    let weights = verify_equal(&mut *comm, &layout, &parameters)?;
+    let weights = verify_equal(reducer.comm(), &layout, &parameters)?;
     if rank == 0 {
         outln!("{ranks} ranks: weights {weights:016x} on all");
     }
     Ok(())
-}
-
-/// Where the network writes its gradients. They are reduced together, once all are there.
-struct Gradients<'a> {
-    layout: &'a Layout,
-    values: &'a mut Buffer,
-}
-
-impl GradientSink for Gradients<'_> {
-    fn gradient(&mut self, tensor: usize) -> &mut [f32] {
-        &mut self.values.as_mut_slice()[self.layout.range(tensor)]
-    }
-
-    fn ready(&mut self, _: usize) -> mgpu::Result<()> {
-        Ok(())
-    }
-
-    /// For batch normalisation, which this network does without.
-    fn sum_over_ranks(&mut self, _: &mut [f64]) -> mgpu::Result<()> {
-        Ok(())
-    }
 }
 
 /// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): every parameter moves by the same amount.
@@ -97,9 +78,10 @@ struct Lion {
 }
 
 impl Lion {
-    fn update(&mut self, parameters: &mut [f32], gradients: &[f32]) {
-        for ((parameter, momentum), gradient) in parameters.iter_mut().zip(&mut self.momentum).zip(gradients)
-        {
+    /// Updates one tensor, which lies in this `range` of the parameters.
+    fn update(&mut self, parameters: &mut [f32], range: Range<usize>, gradient: &[f32]) {
+        let (parameters, momentum) = (&mut parameters[range.clone()], &mut self.momentum[range]);
+        for ((parameter, momentum), gradient) in parameters.iter_mut().zip(momentum).zip(gradient) {
             let direction = 0.9 * *momentum + 0.1 * gradient;
             if direction != 0.0 {
                 *parameter -= self.lr * direction.signum();
