@@ -86,6 +86,7 @@ impl Communicator {
     }
 
     /// Carries out a call. The rules of all operations, in this order.
+    #[inline]
     pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
         let number = self.number.wrapping_add(1).max(1);
         let request = Request { call, buffer, tag, number };

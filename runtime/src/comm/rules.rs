@@ -63,6 +63,7 @@ impl Rules {
     ///
     /// # Errors
     /// If this process has no part in the run, or an earlier error has made the communicator unusable.
+    #[inline]
     pub(crate) fn begin(&self, noted: Noted) -> Result<()> {
         self.check_usable()?;
         let Some(membership) = &self.membership else { return Ok(()) };
@@ -143,6 +144,7 @@ impl Rules {
 
     /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
     /// free memory that the transport uses until then.
+    #[inline]
     pub(crate) fn check_usable(&self) -> Result<()> {
         if let Some(membership) = &self.membership {
             membership.check_process()?;
