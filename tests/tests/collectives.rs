@@ -269,10 +269,10 @@ fn an_arena_belongs_to_one_world() {
                 let own = comm.allocate(DType::F32, 1000).unwrap();
                 if let Some(other) = &mut other {
                     let mut other_comm = other.communicator().unwrap();
-                    let mut rest = other_comm.allocate(DType::F32, 1000).unwrap();
+                    let mut rest = other_comm.allocate(DType::F32, 1400).unwrap();
                     rest.as_mut_slice::<f32>().fill(7.0);
                     type Operation = fn(&mut Communicator, Buffer) -> Result<mgpu::Pending>;
-                    let operations: [Operation; 8] = [
+                    let operations: [Operation; 12] = [
                         |comm, buffer| comm.all_reduce(buffer, ReduceOp::Sum),
                         |comm, buffer| comm.reduce_scatter(buffer, ReduceOp::Sum),
                         |comm, buffer| comm.all_gather(buffer),
@@ -281,6 +281,10 @@ fn an_arena_belongs_to_one_world() {
                         |comm, buffer| comm.reduce(buffer, ReduceOp::Sum, 0),
                         |comm, buffer| comm.send(buffer, 2),
                         |comm, buffer| comm.recv(buffer, 2),
+                        |comm, buffer| comm.all_to_all(buffer),
+                        |comm, buffer| comm.gather(buffer, 0),
+                        |comm, buffer| comm.scatter(buffer, 1),
+                        |comm, buffer| comm.all_gather_v(buffer, &[40, 0, 60]),
                     ];
                     for operation in operations {
                         let (buffer, behind) = rest.split_at(100);

@@ -155,6 +155,7 @@ impl Drop for Background {
     }
 }
 
+/// Called only while the thread has nothing to do: its own errors are those of the communicator that it calls.
 impl Failing for Background {
     fn stop(&self) {
         self.shared.comm().transport().stop();

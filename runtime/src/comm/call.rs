@@ -72,6 +72,7 @@ pub(crate) struct Request<'a> {
 
 impl Call<'_> {
     /// What the progress page knows it as.
+    #[inline]
     pub(crate) fn operation(&self) -> Operation {
         match self {
             Call::Barrier => Operation::Barrier,
@@ -92,11 +93,13 @@ impl Call<'_> {
     }
 
     /// True unless only two ranks take part.
+    #[inline]
     pub(crate) fn is_collective(&self) -> bool {
         self.peer().is_none()
     }
 
     /// How elements of several ranks become one, where they do.
+    #[inline]
     pub(crate) fn reduction(&self) -> Option<ReduceOp> {
         match *self {
             Call::AllReduce(op) | Call::ReduceScatter(op) | Call::Reduce { op, .. } => Some(op),
@@ -105,6 +108,7 @@ impl Call<'_> {
     }
 
     /// The rank that the operation begins or ends at.
+    #[inline]
     pub(crate) fn root(&self) -> Option<u32> {
         match *self {
             Call::Broadcast { root }
@@ -116,6 +120,7 @@ impl Call<'_> {
     }
 
     /// The rank at the other end of a message.
+    #[inline]
     pub(crate) fn peer(&self) -> Option<u32> {
         match *self {
             Call::Send { to: peer } | Call::Recv { from: peer } => Some(peer),
@@ -127,6 +132,7 @@ impl Call<'_> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`].
+    #[inline]
     pub(crate) fn check(&self, rank: u32, size: u32, len: usize) -> Result<()> {
         let ranks = size as usize;
         let there_is = |rank: u32| match rank < size {
@@ -161,6 +167,7 @@ impl Call<'_> {
 
 impl Request<'_> {
     /// Payload of this rank in bytes.
+    #[inline]
     pub(crate) fn bytes(&self) -> usize {
         match &self.call {
             Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {

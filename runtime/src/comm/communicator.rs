@@ -6,11 +6,11 @@ use std::sync::atomic::AtomicU64;
 
 use super::background::Background;
 use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
-use super::exchange::{Counts, Shares, Unequal};
+use super::exchange::{Counts, Unequal};
 use super::observer::{Nobody, Observed, Observer, Updating};
 use super::rules::{Noted, Rules};
 use super::solo::Solo;
-use super::{Algorithm, Buffer, Capabilities, DType, Element, Pending, ReduceOp, Transport, bytes_of};
+use super::{Algorithm, Buffer, Capabilities, DType, Pending, ReduceOp, Transport, bytes_of};
 use crate::clock::now;
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -86,6 +86,7 @@ impl Communicator {
     }
 
     /// Carries out a call. The rules of all operations, in this order.
+    #[inline]
     pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
         let number = self.number.wrapping_add(1).max(1);
         let request = Request { call, buffer, tag, number };
@@ -112,12 +113,11 @@ impl Communicator {
     }
 
     fn check(&self, request: &Request<'_>) -> Result<()> {
-        request.call.check(self.rank, self.size, request.buffer.len())?;
         let membership = self.rules.membership();
-        match membership.filter(|_| self.capabilities.shares_memory) {
-            Some(membership) => request.buffer.check_owner(request.call.operation().name(), membership),
-            None => Ok(()),
+        if let Some(membership) = membership.filter(|_| self.capabilities.shares_memory) {
+            request.buffer.check_owner(request.call.operation().name(), membership)?;
         }
+        request.call.check(self.rank, self.size, request.buffer.len())
     }
 
     /// This rank.
@@ -402,82 +402,6 @@ impl Communicator {
         let nothing = self.nothing.take().unwrap_or_else(|| Buffer::zeroed::<u8>(0));
         self.nothing = Some(self.submit(Call::Barrier, nothing, None)?.wait()?);
         Ok(())
-    }
-}
-
-/// Conveniences for values that live outside of buffers; each copies in and out.
-impl Communicator {
-    /// All-reduces a slice in place.
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`].
-    pub fn all_reduce_slice<T: Element>(&mut self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        let reduced = self.all_reduce(Buffer::from_slice(values), op)?.wait()?;
-        values.copy_from_slice(reduced.as_slice());
-        Ok(())
-    }
-
-    /// Replaces a slice by that of rank `root`.
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`].
-    pub fn broadcast_slice<T: Element>(&mut self, values: &mut [T], root: u32) -> Result<()> {
-        let copy = self.broadcast(Buffer::from_slice(values), root)?.wait()?;
-        values.copy_from_slice(copy.as_slice());
-        Ok(())
-    }
-
-    /// The values of all ranks, in rank order. All ranks pass equally many.
-    ///
-    /// # Errors
-    /// As [`Self::all_gather`].
-    pub fn all_gather_slice<T: Element>(&mut self, values: &[T]) -> Result<Vec<T>> {
-        let mut all = Buffer::zeroed::<T>(values.len() * self.size() as usize);
-        let begin = values.len() * self.rank() as usize;
-        all.as_mut_slice::<T>()[begin..begin + values.len()].copy_from_slice(values);
-        Ok(self.all_gather(all)?.wait()?.as_slice().to_vec())
-    }
-
-    /// The bytes of all ranks, in rank order, of which each has any number: for objects that were turned into bytes.
-    ///
-    /// ```
-    /// let mut world = mgpu::World::from_env()?;
-    /// let mut comm = world.communicator()?;
-    /// let names = comm.all_gather_bytes(format!("rank {}", comm.rank()).as_bytes())?;
-    /// assert_eq!(names[0], b"rank 0");
-    /// # Ok::<(), mgpu::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As [`Self::all_gather_v`].
-    pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let lens = self.all_gather_slice(&[bytes.len() as i64])?;
-        let counts: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
-        let parts = Shares::Counts(&counts);
-        let mut all = Buffer::zeroed_of(DType::U8, self.sum_of(&counts)?);
-        all.as_mut_slice::<u8>()[parts.range(self.rank)].copy_from_slice(bytes);
-        let all = self.all_gather_v(all, &counts)?.wait()?;
-        Ok((0..self.size).map(|rank| all.as_slice::<u8>()[parts.range(rank)].to_vec()).collect())
-    }
-
-    /// The bytes of rank `root`, on all ranks, of which each may have any others, or none.
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`].
-    pub fn broadcast_bytes(&mut self, bytes: &[u8], root: u32) -> Result<Vec<u8>> {
-        let mut len = [bytes.len() as i64];
-        self.broadcast_slice(&mut len, root)?;
-        let mut all = Buffer::zeroed_of(DType::U8, self.sum_of(&[len[0] as usize])?);
-        if self.rank == root {
-            all.as_mut_slice().copy_from_slice(bytes);
-        }
-        Ok(self.broadcast(all, root)?.wait()?.as_slice().to_vec())
-    }
-
-    /// Bytes that a rank needs for those of all, as other ranks have told.
-    fn sum_of(&self, counts: &[usize]) -> Result<usize> {
-        let sum = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count)).unwrap_or(usize::MAX);
-        bytes_of(DType::U8, sum)
     }
 }
 

@@ -23,6 +23,26 @@
 //!   the same part of the same allocation, or all pass private buffers. It is for the rank that allocated it, with any
 //!   communicator of the same world: others refuse it.
 //!
+//! # Who does what
+//! | file | question |
+//! |---|---|
+//! | `communicator` | what can a program call, and which rules hold for every call? |
+//! | `call` | what is asked for, and do the arguments make sense? |
+//! | `rules` | fault injection, progress page, poisoning: the same for buffers of the host and of GPUs |
+//! | `observer` | who is told of operations? |
+//! | `transport` | what does a backend supply? `solo`, `cpu`, `nccl` and `background` do |
+//! | `signature` | on what of a call do ranks have to agree? |
+//! | `exchange` | which elements go from which rank to which? |
+//!
+//! # Where more will plug in
+//! - **Groups of ranks.** `Communicator::split(colour, key)` will give the ranks that pass one colour a communicator of their
+//!   own, in the order of their keys. Its rank, size, collectives' numbers and rules are its own, so that an error in a group ends
+//!   that group alone; errors go on naming ranks of the world. A transport will be made for a list of the world's ranks, where
+//!   `cpu::connect` and NCCL's `Link` now take all of them.
+//! - **Several hosts.** One more `Transport`: it has a `cpu` transport for the ranks of its host and a connection to the next
+//!   host, and passes partial sums from host to host in the order of ranks, so that the bits do not depend on where ranks are. It
+//!   does not share memory, as far as its [`Capabilities`] say, and no program has to know more of it.
+//!
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv
 //! [`allocate`]: Communicator::allocate
@@ -42,6 +62,7 @@ mod segments;
 mod signature;
 mod solo;
 mod transport;
+mod values;
 
 use std::ops::Range;
 

@@ -63,6 +63,7 @@ impl Rules {
     ///
     /// # Errors
     /// If this process has no part in the run, or an earlier error has made the communicator unusable.
+    #[inline]
     pub(crate) fn begin(&self, noted: Noted) -> Result<()> {
         self.check_usable()?;
         let Some(membership) = &self.membership else { return Ok(()) };
@@ -143,6 +144,7 @@ impl Rules {
 
     /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
     /// free memory that the transport uses until then.
+    #[inline]
     pub(crate) fn check_usable(&self) -> Result<()> {
         if let Some(membership) = &self.membership {
             membership.check_process()?;
@@ -160,5 +162,51 @@ impl Rules {
 
     fn failing(&self) -> MutexGuard<'_, ()> {
         self.failing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    /// Notes what it is asked for, and whether the error was known then.
+    struct Recorder<'a>(&'a Rules, RefCell<Vec<(&'static str, bool)>>);
+
+    impl Recorder<'_> {
+        fn note(&self, what: &'static str) {
+            self.1.borrow_mut().push((what, self.0.poison.get().is_some()));
+        }
+    }
+
+    impl Failing for Recorder<'_> {
+        fn stop(&self) {
+            self.note("stop");
+        }
+
+        fn abort(&self) {
+            self.note("abort");
+        }
+    }
+
+    #[test]
+    fn the_first_error_poisons_and_ends_the_transport_once() {
+        let rules = Rules::new(None, 3);
+        let transport = Recorder(&rules, RefCell::default());
+        let noted = Noted { operation: Operation::Barrier, number: 1, bytes: 0 };
+        let refusal = Error::InvalidArgument { operation: "broadcast", problem: "no".into() };
+        rules.begin(noted).unwrap();
+        assert!(rules.end::<()>(Err(refusal), &transport).is_err());
+        // What is wrong with the arguments alone ends nothing.
+        rules.begin(noted).unwrap();
+        assert_eq!(rules.end(Ok(7), &transport).unwrap(), 7);
+        for reason in ["first", "second"] {
+            let error = rules.end::<()>(Err(Error::system("wait", reason)), &transport).unwrap_err();
+            assert!(error.to_string().contains(reason));
+        }
+        assert_eq!(*transport.1.borrow(), [("stop", false), ("abort", true)]);
+        let error = rules.begin(noted).unwrap_err().to_string();
+        assert!(error.contains("rank 3") && error.contains("first"), "{error}");
     }
 }

@@ -77,6 +77,7 @@ impl Detail {
 
 impl Signature {
     /// That of a call on `buffer`.
+    #[inline]
     pub(crate) fn of(call: &Call<'_>, buffer: &Buffer) -> Self {
         let digest = |numbers: &mut dyn Iterator<Item = usize>| {
             numbers.fold(0, |digest, number| mix(digest, number as u64)) as u32

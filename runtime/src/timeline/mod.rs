@@ -67,7 +67,7 @@ impl Name {
     pub const OPTIMIZER: Name = Name::new("optimizer");
     /// The part of a collective in which this rank had come and another had not.
     pub const WAIT: Name = Name::new("wait for peers");
-    /// The part of an [fused update + all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
+    /// The part of a [fused update + all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
     pub const MAKE: Name = Name::new("make and pass on");
     /// Waiting for reductions [on another thread](crate::DataParallelConfig::overlap).
     pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");

@@ -9,7 +9,7 @@
 //! | up to 48 bytes | within the arrival line | 1 |
 //! | up to about a KiB, 16 KiB if private | [`eager`]: through small slots, every rank reduces all | 1 |
 //! | in an arena | [`direct`]: in place, in blocks that late ranks are helped with | 2 |
-//! | made for an all-gather, in an arena | [`direct`]: every rank writes its shards to all, block by block | 2 |
+//! | a fused update + all-gather, an all-to-all, parts of any length, in an arena | [`direct`]: every rank writes what is its own | 2 |
 //! | elsewhere | [`staged`]: through staging memory, in chunks | 2 a chunk |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 

@@ -92,7 +92,8 @@ impl HostTransport {
     }
 
     /// What peers and errors are told of a request.
-    fn doing(&mut self, call: &Call<'_>, signature: &Signature, number: u32) -> Doing {
+    fn doing(&mut self, request: &Request<'_>, signature: &Signature) -> Doing {
+        let call = &request.call;
         let peers = match call.peer() {
             Some(peer) => {
                 self.messages[peer as usize] += 1;
@@ -105,8 +106,8 @@ impl HostTransport {
         };
         Doing {
             operation: call.operation(),
-            sequence: number,
-            bytes: signature.bytes(),
+            sequence: request.number,
+            bytes: request.bytes(),
             text: signature.to_string(),
             peers,
             messages: Some(self.messages.clone()),
@@ -283,10 +284,10 @@ impl Transport for HostTransport {
 
     /// Agreement, then the payload.
     fn submit(&mut self, request: Request<'_>) -> Result<Pending> {
-        let Request { call, mut buffer, number, .. } = request;
         // Where the buffer lies is this rank's own affair: there is no arena.
-        let signature = Signature::of(&call, &buffer).anywhere();
-        let doing = &self.doing(&call, &signature, number);
+        let signature = Signature::of(&request.call, &request.buffer).anywhere();
+        let doing = &self.doing(&request, &signature);
+        let Request { call, mut buffer, .. } = request;
         self.agree(call.peer(), &signature, doing)?;
         let (rank, ranks) = (self.link().rank, self.link().size);
         let exchange = Exchange::of(&call, rank, ranks, buffer.len());

@@ -1,0 +1,81 @@
+//! Collectives on values that live outside of buffers.
+
+use super::exchange::Shares;
+use super::{Buffer, Communicator, DType, Element, ReduceOp, bytes_of};
+use crate::Result;
+
+/// Conveniences for values that live outside of buffers; each copies in and out.
+impl Communicator {
+    /// All-reduces a slice in place.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`].
+    pub fn all_reduce_slice<T: Element>(&mut self, values: &mut [T], op: ReduceOp) -> Result<()> {
+        let reduced = self.all_reduce(Buffer::from_slice(values), op)?.wait()?;
+        values.copy_from_slice(reduced.as_slice());
+        Ok(())
+    }
+
+    /// Replaces a slice by that of rank `root`.
+    ///
+    /// # Errors
+    /// As [`Self::broadcast`].
+    pub fn broadcast_slice<T: Element>(&mut self, values: &mut [T], root: u32) -> Result<()> {
+        let copy = self.broadcast(Buffer::from_slice(values), root)?.wait()?;
+        values.copy_from_slice(copy.as_slice());
+        Ok(())
+    }
+
+    /// The values of all ranks, in rank order. All ranks pass equally many.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather`].
+    pub fn all_gather_slice<T: Element>(&mut self, values: &[T]) -> Result<Vec<T>> {
+        let mut all = Buffer::zeroed::<T>(values.len() * self.size() as usize);
+        let begin = values.len() * self.rank() as usize;
+        all.as_mut_slice::<T>()[begin..begin + values.len()].copy_from_slice(values);
+        Ok(self.all_gather(all)?.wait()?.as_slice().to_vec())
+    }
+
+    /// The bytes of all ranks, in rank order, of which each has any number: for objects that were turned into bytes.
+    ///
+    /// ```
+    /// let mut world = mgpu::World::from_env()?;
+    /// let mut comm = world.communicator()?;
+    /// let names = comm.all_gather_bytes(format!("rank {}", comm.rank()).as_bytes())?;
+    /// assert_eq!(names[0], b"rank 0");
+    /// # Ok::<(), mgpu::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Self::all_gather_v`].
+    pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let lens = self.all_gather_slice(&[bytes.len() as i64])?;
+        let counts: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
+        let parts = Shares::Counts(&counts);
+        let mut all = Buffer::zeroed_of(DType::U8, total(&counts)?);
+        all.as_mut_slice::<u8>()[parts.range(self.rank())].copy_from_slice(bytes);
+        let all = self.all_gather_v(all, &counts)?.wait()?;
+        Ok((0..self.size()).map(|rank| all.as_slice::<u8>()[parts.range(rank)].to_vec()).collect())
+    }
+
+    /// The bytes of rank `root`, on all ranks, of which each may have any others, or none.
+    ///
+    /// # Errors
+    /// As [`Self::broadcast`].
+    pub fn broadcast_bytes(&mut self, bytes: &[u8], root: u32) -> Result<Vec<u8>> {
+        let mut len = [bytes.len() as i64];
+        self.broadcast_slice(&mut len, root)?;
+        let mut all = Buffer::zeroed_of(DType::U8, total(&[len[0] as usize])?);
+        if self.rank() == root {
+            all.as_mut_slice().copy_from_slice(bytes);
+        }
+        Ok(self.broadcast(all, root)?.wait()?.as_slice().to_vec())
+    }
+}
+
+/// Bytes of all ranks together, as the ranks have told.
+fn total(counts: &[usize]) -> Result<usize> {
+    let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count)).unwrap_or(usize::MAX);
+    bytes_of(DType::U8, total)
+}
