@@ -176,7 +176,7 @@ impl Reducer {
     /// # Errors
     /// As [`reduce_accumulated`](Self::reduce_accumulated); if the configuration has no `join`.
     pub fn join(&mut self) -> Result<bool> {
-        check_join(&self.config)?;
+        self.check_join()?;
         self.make_reduction(false, &mut [], |_, _, _| Ok(()))
     }
 
@@ -377,6 +377,11 @@ impl Reducer {
     /// The communicator, for collectives of the program's own between reductions.
     pub fn comm(&mut self) -> &mut dyn Communicator {
         &mut *self.comm
+    }
+
+    /// Checks that ranks may run out of data.
+    pub(super) fn check_join(&self) -> Result<()> {
+        check_join(&self.config)
     }
 
     /// Checks that a step has one micro-batch; `other` is for several.

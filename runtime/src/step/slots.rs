@@ -56,7 +56,7 @@ impl Slots {
             rest = before;
         }
         frozen.push((0, rest.0, rest.1));
-        frozen.retain(|(_, gradient, _)| gradient.len() > 0);
+        frozen.retain(|(_, gradient, _)| !gradient.is_empty());
         let mut all: Vec<Slot> = all.into_iter().flatten().collect();
         let mut states = 0;
         for slot in &mut all {

@@ -7,7 +7,7 @@ use mgpu::{DataParallel, Layout, ParameterGroup, Result, ShardFrom, Unused, Worl
 
 use super::{Inputs, Outcome, STEPS, adam, compare, config, gradients, initial, layout, sgd};
 
-pub fn check(world: &mut World) -> Result<()> {
+pub(crate) fn check(world: &mut World) -> Result<()> {
     for optimizer in [sgd(), adam()] {
         for shard_from in [None, Some(0)] {
             let mut config = config(optimizer, 2);
