@@ -301,8 +301,8 @@ impl Reducer {
 
     /// Cuts the arenas into other buckets.
     pub(super) fn recut(&mut self, buckets: Vec<Bucket>) -> Result<()> {
-        self.readiness.recut(&buckets);
         let arenas = std::mem::take(&mut self.slots).uncut()?;
+        self.readiness.recut(&buckets);
         self.slots = Slots::cut(&self.layout, buckets, arenas, self.sharding);
         Ok(())
     }
