@@ -88,7 +88,10 @@ pub struct DataParallel {
     /// What the model changes beside its parameters.
     buffers: Vec<f32>,
     optimizer: Optimizer,
-    config: DataParallelConfig,
+    /// Threads that updates run on.
+    threads: usize,
+    /// Steps between two comparisons of the ranks' weights.
+    verify_every: Option<u64>,
     /// Elements that are updated before they are passed on.
     block: usize,
     /// What updating has taken so far.
@@ -145,7 +148,8 @@ impl DataParallel {
             optimizer,
             block: BLOCK * config.threads,
             update_time: Duration::ZERO,
-            config,
+            threads: config.threads,
+            verify_every: config.verify_every,
         })
     }
 
@@ -216,37 +220,37 @@ impl DataParallel {
     /// meanwhile. The learning rate is that of the others. Collective.
     ///
     /// ```
-    /// # fn main() -> mgpu::Result<()> {
     /// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
-    /// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.5, ..Sgd::default() }));
-    /// let config = mgpu::DataParallelConfig::new(sgd, 1).with_join(true);
-    /// let worlds = mgpu::World::threads(3)?;
+    /// use mgpu::{DataParallel, DataParallelConfig, Layout, World};
+    ///
+    /// fn train(mut world: World) -> mgpu::Result<()> {
+    ///     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.5, ..Sgd::default() }));
+    ///     let config = DataParallelConfig::new(sgd, 1).with_join(true);
+    ///     let mut layout = Layout::new();
+    ///     layout.push("sum", [1]);
+    ///     let mut model = DataParallel::with_config(world.communicator()?, layout, vec![0.0], config)?;
+    ///     let batches = 2 + world.rank();
+    ///     for _ in 0..batches {
+    ///         model.step(|_, gradients| gradients.write(0, &[-2.0]))?;
+    ///     }
+    ///     assert_eq!(model.join()?, u64::from(4 - batches));
+    ///     // Four steps, whose means are over three, three, two and one ranks.
+    ///     assert_eq!(model.parameters(), [4.0]);
+    ///     Ok(())
+    /// }
+    ///
+    /// let worlds = World::threads(3).unwrap();
     /// std::thread::scope(|scope| {
-    ///     for mut world in worlds {
-    ///         scope.spawn(move || -> mgpu::Result<()> {
-    ///             let batches = 2 + world.rank();
-    ///             let mut layout = mgpu::Layout::new();
-    ///             layout.push("sum", [1]);
-    ///             let comm = world.communicator()?;
-    ///             let mut model = mgpu::DataParallel::with_config(comm, layout, vec![0.0], config)?;
-    ///             for _ in 0..batches {
-    ///                 model.step(|_, gradients| gradients.write(0, &[-2.0]))?;
-    ///             }
-    ///             assert_eq!(model.join()?, u64::from(4 - batches));
-    ///             // Four steps, whose mean is over three, two and one ranks.
-    ///             assert_eq!(model.parameters(), [4.0]);
-    ///             Ok(())
-    ///         });
+    ///     for world in worlds {
+    ///         scope.spawn(|| train(world).unwrap());
     ///     }
     /// });
-    /// # Ok(())
-    /// # }
     /// ```
     ///
     /// # Errors
     /// As [`step_accumulated`](Self::step_accumulated); if the configuration has no [`join`](ReducerConfig::join).
     pub fn join(&mut self) -> Result<u64> {
-        config::check_join(&self.config.reducer)?;
+        self.reducer.check_join()?;
         let before = self.steps();
         while self.make_step(false, |_| Ok(()))? {}
         Ok(self.steps() - before)
@@ -270,7 +274,7 @@ impl DataParallel {
         let updating = self.reducer.comm.observer().begin();
         self.update()?;
         self.reducer.comm.observer().end(updating, "optimizer", None);
-        if self.config.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
+        if self.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
             self.verify()?;
         }
         self.reducer.comm.observer().end(begin, "step", Some(self.steps() as u32));

@@ -176,7 +176,7 @@ impl Reducer {
     /// # Errors
     /// As [`reduce_accumulated`](Self::reduce_accumulated); if the configuration has no `join`.
     pub fn join(&mut self) -> Result<bool> {
-        check_join(&self.config)?;
+        self.check_join()?;
         self.make_reduction(false, &mut [], |_, _, _| Ok(()))
     }
 
@@ -301,8 +301,8 @@ impl Reducer {
 
     /// Cuts the arenas into other buckets.
     pub(super) fn recut(&mut self, buckets: Vec<Bucket>) -> Result<()> {
-        self.readiness.recut(&buckets);
         let arenas = std::mem::take(&mut self.slots).uncut()?;
+        self.readiness.recut(&buckets);
         self.slots = Slots::cut(&self.layout, buckets, arenas, self.sharding);
         Ok(())
     }
@@ -377,6 +377,11 @@ impl Reducer {
     /// The communicator, for collectives of the program's own between reductions.
     pub fn comm(&mut self) -> &mut Communicator {
         &mut self.comm
+    }
+
+    /// Checks that ranks may run out of data.
+    pub(super) fn check_join(&self) -> Result<()> {
+        check_join(&self.config)
     }
 
     /// Checks that a step has one micro-batch; `other` is for several.

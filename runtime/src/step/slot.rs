@@ -32,7 +32,7 @@ pub(super) struct Exchange {
 #[derive(Debug)]
 pub(super) enum Gradient {
     Here(Buffer),
-    /// What it is to be multiplied with is what makes a sum over some ranks the mean over these.
+    /// `scale` makes a sum over the ranks that have data their mean.
     Reducing {
         pending: Pending,
         scale: f32,

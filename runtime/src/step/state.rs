@@ -90,7 +90,7 @@ impl DataParallel {
         }
         reducer.recut(buckets)?;
         let (config, slots) = (optimizer.config(), &reducer.slots);
-        let mut renewed = Optimizer::new(config, &reducer.layout, slots.states, self.config.threads)?;
+        let mut renewed = Optimizer::new(config, &reducer.layout, slots.states, self.threads)?;
         renewed.set_steps(optimizer.steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
             slots.keep_own(&whole, local);

@@ -90,7 +90,7 @@ impl Slots {
     pub(super) fn cut(
         device: &Arc<Device>,
         layout: &Layout,
-        buckets: Vec<Bucket>,
+        buckets: &[Bucket],
         config: &DataParallelConfig,
         (rank, ranks): (u32, u32),
     ) -> Result<Self> {

@@ -104,8 +104,7 @@ impl DeviceDataParallel {
         // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
         self.wait(STEP)?;
         let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
-        self.readiness.recut(&buckets);
-        let slots = Slots::cut(device, &self.layout, buckets, &self.config.parallel, place)?;
+        let slots = Slots::cut(device, &self.layout, &buckets, &self.config.parallel, place)?;
         let mut guard = Guard::new(&self.compute, &slots, &self.layout, &self.config.parallel, place.1)?;
         guard.generation = self.guard.generation;
         let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
@@ -122,6 +121,7 @@ impl DeviceDataParallel {
         for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
             *arena = renewed.next().expect("as many as there are");
         }
+        self.readiness.recut(&buckets);
         self.slots = slots.all;
         (self.guard, self.chunks) = (guard, chunks);
         Ok(())
@@ -141,23 +141,22 @@ impl DeviceDataParallel {
     /// As [`look`](Self::look).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'static>>> {
         self.check()?;
-        let weights = self.aside.as_ref().unwrap_or(&self.parameters);
-        let mut arenas = vec![("weights", weights)];
-        let mut gathered = Vec::new();
-        for (name, local) in self.states() {
-            gathered.push((name, self.gathered(name, local)?));
-        }
-        arenas.extend(gathered.iter().map(|(name, whole)| (*name, whole)));
-        // Before the memory goes.
-        self.wait(STEP)?;
-        let download = |(name, arena): (&'static str, &Memory)| {
-            let values = if self.rank() == 0 { self.download(arena)? } else { Vec::new() };
-            Ok((name, Cow::Owned(values)))
+        let download = |arena: &Memory| {
+            if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
         };
-        arenas.into_iter().map(download).collect()
+        let mut arenas = vec![("weights", download(self.aside.as_ref().unwrap_or(&self.parameters))?)];
+        for (name, local) in self.states() {
+            let has_all = local.len() == self.parameters.len();
+            arenas.push((
+                name,
+                if has_all { download(local)? } else { download(&self.gathered(name, local)?)? },
+            ));
+        }
+        Ok(arenas.into_iter().map(|(name, values)| (name, Cow::Owned(values))).collect())
     }
 
-    /// All of an arena of which this rank has its own elements. Collective where the optimizer is sharded.
+    /// All of an arena of which this rank has its own elements, once the GPU is done with it. Collective where the optimizer is
+    /// sharded.
     fn gathered(&self, name: &str, local: &Memory) -> Result<Memory> {
         let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
         if name == AVERAGE {
@@ -166,6 +165,8 @@ impl DeviceDataParallel {
             self.compute.copy(parameters.view(), whole.view())?;
         }
         self.gather(local, &whole)?;
+        // Before the memory may go.
+        self.wait(STEP)?;
         Ok(whole)
     }
 
@@ -176,9 +177,7 @@ impl DeviceDataParallel {
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
         self.check()?;
         let Some(average) = &self.average else { return Ok(None) };
-        let whole = self.gathered(AVERAGE, average)?;
-        self.wait(STEP)?;
-        self.download(&whole).map(Some)
+        self.download(&self.gathered(AVERAGE, average)?).map(Some)
     }
 
     /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas) by its

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 impl DeviceDataParallel {
     /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one. A
     /// step that broke off is made anew, once the GPU is done with it. Collective where ranks may
-    /// [`join`](Self::join): they then wait here for each other, though not for the GPU.
+    /// [`join`](Self::join): they then wait here for each other.
     ///
     /// # Errors
     /// If a kernel cannot be launched, or the moving average is in the parameters' place; where ranks may join, as the
@@ -41,20 +41,8 @@ impl DeviceDataParallel {
         if !self.capturing {
             self.get_ready()?;
         }
-        let DeviceConfig { parallel, .. } = &mut self.config;
-        if parallel.reducer.join {
-            if self.capturing {
-                let problem =
-                    "ranks that may run out of data agree before each step, which cannot be captured";
-                return Err(Error::InvalidArgument { operation: "capture", problem: problem.to_owned() });
-            }
-            let (micro_batches, learning_rate) =
-                (parallel.reducer.micro_batches, parallel.optimizer.rule.lr());
-            let (step, active) = (self.steps, self.comm.size());
-            let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
-            let Some(agreed) = mine.agree(&mut self.host)? else { return Ok(false) };
-            parallel.optimizer.rule = parallel.optimizer.rule.with_lr(agreed.learning_rate);
-            self.active = agreed.active;
+        if !self.attend(has_data)? {
+            return Ok(false);
         }
         self.open = true;
         let DeviceConfig { parallel, .. } = &self.config;
@@ -62,6 +50,27 @@ impl DeviceDataParallel {
         // A rank without data has nothing but zeros to add up.
         self.readiness.begin_step(if has_data { self.micro_batches() } else { 1 });
         self.begin_micro_batch(0)?;
+        Ok(true)
+    }
+
+    /// Agrees with the other ranks on who has data, where they may run out of it; a rank that has none goes along with their
+    /// learning rate. Returns false if nobody has.
+    fn attend(&mut self, has_data: bool) -> Result<bool> {
+        let DeviceConfig { parallel, .. } = &mut self.config;
+        if !parallel.reducer.join {
+            return Ok(true);
+        }
+        if self.capturing {
+            let problem = "ranks that may run out of data agree before each step, which cannot be captured";
+            return Err(Error::InvalidArgument { operation: "capture", problem: problem.to_owned() });
+        }
+        let rule = &mut parallel.optimizer.rule;
+        let (micro_batches, learning_rate) = (parallel.reducer.micro_batches, rule.lr());
+        let (step, active) = (self.steps, self.comm.size());
+        let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
+        let Some(agreed) = mine.agree(&mut self.host)? else { return Ok(false) };
+        *rule = rule.with_lr(agreed.learning_rate);
+        self.active = agreed.active;
         Ok(true)
     }
 
