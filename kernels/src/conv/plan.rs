@@ -129,11 +129,12 @@ pub(super) fn weights_plan(
     (tile, Slices::new(pixels, step, (blocks / tile.count(rows, columns)).clamp(1, most)))
 }
 
-/// The slices of the bias's gradient: a block sums 32 filters of one.
+/// The slices of the bias's gradient: a block sums some hundred filters of one, or all.
 pub(super) fn bias_slices(shape: &Shape, images: usize) -> Slices {
     let pixels = pixels(shape, images);
-    let wanted = 2 * BLOCKS / shape.filters.div_ceil(32);
-    Slices::new(pixels, 1, wanted.clamp(1, (pixels / 256).max(1)))
+    // Rows that keep a block busy: 64 loads of 16 bytes for each of its threads' packs, at a guess.
+    let rows = (1 << 17) / shape.filters.next_multiple_of(8).min(2048);
+    Slices::new(pixels, 1, (pixels / rows.max(1)).clamp(1, BLOCKS))
 }
 
 /// How an image of one channel is divided, where the kernels for it apply.

@@ -25,6 +25,12 @@ pub(crate) enum Form {
     Fused,
     /// The result, which is to be f32, comes in bfloat16.
     Narrow,
+    /// A convolution is made as the gradient of another's input, or the other way round, with the weights turned.
+    Turned,
+}
+
+impl Form {
+    const ALL: [Form; 4] = [Form::Plain, Form::Fused, Form::Narrow, Form::Turned];
 }
 
 /// One of a library's algorithms for a pass.
@@ -56,9 +62,7 @@ impl Algorithm {
         let library =
             [Library::CuDnn, Library::CublasLt].into_iter().find(|known| library == known.to_string())?;
         let words: Option<Vec<_>> = id.split('.').map(|word| u64::from_str_radix(word, 16).ok()).collect();
-        let form = [Form::Plain, Form::Fused, Form::Narrow]
-            .into_iter()
-            .find(|known| form.parse() == Ok(*known as u8))?;
+        let form = Form::ALL.into_iter().find(|known| form.parse() == Ok(*known as u8))?;
         Some(Algorithm { of: library, id: words?.try_into().ok()?, form })
     }
 }
@@ -79,6 +83,7 @@ impl std::fmt::Display for Algorithm {
             Form::Plain => "",
             Form::Fused => " fused",
             Form::Narrow => " bf16",
+            Form::Turned => " turned",
         })
     }
 }
@@ -89,13 +94,13 @@ mod tests {
 
     #[test]
     fn an_algorithm_is_read_as_it_was_written() {
-        for form in [Form::Plain, Form::Fused, Form::Narrow] {
+        for form in Form::ALL {
             let opaque = Algorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
             for algorithm in [Algorithm::cudnn(6, form), opaque] {
                 assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
             }
         }
-        let broken = ["fused", "cuDNN/6/0", "cuDNN/6.0.0.0.0.0.0.0/3", "cuFFT/6.0.0.0.0.0.0.0/0"];
+        let broken = ["fused", "cuDNN/6/0", "cuDNN/6.0.0.0.0.0.0.0/4", "cuFFT/6.0.0.0.0.0.0.0/0"];
         for text in broken {
             assert_eq!(Algorithm::decode(text), None, "{text}");
         }

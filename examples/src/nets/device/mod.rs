@@ -411,18 +411,15 @@ impl DeviceNet {
         y: View<'_>,
     ) -> Result<()> {
         let &Product { ref conv, shape, weight, pool, .. } = product;
-        let raw = match pool {
-            Some(_) => self.unpooled.slice(0..shape.output_len() * n),
-            None => y,
-        };
         let w = model.parameter_as(weight, self.precision.storage());
         let b = model.parameter(weight + 1);
-        conv.forward(model.stream(), n, x, w, b, raw, self.workspace.view())?;
-        if let Some(Pool { index, shape, channels }) = pool {
-            let chosen = self.chosen[index].slice(0..y.len());
-            pool::cuda::forward(model.stream(), &shape, channels, raw, y, chosen)?;
-        }
-        Ok(())
+        let workspace = self.workspace.view();
+        let Some(Pool { index, shape: window, .. }) = pool else {
+            return Ok(conv.forward(model.stream(), n, x, w, b, y, workspace)?);
+        };
+        let raw = self.unpooled.slice(0..shape.output_len() * n);
+        let chosen = self.chosen[index].slice(0..y.len());
+        Ok(conv.forward_pooled(model.stream(), n, x, w, b, raw, &window, y, chosen, workspace)?)
     }
 
     /// Zeroes what the mask of the operation says, in values or their gradients.
@@ -500,6 +497,7 @@ impl DeviceNet {
         dx: Option<View<'_>>,
     ) -> Result<()> {
         let &Product { ref conv, shape, weight, slope, pool } = product;
+        let (workspace, db) = (self.workspace.view(), model.gradient(weight + 1));
         let raw = match pool {
             Some(Pool { index, shape: window, channels }) => {
                 let raw = self.unpooled.slice(0..shape.output_len() * n);
@@ -508,15 +506,13 @@ impl DeviceNet {
                 pool::cuda::backward_fused(stream, &window, channels, slope, dy, y, chosen, raw)?;
                 raw
             }
-            None => {
-                if slope != LINEAR {
-                    activation::cuda::backward(model.stream(), slope, y, dy)?;
-                }
-                dy
-            }
+            None => dy,
         };
-        let workspace = self.workspace.view();
-        conv.backward_bias(model.stream(), n, raw, model.gradient(weight + 1), workspace)?;
+        if pool.is_none() && slope != LINEAR {
+            conv.backward_activation(model.stream(), n, y, dy, db, workspace)?;
+        } else {
+            conv.backward_bias(model.stream(), n, raw, db, workspace)?;
+        }
         model.ready(weight + 1)?;
         conv.backward_weights(model.stream(), n, x, raw, model.gradient(weight), workspace)?;
         model.ready(weight)?;

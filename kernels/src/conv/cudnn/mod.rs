@@ -13,8 +13,12 @@
 //!   linear unit, with all algorithms, and without an activation, with a single one. The leaky one is not among what it
 //!   knows. [`Form::Plain`] leaves both to the caller.
 //! - *The gradient of weights* from bfloat16 operands is wanted in f32. The library documents a bfloat16 result only,
-//!   so both are tried: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
-//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks.
+//!   so both race: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
+//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too. On
+//!   an H100 the wide gradient is refused for most layers, and several times slower for the others.)
+//! - *The other way round*: a convolution is the gradient of the input of another one, with the weights transposed and
+//!   turned, and that gradient a convolution. The library's kernels for both are not equally fast, so [`Form::Turned`],
+//!   which turns the weights into the workspace first, races as well.
 //!
 //! The functions used are the library's older ones, which version 9 marks as deprecated and still has. A version
 //! without them is no error: the layer then takes this crate's kernels.
@@ -29,7 +33,7 @@ use cudarc::cudnn::sys::{
     cudnnMathType_t as Math, cudnnNanPropagation_t as Nan, cudnnTensorFormat_t as Format,
 };
 
-use library::{Address, Convolve, Descriptor, Find, Library, Timing, WorkspaceSize};
+use library::{Address, Convolve, Descriptor, Find, Library, Raw, Timing, WorkspaceSize};
 
 use super::Shape;
 use super::gpu::Passes;
@@ -49,7 +53,6 @@ pub(super) struct Plan {
     on: Arc<Library>,
     precision: Precision,
     slope: f32,
-    weights: usize,
     x: Descriptor,
     y: Descriptor,
     w: Descriptor,
@@ -58,6 +61,9 @@ pub(super) struct Plan {
     bias: Descriptor,
     convolution: Descriptor,
     activation: Descriptor,
+    /// Weights and convolution of [`Form::Turned`].
+    turned: (Descriptor, Descriptor),
+    shape: Shape,
 }
 
 // SAFETY: descriptors are read only once they are set.
@@ -94,23 +100,24 @@ impl Plan {
                 unsafe { (functions.set_tensor)(raw, nhwc, data, n, c, h, w) }
             })
         };
-        let filter = |data| {
+        let filter = |data, filters: usize, channels: usize| {
             Descriptor::new(functions, functions.create_filter, functions.destroy_filter, |raw| {
-                let [f, c, k] = [shape.filters, shape.channels, shape.kernel].map(|extent| extent as c_int);
+                let [f, c, k] = [filters, channels, shape.kernel].map(|extent| extent as c_int);
                 // SAFETY: as above.
                 unsafe { (functions.set_filter)(raw, data, nhwc, f, c, k, k) }
             })
         };
-        let convolution =
+        let convolution = |pad: usize| {
             Descriptor::new(functions, functions.create_convolution, functions.destroy_convolution, |raw| {
-                let (pad, mode) = (shape.pad() as c_int, Mode::CUDNN_CROSS_CORRELATION);
+                let (pad, mode) = (pad as c_int, Mode::CUDNN_CROSS_CORRELATION);
                 // SAFETY: as above.
                 match unsafe { (functions.set_convolution)(raw, pad, pad, 1, 1, 1, 1, mode, float) } {
                     // SAFETY: as above.
                     0 => unsafe { (functions.set_math)(raw, math) },
                     status => status,
                 }
-            })?;
+            })
+        };
         let activation =
             Descriptor::new(functions, functions.create_activation, functions.destroy_activation, |raw| {
                 let mode = match slope {
@@ -123,25 +130,42 @@ impl Plan {
         Ok(Plan {
             precision,
             slope,
-            weights: shape.weights_len(),
             x: tensor(storage, [images, shape.channels, shape.height, shape.width])?,
             y: tensor(storage, [images, shape.filters, shape.out_height(), shape.out_width()])?,
-            w: filter(storage)?,
-            dw: filter(float)?,
+            w: filter(storage, shape.filters, shape.channels)?,
+            dw: filter(float, shape.filters, shape.channels)?,
             bias: tensor(float, [1, shape.filters, 1, 1])?,
-            convolution,
+            convolution: convolution(shape.pad())?,
             activation,
+            turned: (
+                filter(storage, shape.channels, shape.filters)?,
+                convolution(shape.kernel - 1 - shape.pad())?,
+            ),
+            shape: *shape,
             on: library,
         })
     }
 
-    /// Factors and result of a pass.
-    fn descriptors(&self, pass: Pass, form: Form) -> [&Descriptor; 3] {
-        match (pass, form) {
-            (Pass::Forward, _) => [&self.x, &self.w, &self.y],
-            (Pass::BackwardInput, _) => [&self.w, &self.y, &self.x],
-            (Pass::BackwardWeights, Form::Narrow) => [&self.x, &self.y, &self.w],
-            (Pass::BackwardWeights, _) => [&self.x, &self.y, &self.dw],
+    /// The library's pass that makes this one, and its factors, convolution and result.
+    fn descriptors(&self, pass: Pass, form: Form) -> (Pass, [Raw; 4]) {
+        let Plan { x, y, w, dw, convolution, turned: (turned, turned_convolution), .. } = self;
+        let (made_as, descriptors) = match (pass, form) {
+            (Pass::Forward, Form::Turned) => (Pass::BackwardInput, [turned, x, turned_convolution, y]),
+            (Pass::BackwardInput, Form::Turned) => (Pass::Forward, [y, turned, turned_convolution, x]),
+            (Pass::Forward, _) => (pass, [x, w, convolution, y]),
+            (Pass::BackwardInput, _) => (pass, [w, y, convolution, x]),
+            (Pass::BackwardWeights, Form::Narrow) => (pass, [x, y, convolution, w]),
+            (Pass::BackwardWeights, _) => (pass, [x, y, convolution, dw]),
+        };
+        (made_as, descriptors.map(|descriptor| descriptor.raw))
+    }
+
+    /// The operands in the order of [`descriptors`](Self::descriptors), for what goes the other way round: `first` are
+    /// the turned weights.
+    fn turned_operands<'a>(pass: Pass, operands: [View<'a>; 3], first: View<'a>) -> [View<'a>; 3] {
+        match (pass, operands) {
+            (Pass::Forward, [x, _, y]) => [first, x, y],
+            (_, [_, dy, dx]) => [dy, first, dx],
         }
     }
 
@@ -155,6 +179,7 @@ impl Plan {
         workspace: View<'_>,
     ) -> Result<Vec<Timing>> {
         let f = &self.on.functions;
+        let (pass, [from, by, convolution, to]) = self.descriptors(pass, form);
         let (name, find): (_, Find) = match pass {
             Pass::Forward => ("cudnnFindConvolutionForwardAlgorithmEx", f.find_forward),
             Pass::BackwardInput => ("cudnnFindConvolutionBackwardDataAlgorithmEx", f.find_backward_data),
@@ -162,7 +187,6 @@ impl Plan {
                 ("cudnnFindConvolutionBackwardFilterAlgorithmEx", f.find_backward_filter)
             }
         };
-        let [from, by, to] = self.descriptors(pass, form);
         let [a, b, result] = operands.map(|view| view.address());
         let mut found = [Timing::default(); 32];
         let mut count: c_int = 0;
@@ -172,12 +196,12 @@ impl Plan {
             unsafe {
                 find(
                     handle,
-                    from.raw,
+                    from,
                     a as Address,
-                    by.raw,
+                    by,
                     b as Address,
-                    self.convolution.raw,
-                    to.raw,
+                    convolution,
+                    to,
                     result as *mut c_void,
                     found.len() as c_int,
                     &mut count,
@@ -190,10 +214,23 @@ impl Plan {
         Ok(found[..(count.max(0) as usize).min(found.len())].to_vec())
     }
 
-    /// Bytes of the narrow gradient of weights, which is at the workspace's beginning, before what the library asks for.
-    fn narrow_bytes(&self) -> usize {
-        // The library's part begins where an allocation might.
-        (self.weights * 2).next_multiple_of(256)
+    /// Bytes at the workspace's beginning, before what the library asks for, for the weights or their gradient.
+    fn own_bytes(&self, form: Form) -> usize {
+        match form {
+            Form::Plain | Form::Fused => 0,
+            // The library's part begins where an allocation might.
+            Form::Narrow | Form::Turned => {
+                (self.shape.weights_len() * self.precision.storage().size()).next_multiple_of(256)
+            }
+        }
+    }
+
+    /// The two parts of a workspace: what [`own_bytes`](Self::own_bytes) is about, and the library's.
+    fn split<'a>(&self, form: Form, workspace: View<'a>) -> (View<'a>, View<'a>) {
+        let (workspace, dtype) = (workspace.cast(DType::U8), self.precision.storage());
+        let begins = self.own_bytes(form);
+        let own = workspace.slice(0..begins.min(self.shape.weights_len() * dtype.size()));
+        (own.cast(dtype), workspace.slice(begins..workspace.len()))
     }
 
     /// A product of the first two operands, written to the third.
@@ -206,12 +243,12 @@ impl Plan {
         workspace: View<'_>,
     ) -> Result<()> {
         let f = &self.on.functions;
+        let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form);
         let (name, run): (_, Convolve) = match pass {
             Pass::Forward => ("cudnnConvolutionForward", f.forward),
             Pass::BackwardInput => ("cudnnConvolutionBackwardData", f.backward_data),
             Pass::BackwardWeights => ("cudnnConvolutionBackwardFilter", f.backward_filter),
         };
-        let [from, by, to] = self.descriptors(pass, algorithm.form);
         let [a, b, result] = operands.map(|view| view.address());
         let (one, zero) = (1.0f32, 0.0f32);
         self.on.call(name, stream, |handle| {
@@ -220,16 +257,16 @@ impl Plan {
                 run(
                     handle,
                     (&raw const one).cast(),
-                    from.raw,
+                    from,
                     a as Address,
-                    by.raw,
+                    by,
                     b as Address,
-                    self.convolution.raw,
+                    convolution,
                     number(algorithm),
                     workspace.address() as *mut c_void,
                     workspace.bytes(),
                     (&raw const zero).cast(),
-                    to.raw,
+                    to,
                     result as *mut c_void,
                 )
             }
@@ -290,11 +327,16 @@ impl Passes for Plan {
     ) -> (Vec<Candidate>, Vec<Note>) {
         let forms: &[Form] = match (pass, self.precision) {
             (Pass::BackwardWeights, Precision::Bf16) => &[Form::Plain, Form::Narrow],
-            _ => &[Form::Plain],
+            (Pass::BackwardWeights, _) => &[Form::Plain],
+            (Pass::Forward | Pass::BackwardInput, _) => &[Form::Plain, Form::Turned],
         };
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for &form in forms {
-            let found = match self.find(pass, form, stream, operands, space) {
+            let operands = match form {
+                Form::Turned => Self::turned_operands(pass, operands, self.split(form, space).0),
+                _ => operands,
+            };
+            let found = match self.find(pass, form, stream, operands, self.split(form, space).1) {
                 Ok(found) => found,
                 Err(error) => {
                     notes.push(Note::new("cuDNN", error));
@@ -304,7 +346,7 @@ impl Passes for Plan {
             for number in finalists(&found, deterministic) {
                 let mut forms = vec![form];
                 let fused = self.slope == 0.0 || self.slope == 1.0 && number == IMPLICIT_PRECOMPUTED_GEMM;
-                if pass == Pass::Forward && fused {
+                if pass == Pass::Forward && form == Form::Plain && fused {
                     forms.push(Form::Fused);
                 }
                 for form in forms {
@@ -319,16 +361,13 @@ impl Passes for Plan {
                     }
                 }
             }
-            // The wider result is the better one; where there is any algorithm for it, it is taken.
-            if !candidates.is_empty() {
-                break;
-            }
         }
         (candidates, notes)
     }
 
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
         let f = &self.on.functions;
+        let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form);
         let (name, size): (_, WorkspaceSize) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace),
             Pass::BackwardInput => {
@@ -338,13 +377,12 @@ impl Passes for Plan {
                 ("cudnnGetConvolutionBackwardFilterWorkspaceSize", f.backward_filter_workspace)
             }
         };
-        let [from, by, to] = self.descriptors(pass, algorithm.form).map(|descriptor| descriptor.raw);
         let mut bytes = 0;
         self.on.ask(name, |handle| {
             // SAFETY: descriptors of this layer, and a place for the number.
-            unsafe { size(handle, from, by, self.convolution.raw, to, number(algorithm), &mut bytes) }
+            unsafe { size(handle, from, by, convolution, to, number(algorithm), &mut bytes) }
         })?;
-        Ok(if algorithm.form == Form::Narrow { self.narrow_bytes() + bytes } else { bytes })
+        Ok(self.own_bytes(algorithm.form) + bytes)
     }
 
     fn run(
@@ -360,11 +398,16 @@ impl Passes for Plan {
             (Form::Fused, Some(bias)) => self.convolve_fused(stream, algorithm, operands, bias, workspace),
             (Form::Narrow, _) => {
                 let [x, dy, dw] = operands;
-                let workspace = workspace.cast(DType::U8);
-                let narrow = workspace.slice(0..self.weights * 2).cast(DType::Bf16);
-                let rest = workspace.slice(self.narrow_bytes()..workspace.len());
+                let (narrow, rest) = self.split(algorithm.form, workspace);
                 self.convolve(pass, stream, algorithm, [x, dy, narrow], rest)?;
                 arena::cuda::widen(stream, narrow, dw)
+            }
+            (Form::Turned, _) => {
+                let (turned, rest) = self.split(algorithm.form, workspace);
+                let weights = operands[if pass == Pass::Forward { 1 } else { 0 }];
+                super::cuda::turn_weights(stream, &self.shape, self.precision, weights, turned)?;
+                let operands = Self::turned_operands(pass, operands, turned);
+                self.convolve(pass, stream, algorithm, operands, rest)
             }
             _ => self.convolve(pass, stream, algorithm, operands, workspace),
         }
