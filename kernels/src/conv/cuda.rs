@@ -411,26 +411,47 @@ fn bias_sums(
 ) -> Result<()> {
     let slices = plan::bias_slices(shape, images);
     let sums = slice_sums(&slices, workspace, db);
+    bias_slices(stream, shape.filters, &slices, activated, dy, sums)?;
+    add_slices(stream, &slices, sums, db)
+}
+
+/// The sum over the rows of each slice of `dy`.
+fn bias_slices(
+    stream: &Stream,
+    columns: usize,
+    slices: &Slices,
+    activated: Option<(View<'_>, f32)>,
+    dy: View<'_>,
+    sums: View<'_>,
+) -> Result<()> {
     let (y, slope) = activated.unzip();
     let pack = 16 / dy.dtype().size();
-    let wide = shape.filters.is_multiple_of(pack) && aligned(pack, &[dy, y.unwrap_or(dy)]);
+    let wide = columns.is_multiple_of(pack) && aligned(pack, &[dy, y.unwrap_or(dy)]);
     let threads = 256;
-    let packs = if wide { shape.filters / pack } else { shape.filters };
+    let packs = if wide { columns / pack } else { columns };
     let blocks = [count(packs.div_ceil(threads)), count(slices.count), 1];
     let arguments = [
         y.map_or(Arg::of(&0u64), Arg::from),
         dy.into(),
-        count(dy.len() / shape.filters).into(),
-        count(shape.filters).into(),
+        count(dy.len() / columns).into(),
+        count(columns).into(),
         count(slices.len).into(),
         slope.unwrap_or(LINEAR).into(),
         sums.into(),
         u32::from(wide).into(),
     ];
     let grid = Grid { blocks, threads: threads as u32, shared: 0 };
-    // SAFETY: both images have so many rows of filters, and `sums` has a row for every slice.
-    unsafe { run(stream, &SUMS, &format!("conv_bias_{}", dy.dtype()), grid, &arguments) }?;
-    add_slices(stream, &slices, sums, db)
+    // SAFETY: both images have so many rows of columns, and `sums` has a row for every slice.
+    unsafe { run(stream, &SUMS, &format!("conv_bias_{}", dy.dtype()), grid, &arguments) }
+}
+
+/// Overwrites `total` (f32) with the sum of `parts`, each of so many elements.
+#[track_caller]
+pub(super) fn sum_parts(stream: &Stream, parts: View<'_>, total: View<'_>) -> Result<()> {
+    check("a sum of gradients", total, DType::F32, total.len());
+    let slices = Slices { count: 1, len: parts.len() / total.len() };
+    check("gradients", parts, parts.dtype(), slices.len * total.len());
+    bias_slices(stream, total.len(), &slices, None, parts, total)
 }
 
 /// Where the sums of slices go: into the workspace, or if there is but one to their end.

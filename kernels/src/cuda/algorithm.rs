@@ -37,7 +37,7 @@ impl Form {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Algorithm {
     of: Library,
-    /// cuDNN's number and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
+    /// cuDNN's number, the parts of the batch if there are several, and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
     pub(crate) id: [u64; 8],
     pub(crate) form: Form,
 }
@@ -45,6 +45,19 @@ pub(crate) struct Algorithm {
 impl Algorithm {
     pub(crate) fn cudnn(number: u32, form: Form) -> Self {
         Algorithm { of: Library::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
+    }
+
+    /// As [`cudnn`](Self::cudnn), for a batch in equal parts one after the other.
+    pub(crate) fn cudnn_in_parts(number: u32, form: Form, parts: usize) -> Self {
+        Algorithm { of: Library::CuDnn, id: [number.into(), parts as u64, 0, 0, 0, 0, 0, 0], form }
+    }
+
+    /// Parts of the batch that are computed one after the other.
+    pub(crate) fn parts(&self) -> usize {
+        match self.of {
+            Library::CuDnn => self.id[1].max(1) as usize,
+            Library::CublasLt => 1,
+        }
     }
 
     pub(crate) fn cublaslt(id: [u64; 8], form: Form) -> Self {
@@ -84,7 +97,8 @@ impl std::fmt::Display for Algorithm {
             Form::Fused => " fused",
             Form::Narrow => " bf16",
             Form::Turned => " turned",
-        })
+        })?;
+        if self.parts() > 1 { write!(f, " in {} parts", self.parts()) } else { Ok(()) }
     }
 }
 
@@ -96,7 +110,7 @@ mod tests {
     fn an_algorithm_is_read_as_it_was_written() {
         for form in Form::ALL {
             let opaque = Algorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
-            for algorithm in [Algorithm::cudnn(6, form), opaque] {
+            for algorithm in [Algorithm::cudnn(6, form), Algorithm::cudnn_in_parts(1, form, 4), opaque] {
                 assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
             }
         }

@@ -131,7 +131,16 @@ const RACE: &str = "2";
 pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, pass: Pass) -> String {
     let (architecture, driver) = (device.architecture(), device.driver());
     let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
-    cache::key(&[env!("CARGO_PKG_VERSION"), RACE, device.name(), &machine, library, problem, own.text, pass.name()])
+    cache::key(&[
+        env!("CARGO_PKG_VERSION"),
+        RACE,
+        device.name(),
+        &machine,
+        library,
+        problem,
+        own.text,
+        pass.name(),
+    ])
 }
 
 const FILE: &str = "choice";
@@ -279,12 +288,13 @@ pub(crate) fn race(
         ran.map(|()| Some(values.iter().map(|value| value.is_nan()).collect()))
     };
     let expected_spoilt = spoilt(None)?;
-    let mut runners = vec![Runner::new(stream, &|| run(None))?];
+    let mut runners: Vec<Runner> = Runner::new(stream, f64::INFINITY, &|| run(None))?.into_iter().collect();
+    let mut fastest = runners[0].once;
     let mut racing = Vec::new();
     let mut rejected = Vec::new();
     for candidate in candidates {
         let algorithm = &candidate.algorithm;
-        let attempt = || -> Result<Runner> {
+        let attempt = || -> Result<Option<Runner>> {
             stream.zero(output)?;
             run(Some(algorithm))?;
             let deviation = deviation(&expected, &sample(stream, output)?);
@@ -296,13 +306,15 @@ pub(crate) fn race(
                 let text = "what is not a number is hidden".to_owned();
                 return Err(Error::Library { call: COMPARISON, text });
             }
-            Runner::new(stream, &|| run(Some(algorithm)))
+            Runner::new(stream, HOPELESS * fastest, &|| run(Some(algorithm)))
         };
         match attempt() {
-            Ok(runner) => {
+            Ok(Some(runner)) => {
+                fastest = fastest.min(runner.once);
                 runners.push(runner);
                 racing.push(candidate);
             }
+            Ok(None) => {}
             Err(error) => {
                 // A GPU that is in disorder now is no matter of speed.
                 stream.synchronize()?;
@@ -330,15 +342,21 @@ pub(crate) fn race(
 /// Times that each takes part in a race.
 const ROUNDS: usize = 4;
 
+/// Who takes so many times as long as another is not tried again.
+const HOPELESS: f64 = 4.0;
+
 /// One that takes part in a race: a captured graph of many runs, and the shortest time that it took.
 struct Runner {
     graph: Graph,
     runs: u32,
+    /// Seconds of a single run at the beginning, and of the graph at best.
+    once: f64,
     seconds: f64,
 }
 
 impl Runner {
-    fn new(stream: &Stream, run: &dyn Fn() -> Result<()>) -> Result<Self> {
+    /// None if a run takes longer than `limit` seconds.
+    fn new(stream: &Stream, limit: f64, run: &dyn Fn() -> Result<()>) -> Result<Option<Self>> {
         const WORTH_SECONDS: f64 = 0.002;
         // The first run loads kernels, which a capture forbids.
         run()?;
@@ -347,13 +365,16 @@ impl Runner {
         run()?;
         stream.synchronize()?;
         let once = start.elapsed().as_secs_f64();
+        if once > limit {
+            return Ok(None);
+        }
         let runs = (WORTH_SECONDS / once).clamp(1.0, 32.0) as u32;
         stream.begin_capture()?;
         let captured = (0..runs).try_for_each(|_| run());
         // Ended in any case, so that the stream serves again.
         let graph = stream.end_capture();
         captured?;
-        Ok(Runner { graph: graph?, runs, seconds: f64::INFINITY })
+        Ok(Some(Runner { graph: graph?, runs, once, seconds: f64::INFINITY }))
     }
 
     fn run(&mut self, stream: &Stream) -> Result<()> {
