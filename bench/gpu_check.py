@@ -1,25 +1,28 @@
 """Checks and measures on a machine with a GPU: parts, each with a limit, of which none stops the others.
 
-    gpu_check.sh [--fake FOLDER] [--limit SECONDS] [--out FOLDER] [--nets A,B] [--steps N] [PART...]
+    gpu_check.sh [--fake FOLDER] [--limit SECONDS] [--deadline SECONDS] [--out FOLDER] [--nets A,B] [--steps N] [PART...]
 
-Parts, in the order in which they run unless some are named:
+A, B and C stand for parts that fit into nine minutes each on an H100: A is everything about correctness on one rank, B
+everything about speed, C the rest. Parts, in the order in which they run unless some are named:
   kernels      gpu_check: every CUDA kernel against the CPU
   golden       golden_check of every network, precision and choice of kernels
   nccl         NCCL with one rank, and with 2 and 4 ranks that share the GPU: sums, training, a killed peer
   parallel     what a step can do besides averaging: golden runs with each flag, and weights that ranks make no difference to
   bandwidth    memory bandwidth, the optimizer's share of it, large products
-  throughput   training of every network beside PyTorch (eager, compiled, graphed), taking turns
+  throughput   training of every network beside PyTorch (eager, compiled, graphed)
+  profile      every kernel of a training step, by ncu: its time, and what it moves
   accuracy     conv6, deep and keras trained to the end, in bf16
   sanitizer    compute-sanitizer, where the toolkit has it
 
 Folders, each looked for beside this script too: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), PEERS
 (train_torch.py and nets_torch.py), BIN (the programs). NVIDIA's libraries may lie in a Python environment: activate it.
 
-Prints a line for every run and a table at the end, and writes gpu-<date>-<device>.json. On the fakes of the tests
+Prints a line for every run and a table at the end, and writes gpu-<date>-<device>.json and what programs printed. On the fakes of the tests
 (--fake FOLDER, or found as the device) all is small, nothing is timed, and everything is labelled.
 Exit code: 1 if something failed.
 """
 import argparse
+import csv
 import datetime
 import json
 import os
@@ -28,11 +31,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FAKE = "FAKE GPU"
+LETTERS = {"A": ["kernels", "golden", "accuracy"], "B": ["bandwidth", "throughput", "profile"],
+           "C": ["nccl", "parallel", "sanitizer"]}
 NETS = ["conv6", "keras", "deep", "layers", "ensemble2400", "ensemble4800", "lenet5"]
 PRECISIONS = ["bf16", "tf32", "f32"]
 PROGRAMS = ["mgpurun", "train_mnist", "golden_check", "gpu_check", "allreduce_perf"]
@@ -50,7 +56,10 @@ class Session:
     def __init__(self, options):
         self.options = options
         self.env = dict(os.environ)
-        self.runs, self.skipped, self.part, self.deadline = [], [], None, 0.0
+        # NVIDIA's libraries may be packages of this interpreter.
+        self.env.setdefault("VIRTUAL_ENV", sys.prefix)
+        self.end = time.monotonic() + options.deadline if options.deadline else float("inf")
+        self.runs, self.skipped, self.torch, self.part, self.deadline = [], [], [], None, 0.0
         binaries = [HERE, os.path.join(HERE, "../target/release")]
         self.bin = next(
             (path for path in [os.environ.get("BIN"), *binaries]
@@ -65,6 +74,8 @@ class Session:
             self.env["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
             self.env["MGPU_CACHE_DIR"] = os.path.join(os.path.abspath(options.fake), "kernels")
         self.scratch = tempfile.mkdtemp(prefix="gpu-check-")
+        self.logs = os.path.join(self.scratch, "logs")
+        os.mkdir(self.logs)
         self.machine = self.find_machine()
         self.fake = FAKE in self.machine["device"]
 
@@ -89,25 +100,28 @@ class Session:
         return machine
 
     def begin(self, part):
-        self.part, self.deadline = part, time.monotonic() + self.options.limit
+        self.part, self.deadline = part, min(time.monotonic() + self.options.limit, self.end)
         print(f"\n=== {part}", flush=True)
 
     def skip(self, what, why):
         self.skipped.append({"part": self.part, "what": what, "why": why})
         print(f"skipped {what}: {why}", flush=True)
 
-    def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None, keep=None):
-        """One program. Its last line of JSON, if any, is the result; `judge` may find a problem in it. Lines that match
-        `keep` are kept."""
+    def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None, keep=None, feed=None):
+        """One program, with `feed` as its input. Its last line of JSON, if any, is the result; `judge` may find a problem in
+        it. Lines that match `keep` are kept."""
         left = self.deadline - time.monotonic()
         if left < 5:
-            self.skip(name, f"the part's {self.options.limit} s are over")
+            self.skip(name, "its time is over")
             return None
         limit = min(limit, left)
         start = time.monotonic()
-        with tempfile.TemporaryFile("w+") as output:
+        log = os.path.join(self.logs, re.sub("[^a-zA-Z0-9]+", "-", f"{self.part} {name}") + ".log")
+        with open(log, "w+") as output, tempfile.TemporaryFile("w+") as source:
+            source.write(feed or "")
+            source.seek(0)
             child = subprocess.Popen(command, env={**self.env, **(env or {})}, stdout=output, stderr=subprocess.STDOUT,
-                                     stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.scratch)
+                                     stdin=source, start_new_session=True, cwd=self.scratch)
             try:
                 code = child.wait(limit)
             except subprocess.TimeoutExpired:
@@ -245,7 +259,8 @@ def digits(s):
 
 def nccl(s):
     """Correctness alone: ranks that share a GPU say nothing about speed."""
-    most = 1 << 14 if s.fake else 1 << 26
+    # Ranks on one GPU take turns of milliseconds, so that large sums take minutes.
+    most = 1 << 14 if s.fake else 1 << 22
     weights = {}
     for ranks in [1, 2, 4]:
         for dtype in ["f32", "bf16"]:
@@ -311,7 +326,7 @@ def throughput(s):
         s.skip("PyTorch", "a fake is not measured" if s.fake else "no PEERS folder, or no torch that sees the GPU")
 
     def steps(batch):
-        return s.options.steps or (3 if s.fake else 300 if batch < 1024 else 100)
+        return s.options.steps or (3 if s.fake else 1500 if batch < 1024 else 400)
 
     def ours(net, batch, precision, choice, graph):
         name = f"{net} {batch} {precision} ours {choice} {'graph' if graph else 'eager'}"
@@ -319,32 +334,62 @@ def throughput(s):
                      str(steps(batch)), "--precision", precision, "--kernels", choice, *([] if graph else ["--no-graph"]),
                      "--skip-test", "--show-kernels", "--json"], limit=240, judge=on_gpu, keep="^(conv|dense) ")
 
-    def theirs(net, batch, precision, mode):
-        if not torch or net == "ensemble4800":
-            return
-        dtype = "bf16" if precision == "bf16" else "f32"
-        # The script lets products be TF32, unless the libraries are told otherwise.
-        env = {"NVIDIA_TF32_OVERRIDE": "0"} if precision == "f32" else {}
-        flags = {"eager": [], "compiled": ["--compile"], "graphed": ["--graph"]}[mode]
-        data = ["--data", s.data] if s.data else []
-        s.run(f"{net} {batch} {precision} torch {mode}", [
-            sys.executable, os.path.join(s.peers, "train_torch.py"), "--device", "cuda", "--net", net, "--batch", str(batch),
-            "--steps", str(steps(batch)), "--warm", "10", "--dtype", dtype, *flags, *data], limit=240, env=env)
-
     # What matters most comes first, in case time runs out: bf16 and graphs, then everything else.
-    for precision in PRECISIONS:
-        for batch in batches:
-            for net in nets:
-                ours(net, batch, precision, "auto", True)
-                theirs(net, batch, precision, "graphed")
-                ours(net, batch, precision, "builtin", True)
-    for precision in PRECISIONS:
-        for batch in batches:
-            for net in nets:
-                ours(net, batch, precision, "auto", False)
-                theirs(net, batch, precision, "eager")
-                theirs(net, batch, precision, "compiled")
-                ours(net, batch, precision, "builtin", False)
+    for batch in reversed(batches):
+        for net in nets:
+            ours(net, batch, "bf16", "auto", True)
+    modes = [(net, batch, "bf16", "graphed") for batch in reversed(batches) for net in nets]
+    modes += [(net, batches[-1], "bf16", "eager") for net in nets]
+    modes += [(net, batches[-1], precision, "graphed") for precision in ["tf32", "f32"] for net in nets[:2]]
+    modes += [(net, batches[-1], "bf16", "compiled") for net in nets[:2]]
+    modes = [mode for mode in modes if mode[0] != "ensemble4800"]
+    if torch:
+        # One process for all, since its start takes seconds.
+        run = s.run("torch", [sys.executable, os.path.join(HERE, "torch_throughput.py"), s.peers, *([s.data] if s.data else [])],
+                    limit=240, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"net"')
+        s.torch = [json.loads(line) for line in (run or {}).get("lines", [])]
+        for figure in s.torch:
+            print("       " + " ".join(f"{key} {value}" for key, value in figure.items()), flush=True)
+    for batch in reversed(batches):
+        for net in nets:
+            ours(net, batch, "bf16", "builtin", True)
+    for precision in ["tf32", "f32"]:
+        for net in nets[:2]:
+            ours(net, batches[-1], precision, "auto", True)
+    for net in nets:
+        ours(net, batches[0], "bf16", "auto", False)
+
+
+def profile(s):
+    """Times of the kernels of a training step, each by itself: the sum is more than a graph's step."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    tools = [shutil.which("ncu")] + [os.path.join(home, "bin/ncu") for home in homes if home]
+    tool = next((path for path in tools if path and os.path.exists(path)), None)
+    if s.fake or not tool:
+        return s.skip("profile", "a fake is not measured" if s.fake else "ncu is not installed")
+    metrics = ["gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"]
+    units = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3}
+    for net in s.options.nets:
+        # The program by itself: its own environment tells it to use the GPU.
+        run = s.run(net, [tool, "--clock-control", "none", "--cache-control", "none", "--csv", "--metrics", ",".join(metrics),
+                          s.program("train_mnist"), *digits(s), "--net", net, "--batch", "1024", "--steps", "3", "--precision",
+                          "bf16", "--skip-test", "--no-graph"], env={"MGPU_BACKEND": "nccl"}, keep='^"')
+        kernels = {}
+        for row in csv.DictReader((run or {}).pop("lines", [])):
+            kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"][:90]})
+            if row["Metric Unit"] in units:
+                kernel[row["Metric Name"]] = float(row["Metric Value"].replace(",", "")) * units[row["Metric Unit"]]
+        kernels = list(kernels.values())
+        ends = [index for index, kernel in enumerate(kernels) if kernel["kernel"].startswith("optimizer_update")]
+        if len(ends) < 2:
+            continue
+        step = [{"kernel": kernel["kernel"], "us": round(kernel.get(metrics[0], 0.0), 1),
+                 "megabytes": round(kernel.get(metrics[1], 0.0) + kernel.get(metrics[2], 0.0), 1)}
+                for kernel in kernels[ends[-2] + 1:ends[-1] + 1]]
+        run["result"] = {"step": step}
+        for kernel in sorted(step, key=lambda kernel: -kernel["us"])[:12]:
+            print(f"       {kernel['us']:8.1f} us {kernel['megabytes']:8.1f} MB  {kernel['kernel'][:80]}", flush=True)
+        s.write()
 
 
 def accuracy(s):
@@ -375,7 +420,7 @@ def sanitizer(s):
               limit=600)
 
 
-PARTS = [kernels, golden, nccl, parallel, bandwidth, throughput, accuracy, sanitizer]
+PARTS = [kernels, golden, nccl, parallel, bandwidth, throughput, profile, accuracy, sanitizer]
 
 
 def table(s):
@@ -387,9 +432,14 @@ def table(s):
                "torch compiled", "torch eager"]
     rows = {}
     for run in s.runs:
-        if run["part"] == "throughput" and not run["problem"] and run["result"] and not s.fake:
+        ours = run["part"] == "throughput" and run["name"] != "torch"
+        if ours and not run["problem"] and run["result"] and not s.fake:
             net, batch, precision, rest = run["name"].split(" ", 3)
             rows.setdefault((net, batch, precision), {})[rest] = run["result"]["images_per_s"]
+    for figure in s.torch:
+        if "images_per_s" in figure:
+            row = rows.setdefault((figure["net"], str(figure["batch"]), figure["precision"]), {})
+            row["torch " + figure["mode"]] = figure["images_per_s"]
     if rows:
         print("images/s".ljust(24) + "".join(column.rjust(20) for column in columns) + "   best of ours / of torch")
         for key, row in rows.items():
@@ -411,18 +461,22 @@ def table(s):
 
 
 def main():
-    names = [part.__name__ for part in PARTS]
+    names = [*LETTERS, *(part.__name__ for part in PARTS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="of " + ", ".join(names))
     parser.add_argument("--fake", metavar="FOLDER", help="the folder with the fakes of the tests")
     parser.add_argument("--limit", type=float, default=1500, metavar="SECONDS", help="for each part [default: 1500]")
-    parser.add_argument("--out", default=".", metavar="FOLDER", help="where the JSON goes [default: here]")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for all parts [default: 520 if a letter is named]")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), metavar="FOLDER", help="where the JSON goes [default: OUT, or here]")
     parser.add_argument("--nets", type=lambda text: text.split(","), default=NETS, help="networks, separated by commas")
     parser.add_argument("--steps", type=int, help="steps of a throughput run")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in names]
     if unknown:
         parser.error(f"there is no part {unknown[0]}; known are {', '.join(names)}")
+    if set(options.parts) & set(LETTERS):
+        options.deadline = options.deadline or 520
+        options.parts = [part for name in options.parts for part in LETTERS.get(name, [name])]
     session = Session(options)
     print(f"{session.machine['device']}, compute capability {session.machine['architecture']}")
     for part in PARTS:
@@ -431,6 +485,8 @@ def main():
             part(session)
             session.write()
     table(session)
+    with tarfile.open(os.path.join(options.out, "gpu-check-logs.tgz"), "w:gz") as logs:
+        logs.add(session.logs, "logs")
     shutil.rmtree(session.scratch, ignore_errors=True)
     sys.exit(1 if any(run["problem"] for run in session.runs) else 0)
 

@@ -24,7 +24,7 @@ mkdir -p "$folder"
 for program in $programs; do
     strip -o "$folder/$program" "$here/../target/release/$program"
 done
-cp "$here/gpu_check.sh" "$here/gpu_check.py" "$folder"
+cp "$here/gpu_check.sh" "$here/gpu_check.py" "$here/torch_throughput.py" "$folder"
 # The scripts it is compared with, and the golden runs, where they are at hand.
 if [ -d "${PEERS-}" ]; then
     mkdir -p "$folder/peers" && cp "$PEERS"/train_torch.py "$PEERS"/nets_torch.py "$folder/peers"

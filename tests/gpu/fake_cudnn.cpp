@@ -153,7 +153,7 @@ struct Run {
     float alpha, beta;
     void* workspace = nullptr;
     size_t workspace_size = 0;
-    const float* bias = nullptr;
+    const void* bias = nullptr;
     bool relu = false, keeps_nan = false;
 
     Numbers x() const { return pass == Pass::BackwardData ? to : from; }
@@ -188,7 +188,7 @@ struct Run {
         const float wrong = pass == Pass::Forward && fake::number_asked_for("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
         for (size_t at = 0; at < sums.size(); ++at) {
             float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
-            if (bias) value += bias[at % result.c];
+            if (bias) value += Numbers{const_cast<void*>(bias), result.type == BFLOAT16}.read(at % (layer.y.c));
             if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
             to.write(at, value);
         }
@@ -246,33 +246,19 @@ struct Timing {
     int reserved[3];
 };
 
-Status find(
-    Pass pass, void* raw, void* from_descriptor, const void* from, void* by_descriptor, const void* by, void* convolution,
-    void* to_descriptor, void* to, int wanted, int* count, Timing* timings, void* workspace, size_t size
+Status rank(
+    Pass pass, void* raw, void* from, void* by, void* convolution, void* to, int wanted, int* count, Timing* timings
 ) {
     Handle* handle = of<Handle>(raw, Kind::Handle);
     if (!handle) return NOT_INITIALIZED;
     if (!count || !timings || wanted < 1) return BAD_PARAM;
-    if (fake::forbidden_in_capture()) return NOT_SUPPORTED;
     Layer layer;
-    if (const Status status = layer_of(pass, from_descriptor, by_descriptor, convolution, to_descriptor, layer)) return status;
-    Run run = prepare(pass, layer, from, by, to);
-    run.workspace = workspace;
-    run.workspace_size = size;
-    if (const Status status = check_addresses(run, 0)) return status;
-    // What is in the results afterwards is nobody's business.
-    const Tensor& result = pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w;
-    std::memset(to, 0xff, result.len() * (result.type == BFLOAT16 ? 2 : 4));
-    for (const Algorithm& algorithm : ALGORITHMS) {
-        const size_t needed = workspace_of(layer, algorithm.number);
-        if (workspace && needed <= size) std::memset(workspace, 0xff, needed);
-    }
+    if (const Status status = layer_of(pass, from, by, convolution, to, layer)) return status;
     *count = 0;
     for (int math : {layer.convolution.math, int(DEFAULT_MATH)}) {
         for (const Algorithm& algorithm : ALGORITHMS) {
             if (*count == wanted) return SUCCESS;
-            const size_t needed = workspace_of(layer, algorithm.number);
-            timings[(*count)++] = Timing{algorithm.number, needed > size ? 2u : 0u, algorithm.milliseconds, needed,
+            timings[(*count)++] = Timing{algorithm.number, SUCCESS, algorithm.milliseconds, workspace_of(layer, algorithm.number),
                                          algorithm.deterministic, math, {}};
         }
         if (math == DEFAULT_MATH) break;
@@ -295,7 +281,7 @@ Status workspace_size(Pass pass, void* handle, void* from, void* by, void* convo
 Status convolve(
     Pass pass, void* raw, const float* alpha, void* from_descriptor, const void* from, void* by_descriptor, const void* by,
     void* convolution, int number, void* workspace, size_t size, const float* beta, void* to_descriptor, void* to,
-    const float* bias = nullptr, const Activation* activation = nullptr
+    const void* bias = nullptr, const Activation* activation = nullptr
 ) {
     Handle* handle = of<Handle>(raw, Kind::Handle);
     if (!handle) return NOT_INITIALIZED;
@@ -407,17 +393,15 @@ API unsigned cudnnSetActivationDescriptor(void* raw, int mode, int propagate_nan
     return SUCCESS;
 }
 
-#define FIND(name, pass)                                                                                                   \
-    API unsigned name(                                                                                                     \
-        void* handle, void* from_descriptor, const void* from, void* by_descriptor, const void* by, void* convolution,     \
-        void* to_descriptor, void* to, int wanted, int* count, Timing* timings, void* workspace, size_t size               \
-    ) {                                                                                                                    \
-        return find(pass, handle, from_descriptor, from, by_descriptor, by, convolution, to_descriptor, to, wanted, count, \
-                    timings, workspace, size);                                                                             \
+#define RANK(name, pass)                                                                                             \
+    API unsigned name(                                                                                               \
+        void* handle, void* from, void* by, void* convolution, void* to, int wanted, int* count, Timing* timings     \
+    ) {                                                                                                              \
+        return rank(pass, handle, from, by, convolution, to, wanted, count, timings);                                \
     }
-FIND(cudnnFindConvolutionForwardAlgorithmEx, Pass::Forward)
-FIND(cudnnFindConvolutionBackwardDataAlgorithmEx, Pass::BackwardData)
-FIND(cudnnFindConvolutionBackwardFilterAlgorithmEx, Pass::BackwardFilter)
+RANK(cudnnGetConvolutionForwardAlgorithm_v7, Pass::Forward)
+RANK(cudnnGetConvolutionBackwardDataAlgorithm_v7, Pass::BackwardData)
+RANK(cudnnGetConvolutionBackwardFilterAlgorithm_v7, Pass::BackwardFilter)
 
 #define WORKSPACE_SIZE(name, pass)                                                                                  \
     API unsigned name(void* handle, void* from, void* by, void* convolution, void* to, int number, size_t* bytes) { \
@@ -452,10 +436,10 @@ API unsigned cudnnConvolutionBiasActivationForward(
     if (!alpha2 || !z || !bias) return NULL_POINTER;
     if (zs->n != ys->n || zs->c != ys->c || zs->h != ys->h || zs->w != ys->w || zs->type != ys->type) return SHAPE_MISMATCH;
     if (bs->n != 1 || bs->c != ys->c || bs->h != 1 || bs->w != 1) return SHAPE_MISMATCH;
-    if (bs->type != ys->type || bs->type != FLOAT) return NOT_SUPPORTED_DATA_TYPE;
+    if (bs->type != ys->type) return NOT_SUPPORTED_DATA_TYPE;
     if (*alpha2 != 0.0f) return NOT_SUPPORTED;
     if (activation->mode == IDENTITY && number != IMPLICIT_PRECOMP_GEMM) return NOT_SUPPORTED;
     const float zero = 0.0f;
     return convolve(Pass::Forward, handle, alpha1, x_descriptor, x, w_descriptor, w, convolution, number, workspace, size, &zero,
-                    y_descriptor, y, static_cast<const float*>(bias), activation);
+                    y_descriptor, y, bias, activation);
 }

@@ -102,6 +102,11 @@ struct Lists {
     logits: Vec<f64>,
 }
 
+/// The smallest bound in f32 on GPUs. A sum in another order can change which of two nearly equal values is the largest of
+/// a window, or the sign of one near 0; after that much a run on an H100 deviated by up to 7e-4, and PyTorch's own f32 on
+/// the CPU, with other seeds than the recorded runs have, by up to 1e-3.
+const LEAST_ON_GPUS: f64 = 1e-3;
+
 /// The program.
 pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
@@ -118,13 +123,15 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     if let Some(device) = world.device().filter(|_| rank == 0) {
         outln!("on {}, {}", device.name(), args.precision);
     }
+    let real = world.device().is_some_and(|device| !device.name().contains(crate::gpu_check::FAKE));
+    let least = if real { LEAST_ON_GPUS } else { 1e-5 };
     let coarse = args.precision != Precision::F32 || args.parallel.compresses();
     let (settings, mut failed) = (args.settings(&train), Vec::new());
     for path in &args.files {
         let golden = read(path)?;
         let found = repeat(&golden, &train, &mut world, args, &settings)
             .map_err(|error| format!("{}: {error}", path.display()))?;
-        if rank == 0 && !compare(&golden, &found, coarse) {
+        if rank == 0 && !compare(&golden, &found, coarse, least) {
             failed.push(golden.net);
         }
     }
@@ -256,10 +263,10 @@ fn norm(values: &[f32]) -> f64 {
 
 /// Prints the largest deviation of each list beside its bound. True if all are within.
 ///
-/// In f32 the bound is ten times what PyTorch's f32 deviates by, and at least 1e-5. If anything is rounded to coarser numbers,
-/// it is a fixed one: a rounding that changes which value of a window is the largest, or on which side of 0 one lies, moves
+/// In f32 the bound is ten times what PyTorch's f32 deviates by, and at least `least`. If anything is rounded to coarser numbers,
+/// it is a fixed one, or three times that where it is larger: a rounding that changes which value of a window is the largest, or on which side of 0 one lies, moves
 /// a whole contribution to the gradient, so these bounds tell a wrong kernel from coarse rounding and no more.
-fn compare(golden: &Golden, found: &Lists, is_coarse: bool) -> bool {
+fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool {
     let relative = |expected: f64| expected.abs().max(1e-12);
     let absolute = |_: f64| 1.0;
     let single = golden.torch_f32_deviation;
@@ -276,7 +283,8 @@ fn compare(golden: &Golden, found: &Lists, is_coarse: bool) -> bool {
             expected.iter().zip(found).map(|(expected, found)| (expected - found).abs() / unit(*expected));
         let distances: Vec<f64> = distances.collect();
         let largest = distances.iter().copied().fold(0.0, largest_or_nan);
-        let bound = if is_coarse { coarse } else { (10.0 * single).max(1e-5) };
+        let fine = (10.0 * single).max(least);
+        let bound = if is_coarse { coarse.max(3.0 * fine) } else { fine };
         // A NaN is not within.
         let within = expected.len() == found.len() && largest <= bound;
         within_all &= within;

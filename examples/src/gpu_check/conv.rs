@@ -13,17 +13,19 @@ use super::values::{multiplied, stored};
 use super::{bound, reference};
 
 pub(super) fn check(bench: &mut Bench) -> Outcome {
+    let conv = |images, channels, extent, filters, kernel, padding| {
+        let (height, width) = (extent, extent + 1);
+        Conv { shape: Shape { channels, height, width, filters, kernel, padding }, images }
+    };
     let mut convs = Vec::new();
     if bench.quick {
-        let conv = |images, channels, extent, filters, kernel, padding| {
-            let (height, width) = (extent, extent + 1);
-            Conv { shape: Shape { channels, height, width, filters, kernel, padding }, images }
-        };
         convs.extend([
             conv(2, 1, 9, 6, 5, Padding::Same),
             conv(1, 1, 8, 40, 5, Padding::Valid),
             conv(2, 1, 6, 33, 3, Padding::Same),
             conv(1, 1, 7, 8, 3, Padding::Valid),
+            conv(1, 1, 8, 20, 5, Padding::Valid),
+            conv(1, 1, 7, 12, 3, Padding::Same),
             conv(2, 8, 7, 16, 3, Padding::Same),
             Conv::dense(5, 72, 16),
         ]);
@@ -32,6 +34,8 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
         convs.extend(Shapes::of_networks(2).convs);
         convs.extend((0..24).map(|_| awkward_conv(&mut bench.random)));
         convs.extend([Conv::dense(128, 6272, 128), Conv::dense(37, 200, 72)]);
+        convs.extend([8, 12].map(|filters| conv(3, 1, 11, filters, 3, Padding::Same)));
+        convs.push(conv(3, 1, 11, 12, 5, Padding::Same));
     }
     for conv in &convs {
         passes(bench, conv)?;
@@ -70,11 +74,18 @@ enum Pass {
     BackwardInput,
     BackwardWeights,
     BackwardBias,
+    BackwardActivation,
 }
 
 fn passes(bench: &mut Bench, conv: &Conv) -> Outcome {
     for precision in Precision::ALL {
-        for of in [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights, Pass::BackwardBias] {
+        for of in [
+            Pass::Forward,
+            Pass::BackwardInput,
+            Pass::BackwardWeights,
+            Pass::BackwardBias,
+            Pass::BackwardActivation,
+        ] {
             pass(bench, conv, precision, of)?;
         }
     }
@@ -88,6 +99,7 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
         Pass::BackwardInput => "backward_input",
         Pass::BackwardWeights => "backward_weights",
         Pass::BackwardBias => "backward_bias",
+        Pass::BackwardActivation => "backward_activation",
     };
     let &Conv { shape, images } = conv;
     // Kernels for images of one channel multiply without them.
@@ -95,6 +107,10 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
     let tensor_cores = bench.tensor_cores() && !first;
     let dtype = precision.storage();
     let bf16 = dtype == DType::Bf16;
+    let sum = |terms, bf16| {
+        let cut = if tensor_cores && precision != Precision::F32 { bound::cut(terms) } else { 0.0 };
+        bound::sum(terms, bf16) + cut
+    };
     let as_dense = dense::Shape { inputs: shape.channels, outputs: shape.filters };
     bench.check(&format!("{layer} {name}"), conv, precision.name(), |bench, judge| {
         let x = stored(precision, bench.random.floats(images * shape.input_len()));
@@ -126,7 +142,7 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                 let sums = reference::forward(&shape, images, &x, &w, &b);
                 let activate = |value: &f64| if *value > 0.0 { *value } else { value * f64::from(slope) };
                 let expected: Vec<f64> = sums.values.iter().map(activate).collect();
-                let bound = bound::sum(shape.filter_len(), bf16);
+                let bound = sum(shape.filter_len(), bf16);
                 judge.close("output", found.floats(0), &expected, |i| sums.scale(i), bound);
             }
             Pass::BackwardInput => {
@@ -139,7 +155,7 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                     }
                 })?;
                 let sums = reference::backward_input(&shape, images, &w, &dy);
-                let bound = bound::sum(shape.filters * in_place, bf16);
+                let bound = sum(shape.filters * in_place, bf16);
                 judge.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
             Pass::BackwardWeights => {
@@ -155,7 +171,7 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                     }
                 })?;
                 let sums = reference::backward_weights(&shape, images, &x, &dy);
-                let bound = bound::sum(pixels, false);
+                let bound = sum(pixels, false);
                 judge.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
             Pass::BackwardBias => {
@@ -173,6 +189,31 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                 let sums = reference::backward_bias(&shape, &dy);
                 let bound = bound::sum(pixels, false);
                 judge.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
+            }
+            Pass::BackwardActivation => {
+                let slope = [0.0, LEAKY_SLOPE][bench.random.below(2)];
+                let y = stored(precision, bench.random.floats(dy.len()));
+                let y_memory = bench.activations(dtype, &y)?;
+                let outputs = [Output::of(dtype, dy.len()), Output::of(DType::F32, shape.filters)];
+                let found = bench.twice(judge, &outputs, |stream, outputs| {
+                    let &[gradient, db] = outputs else { unreachable!("two outputs") };
+                    stream.copy(dy_view, gradient)?;
+                    let (y, space) = (y_memory.view(), workspace.view());
+                    cuda::backward_activation(
+                        stream, &shape, images, precision, slope, y, gradient, space, db,
+                    )
+                })?;
+                let dy = dy_memory_values(bench, &dy_memory.view())?;
+                let before =
+                    y.iter().zip(&dy).map(|(y, dy)| if *y > 0.0 { *dy } else { *dy * f64::from(slope) });
+                let expected: Vec<f64> = before.collect();
+                let rounded = bound::chain(1, bf16);
+                judge.close("gradient", found.floats(0), &expected, |i| expected[i].abs(), rounded);
+                // The bias's is the sum of what was rounded.
+                let found_before: Vec<f64> = found.floats(0).iter().map(|value| f64::from(*value)).collect();
+                let sums = reference::backward_bias(&shape, &found_before);
+                let bound = bound::sum(pixels, false);
+                judge.close("bias's gradient", found.floats(1), &sums.values, |i| sums.scale(i), bound);
             }
         }
         Ok(())

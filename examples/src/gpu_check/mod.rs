@@ -44,7 +44,7 @@ use report::{Machine, Report};
 use crate::print::{self, errln, outln};
 
 /// How a stand-in for a GPU is called. It is no GPU, and its times mean nothing.
-const FAKE: &str = "FAKE GPU";
+pub(crate) const FAKE: &str = "FAKE GPU";
 
 /// Runs the program.
 pub fn main() -> ExitCode {

@@ -21,22 +21,16 @@ KERNEL(activation_forward_bf16)(bf16* values, u32 len, u32 packs, f32 slope) {
 }
 
 template <class T>
-__device__ inline T activation_slope(T y, T gradient, f32 slope) {
-    const f32 scaled = to_f32(gradient) * slope;
-    return to_f32(y) > 0.0f ? gradient : from_f32<T>(scaled);
-}
-
-template <class T>
 __device__ void activation_backward(const T* y, T* gradient, u32 len, u32 packs, f32 slope) {
     constexpr u32 N = PACK<T>;
     for (u32 i = grid_thread(); i < packs; i += grid_threads()) {
         const Pack<T, N> outputs = load_pack<N>(y + i * N);
         Pack<T, N> pack = load_pack<N>(gradient + i * N);
-        for (u32 j = 0; j < N; j++) pack.at[j] = activation_slope(outputs.at[j], pack.at[j], slope);
+        for (u32 j = 0; j < N; j++) pack.at[j] = rectify_gradient(outputs.at[j], pack.at[j], slope);
         store_pack<N>(gradient + i * N, pack);
     }
     for (u32 i = packs * N + grid_thread(); i < len; i += grid_threads()) {
-        gradient[i] = activation_slope(y[i], gradient[i], slope);
+        gradient[i] = rectify_gradient(y[i], gradient[i], slope);
     }
 }
 

@@ -3,12 +3,13 @@
 // With one channel a matrix product would gather single elements and have a depth of 9 or 25. Here a lane owns one or two
 // filters, whose weights (or gradients) stay in its registers, and a warp goes over the image in strips of four pixels of a
 // row. What the filters see of the image lies in shared memory, the same for all lanes: eight values of a row serve four
-// pixels. Neighbouring lanes write neighbouring filters, so the output is as fast as memory.
+// pixels. Neighbouring lanes write neighbouring filters, so the output is as fast as memory. Where there are few filters,
+// quarters of a warp go over strips of their own.
 //
 // A band is some output rows of an image with the input rows around them; a block takes one band after another.
 
-#define FIRST_WARPS 8u
 #define FIRST_THREADS 256u
+#define FEW 8u            // filters for which a quarter of a warp is enough
 #define STRIP 4u
 #define SEEN_MOST 4096u   // values of a band
 
@@ -47,16 +48,16 @@ __device__ inline Band load_band(const T* x, const First& shape, u32 index, f32*
     return band;
 }
 
-// Calls `strip(row, column)` for this warp's strips of a band. Warps take turns.
-template <class STRIP_FUNCTION>
+// Calls `strip(row, column)` for the strips of a band that are those of this thread's LANES lanes. They take turns.
+template <u32 LANES, class STRIP_FUNCTION>
 __device__ inline void each_strip(const First& shape, const Band& band, const STRIP_FUNCTION& strip) {
     const u32 strips = (shape.out_width + STRIP - 1) / STRIP;
-    u32 row = 0, at = threadIdx.x / WARP;
+    u32 row = 0, at = threadIdx.x / LANES;
     while (true) {
         while (at >= strips) at -= strips, row++;
         if (row >= band.rows) return;
         strip(row, at * STRIP);
-        at += FIRST_WARPS;
+        at += FIRST_THREADS / LANES;
     }
 }
 
@@ -71,20 +72,20 @@ __device__ inline void seen_by_strip(const f32* seen, u32 stride, u32 row, u32 c
     }
 }
 
-// A lane's filters are `own`, `own + WARP`, ….
-template <u32 EACH>
+// A lane's filters are `own`, `own + LANES`, ….
+template <u32 EACH, u32 LANES>
 __device__ inline u32 own_filter(u32 e) {
-    return blockIdx.y * (EACH * WARP) + e * WARP + threadIdx.x % WARP;
+    return blockIdx.y * (EACH * LANES) + e * LANES + threadIdx.x % LANES;
 }
 
-template <class T, u32 K, u32 EACH>
+template <class T, u32 K, u32 EACH, u32 LANES = WARP>
 __device__ inline void first_forward(const T* x, const T* w, const f32* bias, T* y, const First& shape) {
     __shared__ Four shared[SEEN_MOST / 4];
     f32* seen = shared->value;
     f32 weights[EACH][K * K], biases[EACH];
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) {
-        const u32 filter = own_filter<EACH>(e);
+        const u32 filter = own_filter<EACH, LANES>(e);
         const bool known = filter < shape.filters;
         biases[e] = known ? bias[filter] : 0.0f;
 #pragma unroll
@@ -94,7 +95,7 @@ __device__ inline void first_forward(const T* x, const T* w, const f32* bias, T*
     for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
         const Band band = load_band<T, K>(x, shape, index, seen);
         T* rows = y + ((u64)band.image * shape.out_height + band.first) * shape.out_width * shape.filters;
-        each_strip(shape, band, [&](u32 row, u32 column) {
+        each_strip<LANES>(shape, band, [&](u32 row, u32 column) {
             f32 sums[STRIP][EACH];
 #pragma unroll
             for (u32 p = 0; p < STRIP; p++) {
@@ -119,8 +120,8 @@ __device__ inline void first_forward(const T* x, const T* w, const f32* bias, T*
                 T* pixel = rows + (row * shape.out_width + column + p) * shape.filters;
 #pragma unroll
                 for (u32 e = 0; e < EACH; e++) {
-                    if (column + p < shape.out_width && own_filter<EACH>(e) < shape.filters) {
-                        pixel[own_filter<EACH>(e)] = from_f32<T>(rectify(sums[p][e], shape.slope));
+                    if (column + p < shape.out_width && own_filter<EACH, LANES>(e) < shape.filters) {
+                        pixel[own_filter<EACH, LANES>(e)] = from_f32<T>(rectify(sums[p][e], shape.slope));
                     }
                 }
             }
@@ -129,7 +130,7 @@ __device__ inline void first_forward(const T* x, const T* w, const f32* bias, T*
 }
 
 // The gradient of the weights as far as this block's bands make it: one slice of `dw` for each blockIdx.x.
-template <class T, u32 K, u32 EACH>
+template <class T, u32 K, u32 EACH, u32 LANES = WARP>
 __device__ inline void first_backward_weights(const T* x, const T* dy, f32* dw, const First& shape) {
     __shared__ Four shared[SEEN_MOST / 4];
     f32* seen = shared->value;
@@ -138,15 +139,15 @@ __device__ inline void first_backward_weights(const T* x, const T* dy, f32* dw, 
     for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
         const Band band = load_band<T, K>(x, shape, index, seen);
         const T* rows = dy + ((u64)band.image * shape.out_height + band.first) * shape.out_width * shape.filters;
-        each_strip(shape, band, [&](u32 row, u32 column) {
+        each_strip<LANES>(shape, band, [&](u32 row, u32 column) {
             f32 gradients[STRIP][EACH];
 #pragma unroll
             for (u32 p = 0; p < STRIP; p++) {
                 const T* pixel = rows + (row * shape.out_width + column + p) * shape.filters;
 #pragma unroll
                 for (u32 e = 0; e < EACH; e++) {
-                    const bool known = column + p < shape.out_width && own_filter<EACH>(e) < shape.filters;
-                    gradients[p][e] = known ? to_f32(pixel[own_filter<EACH>(e)]) : 0.0f;
+                    const bool known = column + p < shape.out_width && own_filter<EACH, LANES>(e) < shape.filters;
+                    gradients[p][e] = known ? to_f32(pixel[own_filter<EACH, LANES>(e)]) : 0.0f;
                 }
             }
 #pragma unroll
@@ -164,9 +165,9 @@ __device__ inline void first_backward_weights(const T* x, const T* dy, f32* dw, 
             }
         });
     }
-    // Now the warps' sums are added, some taps at a time, through the memory that held the bands.
-    constexpr u32 FILTERS = EACH * WARP, TAPS = SEEN_MOST / (FIRST_WARPS * FILTERS);
-    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    // Now the sums are added that the groups of lanes have, some taps at a time, through the memory that held the bands.
+    constexpr u32 FILTERS = EACH * LANES, GROUPS = FIRST_THREADS / LANES, TAPS = SEEN_MOST / (GROUPS * FILTERS);
+    const u32 lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     f32* slice = dw + (u64)blockIdx.x * shape.filters * (K * K);
 #pragma unroll
     for (u32 first = 0; first < K * K; first += TAPS) {
@@ -175,7 +176,7 @@ __device__ inline void first_backward_weights(const T* x, const T* dy, f32* dw, 
         for (u32 tap = 0; tap < TAPS; tap++) {
 #pragma unroll
             for (u32 e = 0; e < EACH; e++) {
-                if (first + tap < K * K) seen[(tap * FIRST_WARPS + warp) * FILTERS + e * WARP + lane] = sums[e][first + tap];
+                if (first + tap < K * K) seen[(tap * GROUPS + group) * FILTERS + e * LANES + lane] = sums[e][first + tap];
             }
         }
         __syncthreads();
@@ -183,7 +184,7 @@ __device__ inline void first_backward_weights(const T* x, const T* dy, f32* dw, 
             const u32 tap = i / FILTERS, filter = blockIdx.y * FILTERS + i % FILTERS;
             f32 sum = 0.0f;
 #pragma unroll
-            for (u32 part = 0; part < FIRST_WARPS; part++) sum += seen[(tap * FIRST_WARPS + part) * FILTERS + i % FILTERS];
+            for (u32 part = 0; part < GROUPS; part++) sum += seen[(tap * GROUPS + part) * FILTERS + i % FILTERS];
             if (filter < shape.filters) slice[filter * (K * K) + first + tap] = sum;
         }
     }
@@ -192,13 +193,19 @@ __device__ inline void first_backward_weights(const T* x, const T* dy, f32* dw, 
 #define FIRST_FORWARD(T) (const T *x, const T *w, const f32 *bias, T *y, const __grid_constant__ First shape)
 #define FIRST_BACKWARD(T) (const T *x, const T *dy, f32 *dw, const __grid_constant__ First shape)
 
-// By the kernel's side and the filters of a lane.
+// By the kernel's side and the filters of a lane, or for few filters.
 
+KERNEL_BOUNDS(conv_first_forward_f32_k3_few, 256) FIRST_FORWARD(f32) {
+    first_forward<f32, 3, 1, FEW>(x, w, bias, y, shape);
+}
 KERNEL_BOUNDS(conv_first_forward_f32_k3_x1, 256) FIRST_FORWARD(f32) {
     first_forward<f32, 3, 1>(x, w, bias, y, shape);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k3_x2, 256) FIRST_FORWARD(f32) {
     first_forward<f32, 3, 2>(x, w, bias, y, shape);
+}
+KERNEL_BOUNDS(conv_first_forward_f32_k5_few, 256) FIRST_FORWARD(f32) {
+    first_forward<f32, 5, 1, FEW>(x, w, bias, y, shape);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k5_x1, 256) FIRST_FORWARD(f32) {
     first_forward<f32, 5, 1>(x, w, bias, y, shape);
@@ -207,11 +214,17 @@ KERNEL_BOUNDS(conv_first_forward_f32_k5_x2, 256) FIRST_FORWARD(f32) {
     first_forward<f32, 5, 2>(x, w, bias, y, shape);
 }
 
+KERNEL_BOUNDS(conv_first_backward_weights_f32_k3_few, 256) FIRST_BACKWARD(f32) {
+    first_backward_weights<f32, 3, 1, FEW>(x, dy, dw, shape);
+}
 KERNEL_BOUNDS(conv_first_backward_weights_f32_k3_x1, 256) FIRST_BACKWARD(f32) {
     first_backward_weights<f32, 3, 1>(x, dy, dw, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_weights_f32_k3_x2, 256) FIRST_BACKWARD(f32) {
     first_backward_weights<f32, 3, 2>(x, dy, dw, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_weights_f32_k5_few, 256) FIRST_BACKWARD(f32) {
+    first_backward_weights<f32, 5, 1, FEW>(x, dy, dw, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_weights_f32_k5_x1, 256) FIRST_BACKWARD(f32) {
     first_backward_weights<f32, 5, 1>(x, dy, dw, shape);
@@ -220,11 +233,17 @@ KERNEL_BOUNDS(conv_first_backward_weights_f32_k5_x2, 256) FIRST_BACKWARD(f32) {
     first_backward_weights<f32, 5, 2>(x, dy, dw, shape);
 }
 
+KERNEL_BOUNDS(conv_first_forward_bf16_k3_few, 256) FIRST_FORWARD(bf16) {
+    first_forward<bf16, 3, 1, FEW>(x, w, bias, y, shape);
+}
 KERNEL_BOUNDS(conv_first_forward_bf16_k3_x1, 256) FIRST_FORWARD(bf16) {
     first_forward<bf16, 3, 1>(x, w, bias, y, shape);
 }
 KERNEL_BOUNDS(conv_first_forward_bf16_k3_x2, 256) FIRST_FORWARD(bf16) {
     first_forward<bf16, 3, 2>(x, w, bias, y, shape);
+}
+KERNEL_BOUNDS(conv_first_forward_bf16_k5_few, 256) FIRST_FORWARD(bf16) {
+    first_forward<bf16, 5, 1, FEW>(x, w, bias, y, shape);
 }
 KERNEL_BOUNDS(conv_first_forward_bf16_k5_x1, 256) FIRST_FORWARD(bf16) {
     first_forward<bf16, 5, 1>(x, w, bias, y, shape);
@@ -233,11 +252,17 @@ KERNEL_BOUNDS(conv_first_forward_bf16_k5_x2, 256) FIRST_FORWARD(bf16) {
     first_forward<bf16, 5, 2>(x, w, bias, y, shape);
 }
 
+KERNEL_BOUNDS(conv_first_backward_weights_bf16_k3_few, 256) FIRST_BACKWARD(bf16) {
+    first_backward_weights<bf16, 3, 1, FEW>(x, dy, dw, shape);
+}
 KERNEL_BOUNDS(conv_first_backward_weights_bf16_k3_x1, 256) FIRST_BACKWARD(bf16) {
     first_backward_weights<bf16, 3, 1>(x, dy, dw, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_weights_bf16_k3_x2, 256) FIRST_BACKWARD(bf16) {
     first_backward_weights<bf16, 3, 2>(x, dy, dw, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_weights_bf16_k5_few, 256) FIRST_BACKWARD(bf16) {
+    first_backward_weights<bf16, 5, 1, FEW>(x, dy, dw, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_weights_bf16_k5_x1, 256) FIRST_BACKWARD(bf16) {
     first_backward_weights<bf16, 5, 1>(x, dy, dw, shape);

@@ -1,13 +1,13 @@
-// Sums of a matrix over its rows, in slices: the gradient of the bias, which has a column for every filter and a row for
-// every output pixel, and what slices of any gradient add up to. A slice's rows go round the warps of a block, a column to
+// Sums of a matrix over its rows, in slices.
+
+// What slices of any gradient add up to. A slice's rows go round the warps of a block, a column to
 // each lane, and the warps' sums are added in their order: the same rows give the same bits every time.
 
 #define SUM_WARPS 8u
 
-template <class T>
-__device__ inline void sum_rows(const T* matrix, u32 rows, u32 columns, u32 slice, f32* sums) {
-    // Loads on their way at once, in sums of their own: as many bytes for either type.
-    constexpr u32 AHEAD = 16 / sizeof(T);
+KERNEL_BOUNDS(conv_sum_f32, 256)(const f32* matrix, u32 rows, u32 columns, u32 slice, f32* sums) {
+    // Loads on their way at once, in sums of their own.
+    constexpr u32 AHEAD = 4;
     __shared__ f32 parts[SUM_WARPS][WARP];
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     const u32 start = blockIdx.y * slice, end = least(start + slice, rows);
@@ -17,7 +17,7 @@ __device__ inline void sum_rows(const T* matrix, u32 rows, u32 columns, u32 slic
 #pragma unroll
             for (u32 i = 0; i < AHEAD; i++) {
                 const u32 at = row + SUM_WARPS * i;
-                if (at < end) own[i] += to_f32(matrix[(u64)at * columns + column]);
+                if (at < end) own[i] += matrix[(u64)at * columns + column];
             }
         }
     }
@@ -35,10 +35,76 @@ __device__ inline void sum_rows(const T* matrix, u32 rows, u32 columns, u32 slic
     sums[(u64)blockIdx.y * columns + column] = sum;
 }
 
-KERNEL_BOUNDS(conv_sum_f32, 256)(const f32* matrix, u32 rows, u32 columns, u32 slice, f32* sums) {
-    sum_rows(matrix, rows, columns, slice, sums);
+// The gradient of the bias: a column for every filter, a row for every output pixel. Given the activated output `y`, the
+// gradient is first brought in place to before the activation. A thread keeps a pack of columns and goes down the rows of
+// its slice; the threads of a column are added up in their order.
+
+#define BIAS_THREADS 256u
+
+template <class T, u32 N>
+__device__ void bias_packs(
+    const T* y, T* gradient, u32 rows, u32 columns, u32 slice, f32 slope, f32* sums) {
+    // Loads on their way at once.
+    constexpr u32 AHEAD = 4;
+    __shared__ f32 parts[BIAS_THREADS * N];
+    const u32 row_packs = columns / N, tile = least(row_packs, BIAS_THREADS), lanes = BIAS_THREADS / tile;
+    const u32 lane = threadIdx.x / tile, place = threadIdx.x % tile, pack = blockIdx.x * tile + place;
+    const u32 start = blockIdx.y * slice, end = least(start + slice, rows), width = tile * N;
+    f32 own[N] = {};
+    if (lane < lanes && pack < row_packs) {
+        for (u32 row = start + lane; row < end; row += lanes * AHEAD) {
+            Pack<T, N> values[AHEAD], outputs[AHEAD];
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u64 at = (u64)(row + lanes * i) * columns + pack * N;
+                if (row + lanes * i >= end) continue;
+                values[i] = load_pack<N>(gradient + at);
+                if (y) outputs[i] = load_pack<N>(y + at);
+            }
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u64 at = (u64)(row + lanes * i) * columns + pack * N;
+                if (row + lanes * i >= end) continue;
+                if (y) {
+#pragma unroll
+                    for (u32 j = 0; j < N; j++) {
+                        values[i].at[j] = rectify_gradient(outputs[i].at[j], values[i].at[j], slope);
+                    }
+                    store_pack<N>(gradient + at, values[i]);
+                }
+#pragma unroll
+                for (u32 j = 0; j < N; j++) own[j] += to_f32(values[i].at[j]);
+            }
+        }
+    }
+    if (lane < lanes) {
+#pragma unroll
+        for (u32 j = 0; j < N; j++) parts[lane * width + place * N + j] = own[j];
+    }
+    __syncthreads();
+    for (u32 column = threadIdx.x; column < width; column += BIAS_THREADS) {
+        f32 sum = parts[column];
+        for (u32 other = 1; other < lanes; other++) sum += parts[other * width + column];
+        const u32 to = blockIdx.x * width + column;
+        if (to < columns) sums[(u64)blockIdx.y * columns + to] = sum;
+    }
 }
 
-KERNEL_BOUNDS(conv_sum_bf16, 256)(const bf16* matrix, u32 rows, u32 columns, u32 slice, f32* sums) {
-    sum_rows(matrix, rows, columns, slice, sums);
+template <class T>
+__device__ void bias_sums(
+    const T* y, T* gradient, u32 rows, u32 columns, u32 slice, f32 slope, f32* sums, u32 wide) {
+    if (wide) {
+        bias_packs<T, PACK<T>>(y, gradient, rows, columns, slice, slope, sums);
+    } else {
+        bias_packs<T, 1>(y, gradient, rows, columns, slice, slope, sums);
+    }
+}
+
+KERNEL_BOUNDS(conv_bias_f32, BIAS_THREADS)(
+    const f32* y, f32* gradient, u32 rows, u32 columns, u32 slice, f32 slope, f32* sums, u32 wide) {
+    bias_sums(y, gradient, rows, columns, slice, slope, sums, wide);
+}
+KERNEL_BOUNDS(conv_bias_bf16, BIAS_THREADS)(
+    const bf16* y, bf16* gradient, u32 rows, u32 columns, u32 slice, f32 slope, f32* sums, u32 wide) {
+    bias_sums(y, gradient, rows, columns, slice, slope, sums, wide);
 }

@@ -52,6 +52,9 @@ pub static FIRST: Source = Source { name: "conv_first", text: include_str!("conv
 /// Sums of rows.
 pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_sums.cu") };
 
+/// Weights for the convolution that goes the other way.
+pub static TURN: Source = Source { name: "conv_turn", text: include_str!("conv_turn.cu") };
+
 /// `struct Side` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
@@ -153,9 +156,13 @@ impl First {
 
 /// The kernel `pass` for images of one channel, and its blocks for all filters when `blocks` share the bands.
 fn first_kernel(pass: &str, shape: &Shape, precision: Precision, blocks: usize) -> (String, Grid) {
-    let each = if shape.filters > 32 { 2 } else { 1 };
-    let name = format!("conv_first_{pass}_{}_k{}_x{each}", precision.storage(), shape.kernel);
-    let groups = count(shape.filters.div_ceil(32 * each));
+    let (filters, of_block) = match shape.filters {
+        0..=8 => ("few", 8),
+        9..=32 => ("x1", 32),
+        _ => ("x2", 64),
+    };
+    let name = format!("conv_first_{pass}_{}_k{}_{filters}", precision.storage(), shape.kernel);
+    let groups = count(shape.filters.div_ceil(of_block));
     (name, Grid { blocks: [count(blocks), groups, 1], threads: 256, shared: 0 })
 }
 
@@ -278,6 +285,28 @@ pub fn backward_input(
     unsafe { run_product(stream, "backward_input", precision, tile, (rows, columns, 1), &arguments) }
 }
 
+/// Overwrites `turned` \[C, K, K, F\] with the weights of the convolution that goes the other way: with a padding of
+/// K − 1 − P it makes, of an image as this one's output, what this one's gradient of the input is.
+#[track_caller]
+pub fn turn_weights(
+    stream: &Stream,
+    shape: &Shape,
+    precision: Precision,
+    weights: View<'_>,
+    turned: View<'_>,
+) -> Result<()> {
+    let dtype = precision.storage();
+    check("a convolution's weights", weights, dtype, shape.weights_len());
+    check("a convolution's turned weights", turned, dtype, shape.weights_len());
+    let (filters, channels) = (count(shape.filters), count(shape.channels));
+    let taps = count(shape.kernel * shape.kernel);
+    let tiles = filters.div_ceil(32) * channels.div_ceil(32);
+    let grid = Grid { blocks: [tiles, taps, 1], threads: 256, shared: 0 };
+    let arguments = [weights.into(), filters.into(), taps.into(), channels.into(), turned.into()];
+    // SAFETY: both views have the lengths that the extents say.
+    unsafe { run(stream, &TURN, &format!("conv_turn_{dtype}"), grid, &arguments) }
+}
+
 /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images. The workspace is of f32
 /// and has [`workspace_bytes`] or more; what it holds does not matter.
 #[track_caller]
@@ -340,10 +369,89 @@ pub fn backward_bias(
     if images == 0 {
         return stream.zero(db);
     }
+    bias_sums(stream, shape, images, None, dy, workspace, db)
+}
+
+/// Turns `dy`, the gradient of the activated output `y`, in place into that of the output before its activation, and
+/// overwrites `db` \[F\], in f32, with the gradient of the bias: both in one pass over memory. Slope and workspace are as
+/// for [`forward`] and [`backward_bias`].
+#[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub fn backward_activation(
+    stream: &Stream,
+    shape: &Shape,
+    images: usize,
+    precision: Precision,
+    slope: f32,
+    y: View<'_>,
+    dy: View<'_>,
+    workspace: View<'_>,
+    db: View<'_>,
+) -> Result<()> {
+    shape.check();
+    let (dtype, len) = (precision.storage(), images * shape.output_len());
+    check("a convolution's output", y, dtype, len);
+    check("the gradient of a convolution's output", dy, dtype, len);
+    check("the gradient of a convolution's bias", db, DType::F32, shape.filters);
+    if images == 0 {
+        return stream.zero(db);
+    }
+    bias_sums(stream, shape, images, Some((y, slope)), dy, workspace, db)
+}
+
+/// The gradient of the bias, of what is first brought to before an activation, if there is one.
+fn bias_sums(
+    stream: &Stream,
+    shape: &Shape,
+    images: usize,
+    activated: Option<(View<'_>, f32)>,
+    dy: View<'_>,
+    workspace: View<'_>,
+    db: View<'_>,
+) -> Result<()> {
     let slices = plan::bias_slices(shape, images);
     let sums = slice_sums(&slices, workspace, db);
-    sum_rows(stream, dy, shape.filters, &slices, sums)?;
+    bias_slices(stream, shape.filters, &slices, activated, dy, sums)?;
     add_slices(stream, &slices, sums, db)
+}
+
+/// The sum over the rows of each slice of `dy`.
+fn bias_slices(
+    stream: &Stream,
+    columns: usize,
+    slices: &Slices,
+    activated: Option<(View<'_>, f32)>,
+    dy: View<'_>,
+    sums: View<'_>,
+) -> Result<()> {
+    let (y, slope) = activated.unzip();
+    let pack = 16 / dy.dtype().size();
+    let wide = columns.is_multiple_of(pack) && aligned(pack, &[dy, y.unwrap_or(dy)]);
+    let threads = 256;
+    let packs = if wide { columns / pack } else { columns };
+    let blocks = [count(packs.div_ceil(threads)), count(slices.count), 1];
+    let arguments = [
+        y.map_or(Arg::of(&0u64), Arg::from),
+        dy.into(),
+        count(dy.len() / columns).into(),
+        count(columns).into(),
+        count(slices.len).into(),
+        slope.unwrap_or(LINEAR).into(),
+        sums.into(),
+        u32::from(wide).into(),
+    ];
+    let grid = Grid { blocks, threads: threads as u32, shared: 0 };
+    // SAFETY: both images have so many rows of columns, and `sums` has a row for every slice.
+    unsafe { run(stream, &SUMS, &format!("conv_bias_{}", dy.dtype()), grid, &arguments) }
+}
+
+/// Overwrites `total` (f32) with the sum of `parts`, each of so many elements.
+#[track_caller]
+pub(super) fn sum_parts(stream: &Stream, parts: View<'_>, total: View<'_>) -> Result<()> {
+    check("a sum of gradients", total, DType::F32, total.len());
+    let slices = Slices { count: 1, len: parts.len() / total.len() };
+    check("gradients", parts, parts.dtype(), slices.len * total.len());
+    bias_slices(stream, total.len(), &slices, None, parts, total)
 }
 
 /// Where the sums of slices go: into the workspace, or if there is but one to their end.
@@ -367,22 +475,9 @@ fn add_slices(stream: &Stream, slices: &Slices, sums: View<'_>, total: View<'_>)
     if slices.count == 1 {
         return Ok(());
     }
-    sum_rows(stream, sums, total.len(), &Slices { count: 1, len: slices.count }, total)
-}
-
-/// Sums the rows of each slice of a matrix.
-fn sum_rows(
-    stream: &Stream,
-    matrix: View<'_>,
-    columns: usize,
-    slices: &Slices,
-    sums: View<'_>,
-) -> Result<()> {
-    let rows = count(matrix.len() / columns);
-    let grid =
-        Grid { blocks: [count(columns.div_ceil(32)), count(slices.count), 1], threads: 256, shared: 0 };
-    let arguments =
-        [matrix.into(), rows.into(), count(columns).into(), count(slices.len).into(), sums.into()];
-    // SAFETY: the matrix has so many rows, and `sums` a row for every slice.
-    unsafe { run(stream, &SUMS, &format!("conv_sum_{}", matrix.dtype()), grid, &arguments) }
+    let (rows, columns) = (count(slices.count), count(total.len()));
+    let grid = Grid { blocks: [columns.div_ceil(32), 1, 1], threads: 256, shared: 0 };
+    let arguments = [sums.into(), rows.into(), columns.into(), rows.into(), total.into()];
+    // SAFETY: `sums` has so many rows of as many columns as the total.
+    unsafe { run(stream, &SUMS, "conv_sum_f32", grid, &arguments) }
 }

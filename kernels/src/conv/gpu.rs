@@ -18,7 +18,7 @@ use crate::cuda::algorithm::{Algorithm, Form, Library};
 use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::elements::{aligned, check, pack};
 use crate::cuda::{Error, Libraries, Memory, Options, Result, Stream, View};
-use crate::{DType, activation};
+use crate::{DType, activation, pool};
 
 /// A convolutional or dense layer, set up for one GPU and one size of batches.
 ///
@@ -200,6 +200,39 @@ impl Conv {
         self.run_chosen(Pass::Forward, stream, images, [x, weights, y], Some(bias), workspace)
     }
 
+    /// As [`forward`](Self::forward), with max-pooling behind it: overwrites `y` with the maxima of the activated output,
+    /// and `chosen` with their places ([`pool::cuda::forward`]). `raw` has room for the output before pooling; what it
+    /// holds afterwards is nobody's business.
+    ///
+    /// # Errors
+    /// If the work cannot be put on the stream.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    #[track_caller]
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    pub fn forward_pooled(
+        &self,
+        stream: &Stream,
+        images: usize,
+        x: View<'_>,
+        weights: View<'_>,
+        bias: View<'_>,
+        raw: View<'_>,
+        window: &pool::Shape,
+        y: View<'_>,
+        chosen: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let operands = [x, weights, raw];
+        let algorithm = self.chosen(Pass::Forward, images, operands, Some(bias), workspace);
+        if self.product(Pass::Forward, algorithm, stream, images, operands, Some(bias), workspace)? {
+            pool::cuda::forward(stream, window, self.shape.filters, raw, y, chosen)
+        } else {
+            pool::cuda::forward_fused(stream, window, self.slope, bias, raw, y, chosen)
+        }
+    }
+
     /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, given that of the output before its activation.
     ///
     /// # Errors
@@ -261,6 +294,29 @@ impl Conv {
         cuda::backward_bias(stream, &self.shape, images, self.precision, dy, workspace, db)
     }
 
+    /// Turns `dy`, the gradient of the activated output `y`, in place into that of the output before its activation, and
+    /// overwrites `db` \[F\], in f32, with the gradient of the bias.
+    ///
+    /// # Errors
+    /// If the work cannot be put on the stream.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    #[track_caller]
+    pub fn backward_activation(
+        &self,
+        stream: &Stream,
+        images: usize,
+        y: View<'_>,
+        dy: View<'_>,
+        db: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        choice::check_batch(images, self.images, workspace, self.workspace);
+        let &Conv { ref shape, precision, slope, .. } = self;
+        cuda::backward_activation(stream, shape, images, precision, slope, y, dy, workspace, db)
+    }
+
     /// Makes a pass by the library's algorithm, if it won and the batch and the memory are what it was chosen for.
     #[track_caller]
     fn run_chosen(
@@ -272,15 +328,28 @@ impl Conv {
         bias: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
+        let algorithm = self.chosen(pass, images, operands, bias, workspace);
+        self.run(pass, algorithm, stream, images, operands, bias, workspace)
+    }
+
+    /// The library's algorithm, if it won and the batch and the memory are what it was chosen for.
+    #[track_caller]
+    fn chosen(
+        &self,
+        pass: Pass,
+        images: usize,
+        operands: [View<'_>; 3],
+        bias: Option<View<'_>>,
+        workspace: View<'_>,
+    ) -> Option<&Algorithm> {
         choice::check_batch(images, self.images, workspace, self.workspace);
         let mut views = operands.into_iter().chain(bias);
         let fits = images == self.images && views.all(|view| aligned(pack(view.dtype()), &[view]));
         let choice = self.choices[pass as usize].as_ref().filter(|_| fits);
-        let algorithm = choice.and_then(|choice| choice.algorithm.as_ref());
-        self.run(pass, algorithm, stream, images, operands, bias, workspace)
+        choice.and_then(|choice| choice.algorithm.as_ref())
     }
 
-    /// Makes a pass, by this crate's kernel where no algorithm is given.
+    /// Makes a pass, by this crate's kernel where no algorithm is given, with bias and activation if it is the forward one.
     #[track_caller]
     #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
     fn run(
@@ -293,10 +362,30 @@ impl Conv {
         bias: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
+        let activated = self.product(pass, algorithm, stream, images, operands, bias, workspace)?;
+        match bias {
+            Some(bias) if !activated => activation::cuda::bias(stream, self.slope, bias, operands[2]),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes a pass, by this crate's kernel where no algorithm is given. False if bias and activation are left to do.
+    #[track_caller]
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    fn product(
+        &self,
+        pass: Pass,
+        algorithm: Option<&Algorithm>,
+        stream: &Stream,
+        images: usize,
+        operands: [View<'_>; 3],
+        bias: Option<View<'_>>,
+        workspace: View<'_>,
+    ) -> Result<bool> {
         let &Conv { ref shape, precision, slope, .. } = self;
         let [from, by, to] = operands;
         let (Some(library), Some(algorithm)) = (&self.vendor, algorithm) else {
-            return match pass {
+            match pass {
                 Pass::Forward => {
                     let bias = bias.expect("a forward pass has a bias");
                     cuda::forward(stream, shape, images, precision, from, by, bias, slope, to)
@@ -305,7 +394,8 @@ impl Conv {
                 Pass::BackwardWeights => {
                     cuda::backward_weights(stream, shape, images, precision, from, by, workspace, to)
                 }
-            };
+            }?;
+            return Ok(true);
         };
         let dtype = precision.storage();
         let x = ("a layer's input or its gradient", dtype, images * shape.input_len());
@@ -324,10 +414,7 @@ impl Conv {
             check("a layer's bias", bias, DType::F32, shape.filters);
         }
         library.run(pass, stream, algorithm, operands, bias, workspace)?;
-        match bias {
-            Some(bias) if algorithm.form != Form::Fused => activation::cuda::bias(stream, slope, bias, to),
-            _ => Ok(()),
-        }
+        Ok(algorithm.form == Form::Fused)
     }
 }
 

@@ -129,11 +129,15 @@ pub(super) fn weights_plan(
     (tile, Slices::new(pixels, step, (blocks / tile.count(rows, columns)).clamp(1, most)))
 }
 
-/// The slices of the bias's gradient: a block sums 32 filters of one.
+/// The slices of the bias's gradient: a block sums some hundred filters of one, or all.
 pub(super) fn bias_slices(shape: &Shape, images: usize) -> Slices {
     let pixels = pixels(shape, images);
-    let wanted = 2 * BLOCKS / shape.filters.div_ceil(32);
-    Slices::new(pixels, 1, wanted.clamp(1, (pixels / 256).max(1)))
+    // Threads go down the rows side by side, each with the filters of one access.
+    let across = if shape.filters.is_multiple_of(8) { shape.filters / 8 } else { shape.filters };
+    let side_by_side = (256 / across).max(1);
+    // Where a second round to add up slices is not worth its launch, there is one.
+    let wanted = if pixels <= 32 * side_by_side { 1 } else { pixels / (16 * side_by_side) };
+    Slices::new(pixels, 1, wanted.clamp(1, BLOCKS))
 }
 
 /// How an image of one channel is divided, where the kernels for it apply.

@@ -25,13 +25,19 @@ pub(crate) enum Form {
     Fused,
     /// The result, which is to be f32, comes in bfloat16.
     Narrow,
+    /// A convolution is made as the gradient of another's input, or the other way round, with the weights turned.
+    Turned,
+}
+
+impl Form {
+    const ALL: [Form; 4] = [Form::Plain, Form::Fused, Form::Narrow, Form::Turned];
 }
 
 /// One of a library's algorithms for a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Algorithm {
     of: Library,
-    /// cuDNN's number and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
+    /// cuDNN's number, the parts of the batch if there are several, and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
     pub(crate) id: [u64; 8],
     pub(crate) form: Form,
 }
@@ -39,6 +45,19 @@ pub(crate) struct Algorithm {
 impl Algorithm {
     pub(crate) fn cudnn(number: u32, form: Form) -> Self {
         Algorithm { of: Library::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
+    }
+
+    /// As [`cudnn`](Self::cudnn), for a batch in equal parts one after the other.
+    pub(crate) fn cudnn_in_parts(number: u32, form: Form, parts: usize) -> Self {
+        Algorithm { of: Library::CuDnn, id: [number.into(), parts as u64, 0, 0, 0, 0, 0, 0], form }
+    }
+
+    /// Parts of the batch that are computed one after the other.
+    pub(crate) fn parts(&self) -> usize {
+        match self.of {
+            Library::CuDnn => self.id[1].max(1) as usize,
+            Library::CublasLt => 1,
+        }
     }
 
     pub(crate) fn cublaslt(id: [u64; 8], form: Form) -> Self {
@@ -56,9 +75,7 @@ impl Algorithm {
         let library =
             [Library::CuDnn, Library::CublasLt].into_iter().find(|known| library == known.to_string())?;
         let words: Option<Vec<_>> = id.split('.').map(|word| u64::from_str_radix(word, 16).ok()).collect();
-        let form = [Form::Plain, Form::Fused, Form::Narrow]
-            .into_iter()
-            .find(|known| form.parse() == Ok(*known as u8))?;
+        let form = Form::ALL.into_iter().find(|known| form.parse() == Ok(*known as u8))?;
         Some(Algorithm { of: library, id: words?.try_into().ok()?, form })
     }
 }
@@ -79,7 +96,9 @@ impl std::fmt::Display for Algorithm {
             Form::Plain => "",
             Form::Fused => " fused",
             Form::Narrow => " bf16",
-        })
+            Form::Turned => " turned",
+        })?;
+        if self.parts() > 1 { write!(f, " in {} parts", self.parts()) } else { Ok(()) }
     }
 }
 
@@ -89,13 +108,13 @@ mod tests {
 
     #[test]
     fn an_algorithm_is_read_as_it_was_written() {
-        for form in [Form::Plain, Form::Fused, Form::Narrow] {
+        for form in Form::ALL {
             let opaque = Algorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
-            for algorithm in [Algorithm::cudnn(6, form), opaque] {
+            for algorithm in [Algorithm::cudnn(6, form), Algorithm::cudnn_in_parts(1, form, 4), opaque] {
                 assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
             }
         }
-        let broken = ["fused", "cuDNN/6/0", "cuDNN/6.0.0.0.0.0.0.0/3", "cuFFT/6.0.0.0.0.0.0.0/0"];
+        let broken = ["fused", "cuDNN/6/0", "cuDNN/6.0.0.0.0.0.0.0/4", "cuFFT/6.0.0.0.0.0.0.0/0"];
         for text in broken {
             assert_eq!(Algorithm::decode(text), None, "{text}");
         }

@@ -16,7 +16,7 @@ use half::bf16;
 
 use super::algorithm::Algorithm;
 use super::error::{Error, Result};
-use super::{Device, Source, Stream, View, cache};
+use super::{Device, Graph, Source, Stream, View, cache};
 use crate::DType;
 use crate::Precision;
 
@@ -124,11 +124,23 @@ impl std::fmt::Display for Choice {
     }
 }
 
+/// The rules of the race; what was chosen by others is chosen again.
+const RACE: &str = "2";
+
 /// Stands for everything that a choice depends on: `problem` says what is computed, `own` is what the library raced with.
 pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, pass: Pass) -> String {
     let (architecture, driver) = (device.architecture(), device.driver());
     let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
-    cache::key(&[env!("CARGO_PKG_VERSION"), device.name(), &machine, library, problem, own.text, pass.name()])
+    cache::key(&[
+        env!("CARGO_PKG_VERSION"),
+        RACE,
+        device.name(),
+        &machine,
+        library,
+        problem,
+        own.text,
+        pass.name(),
+    ])
 }
 
 const FILE: &str = "choice";
@@ -264,7 +276,6 @@ pub(crate) fn race(
     stream.zero(output)?;
     run(None)?;
     let expected = sample(stream, output)?;
-    let milliseconds = Some(time(stream, &|| run(None))?);
     // Which of the elements are no numbers when the first bias is none.
     let spoilt = |algorithm: Option<&Algorithm>| -> Result<Option<Vec<bool>>> {
         let Some(bias) = bias else { return Ok(None) };
@@ -277,65 +288,108 @@ pub(crate) fn race(
         ran.map(|()| Some(values.iter().map(|value| value.is_nan()).collect()))
     };
     let expected_spoilt = spoilt(None)?;
-    let mut choice = Choice { algorithm: None, workspace: 0, milliseconds };
+    let mut runners: Vec<Runner> = Runner::new(stream, f64::INFINITY, &|| run(None))?.into_iter().collect();
+    let mut fastest = runners[0].once;
+    let mut racing = Vec::new();
     let mut rejected = Vec::new();
-    for Candidate { algorithm, workspace } in candidates {
-        let attempt = || -> Result<f64> {
+    for candidate in candidates {
+        let algorithm = &candidate.algorithm;
+        let attempt = || -> Result<Option<Runner>> {
             stream.zero(output)?;
-            run(Some(&algorithm))?;
+            run(Some(algorithm))?;
             let deviation = deviation(&expected, &sample(stream, output)?);
             if deviation.is_nan() || deviation > tolerance(precision) {
                 let text = format!("results deviate by {deviation:.0e} of the largest");
                 return Err(Error::Library { call: COMPARISON, text });
             }
-            if spoilt(Some(&algorithm))? != expected_spoilt {
+            if spoilt(Some(algorithm))? != expected_spoilt {
                 let text = "what is not a number is hidden".to_owned();
                 return Err(Error::Library { call: COMPARISON, text });
             }
-            time(stream, &|| run(Some(&algorithm)))
+            Runner::new(stream, HOPELESS * fastest, &|| run(Some(algorithm)))
         };
         match attempt() {
-            Ok(milliseconds) if Some(milliseconds) < choice.milliseconds => {
-                choice = Choice { algorithm: Some(algorithm), workspace, milliseconds: Some(milliseconds) };
+            Ok(Some(runner)) => {
+                fastest = fastest.min(runner.once);
+                runners.push(runner);
+                racing.push(candidate);
             }
-            Ok(_) => {}
+            Ok(None) => {}
             Err(error) => {
                 // A GPU that is in disorder now is no matter of speed.
                 stream.synchronize()?;
-                rejected.push(Note::new(algorithm, error));
+                rejected.push(Note::new(candidate.algorithm, error));
             }
+        }
+    }
+    // In turns, so that none has a GPU to itself that is still cold, or that somebody else is busy with for a moment.
+    for _ in 0..ROUNDS {
+        for runner in &mut runners {
+            runner.run(stream)?;
+        }
+    }
+    let milliseconds = Some(runners[0].milliseconds());
+    let mut choice = Choice { algorithm: None, workspace: 0, milliseconds };
+    for (Candidate { algorithm, workspace }, runner) in racing.into_iter().zip(&runners[1..]) {
+        let milliseconds = Some(runner.milliseconds());
+        if milliseconds < choice.milliseconds {
+            choice = Choice { algorithm: Some(algorithm), workspace, milliseconds };
         }
     }
     Ok(Outcome { choice, rejected })
 }
 
-/// Milliseconds of one run among many.
-fn time(stream: &Stream, run: &dyn Fn() -> Result<()>) -> Result<f64> {
-    const WORTH_SECONDS: f64 = 0.002;
-    // The first run loads kernels, which a capture forbids.
-    run()?;
-    stream.synchronize()?;
-    let watch = |work: &dyn Fn() -> Result<()>| -> Result<f64> {
-        let start = Instant::now();
-        work()?;
+/// Times that each takes part in a race.
+const ROUNDS: usize = 4;
+
+/// Who takes so many times as long as another is not tried again.
+const HOPELESS: f64 = 4.0;
+
+/// One that takes part in a race: a captured graph of many runs, and the shortest time that it took.
+struct Runner {
+    graph: Graph,
+    runs: u32,
+    /// Seconds of a single run at the beginning, and of the graph at best.
+    once: f64,
+    seconds: f64,
+}
+
+impl Runner {
+    /// None if a run takes longer than `limit` seconds.
+    fn new(stream: &Stream, limit: f64, run: &dyn Fn() -> Result<()>) -> Result<Option<Self>> {
+        const WORTH_SECONDS: f64 = 0.002;
+        // The first run loads kernels, which a capture forbids.
+        run()?;
         stream.synchronize()?;
-        Ok(start.elapsed().as_secs_f64())
-    };
-    let once = watch(run)?;
-    let runs = (WORTH_SECONDS / once).clamp(1.0, 32.0) as u32;
-    stream.begin_capture()?;
-    let captured = (0..runs).try_for_each(|_| run());
-    // Ended in any case, so that the stream serves again.
-    let graph = stream.end_capture();
-    captured?;
-    let graph = graph?;
-    // SAFETY: the memory that `run` works on is there as long as `run` is.
-    let launch = || unsafe { stream.launch_graph(&graph) };
-    let mut best = watch(&launch)?;
-    if best < 10.0 * WORTH_SECONDS {
-        best = best.min(watch(&launch)?).min(watch(&launch)?);
+        let start = Instant::now();
+        run()?;
+        stream.synchronize()?;
+        let once = start.elapsed().as_secs_f64();
+        if once > limit {
+            return Ok(None);
+        }
+        let runs = (WORTH_SECONDS / once).clamp(1.0, 32.0) as u32;
+        stream.begin_capture()?;
+        let captured = (0..runs).try_for_each(|_| run());
+        // Ended in any case, so that the stream serves again.
+        let graph = stream.end_capture();
+        captured?;
+        Ok(Some(Runner { graph: graph?, runs, once, seconds: f64::INFINITY }))
     }
-    Ok(best / f64::from(runs) * 1e3)
+
+    fn run(&mut self, stream: &Stream) -> Result<()> {
+        let start = Instant::now();
+        // SAFETY: the memory that the runs work on is there for the whole race.
+        unsafe { stream.launch_graph(&self.graph) }?;
+        stream.synchronize()?;
+        self.seconds = self.seconds.min(start.elapsed().as_secs_f64());
+        Ok(())
+    }
+
+    /// Of one run among many.
+    fn milliseconds(&self) -> f64 {
+        self.seconds / f64::from(self.runs) * 1e3
+    }
 }
 
 /// Results differ in the order of their sums, and in when they are rounded to bf16.

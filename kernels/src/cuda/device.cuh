@@ -61,6 +61,11 @@ __device__ inline f32 from_f32<f32>(f32 value) {
 // Rounds to nearest, ties to even; a NaN stays one whatever bits it is made of.
 template <>
 __device__ inline bf16 from_f32<bf16>(f32 value) {
+#if !defined(MGPU_SHIM) && __CUDA_ARCH__ >= 800
+    bf16 rounded;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded.bits) : "f"(value));
+    return rounded;
+#endif
     u32 bits = bits_of(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{(u16)((bits >> 16) | 0x40u)};
     return bf16{(u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
@@ -124,6 +129,13 @@ __device__ inline u32 grid_threads() { return gridDim.x * blockDim.x; }
 __device__ inline f32 rectify(f32 value, f32 slope) {
     const f32 scaled = value * slope;
     return value > 0.0f ? value : scaled;
+}
+
+// The gradient of what was rectified, from that of its output `y`.
+template <class T>
+__device__ inline T rectify_gradient(T y, T gradient, f32 slope) {
+    const f32 scaled = to_f32(gradient) * slope;
+    return to_f32(y) > 0.0f ? gradient : from_f32<T>(scaled);
 }
 
 // Sum over the lanes of a warp, the same in every lane, always in the same order.

@@ -70,7 +70,7 @@ pub const CUDNN: Library = Library {
     wheels: &["nvidia/cudnn/lib"],
     before: &[],
     install: "install it with `pip install nvidia-cudnn-cu13` (`nvidia-cudnn-cu12` for a CUDA 12 driver) or your distribution's libcudnn9 package",
-    symbol: "cudnnFindConvolutionForwardAlgorithmEx",
+    symbol: "cudnnGetConvolutionForwardAlgorithm_v7",
 };
 
 /// The driver's functions that are called, newest last: a driver that lacks one is too old.

@@ -9,6 +9,7 @@ pub fn sources() -> Vec<&'static Source> {
     all.extend([
         &conv::cuda::FIRST,
         &conv::cuda::SUMS,
+        &conv::cuda::TURN,
         &activation::cuda::SOURCE,
         &arena::cuda::SOURCE,
         &digest::cuda::SOURCE,

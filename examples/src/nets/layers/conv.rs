@@ -7,7 +7,7 @@ use mgpu_kernels::conv::cpu::{Choice, Tail as KernelTail};
 use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::conv::{self, Padding, Shape};
 use mgpu_kernels::cuda::{Memory, View};
-use mgpu_kernels::{DType, Storage, activation, pool};
+use mgpu_kernels::{DType, Storage, pool};
 
 use super::activation::Rectifier;
 use super::{
@@ -200,18 +200,15 @@ impl OnGpu for Gpu {
         _: DevicePass,
     ) -> Result<()> {
         let DeviceStep { images, shared } = step;
-        let raw = match self.pool {
-            Some(_) => shared.unpooled.slice(0..self.shape.output_len() * images),
-            None => y,
+        let &Gpu { ref conv, shape, weight, dtype, ref pool, .. } = self;
+        let (w, b) = (model.parameter_as(weight, dtype), model.parameter(weight + 1));
+        let (stream, workspace) = (model.stream(), shared.workspace.view());
+        let Some(Pooled { pool: Pool { shape: window, .. }, chosen }) = pool else {
+            return Ok(conv.forward(stream, images, x, w, b, y, workspace)?);
         };
-        let w = model.parameter_as(self.weight, self.dtype);
-        let b = model.parameter(self.weight + 1);
-        self.conv.forward(model.stream(), images, x, w, b, raw, shared.workspace.view())?;
-        if let Some(Pooled { pool: Pool { shape, channels }, chosen }) = &self.pool {
-            let chosen = chosen.slice(0..y.len());
-            pool::cuda::forward(model.stream(), shape, *channels, raw, y, chosen)?;
-        }
-        Ok(())
+        let raw = shared.unpooled.slice(0..shape.output_len() * images);
+        let chosen = chosen.slice(0..y.len());
+        Ok(conv.forward_pooled(stream, images, x, w, b, raw, window, y, chosen, workspace)?)
     }
 
     fn backward(
@@ -223,6 +220,7 @@ impl OnGpu for Gpu {
     ) -> Result<()> {
         let (DeviceSides { x, y, dy, dx }, DeviceStep { images, shared }) = (on, step);
         let &Gpu { ref conv, shape, weight, dtype, slope, ref pool } = self;
+        let (workspace, db) = (shared.workspace.view(), model.gradient(weight + 1));
         let raw = match pool {
             Some(Pooled { pool: Pool { shape: window, channels }, chosen }) => {
                 let raw = shared.unpooled.slice(0..shape.output_len() * images);
@@ -230,15 +228,13 @@ impl OnGpu for Gpu {
                 pool::cuda::backward_fused(stream, window, *channels, slope, dy, y, chosen, raw)?;
                 raw
             }
-            None => {
-                if slope != LINEAR {
-                    activation::cuda::backward(model.stream(), slope, y, dy)?;
-                }
-                dy
-            }
+            None => dy,
         };
-        let workspace = shared.workspace.view();
-        conv.backward_bias(model.stream(), images, raw, model.gradient(weight + 1), workspace)?;
+        if pool.is_none() && slope != LINEAR {
+            conv.backward_activation(model.stream(), images, y, dy, db, workspace)?;
+        } else {
+            conv.backward_bias(model.stream(), images, raw, db, workspace)?;
+        }
         model.ready(weight + 1)?;
         conv.backward_weights(model.stream(), images, x, raw, model.gradient(weight), workspace)?;
         model.ready(weight)?;

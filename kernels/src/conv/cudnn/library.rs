@@ -32,27 +32,14 @@ pub(super) type Convolve = unsafe extern "C" fn(
     Raw,
     *mut c_void,
 ) -> Status;
-pub(super) type Find = unsafe extern "C" fn(
-    Raw,
-    Raw,
-    Address,
-    Raw,
-    Address,
-    Raw,
-    Raw,
-    *mut c_void,
-    c_int,
-    *mut c_int,
-    *mut Timing,
-    *mut c_void,
-    usize,
-) -> Status;
+pub(super) type Rank =
+    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict) -> Status;
 pub(super) type WorkspaceSize = unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, u32, *mut usize) -> Status;
 
-/// What the library found out about one algorithm; the same for all passes.
+/// What the library thinks of one algorithm; the same for all passes.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Timing {
+pub(super) struct Verdict {
     pub(super) algorithm: u32,
     pub(super) status: Status,
     pub(super) milliseconds: f32,
@@ -84,14 +71,14 @@ libraries::functions! {
         create_activation = cudnnCreateActivationDescriptor(*mut Raw) -> Status;
         set_activation = cudnnSetActivationDescriptor(Raw, Activation, Nan, f64) -> Status;
         destroy_activation = cudnnDestroyActivationDescriptor(Raw) -> Status;
-        find_forward = cudnnFindConvolutionForwardAlgorithmEx(
-            Raw, Raw, Address, Raw, Address, Raw, Raw, *mut c_void, c_int, *mut c_int, *mut Timing, *mut c_void, usize
+        rank_forward = cudnnGetConvolutionForwardAlgorithm_v7(
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
         ) -> Status;
-        find_backward_data = cudnnFindConvolutionBackwardDataAlgorithmEx(
-            Raw, Raw, Address, Raw, Address, Raw, Raw, *mut c_void, c_int, *mut c_int, *mut Timing, *mut c_void, usize
+        rank_backward_data = cudnnGetConvolutionBackwardDataAlgorithm_v7(
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
         ) -> Status;
-        find_backward_filter = cudnnFindConvolutionBackwardFilterAlgorithmEx(
-            Raw, Raw, Address, Raw, Address, Raw, Raw, *mut c_void, c_int, *mut c_int, *mut Timing, *mut c_void, usize
+        rank_backward_filter = cudnnGetConvolutionBackwardFilterAlgorithm_v7(
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
         ) -> Status;
         forward_workspace = cudnnGetConvolutionForwardWorkspaceSize(
             Raw, Raw, Raw, Raw, Raw, u32, *mut usize

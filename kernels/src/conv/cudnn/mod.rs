@@ -1,20 +1,26 @@
 //! Convolutions by cuDNN, where it is installed.
 //!
 //! A [`Plan`] describes one layer to the library: tensors and filters with the channel fastest, as everywhere on the GPU.
-//! It is asked for candidates when the layer is set up: the library times its algorithms, and those that are
-//! deterministic go on to the race ([`crate::cuda::choice`]). A run is one call of the library; it allocates nothing and
+//! It is asked for candidates when the layer is set up: the library ranks its algorithms by what it expects of them, and
+//! the first that are deterministic go on to the race ([`crate::cuda::choice`]). (It would also time them itself, all of
+//! them: on an H100 some take a hundred times as long as the best, seconds for a layer.) A run is one call of the library; it allocates nothing and
 //! can be captured.
 //!
 //! - *Precision* is the descriptor's math type. `FMA` is what forbids tensor cores for f32, which the default permits
-//!   with operands rounded to TF32. "Allow conversion" is never used: it would round f32 to half precision. The library's
-//!   timing tries the default beside the type it was given, so only the numbers of its algorithms are taken from it,
-//!   and every run is made with the layer's own type.
+//!   with operands rounded to TF32. "Allow conversion" is never used: it would round f32 to half precision. Only the
+//!   numbers of algorithms are taken from the library's ranking, and every run is made with the layer's own type.
 //! - *Bias and activation* come with the convolution in [`Form::Fused`]. The library documents that for the rectified
 //!   linear unit, with all algorithms, and without an activation, with a single one. The leaky one is not among what it
-//!   knows. [`Form::Plain`] leaves both to the caller.
+//!   knows. [`Form::Plain`] leaves both to the caller. With bfloat16 images the bias has to be bfloat16 as well, so it is
+//!   rounded, in the workspace.
 //! - *The gradient of weights* from bfloat16 operands is wanted in f32. The library documents a bfloat16 result only,
-//!   so both are tried: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
-//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks.
+//!   so both race: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
+//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too. On
+//!   an H100 with cuDNN 9.14 the wide one is refused.) For large batches the library's choice of a kernel can be several
+//!   times slower than for smaller ones, so a batch in parts races too, whose gradients are added up in f32.
+//! - *The other way round*: a convolution is the gradient of the input of another one, with the weights transposed and
+//!   turned, and that gradient a convolution. The library's kernels for both are not equally fast, so [`Form::Turned`],
+//!   which turns the weights into the workspace first, races as well.
 //!
 //! The functions used are the library's older ones, which version 9 marks as deprecated and still has. A version
 //! without them is no error: the layer then takes this crate's kernels.
@@ -29,7 +35,7 @@ use cudarc::cudnn::sys::{
     cudnnMathType_t as Math, cudnnNanPropagation_t as Nan, cudnnTensorFormat_t as Format,
 };
 
-use library::{Address, Convolve, Descriptor, Find, Library, Timing, WorkspaceSize};
+use library::{Address, Convolve, Descriptor, Library, Rank, Raw, Verdict, WorkspaceSize};
 
 use super::Shape;
 use super::passes::Passes;
@@ -43,13 +49,15 @@ use crate::{DType, arena};
 const IMPLICIT_PRECOMPUTED_GEMM: u32 = 1;
 /// Algorithms of a pass that go on to the race.
 const FINALISTS: usize = 3;
+/// Parts in which a batch is tried, and the fewest images of one.
+const PARTS: [usize; 3] = [2, 4, 8];
+const LEAST_OF_PART: usize = 64;
 
 /// One layer, described to the library.
 pub(super) struct Plan {
     on: Arc<Library>,
     precision: Precision,
     slope: f32,
-    weights: usize,
     x: Descriptor,
     y: Descriptor,
     w: Descriptor,
@@ -58,6 +66,11 @@ pub(super) struct Plan {
     bias: Descriptor,
     convolution: Descriptor,
     activation: Descriptor,
+    /// Images and outputs of a batch cut into so many parts, for the gradient of weights.
+    parts: Vec<(usize, [Descriptor; 2])>,
+    /// Weights and convolution of [`Form::Turned`].
+    turned: (Descriptor, Descriptor),
+    shape: Shape,
 }
 
 // SAFETY: descriptors are read only once they are set.
@@ -94,23 +107,24 @@ impl Plan {
                 unsafe { (functions.set_tensor)(raw, nhwc, data, n, c, h, w) }
             })
         };
-        let filter = |data| {
+        let filter = |data, filters: usize, channels: usize| {
             Descriptor::new(functions, functions.create_filter, functions.destroy_filter, |raw| {
-                let [f, c, k] = [shape.filters, shape.channels, shape.kernel].map(|extent| extent as c_int);
+                let [f, c, k] = [filters, channels, shape.kernel].map(|extent| extent as c_int);
                 // SAFETY: as above.
                 unsafe { (functions.set_filter)(raw, data, nhwc, f, c, k, k) }
             })
         };
-        let convolution =
+        let convolution = |pad: usize| {
             Descriptor::new(functions, functions.create_convolution, functions.destroy_convolution, |raw| {
-                let (pad, mode) = (shape.pad() as c_int, Mode::CUDNN_CROSS_CORRELATION);
+                let (pad, mode) = (pad as c_int, Mode::CUDNN_CROSS_CORRELATION);
                 // SAFETY: as above.
                 match unsafe { (functions.set_convolution)(raw, pad, pad, 1, 1, 1, 1, mode, float) } {
                     // SAFETY: as above.
                     0 => unsafe { (functions.set_math)(raw, math) },
                     status => status,
                 }
-            })?;
+            })
+        };
         let activation =
             Descriptor::new(functions, functions.create_activation, functions.destroy_activation, |raw| {
                 let mode = match slope {
@@ -120,80 +134,107 @@ impl Plan {
                 // SAFETY: as above.
                 unsafe { (functions.set_activation)(raw, mode, Nan::CUDNN_PROPAGATE_NAN, 0.0) }
             })?;
+        let x = |images| tensor(storage, [images, shape.channels, shape.height, shape.width]);
+        let y = |images| tensor(storage, [images, shape.filters, shape.out_height(), shape.out_width()]);
+        let aligned = |parts: usize| {
+            let bytes = images / parts * precision.storage().size();
+            [shape.input_len(), shape.output_len()].iter().all(|len| (bytes * len).is_multiple_of(256))
+        };
+        let cuts = PARTS.into_iter().filter(|parts| {
+            images.is_multiple_of(*parts) && images / parts >= LEAST_OF_PART && aligned(*parts)
+        });
         Ok(Plan {
             precision,
             slope,
-            weights: shape.weights_len(),
-            x: tensor(storage, [images, shape.channels, shape.height, shape.width])?,
-            y: tensor(storage, [images, shape.filters, shape.out_height(), shape.out_width()])?,
-            w: filter(storage)?,
-            dw: filter(float)?,
-            bias: tensor(float, [1, shape.filters, 1, 1])?,
-            convolution,
+            x: x(images)?,
+            y: y(images)?,
+            parts: cuts
+                .map(|parts| Ok((parts, [x(images / parts)?, y(images / parts)?])))
+                .collect::<Result<_>>()?,
+            w: filter(storage, shape.filters, shape.channels)?,
+            dw: filter(float, shape.filters, shape.channels)?,
+            bias: tensor(storage, [1, shape.filters, 1, 1])?,
+            convolution: convolution(shape.pad())?,
             activation,
+            turned: (
+                filter(storage, shape.channels, shape.filters)?,
+                convolution(shape.kernel - 1 - shape.pad())?,
+            ),
+            shape: *shape,
             on: library,
         })
     }
 
-    /// Factors and result of a pass.
-    fn descriptors(&self, pass: Pass, form: Form) -> [&Descriptor; 3] {
-        match (pass, form) {
-            (Pass::Forward, _) => [&self.x, &self.w, &self.y],
-            (Pass::BackwardInput, _) => [&self.w, &self.y, &self.x],
-            (Pass::BackwardWeights, Form::Narrow) => [&self.x, &self.y, &self.w],
-            (Pass::BackwardWeights, _) => [&self.x, &self.y, &self.dw],
+    /// The library's pass that makes this one, and its factors, convolution and result.
+    fn descriptors(&self, pass: Pass, form: Form, parts: usize) -> (Pass, [Raw; 4]) {
+        let Plan { x, y, w, dw, convolution, turned: (turned, turned_convolution), .. } = self;
+        let cut = self.parts.iter().find(|(known, _)| *known == parts);
+        let [x, y] = cut.map_or([x, y], |(_, [x, y])| [x, y]);
+        let (made_as, descriptors) = match (pass, form) {
+            (Pass::Forward, Form::Turned) => (Pass::BackwardInput, [turned, x, turned_convolution, y]),
+            (Pass::BackwardInput, Form::Turned) => (Pass::Forward, [y, turned, turned_convolution, x]),
+            (Pass::Forward, _) => (pass, [x, w, convolution, y]),
+            (Pass::BackwardInput, _) => (pass, [w, y, convolution, x]),
+            (Pass::BackwardWeights, Form::Narrow) => (pass, [x, y, convolution, w]),
+            (Pass::BackwardWeights, _) => (pass, [x, y, convolution, dw]),
+        };
+        (made_as, descriptors.map(|descriptor| descriptor.raw))
+    }
+
+    /// The operands in the order of [`descriptors`](Self::descriptors), for what goes the other way round: `first` are
+    /// the turned weights.
+    fn turned_operands<'a>(pass: Pass, operands: [View<'a>; 3], first: View<'a>) -> [View<'a>; 3] {
+        match (pass, operands) {
+            (Pass::Forward, [x, _, y]) => [first, x, y],
+            (_, [_, dy, dx]) => [dy, first, dx],
         }
     }
 
-    /// What the library finds out about its algorithms, fastest first.
-    fn find(
-        &self,
-        pass: Pass,
-        form: Form,
-        stream: &Stream,
-        operands: [View<'_>; 3],
-        workspace: View<'_>,
-    ) -> Result<Vec<Timing>> {
+    /// What the library thinks of its algorithms, the one it likes best first.
+    fn rank(&self, pass: Pass, form: Form, parts: usize) -> Result<Vec<Verdict>> {
         let f = &self.on.functions;
-        let (name, find): (_, Find) = match pass {
-            Pass::Forward => ("cudnnFindConvolutionForwardAlgorithmEx", f.find_forward),
-            Pass::BackwardInput => ("cudnnFindConvolutionBackwardDataAlgorithmEx", f.find_backward_data),
+        let (pass, [from, by, convolution, to]) = self.descriptors(pass, form, parts);
+        let (name, rank): (_, Rank) = match pass {
+            Pass::Forward => ("cudnnGetConvolutionForwardAlgorithm_v7", f.rank_forward),
+            Pass::BackwardInput => ("cudnnGetConvolutionBackwardDataAlgorithm_v7", f.rank_backward_data),
             Pass::BackwardWeights => {
-                ("cudnnFindConvolutionBackwardFilterAlgorithmEx", f.find_backward_filter)
+                ("cudnnGetConvolutionBackwardFilterAlgorithm_v7", f.rank_backward_filter)
             }
         };
-        let [from, by, to] = self.descriptors(pass, form);
-        let [a, b, result] = operands.map(|view| view.address());
-        let mut found = [Timing::default(); 32];
+        let mut found = [Verdict::default(); 32];
         let mut count: c_int = 0;
-        self.on.call(name, stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with, room for as many results as are asked for, and
-            // the workspace's size.
+        self.on.ask(name, |handle| {
+            // SAFETY: descriptors of this layer, and room for as many results as are asked for.
             unsafe {
-                find(
-                    handle,
-                    from.raw,
-                    a as Address,
-                    by.raw,
-                    b as Address,
-                    self.convolution.raw,
-                    to.raw,
-                    result as *mut c_void,
-                    found.len() as c_int,
-                    &mut count,
-                    found.as_mut_ptr(),
-                    workspace.address() as *mut c_void,
-                    workspace.bytes(),
-                )
+                let room = found.len() as c_int;
+                rank(handle, from, by, convolution, to, room, &mut count, found.as_mut_ptr())
             }
         })?;
         Ok(found[..(count.max(0) as usize).min(found.len())].to_vec())
     }
 
-    /// Bytes of the narrow gradient of weights, which is at the workspace's beginning, before what the library asks for.
-    fn narrow_bytes(&self) -> usize {
-        // The library's part begins where an allocation might.
-        (self.weights * 2).next_multiple_of(256)
+    /// Elements at the workspace's beginning, before what the library asks for: a bias, weights or their gradients.
+    fn own_len(&self, form: Form, parts: usize) -> usize {
+        match form {
+            Form::Plain => 0,
+            Form::Fused if self.precision != Precision::Bf16 => 0,
+            Form::Fused => self.shape.filters,
+            Form::Narrow => parts * self.shape.weights_len(),
+            Form::Turned => self.shape.weights_len(),
+        }
+    }
+
+    /// Bytes of the same; the library's part begins where an allocation might.
+    fn own_bytes(&self, form: Form, parts: usize) -> usize {
+        (self.own_len(form, parts) * self.precision.storage().size()).next_multiple_of(256)
+    }
+
+    /// The two parts of a workspace: what [`own_len`](Self::own_len) is about, and the library's.
+    fn split<'a>(&self, algorithm: &Algorithm, workspace: View<'a>) -> (View<'a>, View<'a>) {
+        let (form, parts) = (algorithm.form, algorithm.parts());
+        let (workspace, dtype) = (workspace.cast(DType::U8), self.precision.storage());
+        let own = workspace.slice(0..self.own_len(form, parts) * dtype.size());
+        (own.cast(dtype), workspace.slice(self.own_bytes(form, parts)..workspace.len()))
     }
 
     /// A product of the first two operands, written to the third.
@@ -206,12 +247,12 @@ impl Plan {
         workspace: View<'_>,
     ) -> Result<()> {
         let f = &self.on.functions;
+        let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, run): (_, Convolve) = match pass {
             Pass::Forward => ("cudnnConvolutionForward", f.forward),
             Pass::BackwardInput => ("cudnnConvolutionBackwardData", f.backward_data),
             Pass::BackwardWeights => ("cudnnConvolutionBackwardFilter", f.backward_filter),
         };
-        let [from, by, to] = self.descriptors(pass, algorithm.form);
         let [a, b, result] = operands.map(|view| view.address());
         let (one, zero) = (1.0f32, 0.0f32);
         self.on.call(name, stream, |handle| {
@@ -220,16 +261,16 @@ impl Plan {
                 run(
                     handle,
                     (&raw const one).cast(),
-                    from.raw,
+                    from,
                     a as Address,
-                    by.raw,
+                    by,
                     b as Address,
-                    self.convolution.raw,
+                    convolution,
                     number(algorithm),
                     workspace.address() as *mut c_void,
                     workspace.bytes(),
                     (&raw const zero).cast(),
-                    to.raw,
+                    to,
                     result as *mut c_void,
                 )
             }
@@ -283,18 +324,23 @@ impl Passes for Plan {
     fn candidates(
         &self,
         pass: Pass,
-        stream: &Stream,
+        _stream: &Stream,
         deterministic: bool,
-        operands: [View<'_>; 3],
+        _operands: [View<'_>; 3],
         space: View<'_>,
     ) -> (Vec<Candidate>, Vec<Note>) {
-        let forms: &[Form] = match (pass, self.precision) {
-            (Pass::BackwardWeights, Precision::Bf16) => &[Form::Plain, Form::Narrow],
-            _ => &[Form::Plain],
+        let limit = space.bytes();
+        let mut forms: Vec<(Form, usize)> = match (pass, self.precision) {
+            (Pass::BackwardWeights, Precision::Bf16) => vec![(Form::Plain, 1), (Form::Narrow, 1)],
+            (Pass::BackwardWeights, _) => vec![(Form::Plain, 1)],
+            (Pass::Forward | Pass::BackwardInput, _) => vec![(Form::Plain, 1), (Form::Turned, 1)],
         };
+        if pass == Pass::BackwardWeights && self.precision == Precision::Bf16 {
+            forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
+        }
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
-        for &form in forms {
-            let found = match self.find(pass, form, stream, operands, space) {
+        for (form, parts) in forms {
+            let found = match self.rank(pass, form, parts) {
                 Ok(found) => found,
                 Err(error) => {
                     notes.push(Note::new("cuDNN", error));
@@ -304,13 +350,16 @@ impl Passes for Plan {
             for number in finalists(&found, deterministic) {
                 let mut forms = vec![form];
                 let fused = self.slope == 0.0 || self.slope == 1.0 && number == IMPLICIT_PRECOMPUTED_GEMM;
-                if pass == Pass::Forward && fused {
+                if pass == Pass::Forward && form == Form::Plain && fused {
                     forms.push(Form::Fused);
                 }
                 for form in forms {
-                    let algorithm = Algorithm::cudnn(number, form);
+                    let algorithm = match parts {
+                        1 => Algorithm::cudnn(number, form),
+                        _ => Algorithm::cudnn_in_parts(number, form, parts),
+                    };
                     match self.workspace(pass, &algorithm) {
-                        Ok(workspace) if workspace <= space.bytes() => {
+                        Ok(workspace) if workspace <= limit => {
                             candidates.push(Candidate { algorithm, workspace });
                         }
                         Ok(workspace) => notes
@@ -319,16 +368,13 @@ impl Passes for Plan {
                     }
                 }
             }
-            // The wider result is the better one; where there is any algorithm for it, it is taken.
-            if !candidates.is_empty() {
-                break;
-            }
         }
         (candidates, notes)
     }
 
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
         let f = &self.on.functions;
+        let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, size): (_, WorkspaceSize) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace),
             Pass::BackwardInput => {
@@ -338,13 +384,12 @@ impl Passes for Plan {
                 ("cudnnGetConvolutionBackwardFilterWorkspaceSize", f.backward_filter_workspace)
             }
         };
-        let [from, by, to] = self.descriptors(pass, algorithm.form).map(|descriptor| descriptor.raw);
         let mut bytes = 0;
         self.on.ask(name, |handle| {
             // SAFETY: descriptors of this layer, and a place for the number.
-            unsafe { size(handle, from, by, self.convolution.raw, to, number(algorithm), &mut bytes) }
+            unsafe { size(handle, from, by, convolution, to, number(algorithm), &mut bytes) }
         })?;
-        Ok(if algorithm.form == Form::Narrow { self.narrow_bytes() + bytes } else { bytes })
+        Ok(self.own_bytes(algorithm.form, algorithm.parts()) + bytes)
     }
 
     fn run(
@@ -357,14 +402,33 @@ impl Passes for Plan {
         workspace: View<'_>,
     ) -> Result<()> {
         match (algorithm.form, bias) {
+            (Form::Fused, Some(bias)) if self.precision == Precision::Bf16 => {
+                let (narrow, rest) = self.split(algorithm, workspace);
+                arena::cuda::narrow(stream, bias, narrow)?;
+                self.convolve_fused(stream, algorithm, operands, narrow, rest)
+            }
             (Form::Fused, Some(bias)) => self.convolve_fused(stream, algorithm, operands, bias, workspace),
             (Form::Narrow, _) => {
                 let [x, dy, dw] = operands;
-                let workspace = workspace.cast(DType::U8);
-                let narrow = workspace.slice(0..self.weights * 2).cast(DType::Bf16);
-                let rest = workspace.slice(self.narrow_bytes()..workspace.len());
-                self.convolve(pass, stream, algorithm, [x, dy, narrow], rest)?;
-                arena::cuda::widen(stream, narrow, dw)
+                let ((narrow, rest), parts) = (self.split(algorithm, workspace), algorithm.parts());
+                for index in 0..parts {
+                    let operands = [x, dy, narrow].map(|view| {
+                        let len = view.len() / parts;
+                        view.slice(index * len..(index + 1) * len)
+                    });
+                    self.convolve(pass, stream, algorithm, operands, rest)?;
+                }
+                match parts {
+                    1 => arena::cuda::widen(stream, narrow, dw),
+                    _ => super::cuda::sum_parts(stream, narrow, dw),
+                }
+            }
+            (Form::Turned, _) => {
+                let (turned, rest) = self.split(algorithm, workspace);
+                let weights = operands[if pass == Pass::Forward { 1 } else { 0 }];
+                super::cuda::turn_weights(stream, &self.shape, self.precision, weights, turned)?;
+                let operands = Self::turned_operands(pass, operands, turned);
+                self.convolve(pass, stream, algorithm, operands, rest)
             }
             _ => self.convolve(pass, stream, algorithm, operands, workspace),
         }
@@ -376,12 +440,13 @@ fn number(algorithm: &Algorithm) -> u32 {
     algorithm.id[0] as u32
 }
 
-/// The fastest algorithms that worked. One counts as deterministic if it was in every trial.
-fn finalists(found: &[Timing], deterministic: bool) -> Vec<u32> {
-    let strays = |number| found.iter().any(|timing| timing.algorithm == number && timing.deterministic == 0);
+/// The algorithms that come first and are supported. One counts as deterministic if it is wherever it is named.
+fn finalists(found: &[Verdict], deterministic: bool) -> Vec<u32> {
+    let strays =
+        |number| found.iter().any(|verdict| verdict.algorithm == number && verdict.deterministic == 0);
     let mut numbers = Vec::new();
-    for timing in found.iter().filter(|timing| timing.status == 0) {
-        let number = timing.algorithm;
+    for verdict in found.iter().filter(|verdict| verdict.status == 0) {
+        let number = verdict.algorithm;
         let out = numbers.contains(&number) || deterministic && strays(number);
         if !out {
             numbers.push(number);
@@ -397,22 +462,22 @@ mod tests {
 
     #[test]
     fn the_fastest_that_work_and_repeat_go_on() {
-        let timing = |algorithm, status, deterministic| Timing {
+        let verdict = |algorithm, status, deterministic| Verdict {
             algorithm,
             status,
             deterministic,
-            ..Timing::default()
+            ..Verdict::default()
         };
         let found = [
-            timing(0, 0, 0),
-            timing(5, 3000, 1),
-            timing(1, 0, 1),
-            timing(3, 0, 1),
-            timing(1, 0, 1),
-            timing(3, 0, 0),
-            timing(4, 0, 1),
-            timing(6, 0, 1),
-            timing(7, 0, 1),
+            verdict(0, 0, 0),
+            verdict(5, 3000, 1),
+            verdict(1, 0, 1),
+            verdict(3, 0, 1),
+            verdict(1, 0, 1),
+            verdict(3, 0, 0),
+            verdict(4, 0, 1),
+            verdict(6, 0, 1),
+            verdict(7, 0, 1),
         ];
         assert_eq!(finalists(&found, true), [1, 4, 6]);
         assert_eq!(finalists(&found, false), [0, 1, 3]);

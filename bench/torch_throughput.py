@@ -1,0 +1,103 @@
+"""Training throughput of many configurations of PyTorch on a GPU, in one process.
+
+Run: python torch_throughput.py PEERS [DATA] < CONFIGURATIONS
+
+A line NET BATCH PRECISION MODE for each configuration on standard input, one of JSON for each on standard output. PEERS is
+the folder with nets_torch.py, whose train_torch.py does the same for a single one: channels-last, fused Adam,
+cudnn.benchmark, images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
+(max-autotune, no CUDA graphs) or graphed (the step is captured and replayed).
+"""
+import json
+import os
+import sys
+import time
+
+sys.path.insert(0, sys.argv[1])
+import torch
+import torch.nn.functional as F
+from nets_torch import OPTIMIZERS, idx, net, optimizer
+
+WARM_SECONDS, SECONDS = 0.3, 1.5
+DATA = sys.argv[2] if len(sys.argv) > 2 else os.path.join(sys.argv[1], "../data/mnist")
+LAYOUT = torch.channels_last
+PIXELS = idx(f"{DATA}/train-images-idx3-ubyte.gz").float() / 255
+LABELS = idx(f"{DATA}/train-labels-idx1-ubyte.gz").long()
+
+
+def measure(name, size, precision, mode):
+    device = torch.device("cuda", 0)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "f32"
+    torch.manual_seed(777)
+    images, labels = PIXELS.unsqueeze(1).to(device, memory_format=LAYOUT), LABELS.to(device)
+    graphed = mode == "graphed"
+    model = net(name).to(device, memory_format=LAYOUT)
+    update = optimizer(OPTIMIZERS[name], model.parameters(), True, graphed)
+    forward = torch.compile(model, mode="max-autotune-no-cudagraphs") if mode == "compiled" else model
+    random = torch.Generator(device=device).manual_seed(0)
+
+    def step(x, y):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = F.cross_entropy(forward(x), y)
+        update.zero_grad(set_to_none=not graphed)
+        loss.backward()
+        update.step()
+        return loss
+
+    def batch():
+        pick = torch.randint(0, len(images), (size,), generator=random, device=device)
+        return images[pick].contiguous(memory_format=LAYOUT), labels[pick]
+
+    if graphed:
+        # Nothing of the default stream's may be left alive when the step is captured.
+        x, y = batch()
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(11):
+                step(x, y)
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step(x, y)
+
+    def run(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            images_of_step, labels_of_step = batch()
+            if graphed:
+                x.copy_(images_of_step)
+                y.copy_(labels_of_step)
+                graph.replay()
+            else:
+                step(images_of_step, labels_of_step)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    run(10)
+    each = run(30) / 30
+    run(int(WARM_SECONDS / each) + 1)
+    steps = int(SECONDS / each) + 30
+    each = run(steps) / steps
+    return {"images_per_s": round(size / each, 1), "ms_per_step": round(each * 1e3, 4), "steps": steps}
+
+
+configurations = [line.split() for line in sys.stdin if line.strip()]
+while configurations:
+    name, size, precision, mode = configurations.pop(0)
+    told = {"net": name, "batch": int(size), "precision": precision, "mode": mode}
+    try:
+        print(json.dumps({**told, **measure(name, int(size), precision, mode)}), flush=True)
+    except Exception as error:
+        print(json.dumps({**told, "error": str(error).splitlines()[0][:200]}), flush=True)
+        # The GPU's context may be of no more use: a new process goes on.
+        if configurations:
+            read, write = os.pipe()
+            os.write(write, "".join(" ".join(words) + "\n" for words in configurations).encode())
+            os.close(write)
+            os.dup2(read, 0)
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
