@@ -150,7 +150,7 @@ impl Call<'_> {
             Call::UpdateAllGather(SegmentUpdate { segments, block, .. }) => {
                 check_segments(len, segments, *block)
             }
-            Call::AllToAll if len % ranks != 0 => {
+            Call::AllToAll if !len.is_multiple_of(ranks) => {
                 Err(format!("{len} elements cannot be cut into equal shards for {size} ranks"))
             }
             Call::AllGatherV { counts } => check_counts(counts, ranks, len, "the buffer"),
