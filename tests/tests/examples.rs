@@ -216,7 +216,7 @@ fn collective_perf_refuses_arguments_that_make_no_sense() {
         (&["--min", "8", "--max", "4"], "--min 8 is larger than --max 4"),
         (
             &["--collective", "sort"],
-            "[possible values: all_reduce, reduce_scatter, all_gather, broadcast, reduce]",
+            "[possible values: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter]",
         ),
         (&["--buffers", "shared"], "[possible values: arena, private, device]"),
         (&["--collective", "reduce", "--algo", "ring"], "--algo ring is for all_reduce alone"),

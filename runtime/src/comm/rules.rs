@@ -75,6 +75,7 @@ impl Rules {
     }
 
     /// Lets everybody see what the rank is in from now on, until that [ends](Self::end).
+    #[inline]
     pub(crate) fn note(&self, noted: Noted) {
         if let Some(membership) = &self.membership {
             membership.page().enter(self.rank, noted.operation, noted.number, noted.bytes);
@@ -83,6 +84,7 @@ impl Rules {
 
     /// Ends the operation that has [begun](Self::begin). Its error, unless it is about the arguments, makes the communicator
     /// unusable.
+    #[inline]
     pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl Failing + ?Sized)) -> Result<R> {
         match result {
             Ok(value) => {
@@ -93,6 +95,7 @@ impl Rules {
         }
     }
 
+    #[inline]
     fn leave(&self) {
         if let Some(membership) = &self.membership {
             membership.page().leave(self.rank);
