@@ -45,8 +45,8 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let mut lion = Lion { lr: 2e-4, momentum: vec![0.0; parameters.len()] };
     let mut reducer = Reducer::new(comm, layout.clone(), ReducerConfig::new())?;
 
-    let (pixels, digits) = digits::generate(SEED, Split::Train, 0..TRAINING_IMAGES);
-    let data = Dataset { images: pixels, labels: digits };
+    let (images, labels) = digits::generate(SEED, Split::Train, 0..TRAINING_IMAGES);
+    let data = Dataset { images, labels };
     let mut sampler = Sampler::new(SamplerConfig { samples: data.len(), batch, rank, ranks, seed: SEED })?;
     let (mut images, mut labels) = (vec![0.0; batch * net.image_len()], vec![0; batch]);
     for step in 0..args.steps {

@@ -64,10 +64,10 @@ mod tests {
         assert!((normal(-6.0).0 / 9.865_876_450_376_98e-10 - 1.0).abs() < 1e-13);
     }
 
-    /// A number of every size, a few thousand between each two powers of two.
+    /// A number of every size, a few hundred between each two powers of two.
     #[test]
     fn both_passes_are_within_their_bound_everywhere() {
-        let bits = (0..f32::INFINITY.to_bits()).step_by(1009);
+        let bits = (0..f32::INFINITY.to_bits()).step_by(20_011);
         let x: Vec<f32> = bits.flat_map(|bits| [f32::from_bits(bits), -f32::from_bits(bits)]).collect();
         let y = forward(&x);
         let mut dx = vec![1.0; x.len()];
