@@ -27,15 +27,8 @@ pub(super) trait Passes: Send + Sync {
     /// The library's name and version.
     fn version(&self) -> String;
 
-    /// Algorithms that are worth a race, and notes about what is not. The contents of the operands are lost.
-    fn candidates(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        deterministic: bool,
-        operands: [View<'_>; 3],
-        workspace: View<'_>,
-    ) -> (Vec<Candidate>, Vec<Note>);
+    /// Algorithms that are worth a race and need a workspace of at most `limit` bytes, and notes about what is not.
+    fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>);
 
     /// Bytes of workspace of an algorithm.
     ///
@@ -185,7 +178,7 @@ impl Conv {
                 Pass::BackwardInput => ([w, y, dx], None),
                 Pass::BackwardWeights => ([x, y, dw], None),
             };
-            let (candidates, refused) = library.candidates(pass, stream, deterministic, operands, workspace);
+            let (candidates, refused) = library.candidates(pass, deterministic, workspace.bytes());
             notes.extend(refused);
             for (seed, view) in [x, w, y, bias].into_iter().enumerate() {
                 choice::fill(stream, view, seed as u64)?;

@@ -321,22 +321,15 @@ impl Passes for Plan {
         self.on.version()
     }
 
-    fn candidates(
-        &self,
-        pass: Pass,
-        _stream: &Stream,
-        deterministic: bool,
-        _operands: [View<'_>; 3],
-        space: View<'_>,
-    ) -> (Vec<Candidate>, Vec<Note>) {
-        let limit = space.bytes();
-        let mut forms: Vec<(Form, usize)> = match (pass, self.precision) {
-            (Pass::BackwardWeights, Precision::Bf16) => vec![(Form::Plain, 1), (Form::Narrow, 1)],
-            (Pass::BackwardWeights, _) => vec![(Form::Plain, 1)],
-            (Pass::Forward | Pass::BackwardInput, _) => vec![(Form::Plain, 1), (Form::Turned, 1)],
-        };
-        if pass == Pass::BackwardWeights && self.precision == Precision::Bf16 {
-            forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
+    fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>) {
+        let mut forms = vec![(Form::Plain, 1)];
+        match (pass, self.precision) {
+            (Pass::BackwardWeights, Precision::Bf16) => {
+                forms.push((Form::Narrow, 1));
+                forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
+            }
+            (Pass::BackwardWeights, _) => {}
+            (Pass::Forward | Pass::BackwardInput, _) => forms.push((Form::Turned, 1)),
         }
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for (form, parts) in forms {
