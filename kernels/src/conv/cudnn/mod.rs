@@ -42,7 +42,7 @@ use super::gpu::Passes;
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
 use crate::cuda::choice::{Candidate, Note, Pass};
-use crate::cuda::{Device, Result, Stream, View};
+use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 
 /// The library's algorithm for fused bias without an activation.
@@ -366,6 +366,12 @@ impl Passes for Plan {
     }
 
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
+        let parts = algorithm.parts();
+        let cut = algorithm.form == Form::Narrow && self.parts.iter().any(|(known, _)| *known == parts);
+        if parts != 1 && !cut {
+            let text = format!("this layer's batch is not cut into {parts} parts");
+            return Err(Error::Library { call: "a choice of the past", text });
+        }
         let f = &self.on.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, size): (_, WorkspaceSize) = match pass {
