@@ -265,7 +265,7 @@ def nccl(s):
     for ranks in [1, 2, 4]:
         for dtype in ["f32", "bf16"]:
             s.run(f"{ranks} ranks, sums of {dtype}", [*launcher(s, ranks), s.program("allreduce_perf"), "--check", "--dtype",
-                                                      dtype, "--max", str(most)], limit=120)
+                                                      dtype, "--factor", "32", "--max", str(most)], limit=120)
         batch = 64 // ranks
         run = s.run(f"{ranks} ranks, training", [*launcher(s, ranks), s.program("train_mnist"), *digits(s), "--batch",
                                                  str(batch), "--steps", "6" if s.fake else "50", "--skip-test", "--json"],

@@ -159,7 +159,8 @@ fn what_the_library_leaves_out_is_added() {
     assert_all(&lines(&finished, "dense"), &["forward cuBLASLt "]);
     for line in finished.stdout.lines() {
         let choices = line.split(" (").next().unwrap_or_default();
-        assert!(!choices.contains("fused") && !choices.contains(" bf16 "), "{line}");
+        // A wide gradient of weights races with a narrow one; the program finds both right.
+        assert!(!choices.contains("fused"), "{line}");
     }
 }
 
@@ -167,10 +168,15 @@ fn what_the_library_leaves_out_is_added() {
 fn a_library_with_other_results_is_not_chosen() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).env("FAKE_CUDNN_WRONG", "1").env("FAKE_CUBLASLT_WRONG", "1"));
-    assert_all(
-        &lines(&finished, "conv"),
-        &["forward built in ", "backward input cuDNN ", "results deviate by 5e-1"],
-    );
+    let convs = lines(&finished, "conv");
+    assert_all(&convs, &["backward input cuDNN ", "results deviate by 5e-1"]);
+    for line in convs {
+        // What goes the other way round is another of the library's functions, which is right, or wrong.
+        let (forward, backward) = line.split_once(", backward input ").expect("both passes");
+        assert!(forward.contains("forward built in ") || forward.contains(" turned "), "{line}");
+        let backward = backward.split(", backward weights ").next().unwrap_or_default();
+        assert!(!backward.contains(" turned "), "{line}");
+    }
     let passes = [
         "forward built in ",
         "backward input built in ",

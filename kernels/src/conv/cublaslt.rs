@@ -346,14 +346,7 @@ impl Passes for Plan {
         format!("cuBLASLt {}", unsafe { (self.on.functions.version)() })
     }
 
-    fn candidates(
-        &self,
-        pass: Pass,
-        _stream: &Stream,
-        deterministic: bool,
-        _operands: [View<'_>; 3],
-        _workspace: View<'_>,
-    ) -> (Vec<Candidate>, Vec<Note>) {
+    fn candidates(&self, pass: Pass, deterministic: bool, _limit: usize) -> (Vec<Candidate>, Vec<Note>) {
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for (form, name) in [(Form::Fused, "cuBLASLt fused"), (Form::Plain, "cuBLASLt")] {
             let possible = pass == Pass::Forward && (self.slope == 0.0 || self.slope == 1.0);

@@ -146,7 +146,7 @@ impl Conv {
                 Pass::BackwardInput => ([w, y, dx], None),
                 Pass::BackwardWeights => ([x, y, dw], None),
             };
-            let (candidates, refused) = library.candidates(pass, stream, deterministic, operands, workspace);
+            let (candidates, refused) = library.candidates(pass, deterministic, workspace.bytes());
             notes.extend(refused);
             for (seed, view) in [x, w, y, bias].into_iter().enumerate() {
                 choice::fill(stream, view, seed as u64)?;

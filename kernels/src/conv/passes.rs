@@ -12,15 +12,8 @@ pub(super) trait Passes: Send + Sync {
     /// The library's name and version.
     fn version(&self) -> String;
 
-    /// Algorithms that are worth a race, and notes about what is not. The contents of the operands are lost.
-    fn candidates(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        deterministic: bool,
-        operands: [View<'_>; 3],
-        workspace: View<'_>,
-    ) -> (Vec<Candidate>, Vec<Note>);
+    /// Algorithms that are worth a race and need a workspace of at most `limit` bytes, and notes about what is not.
+    fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>);
 
     /// Bytes of workspace of an algorithm.
     ///
@@ -28,8 +21,8 @@ pub(super) trait Passes: Send + Sync {
     /// If the library does not support it for this layer.
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize>;
 
-    /// Makes a pass. The forward one has a bias, which a [fused](crate::cuda::algorithm::Form::Fused) algorithm adds before it activates the
-    /// output; other algorithms leave both to the caller.
+    /// Makes a pass. The forward one has a bias, which a [fused](crate::cuda::algorithm::Form::Fused) algorithm adds before
+    /// it activates the output; other algorithms leave both to the caller.
     ///
     /// # Errors
     /// If the library refuses.

@@ -2,7 +2,7 @@
 //!
 //! The libraries have several algorithms for one and the same product, this crate has a kernel of its own, and which of
 //! them wins depends on the shape, the GPU and the versions. So they race when a layer is set up, on real memory full of
-//! numbers. The clock runs around a captured graph of many runs: that is how a training step runs them, it keeps the
+//! numbers, in turns. The clock runs around a captured graph of many runs: that is how a training step runs them, it keeps the
 //! price of a launch out, and it throws out what cannot be captured. Who fails, or comes to other results than the
 //! crate's own kernel, is out of the race as well: a library that does not support a combination of types costs speed,
 //! never a run.

@@ -42,7 +42,7 @@ use super::passes::Passes;
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
 use crate::cuda::choice::{Candidate, Note, Pass};
-use crate::cuda::{Device, Result, Stream, View};
+use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 
 /// The library's algorithm for fused bias without an activation.
@@ -321,22 +321,15 @@ impl Passes for Plan {
         self.on.version()
     }
 
-    fn candidates(
-        &self,
-        pass: Pass,
-        _stream: &Stream,
-        deterministic: bool,
-        _operands: [View<'_>; 3],
-        space: View<'_>,
-    ) -> (Vec<Candidate>, Vec<Note>) {
-        let limit = space.bytes();
-        let mut forms: Vec<(Form, usize)> = match (pass, self.precision) {
-            (Pass::BackwardWeights, Precision::Bf16) => vec![(Form::Plain, 1), (Form::Narrow, 1)],
-            (Pass::BackwardWeights, _) => vec![(Form::Plain, 1)],
-            (Pass::Forward | Pass::BackwardInput, _) => vec![(Form::Plain, 1), (Form::Turned, 1)],
-        };
-        if pass == Pass::BackwardWeights && self.precision == Precision::Bf16 {
-            forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
+    fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>) {
+        let mut forms = vec![(Form::Plain, 1)];
+        match (pass, self.precision) {
+            (Pass::BackwardWeights, Precision::Bf16) => {
+                forms.push((Form::Narrow, 1));
+                forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
+            }
+            (Pass::BackwardWeights, _) => {}
+            (Pass::Forward | Pass::BackwardInput, _) => forms.push((Form::Turned, 1)),
         }
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for (form, parts) in forms {
@@ -373,6 +366,12 @@ impl Passes for Plan {
     }
 
     fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
+        let parts = algorithm.parts();
+        let cut = algorithm.form == Form::Narrow && self.parts.iter().any(|(known, _)| *known == parts);
+        if parts != 1 && !cut {
+            let text = format!("this layer's batch is not cut into {parts} parts");
+            return Err(Error::Library { call: "a choice of the past", text });
+        }
         let f = &self.on.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, size): (_, WorkspaceSize) = match pass {
