@@ -328,7 +328,12 @@ def throughput(s):
     def steps(batch):
         return s.options.steps or (3 if s.fake else 1500 if batch < 1024 else 400)
 
+    made = set()
+
     def ours(net, batch, precision, choice, graph):
+        if (net, batch, precision, choice, graph) in made:
+            return
+        made.add((net, batch, precision, choice, graph))
         name = f"{net} {batch} {precision} ours {choice} {'graph' if graph else 'eager'}"
         s.run(name, [*launcher(s, 1), s.program("train_mnist"), *digits(s), "--net", net, "--batch", str(batch), "--steps",
                      str(steps(batch)), "--precision", precision, "--kernels", choice, *([] if graph else ["--no-graph"]),
@@ -358,6 +363,13 @@ def throughput(s):
             ours(net, batches[-1], precision, "auto", True)
     for net in nets:
         ours(net, batches[0], "bf16", "auto", False)
+    # The rest, as far as there is time.
+    for graph in [True, False]:
+        for precision in PRECISIONS:
+            for batch in batches:
+                for net in nets:
+                    for choice in ["auto", "builtin"]:
+                        ours(net, batch, precision, choice, graph)
 
 
 def profile(s):
