@@ -3,8 +3,8 @@
 use std::fmt::Display;
 
 use clap::{Args, ValueEnum};
+use mgpu::Compression;
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::step::Compression;
 use mgpu::{DataParallelConfig, ShardFrom};
 
 /// How ranks train together.

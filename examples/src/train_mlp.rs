@@ -7,8 +7,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
+use mgpu::evaluation_shard;
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
-use mgpu::sampler::evaluation_shard;
 use mgpu::{DataParallel, ReduceOp, Sampler, SamplerConfig, World};
 
 use crate::data::{Dataset, Split, digits};

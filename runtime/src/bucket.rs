@@ -10,38 +10,27 @@ use crate::Layout;
 
 /// Tensors whose gradients are all-reduced in one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bucket {
+pub(crate) struct Bucket {
     /// Indices in the layout.
-    pub tensors: Range<usize>,
+    pub(crate) tensors: Range<usize>,
     /// Elements of the arena.
-    pub elements: Range<usize>,
+    pub(crate) elements: Range<usize>,
 }
 
 /// Cuts `layout` into buckets, in the order in which a backward pass through its tensors, last one first, fills them.
 ///
 /// A bucket takes tensors until it has reached `first` bytes of f32 (the first bucket) or `rest` bytes (the others).
 /// Tensors are never cut. Frozen ones are in no bucket.
-pub fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
+pub(crate) fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
     plan_in_order(layout, layout.trained().rev(), first, rest)
 }
 
 /// As [`plan`], where gradients come in another order, which names every tensor once that is not frozen. A bucket takes only tensors that lie
 /// next to each other.
 ///
-/// ```
-/// use mgpu::bucket::{plan, plan_in_order};
-/// let mut layout = mgpu::Layout::new();
-/// (0..4).for_each(|index| _ = layout.push(index.to_string(), [100]));
-/// let tensors = |buckets: &[mgpu::bucket::Bucket]| -> Vec<_> {
-///     buckets.iter().map(|bucket| bucket.tensors.clone()).collect()
-/// };
-/// assert_eq!(tensors(&plan(&layout, 100, 800)), [3..4, 1..3, 0..1]);
-/// assert_eq!(tensors(&plan_in_order(&layout, [1, 0, 2, 3], 100, 800)), [1..2, 0..1, 2..4]);
-/// ```
-///
 /// # Panics
 /// If `order` names a tensor that there is none of.
-pub fn plan_in_order(
+pub(crate) fn plan_in_order(
     layout: &Layout,
     order: impl IntoIterator<Item = usize>,
     first: usize,
@@ -72,6 +61,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn buckets_follow_the_order_of_gradients() {
+        let mut layout = Layout::new();
+        (0..4).for_each(|index| _ = layout.push(index.to_string(), [100]));
+        let tensors =
+            |buckets: &[Bucket]| -> Vec<_> { buckets.iter().map(|bucket| bucket.tensors.clone()).collect() };
+        assert_eq!(tensors(&plan(&layout, 100, 800)), [3..4, 1..3, 0..1]);
+        assert_eq!(tensors(&plan_in_order(&layout, [1, 0, 2, 3], 100, 800)), [1..2, 0..1, 2..4]);
+    }
 
     proptest! {
         #[test]

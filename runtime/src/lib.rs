@@ -6,16 +6,18 @@
 //!
 //! The way of a gradient is the way through this crate:
 //!
-//! | module | question |
+//! | | question |
 //! |---|---|
-//! | [`world`] | who am I, and who are the others? |
-//! | [`Store`], in `mgpu-control` | how do we find each other? |
-//! | [`comm`] | how do buffers of all ranks become one? |
+//! | [`World`] | who am I, and who are the others? |
+//! | [`Store`], of `mgpu-control` | how do ranks find each other, and exchange what is small? |
+//! | [`Communicator`], [`comm`] | how do buffers of all ranks become one? |
 //! | [`replicate`](mod@replicate) | how do all begin with the same weights, and how is that proved? |
-//! | [`step`] | what happens in a training step? It fits one screen and names everything else |
-//! | [`bucket`], [`optimizer`] | which gradients travel together, and what becomes of them? |
-//! | [`sampler`] | which samples are mine? |
-//! | [`checkpoint`] | how does a run go on after an end? |
+//! | [`Layout`], [`ParameterGroup`] | what are the model's tensors, and how is each trained? |
+//! | [`Reducer`] | how are gradients averaged, for an optimizer of the program's own? |
+//! | [`DataParallel`], [`DeviceDataParallel`] | what happens in a training step, on a host and on a GPU? |
+//! | [`optimizer`] | how do parameters follow their gradients? |
+//! | [`Sampler`] | which samples are mine? |
+//! | [`checkpoint`] | how does a run resume after an end? |
 //! | [`timeline`] | what did every rank do when? |
 //! | [`whole_file`] | how is a file written beside a training, and nothing lost? |
 //!
@@ -44,23 +46,23 @@
 //! 0 where another launcher than `mgpurun` started the ranks, one for each NCCL communicator, one while a
 //! [`checkpoint::Writer`] is writing, and those the CPU kernels are asked to use.
 
-pub mod bucket;
+mod bucket;
 pub mod checkpoint;
 mod clock;
 pub mod comm;
 mod error;
-pub mod layout;
+mod layout;
 mod membership;
 mod memory;
 pub mod optimizer;
 mod parameter_group;
 pub mod replicate;
-pub mod sampler;
-pub mod step;
+mod sampler;
+mod step;
 mod survivor;
 pub mod timeline;
 pub mod whole_file;
-pub mod world;
+mod world;
 
 pub use mgpu_control::progress::Phase;
 pub use mgpu_control::protocol;
@@ -73,10 +75,11 @@ pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use parameter_group::ParameterGroup;
-pub use sampler::{Sampler, SamplerConfig};
+pub use sampler::{Sampler, SamplerConfig, evaluation_shard};
 #[cfg(feature = "cuda")]
-pub use step::device::DeviceDataParallel;
+pub use step::device::{self, DeviceDataParallel};
 pub use step::{
-    DataParallel, DataParallelConfig, GradientSink, MicroBatch, Reducer, ReducerConfig, ShardFrom, Unused,
+    Compression, DataParallel, DataParallelConfig, GradientSink, MicroBatch, NamedArena, Reducer,
+    ReducerConfig, Reduction, ShardFrom, Unused,
 };
 pub use world::{Backend, World};

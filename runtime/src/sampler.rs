@@ -32,7 +32,7 @@ pub struct SamplerConfig {
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
-/// use mgpu::sampler::{Sampler, SamplerConfig};
+/// use mgpu::{Sampler, SamplerConfig};
 /// let config = SamplerConfig { samples: 10, batch: 2, rank: 0, ranks: 2, seed: 7 };
 /// let mut first = Sampler::new(config)?;
 /// let mut second = Sampler::new(SamplerConfig { rank: 1, ..config })?;

@@ -70,7 +70,7 @@ pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Checks whether [`write`] could write to `path`, so that this is not found out when all is over. Nothing is opened or made: the
+/// Checks whether [`write`](write()) could write to `path`, so that this is not found out when all is over. Nothing is opened or made: the
 /// reader of a pipe would take that for its end.
 ///
 /// # Errors

@@ -1,8 +1,8 @@
 //! n ranks with a batch of b/n images each train what one rank with b images does: every network, with everything a step can
 //! do; and a small network with every optimizer besides.
 
+use mgpu::Compression;
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::step::Compression;
 use mgpu::{DataParallel, DataParallelConfig, MicroBatch, Result, World};
 use mgpu_examples::nets::{DropoutKey, LossReport, Mode, Net, Spec, names};
 use mgpu_tests::models::optimizers;

@@ -8,8 +8,8 @@ mod uneven;
 
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::replicate::verify_same;
-use mgpu::step::{Compression, Reduction};
 use mgpu::timeline::Timeline;
+use mgpu::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, Unused, World};
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::threads;

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel};
+use mgpu::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Options, Stream};

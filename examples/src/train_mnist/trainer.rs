@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use mgpu::replicate::verify_same;
 use mgpu::timeline::{Name, Timeline};
-use mgpu::{Communicator, ReduceOp, Sampler, SamplerConfig, World, sampler};
+use mgpu::{Communicator, ReduceOp, Sampler, SamplerConfig, World, evaluation_shard};
 use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
@@ -264,7 +264,7 @@ impl Trainer {
     pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<Tested> {
         let start = Instant::now();
         let (rank, ranks) = (self.engine.comm().rank(), self.run.ranks);
-        let shard: Vec<u32> = sampler::evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
+        let shard: Vec<u32> = evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
         let (score, average) = self.engine.evaluate(data, &shard)?;
         let score = over_ranks(score, self.engine.comm())?;
         let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;

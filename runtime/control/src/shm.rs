@@ -41,7 +41,7 @@ unsafe impl Sync for SharedMemory {}
 const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);
 
 impl SharedMemory {
-    /// Makes a zeroed file of `len` bytes, sealed, and maps it. No memory is taken until [`reserve`](reserve).
+    /// Makes a zeroed file of `len` bytes, sealed, and maps it. No memory is taken until [`reserve`].
     pub fn create(name: &str, len: usize) -> Result<(Self, OwnedFd)> {
         let failed =
             |why: String| Error::system(format!("create {len} bytes of shared memory ({name})"), why);

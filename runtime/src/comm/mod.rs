@@ -2,7 +2,7 @@
 //!
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
-//!   reduction and root. A rank that does not is named in an [`Error::Mismatch`] on every
+//!   reduction and root. A rank that does not is named in an [`Error::Mismatch`](crate::Error::Mismatch) on every
 //!   rank. [`send`] and [`recv`] concern two ranks only; where one can never meet its other side, because that waits in another
 //!   call, this is a mismatch, too, named by those that wait for it. (Under `nccl` a message that meets a collective is; messages
 //!   that wait for each other around a circle of ranks wait for the deadline.)
@@ -14,9 +14,9 @@
 //!   those of the other backends; sums of integers wrap before an average divides them.
 //! - **Failure.** A lost peer, a mismatch or a passed deadline makes the communicator unusable: the call returns
 //!   an error that names the rank, the buffer is gone (a peer may still be writing to it), and every later call
-//!   returns [`Error::Poisoned`]. No call waits longer than the world's timeout without
+//!   returns [`Error::Poisoned`](crate::Error::Poisoned). No call waits longer than the world's timeout without
 //!   any peer making progress. Invalid arguments are told before anything is sent and poison nothing. Of an operation on another
-//!   thread ([`DataParallelConfig::overlap`](crate::DataParallelConfig::overlap)) all of this is told by [`Pending::wait`].
+//!   thread ([`ReducerConfig::overlap`](crate::ReducerConfig::overlap)) all of this is told by [`Pending::wait`].
 //! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first wait
 //!   for each other until the deadline. A communicator's end is collective there: all ranks come together in its drop.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass

@@ -8,13 +8,13 @@ const FIRST_BUCKET: usize = 256 << 10;
 /// Bytes of the other buckets, unless the caller chooses: on a CPU small enough that gradients are still in the cache
 /// when they are reduced. (Of 1, 2, 4 and 25 MiB, steps of the larger networks with two ranks were up to 8% shorter
 /// with 1 MiB than with 25, and otherwise as long.)
-pub const BUCKET: usize = 1 << 20;
+pub(super) const BUCKET: usize = 1 << 20;
 /// Bytes from which on a bucket is sharded, unless the caller chooses: below, the optimizer takes less than the exchange
 /// of what it has updated. (On a busy machine, two ranks with the 247 KB of `lenet5` took 0.84 ms a step replicated and
 /// 1.15 sharded; with the 27 MB of `deep`, sums and updates took 36 ms replicated and 28 sharded.)
-pub const SHARD_FROM: usize = 512 << 10;
+pub(super) const SHARD_FROM: usize = 512 << 10;
 /// Steps between two comparisons of the ranks' weights, unless the caller chooses.
-pub const VERIFY_EVERY: u64 = 100;
+const VERIFY_EVERY: u64 = 100;
 
 /// How gradients are averaged. The same on all ranks, on the host and on devices.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,7 +23,7 @@ pub struct ReducerConfig {
     /// Micro-batches of a rank in each step, whose gradients are added up before they are reduced: from 1.
     pub micro_batches: usize,
     /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB. `None` is what suits the
-    /// memory: [`BUCKET`] on the host, [`device::BUCKET`](super::device::BUCKET) on a device.
+    /// memory: 1 MiB on the host, 16 MiB on a device.
     pub bucket: Option<usize>,
     /// Reduce buckets on a thread of its own, under the rest of the backward pass, for where a core is to spare. What is trained
     /// keeps its bits. It changes nothing where ranks are to make no difference, which takes messages in place of reductions, nor
@@ -193,7 +193,7 @@ pub struct DataParallelConfig {
 }
 
 impl DataParallelConfig {
-    /// A [`ReducerConfig::new`]; sharded where it pays; weights compared every [`VERIFY_EVERY`] steps; updates on
+    /// A [`ReducerConfig::new`]; sharded where it pays; weights compared every 100 steps; updates on
     /// `threads` threads.
     pub fn new(optimizer: OptimizerConfig, threads: usize) -> Self {
         DataParallelConfig {
@@ -374,7 +374,7 @@ pub enum Unused {
 /// From which size on buckets are sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ShardFrom {
-    /// Where it pays: from [`SHARD_FROM`] on where ranks share memory on a host, never on devices. Nor on a host where ranks
+    /// Where it pays: from 512 KiB on where ranks share memory on a host, never on devices. Nor on a host where ranks
     /// do not share memory: there, sums may differ in their last bits from one operation to the other.
     Auto,
     /// From this many bytes on; on a host only where ranks share memory, as for `Auto`.

@@ -25,10 +25,8 @@ mod tree;
 
 use std::time::{Duration, Instant};
 
-pub use config::{
-    BUCKET, Compression, DataParallelConfig, ReducerConfig, Reduction, SHARD_FROM, ShardFrom, Unused,
-    VERIFY_EVERY,
-};
+use config::SHARD_FROM;
+pub use config::{Compression, DataParallelConfig, ReducerConfig, Reduction, ShardFrom, Unused};
 use reducer::Attendance;
 pub use reducer::Reducer;
 pub use sink::GradientSink;

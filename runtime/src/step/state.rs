@@ -19,7 +19,7 @@ impl DataParallel {
     /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
     ///
     /// # Errors
-    /// As [`Communicator::all_gather`].
+    /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
         let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
@@ -33,7 +33,7 @@ impl DataParallel {
     /// parameters' [layout](Self::layout), whole on rank 0 and empty elsewhere. Collective where the optimizer is sharded.
     ///
     /// # Errors
-    /// As [`Communicator::all_gather`].
+    /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
         let len = if self.rank() == 0 { self.whole_parameters("arenas")?.len() } else { 0 };
         let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;

@@ -69,7 +69,7 @@ impl Name {
     pub const WAIT: Name = Name::new("wait for peers");
     /// The part of a [fused update + all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
     pub const MAKE: Name = Name::new("make and pass on");
-    /// Waiting for reductions [on another thread](crate::DataParallelConfig::overlap).
+    /// Waiting for reductions [on another thread](crate::ReducerConfig::overlap).
     pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");
     /// [`Communicator::all_reduce`]; its number is the bucket's, if it is of one.
     pub const ALL_REDUCE: Name = Name::new("all_reduce");

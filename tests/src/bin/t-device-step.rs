@@ -7,9 +7,9 @@ mod uneven;
 
 use std::process::ExitCode;
 
+use mgpu::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Health};
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Sgd};
-use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Health};
-use mgpu::step::{Compression, Reduction};
+use mgpu::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, ShardFrom, World};
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::Memory;

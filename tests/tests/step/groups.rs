@@ -235,7 +235,7 @@ fn a_reducer_averages_for_an_optimizer_of_the_programs_own() {
             |config: ReducerConfig| config,
             |config: ReducerConfig| config.with_clip_norm(0.5),
             |config: ReducerConfig| config.with_overlap(true),
-            |config: ReducerConfig| config.with_compression(mgpu::step::Compression::Bf16),
+            |config: ReducerConfig| config.with_compression(mgpu::Compression::Bf16),
         ] {
             threads::run(ranks, |mut world| {
                 let reducing = change(ReducerConfig::new().with_bucket(400).with_micro_batches(2));

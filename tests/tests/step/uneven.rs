@@ -1,6 +1,6 @@
 //! Ranks with different numbers of batches: who has run out takes part with weight 0.
 
-use mgpu::step::{Compression, Reduction};
+use mgpu::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Reducer, ReducerConfig, Result, World};
 use mgpu_tests::models::{model, optimizers};
 use mgpu_tests::threads;

@@ -6,7 +6,7 @@
 
 mod order;
 
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
 use mgpu_kernels::cuda::{Memory, Options, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};

@@ -6,7 +6,7 @@
 //! and go.
 
 use mgpu::Layout;
-use mgpu::step::device::ALIGNMENT;
+use mgpu::device::ALIGNMENT;
 
 use super::super::layers::Transposed;
 use super::super::plan::Plan;

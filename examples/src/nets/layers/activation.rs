@@ -1,7 +1,7 @@
 //! The rectified linear unit, and the leaky one. A convolution or dense layer before it takes it along.
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::Storage;
 use mgpu_kernels::activation;
 use mgpu_kernels::conv::cpu::Choice;

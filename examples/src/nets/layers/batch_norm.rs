@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::norm::{self, Statistics, Sums};

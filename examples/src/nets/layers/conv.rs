@@ -2,7 +2,7 @@
 //! needed for a moment only, and of a pooled layer the pooled output alone is kept.
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::{Choice, Tail as KernelTail};
 use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::conv::{self, Padding, Shape};

@@ -1,7 +1,7 @@
 //! Dropout, in place. Its mask is computed again for the backward pass, so the layer keeps nothing.
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};

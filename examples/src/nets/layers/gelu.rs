@@ -1,7 +1,7 @@
 //! The Gaussian error linear unit, PyTorch's `nn.GELU()`. Its backward pass needs its input, so its output lies apart.
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, gelu};

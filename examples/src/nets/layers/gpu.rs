@@ -1,7 +1,7 @@
 //! The passes of an operation on a GPU, and what they have at hand.
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::cuda::{Memory, Options, Stream, View};
 use mgpu_kernels::{DType, Precision};
 

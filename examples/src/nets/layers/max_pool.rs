@@ -1,7 +1,7 @@
 //! Max-pooling. A convolution before it takes it along.
 
 use mgpu::Result;
-use mgpu::step::device::DeviceDataParallel;
+use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::pool::{self, Rounding};

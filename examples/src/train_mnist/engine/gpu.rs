@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
+use mgpu::device::{DeviceConfig, DeviceDataParallel, Health, Reading, StepGraph};
 use mgpu::replicate::{checksum, replicate, verify_equal};
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel, Health, Reading, StepGraph};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{self, Device, Libraries, Stream};

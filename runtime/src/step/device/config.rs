@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// Bytes of a bucket, unless the caller chooses: large enough for the links between GPUs, small enough that several are under
 /// way in a backward pass.
-pub const BUCKET: usize = 16 << 20;
+pub(super) const BUCKET: usize = 16 << 20;
 
 /// How a [`DeviceDataParallel`](super::DeviceDataParallel) trains: as on the host, and what only a device has. The same on all
 /// ranks.

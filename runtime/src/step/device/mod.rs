@@ -23,7 +23,8 @@ mod sums;
 
 use std::sync::Arc;
 
-pub use config::{BUCKET, DeviceConfig};
+use config::BUCKET;
+pub use config::DeviceConfig;
 pub use graph::{Reading, StepGraph};
 use guard::Guard;
 pub use guard::Health;
@@ -88,7 +89,7 @@ fn check_layout(layout: &Layout) -> Result<()> {
 /// ```no_run
 /// use mgpu::DataParallelConfig;
 /// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
-/// use mgpu::step::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel};
+/// use mgpu::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel};
 /// # fn main() -> mgpu::Result<()> {
 /// let mut world = mgpu::World::from_env()?; // under `mgpurun --backend nccl`
 /// let (device, host) = world.communicators()?;

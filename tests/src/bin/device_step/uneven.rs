@@ -1,8 +1,8 @@
 //! What is not alike: tensors in groups, frozen ones, ones that a rank does not use, gradients in an order of each rank's own,
 //! ranks that run out of data. All as on the CPU.
 
+use mgpu::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::step::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::{DataParallel, Layout, ParameterGroup, Result, ShardFrom, Unused, World};
 
 use super::{Inputs, Outcome, STEPS, adam, compare, config, gradients, initial, layout, sgd};
