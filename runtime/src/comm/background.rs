@@ -179,13 +179,14 @@ impl Transport for Background {
         self.idle()?.allocate(dtype, len)
     }
 
-    fn submit(&mut self, request: Request<'_>) -> Result<Pending> {
-        let Request { call, buffer, tag, .. } = request;
-        match call {
-            Call::AllReduce(op) => self.begin(Call::AllReduce, op, buffer, tag),
-            Call::ReduceScatter(op) => self.begin(Call::ReduceScatter, op, buffer, tag),
-            call => self.idle()?.submit(call, buffer, tag),
-        }
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
+        let (buffer, tag) = (request.buffer.take(), request.tag);
+        let pending = match std::mem::replace(&mut request.call, Call::Barrier) {
+            Call::AllReduce(op) => self.begin(Call::AllReduce, op, buffer, tag)?,
+            Call::ReduceScatter(op) => self.begin(Call::ReduceScatter, op, buffer, tag)?,
+            call => self.idle()?.submit(call, buffer, tag)?,
+        };
+        Ok(Some(pending))
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {

@@ -227,6 +227,12 @@ impl Buffer {
         }
     }
 
+    /// All elements, of which none is left here.
+    pub(crate) fn take(&mut self) -> Buffer {
+        let empty = Buffer { allocation: Arc::clone(&self.allocation), len: 0, ..*self };
+        std::mem::replace(self, empty)
+    }
+
     /// Splits into the first `middle` elements and the rest.
     ///
     /// # Panics

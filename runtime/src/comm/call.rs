@@ -60,6 +60,13 @@ pub(crate) struct SegmentUpdate<'a> {
     pub(crate) update: &'a mut Update<'a>,
 }
 
+impl SegmentUpdate<'_> {
+    /// The same, for whoever needs one of its own.
+    pub(crate) fn by_ref(&mut self) -> SegmentUpdate<'_> {
+        SegmentUpdate { segments: self.segments, block: self.block, update: &mut *self.update }
+    }
+}
+
 /// A call with what all of them have. Element type and length are those of the buffer.
 pub(crate) struct Request<'a> {
     pub(crate) call: Call<'a>,

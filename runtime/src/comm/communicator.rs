@@ -91,11 +91,12 @@ impl Communicator {
     #[inline(always)]
     pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
         let number = self.number.wrapping_add(1).max(1);
-        let request = Request { call, buffer, tag, number };
+        let mut request = Request { call, buffer, tag, number };
         // The arguments: told before anything is sent.
         self.check(&request)?;
         if self.hands_over {
-            return self.transport.submit(request);
+            let pending = self.transport.submit(&mut request)?;
+            return Ok(pending.unwrap_or_else(|| Pending::complete(request.buffer)));
         }
         if request.call.is_collective() {
             self.number = number;
@@ -105,13 +106,14 @@ impl Communicator {
         self.rules.begin(Noted { operation, number, bytes })?;
         // The operation itself, and around it the trace.
         let result = match &self.observer {
-            None => self.transport.submit(request),
+            None => self.transport.submit(&mut request),
             Some(observer) => observe(&**observer, operation, (tag, bytes, self.background), |updating| {
-                submit_timed(&mut *self.transport, request, updating)
+                submit_timed(&mut *self.transport, &mut request, updating)
             }),
         };
         // An error poisons.
-        self.rules.end(result, &*self.transport)
+        let pending = self.rules.end(result, &*self.transport)?;
+        Ok(pending.unwrap_or_else(|| Pending::complete(request.buffer)))
     }
 
     fn check(&self, request: &Request<'_>) -> Result<()> {
@@ -435,18 +437,21 @@ fn observe<R>(
 /// Has `transport` carry out a request, and notes what is updated in the course of it.
 fn submit_timed(
     transport: &mut dyn Transport,
-    request: Request<'_>,
+    request: &mut Request<'_>,
     updating: &mut Updating,
-) -> Result<Pending> {
-    let Request { call: Call::UpdateAllGather(SegmentUpdate { segments, block, update }), .. } = request
-    else {
+) -> Result<Option<Pending>> {
+    let Request { call: Call::UpdateAllGather(call), buffer, tag, number } = request else {
         return transport.submit(request);
     };
+    let SegmentUpdate { segments, block, update } = call.by_ref();
     let mut update = |segment: usize, element: usize, block: &mut Buffer| {
         let begin = now();
         update(segment, element, block);
         updating.note(begin, now());
     };
     let call = Call::UpdateAllGather(SegmentUpdate { segments, block, update: &mut update });
-    transport.submit(Request { call, ..request })
+    let mut timed = Request { call, buffer: buffer.take(), tag: *tag, number: *number };
+    let pending = transport.submit(&mut timed)?;
+    *buffer = timed.buffer;
+    Ok(pending)
 }

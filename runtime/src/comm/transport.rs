@@ -8,8 +8,8 @@
 //! | [`background`](super::background) | those of another communicator, whose reductions run on a thread of their own |
 //!
 //! A transport gets a [`Request`] whose arguments were checked, and matches on its call once. It compares the call with its
-//! peers' (by their [`Signature`](super::signature::Signature)), carries it out and returns when the buffer may be handed back, or
-//! a [`Pending`] that does. It never waits longer than the world's timeout without any peer making progress, and its
+//! peers' (by their [`Signature`](super::signature::Signature)), carries it out and returns when the request's buffer may be
+//! handed back, or takes that and returns a [`Pending`] that does. It never waits longer than the world's timeout without any peer making progress, and its
 //! errors name the rank that holds the others up. Everything else is the communicator's: faults, the progress page,
 //! poisoning, tracing.
 
@@ -43,8 +43,9 @@ pub(crate) trait Transport: Failing + Send {
     /// Memory for `len` zeroed elements. Collective.
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer>;
 
-    /// Carries out a call.
-    fn submit(&mut self, request: Request<'_>) -> Result<Pending>;
+    /// Carries out a call, to its end if it returns `None`. By reference: a small operation takes less time than it would
+    /// take to move requests and errors about.
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>>;
 
     /// Chooses how the following all-reduces are carried out, if there is a choice.
     fn set_algorithm(&mut self, _: Algorithm) {}

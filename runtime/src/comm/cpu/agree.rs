@@ -30,14 +30,21 @@ impl CpuTransport {
             if call.path == Path::Eager {
                 self.patience.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
             }
-            self.wait(&line.flag, self.sequence, call, || {
+            let waited = self.wait(&line.flag, self.sequence, call, || {
                 let arrived =
                     |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
                 (vec![peer], self.not_waiting(self.peers().filter(|peer| !arrived(peer)).collect()))
-            })?;
+            });
+            if let Err(error) = waited {
+                // A rank that has come with another call, and ended because of that, did not just end.
+                let differs = |peer: &u32| {
+                    let line = self.region.lines(*peer).arrival(self.sequence);
+                    line.flag.reached(self.sequence) && line.digest() != digest
+                };
+                return Err(self.peers().find(differs).map_or(error, |peer| self.mismatch(peer, call)));
+            }
             if line.digest() != digest {
-                let theirs = self.region.lines(peer).call(self.sequence);
-                return Err(self.disagreement(peer, self.sequence, call, theirs));
+                return Err(self.mismatch(peer, call));
             }
         }
         if let Some(arrival) = &self.arrival {
@@ -48,6 +55,13 @@ impl CpuTransport {
         let next: *const Arrival = own.arrival(self.next_sequence());
         prefetch::for_writing(next.cast());
         Ok(())
+    }
+
+    /// The error of having come to the present operation with another call than `peer`.
+    #[cold]
+    fn mismatch(&self, peer: u32, call: &Signature) -> Error {
+        let theirs = self.region.lines(peer).call(self.sequence);
+        self.disagreement(peer, self.sequence, call, theirs)
     }
 
     /// The error of having called something else than `peer`.

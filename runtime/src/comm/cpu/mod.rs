@@ -320,33 +320,34 @@ impl Transport for CpuTransport {
         self.allocate_arena(dtype, len)
     }
 
-    fn submit(&mut self, request: Request<'_>) -> Result<Pending> {
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
         self.entered = false;
-        let Request { call, mut buffer, .. } = request;
-        let signature = Signature::of(&call, &buffer);
+        let Request { call, buffer, .. } = request;
+        let signature = Signature::of(call, buffer);
         let shards = Shares::Shards { len: buffer.len(), ranks: self.size };
         match call {
             Call::Barrier => self.enter(&signature)?,
-            Call::AllReduce(op) => self.all_reduce(&buffer, op, signature)?,
-            Call::ReduceScatter(op) => self.reduce_scatter(&buffer, op, signature)?,
-            Call::AllGather => self.gather(&buffer, shards, None, signature)?,
-            Call::AllGatherV { counts } => {
-                self.gather(&buffer, Shares::Counts(counts), None, signature)?;
+            Call::AllReduce(op) => self.all_reduce(buffer, *op, signature)?,
+            Call::ReduceScatter(op) => self.reduce_scatter(buffer, *op, signature)?,
+            Call::AllGather => self.gather(buffer, shards, None, signature)?,
+            Call::AllGatherV { counts } => self.gather(buffer, Shares::Counts(counts), None, signature)?,
+            Call::Gather { root } => self.gather(buffer, shards, Some(*root), signature)?,
+            Call::UpdateAllGather(update) => {
+                *buffer = self.update_all_gather(buffer.take(), update.by_ref(), signature)?;
             }
-            Call::Gather { root } => self.gather(&buffer, shards, Some(root), signature)?,
-            Call::UpdateAllGather(update) => buffer = self.update_all_gather(buffer, update, signature)?,
-            Call::Broadcast { root } => self.broadcast(&buffer, root, signature)?,
-            Call::Reduce { op, root } => self.reduce(&buffer, op, root, signature)?,
-            Call::AllToAll | Call::Scatter { .. } => self.exchange(&buffer, &call, signature)?,
+            Call::Broadcast { root } => self.broadcast(buffer, *root, signature)?,
+            Call::Reduce { op, root } => self.reduce(buffer, *op, *root, signature)?,
+            Call::AllToAll | Call::Scatter { .. } => self.exchange(buffer, call, signature)?,
             Call::AllToAllV { from, .. } => {
-                let exchange = Exchange::of(&call, self.rank, self.size, buffer.len());
+                let from = *from;
+                let exchange = Exchange::of(call, self.rank, self.size, buffer.len());
                 let exchange = exchange.expect("a call that consists of messages");
-                self.all_to_all_v(from, &mut buffer, &exchange, signature)?;
+                self.all_to_all_v(from, buffer, &exchange, signature)?;
             }
-            Call::Send { to } => self.send_message(&buffer, to, &signature)?,
-            Call::Recv { from } => self.receive_message(&buffer, from, &signature)?,
+            Call::Send { to } => self.send_message(buffer, *to, &signature)?,
+            Call::Recv { from } => self.receive_message(buffer, *from, &signature)?,
         }
-        Ok(Pending::complete(buffer))
+        Ok(None)
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {

@@ -283,37 +283,37 @@ impl Transport for HostTransport {
     }
 
     /// Agreement, then the payload.
-    fn submit(&mut self, request: Request<'_>) -> Result<Pending> {
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
         // Where the buffer lies is this rank's own affair: there is no arena.
         let signature = Signature::of(&request.call, &request.buffer).anywhere();
-        let doing = &self.doing(&request, &signature);
-        let Request { call, mut buffer, .. } = request;
+        let doing = &self.doing(request, &signature);
+        let Request { call, buffer, .. } = request;
         self.agree(call.peer(), &signature, doing)?;
         let (rank, ranks) = (self.link().rank, self.link().size);
-        let exchange = Exchange::of(&call, rank, ranks, buffer.len());
+        let exchange = Exchange::of(call, rank, ranks, buffer.len());
         match (call, &exchange) {
             (Call::Barrier, _) => {}
-            (Call::AllReduce(op), _) => self.carry(Kind::AllReduce(op), &buffer, doing)?,
-            (Call::ReduceScatter(op), _) => self.carry(Kind::ReduceScatter(op), &buffer, doing)?,
-            (Call::AllGather, _) => self.carry(Kind::AllGather, &buffer, doing)?,
+            (&mut Call::AllReduce(op), _) => self.carry(Kind::AllReduce(op), buffer, doing)?,
+            (&mut Call::ReduceScatter(op), _) => self.carry(Kind::ReduceScatter(op), buffer, doing)?,
+            (Call::AllGather, _) => self.carry(Kind::AllGather, buffer, doing)?,
             (Call::UpdateAllGather(SegmentUpdate { segments, block, update }), _) => {
-                buffer = update_blocks(buffer, segments, (ranks, rank), block, update, |_, _| ());
-                buffer = gather_segments(buffer, segments, |segment| {
+                let updated = update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
+                *buffer = gather_segments(updated, segments, |segment| {
                     self.carry(Kind::AllGather, &segment, doing).map(|()| segment)
                 })?;
             }
-            (Call::Broadcast { root }, _) => self.carry(Kind::Broadcast { root }, &buffer, doing)?,
-            (Call::Reduce { op, root }, _) => self.carry(Kind::Reduce { op, root }, &buffer, doing)?,
-            (Call::Send { to }, _) => self.carry(Kind::Send { to }, &buffer, doing)?,
-            (Call::Recv { from }, _) => self.carry(Kind::Recv { from }, &buffer, doing)?,
+            (&mut Call::Broadcast { root }, _) => self.carry(Kind::Broadcast { root }, buffer, doing)?,
+            (&mut Call::Reduce { op, root }, _) => self.carry(Kind::Reduce { op, root }, buffer, doing)?,
+            (&mut Call::Send { to }, _) => self.carry(Kind::Send { to }, buffer, doing)?,
+            (&mut Call::Recv { from }, _) => self.carry(Kind::Recv { from }, buffer, doing)?,
             (Call::AllToAllV { from, .. }, Some(exchange)) => {
                 let (own, at) = exchange.own.clone();
                 buffer.copy_from(at, from, own);
-                self.exchange(exchange, from, &buffer, doing)?;
+                self.exchange(exchange, from, buffer, doing)?;
             }
-            (_, Some(exchange)) => self.exchange(exchange, &buffer, &buffer, doing)?,
+            (_, Some(exchange)) => self.exchange(exchange, buffer, buffer, doing)?,
             (_, None) => unreachable!("all others consist of messages"),
         }
-        Ok(Pending::complete(buffer))
+        Ok(None)
     }
 }
