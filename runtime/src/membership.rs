@@ -46,6 +46,7 @@ impl Membership {
     }
 
     /// An error in a child that the rank has forked: the run is not its own.
+    #[inline]
     pub(crate) fn check_process(&self) -> Result<()> {
         Ok(self.store.check_process()?)
     }

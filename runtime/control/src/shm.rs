@@ -115,6 +115,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// If `offset` is past the end.
+    #[inline]
     pub fn at(&self, offset: usize) -> *mut u8 {
         assert!(offset <= self.len, "offset {offset} in {} bytes of shared memory", self.len);
         // SAFETY: the assertion keeps the address inside the mapping or one past its end.
@@ -125,6 +126,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// If it does not fit or is misaligned.
+    #[inline]
     pub fn view<T: Shared>(&self, offset: usize) -> &T {
         let end = offset.checked_add(size_of::<T>());
         assert!(end.is_some_and(|end| end <= self.len), "a view past the end of shared memory");

@@ -93,14 +93,14 @@ impl Background {
         &mut self,
         call: fn(ReduceOp) -> Call<'static>,
         op: ReduceOp,
-        buffer: Buffer,
+        mut rest: Buffer,
         tag: Option<u32>,
     ) -> Result<Pending> {
         self.check_process()?;
         let (result, pending) = sync_channel(1);
         self.busy = true;
-        self.give(Job::Reduce(Reduction { call, op, buffer, tag, result }));
-        Ok(Pending::under_way(pending, self.observer.clone()))
+        self.give(Job::Reduce(Reduction { call, op, buffer: rest.take(), tag, result }));
+        Ok(Pending::under_way(rest, pending, self.observer.clone()))
     }
 
     fn check_process(&self) -> Result<()> {
@@ -179,14 +179,14 @@ impl Transport for Background {
         self.idle()?.allocate(dtype, len)
     }
 
-    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let (buffer, tag) = (request.buffer.take(), request.tag);
-        let pending = match std::mem::replace(&mut request.call, Call::Barrier) {
+        request.pending = Some(match std::mem::replace(&mut request.call, Call::Barrier) {
             Call::AllReduce(op) => self.begin(Call::AllReduce, op, buffer, tag)?,
             Call::ReduceScatter(op) => self.begin(Call::ReduceScatter, op, buffer, tag)?,
             call => self.idle()?.submit(call, buffer, tag)?,
-        };
-        Ok(Some(pending))
+        });
+        Ok(())
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {

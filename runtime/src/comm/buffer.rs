@@ -45,6 +45,20 @@ impl Arena {
         std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(membership))
     }
 
+    /// The error of an operation in another world, or of another rank.
+    #[cold]
+    fn foreign(&self, operation: &'static str) -> Error {
+        let (communicator, number) = (self.id >> 32, self.id & u64::from(u32::MAX));
+        let problem = format!(
+            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
+             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
+             buffer",
+            self.rank,
+            self.parts.len(),
+        );
+        Error::InvalidArgument { operation, problem }
+    }
+
     /// Address of byte `offset` of the part of `rank`.
     pub(crate) fn address(&self, rank: u32, offset: usize) -> *mut u8 {
         self.memory.at(self.parts[rank as usize] + offset)
@@ -136,6 +150,7 @@ impl Buffer {
     }
 
     /// The arena that holds the buffer, and its first byte there; `None` for private memory.
+    #[inline]
     pub(crate) fn arena(&self) -> Option<(&Arena, usize)> {
         match &*self.allocation {
             Allocation::Arena(arena) => Some((arena, self.offset)),
@@ -144,6 +159,7 @@ impl Buffer {
     }
 
     /// Address of the first element.
+    #[inline]
     pub(crate) fn address(&self) -> *mut u8 {
         // SAFETY: `offset` lies within the allocation by construction.
         unsafe { self.allocation.base().add(self.offset) }
@@ -198,18 +214,12 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`].
+    #[inline]
     pub(crate) fn check_owner(&self, operation: &'static str, membership: &Arc<Membership>) -> Result<()> {
-        let foreign = self.arena().filter(|(arena, _)| !arena.belongs_to(membership));
-        let Some((arena, _)) = foreign else { return Ok(()) };
-        let (communicator, number) = (arena.id >> 32, arena.id & u64::from(u32::MAX));
-        let problem = format!(
-            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
-             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
-             buffer",
-            arena.rank,
-            arena.parts.len(),
-        );
-        Err(Error::InvalidArgument { operation, problem })
+        match self.arena() {
+            Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign(operation)),
+            _ => Ok(()),
+        }
     }
 
     /// Copies the elements `range` of `from`, which has the same element type, to those that begin at `at`.

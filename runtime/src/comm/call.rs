@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::exchange::Counts;
-use super::{Buffer, ReduceOp};
+use super::{Buffer, Pending, ReduceOp};
 use crate::progress::Operation;
 use crate::{Error, Result};
 
@@ -75,11 +75,24 @@ pub(crate) struct Request<'a> {
     pub(crate) tag: Option<u32>,
     /// Position among the collectives of the communicator, from 1; of a message, that of the next collective.
     pub(crate) number: u32,
+    /// What a transport has left that goes on without it: that has the buffer then.
+    pub(crate) pending: Option<Pending>,
+}
+
+impl Request<'_> {
+    /// What the caller gets, once a transport has carried it out.
+    #[inline]
+    pub(crate) fn done(self) -> Pending {
+        match self.pending {
+            None => Pending::complete(self.buffer),
+            Some(pending) => pending,
+        }
+    }
 }
 
 impl Call<'_> {
     /// What the progress page knows it as.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn operation(&self) -> Operation {
         match self {
             Call::Barrier => Operation::Barrier,
@@ -100,7 +113,7 @@ impl Call<'_> {
     }
 
     /// True unless only two ranks take part.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn is_collective(&self) -> bool {
         self.peer().is_none()
     }
@@ -127,7 +140,7 @@ impl Call<'_> {
     }
 
     /// The rank at the other end of a message.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn peer(&self) -> Option<u32> {
         match *self {
             Call::Send { to: peer } | Call::Recv { from: peer } => Some(peer),
@@ -139,8 +152,15 @@ impl Call<'_> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`].
-    #[inline]
+    #[inline(always)]
     pub(crate) fn check(&self, rank: u32, size: u32, len: usize) -> Result<()> {
+        match self {
+            Call::Barrier | Call::AllReduce(_) | Call::ReduceScatter(_) | Call::AllGather => Ok(()),
+            _ => self.check_arguments(rank, size, len),
+        }
+    }
+
+    fn check_arguments(&self, rank: u32, size: u32, len: usize) -> Result<()> {
         let ranks = size as usize;
         let there_is = |rank: u32| match rank < size {
             true => Ok(()),

@@ -91,18 +91,19 @@ impl Communicator {
     #[inline(always)]
     pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
         let number = self.number.wrapping_add(1).max(1);
-        let mut request = Request { call, buffer, tag, number };
+        let (operation, bytes) = (call.operation(), buffer.bytes());
+        let is_collective = call.is_collective();
         // The arguments: told before anything is sent.
-        self.check(&request)?;
+        self.check(&call, &buffer)?;
+        let mut request = Request { call, buffer, tag, number, pending: None };
         if self.hands_over {
-            let pending = self.transport.submit(&mut request)?;
-            return Ok(pending.unwrap_or_else(|| Pending::complete(request.buffer)));
+            self.transport.submit(&mut request)?;
+            return Ok(request.done());
         }
-        if request.call.is_collective() {
+        if is_collective {
             self.number = number;
         }
         // A fault that is due, then the progress page; neither where an earlier error has poisoned the communicator.
-        let (operation, bytes) = (request.call.operation(), request.bytes());
         self.rules.begin(Noted { operation, number, bytes })?;
         // The operation itself, and around it the trace.
         let result = match &self.observer {
@@ -112,16 +113,17 @@ impl Communicator {
             }),
         };
         // An error poisons.
-        let pending = self.rules.end(result, &*self.transport)?;
-        Ok(pending.unwrap_or_else(|| Pending::complete(request.buffer)))
+        self.rules.end(result, &*self.transport)?;
+        Ok(request.done())
     }
 
-    fn check(&self, request: &Request<'_>) -> Result<()> {
+    #[inline(always)]
+    fn check(&self, call: &Call<'_>, buffer: &Buffer) -> Result<()> {
         let membership = self.rules.membership();
         if let Some(membership) = membership.filter(|_| self.capabilities.shares_memory) {
-            request.buffer.check_owner(request.call.operation().name(), membership)?;
+            buffer.check_owner(call.operation().name(), membership)?;
         }
-        request.call.check(self.rank, self.size, request.buffer.len())
+        call.check(self.rank, self.size, buffer.len())
     }
 
     /// This rank.
@@ -439,8 +441,8 @@ fn submit_timed(
     transport: &mut dyn Transport,
     request: &mut Request<'_>,
     updating: &mut Updating,
-) -> Result<Option<Pending>> {
-    let Request { call: Call::UpdateAllGather(call), buffer, tag, number } = request else {
+) -> Result<()> {
+    let Request { call: Call::UpdateAllGather(call), buffer, tag, number, .. } = request else {
         return transport.submit(request);
     };
     let SegmentUpdate { segments, block, update } = call.by_ref();
@@ -450,8 +452,9 @@ fn submit_timed(
         updating.note(begin, now());
     };
     let call = Call::UpdateAllGather(SegmentUpdate { segments, block, update: &mut update });
-    let mut timed = Request { call, buffer: buffer.take(), tag: *tag, number: *number };
-    let pending = transport.submit(&mut timed)?;
+    let mut timed = Request { call, buffer: buffer.take(), tag: *tag, number: *number, pending: None };
+    transport.submit(&mut timed)?;
     *buffer = timed.buffer;
-    Ok(pending)
+    request.pending = timed.pending;
+    Ok(())
 }

@@ -10,38 +10,53 @@ use crate::{Error, Result};
 /// An operation under way, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
 #[derive(Debug)]
-pub struct Pending(State);
+pub struct Pending {
+    /// That of a completed operation. A field of its own, which is handed on as it is: small operations notice the difference.
+    buffer: Buffer,
+    under_way: Option<Box<UnderWay>>,
+}
 
+/// An operation on another thread, which has the buffer.
 #[derive(Debug)]
-enum State {
-    Complete(Buffer),
-    /// On another thread.
-    UnderWay {
-        result: Receiver<Result<Buffer>>,
-        observer: Option<Arc<dyn Observer>>,
-    },
+struct UnderWay {
+    result: Receiver<Result<Buffer>>,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 impl Pending {
     /// An operation that has already completed.
+    #[inline]
     pub(crate) fn complete(buffer: Buffer) -> Self {
-        Pending(State::Complete(buffer))
+        Pending { buffer, under_way: None }
     }
 
-    /// An operation whose outcome `result` will tell. `observer` is told of the wait for it.
-    pub(crate) fn under_way(result: Receiver<Result<Buffer>>, observer: Option<Arc<dyn Observer>>) -> Self {
-        Pending(State::UnderWay { result, observer })
+    /// One whose outcome `result` will tell, and that has left `rest` of its buffer, which is empty. `observer` is told of the
+    /// wait for it.
+    pub(crate) fn under_way(
+        rest: Buffer,
+        result: Receiver<Result<Buffer>>,
+        observer: Option<Arc<dyn Observer>>,
+    ) -> Self {
+        Pending { buffer: rest, under_way: Some(Box::new(UnderWay { result, observer })) }
     }
 
     /// Waits until the operation has completed and returns its buffer.
     ///
     /// # Errors
     /// As the operation's own.
+    #[inline]
     pub fn wait(self) -> Result<Buffer> {
-        let (result, observer) = match self.0 {
-            State::Complete(buffer) => return Ok(buffer),
-            State::UnderWay { result, observer } => (result, observer),
-        };
+        match self.under_way {
+            None => Ok(self.buffer),
+            Some(under_way) => under_way.wait(),
+        }
+    }
+}
+
+impl UnderWay {
+    #[cold]
+    fn wait(self) -> Result<Buffer> {
+        let UnderWay { result, observer } = self;
         let begin = now();
         let result = result.recv();
         if let Some(observer) = observer {

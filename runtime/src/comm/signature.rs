@@ -77,7 +77,7 @@ impl Detail {
 
 impl Signature {
     /// That of a call on `buffer`.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn of(call: &Call<'_>, buffer: &Buffer) -> Self {
         let digest = |numbers: &mut dyn Iterator<Item = usize>| {
             numbers.fold(0, |digest, number| mix(digest, number as u64)) as u32
@@ -102,6 +102,7 @@ impl Signature {
     }
 
     /// That of an operation without payload.
+    #[inline(always)]
     pub(crate) fn plain(operation: Operation, dtype: DType, len: usize) -> Self {
         Signature { operation, path: Path::None, dtype, op: None, detail: 0, len, place: (0, 0) }
     }
@@ -113,6 +114,7 @@ impl Signature {
     }
 
     /// The same, by this path.
+    #[inline(always)]
     pub(crate) fn via(self, path: Path) -> Self {
         Signature { path, ..self }
     }
@@ -138,6 +140,7 @@ impl Signature {
         Signature { operation, detail: rank, ..self }
     }
 
+    #[inline]
     pub(crate) fn encode(&self) -> [u64; SIGNATURE_WORDS] {
         let op = self.op.map_or(0, |op| op as u64 + 1);
         let head = self.operation as u64

@@ -3,7 +3,7 @@
 use super::call::{Call, Request, SegmentUpdate};
 use super::rules::Failing;
 use super::segments::update_blocks;
-use super::{Buffer, Capabilities, DType, Pending, Transport};
+use super::{Buffer, Capabilities, DType, Transport};
 use crate::{Error, Result, memory};
 
 /// The transport of a single rank.
@@ -28,7 +28,7 @@ impl Transport for Solo {
         Ok(Buffer::zeroed_of(dtype, len))
     }
 
-    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let Request { call, buffer, .. } = request;
         match call {
             Call::UpdateAllGather(SegmentUpdate { segments, block, update }) => {
@@ -48,7 +48,7 @@ impl Transport for Solo {
             | Call::Scatter { .. }
             | Call::AllGatherV { .. } => {}
         }
-        Ok(None)
+        Ok(())
     }
 }
 

@@ -9,7 +9,7 @@
 //!
 //! A transport gets a [`Request`] whose arguments were checked, and matches on its call once. It compares the call with its
 //! peers' (by their [`Signature`](super::signature::Signature)), carries it out and returns when the request's buffer may be
-//! handed back, or takes that and returns a [`Pending`] that does. It never waits longer than the world's timeout without any peer making progress, and its
+//! handed back, or takes that and leaves a [`Pending`](super::Pending) that does. It never waits longer than the world's timeout without any peer making progress, and its
 //! errors name the rank that holds the others up. Everything else is the communicator's: faults, the progress page,
 //! poisoning, tracing.
 
@@ -18,7 +18,7 @@ use std::sync::atomic::AtomicU64;
 
 use super::call::Request;
 use super::rules::Failing;
-use super::{Algorithm, Buffer, DType, Pending};
+use super::{Algorithm, Buffer, DType};
 use crate::Result;
 
 /// What the buffers and reductions of a communicator are like.
@@ -43,9 +43,9 @@ pub(crate) trait Transport: Failing + Send {
     /// Memory for `len` zeroed elements. Collective.
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer>;
 
-    /// Carries out a call, to its end if it returns `None`. By reference: a small operation takes less time than it would
-    /// take to move requests and errors about.
-    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>>;
+    /// Carries out a call, to its end unless it leaves something [pending](Request::pending). By reference: a small operation
+    /// takes less time than it would take to move requests and results about.
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<()>;
 
     /// Chooses how the following all-reduces are carried out, if there is a choice.
     fn set_algorithm(&mut self, _: Algorithm) {}

@@ -186,6 +186,7 @@ impl ProgressPage {
         self.memory.view(0)
     }
 
+    #[inline]
     fn slot(&self, rank: u32) -> &Slot {
         assert!(rank < self.world_size, "rank {rank} in a world of {}", self.world_size);
         self.memory.view(size_of::<Header>() + rank as usize * size_of::<Slot>())
@@ -305,6 +306,7 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` enters an operation.
+    #[inline]
     pub fn enter(&self, rank: u32, operation: Operation, sequence: u32, bytes: usize) {
         let slot = self.slot(rank);
         slot.sequence.store(u64::from(sequence), Ordering::Relaxed);
@@ -314,6 +316,7 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` has begun another part of its operation.
+    #[inline]
     pub fn touch(&self, rank: u32) {
         self.slot(rank).touch();
     }
@@ -359,6 +362,7 @@ impl ProgressPage {
     }
 
     /// Notes that `rank` has left the operation.
+    #[inline]
     pub fn leave(&self, rank: u32) {
         let slot = self.slot(rank);
         slot.operation.store(slot.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
@@ -421,6 +425,7 @@ impl ProgressPage {
 }
 
 impl Slot {
+    #[inline]
     fn touch(&self) {
         self.changed.store(milliseconds(now()), Ordering::Relaxed);
     }

@@ -184,6 +184,7 @@ pub struct Blame {
 
 /// The machine's monotonic clock, the same in all processes, to a few milliseconds: it is read in every collective, and
 /// the exact one would be felt there.
+#[inline]
 pub fn now() -> Duration {
     // The clock exists since Linux 2.6.32.
     clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map_or(Duration::ZERO, Duration::from)

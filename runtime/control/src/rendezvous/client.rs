@@ -242,11 +242,17 @@ impl Store {
 
     /// An error in a child that the rank has forked. It shares the connection: what it sent or read would be the parent's
     /// requests and replies.
+    #[inline]
     pub fn check_process(&self) -> Result<()> {
         match self.origin.is_here() {
             true => Ok(()),
-            false => Err(Error::Forked { rank: self.rank, process: std::process::id() }),
+            false => Err(self.forked()),
         }
+    }
+
+    #[cold]
+    fn forked(&self) -> Error {
+        Error::Forked { rank: self.rank, process: std::process::id() }
     }
 
     /// Sends a request and waits for its reply.

@@ -20,6 +20,7 @@ pub(super) type Sources = SmallVec<[*const u8; 16]>;
 
 impl CpuTransport {
     /// The slot of `rank` for the payload of operation `sequence`: in its arrival line if it fits there.
+    #[inline]
     fn slot(&self, rank: u32, sequence: u32, path: Path) -> *mut u8 {
         if path == Path::Inline {
             self.region.lines(rank).arrival(sequence).payload()

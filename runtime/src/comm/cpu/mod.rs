@@ -43,9 +43,7 @@ use super::exchange::{Exchange, Shares};
 use super::rules::Failing;
 use super::segments::{gather_segments, update_blocks};
 use super::signature::{Path, Signature};
-use super::{
-    Algorithm, Buffer, Capabilities, Communicator, DType, Pending, ReduceOp, Rules, Transport, shard,
-};
+use super::{Algorithm, Buffer, Capabilities, Communicator, DType, ReduceOp, Rules, Transport, shard};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
@@ -192,9 +190,9 @@ fn large(buffer: &Buffer) -> Path {
 }
 
 impl CpuTransport {
-    fn all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: Signature) -> Result<()> {
+    fn all_reduce(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
         let path = self.choose_path(buffer)?;
-        let call = &call.via(path);
+        let call = &Signature::of(&Call::AllReduce(op), buffer).via(path);
         match path {
             Path::Inline | Path::Eager => self.eager_all_reduce(buffer, op, call),
             Path::Direct => self.direct_all_reduce(buffer, op, call),
@@ -203,9 +201,10 @@ impl CpuTransport {
         }
     }
 
-    fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp, call: Signature) -> Result<()> {
+    #[inline(never)]
+    fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &Signature::of(&Call::ReduceScatter(op), buffer).via(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce_scatter(buffer, op, call),
             Path::Direct => self.direct_reduce_scatter(buffer, op, call),
@@ -214,6 +213,7 @@ impl CpuTransport {
     }
 
     /// Gathers `parts` of all ranks on all, or on `root` alone.
+    #[inline(never)]
     fn gather(
         &mut self,
         buffer: &Buffer,
@@ -231,6 +231,7 @@ impl CpuTransport {
         }
     }
 
+    #[inline(never)]
     fn update_all_gather(
         &mut self,
         buffer: Buffer,
@@ -248,6 +249,7 @@ impl CpuTransport {
         })
     }
 
+    #[inline(never)]
     fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
         let call = &call.via(path);
@@ -258,6 +260,7 @@ impl CpuTransport {
         }
     }
 
+    #[inline(never)]
     fn reduce(&mut self, buffer: &Buffer, op: ReduceOp, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
         let call = &call.via(path);
@@ -269,6 +272,7 @@ impl CpuTransport {
     }
 
     /// Scatters the shards of `root`, or exchanges those of all ranks.
+    #[inline(never)]
     fn exchange(&mut self, buffer: &Buffer, request: &Call<'_>, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
         let call = &call.via(path);
@@ -287,6 +291,7 @@ impl CpuTransport {
     }
 
     /// Exchanges what has another length for each rank, from one buffer to another.
+    #[inline(never)]
     fn all_to_all_v(
         &mut self,
         from: &Buffer,
@@ -320,34 +325,41 @@ impl Transport for CpuTransport {
         self.allocate_arena(dtype, len)
     }
 
-    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         self.entered = false;
         let Request { call, buffer, .. } = request;
-        let signature = Signature::of(call, buffer);
         let shards = Shares::Shards { len: buffer.len(), ranks: self.size };
         match call {
-            Call::Barrier => self.enter(&signature)?,
-            Call::AllReduce(op) => self.all_reduce(buffer, *op, signature)?,
-            Call::ReduceScatter(op) => self.reduce_scatter(buffer, *op, signature)?,
-            Call::AllGather => self.gather(buffer, shards, None, signature)?,
-            Call::AllGatherV { counts } => self.gather(buffer, Shares::Counts(counts), None, signature)?,
-            Call::Gather { root } => self.gather(buffer, shards, Some(*root), signature)?,
-            Call::UpdateAllGather(update) => {
+            // What follows from the kind alone is known where these are compiled: they are as short as a wait for a peer.
+            Call::Barrier => self.enter(&Signature::of(&Call::Barrier, buffer))?,
+            &mut Call::AllReduce(op) => self.all_reduce(buffer, op)?,
+            &mut Call::ReduceScatter(op) => self.reduce_scatter(buffer, op)?,
+            Call::AllGather => self.gather(buffer, shards, None, Signature::of(&Call::AllGather, buffer))?,
+            &mut Call::AllGatherV { counts } => {
+                self.gather(buffer, Shares::Counts(counts), None, Signature::of(call, buffer))?;
+            }
+            &mut Call::Gather { root } => {
+                self.gather(buffer, shards, Some(root), Signature::of(call, buffer))?;
+            }
+            Call::UpdateAllGather(_) => {
+                let signature = Signature::of(call, buffer);
+                let Call::UpdateAllGather(update) = call else { unreachable!("it is one") };
                 *buffer = self.update_all_gather(buffer.take(), update.by_ref(), signature)?;
             }
-            Call::Broadcast { root } => self.broadcast(buffer, *root, signature)?,
-            Call::Reduce { op, root } => self.reduce(buffer, *op, *root, signature)?,
-            Call::AllToAll | Call::Scatter { .. } => self.exchange(buffer, call, signature)?,
-            Call::AllToAllV { from, .. } => {
-                let from = *from;
+            &mut Call::Broadcast { root } => self.broadcast(buffer, root, Signature::of(call, buffer))?,
+            &mut Call::Reduce { op, root } => self.reduce(buffer, op, root, Signature::of(call, buffer))?,
+            Call::AllToAll | Call::Scatter { .. } => {
+                self.exchange(buffer, call, Signature::of(call, buffer))?;
+            }
+            &mut Call::AllToAllV { from, .. } => {
                 let exchange = Exchange::of(call, self.rank, self.size, buffer.len());
                 let exchange = exchange.expect("a call that consists of messages");
-                self.all_to_all_v(from, buffer, &exchange, signature)?;
+                self.all_to_all_v(from, buffer, &exchange, Signature::of(call, buffer))?;
             }
-            Call::Send { to } => self.send_message(buffer, *to, &signature)?,
-            Call::Recv { from } => self.receive_message(buffer, *from, &signature)?,
+            &mut Call::Send { to } => self.send_message(buffer, to, &Signature::of(call, buffer))?,
+            &mut Call::Recv { from } => self.receive_message(buffer, from, &Signature::of(call, buffer))?,
         }
-        Ok(None)
+        Ok(())
     }
 
     fn set_algorithm(&mut self, algorithm: Algorithm) {

@@ -23,7 +23,7 @@ use crate::comm::exchange::Exchange;
 use crate::comm::rules::Failing;
 use crate::comm::segments::{gather_segments, update_blocks};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
-use crate::comm::{Buffer, Capabilities, Communicator, DType, Pending, Transport};
+use crate::comm::{Buffer, Capabilities, Communicator, DType, Transport};
 use crate::{Error, Result, memory};
 
 /// Bytes of a stage.
@@ -283,7 +283,7 @@ impl Transport for HostTransport {
     }
 
     /// Agreement, then the payload.
-    fn submit(&mut self, request: &mut Request<'_>) -> Result<Option<Pending>> {
+    fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         // Where the buffer lies is this rank's own affair: there is no arena.
         let signature = Signature::of(&request.call, &request.buffer).anywhere();
         let doing = &self.doing(request, &signature);
@@ -297,7 +297,8 @@ impl Transport for HostTransport {
             (&mut Call::ReduceScatter(op), _) => self.carry(Kind::ReduceScatter(op), buffer, doing)?,
             (Call::AllGather, _) => self.carry(Kind::AllGather, buffer, doing)?,
             (Call::UpdateAllGather(SegmentUpdate { segments, block, update }), _) => {
-                let updated = update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
+                let updated =
+                    update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
                 *buffer = gather_segments(updated, segments, |segment| {
                     self.carry(Kind::AllGather, &segment, doing).map(|()| segment)
                 })?;
@@ -314,6 +315,6 @@ impl Transport for HostTransport {
             (_, Some(exchange)) => self.exchange(exchange, buffer, buffer, doing)?,
             (_, None) => unreachable!("all others consist of messages"),
         }
-        Ok(None)
+        Ok(())
     }
 }
