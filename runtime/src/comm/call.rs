@@ -112,6 +112,17 @@ impl Call<'_> {
         }
     }
 
+    /// Payload of this rank in bytes, with this buffer.
+    #[inline(always)]
+    pub(crate) fn bytes(&self, buffer: &Buffer) -> usize {
+        match self {
+            Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {
+                segments.iter().map(Range::len).sum::<usize>() * buffer.dtype().size()
+            }
+            _ => buffer.bytes(),
+        }
+    }
+
     /// True unless only two ranks take part.
     #[inline(always)]
     pub(crate) fn is_collective(&self) -> bool {
@@ -189,19 +200,6 @@ impl Call<'_> {
             _ => Ok(()),
         };
         checked.map_err(|problem| Error::InvalidArgument { operation: self.operation().name(), problem })
-    }
-}
-
-impl Request<'_> {
-    /// Payload of this rank in bytes.
-    #[inline]
-    pub(crate) fn bytes(&self) -> usize {
-        match &self.call {
-            Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {
-                segments.iter().map(Range::len).sum::<usize>() * self.buffer.dtype().size()
-            }
-            _ => self.buffer.bytes(),
-        }
     }
 }
 

@@ -91,7 +91,7 @@ impl Communicator {
     #[inline(always)]
     pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
         let number = self.number.wrapping_add(1).max(1);
-        let (operation, bytes) = (call.operation(), buffer.bytes());
+        let (operation, bytes) = (call.operation(), call.bytes(&buffer));
         let is_collective = call.is_collective();
         // The arguments: told before anything is sent.
         self.check(&call, &buffer)?;

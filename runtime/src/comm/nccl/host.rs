@@ -107,7 +107,7 @@ impl HostTransport {
         Doing {
             operation: call.operation(),
             sequence: request.number,
-            bytes: request.bytes(),
+            bytes: request.call.bytes(&request.buffer),
             text: signature.to_string(),
             peers,
             messages: Some(self.messages.clone()),
