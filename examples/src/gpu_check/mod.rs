@@ -30,6 +30,7 @@ mod reference;
 mod replay;
 mod report;
 mod shapes;
+mod turn;
 mod values;
 
 use std::error::Error;
@@ -88,7 +89,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Bench) -> bench::Outcome; 11] = [
+    let checks: [fn(&mut Bench) -> bench::Outcome; 12] = [
         arena::check,
         pool::check,
         norm::check,
@@ -98,6 +99,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         loss::check,
         optimizer::check,
         replay::check,
+        turn::check,
         conv::check,
         layers::check,
     ];
