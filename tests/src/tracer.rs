@@ -120,7 +120,7 @@ pub fn trace(
         return Err(error);
     }
     let mut input = child.stdin.take();
-    // Of each thread, how many stops it has had, and the arguments of its last call.
+    // For each thread: its number of stops so far, and the arguments of its last call.
     let mut threads = vec![(pid, 0, [0; 4])];
     let mut marks = 0;
     loop {

@@ -121,9 +121,9 @@ pub enum Optimizer {
 /// What is particular to a tensor: the learning rate and the weight decay are multiplied by these.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Factors {
-    /// Of the learning rate.
+    /// Factor of the learning rate.
     pub learning_rate: f32,
-    /// Of the weight decay.
+    /// Factor of the weight decay.
     pub weight_decay: f32,
 }
 

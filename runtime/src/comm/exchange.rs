@@ -120,7 +120,7 @@ impl Exchange {
         let (mut send, mut receive, longest) = match call {
             Call::AllToAll => (shards.ranges(ranks), shards.ranges(ranks), shards.longest()),
             Call::Gather { root } | Call::Scatter { root } => {
-                // Of a gather, as if time ran backwards.
+                // A scatter mirrors a gather: sends and receives change places.
                 let (mut of_root, mut of_others) = (nothing(), nothing());
                 if rank == *root {
                     of_root = shards.ranges(ranks);
