@@ -73,8 +73,6 @@ pub(crate) struct CpuTransport {
     timeout: Duration,
     /// Where to note when all ranks had come to an operation, if somebody wants to know.
     arrival: Option<Arc<AtomicU64>>,
-    /// Whether the present call has entered an operation: all but the first are noted as its further parts.
-    entered: bool,
     /// Whether more ranks made another call than made this rank's, where calls were compared last: then none of them is to
     /// blame for the mismatch.
     outvoted: Cell<bool>,
@@ -114,10 +112,9 @@ pub(crate) fn connect(
         patience: Patience::for_ranks(size, cores),
         timeout,
         arrival: None,
-        entered: false,
         outvoted: Cell::new(false),
     };
-    let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank));
+    let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank).touched_by_transport());
     Ok(Communicator::new(transport, rank, size, rules))
 }
 
@@ -321,12 +318,11 @@ impl Transport for CpuTransport {
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.entered = false;
+        self.membership.page().touch(self.rank);
         self.allocate_arena(dtype, len)
     }
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
-        self.entered = false;
         let Request { call, buffer, .. } = request;
         let shards = Shares::Shards { len: buffer.len(), ranks: self.size };
         match call {
