@@ -31,7 +31,7 @@ use cudarc::cublaslt::sys::{
     cublasLtReductionScheme_t as Reduction, cudaDataType_t as DataType,
 };
 
-use super::Shape;
+use super::ConvShape;
 use super::passes::Passes;
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
@@ -181,7 +181,7 @@ impl Plan {
     /// If the library is not there, or does not take the description.
     pub(super) fn new(
         device: &Arc<Device>,
-        shape: &Shape,
+        shape: &ConvShape,
         samples: usize,
         precision: Precision,
         slope: f32,
@@ -229,7 +229,7 @@ impl Plan {
             (Property::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue as u32),
             (Property::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, DataType::CUDA_R_32F as u32),
         ];
-        let Shape { channels: inputs, filters: outputs, .. } = *shape;
+        let ConvShape { channels: inputs, filters: outputs, .. } = *shape;
         Ok(Plan {
             slope,
             x: layout(storage, inputs, samples)?,

@@ -14,7 +14,7 @@
 //! All calls return at once, having put their kernels on the stream. They panic where lengths or types do not fit, or a batch
 //! has 2^31 pixels or more; their errors are those of compiling, loading and launching a kernel.
 
-use super::Shape;
+use super::ConvShape;
 use super::plan::{self, Bands, Reciprocal, Slices, Tile};
 use crate::DType;
 use crate::Precision;
@@ -53,7 +53,7 @@ pub static FIRST: Source = Source { name: "conv_first", text: include_str!("conv
 pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_sums.cu") };
 
 /// Weights for the convolution that goes the other way.
-pub static TURN: Source = Source { name: "conv_turn", text: include_str!("conv_turn.cu") };
+pub static FLIP: Source = Source { name: "conv_flip", text: include_str!("conv_flip.cu") };
 
 /// `struct Side` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -100,7 +100,7 @@ struct Convolution {
 
 impl Convolution {
     #[track_caller]
-    fn new(shape: &Shape, images: usize, slice: usize, slope: f32) -> Self {
+    fn new(shape: &ConvShape, images: usize, slice: usize, slope: f32) -> Self {
         // Offsets within the weights, and within a tile of any result, are 32-bit numbers.
         count(shape.weights_len() + Tile::Large.side() * shape.filter_len());
         assert!(
@@ -137,7 +137,7 @@ struct First {
 
 impl First {
     #[track_caller]
-    fn new(shape: &Shape, images: usize, bands: &Bands, slope: f32) -> Self {
+    fn new(shape: &ConvShape, images: usize, bands: &Bands, slope: f32) -> Self {
         count(images * shape.height * shape.width);
         First {
             images: count(images),
@@ -155,7 +155,7 @@ impl First {
 }
 
 /// The kernel `pass` for images of one channel, and its blocks for all filters when `blocks` share the bands.
-fn first_kernel(pass: &str, shape: &Shape, precision: Precision, blocks: usize) -> (String, Grid) {
+fn first_kernel(pass: &str, shape: &ConvShape, precision: Precision, blocks: usize) -> (String, Grid) {
     let (filters, of_block) = match shape.filters {
         0..=8 => ("few", 8),
         9..=32 => ("x1", 32),
@@ -167,7 +167,7 @@ fn first_kernel(pass: &str, shape: &Shape, precision: Precision, blocks: usize) 
 }
 
 /// True if the kernels that move 16 bytes at a time may be used.
-fn vectors(shape: &Shape, precision: Precision, views: &[View<'_>]) -> bool {
+fn vectors(shape: &ConvShape, precision: Precision, views: &[View<'_>]) -> bool {
     let pack = 16 / precision.storage().size();
     shape.channels.is_multiple_of(pack)
         && shape.filters.is_multiple_of(pack)
@@ -203,7 +203,7 @@ unsafe fn run_product(
 /// The tile for a pass with as many results as one of its operands' images.
 fn tile(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     precision: Precision,
     views: &[View<'_>],
     rows: usize,
@@ -223,7 +223,7 @@ fn tile(
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn forward(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     x: View<'_>,
@@ -262,7 +262,7 @@ pub fn forward(
 #[track_caller]
 pub fn backward_input(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     weights: View<'_>,
@@ -288,9 +288,9 @@ pub fn backward_input(
 /// Overwrites `turned` \[C, K, K, F\] with the weights of the convolution that goes the other way: with a padding of
 /// K − 1 − P it makes, of an image as this one's output, what this one's gradient of the input is.
 #[track_caller]
-pub fn turn_weights(
+pub fn flip_weights(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     precision: Precision,
     weights: View<'_>,
     turned: View<'_>,
@@ -304,7 +304,7 @@ pub fn turn_weights(
     let grid = Grid { blocks: [tiles, taps, 1], threads: 256, shared: 0 };
     let arguments = [weights.into(), filters.into(), taps.into(), channels.into(), turned.into()];
     // SAFETY: both views have the lengths that the extents say.
-    unsafe { run(stream, &TURN, &format!("conv_turn_{dtype}"), grid, &arguments) }
+    unsafe { run(stream, &FLIP, &format!("conv_flip_{dtype}"), grid, &arguments) }
 }
 
 /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images. The workspace is of f32
@@ -313,7 +313,7 @@ pub fn turn_weights(
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_weights(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     x: View<'_>,
@@ -356,7 +356,7 @@ pub fn backward_weights(
 #[track_caller]
 pub fn backward_bias(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     dy: View<'_>,
@@ -379,7 +379,7 @@ pub fn backward_bias(
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_activation(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     slope: f32,
@@ -402,7 +402,7 @@ pub fn backward_activation(
 /// The gradient of the bias, of what is first brought to before an activation, if there is one.
 fn bias_sums(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     activated: Option<(View<'_>, f32)>,
     dy: View<'_>,

@@ -1,7 +1,7 @@
 //! A convolutional or dense layer on a GPU, by whichever kernels are fastest there.
 //!
 //! [`Conv`] is set up once for a layer and a batch size. Where NVIDIA's library for it is installed, its algorithms race
-//! against this crate's kernels, pass by pass ([`Options`] says whether they may); the winners serve from then on. The
+//! against this crate's kernels, pass by pass ([`AutotuneOptions`] says whether they may); the winners serve from then on. The
 //! library is cuBLASLt for a dense layer, which is a convolution with a kernel of 1 × 1 of images of one pixel, and cuDNN
 //! for any other. Two cases are this crate's own without a race:
 //!
@@ -12,12 +12,12 @@
 //! All calls put work on a stream, allocate nothing, and can be captured once they have run.
 
 use super::passes::Passes;
-use super::{Shape, cublaslt, cuda, cudnn};
+use super::{ConvShape, cublaslt, cuda, cudnn};
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form, Library};
 use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
 use crate::cuda::elements::{aligned, check, pack};
-use crate::cuda::{Error, Libraries, Memory, Options, Result, Stream, View};
+use crate::cuda::{AutotuneOptions, Error, Libraries, Memory, Result, Stream, View};
 use crate::{DType, activation, pool};
 
 /// A convolutional or dense layer, set up for one GPU and one size of batches.
@@ -26,7 +26,7 @@ use crate::{DType, activation, pool};
 /// for a dense layer that makes rows \[N, C\] and \[F, C\]. Bias and the gradients of weights and bias are f32, and so is
 /// the workspace, which may be shared by all that runs on one stream.
 pub struct Conv {
-    shape: Shape,
+    shape: ConvShape,
     images: usize,
     precision: Precision,
     slope: f32,
@@ -58,12 +58,12 @@ impl Conv {
     /// If the kernel does not fit the images.
     pub fn new(
         stream: &Stream,
-        shape: Shape,
+        shape: ConvShape,
         images: usize,
         precision: Precision,
         slope: f32,
         input_gradient: bool,
-        options: Options,
+        options: AutotuneOptions,
     ) -> Result<Self> {
         shape.check();
         // Fewer images are cut into slices in another way.
@@ -169,7 +169,7 @@ impl Conv {
 
     /// One line for a log: who makes each pass, how long it takes, and what was wrong with other candidates.
     pub fn describe(&self) -> String {
-        let Shape { channels, height, width, filters, kernel, .. } = self.shape;
+        let ConvShape { channels, height, width, filters, kernel, .. } = self.shape;
         let layer = if self.shape.is_dense() {
             format!("dense {filters} of {channels}, {} samples", self.images)
         } else {
@@ -219,7 +219,7 @@ impl Conv {
         weights: View<'_>,
         bias: View<'_>,
         raw: View<'_>,
-        window: &pool::Shape,
+        window: &pool::PoolShape,
         y: View<'_>,
         chosen: View<'_>,
         workspace: View<'_>,

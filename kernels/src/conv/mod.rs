@@ -46,7 +46,7 @@ pub enum Padding {
 
 /// The extents of a convolution, but for the number of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct ConvShape {
     /// Input channels, C.
     pub channels: usize,
     /// Input rows, H.
@@ -61,7 +61,7 @@ pub struct Shape {
     pub padding: Padding,
 }
 
-impl Shape {
+impl ConvShape {
     /// True for a dense layer: one weight for each pair of channels, of images of one pixel.
     pub fn is_dense(&self) -> bool {
         (self.height, self.width, self.kernel) == (1, 1, 1)
@@ -121,6 +121,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "same padding needs an odd kernel")]
     fn an_even_kernel_has_no_same_padding() {
-        Shape { channels: 1, height: 4, width: 4, filters: 1, kernel: 2, padding: Padding::Same }.check();
+        ConvShape { channels: 1, height: 4, width: 4, filters: 1, kernel: 2, padding: Padding::Same }.check();
     }
 }

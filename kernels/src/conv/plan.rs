@@ -4,7 +4,7 @@
 //! gives the same bits on any GPU whose products round alike. Only the tile of the other passes, which does not touch
 //! the order of their sums, follows the number of multiprocessors.
 
-use super::Shape;
+use super::ConvShape;
 use crate::Precision;
 
 /// Blocks to aim at where the number is free: two on each multiprocessor of the largest GPUs at hand (H100: 132).
@@ -105,13 +105,13 @@ impl Slices {
 }
 
 /// Output pixels of a batch.
-pub(super) fn pixels(shape: &Shape, images: usize) -> usize {
+pub(super) fn pixels(shape: &ConvShape, images: usize) -> usize {
     images * shape.out_height() * shape.out_width()
 }
 
 /// The tile of the weights' gradient if 16 bytes move at a time, and the slices of its sum over the output pixels.
 pub(super) fn weights_plan(
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     vectors: bool,
@@ -130,7 +130,7 @@ pub(super) fn weights_plan(
 }
 
 /// The slices of the bias's gradient: a block sums some hundred filters of one, or all.
-pub(super) fn bias_slices(shape: &Shape, images: usize) -> Slices {
+pub(super) fn bias_slices(shape: &ConvShape, images: usize) -> Slices {
     let pixels = pixels(shape, images);
     // Threads go down the rows side by side, each with the filters of one access.
     let across = if shape.filters.is_multiple_of(8) { shape.filters / 8 } else { shape.filters };
@@ -156,7 +156,7 @@ impl Bands {
     const ROWS: usize = 4;
 
     /// None where the shape is not for these kernels.
-    pub(super) fn new(shape: &Shape, images: usize) -> Option<Self> {
+    pub(super) fn new(shape: &ConvShape, images: usize) -> Option<Self> {
         if shape.channels != 1 || ![3, 5].contains(&shape.kernel) {
             return None;
         }
@@ -180,7 +180,7 @@ impl Bands {
 /// Bytes of f32 workspace that [`backward_weights`](super::cuda::backward_weights) and
 /// [`backward_bias`](super::cuda::backward_bias) need at most, for a batch of this size. Smaller batches need no more
 /// than larger ones by a few slices; ask for each size that is used.
-pub fn workspace_bytes(shape: &Shape, images: usize, precision: Precision) -> usize {
+pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
     let weights = match Bands::new(shape, images) {
         Some(bands) => bands.slices().workspace(shape.weights_len()),
         // Which of the two it is depends on addresses as well.
@@ -233,7 +233,7 @@ mod tests {
         ) {
             let padding = if same { Padding::Same } else { Padding::Valid };
             let kernel = if five { 5 } else { 3 };
-            let shape = Shape { channels: 1, height, width, filters: 64, kernel, padding };
+            let shape = ConvShape { channels: 1, height, width, filters: 64, kernel, padding };
             let Some(bands) = Bands::new(&shape, images) else {
                 prop_assert!(shape.out_width() > 700, "only very wide images are too wide");
                 return Ok(());
@@ -244,8 +244,8 @@ mod tests {
         }
     }
 
-    fn conv(channels: usize, side: usize, filters: usize, kernel: usize) -> Shape {
-        Shape { channels, height: side, width: side, filters, kernel, padding: Padding::Same }
+    fn conv(channels: usize, side: usize, filters: usize, kernel: usize) -> ConvShape {
+        ConvShape { channels, height: side, width: side, filters, kernel, padding: Padding::Same }
     }
 
     #[test]
@@ -264,8 +264,14 @@ mod tests {
         assert_eq!((tile, slices.count), (Tile::Large, 10), "25 tiles, 264 blocks");
         let (tile, slices) = weights_plan(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
-        let dense =
-            Shape { channels: 3136, height: 1, width: 1, filters: 1024, kernel: 1, padding: Padding::Valid };
+        let dense = ConvShape {
+            channels: 3136,
+            height: 1,
+            width: 1,
+            filters: 1024,
+            kernel: 1,
+            padding: Padding::Valid,
+        };
         let (tile, slices) = weights_plan(&dense, 256, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Large, 1), "enough tiles");
         assert_eq!(weights_plan(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);

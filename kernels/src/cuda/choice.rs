@@ -22,16 +22,16 @@ use crate::Precision;
 
 /// What a layer may choose from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
+pub struct AutotuneOptions {
     /// Only algorithms that come to the same bits every time.
     pub deterministic: bool,
     /// Whose algorithms.
     pub libraries: Libraries,
 }
 
-impl Default for Options {
+impl Default for AutotuneOptions {
     fn default() -> Self {
-        Options { deterministic: true, libraries: Libraries::Auto }
+        AutotuneOptions { deterministic: true, libraries: Libraries::Auto }
     }
 }
 

@@ -188,7 +188,7 @@ struct StepState {
     f64 norm;            // the root of that
     f32 scale;           // what its gradients are multiplied with
     u32 halted;          // an earlier step had gradients that are no numbers: this one is none
-    u64 not_finite;      // whose gradients those were, 0 for nobody's
+    u64 non_finite;      // whose gradients those were, 0 for nobody's
     f64 step_size;       // the learning rate with Adam's correction
     f64 shrink;          // the learning rate times the weight decay
 };

@@ -82,7 +82,7 @@ fn visible() -> String {
 impl Error {
     /// The same error, with a word on where it came up if it is the driver's.
     #[must_use]
-    pub fn noticed_in(mut self, place: &str) -> Self {
+    pub fn detected_in(mut self, place: &str) -> Self {
         if let Error::Driver { text, .. } = &mut self {
             *text = format!("{text}; noticed by {place}");
         }

@@ -10,7 +10,7 @@
 //! sequence of launches at the price of one.
 //!
 //! Matrix products and convolutions have a second way: the libraries' algorithms, where they are installed and win a race
-//! against this crate's kernels when a layer is set up, as [`Options`] say.
+//! against this crate's kernels when a layer is set up, as [`AutotuneOptions`] say.
 //!
 //! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
 //! the work that may use it, and for the graphs that may. Order between streams is the caller's affair, by [`Event`]s.
@@ -36,7 +36,7 @@ mod stream;
 mod usage;
 
 pub use arguments::{Arg, Grid};
-pub use choice::{Libraries, Options};
+pub use choice::{AutotuneOptions, Libraries};
 pub use compile::{ARCHITECTURES, Compiled, PRELUDE, Source, compile_for, compiler_version};
 pub use device::{Device, Function};
 pub use error::{Error, Result};

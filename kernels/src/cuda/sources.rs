@@ -9,7 +9,7 @@ pub fn sources() -> Vec<&'static Source> {
     all.extend([
         &conv::cuda::FIRST,
         &conv::cuda::SUMS,
-        &conv::cuda::TURN,
+        &conv::cuda::FLIP,
         &activation::cuda::SOURCE,
         &arena::cuda::SOURCE,
         &digest::cuda::SOURCE,

@@ -10,7 +10,7 @@ use crate::DType;
 /// Which step is being made, in the GPU's memory: `struct StepState` of the kernels.
 ///
 /// A captured graph is replayed with the arguments it was captured with. What differs between steps is therefore not an
-/// argument: kernels read it from here, and [`optimizer::cuda::begin`](crate::optimizer::cuda::begin) advances it at the
+/// argument: kernels read it from here, and [`optimizer::cuda::begin_step`](crate::optimizer::cuda::begin_step) advances it at the
 /// start of every step.
 #[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
@@ -32,8 +32,8 @@ pub struct StepState {
     /// Not 0 if an earlier step had gradients that are no numbers. That step's update was not made, and none is until the state
     /// is overwritten.
     pub halted: u32,
-    /// The mark of those gradients, as [`find_not_finite`](crate::digest::cuda::find_not_finite) was told; 0 for none.
-    pub not_finite: u64,
+    /// The mark of those gradients, as [`find_non_finite`](crate::digest::cuda::find_non_finite) was told; 0 for none.
+    pub non_finite: u64,
     /// The learning rate with the correction of Adam's first moment: what tensors' factors multiply.
     pub step_size: f64,
     /// The learning rate times the weight decay: what AdamW takes from parameters.
@@ -47,8 +47,8 @@ impl StepState {
     /// The bytes of [`squares`](Self::squares), which ranks add up.
     pub const SQUARES: Range<usize> = 56..64;
 
-    /// The bytes of [`not_finite`](Self::not_finite), of which ranks take the largest.
-    pub const NOT_FINITE: Range<usize> = 80..88;
+    /// The bytes of [`non_finite`](Self::non_finite), of which ranks take the largest.
+    pub const NON_FINITE: Range<usize> = 80..88;
 
     /// The state after `step` steps: the next one that begins has that index.
     pub fn after(step: u64) -> Self {
@@ -95,7 +95,7 @@ mod tests {
             learning_rate: 0.5,
             constants: [0.25; 8],
             squares: 3.0,
-            not_finite: 7,
+            non_finite: 7,
             shrink: 0.125,
             ..StepState::after(2)
         };
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(bytes[52..56], 0.25f32.to_ne_bytes());
         assert_eq!(bytes[StepState::SQUARES], 3.0f64.to_ne_bytes());
         assert_eq!(bytes[72..76], 1.0f32.to_ne_bytes());
-        assert_eq!(bytes[StepState::NOT_FINITE], 7u64.to_ne_bytes());
+        assert_eq!(bytes[StepState::NON_FINITE], 7u64.to_ne_bytes());
         assert_eq!(bytes[96..104], 0.125f64.to_ne_bytes());
         assert_eq!(StepState::after(0).step.wrapping_add(1), 0);
     }

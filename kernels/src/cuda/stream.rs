@@ -93,7 +93,7 @@ impl Stream {
     ///
     /// # Errors
     /// If the driver refuses.
-    pub fn urgent(device: &Arc<Device>) -> Result<Self> {
+    pub fn with_high_priority(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
         let (_, most) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
         let kind = result::stream::StreamKind::NonBlocking;
@@ -253,9 +253,9 @@ impl Stream {
     ///
     /// # Panics
     /// If the sizes differ.
-    pub fn download_later(&self, from: View<'_>, to: &mut Pinned) -> Result<()> {
+    pub fn enqueue_download(&self, from: View<'_>, to: &mut Pinned) -> Result<()> {
         assert_eq!(to.len(), from.bytes(), "sizes of a copy");
-        self.download_part_later(from, to, 0)
+        self.enqueue_download_part(from, to, 0)
     }
 
     /// Copies to bytes `at..` of pinned memory of the host and does not wait.
@@ -265,7 +265,7 @@ impl Stream {
     ///
     /// # Panics
     /// If there are not so many.
-    pub fn download_part_later(&self, from: View<'_>, to: &mut Pinned, at: usize) -> Result<()> {
+    pub fn enqueue_download_part(&self, from: View<'_>, to: &mut Pinned, at: usize) -> Result<()> {
         assert!(
             at <= to.len() && from.bytes() <= to.len() - at,
             "{} bytes to {at}.. of {}",
@@ -288,14 +288,14 @@ impl Stream {
     ///
     /// # Panics
     /// If there are not so many.
-    pub fn upload_part_later(&self, from: &Pinned, at: usize, to: View<'_>) -> Result<()> {
+    pub fn enqueue_upload_part(&self, from: &Pinned, at: usize, to: View<'_>) -> Result<()> {
         assert!(
             at <= from.len() && to.bytes() <= from.len() - at,
             "{} bytes from {at}.. of {}",
             to.bytes(),
             from.len()
         );
-        // SAFETY: both ranges lie within their memories; else as in `download_part_later`.
+        // SAFETY: both ranges lie within their memories; else as in `enqueue_download_part`.
         unsafe {
             sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
         }

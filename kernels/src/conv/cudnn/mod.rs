@@ -37,7 +37,7 @@ use cudarc::cudnn::sys::{
 
 use library::{Address, Convolve, Descriptor, Library, Rank, Raw, Verdict, WorkspaceSize};
 
-use super::Shape;
+use super::ConvShape;
 use super::passes::Passes;
 use crate::Precision;
 use crate::cuda::algorithm::{Algorithm, Form};
@@ -70,7 +70,7 @@ pub(super) struct Plan {
     parts: Vec<(usize, [Descriptor; 2])>,
     /// Weights and convolution of [`Form::Turned`].
     turned: (Descriptor, Descriptor),
-    shape: Shape,
+    shape: ConvShape,
 }
 
 // SAFETY: descriptors are read only once they are set.
@@ -85,7 +85,7 @@ impl Plan {
     /// If the library is not there, or does not take the description.
     pub(super) fn new(
         device: &Arc<Device>,
-        shape: &Shape,
+        shape: &ConvShape,
         images: usize,
         precision: Precision,
         slope: f32,
@@ -425,7 +425,7 @@ impl Passes for Plan {
             (Form::Turned, _) => {
                 let (turned, rest) = self.split(algorithm, workspace);
                 let weights = operands[if pass == Pass::Forward { 1 } else { 0 }];
-                super::cuda::turn_weights(stream, &self.shape, self.precision, weights, turned)?;
+                super::cuda::flip_weights(stream, &self.shape, self.precision, weights, turned)?;
                 let operands = Self::turned_operands(pass, operands, turned);
                 self.convolve(pass, stream, algorithm, operands, rest)
             }

@@ -4,7 +4,7 @@
 #define TURN_ROWS 8u
 
 template <class T>
-__device__ inline void turn_weights(const T* weights, u32 filters, u32 taps, u32 channels, T* turned) {
+__device__ inline void flip_weights(const T* weights, u32 filters, u32 taps, u32 channels, T* turned) {
     __shared__ T tile[WARP][WARP + 2];
     const u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP;
     const u32 across = (channels + WARP - 1) / WARP;
@@ -23,10 +23,10 @@ __device__ inline void turn_weights(const T* weights, u32 filters, u32 taps, u32
     }
 }
 
-KERNEL_BOUNDS(conv_turn_f32, 256)(const f32* weights, u32 filters, u32 taps, u32 channels, f32* turned) {
-    turn_weights(weights, filters, taps, channels, turned);
+KERNEL_BOUNDS(conv_flip_f32, 256)(const f32* weights, u32 filters, u32 taps, u32 channels, f32* turned) {
+    flip_weights(weights, filters, taps, channels, turned);
 }
 
-KERNEL_BOUNDS(conv_turn_bf16, 256)(const bf16* weights, u32 filters, u32 taps, u32 channels, bf16* turned) {
-    turn_weights(weights, filters, taps, channels, turned);
+KERNEL_BOUNDS(conv_flip_bf16, 256)(const bf16* weights, u32 filters, u32 taps, u32 channels, bf16* turned) {
+    flip_weights(weights, filters, taps, channels, turned);
 }
