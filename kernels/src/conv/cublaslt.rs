@@ -32,11 +32,11 @@ use cudarc::cublaslt::sys::{
 };
 
 use super::ConvShape;
-use super::passes::Passes;
+use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
-use crate::cuda::algorithm::{Algorithm, Form};
-use crate::cuda::choice::{Candidate, Note, Pass, WORKSPACE_LIMIT};
-use crate::cuda::{Device, Error, Result, Stream, View, libraries};
+use crate::cuda::algorithm::{Form, LibraryAlgorithm};
+use crate::cuda::autotune::{Candidate, Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::{Device, Error, Result, Stream, libraries};
 
 /// An object of the library's.
 type Raw = *mut c_void;
@@ -48,7 +48,7 @@ type Address = *const c_void;
 /// What the library thinks of an algorithm.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Verdict {
+struct HeuristicResult {
     algorithm: [u64; 8],
     workspace: usize,
     status: Status,
@@ -71,9 +71,9 @@ libraries::functions! {
         set_preference = cublasLtMatmulPreferenceSetAttribute(Raw, Preference, Address, usize) -> Status;
         destroy_preference = cublasLtMatmulPreferenceDestroy(Raw) -> Status;
         propose = cublasLtMatmulAlgoGetHeuristic(
-            Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Verdict, *mut c_int
+            Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut HeuristicResult, *mut c_int
         ) -> Status;
-        judge = cublasLtMatmulAlgoCheck(Raw, Raw, Raw, Raw, Raw, Raw, *const [u64; 8], *mut Verdict) -> Status;
+        check_algorithm = cublasLtMatmulAlgoCheck(Raw, Raw, Raw, Raw, Raw, Raw, *const [u64; 8], *mut HeuristicResult) -> Status;
         multiply = cublasLtMatmul(
             Raw, Raw, Address, Address, Raw, Address, Raw, Address, Address, Raw, *mut c_void, Raw,
             *const [u64; 8], *mut c_void, usize, Raw
@@ -82,38 +82,38 @@ libraries::functions! {
 }
 
 /// The library on one GPU, for all layers of it.
-struct Library {
+struct Handle {
     functions: Functions,
     device: Arc<Device>,
-    handle: Raw,
+    raw: Raw,
 }
 
 // SAFETY: the handle may be used from any threads.
-unsafe impl Send for Library {}
+unsafe impl Send for Handle {}
 // SAFETY: as above.
-unsafe impl Sync for Library {}
+unsafe impl Sync for Handle {}
 
-impl Library {
+impl Handle {
     /// cuBLASLt on this GPU: the same object as long as one is in use.
     ///
     /// # Errors
     /// If the library is not there, lacks a function, or refuses this GPU.
-    fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
+    fn for_device(device: &Arc<Device>) -> Result<Arc<Self>> {
         // Kept to the end of the process: captured graphs may use what belongs to the handle.
-        static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
+        static OPEN: Mutex<Vec<Arc<Handle>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
             return Ok(Arc::clone(known));
         }
         let functions = Functions::load(&libraries::CUBLAS_LT)?;
         device.bind()?;
-        let mut handle = std::ptr::null_mut();
+        let mut raw = std::ptr::null_mut();
         // SAFETY: a place for the handle.
-        let status = unsafe { (functions.create)(&mut handle) };
+        let status = unsafe { (functions.create)(&mut raw) };
         functions.check("cublasLtCreate", status)?;
-        let library = Arc::new(Library { functions, device: Arc::clone(device), handle });
-        open.push(Arc::clone(&library));
-        Ok(library)
+        let open_handle = Arc::new(Handle { functions, device: Arc::clone(device), raw });
+        open.push(Arc::clone(&open_handle));
+        Ok(open_handle)
     }
 }
 
@@ -148,14 +148,14 @@ impl Drop for Descriptor {
 }
 
 /// Algorithms of a pass, with and without the epilogue each, that go on to the race.
-const FINALISTS: usize = 4;
+const MAX_CANDIDATES: usize = 4;
 /// What operands' addresses are multiples of. As an address it stands for a bias when algorithms are proposed: the library
 /// asks it for its alignment only.
 const ALIGNMENT: u32 = 16;
 
 /// One layer, described to the library.
-pub(super) struct Plan {
-    on: Arc<Library>,
+pub(super) struct MatmulPlan {
+    handle: Arc<Handle>,
     slope: f32,
     /// I × N, O × N and I × O in the type of activations, and I × O in f32.
     x: Descriptor,
@@ -170,11 +170,11 @@ pub(super) struct Plan {
 }
 
 // SAFETY: descriptors are read only once they are set, but for the one that is locked.
-unsafe impl Send for Plan {}
+unsafe impl Send for MatmulPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for MatmulPlan {}
 
-impl Plan {
+impl MatmulPlan {
     /// Describes a layer for batches of `samples`, whose activation has `slope` for negative values.
     ///
     /// # Errors
@@ -186,8 +186,8 @@ impl Plan {
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
-        let library = Library::on(device)?;
-        let f = &library.functions;
+        let handle = Handle::for_device(device)?;
+        let f = &handle.functions;
         let (storage, compute) = match precision {
             Precision::F32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F),
             Precision::Tf32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F_FAST_TF32),
@@ -230,7 +230,7 @@ impl Plan {
             (Property::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, DataType::CUDA_R_32F as u32),
         ];
         let ConvShape { channels: inputs, filters: outputs, .. } = *shape;
-        Ok(Plan {
+        Ok(MatmulPlan {
             slope,
             x: layout(storage, inputs, samples)?,
             y: layout(storage, outputs, samples)?,
@@ -241,7 +241,7 @@ impl Plan {
             forward_fused: Mutex::new(product(&fused[..if precision == Precision::Bf16 { 3 } else { 2 }])?),
             backward_input: product(&[])?,
             backward_weights: product(&[turn_b])?,
-            on: library,
+            handle,
         })
     }
 
@@ -264,7 +264,7 @@ impl Plan {
         with: impl FnOnce(Raw) -> Result<T>,
     ) -> Result<T> {
         if form == Form::Fused {
-            let f = &self.on.functions;
+            let f = &self.handle.functions;
             let product = self.forward_fused.lock().unwrap_or_else(PoisonError::into_inner);
             let property = Property::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             // SAFETY: this property is an address.
@@ -283,7 +283,7 @@ impl Plan {
 
     /// What the library's heuristics propose, best first.
     fn propose(&self, pass: Pass, form: Form, deterministic: bool) -> Result<Vec<Candidate>> {
-        let f = &self.on.functions;
+        let f = &self.handle.functions;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a place for the preference.
         let status = unsafe { (f.create_preference)(&mut raw) };
@@ -309,13 +309,13 @@ impl Plan {
             set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), 4)?;
         }
         let [a, b, d] = self.layouts(pass);
-        let mut found = [Verdict::default(); 16];
+        let mut found = [HeuristicResult::default(); 16];
         let mut count: c_int = 0;
         self.with_product(pass, form, ALIGNMENT.into(), |product| {
             // SAFETY: descriptors of this layer, and room for as many verdicts as are asked for.
             let status = unsafe {
                 (f.propose)(
-                    self.on.handle,
+                    self.handle.raw,
                     product,
                     a,
                     b,
@@ -331,19 +331,19 @@ impl Plan {
         })?;
         let found = found.iter().take(count.max(0) as usize);
         Ok(found
-            .filter(|verdict| verdict.status == 0 && verdict.workspace <= WORKSPACE_LIMIT)
-            .map(|verdict| Candidate {
-                algorithm: Algorithm::cublaslt(verdict.algorithm, form),
-                workspace: verdict.workspace,
+            .filter(|result| result.status == 0 && result.workspace <= WORKSPACE_LIMIT)
+            .map(|result| Candidate {
+                algorithm: LibraryAlgorithm::cublaslt(result.algorithm, form),
+                workspace: result.workspace,
             })
             .collect())
     }
 }
 
-impl Passes for Plan {
+impl LibraryLayer for MatmulPlan {
     fn version(&self) -> String {
         // SAFETY: takes nothing.
-        format!("cuBLASLt {}", unsafe { (self.on.functions.version)() })
+        format!("cuBLASLt {}", unsafe { (self.handle.functions.version)() })
     }
 
     fn candidates(&self, pass: Pass, deterministic: bool, _limit: usize) -> (Vec<Candidate>, Vec<Note>) {
@@ -354,37 +354,31 @@ impl Passes for Plan {
                 continue;
             }
             match self.propose(pass, form, deterministic) {
-                Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
+                Ok(found) => candidates.extend(found.into_iter().take(MAX_CANDIDATES)),
                 Err(error) => notes.push(Note::new(name, error)),
             }
         }
         (candidates, notes)
     }
 
-    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
-        let f = &self.on.functions;
+    fn workspace(&self, pass: Pass, algorithm: &LibraryAlgorithm) -> Result<usize> {
+        let f = &self.handle.functions;
         let [a, b, d] = self.layouts(pass);
-        let mut verdict = Verdict::default();
+        let mut result = HeuristicResult::default();
         self.with_product(pass, algorithm.form, ALIGNMENT.into(), |product| {
-            // SAFETY: descriptors of this layer, and a place for the verdict.
-            let status =
-                unsafe { (f.judge)(self.on.handle, product, a, b, d, d, &algorithm.id, &mut verdict) };
+            // SAFETY: descriptors of this layer, and a place for the result.
+            let status = unsafe {
+                (f.check_algorithm)(self.handle.raw, product, a, b, d, d, &algorithm.id, &mut result)
+            };
             f.check("cublasLtMatmulAlgoCheck", status)?;
-            f.check("cublasLtMatmulAlgoCheck", verdict.status)
+            f.check("cublasLtMatmulAlgoCheck", result.status)
         })?;
-        Ok(verdict.workspace)
+        Ok(result.workspace)
     }
 
-    fn run(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        [from, by, to]: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let f = &self.on.functions;
+    fn run(&self, stream: &Stream, algorithm: &LibraryAlgorithm, operands: &Operands<'_>) -> Result<()> {
+        let Operands { pass, factors: [from, by], result: to, bias, workspace } = *operands;
+        let f = &self.handle.functions;
         let [a_layout, b_layout, to_layout] = self.layouts(pass);
         // The table above has the weights first.
         let (a, b) = if pass == Pass::Forward { (by, from) } else { (from, by) };
@@ -395,7 +389,7 @@ impl Passes for Plan {
             // multiplied by zero; the factors are read during the call.
             let status = unsafe {
                 (f.multiply)(
-                    self.on.handle,
+                    self.handle.raw,
                     product,
                     (&raw const one).cast(),
                     a.address() as Address,

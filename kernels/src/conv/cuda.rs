@@ -15,13 +15,13 @@
 //! has 2^31 pixels or more; their errors are those of compiling, loading and launching a kernel.
 
 use super::ConvShape;
-use super::plan::{self, Bands, Reciprocal, Slices, Tile};
+use super::partition::{self, Bands, Reciprocal, Slices, Tile};
 use crate::DType;
 use crate::Precision;
 use crate::cuda::elements::{aligned, check, count, run};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
-pub use super::plan::workspace_bytes;
+pub use super::partition::workspace_bytes;
 
 /// The `slope` of [`forward`] that leaves values as they are.
 pub const LINEAR: f32 = 1.0;
@@ -250,7 +250,7 @@ pub fn forward(
         // SAFETY: the views have the lengths that the extents say, and bands lie within the images.
         return unsafe { run(stream, &FIRST, &name, grid, &arguments) };
     }
-    let (rows, columns) = (plan::pixels(shape, images), shape.filters);
+    let (rows, columns) = (partition::pixels(shape, images), shape.filters);
     let tile = tile(stream, shape, precision, &[x, weights, y], rows, columns);
     let [x, weights, bias, y] = operands;
     let arguments = [x, weights, bias, y, Arg::of(&Convolution::new(shape, images, 0, slope))];
@@ -293,16 +293,16 @@ pub fn flip_weights(
     shape: &ConvShape,
     precision: Precision,
     weights: View<'_>,
-    turned: View<'_>,
+    flipped: View<'_>,
 ) -> Result<()> {
     let dtype = precision.storage();
     check("a convolution's weights", weights, dtype, shape.weights_len());
-    check("a convolution's turned weights", turned, dtype, shape.weights_len());
+    check("a convolution's flipped weights", flipped, dtype, shape.weights_len());
     let (filters, channels) = (count(shape.filters), count(shape.channels));
     let taps = count(shape.kernel * shape.kernel);
     let tiles = filters.div_ceil(32) * channels.div_ceil(32);
     let grid = Grid { blocks: [tiles, taps, 1], threads: 256, shared: 0 };
-    let arguments = [weights.into(), filters.into(), taps.into(), channels.into(), turned.into()];
+    let arguments = [weights.into(), filters.into(), taps.into(), channels.into(), flipped.into()];
     // SAFETY: both views have the lengths that the extents say.
     unsafe { run(stream, &FLIP, &format!("conv_flip_{dtype}"), grid, &arguments) }
 }
@@ -340,8 +340,12 @@ pub fn backward_weights(
         return add_slices(stream, &slices, sums, dw);
     }
     // Aligned or not, the workspace begins as `dw` must.
-    let (tile, slices) =
-        plan::weights_plan(shape, images, precision, vectors(shape, precision, &[x, dy, dw, workspace]));
+    let (tile, slices) = partition::partition_weights(
+        shape,
+        images,
+        precision,
+        vectors(shape, precision, &[x, dy, dw, workspace]),
+    );
     let sums = slice_sums(&slices, workspace, dw);
     let extents = Convolution::new(shape, images, slices.len, LINEAR);
     let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
@@ -409,7 +413,7 @@ fn bias_sums(
     workspace: View<'_>,
     db: View<'_>,
 ) -> Result<()> {
-    let slices = plan::bias_slices(shape, images);
+    let slices = partition::bias_slices(shape, images);
     let sums = slice_sums(&slices, workspace, db);
     bias_slices(stream, shape.filters, &slices, activated, dy, sums)?;
     add_slices(stream, &slices, sums, db)

@@ -31,9 +31,9 @@ mod cudnn;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 #[cfg(feature = "cuda")]
-mod passes;
+mod library_layer;
 #[cfg(feature = "cuda")]
-mod plan;
+mod partition;
 
 /// How a convolution treats the border of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 
 /// An allocation without an owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Block {
+pub(super) enum Allocation {
     /// Of the GPU.
     Device { address: u64, bytes: u64 },
     /// Pinned, of the host.
@@ -21,7 +21,7 @@ pub(super) struct Captures {
     latest: u64,
     /// Graphs that there are.
     graphs: usize,
-    kept: Vec<Block>,
+    kept: Vec<Allocation>,
 }
 
 impl Captures {
@@ -39,16 +39,16 @@ impl Captures {
     }
 
     /// Takes over an allocation made at `born`, and returns it if it can be freed now.
-    pub(super) fn released(&mut self, block: Block, born: u64) -> Option<Block> {
+    pub(super) fn released(&mut self, allocation: Allocation, born: u64) -> Option<Allocation> {
         if self.graphs > 0 && born <= self.latest {
-            self.kept.push(block);
+            self.kept.push(allocation);
             return None;
         }
-        Some(block)
+        Some(allocation)
     }
 
     /// Counts a graph less, and returns what can be freed now.
-    pub(super) fn gone(&mut self) -> Vec<Block> {
+    pub(super) fn gone(&mut self) -> Vec<Allocation> {
         self.graphs -= 1;
         if self.graphs == 0 { std::mem::take(&mut self.kept) } else { Vec::new() }
     }
@@ -61,15 +61,15 @@ mod tests {
     #[test]
     fn memory_stays_as_long_as_a_graph_may_need_it() {
         let mut captures = Captures::default();
-        let (before, block) = (captures.allocated(), Block::Host);
+        let (before, allocation) = (captures.allocated(), Allocation::Host);
         captures.captured();
         let after = captures.allocated();
-        assert_eq!(captures.released(block(1), before), None);
-        assert_eq!(captures.released(block(2), after), Some(block(2)));
+        assert_eq!(captures.released(allocation(1), before), None);
+        assert_eq!(captures.released(allocation(2), after), Some(allocation(2)));
         captures.captured();
-        assert_eq!(captures.released(block(3), after), None);
+        assert_eq!(captures.released(allocation(3), after), None);
         assert_eq!(captures.gone(), []);
-        assert_eq!(captures.gone(), [block(1), block(3)]);
-        assert_eq!(captures.released(block(4), before), Some(block(4)));
+        assert_eq!(captures.gone(), [allocation(1), allocation(3)]);
+        assert_eq!(captures.released(allocation(4), before), Some(allocation(4)));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
-use super::captures::{Block, Captures};
+use super::captures::{Allocation, Captures};
 use super::compile::{self, Source};
 use super::error::{Context, Error, Result};
 use super::libraries;
@@ -262,12 +262,12 @@ impl Device {
     }
 
     /// Frees an allocation made at `born`, unless a graph may need it: then the last of the graphs does.
-    pub(super) fn give_back(&self, block: Block, born: u64) {
+    pub(super) fn give_back(&self, allocation: Allocation, born: u64) {
         if self.is_abandoned() {
             return;
         }
-        let block = self.captures().released(block, born);
-        block.into_iter().for_each(|block| self.free(block));
+        let freeable = self.captures().released(allocation, born);
+        freeable.into_iter().for_each(|allocation| self.free(allocation));
     }
 
     pub(super) fn graph_captured(&self) {
@@ -275,20 +275,20 @@ impl Device {
     }
 
     pub(super) fn graph_gone(&self) {
-        let blocks = self.captures().gone();
-        blocks.into_iter().for_each(|block| self.free(block));
+        let freeable = self.captures().gone();
+        freeable.into_iter().for_each(|allocation| self.free(allocation));
     }
 
-    fn free(&self, block: Block) {
+    fn free(&self, allocation: Allocation) {
         let _ = self.bind();
-        match block {
-            Block::Device { address, bytes } => {
+        match allocation {
+            Allocation::Device { address, bytes } => {
                 // SAFETY: allocated by `Memory`, whose owner is gone; the call waits for work that may still use it, and no
                 // graph will.
                 let _ = unsafe { result::free_sync(address) };
                 self.used.fetch_sub(bytes, Ordering::Relaxed);
             }
-            Block::Host(address) => {
+            Allocation::Host(address) => {
                 // Freeing it does not wait by itself for copies under way.
                 let _ = result::ctx::synchronize();
                 // SAFETY: allocated by `Pinned`, whose owner is gone.

@@ -15,7 +15,7 @@ use super::error::{Error, Result};
 
 /// A library that is opened at run time.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Library {
+pub struct LibrarySpec {
     /// What it is for.
     pub purpose: &'static str,
     /// Names of the versions that serve, best first.
@@ -33,7 +33,7 @@ pub struct Library {
 }
 
 /// Compiles kernels for drivers of CUDA 13 and newer.
-pub const NVRTC: Library = Library {
+pub const NVRTC: LibrarySpec = LibrarySpec {
     purpose: "the kernel compiler",
     names: &["libnvrtc.so.13", "libnvrtc.so.12"],
     variable: "MGPU_NVRTC_LIBRARY",
@@ -45,14 +45,14 @@ pub const NVRTC: Library = Library {
 };
 
 /// Compiles kernels for drivers of CUDA 12, which do not take what a compiler of CUDA 13 makes.
-pub const NVRTC_12: Library = Library {
+pub const NVRTC_12: LibrarySpec = LibrarySpec {
     names: &["libnvrtc.so.12"],
     install: "train without a GPU (--backend cpu), install it with `pip install nvidia-cuda-nvrtc-cu12` or the CUDA 12 toolkit",
     ..NVRTC
 };
 
 /// Matrix products.
-pub const CUBLAS_LT: Library = Library {
+pub const CUBLAS_LT: LibrarySpec = LibrarySpec {
     purpose: "matrix products",
     names: &["libcublasLt.so.13", "libcublasLt.so.12"],
     variable: "MGPU_CUBLASLT_LIBRARY",
@@ -63,7 +63,7 @@ pub const CUBLAS_LT: Library = Library {
 };
 
 /// Convolutions.
-pub const CUDNN: Library = Library {
+pub const CUDNN: LibrarySpec = LibrarySpec {
     purpose: "convolutions",
     names: &["libcudnn.so.9"],
     variable: "MGPU_CUDNN_LIBRARY",
@@ -156,8 +156,8 @@ pub(super) fn open_driver() -> Result<()> {
 ///
 /// # Errors
 /// If it is in none of its places; the text is one line with all of them.
-pub fn open(library: &'static Library) -> Result<PathBuf> {
-    static OPENED: Mutex<Vec<(&Library, Result<PathBuf>)>> = Mutex::new(Vec::new());
+pub fn open(library: &'static LibrarySpec) -> Result<PathBuf> {
+    static OPENED: Mutex<Vec<(&LibrarySpec, Result<PathBuf>)>> = Mutex::new(Vec::new());
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, outcome)) = opened.iter().find(|(known, _)| *known == library) {
         return outcome.clone();
@@ -179,7 +179,7 @@ impl Opened {
     ///
     /// # Errors
     /// If it is in none of its places.
-    pub(crate) fn open(library: &'static Library) -> Result<Self> {
+    pub(crate) fn open(library: &'static LibrarySpec) -> Result<Self> {
         let file = open(library)?;
         // It is open already: this is the same one again.
         let again = open_for_all(&file, RTLD_NOW).map_err(Error::Missing)?;
@@ -217,7 +217,7 @@ macro_rules! functions {
 
         impl $table {
             /// Opens `library`, whose functions they are.
-            fn load(library: &'static crate::cuda::libraries::Library) -> crate::cuda::Result<Self> {
+            fn load(library: &'static crate::cuda::libraries::LibrarySpec) -> crate::cuda::Result<Self> {
                 let library = crate::cuda::libraries::Opened::open(library)?;
                 Ok($table {$(
                     // SAFETY: the type is what the library's header declares.
@@ -229,7 +229,7 @@ macro_rules! functions {
 }
 pub(crate) use functions;
 
-fn search(library: &Library) -> Result<PathBuf> {
+fn search(library: &LibrarySpec) -> Result<PathBuf> {
     let mut tried = Vec::new();
     for name in library.names {
         let env = SearchEnv::from_process(name, library.variable, library.wheels);
@@ -262,7 +262,7 @@ fn search(library: &Library) -> Result<PathBuf> {
 }
 
 /// Opens one file for good, and what has to be there before it.
-fn load(library: &Library, file: &Path) -> Result<(), String> {
+fn load(library: &LibrarySpec, file: &Path) -> Result<(), String> {
     let beside = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     for entry in beside.into_iter().flat_map(std::fs::read_dir).flatten().flatten() {
         let name = entry.file_name();
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_library_that_is_nowhere_is_one_line_with_places_and_remedy() {
-        static NOWHERE: Library = Library {
+        static NOWHERE: LibrarySpec = LibrarySpec {
             purpose: "nothing",
             names: &["libof-no-machine.so.2"],
             variable: "MGPU_OF_NO_MACHINE",
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_another_library_is_refused() {
-        let other = Library { symbol: "cublasLtMatmul", ..NVRTC };
+        let other = LibrarySpec { symbol: "cublasLtMatmul", ..NVRTC };
         let error = load(&other, Path::new("libc.so.6")).unwrap_err();
         assert_eq!(error, "it has no cublasLtMatmul");
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{DriverError, result, sys};
 
-use super::captures::Block;
+use super::captures::Allocation;
 use super::error::{Context, Error, Result};
 use super::{Device, Stream};
 use crate::{DType, Element};
@@ -119,7 +119,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let bytes = (self.len as u64 * self.dtype.size() as u64).max(1);
-        self.device.give_back(Block::Device { address: self.address, bytes }, self.born);
+        self.device.give_back(Allocation::Device { address: self.address, bytes }, self.born);
     }
 }
 
@@ -251,6 +251,6 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.device.give_back(Block::Host(self.address as usize), self.born);
+        self.device.give_back(Allocation::Host(self.address as usize), self.born);
     }
 }

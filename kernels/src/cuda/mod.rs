@@ -20,9 +20,9 @@
 
 pub(crate) mod algorithm;
 mod arguments;
+pub(crate) mod autotune;
 mod cache;
 mod captures;
-pub(crate) mod choice;
 mod compile;
 mod device;
 pub(crate) mod elements;
@@ -36,7 +36,7 @@ mod stream;
 mod usage;
 
 pub use arguments::{Arg, Grid};
-pub use choice::{AutotuneOptions, Libraries};
+pub use autotune::{AutotuneOptions, Libraries};
 pub use compile::{ARCHITECTURES, Compiled, PRELUDE, Source, compile_for, compiler_version};
 pub use device::{Device, Function};
 pub use error::{Error, Result};

@@ -33,13 +33,13 @@ pub(super) type Convolve = unsafe extern "C" fn(
     *mut c_void,
 ) -> Status;
 pub(super) type Rank =
-    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict) -> Status;
+    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf) -> Status;
 pub(super) type WorkspaceSize = unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, u32, *mut usize) -> Status;
 
 /// What the library thinks of one algorithm; the same for all passes.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Verdict {
+pub(super) struct AlgorithmPerf {
     pub(super) algorithm: u32,
     pub(super) status: Status,
     pub(super) milliseconds: f32,
@@ -72,13 +72,13 @@ libraries::functions! {
         set_activation = cudnnSetActivationDescriptor(Raw, Activation, Nan, f64) -> Status;
         destroy_activation = cudnnDestroyActivationDescriptor(Raw) -> Status;
         rank_forward = cudnnGetConvolutionForwardAlgorithm_v7(
-            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf
         ) -> Status;
         rank_backward_data = cudnnGetConvolutionBackwardDataAlgorithm_v7(
-            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf
         ) -> Status;
         rank_backward_filter = cudnnGetConvolutionBackwardFilterAlgorithm_v7(
-            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf
         ) -> Status;
         forward_workspace = cudnnGetConvolutionForwardWorkspaceSize(
             Raw, Raw, Raw, Raw, Raw, u32, *mut usize
@@ -106,7 +106,7 @@ libraries::functions! {
 }
 
 /// The library on one GPU, for all layers of it.
-pub(super) struct Library {
+pub(super) struct Handle {
     pub(super) functions: Functions,
     device: Arc<Device>,
     /// The library's own state: one call at a time.
@@ -114,18 +114,18 @@ pub(super) struct Library {
 }
 
 // SAFETY: the handle may be used from any thread, one at a time.
-unsafe impl Send for Library {}
+unsafe impl Send for Handle {}
 // SAFETY: as above; the lock sees to it.
-unsafe impl Sync for Library {}
+unsafe impl Sync for Handle {}
 
-impl Library {
+impl Handle {
     /// cuDNN on this GPU: the same object as long as one is in use.
     ///
     /// # Errors
     /// If the library is not there, lacks a function, or refuses this GPU.
-    pub(super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
+    pub(super) fn for_device(device: &Arc<Device>) -> Result<Arc<Self>> {
         // Kept to the end of the process: captured graphs may use what belongs to the handle.
-        static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
+        static OPEN: Mutex<Vec<Arc<Handle>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
             return Ok(Arc::clone(known));
@@ -138,9 +138,10 @@ impl Library {
         // SAFETY: a place for the handle.
         let status = unsafe { (functions.create)(&mut handle) };
         functions.check("cudnnCreate", status)?;
-        let library = Arc::new(Library { functions, device: Arc::clone(device), handle: Mutex::new(handle) });
-        open.push(Arc::clone(&library));
-        Ok(library)
+        let open_handle =
+            Arc::new(Handle { functions, device: Arc::clone(device), handle: Mutex::new(handle) });
+        open.push(Arc::clone(&open_handle));
+        Ok(open_handle)
     }
 
     /// Name and version.
@@ -164,7 +165,7 @@ impl Library {
     }
 
     /// Asks the library something about its algorithms.
-    pub(super) fn ask(&self, name: &'static str, call: impl FnOnce(Raw) -> Status) -> Result<()> {
+    pub(super) fn query(&self, name: &'static str, call: impl FnOnce(Raw) -> Status) -> Result<()> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         self.functions.check(name, call(*handle))
     }

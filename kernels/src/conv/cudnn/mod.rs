@@ -1,8 +1,8 @@
 //! Convolutions by cuDNN, where it is installed.
 //!
-//! A [`Plan`] describes one layer to the library: tensors and filters with the channel fastest, as everywhere on the GPU.
+//! A [`CudnnPlan`] describes one layer to the library: tensors and filters with the channel fastest, as everywhere on the GPU.
 //! It is asked for candidates when the layer is set up: the library ranks its algorithms by what it expects of them, and
-//! the first that are deterministic go on to the race ([`crate::cuda::choice`]). (It would also time them itself, all of
+//! the first that are deterministic go on to the race ([`crate::cuda::autotune`]). (It would also time them itself, all of
 //! them: on an H100 some take a hundred times as long as the best, seconds for a layer.) A run is one call of the library; it allocates nothing and
 //! can be captured.
 //!
@@ -19,7 +19,7 @@
 //!   an H100 with cuDNN 9.14 the wide one is refused.) For large batches the library's choice of a kernel can be several
 //!   times slower than for smaller ones, so a batch in parts races too, whose gradients are added up in f32.
 //! - *The other way round*: a convolution is the gradient of the input of another one, with the weights transposed and
-//!   turned, and that gradient a convolution. The library's kernels for both are not equally fast, so [`Form::Turned`],
+//!   flipped, and that gradient a convolution. The library's kernels for both are not equally fast, so [`Form::Transposed`],
 //!   which turns the weights into the workspace first, races as well.
 //!
 //! The functions used are the library's older ones, which version 9 marks as deprecated and still has. A version
@@ -35,27 +35,27 @@ use cudarc::cudnn::sys::{
     cudnnMathType_t as Math, cudnnNanPropagation_t as Nan, cudnnTensorFormat_t as Format,
 };
 
-use library::{Address, Convolve, Descriptor, Library, Rank, Raw, Verdict, WorkspaceSize};
+use library::{Address, AlgorithmPerf, Convolve, Descriptor, Handle, Rank, Raw, WorkspaceSize};
 
 use super::ConvShape;
-use super::passes::Passes;
+use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
-use crate::cuda::algorithm::{Algorithm, Form};
-use crate::cuda::choice::{Candidate, Note, Pass};
+use crate::cuda::algorithm::{Form, LibraryAlgorithm};
+use crate::cuda::autotune::{Candidate, Note, Pass};
 use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 
 /// The library's algorithm for fused bias without an activation.
 const IMPLICIT_PRECOMPUTED_GEMM: u32 = 1;
 /// Algorithms of a pass that go on to the race.
-const FINALISTS: usize = 3;
+const MAX_CANDIDATES: usize = 3;
 /// Parts in which a batch is tried, and the fewest images of one.
 const PARTS: [usize; 3] = [2, 4, 8];
-const LEAST_OF_PART: usize = 64;
+const MIN_PART_IMAGES: usize = 64;
 
 /// One layer, described to the library.
-pub(super) struct Plan {
-    on: Arc<Library>,
+pub(super) struct CudnnPlan {
+    handle: Arc<Handle>,
     precision: Precision,
     slope: f32,
     x: Descriptor,
@@ -68,17 +68,17 @@ pub(super) struct Plan {
     activation: Descriptor,
     /// Images and outputs of a batch cut into so many parts, for the gradient of weights.
     parts: Vec<(usize, [Descriptor; 2])>,
-    /// Weights and convolution of [`Form::Turned`].
-    turned: (Descriptor, Descriptor),
+    /// Weights and convolution of [`Form::Transposed`].
+    flipped: (Descriptor, Descriptor),
     shape: ConvShape,
 }
 
 // SAFETY: descriptors are read only once they are set.
-unsafe impl Send for Plan {}
+unsafe impl Send for CudnnPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for CudnnPlan {}
 
-impl Plan {
+impl CudnnPlan {
     /// Describes a layer for batches of `images`, whose activation has `slope` for negative values.
     ///
     /// # Errors
@@ -90,8 +90,8 @@ impl Plan {
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
-        let library = Library::on(device)?;
-        let functions = &library.functions;
+        let handle = Handle::for_device(device)?;
+        let functions = &handle.functions;
         let (storage, math) = match precision {
             Precision::F32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_FMA_MATH),
             Precision::Tf32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_DEFAULT_MATH),
@@ -141,9 +141,9 @@ impl Plan {
             [shape.input_len(), shape.output_len()].iter().all(|len| (bytes * len).is_multiple_of(256))
         };
         let cuts = PARTS.into_iter().filter(|parts| {
-            images.is_multiple_of(*parts) && images / parts >= LEAST_OF_PART && aligned(*parts)
+            images.is_multiple_of(*parts) && images / parts >= MIN_PART_IMAGES && aligned(*parts)
         });
-        Ok(Plan {
+        Ok(CudnnPlan {
             precision,
             slope,
             x: x(images)?,
@@ -156,23 +156,27 @@ impl Plan {
             bias: tensor(storage, [1, shape.filters, 1, 1])?,
             convolution: convolution(shape.pad())?,
             activation,
-            turned: (
+            flipped: (
                 filter(storage, shape.channels, shape.filters)?,
                 convolution(shape.kernel - 1 - shape.pad())?,
             ),
             shape: *shape,
-            on: library,
+            handle,
         })
     }
 
     /// The library's pass that makes this one, and its factors, convolution and result.
     fn descriptors(&self, pass: Pass, form: Form, parts: usize) -> (Pass, [Raw; 4]) {
-        let Plan { x, y, w, dw, convolution, turned: (turned, turned_convolution), .. } = self;
+        let CudnnPlan { x, y, w, dw, convolution, flipped: (flipped, transposed_convolution), .. } = self;
         let cut = self.parts.iter().find(|(known, _)| *known == parts);
         let [x, y] = cut.map_or([x, y], |(_, [x, y])| [x, y]);
         let (made_as, descriptors) = match (pass, form) {
-            (Pass::Forward, Form::Turned) => (Pass::BackwardInput, [turned, x, turned_convolution, y]),
-            (Pass::BackwardInput, Form::Turned) => (Pass::Forward, [y, turned, turned_convolution, x]),
+            (Pass::Forward, Form::Transposed) => {
+                (Pass::BackwardInput, [flipped, x, transposed_convolution, y])
+            }
+            (Pass::BackwardInput, Form::Transposed) => {
+                (Pass::Forward, [y, flipped, transposed_convolution, x])
+            }
             (Pass::Forward, _) => (pass, [x, w, convolution, y]),
             (Pass::BackwardInput, _) => (pass, [w, y, convolution, x]),
             (Pass::BackwardWeights, Form::Narrow) => (pass, [x, y, convolution, w]),
@@ -182,8 +186,8 @@ impl Plan {
     }
 
     /// The operands in the order of [`descriptors`](Self::descriptors), for what goes the other way round: `first` are
-    /// the turned weights.
-    fn turned_operands<'a>(pass: Pass, operands: [View<'a>; 3], first: View<'a>) -> [View<'a>; 3] {
+    /// the flipped weights.
+    fn transposed_operands<'a>(pass: Pass, operands: [View<'a>; 3], first: View<'a>) -> [View<'a>; 3] {
         match (pass, operands) {
             (Pass::Forward, [x, _, y]) => [first, x, y],
             (_, [_, dy, dx]) => [dy, first, dx],
@@ -191,8 +195,8 @@ impl Plan {
     }
 
     /// What the library thinks of its algorithms, the one it likes best first.
-    fn rank(&self, pass: Pass, form: Form, parts: usize) -> Result<Vec<Verdict>> {
-        let f = &self.on.functions;
+    fn rank(&self, pass: Pass, form: Form, parts: usize) -> Result<Vec<AlgorithmPerf>> {
+        let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, form, parts);
         let (name, rank): (_, Rank) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardAlgorithm_v7", f.rank_forward),
@@ -201,9 +205,9 @@ impl Plan {
                 ("cudnnGetConvolutionBackwardFilterAlgorithm_v7", f.rank_backward_filter)
             }
         };
-        let mut found = [Verdict::default(); 32];
+        let mut found = [AlgorithmPerf::default(); 32];
         let mut count: c_int = 0;
-        self.on.ask(name, |handle| {
+        self.handle.query(name, |handle| {
             // SAFETY: descriptors of this layer, and room for as many results as are asked for.
             unsafe {
                 let room = found.len() as c_int;
@@ -220,7 +224,7 @@ impl Plan {
             Form::Fused if self.precision != Precision::Bf16 => 0,
             Form::Fused => self.shape.filters,
             Form::Narrow => parts * self.shape.weights_len(),
-            Form::Turned => self.shape.weights_len(),
+            Form::Transposed => self.shape.weights_len(),
         }
     }
 
@@ -230,7 +234,7 @@ impl Plan {
     }
 
     /// The two parts of a workspace: what [`own_len`](Self::own_len) is about, and the library's.
-    fn split<'a>(&self, algorithm: &Algorithm, workspace: View<'a>) -> (View<'a>, View<'a>) {
+    fn split<'a>(&self, algorithm: &LibraryAlgorithm, workspace: View<'a>) -> (View<'a>, View<'a>) {
         let (form, parts) = (algorithm.form, algorithm.parts());
         let (workspace, dtype) = (workspace.cast(DType::U8), self.precision.storage());
         let own = workspace.slice(0..self.own_len(form, parts) * dtype.size());
@@ -242,11 +246,11 @@ impl Plan {
         &self,
         pass: Pass,
         stream: &Stream,
-        algorithm: &Algorithm,
+        algorithm: &LibraryAlgorithm,
         operands: [View<'_>; 3],
         workspace: View<'_>,
     ) -> Result<()> {
-        let f = &self.on.functions;
+        let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, run): (_, Convolve) = match pass {
             Pass::Forward => ("cudnnConvolutionForward", f.forward),
@@ -255,7 +259,7 @@ impl Plan {
         };
         let [a, b, result] = operands.map(|view| view.address());
         let (one, zero) = (1.0f32, 0.0f32);
-        self.on.call(name, stream, |handle| {
+        self.handle.call(name, stream, |handle| {
             // SAFETY: descriptors that fit the memory they are given with; the factors are read during the call.
             unsafe {
                 run(
@@ -281,17 +285,17 @@ impl Plan {
     fn convolve_fused(
         &self,
         stream: &Stream,
-        algorithm: &Algorithm,
+        algorithm: &LibraryAlgorithm,
         [x, w, y]: [View<'_>; 3],
         bias: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
         let (one, zero) = (1.0f32, 0.0f32);
-        self.on.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
+        self.handle.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
             // SAFETY: descriptors that fit the memory they are given with; `y` also stands for the addend, which is
             // multiplied by zero; the factors are read during the call.
             unsafe {
-                (self.on.functions.forward_fused)(
+                (self.handle.functions.forward_fused)(
                     handle,
                     (&raw const one).cast(),
                     self.x.raw,
@@ -316,9 +320,9 @@ impl Plan {
     }
 }
 
-impl Passes for Plan {
+impl LibraryLayer for CudnnPlan {
     fn version(&self) -> String {
-        self.on.version()
+        self.handle.version()
     }
 
     fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>) {
@@ -329,7 +333,7 @@ impl Passes for Plan {
                 forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
             }
             (Pass::BackwardWeights, _) => {}
-            (Pass::Forward | Pass::BackwardInput, _) => forms.push((Form::Turned, 1)),
+            (Pass::Forward | Pass::BackwardInput, _) => forms.push((Form::Transposed, 1)),
         }
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for (form, parts) in forms {
@@ -340,7 +344,7 @@ impl Passes for Plan {
                     continue;
                 }
             };
-            for number in finalists(&found, deterministic) {
+            for number in best_algorithms(&found, deterministic) {
                 let mut forms = vec![form];
                 let fused = self.slope == 0.0 || self.slope == 1.0 && number == IMPLICIT_PRECOMPUTED_GEMM;
                 if pass == Pass::Forward && form == Form::Plain && fused {
@@ -348,8 +352,8 @@ impl Passes for Plan {
                 }
                 for form in forms {
                     let algorithm = match parts {
-                        1 => Algorithm::cudnn(number, form),
-                        _ => Algorithm::cudnn_in_parts(number, form, parts),
+                        1 => LibraryAlgorithm::cudnn(number, form),
+                        _ => LibraryAlgorithm::cudnn_in_parts(number, form, parts),
                     };
                     match self.workspace(pass, &algorithm) {
                         Ok(workspace) if workspace <= limit => {
@@ -365,14 +369,14 @@ impl Passes for Plan {
         (candidates, notes)
     }
 
-    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
+    fn workspace(&self, pass: Pass, algorithm: &LibraryAlgorithm) -> Result<usize> {
         let parts = algorithm.parts();
         let cut = algorithm.form == Form::Narrow && self.parts.iter().any(|(known, _)| *known == parts);
         if parts != 1 && !cut {
             let text = format!("this layer's batch is not cut into {parts} parts");
             return Err(Error::Library { call: "a choice of the past", text });
         }
-        let f = &self.on.functions;
+        let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, size): (_, WorkspaceSize) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace),
@@ -384,22 +388,16 @@ impl Passes for Plan {
             }
         };
         let mut bytes = 0;
-        self.on.ask(name, |handle| {
+        self.handle.query(name, |handle| {
             // SAFETY: descriptors of this layer, and a place for the number.
             unsafe { size(handle, from, by, convolution, to, number(algorithm), &mut bytes) }
         })?;
         Ok(self.own_bytes(algorithm.form, algorithm.parts()) + bytes)
     }
 
-    fn run(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Result<()> {
+    fn run(&self, stream: &Stream, algorithm: &LibraryAlgorithm, operands: &Operands<'_>) -> Result<()> {
+        let &Operands { pass, bias, workspace, .. } = operands;
+        let operands = operands.views();
         match (algorithm.form, bias) {
             (Form::Fused, Some(bias)) if self.precision == Precision::Bf16 => {
                 let (narrow, rest) = self.split(algorithm, workspace);
@@ -422,11 +420,11 @@ impl Passes for Plan {
                     _ => super::cuda::sum_parts(stream, narrow, dw),
                 }
             }
-            (Form::Turned, _) => {
-                let (turned, rest) = self.split(algorithm, workspace);
+            (Form::Transposed, _) => {
+                let (flipped, rest) = self.split(algorithm, workspace);
                 let weights = operands[if pass == Pass::Forward { 1 } else { 0 }];
-                super::cuda::flip_weights(stream, &self.shape, self.precision, weights, turned)?;
-                let operands = Self::turned_operands(pass, operands, turned);
+                super::cuda::flip_weights(stream, &self.shape, self.precision, weights, flipped)?;
+                let operands = Self::transposed_operands(pass, operands, flipped);
                 self.convolve(pass, stream, algorithm, operands, rest)
             }
             _ => self.convolve(pass, stream, algorithm, operands, workspace),
@@ -435,23 +433,22 @@ impl Passes for Plan {
 }
 
 /// What the library calls an algorithm.
-fn number(algorithm: &Algorithm) -> u32 {
+fn number(algorithm: &LibraryAlgorithm) -> u32 {
     algorithm.id[0] as u32
 }
 
 /// The algorithms that come first and are supported. One counts as deterministic if it is wherever it is named.
-fn finalists(found: &[Verdict], deterministic: bool) -> Vec<u32> {
-    let strays =
-        |number| found.iter().any(|verdict| verdict.algorithm == number && verdict.deterministic == 0);
+fn best_algorithms(found: &[AlgorithmPerf], deterministic: bool) -> Vec<u32> {
+    let strays = |number| found.iter().any(|perf| perf.algorithm == number && perf.deterministic == 0);
     let mut numbers = Vec::new();
-    for verdict in found.iter().filter(|verdict| verdict.status == 0) {
-        let number = verdict.algorithm;
+    for perf in found.iter().filter(|perf| perf.status == 0) {
+        let number = perf.algorithm;
         let out = numbers.contains(&number) || deterministic && strays(number);
         if !out {
             numbers.push(number);
         }
     }
-    numbers.truncate(FINALISTS);
+    numbers.truncate(MAX_CANDIDATES);
     numbers
 }
 
@@ -461,24 +458,24 @@ mod tests {
 
     #[test]
     fn the_fastest_that_work_and_repeat_go_on() {
-        let verdict = |algorithm, status, deterministic| Verdict {
+        let perf = |algorithm, status, deterministic| AlgorithmPerf {
             algorithm,
             status,
             deterministic,
-            ..Verdict::default()
+            ..AlgorithmPerf::default()
         };
         let found = [
-            verdict(0, 0, 0),
-            verdict(5, 3000, 1),
-            verdict(1, 0, 1),
-            verdict(3, 0, 1),
-            verdict(1, 0, 1),
-            verdict(3, 0, 0),
-            verdict(4, 0, 1),
-            verdict(6, 0, 1),
-            verdict(7, 0, 1),
+            perf(0, 0, 0),
+            perf(5, 3000, 1),
+            perf(1, 0, 1),
+            perf(3, 0, 1),
+            perf(1, 0, 1),
+            perf(3, 0, 0),
+            perf(4, 0, 1),
+            perf(6, 0, 1),
+            perf(7, 0, 1),
         ];
-        assert_eq!(finalists(&found, true), [1, 4, 6]);
-        assert_eq!(finalists(&found, false), [0, 1, 3]);
+        assert_eq!(best_algorithms(&found, true), [1, 4, 6]);
+        assert_eq!(best_algorithms(&found, false), [0, 1, 3]);
     }
 }

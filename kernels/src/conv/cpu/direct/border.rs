@@ -77,7 +77,7 @@ impl Bordered {
 /// A panel of a block fills half the first cache. In an image of 128 channels, the same elements lie in an eighth of the
 /// cache's sets and drive each other out.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Block {
+pub(super) struct GradientBlock {
     /// Rows of the result that make a block.
     pub(super) results: usize,
     /// Rows of the gradient for each of them.
@@ -89,16 +89,16 @@ pub(super) struct Block {
     panels: usize,
 }
 
-impl Block {
+impl GradientBlock {
     /// The blocks of `shape`'s gradient.
-    pub(super) fn new(shape: &ConvShape, epilogue: &Epilogue) -> Block {
+    pub(super) fn new(shape: &ConvShape, epilogue: &Epilogue) -> GradientBlock {
         let rows_each = if epilogue.pool.is_some() { 2 } else { 1 };
         // Few rows of weights are computed with four vectors, of two panels.
         let pixels = if shape.kernel * shape.channels <= 6 { 100 } else { 200 };
         let results = (pixels / (rows_each * shape.out_width())).max(1);
         let stride = PANEL.min(lines(shape.filters));
         let panel = results * rows_each * shape.out_width() * stride;
-        Block { results, rows_each, stride, panel, panels: shape.filters.div_ceil(PANEL) }
+        GradientBlock { results, rows_each, stride, panel, panels: shape.filters.div_ceil(PANEL) }
     }
 
     /// As many channels as there is room for.

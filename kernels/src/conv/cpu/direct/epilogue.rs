@@ -1,7 +1,7 @@
 //! What follows a convolution, by vectors of channels: max-pooling of two rows, and the way of the gradient back through
 //! pooling and activation.
 
-use super::border::{Block, Bordered};
+use super::border::{Bordered, GradientBlock};
 use crate::Storage;
 use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
@@ -74,7 +74,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
     epilogue: &Epilogue,
     (height, width): (usize, usize),
     from: Results<'_, E>,
-    (block, to): (&Block, &mut [f32]),
+    (block, to): (&GradientBlock, &mut [f32]),
     (bordered, image): (&Bordered, Option<&mut [f32]>),
     bias: &mut [f32],
 ) {

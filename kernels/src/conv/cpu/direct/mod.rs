@@ -27,7 +27,7 @@ use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{AlignedVec, Scratch};
 
-use border::{Block, Bordered};
+use border::{Bordered, GradientBlock};
 
 /// A convolution computed directly.
 #[derive(Debug)]
@@ -290,7 +290,7 @@ impl<E: Storage> Task for Gradients<'_, E> {
         let folded = fold::pays(&shape);
         let input = Bordered::input(&shape);
         let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
-        let block = Block::new(&shape, &epilogue);
+        let block = GradientBlock::new(&shape, &epilogue);
         let sparse = chosen::pays::<S>(&shape, &epilogue);
         let (slack, sums_len) =
             if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };

@@ -110,7 +110,7 @@ pub(super) fn pixels(shape: &ConvShape, images: usize) -> usize {
 }
 
 /// The tile of the weights' gradient if 16 bytes move at a time, and the slices of its sum over the output pixels.
-pub(super) fn weights_plan(
+pub(super) fn partition_weights(
     shape: &ConvShape,
     images: usize,
     precision: Precision,
@@ -185,7 +185,9 @@ pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -
         Some(bands) => bands.slices().workspace(shape.weights_len()),
         // Which of the two it is depends on addresses as well.
         None => [false, true]
-            .map(|vectors| weights_plan(shape, images, precision, vectors).1.workspace(shape.weights_len()))
+            .map(|vectors| {
+                partition_weights(shape, images, precision, vectors).1.workspace(shape.weights_len())
+            })
             .into_iter()
             .fold(0, usize::max),
     };
@@ -260,9 +262,9 @@ mod tests {
 
     #[test]
     fn gradients_of_weights_are_split_until_the_gpu_is_busy() {
-        let (tile, slices) = weights_plan(&conv(128, 28, 128, 5), 1024, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&conv(128, 28, 128, 5), 1024, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Large, 10), "25 tiles, 264 blocks");
-        let (tile, slices) = weights_plan(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
         let dense = ConvShape {
             channels: 3136,
@@ -272,9 +274,9 @@ mod tests {
             kernel: 1,
             padding: Padding::Valid,
         };
-        let (tile, slices) = weights_plan(&dense, 256, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&dense, 256, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Large, 1), "enough tiles");
-        assert_eq!(weights_plan(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);
+        assert_eq!(partition_weights(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);
     }
 
     #[test]
