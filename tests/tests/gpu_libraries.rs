@@ -104,8 +104,8 @@ fn without_the_libraries_everything_is_built_in() {
     command.env("MGPU_CUBLASLT_LIBRARY", "/nowhere/libcublasLt.so.13");
     let finished = run(&mut command);
     let passes = ["forward built in, backward input built in, backward weights built in"];
-    assert_all(&lines(&finished, "conv"), &[passes[0], "libcudnn.so.9 (convolutions) is not there"]);
-    assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) is not there"]);
+    assert_all(&lines(&finished, "conv"), &[passes[0], "libcudnn.so.9 (convolutions) was not found"]);
+    assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) was not found"]);
 }
 
 /// A library with nothing but the function by which it is recognised.

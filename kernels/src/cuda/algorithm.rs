@@ -1,6 +1,6 @@
-//! An algorithm of a library: what the library calls it, and its names in a log and in the cache of choices.
+//! An algorithm of a library: its id in the library, and its names in logs and in the cache.
 
-/// Whose algorithm it is.
+/// The library of an algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LibraryName {
     CuDnn,
@@ -16,16 +16,17 @@ impl std::fmt::Display for LibraryName {
     }
 }
 
-/// What an algorithm does beside the product.
+/// What an algorithm does besides the product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     /// Nothing.
     Plain,
-    /// Bias and activation.
+    /// Adds the bias and applies the activation.
     Fused,
-    /// The result, which is to be f32, comes in bfloat16.
+    /// Computes a result in bfloat16 that is then widened to f32.
     Narrow,
-    /// A convolution is made as the gradient of another's input, or the other way round, with the weights turned.
+    /// Computes a convolution as the gradient of the input of another one, or the other way round, with flipped
+    /// weights.
     Transposed,
 }
 
@@ -33,11 +34,12 @@ impl Form {
     const ALL: [Form; 4] = [Form::Plain, Form::Fused, Form::Narrow, Form::Transposed];
 }
 
-/// One of a library's algorithms for a pass.
+/// One algorithm of a library for a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LibraryAlgorithm {
     of: LibraryName,
-    /// cuDNN's number, the parts of the batch if there are several, and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
+    /// cuDNN: its number, the number of parts of the batch if there are several, and zeros. cuBLASLt: its 64 opaque
+    /// bytes.
     pub(crate) id: [u64; 8],
     pub(crate) form: Form,
 }
@@ -47,12 +49,12 @@ impl LibraryAlgorithm {
         LibraryAlgorithm { of: LibraryName::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
     }
 
-    /// As [`cudnn`](Self::cudnn), for a batch in equal parts one after the other.
+    /// As [`cudnn`](Self::cudnn), with the batch split into equal parts that are computed one after the other.
     pub(crate) fn cudnn_in_parts(number: u32, form: Form, parts: usize) -> Self {
         LibraryAlgorithm { of: LibraryName::CuDnn, id: [number.into(), parts as u64, 0, 0, 0, 0, 0, 0], form }
     }
 
-    /// Parts of the batch that are computed one after the other.
+    /// Number of parts of the batch that are computed one after the other.
     pub(crate) fn parts(&self) -> usize {
         match self.of {
             LibraryName::CuDnn => self.id[1].max(1) as usize,
@@ -64,7 +66,7 @@ impl LibraryAlgorithm {
         LibraryAlgorithm { of: LibraryName::CublasLt, id, form }
     }
 
-    /// As text without white space that [`decode`](Self::decode) understands, in this version of the library.
+    /// Text without white space that [`decode`](Self::decode) reads again, for this version of the library.
     pub(crate) fn encode(&self) -> String {
         let words = self.id.map(|word| format!("{word:x}"));
         format!("{}/{}/{}", self.of, words.join("."), self.form as u8)
@@ -86,7 +88,7 @@ impl std::fmt::Display for LibraryAlgorithm {
         match self.of {
             LibraryName::CuDnn => write!(f, "cuDNN {}", self.id[0])?,
             LibraryName::CublasLt => {
-                // The bytes have no names. These digits tell one from another.
+                // The bytes have no name; these digits identify them.
                 let digest = self.id.iter().fold(0u64, |digest, word| {
                     (digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
                 });
