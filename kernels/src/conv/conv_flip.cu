@@ -1,5 +1,5 @@
-// The weights of a convolution, [filters][side][side][channels], for the convolution that goes the other way: the first
-// index becomes the last, and every kernel is flipped by half a circle. A block moves 32 by 32 of one tap.
+// The weights of the transposed convolution, from weights [filters][side][side][channels]: the first index becomes
+// the last, and every kernel is rotated by 180 degrees. A block moves 32 by 32 weights of one tap.
 
 #define FLIP_ROWS 8u
 

@@ -1,29 +1,29 @@
-//! Convolutions by cuDNN, where it is installed.
+//! Convolutions by cuDNN, if it is installed.
 //!
-//! A [`CudnnPlan`] describes one layer to the library: tensors and filters with the channel fastest, as everywhere on the GPU.
-//! It is asked for candidates when the layer is set up: the library ranks its algorithms by what it expects of them, and
-//! the first that are deterministic go on to the race ([`crate::cuda::autotune`]). (It would also time them itself, all of
-//! them: on an H100 some take a hundred times as long as the best, seconds for a layer.) A run is one call of the library; it allocates nothing and
-//! can be captured.
+//! A [`CudnnPlan`] describes one layer to the library: tensors and filters have the channel as the fastest index, as
+//! everywhere on the GPU. When the layer is set up, the library ranks its algorithms by their expected speed, and the
+//! first deterministic ones become candidates of autotuning ([`crate::cuda::autotune`]). (The library could time all
+//! its algorithms itself, but on an H100 some take a hundred times as long as the best, seconds for a layer.) A pass
+//! is one call of the library; it allocates nothing and can be captured.
 //!
-//! - *Precision* is the descriptor's math type. `FMA` is what forbids tensor cores for f32, which the default permits
-//!   with operands rounded to TF32. "Allow conversion" is never used: it would round f32 to half precision. Only the
-//!   numbers of algorithms are taken from the library's ranking, and every run is made with the layer's own type.
-//! - *Bias and activation* come with the convolution in [`Form::Fused`]. The library documents that for the rectified
-//!   linear unit, with all algorithms, and without an activation, with a single one. The leaky one is not among what it
-//!   knows. [`Form::Plain`] leaves both to the caller. With bfloat16 images the bias has to be bfloat16 as well, so it is
-//!   rounded, in the workspace.
-//! - *The gradient of weights* from bfloat16 operands is wanted in f32. The library documents a bfloat16 result only,
-//!   so both race: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
-//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too. On
-//!   an H100 with cuDNN 9.14 the wide one is refused.) For large batches the library's choice of a kernel can be several
-//!   times slower than for smaller ones, so a batch in parts races too, whose gradients are added up in f32.
-//! - *The other way round*: a convolution is the gradient of the input of another one, with the weights transposed and
-//!   flipped, and that gradient a convolution. The library's kernels for both are not equally fast, so [`Form::Transposed`],
-//!   which turns the weights into the workspace first, races as well.
+//! - *Precision* is the descriptor's math type. `FMA` forbids tensor cores for f32, which the default permits with
+//!   operands rounded to TF32. "Allow conversion" is never used: it would round f32 to half precision. Only the
+//!   numbers of algorithms are taken from the library's ranking, and every run uses the layer's own math type.
+//! - *Bias and activation* are computed with the convolution in [`Form::Fused`]. The library documents that for ReLU
+//!   with all algorithms, and for no activation with a single one. It has no leaky ReLU. [`Form::Plain`] leaves both
+//!   to the caller. With bfloat16 images the bias has to be bfloat16 as well, so it is rounded to the workspace.
+//! - *The gradient of the weights* from bfloat16 operands is needed in f32. The library documents a bfloat16 result
+//!   only, so both are candidates: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and
+//!   widens it, with one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too.
+//!   On an H100 with cuDNN 9.14 the f32 result is refused.) For large batches the kernel that the library selects can
+//!   be several times slower than for smaller ones, so a batch in parts is a candidate too; the gradients of the
+//!   parts are added up in f32.
+//! - *Transposed convolution*: a convolution is the gradient of the input of another one whose weights are transposed
+//!   and rotated by 180°, and that gradient is a convolution. The library's kernels for both are not equally fast, so
+//!   [`Form::Transposed`], which first flips the weights into the workspace, is a candidate as well.
 //!
-//! The functions used are the library's older ones, which version 9 marks as deprecated and still has. A version
-//! without them is no error: the layer then takes this crate's kernels.
+//! The functions used are the library's older ones, which version 9 marks as deprecated but still has. A version
+//! without them is not an error: the layer then uses this crate's kernels.
 
 mod library;
 
@@ -45,11 +45,11 @@ use crate::cuda::autotune::{Candidate, Note, Pass};
 use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 
-/// The library's algorithm for fused bias without an activation.
+/// The library's algorithm for a fused bias without an activation.
 const IMPLICIT_PRECOMPUTED_GEMM: u32 = 1;
-/// Algorithms of a pass that go on to the race.
+/// Maximum number of algorithms of a pass that are benchmarked.
 const MAX_CANDIDATES: usize = 3;
-/// Parts in which a batch is tried, and the fewest images of one.
+/// Numbers of parts into which a batch is split, and the minimum number of images of a part.
 const PARTS: [usize; 3] = [2, 4, 8];
 const MIN_PART_IMAGES: usize = 64;
 
@@ -66,14 +66,14 @@ pub(super) struct CudnnPlan {
     bias: Descriptor,
     convolution: Descriptor,
     activation: Descriptor,
-    /// Images and outputs of a batch cut into so many parts, for the gradient of weights.
+    /// For each number of parts the descriptors of images and outputs of a part, for the gradient of the weights.
     parts: Vec<(usize, [Descriptor; 2])>,
     /// Weights and convolution of [`Form::Transposed`].
     flipped: (Descriptor, Descriptor),
     shape: ConvShape,
 }
 
-// SAFETY: descriptors are read only once they are set.
+// SAFETY: descriptors are only read after they are set.
 unsafe impl Send for CudnnPlan {}
 // SAFETY: as above.
 unsafe impl Sync for CudnnPlan {}
@@ -82,7 +82,7 @@ impl CudnnPlan {
     /// Describes a layer for batches of `images`, whose activation has `slope` for negative values.
     ///
     /// # Errors
-    /// If the library is not there, or does not take the description.
+    /// If the library is not found, or refuses the description.
     pub(super) fn new(
         device: &Arc<Device>,
         shape: &ConvShape,
@@ -99,7 +99,7 @@ impl CudnnPlan {
         };
         let nhwc = Format::CUDNN_TENSOR_NHWC;
         let float = DataType::CUDNN_DATA_FLOAT;
-        // Extents are always named in this order; the format says how they lie.
+        // The extents are always given in this order; the format is their order in memory.
         let tensor = |data, [n, c, h, w]: [usize; 4]| {
             Descriptor::new(functions, functions.create_tensor, functions.destroy_tensor, |raw| {
                 let [n, c, h, w] = [n, c, h, w].map(|extent| extent as c_int);
@@ -165,7 +165,7 @@ impl CudnnPlan {
         })
     }
 
-    /// The library's pass that makes this one, and its factors, convolution and result.
+    /// The library's pass that computes this one, and its factors, convolution and result.
     fn descriptors(&self, pass: Pass, form: Form, parts: usize) -> (Pass, [Raw; 4]) {
         let CudnnPlan { x, y, w, dw, convolution, flipped: (flipped, transposed_convolution), .. } = self;
         let cut = self.parts.iter().find(|(known, _)| *known == parts);
@@ -185,16 +185,16 @@ impl CudnnPlan {
         (made_as, descriptors.map(|descriptor| descriptor.raw))
     }
 
-    /// The operands in the order of [`descriptors`](Self::descriptors), for what goes the other way round: `first` are
+    /// The operands of a transposed convolution, in the order of [`descriptors`](Self::descriptors); `flipped` are
     /// the flipped weights.
-    fn transposed_operands<'a>(pass: Pass, operands: [View<'a>; 3], first: View<'a>) -> [View<'a>; 3] {
+    fn transposed_operands<'a>(pass: Pass, operands: [View<'a>; 3], flipped: View<'a>) -> [View<'a>; 3] {
         match (pass, operands) {
-            (Pass::Forward, [x, _, y]) => [first, x, y],
-            (_, [_, dy, dx]) => [dy, first, dx],
+            (Pass::Forward, [x, _, y]) => [flipped, x, y],
+            (_, [_, dy, dx]) => [dy, flipped, dx],
         }
     }
 
-    /// What the library thinks of its algorithms, the one it likes best first.
+    /// The library's ranking of its algorithms, best first.
     fn rank(&self, pass: Pass, form: Form, parts: usize) -> Result<Vec<AlgorithmPerf>> {
         let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, form, parts);
@@ -208,7 +208,7 @@ impl CudnnPlan {
         let mut found = [AlgorithmPerf::default(); 32];
         let mut count: c_int = 0;
         self.handle.query(name, |handle| {
-            // SAFETY: descriptors of this layer, and room for as many results as are asked for.
+            // SAFETY: descriptors of this layer, and room for the requested number of results.
             unsafe {
                 let room = found.len() as c_int;
                 rank(handle, from, by, convolution, to, room, &mut count, found.as_mut_ptr())
@@ -217,7 +217,8 @@ impl CudnnPlan {
         Ok(found[..(count.max(0) as usize).min(found.len())].to_vec())
     }
 
-    /// Elements at the workspace's beginning, before what the library asks for: a bias, weights or their gradients.
+    /// Number of elements at the beginning of the workspace that this module uses itself: a bias, weights or their
+    /// gradients.
     fn own_len(&self, form: Form, parts: usize) -> usize {
         match form {
             Form::Plain => 0,
@@ -228,12 +229,13 @@ impl CudnnPlan {
         }
     }
 
-    /// Bytes of the same; the library's part begins where an allocation might.
+    /// The bytes of these elements, rounded up to the alignment of an allocation; the library's part of the workspace
+    /// follows.
     fn own_bytes(&self, form: Form, parts: usize) -> usize {
         (self.own_len(form, parts) * self.precision.storage().size()).next_multiple_of(256)
     }
 
-    /// The two parts of a workspace: what [`own_len`](Self::own_len) is about, and the library's.
+    /// The two parts of a workspace: that of [`own_len`](Self::own_len) elements, and the library's.
     fn split<'a>(&self, algorithm: &LibraryAlgorithm, workspace: View<'a>) -> (View<'a>, View<'a>) {
         let (form, parts) = (algorithm.form, algorithm.parts());
         let (workspace, dtype) = (workspace.cast(DType::U8), self.precision.storage());
@@ -241,7 +243,7 @@ impl CudnnPlan {
         (own.cast(dtype), workspace.slice(self.own_bytes(form, parts)..workspace.len()))
     }
 
-    /// A product of the first two operands, written to the third.
+    /// Computes a product of the first two operands, written to the third.
     fn convolve(
         &self,
         pass: Pass,
@@ -260,7 +262,7 @@ impl CudnnPlan {
         let [a, b, result] = operands.map(|view| view.address());
         let (one, zero) = (1.0f32, 0.0f32);
         self.handle.call(name, stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with; the factors are read during the call.
+            // SAFETY: the descriptors fit the memory; the factors are read during the call.
             unsafe {
                 run(
                     handle,
@@ -292,8 +294,8 @@ impl CudnnPlan {
     ) -> Result<()> {
         let (one, zero) = (1.0f32, 0.0f32);
         self.handle.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with; `y` also stands for the addend, which is
-            // multiplied by zero; the factors are read during the call.
+            // SAFETY: the descriptors fit the memory; `y` is also passed as the addend, which is multiplied by zero;
+            // the factors are read during the call.
             unsafe {
                 (self.handle.functions.forward_fused)(
                     handle,
@@ -373,8 +375,8 @@ impl LibraryLayer for CudnnPlan {
         let parts = algorithm.parts();
         let cut = algorithm.form == Form::Narrow && self.parts.iter().any(|(known, _)| *known == parts);
         if parts != 1 && !cut {
-            let text = format!("this layer's batch is not cut into {parts} parts");
-            return Err(Error::Library { call: "a choice of the past", text });
+            let text = format!("this layer's batch is not split into {parts} parts");
+            return Err(Error::Library { call: "a cached selection", text });
         }
         let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
@@ -389,7 +391,7 @@ impl LibraryLayer for CudnnPlan {
         };
         let mut bytes = 0;
         self.handle.query(name, |handle| {
-            // SAFETY: descriptors of this layer, and a place for the number.
+            // SAFETY: descriptors of this layer, and a writable number.
             unsafe { size(handle, from, by, convolution, to, number(algorithm), &mut bytes) }
         })?;
         Ok(self.own_bytes(algorithm.form, algorithm.parts()) + bytes)
@@ -432,12 +434,12 @@ impl LibraryLayer for CudnnPlan {
     }
 }
 
-/// What the library calls an algorithm.
+/// The library's number of an algorithm.
 fn number(algorithm: &LibraryAlgorithm) -> u32 {
     algorithm.id[0] as u32
 }
 
-/// The algorithms that come first and are supported. One counts as deterministic if it is wherever it is named.
+/// The highest-ranked algorithms that are supported. An algorithm counts as deterministic if all its entries say so.
 fn best_algorithms(found: &[AlgorithmPerf], deterministic: bool) -> Vec<u32> {
     let strays = |number| found.iter().any(|perf| perf.algorithm == number && perf.deterministic == 0);
     let mut numbers = Vec::new();
@@ -457,7 +459,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_that_work_and_repeat_go_on() {
+    fnthe_best_supported_deterministic_algorithms_are_candidates() {
         let perf = |algorithm, status, deterministic| AlgorithmPerf {
             algorithm,
             status,
