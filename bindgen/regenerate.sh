@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Generates src/sys.rs from nccl.h again. With --check the committed file stays and a difference is the exit status.
+# Regenerates src/sys.rs from nccl.h. With --check the committed file is not written; the exit status says whether it
+# differs.
 #
-# Needs python3 with venv, rustfmt and the network (PyPI; crates.io where no bindgen of the version below is on PATH).
-# NCCL's header comes from its wheel, libclang from its own, what nccl.h includes from stubs/: neither CUDA nor a
-# compiler nor the system's headers are read, so every machine generates the same bytes.
+# Needs python3 with venv, rustfmt and the network (PyPI; crates.io if bindgen of the version below is not on PATH).
+# NCCL's header and libclang come from their wheels, what nccl.h includes from stubs/: neither CUDA nor a compiler nor
+# the system's headers are read, so every machine generates the same bytes.
 #
-#   NCCL_WHEEL=FILE   take the header from this downloaded wheel (it must be of the version below): the wheel is
-#                     300 MB, and CI has it anyway for the test that loads the library.
+#   NCCL_WHEEL=FILE   take the header from this downloaded wheel, which must be of the version below. (The wheel is
+#                     300 MB, and CI downloads it anyway for the test that loads the library.)
 set -euo pipefail
 
 NCCL_PACKAGE=nvidia-nccl-cu13
@@ -48,7 +49,7 @@ with zipfile.ZipFile(sys.argv[1]) as wheel, open(sys.argv[2], "wb") as header:
 PYTHON
 found=$(awk '$1 == "#define" && $2 ~ /^NCCL_(MAJOR|MINOR|PATCH)$/ { v = v sep $3; sep = "." } END { print v }' "$work/nccl.h")
 if [ "$found" != "$NCCL_VERSION" ]; then
-    echo "the header is of NCCL $found, this script generates from $NCCL_VERSION" >&2
+    echo "the header is of NCCL $found, but this script needs that of $NCCL_VERSION" >&2
     exit 1
 fi
 
@@ -58,8 +59,8 @@ if [ "$(bindgen --version 2>/dev/null || true)" != "bindgen $BINDGEN_VERSION" ];
     bindgen=$work/cargo/bin/bindgen
 fi
 
-# The documentation of nccl.h stays behind: it is NVIDIA's text. The target is fixed because sizes and the
-# signedness of enums depend on it in principle; the types printed are the same on every 64-bit Linux.
+# The comments of nccl.h are left out: they are NVIDIA's text. The target is fixed because sizes and the signedness of
+# enums depend on it in principle; the types printed are the same on every 64-bit Linux.
 "$bindgen" "$work/nccl.h" \
     --dynamic-loading NcclSymbols \
     --default-enum-style newtype \
@@ -80,10 +81,10 @@ fi
 
 if $check; then
     if ! diff -u "$here/src/sys.rs" "$work/sys.rs"; then
-        echo "src/sys.rs is not what NCCL $NCCL_VERSION and bindgen $BINDGEN_VERSION give: run $0" >&2
+        echo "src/sys.rs differs from the output of bindgen $BINDGEN_VERSION for NCCL $NCCL_VERSION: run $0" >&2
         exit 1
     fi
-    echo "src/sys.rs is what NCCL $NCCL_VERSION and bindgen $BINDGEN_VERSION give"
+    echo "src/sys.rs equals the output of bindgen $BINDGEN_VERSION for NCCL $NCCL_VERSION"
 else
     cp "$work/sys.rs" "$here/src/sys.rs"
     echo "wrote src/sys.rs from NCCL $NCCL_VERSION"

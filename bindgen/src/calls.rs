@@ -1,9 +1,9 @@
 //! NCCL's functions as methods of [`Library`].
 //!
-//! Three of them need no GPU and no pointers from the caller, and are safe. The rest keep NCCL's own arguments: a
-//! communicator, device pointers, a stream. They are what a communication backend is built from, and that backend
-//! is who can know that the pointers are good, so they are `unsafe`; what they add to the C functions is that a
-//! missing symbol and a result code are errors with a name.
+//! Three of them need neither a GPU nor pointers from the caller, and are safe. The others keep NCCL's own arguments:
+//! a communicator, device pointers, a stream. A communication backend is built from them, and only that backend can
+//! know that the pointers are valid, so they are `unsafe`. Unlike the C functions they report a missing symbol or a
+//! failed call as an error with the function's name.
 
 use crate::config::InitConfig;
 use crate::loader::Library;
@@ -27,7 +27,7 @@ pub struct Version {
 
 impl Version {
     /// Decodes NCCL's integer. Up to 2.8 a minor version had one digit (2.8.4 is 2804), since then two (2.10.3 is
-    /// 21003). A negative code, which no library gives, is 0.0.0.
+    /// 21003). A negative code, which no library returns, is 0.0.0.
     ///
     /// ```
     /// # use nccl_sys::Version;
@@ -47,9 +47,10 @@ impl fmt::Display for Version {
     }
 }
 
-/// The 128 bytes by which ranks find each other: rank 0 makes them, every rank initialises with the same ones.
+/// The 128 bytes that identify a communicator while it is created: rank 0 generates them, every rank passes the same
+/// ones.
 ///
-/// They hold an address and a secret, so they travel over a private channel only and are not printed in full.
+/// They contain an address and a secret, so send them over a private channel only. They are not printed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId([u8; UniqueId::LEN]);
 
@@ -82,9 +83,9 @@ impl fmt::Debug for UniqueId {
     }
 }
 
-/// What needs neither a GPU nor a pointer from the caller.
+/// Functions that need neither a GPU nor a pointer from the caller.
 impl Library {
-    /// The library's own version, which decides what it can do; the header's is
+    /// The version of the loaded library, which decides what it supports; that of the header is
     /// [`HEADER_VERSION`](crate::HEADER_VERSION).
     ///
     /// # Errors
@@ -99,9 +100,9 @@ impl Library {
         Ok(Version::from_code(code))
     }
 
-    /// A new id for a group of ranks. NCCL opens a listening socket in this process and puts its address into the
-    /// id, so the process that calls this must take part as a rank, and `NCCL_SOCKET_IFNAME=lo` keeps it
-    /// off the network when all ranks are on this machine.
+    /// A new id for a group of ranks. NCCL opens a listening socket in this process and puts its address into the id,
+    /// so the calling process must itself be one of the ranks. `NCCL_SOCKET_IFNAME=lo` keeps the socket off the
+    /// network if all ranks are on this machine.
     ///
     /// # Errors
     ///
@@ -115,35 +116,36 @@ impl Library {
         Ok(UniqueId::from_nccl(id))
     }
 
-    /// NCCL's text for a result, known to these bindings or not; our own where the library exports none.
+    /// NCCL's text for a result code, whether these bindings know the code or not; our own text if the library
+    /// exports none.
     pub fn error_string(&self, result: ncclResult_t) -> String {
         let ours = describe_without_library(result);
         let Ok(function) = self.function("ncclGetErrorString", |symbols| &symbols.ncclGetErrorString) else {
             return ours.to_owned();
         };
-        // SAFETY: the function accepts every integer and touches no memory of ours.
+        // SAFETY: the function accepts every integer and does not access our memory.
         let text = unsafe { function(result) };
         if text.is_null() {
             return ours.to_owned();
         }
-        // SAFETY: not null, so it is one of the library's string constants: terminated, and mapped for good, as
-        // the library is never closed.
+        // SAFETY: not null, so it is one of the library's string constants: terminated, and never unmapped, as the
+        // library is never closed.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
-    /// The last warning of NCCL in this process, whichever communicator or thread it was about: often in more words why a
-    /// call failed. Empty if there is none, or the library is older than 2.13.
+    /// NCCL's last warning in this process, for any communicator and thread: often a more detailed reason why a call
+    /// failed. Empty if there is none, or if the library is older than 2.13.
     pub fn last_error(&self) -> String {
         let Ok(function) = self.function("ncclGetLastError", |symbols| &symbols.ncclGetLastError) else {
             return String::new();
         };
-        // SAFETY: the function takes no communicator as well as any, and touches no memory of ours.
+        // SAFETY: the function accepts a null communicator, and does not access our memory.
         let text = unsafe { function(std::ptr::null_mut()) };
         if text.is_null() {
             return String::new();
         }
-        // SAFETY: not null, so it is the one buffer that the library has for this text in a process: mapped for good, and its
-        // last byte is never written, so that it is terminated even while another thread's warning changes the rest.
+        // SAFETY: not null, so it is the process-wide buffer that the library has for this text: never unmapped, and
+        // its last byte is never written, so it is terminated even while another thread's warning changes the rest.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
     }
 
@@ -151,7 +153,8 @@ impl Library {
         check(result, function, |result| self.error_string(result))
     }
 
-    /// For functions outside any communicator: nothing can be in progress, so a library that says so has failed.
+    /// For functions without a communicator: nothing can be in progress, so a library that returns "in progress" has
+    /// failed.
     fn check_done(&self, result: ncclResult_t, function: &'static str) -> Result<(), NcclError> {
         match self.check(result, function)? {
             Progress::Done => Ok(()),
@@ -162,37 +165,37 @@ impl Library {
     }
 }
 
-/// Defines one method for each C function: look it up, call it, check the result.
+/// Defines one method for each C function: look up the symbol, call it, check the result.
 macro_rules! calls {
     ($($(#[$doc:meta])* $method:ident = $symbol:ident($($argument:ident: $kind:ty),*);)*) => {
-        /// What needs a communicator. Each method is the C function of the same name.
+        /// Functions that need a communicator. Each method is the C function of the same name.
         ///
         /// # Safety
         ///
         /// For all of them: `comm` came from [`Library::comm_init_rank_config`] of this library and was neither
-        /// destroyed nor aborted; no other thread calls with it, [`Library::comm_abort`] excepted; the device
-        /// current in this thread is the communicator's. Buffers are device memory with room for `count` elements
-        /// of the type (times the number of ranks where the method says so), which stays allocated until `stream`
-        /// has passed the operation.
+        /// destroyed nor aborted; no other thread uses it at the same time, except for [`Library::comm_abort`]; the
+        /// current device of this thread is the communicator's. Buffers are device memory with room for `count`
+        /// elements of the type (times the number of ranks where the method says so), which stays allocated until
+        /// `stream` has completed the operation.
         ///
         /// # Errors
         ///
-        /// For all of them: [`NcclError::Call`] as NCCL reports it, [`NcclError::MissingSymbol`] if the library has
-        /// no such function.
+        /// For all of them: [`NcclError::Call`] as NCCL reports it, [`NcclError::MissingSymbol`] if the library lacks
+        /// the function.
         impl Library {$(
             $(#[$doc])*
             ///
             /// # Safety
             ///
-            /// The contract at the head of this `impl` block, and what is said above.
+            /// The contract at the top of this `impl` block, and that in the description above.
             ///
             /// # Errors
             ///
-            /// As NCCL reports them, or the function is missing.
+            /// As NCCL reports them, or if the function is missing.
             #[allow(clippy::too_many_arguments)]
             pub unsafe fn $method(&self, $($argument: $kind),*) -> Result<Progress, NcclError> {
                 let function = self.function(stringify!($symbol), |symbols| &symbols.$symbol)?;
-                // SAFETY: the caller keeps the contract written above; the types are those of nccl.h.
+                // SAFETY: the caller fulfils the contract written above; the types are those of nccl.h.
                 let result = unsafe { function($($argument),*) };
                 self.check(result, stringify!($symbol))
             }
@@ -203,14 +206,14 @@ macro_rules! calls {
 calls! {
     /// Opens a group: the calls of this thread up to [`Library::group_end`] are started together.
     group_start = ncclGroupStart();
-    /// Closes the group and starts what it holds.
+    /// Closes the group and starts its calls.
     group_end = ncclGroupEnd();
 
-    /// Completes what was issued on the communicator and readies it for [`Library::comm_destroy`]. Collective.
+    /// Completes what was issued on the communicator and prepares it for [`Library::comm_destroy`]. Collective.
     comm_finalize = ncclCommFinalize(comm: ncclComm_t);
-    /// Frees a communicator whose ranks are all known healthy: within one machine it waits for the others.
+    /// Frees a communicator. All ranks must be known to be healthy: on one machine it waits for the others.
     comm_destroy = ncclCommDestroy(comm: ncclComm_t);
-    /// Stops what is running and frees the communicator. The one call that another thread may make meanwhile.
+    /// Stops running operations and frees the communicator. Only this call may be made while another thread uses it.
     comm_abort = ncclCommAbort(comm: ncclComm_t);
     /// Writes the world size to `count`.
     comm_count = ncclCommCount(comm: ncclComm_t, count: *mut c_int);
@@ -219,7 +222,7 @@ calls! {
     /// Writes the CUDA device's ordinal to `device`.
     comm_cu_device = ncclCommCuDevice(comm: ncclComm_t, device: *mut c_int);
 
-    /// Reduces `count` elements of every rank into `recv` of every rank. In place if both buffers are one.
+    /// Reduces `count` elements of every rank into `recv` of every rank. In place if both buffers are the same.
     all_reduce = ncclAllReduce(send: *const c_void, recv: *mut c_void, count: usize, kind: ncclDataType_t,
         op: ncclRedOp_t, comm: ncclComm_t, stream: cudaStream_t);
     /// Reduces `count` elements of every rank into `recv` of `root`; `recv` is ignored elsewhere.
@@ -231,10 +234,10 @@ calls! {
     /// Gathers `count` elements of every rank, in rank order: `recv` holds world size × `count`.
     all_gather = ncclAllGather(send: *const c_void, recv: *mut c_void, count: usize, kind: ncclDataType_t,
         comm: ncclComm_t, stream: cudaStream_t);
-    /// Reduces and leaves rank r the r-th part of `count` elements: `send` holds world size × `count`.
+    /// Reduces and stores the r-th part of `count` elements on rank r: `send` holds world size × `count`.
     reduce_scatter = ncclReduceScatter(send: *const c_void, recv: *mut c_void, count: usize,
         kind: ncclDataType_t, op: ncclRedOp_t, comm: ncclComm_t, stream: cudaStream_t);
-    /// Sends `count` elements to `peer`, which must receive as many.
+    /// Sends `count` elements to `peer`, which must receive the same number.
     send = ncclSend(send: *const c_void, count: usize, kind: ncclDataType_t, peer: c_int, comm: ncclComm_t,
         stream: cudaStream_t);
     /// Receives `count` elements from `peer`.
@@ -242,19 +245,19 @@ calls! {
         stream: cudaStream_t);
 }
 
-/// Calls whose arguments differ from the C functions'.
+/// Calls whose arguments differ from those of the C functions.
 impl Library {
-    /// Joins rank `rank` of `world_size` to the group of `id` and writes the communicator to `comm`.
+    /// Joins the group of `id` as rank `rank` of `world_size` and writes the communicator to `comm`.
     ///
     /// # Safety
     ///
-    /// `comm` is writable, and stays so until [`Library::comm_async_error`] no longer says "in progress": a
-    /// non-blocking initialisation writes the handle again from a thread of its own when it is through. The device
-    /// current in this thread is the one the rank is to use.
+    /// `comm` is writable, and stays so until [`Library::comm_async_error`] no longer returns "in progress": a
+    /// non-blocking initialisation writes the handle again from its own thread when it is complete. The current
+    /// device of this thread is the one that the rank is to use.
     ///
     /// # Errors
     ///
-    /// As NCCL reports them; without a GPU that is the missing CUDA driver.
+    /// As NCCL reports them; without a GPU that the CUDA driver is missing.
     pub unsafe fn comm_init_rank_config(
         &self,
         comm: *mut ncclComm_t,
@@ -264,14 +267,14 @@ impl Library {
         mut config: InitConfig,
     ) -> Result<Progress, NcclError> {
         let function = self.function("ncclCommInitRankConfig", |symbols| &symbols.ncclCommInitRankConfig)?;
-        // SAFETY: the caller vouches for `comm`; the configuration is live for the call, says its own size, and is
-        // copied before the call returns.
+        // SAFETY: the caller guarantees `comm`; the configuration is live during the call, contains its own size, and
+        // is copied before the call returns.
         let result = unsafe { function(comm, world_size, id.to_nccl(), rank, config.as_nccl()) };
         self.check(result, "ncclCommInitRankConfig")
     }
 
-    /// The communicator's state: done, in progress, or the error that befell it in the background. A peer that
-    /// died on this machine is none NCCL would notice.
+    /// The communicator's state: done, in progress, or an asynchronous error. NCCL does not notice the death of a
+    /// peer on this machine.
     ///
     /// # Safety
     ///
@@ -279,11 +282,11 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// The background error, or that of asking for it.
+    /// The asynchronous error, or an error of this call.
     pub unsafe fn comm_async_error(&self, comm: ncclComm_t) -> Result<Progress, NcclError> {
         let function = self.function("ncclCommGetAsyncError", |symbols| &symbols.ncclCommGetAsyncError)?;
         let mut state = ncclResult_t::ncclSuccess;
-        // SAFETY: the caller vouches for `comm`; `state` is a live, writable result.
+        // SAFETY: the caller guarantees `comm`; `state` is a live, writable result.
         let result = unsafe { function(comm, &mut state) };
         match self.check(result, "ncclCommGetAsyncError")? {
             Progress::Done => self.check(state, "ncclCommGetAsyncError"),

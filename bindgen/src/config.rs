@@ -1,20 +1,20 @@
 //! The communicator's configuration, in a form that every library since 2.18 reads.
 //!
-//! `ncclConfig_t` grows with nearly every release, and each library copies as many bytes of it as the `size` field
-//! says, up to what it knows, and takes its defaults for the rest. So the whole struct of a new header is not what
-//! to pass around: its beginning, as it was in 2.18, does all we need and means the same everywhere.
+//! `ncclConfig_t` grows with nearly every release. Each library copies as many bytes of it as the `size` field says,
+//! up to the size it knows, and uses defaults for the rest. So this crate does not pass the whole struct of a new
+//! header: its prefix as of 2.18 has everything that is needed and means the same in every version.
 
 use crate::sys;
 use std::ffi::{c_char, c_int, c_uint};
 use std::ptr;
 
-/// "Not set: NCCL decides", for every integer of the configuration.
+/// "Not set, NCCL decides", for every integer of the configuration.
 const UNSET: c_int = c_int::MIN;
 
-/// The release whose configuration this is the whole of.
+/// The release whose whole configuration this is.
 const VERSION: c_uint = 2_18_00;
 
-/// The first 48 bytes of `ncclConfig_t`, everything unset but what the constructor names.
+/// The first 48 bytes of `ncclConfig_t`; all fields are unset except those that the constructor names.
 ///
 /// ```
 /// let config = nccl_sys::InitConfig::non_blocking();
@@ -32,13 +32,13 @@ pub struct InitConfig {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
-    /// Padding in 2.18, a field of its own from 2.25 on; unset means the same to both.
+    /// Padding in 2.18, a field of its own since 2.25; unset means the same to both.
     after_split_share: c_int,
 }
 
 impl InitConfig {
-    /// Calls on the communicator return at once with "in progress" instead of waiting for peers: the only
-    /// form under which a rank can notice a deadline.
+    /// Calls on the communicator return at once with "in progress" instead of waiting for peers. Only with such a
+    /// communicator can a rank enforce a deadline.
     pub const fn non_blocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -54,14 +54,14 @@ impl InitConfig {
         }
     }
 
-    /// The same with a bound on the thread blocks a collective occupies, so that computation keeps the rest of the
-    /// GPU. NCCL refuses zero and negative numbers.
+    /// Limits the number of thread blocks that a collective occupies, so that computation keeps the rest of the GPU.
+    /// NCCL rejects zero and negative numbers.
     pub const fn with_max_ctas(mut self, max_ctas: i32) -> Self {
         self.max_ctas = max_ctas;
         self
     }
 
-    /// Whether calls wait for their completion; `None` leaves it to NCCL.
+    /// Whether calls wait for their completion; `None` if NCCL decides.
     pub const fn blocking(&self) -> Option<bool> {
         match self.blocking {
             UNSET => None,
@@ -69,7 +69,7 @@ impl InitConfig {
         }
     }
 
-    /// The pointer that `ncclCommInitRankConfig` wants. NCCL reads `size` bytes through it and writes none.
+    /// The pointer for `ncclCommInitRankConfig`. NCCL reads `size` bytes through it and writes none.
     pub(crate) fn as_nccl(&mut self) -> *mut sys::ncclConfig_t {
         ptr::from_mut(self).cast()
     }
@@ -81,7 +81,7 @@ mod tests {
     use std::mem::offset_of;
 
     #[test]
-    fn it_is_a_prefix_of_the_header_struct() {
+    fn init_config_is_a_prefix_of_the_header_struct() {
         assert_eq!(size_of::<InitConfig>(), 48);
         assert_eq!(align_of::<InitConfig>(), align_of::<sys::ncclConfig_t>());
         assert_eq!(offset_of!(InitConfig, size), offset_of!(sys::ncclConfig_t, size));

@@ -1,18 +1,19 @@
-//! NCCL, opened at run time: no NVIDIA package is needed to build, and a machine without one gets a value that
-//! says where the library was looked for, never a failure to start.
+//! NCCL, loaded at run time: no NVIDIA package is needed to build, and on a machine without NCCL the program starts
+//! all the same and gets an error that lists where the library was searched for.
 //!
-//! Three layers, each thinner than the one above it:
+//! Three layers, from the lowest to the highest:
 //!
-//! 1. `sys` is what `bindgen` makes of `nccl.h`: types, constants, and a table with one entry for each
-//!    function. It is committed, so a build needs no libclang; `regenerate.sh` makes it again and
-//!    `regenerate.sh --check` proves that nobody edited it. Enums are newtypes over integers: a code that a newer
-//!    library invents is a number we do not know, where a Rust enum would make it undefined behaviour. A symbol
-//!    that the library lacks is an `Err` in the table.
+//! 1. `sys` is the output of `bindgen` for `nccl.h`: types, constants, and a table with one entry for each function.
+//!    It is committed, so a build needs no libclang; `regenerate.sh` generates it again and `regenerate.sh --check`
+//!    verifies that nobody edited it. Enums are newtypes over integers: a result code that a newer library introduces
+//!    is an unknown number, whereas as a value of a Rust enum it would be undefined behaviour. A symbol that the
+//!    library lacks is an `Err` in the table.
 //! 2. [`NcclError`] and [`check`] turn result codes into values, and the methods of [`Library`] named after NCCL's
-//!    functions call through the table. They are `unsafe` where NCCL takes pointers; what they
-//!    add is that a missing symbol and a bad code come back as errors with the function's name.
-//! 3. [`Library::open`] finds the library (the order is in [`nvidia_libraries::candidates`]), and what works on any machine, GPU or
-//!    not, is safe: [`Library::version`], [`Library::unique_id`], [`Library::error_string`].
+//!    functions call through the table. They are `unsafe` if NCCL takes pointers. They report a missing symbol or a
+//!    failed call as an error with the function's name.
+//! 3. [`Library::open`] finds the library (see [`nvidia_libraries::candidates`] for the order). Functions that work
+//!    on any machine, with or without a GPU, are safe: [`Library::version`], [`Library::unique_id`],
+//!    [`Library::error_string`].
 //!
 //! ```
 //! match nccl_sys::Library::open() {
@@ -22,8 +23,8 @@
 //! # Ok::<(), nccl_sys::NcclError>(())
 //! ```
 //!
-//! The table itself stays private: the generated methods panic on a missing symbol, so nothing outside this crate
-//! may reach them.
+//! The table itself stays private: its generated methods panic on a missing symbol, so code outside this crate must
+//! not reach them.
 
 mod calls;
 mod config;

@@ -1,12 +1,12 @@
 //! Opening the library.
 //!
-//! A place of the search order counts only if what lies there is NCCL: it opens and exports `ncclGetVersion`. One
-//! that fails is written down with the loader's reason and the next is tried, so that the final error can tell the
-//! whole story. Other functions may be missing (bindings made from a newer header name functions that an older
-//! library has not got); each is reported when it is called.
+//! A candidate file counts only if it is NCCL: it opens and exports `ncclGetVersion`. If one fails, the loader's
+//! reason is recorded and the next one is tried, so that the final error lists every attempt. Other functions may be
+//! missing (bindings generated from a newer header name functions that an older library lacks); a missing function is
+//! reported when it is called.
 //!
-//! A library once opened is never closed: NCCL starts threads that outlive a communicator, and unmapping the code
-//! under them ends the process.
+//! An opened library is never closed: NCCL starts threads that outlive a communicator, and unmapping their code would
+//! crash the process.
 
 use crate::results::NcclError;
 use crate::sys::NcclSymbols;
@@ -17,16 +17,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// The name the library is installed under; the unversioned one belongs to development packages only.
+/// The name under which the library is installed; the unversioned name belongs to development packages only.
 pub const LIBRARY_NAME: &str = "libnccl.so.2";
 
-/// The environment variable that names the library outright.
+/// The environment variable that holds the path of the library.
 pub const LIBRARY_VARIABLE: &str = "MGPU_NCCL_LIBRARY";
 
-/// The library's folders among a Python environment's packages.
+/// The library's directories among the packages of a Python environment.
 pub const LIBRARY_WHEELS: &[&str] = &["nvidia/nccl/lib"];
 
-/// NCCL, ready to be called. Cheap to clone, free to share between threads.
+/// NCCL, loaded. Cheap to clone, and shared freely between threads.
 #[derive(Clone)]
 pub struct Library {
     symbols: &'static NcclSymbols,
@@ -37,7 +37,7 @@ pub struct Library {
 impl Library {
     /// Opens the first NCCL in the order of [`candidates`], with this process's environment.
     ///
-    /// Opening runs the library's initialisers and no function of NCCL's: no GPU is needed.
+    /// Opening runs the library's initialisers but calls no function of NCCL: no GPU is needed.
     ///
     /// # Errors
     ///
@@ -46,7 +46,7 @@ impl Library {
         Self::open_in(&SearchEnv::from_process(LIBRARY_NAME, LIBRARY_VARIABLE, LIBRARY_WHEELS))
     }
 
-    /// [`Library::open`] with the environment given by the caller.
+    /// As [`Library::open`], with an environment given by the caller.
     ///
     /// # Errors
     ///
@@ -66,12 +66,12 @@ impl Library {
         Err(LoadError { attempts })
     }
 
-    /// Where the library came from, for logs: `system loader: libnccl.so.2`.
+    /// Where the library was found, for logs: `system loader: libnccl.so.2`.
     pub fn origin(&self) -> String {
         format!("{}: {}", place(self.source), self.file.display())
     }
 
-    /// The part of the search order that had the library.
+    /// The part of the search order in which the library was found.
     pub fn source(&self) -> Source {
         self.source
     }
@@ -81,7 +81,7 @@ impl Library {
         &self.file
     }
 
-    /// One function of the table, or the error that names it.
+    /// A function of the table, or an error with its name.
     pub(crate) fn function<F: Copy>(
         &self,
         name: &'static str,
@@ -101,16 +101,16 @@ impl fmt::Debug for Library {
     }
 }
 
-/// Opens one file and fills the table from it; the reason if it is no NCCL.
+/// Opens one file and fills the table from it; the reason if it is not NCCL.
 fn load(file: &Path) -> Result<&'static NcclSymbols, String> {
-    // RTLD_NOW: an incomplete installation (a dependency without the symbols this library wants) is an error here,
-    // not the end of the process at the first call.
-    // SAFETY: opening runs the file's initialisers. They are trusted as far as the places of the search order are:
-    // an explicit choice of the user, the system's libraries, the user's own toolkit and Python environments.
+    // RTLD_NOW: an incomplete installation (a dependency that lacks symbols this library needs) is an error here and
+    // does not end the process at the first call. SAFETY: opening runs the file's initialisers. They are trusted as
+    // far as the places of the search order are: an explicit choice of the user, the system's libraries, the user's
+    // own toolkit and Python environments.
     let library = unsafe { unix::Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) }
         .map_err(|error| dlerror_text(&error))?;
-    // SAFETY: the table gives each symbol the type that nccl.h declares for that name. NCCL keeps the signature of
-    // a published function within libnccl.so.2; a library that merely reuses the name is the user's own doing.
+    // SAFETY: the table gives each symbol the type that nccl.h declares for that name. NCCL keeps the signature of a
+    // published function within libnccl.so.2; a library that merely reuses the name is the user's own responsibility.
     let symbols = unsafe { NcclSymbols::from_library(library) }.map_err(|error| dlerror_text(&error))?;
     match &symbols.ncclGetVersion {
         Ok(_) => Ok(Box::leak(Box::new(symbols))),
@@ -118,7 +118,7 @@ fn load(file: &Path) -> Result<&'static NcclSymbols, String> {
     }
 }
 
-/// What the system's loader said. libloading's own text is only "dlopen failed"; the reason is the error's source.
+/// The system loader's message. libloading's own text is only "dlopen failed"; the reason is the error's source.
 fn dlerror_text(error: &libloading::Error) -> String {
     match error.source() {
         Some(source) => source.to_string(),
@@ -126,7 +126,7 @@ fn dlerror_text(error: &libloading::Error) -> String {
     }
 }
 
-/// A part of the search order in a word or two.
+/// A short name for a part of the search order.
 fn place(source: Source) -> String {
     match source {
         Source::Explicit => LIBRARY_VARIABLE.to_owned(),
@@ -139,7 +139,7 @@ fn place(source: Source) -> String {
 pub struct Attempt {
     /// The part of the search order.
     pub source: Source,
-    /// The file that was to be opened; none if the place offered no file.
+    /// The file that was to be opened; `None` if the place offered no file.
     pub file: Option<PathBuf>,
     /// The loader's reason, or why there was nothing to open.
     pub reason: String,
@@ -148,7 +148,7 @@ pub struct Attempt {
 impl fmt::Display for Attempt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.file {
-            // The system loader's and dlopen's messages begin with the file's name: once is enough.
+            // Messages of the system loader and of dlopen begin with the file's name, which is printed once.
             Some(file) if !self.reason.starts_with(&*file.to_string_lossy()) => {
                 write!(f, "{}: {}: {}", place(self.source), file.display(), self.reason)
             }
@@ -157,7 +157,7 @@ impl fmt::Display for Attempt {
     }
 }
 
-/// NCCL could not be loaded from anywhere. [`Display`](fmt::Display) is one line for each place;
+/// NCCL could not be loaded from anywhere. [`Display`](fmt::Display) has one line for each place;
 /// [`LoadError::summary`] is a single line.
 #[derive(Clone, PartialEq, Eq, Error)]
 pub struct LoadError {
@@ -165,7 +165,7 @@ pub struct LoadError {
     pub attempts: Vec<Attempt>,
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// As [`Display`](fmt::Display), because `main` prints a returned error with `Debug`.
 impl fmt::Debug for LoadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -173,7 +173,7 @@ impl fmt::Debug for LoadError {
 }
 
 impl LoadError {
-    /// One line: what is missing, where it was looked for, what to install.
+    /// One line: what is missing, where it was searched for, what to install.
     pub fn summary(&self) -> String {
         let places: Vec<String> = self
             .attempts
@@ -186,7 +186,7 @@ impl LoadError {
     }
 
     fn advice(&self) -> String {
-        // An explicit library silences the rest of the search, so the cure is there.
+        // With an explicit path nothing else is searched, so the fix is to correct that path.
         if self.attempts.iter().any(|attempt| attempt.source == Source::Explicit && attempt.file.is_some()) {
             return format!("correct {LIBRARY_VARIABLE}, or unset it to search the usual places");
         }
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_library_is_shared_between_threads() {
-        fn shared<T: Send + Sync + Clone>() {}
-        shared::<Library>();
+       fn assert_shareable<T: Send + Sync + Clone>() {}
+        assert_shareable::<Library>();
     }
 }

@@ -1,22 +1,22 @@
 //! NCCL's result codes as values.
 //!
-//! Every NCCL function returns an integer. Zero is success; seven means that a non-blocking communicator is still
-//! at work and is no failure; everything else is an error, including codes that did not exist when these bindings
-//! were generated: those keep their number, so a report from a newer library can still be looked up.
+//! Every NCCL function returns an integer. 0 is success; 7 means that a non-blocking communicator is still working,
+//! which is not a failure; everything else is an error, including codes introduced after these bindings were
+//! generated. Those keep their number, so that an error of a newer library can still be looked up.
 
 use std::fmt;
 
 use crate::sys::ncclResult_t;
 use thiserror::Error;
 
-/// Why a call into NCCL gave nothing.
+/// Why a call of an NCCL function failed.
 #[derive(Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum NcclError {
     /// NCCL returned something other than success or "in progress".
     #[error("{function} failed: {message} (NCCL result {code})")]
     Call {
-        /// The result as NCCL gave it; not necessarily one that this crate has a name for.
+        /// The result code as NCCL returned it; not necessarily one that this crate has a name for.
         code: u32,
         /// The C function, such as `ncclAllReduce`.
         function: &'static str,
@@ -28,14 +28,14 @@ pub enum NcclError {
     MissingSymbol {
         /// The C function that was to be called.
         function: &'static str,
-        /// Where the library came from, as [`Library::origin`](crate::Library::origin) says it.
+        /// The library's place, as [`Library::origin`](crate::Library::origin) returns it.
         library: String,
-        /// The loader's own words.
+        /// The loader's message.
         message: String,
     },
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// As [`Display`](fmt::Display), because `main` prints a returned error with `Debug`.
 impl fmt::Debug for NcclError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -50,7 +50,7 @@ impl NcclError {
         }
     }
 
-    /// The NCCL result, where the function could be called at all.
+    /// The NCCL result, if the function could be called at all.
     pub fn code(&self) -> Option<ncclResult_t> {
         match self {
             Self::Call { code, .. } => Some(ncclResult_t(*code)),
@@ -59,18 +59,18 @@ impl NcclError {
     }
 }
 
-/// How far a successful call got. Only calls on a non-blocking communicator return [`Progress::InProgress`].
+/// The state of a successful call. Only calls on a non-blocking communicator return [`Progress::InProgress`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "an operation in progress must be polled before anything else is enqueued"]
 pub enum Progress {
     /// The call has done its work (for a collective: it is enqueued on its stream).
     Done,
-    /// NCCL works on it in the background: poll [`Library::comm_async_error`](crate::Library::comm_async_error)
-    /// until it says otherwise, and enqueue nothing on the communicator's streams before.
+    /// NCCL continues in the background: poll [`Library::comm_async_error`](crate::Library::comm_async_error) until
+    /// it returns something else, and enqueue nothing on the communicator's streams before.
     InProgress,
 }
 
-/// Splits a result into progress and error. `describe` gives the text of an error and is only asked for one.
+/// Splits a result code into progress and error. `describe` returns the text of an error and is called only for one.
 ///
 /// ```
 /// use nccl_sys::{Progress, check, ncclResult_t};
@@ -96,7 +96,7 @@ pub fn check(
     }
 }
 
-/// Our own words for a result, for a library that exports no `ncclGetErrorString`.
+/// Our own text for a result code, for a library that exports no `ncclGetErrorString`.
 pub(crate) fn describe_without_library(result: ncclResult_t) -> &'static str {
     match result {
         ncclResult_t::ncclSuccess => "no error",

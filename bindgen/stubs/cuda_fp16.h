@@ -1,4 +1,4 @@
-/* nccl.h includes this header and uses nothing of it: buffers are `void *` and an enum says what is in them. */
+/* nccl.h includes this header but uses nothing of it: buffers are `void *` and an enum gives their element type. */
 #ifndef NCCL_SYS_STUB_CUDA_FP16_H
 #define NCCL_SYS_STUB_CUDA_FP16_H
 #endif

@@ -1,6 +1,6 @@
-/* Just enough of the CUDA runtime for nccl.h to parse: the two handle types its prototypes name.
- * Both are pointers to types nobody outside CUDA looks into. The runtime's version macro stays
- * undefined on purpose, so that nccl.h asks for no further CUDA header. */
+/* The minimum of the CUDA runtime that nccl.h needs to parse: the two handle types in its prototypes.
+ * Both are pointers to opaque types. The runtime's version macro stays undefined on purpose, so that
+ * nccl.h includes no further CUDA header. */
 #ifndef NCCL_SYS_STUB_CUDA_RUNTIME_H
 #define NCCL_SYS_STUB_CUDA_RUNTIME_H
 

@@ -1,4 +1,4 @@
-/* The limits that nccl.h names; see stddef.h for why they are written down here. */
+/* The limits that nccl.h uses; stddef.h says why they are defined here. */
 #ifndef NCCL_SYS_STUB_LIMITS_H
 #define NCCL_SYS_STUB_LIMITS_H
 

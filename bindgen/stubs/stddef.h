@@ -1,5 +1,5 @@
-/* The C library's part, so that regenerating needs no compiler or system headers and gives the same
- * output on every machine. */
+/* Defined here, so that regenerating needs no compiler or system headers and gives the same output on
+ * every machine. */
 #ifndef NCCL_SYS_STUB_STDDEF_H
 #define NCCL_SYS_STUB_STDDEF_H
 

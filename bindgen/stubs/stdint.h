@@ -1,4 +1,4 @@
-/* The fixed-width integers that nccl.h names; see stddef.h for why they are written down here. */
+/* The fixed-width integers that nccl.h uses; stddef.h says why they are defined here. */
 #ifndef NCCL_SYS_STUB_STDINT_H
 #define NCCL_SYS_STUB_STDINT_H
 

@@ -1,5 +1,5 @@
-//! What happens when the library is absent, wrong, incomplete, newer than these bindings, and, where one is named
-//! by `MGPU_NCCL_LIBRARY`, real.
+//! Loading a library that is absent, wrong, incomplete or newer than these bindings, and the real one if
+//! `MGPU_NCCL_LIBRARY` names it.
 
 use nccl_sys::{
     HEADER_VERSION, InitConfig, LIBRARY_NAME, LIBRARY_VARIABLE, LIBRARY_WHEELS, Library, NcclError, UniqueId,
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::{env, fs, ptr};
 use tempfile::TempDir;
 
-/// Looks at nothing but the system loader, under a name no machine has.
+/// Searches with the system loader only, for a name that no machine has.
 fn nowhere() -> SearchEnv {
     SearchEnv {
         file_name: "libnccl-of-no-machine.so.2".into(),
@@ -24,7 +24,7 @@ fn only(library: impl Into<PathBuf>) -> SearchEnv {
 }
 
 #[test]
-fn an_empty_search_path_lists_every_place_with_its_reason_and_the_cure() {
+fn an_empty_search_path_lists_every_place_with_its_reason_and_the_fix() {
     let error = Library::open_in(&nowhere()).unwrap_err();
     let sources: Vec<Source> = error.attempts.iter().map(|attempt| attempt.source).collect();
     let expected = [
@@ -57,7 +57,7 @@ fn an_empty_search_path_lists_every_place_with_its_reason_and_the_cure() {
 }
 
 #[test]
-fn a_named_library_that_is_not_there_is_the_only_one_tried() {
+fn a_missing_library_named_by_the_variable_is_the_only_one_tried() {
     let error = Library::open_in(&only("/nowhere/libnccl.so.2")).unwrap_err();
     assert_eq!(error.attempts.len(), 1);
     let text = error.to_string();
@@ -66,14 +66,14 @@ fn a_named_library_that_is_not_there_is_the_only_one_tried() {
 }
 
 #[test]
-fn a_library_that_is_not_nccl_is_refused_with_the_symbol_it_lacks() {
+fn a_library_that_is_not_nccl_is_rejected_with_the_symbol_it_lacks() {
     let error = Library::open_in(&only("libc.so.6")).unwrap_err();
     assert!(error.attempts[0].reason.contains("no ncclGetVersion"), "{error}");
     println!("{error}");
 }
 
 #[test]
-fn a_file_that_is_no_library_is_an_error_value() {
+fn a_file_that_is_not_a_library_is_an_error() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("libnccl.so.2");
     fs::write(&file, "not an ELF file").unwrap();
@@ -82,17 +82,18 @@ fn a_file_that_is_no_library_is_an_error_value() {
     assert!(reason.len() > "dlopen failed".len() && reason.contains("libnccl.so.2"), "{error}");
 }
 
-/// Compiles a stand-in library to the place where a wheel would put it; `None` (and a line) without a C compiler.
-fn stand_in(source: &str) -> Option<(TempDir, SearchEnv)> {
+/// Compiles a fake library to the place where a wheel would install it; `None` (and a line of output) without a C
+/// compiler.
+fn fake_library(source: &str) -> Option<(TempDir, SearchEnv)> {
     let directory = tempfile::tempdir().unwrap();
     let lib = directory.path().join("lib/python3.12/site-packages/nvidia/nccl/lib");
     fs::create_dir_all(&lib).unwrap();
-    let code = directory.path().join("stand_in.c");
+    let code = directory.path().join("fake_library.c");
     fs::write(&code, source).unwrap();
     let compiler = env::var_os("CC").unwrap_or_else(|| "cc".into());
     let output = lib.join(nowhere().file_name);
     match Command::new(compiler).args(["-shared", "-fPIC", "-o"]).arg(&output).arg(&code).status() {
-        Ok(status) => assert!(status.success(), "the stand-in library does not compile"),
+        Ok(status) => assert!(status.success(), "the fake library does not compile"),
         Err(error) => {
             eprintln!("skipped: no C compiler ({error})");
             return None;
@@ -103,8 +104,8 @@ fn stand_in(source: &str) -> Option<(TempDir, SearchEnv)> {
 }
 
 #[test]
-fn a_symbol_the_library_lacks_is_an_error_that_names_it() {
-    let Some((_directory, env)) = stand_in("int ncclGetVersion(int *v) { *v = 2804; return 0; }") else {
+fn a_missing_symbol_is_an_error_that_names_it() {
+    let Some((_directory, env)) = fake_library("int ncclGetVersion(int *v) { *v = 2804; return 0; }") else {
         return;
     };
     let nccl = Library::open_in(&env).unwrap();
@@ -119,36 +120,37 @@ fn a_symbol_the_library_lacks_is_an_error_that_names_it() {
     // SAFETY: the library has no such function, so nothing is called.
     let error = unsafe { nccl.group_start() }.unwrap_err();
     assert_eq!(error.function(), "ncclGroupStart");
-    // Without ncclGetErrorString the text is ours.
+    // Without ncclGetErrorString the text is our own.
     assert_eq!(nccl.error_string(ncclResult_t::ncclRemoteError), "a remote rank failed or left");
 }
 
 #[test]
-fn a_code_from_the_future_keeps_its_number() {
+fn an_unknown_code_keeps_its_number() {
     let source = r#"
         int ncclGetVersion(int *v) { *v = 99901; return 0; }
         int ncclGetUniqueId(void *id) { (void)id; return 4242; }
         int ncclGroupEnd(void) { return 7; }
         const char *ncclGetErrorString(int code) { return code == 4242 ? "moon phase" : 0; }
     "#;
-    let Some((_directory, env)) = stand_in(source) else { return };
+    let Some((_directory, env)) = fake_library(source) else { return };
     let nccl = Library::open_in(&env).unwrap();
     assert!(nccl.version().unwrap() > HEADER_VERSION);
     assert_eq!(
         nccl.unique_id(),
         Err(NcclError::Call { code: 4242, function: "ncclGetUniqueId", message: "moon phase".into() })
     );
-    // SAFETY: the stand-in's function takes nothing and touches nothing.
+    // SAFETY: the fake function takes nothing and accesses no memory.
     assert_eq!(unsafe { nccl.group_end() }, Ok(nccl_sys::Progress::InProgress));
     assert_eq!(nccl.error_string(ncclResult_t(5)), "the call is not allowed here");
 }
 
-/// Set in the child process that drives the real library.
+/// Set in the child process that tests the real library.
 const CHILD: &str = "NCCL_SYS_TEST_CHILD";
 
-/// NCCL reads its variables once a process, so the real library is driven in a child with its own environment.
+/// NCCL reads its variables once per process, so the real library is tested in a child process with its own
+/// environment.
 #[test]
-fn the_real_library_gives_its_version_and_distinct_ids() {
+fn the_real_library_returns_its_version_and_distinct_ids() {
     if env::var_os(LIBRARY_VARIABLE).is_none() {
         eprintln!("skipped: {LIBRARY_VARIABLE} names no library");
         return;
@@ -189,9 +191,10 @@ fn real_library_child() {
         println!("a GPU is present: initialisation without one is not tested");
         return;
     }
-    // CUDA's absence comes first, so this says nothing about the configuration, only that the call fails cleanly.
+    // The missing CUDA driver is found first, so this says nothing about the configuration, only that the call fails
+    // cleanly.
     let mut comm = ptr::null_mut();
-    // SAFETY: `comm` is writable and, as the test ends only after an error, outlives the initialisation.
+    // SAFETY: `comm` is writable and outlives the initialisation, because the test continues only after an error.
     let error = unsafe { nccl.comm_init_rank_config(&mut comm, 1, first, 0, InitConfig::non_blocking()) }
         .unwrap_err();
     println!("without a GPU: {error}");

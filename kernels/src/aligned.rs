@@ -1,7 +1,7 @@
-//! Memory for activations, gradients and scratch: on the borders of cache lines, in huge pages where there are any.
+//! Memory for activations, gradients and scratch, aligned to cache lines and in huge pages if available.
 //!
-//! A vector of 64 bytes that crosses a cache line costs two reads, and a batch of images is more pages of 4 KiB than a
-//! processor remembers.
+//! A vector of 64 bytes that crosses a cache line costs two reads, and a batch of images spans more 4 KiB pages than
+//! the processor's TLB holds.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use crate::Storage;
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// A slice whose first element begins a cache line.
+/// A slice whose first element is at the beginning of a cache line.
 ///
 /// ```
 /// let mut values = mgpu_kernels::AlignedVec::zeroed(100);
@@ -33,13 +33,13 @@ impl<T: Storage> AlignedVec<T> {
     pub fn zeroed(len: usize) -> Self {
         let count = (len * size_of::<T>()).div_ceil(size_of::<Line>());
         let mut lines = Vec::with_capacity(count);
-        // Before it is touched: pages that are there stay as they are.
+        // Before the memory is touched: pages that exist already keep their size.
         advise_huge_pages(lines.spare_capacity_mut());
         lines.resize(count, Line([0; 64]));
         AlignedVec { lines, len, elements: PhantomData }
     }
 
-    /// The first `len` elements, with arbitrary contents: more memory is taken if there are fewer.
+    /// The first `len` elements, with arbitrary contents; reallocates if there are fewer.
     pub(crate) fn reserve(&mut self, len: usize) -> &mut [T] {
         if self.len < len {
             *self = Self::zeroed(len);
@@ -61,7 +61,7 @@ impl<T: Storage> DerefMut for AlignedVec<T> {
     }
 }
 
-/// Asks for huge pages under memory that has not been touched yet. Where there are none, small ones do.
+/// Asks for huge pages for memory that has not been touched yet. A refusal is ignored.
 #[cfg(target_os = "linux")]
 fn advise_huge_pages(memory: &[MaybeUninit<Line>]) {
     use nix::sys::mman::{MmapAdvise, madvise};
@@ -70,7 +70,7 @@ fn advise_huge_pages(memory: &[MaybeUninit<Line>]) {
     let start = (range.start as usize).next_multiple_of(HUGE);
     let end = range.end as usize / HUGE * HUGE;
     if let Some(start) = std::ptr::NonNull::new(start as *mut std::ffi::c_void).filter(|_| start < end) {
-        // SAFETY: the pages lie within `memory`; the advice changes neither contents nor rights.
+        // SAFETY: the pages lie within `memory`; the advice changes neither contents nor protection.
         let _ = unsafe { madvise(start, end - start.as_ptr() as usize, MmapAdvise::MADV_HUGEPAGE) };
     }
 }

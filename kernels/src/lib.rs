@@ -1,18 +1,21 @@
 //! The arithmetic of data-parallel training.
 //!
-//! Each operation lives under its own name. Its module states the contract (shapes, formula, source) and tests
-//! every implementation against it; the implementations are siblings beneath, `cpu` first.
+//! Each operation has a module of its own. The module states the contract (shapes, formula, source) and tests every
+//! implementation against it; the implementations are its submodules, `cpu` and, with the feature `cuda`, `cuda`.
 //!
-//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`gelu`], [`dropout`], [`norm`], [`loss`], [`optimizer`], [`scale`].
-//! - Around them: [`gather`] fills batches, [`arena`] and [`digest`] treat all parameters of a network as one slice.
-//! - Beneath them: register tiles for all products, [`transpose`] for the order of images, [`threads`] for the cores of one rank
-//!   and the [`peak`] they have, [`rng`] for numbers that do not depend on who draws them.
-//! - [`level`] names the instruction sets they are all compiled for.
+//! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`gelu`], [`dropout`], [`norm`], [`loss`],
+//!   [`optimizer`], [`scale`].
+//! - Data and parameters: [`gather`] assembles batches, [`arena`] and [`digest`] treat all parameters of a network as
+//!   one contiguous slice.
+//! - Building blocks: register tiles for all matrix products, [`transpose`] for the layout of images, [`threads`] for
+//!   the cores of one rank and [`peak`] for their peak performance, [`rng`] for random numbers that depend on seed,
+//!   stream and counter only.
+//! - [`level`] names the instruction sets that they are all compiled for.
 //! - Collectives: [`dtype`] and [`reduce`].
-//! - GPUs, with the feature `cuda` (on by default; nothing is needed to build): [`cuda`].
+//! - GPUs, with the feature `cuda` (on by default; nothing needs to be installed to build): [`cuda`].
 //!
-//! The caller brings inputs, outputs and scratch, and keeps them from step to step; a layer keeps no more than its packed
-//! weights and partial sums. A shape that does not fit is a mistake of the program and panics.
+//! The caller allocates inputs, outputs and scratch, and reuses them from step to step; a layer holds only its packed
+//! weights and partial sums. A shape that does not fit is a programming error and panics.
 
 pub mod activation;
 mod aligned;

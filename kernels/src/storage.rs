@@ -160,7 +160,7 @@ impl<A: Storage, B: Storage> Task for Convert<'_, A, B> {
 mod tests {
     use super::*;
     use crate::norm::{self, Statistics, Sums};
-    use crate::pool::{self, Rounding, Shape};
+    use crate::pool::{self, Rounding, PoolShape};
     use crate::reference::{narrow, random, widen};
     use crate::{Threads, activation, dropout};
 
@@ -193,7 +193,7 @@ mod tests {
         activation::cpu::forward(&threads, 0.2, &mut active);
         activation::cpu::backward(&threads, 0.2, x, &mut before);
 
-        let shape = Shape { height: 8, width: 6, rounding: Rounding::Floor };
+        let shape = PoolShape { height: 8, width: 6, rounding: Rounding::Floor };
         let (mut pooled, mut chosen) = (vec![E::default(); x.len() / 4], vec![9; x.len() / 4]);
         pool::cpu::forward(&threads, &shape, channels, x, &mut pooled, &mut chosen);
         let mut spread = vec![E::default(); x.len()];

@@ -1,4 +1,4 @@
-//! Every kernel compiles for every architecture that is supported, with the real compiler, and spills nothing.
+//! Every kernel compiles for every supported architecture with the real compiler, and does not spill registers.
 #![cfg(feature = "cuda")]
 
 use std::sync::Mutex;
@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use mgpu_kernels::cuda::{ARCHITECTURES, Source, compile_for, compiler_version, sources};
 
-/// Kernels that may spill, each with the architecture, the most bytes and the reason.
+/// Kernels that may spill, each with the architecture, the maximum number of bytes and the reason.
 const SPILLS: [(&str, (u32, u32), u32, &str); 0] = [];
 
 #[test]
-fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
+fn every_kernel_compiles_for_every_architecture_without_spills() {
     match compiler_version() {
         Ok((major, minor)) => println!("NVRTC {major}.{minor}"),
         Err(missing) => {
@@ -22,7 +22,7 @@ fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
         "{:<40} {:>5} {:>9} {:>7} {:>6} {:>6}",
         "kernel", "sm", "registers", "shared", "stack", "spills"
     );
-    // The sources of matrix products take the longest, and come first.
+    // The sources of matrix products take the longest, so they come first.
     let mut work = Vec::new();
     for source in sources() {
         work.extend(ARCHITECTURES.map(|architecture| (source, architecture)));
@@ -40,7 +40,7 @@ fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
-/// Prints what each kernel takes, and returns what is wrong.
+/// Prints the resources that each kernel uses, and returns what is wrong.
 fn compile(source: &'static Source, architecture: (u32, u32)) -> Vec<String> {
     let sm = architecture.0 * 10 + architecture.1;
     let compiled = match compile_for(source, architecture) {

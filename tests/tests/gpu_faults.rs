@@ -282,7 +282,7 @@ fn what_is_missing_is_told_in_one_line() {
     command.env("LD_LIBRARY_PATH", folder.path());
     launch(&mut command, "1");
     if !std::path::Path::new("/proc/driver/nvidia/version").exists() {
-        missing(&mut command, 9, "error: the NVIDIA driver is not there: no libcuda.so.1");
+        missing(&mut command, 9, "error: the NVIDIA driver was not found: no libcuda.so.1");
     }
     // No NCCL where the user says it is.
     let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));

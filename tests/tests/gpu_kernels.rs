@@ -53,7 +53,7 @@ fn a_kernel_that_is_wrong_is_found() {
         ("conv_first_forward_f32_k5_x1", "conv forward"),
         ("conv_forward_bf16_scalar", "dense forward"),
         ("conv_sum_f32", "conv backward_bias"),
-        ("conv_turn_f32", "conv turn"),
+        ("conv_flip_f32", "conv flip"),
         ("digest_hash_f32", "digest hash"),
         ("dropout_apply_f32", "dropout"),
         ("gather_batch_bf16", "gather batch"),

@@ -76,7 +76,7 @@ fn the_libraries_serve_every_pass_and_are_remembered() {
     for line in lines(&first, "dense").into_iter().filter(hidden) {
         assert!(
             line.contains(
-                "fused: comparison with the built-in kernel failed: what is not a number is hidden"
+                "fused: comparison with the built-in kernel failed: NaN in the bias does not reach the output"
             ),
             "{line}"
         );
@@ -104,8 +104,8 @@ fn without_the_libraries_everything_is_built_in() {
     command.env("MGPU_CUBLASLT_LIBRARY", "/nowhere/libcublasLt.so.13");
     let finished = run(&mut command);
     let passes = ["forward built in, backward input built in, backward weights built in"];
-    assert_all(&lines(&finished, "conv"), &[passes[0], "libcudnn.so.9 (convolutions) is not there"]);
-    assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) is not there"]);
+    assert_all(&lines(&finished, "conv"), &[passes[0], "libcudnn.so.9 (convolutions) was not found"]);
+    assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) was not found"]);
 }
 
 /// A library with nothing but the function by which it is recognised.
@@ -173,9 +173,9 @@ fn a_library_with_other_results_is_not_chosen() {
     for line in convs {
         // What goes the other way round is another of the library's functions, which is right, or wrong.
         let (forward, backward) = line.split_once(", backward input ").expect("both passes");
-        assert!(forward.contains("forward built in ") || forward.contains(" turned "), "{line}");
+        assert!(forward.contains("forward built in ") || forward.contains(" transposed "), "{line}");
         let backward = backward.split(", backward weights ").next().unwrap_or_default();
-        assert!(!backward.contains(" turned "), "{line}");
+        assert!(!backward.contains(" transposed "), "{line}");
     }
     let passes = [
         "forward built in ",

@@ -1,13 +1,13 @@
-//! Where to look for one of NVIDIA's libraries.
+//! Search paths for NVIDIA's libraries.
 //!
-//! People get them in four ways: they say where the library is, a package puts it on the system loader's path, a CUDA
-//! toolkit brings it, or `pip` drops it inside a Python environment, where no loader finds it unaided. They are
-//! tried in that order. [`candidates`] is a pure function of [`SearchEnv`] and the Python directories found by
-//! [`site_packages`], so the order can be tested on a machine that has none of it; places that do not apply stay
+//! There are four ways to get such a library: the user names its file, a package puts it on the system loader's path,
+//! a CUDA toolkit contains it, or `pip` installs it inside a Python environment, where no loader finds it unaided.
+//! They are tried in that order. [`candidates`] is a pure function of [`SearchEnv`] and the Python directories found
+//! by [`site_packages`], so the order can be tested on a machine without any of them. Places that do not apply stay
 //! in the list with the reason, because "CUDA_HOME is not set" is half of the answer to "why did it not load".
 //!
-//! Nothing is opened here: NCCL's bindings, the kernels and the launcher's `doctor` share the order and open, or only
-//! look for, what they need.
+//! This crate opens nothing: NCCL's bindings, the kernels and the launcher's `doctor` share the search order and open
+//! what they need, or only check that it is there.
 
 mod python;
 
@@ -43,7 +43,7 @@ pub struct SearchEnv {
 }
 
 impl SearchEnv {
-    /// A search with nothing set: only the system loader is left to ask.
+    /// A search with nothing set: only the system loader is asked.
     pub fn empty(file_name: &str, wheels: &'static [&'static str]) -> Self {
         Self {
             file_name: file_name.into(),
@@ -59,8 +59,8 @@ impl SearchEnv {
         }
     }
 
-    /// The variables of this process. One that is set but empty counts as unset. `explicit` is the name of the variable
-    /// that names the library outright.
+    /// The variables of this process. A variable that is set but empty counts as unset. `explicit` is the name of the
+    /// variable that holds the path of the library.
     pub fn from_process(file_name: &str, explicit: &str, wheels: &'static [&'static str]) -> Self {
         let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
         let directory = |name| variable(name).map(PathBuf::from);
@@ -80,7 +80,7 @@ impl SearchEnv {
     }
 }
 
-/// Which part of the search order a place belongs to.
+/// The part of the search order that a place belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Source {
@@ -96,7 +96,7 @@ pub enum Source {
     Conda,
     /// An NVIDIA wheel of the first `python3` or `python` on `PATH`.
     Interpreter,
-    /// An NVIDIA wheel that `pip install --user` has installed.
+    /// An NVIDIA wheel installed by `pip install --user`.
     UserSite,
 }
 
@@ -125,8 +125,8 @@ pub struct Candidate {
 
 /// The places to try, best first. Pure: neither the disk nor the process's environment is consulted.
 ///
-/// 1. The variable that names the library. When it is set nothing else is tried:
-///    whoever names a library would rather read that it does not load than train on another one.
+/// 1. The variable that names the library. If it is set, nothing else is tried: whoever names a library prefers an
+///    error to training with another one.
 /// 2. The system loader, asked for the bare file name.
 /// 3. `$CUDA_HOME/lib64`.
 /// 4. [`SearchEnv::wheels`] of the environments in `sites`: those under `VIRTUAL_ENV`, conda's (after its `lib`), the
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_named_outright_is_the_only_candidate() {
+    fn a_library_named_by_its_variable_is_the_only_candidate() {
         let env = SearchEnv {
             explicit: Some("/opt/mine/libnccl.so".into()),
             cuda_home: Some("/opt/cuda".into()),

@@ -1,15 +1,15 @@
-//! The folders that Python imports packages from, read off the disk.
+//! The directories from which Python imports packages, read from the file system.
 //!
-//! `pip` puts NVIDIA's libraries into such a folder, and which one depends on how Python was installed: a virtual
-//! environment, conda, `pip install --user`, pyenv, the system's own. No interpreter is started: that takes tens of
-//! milliseconds in every rank, and what `python3` on `PATH` runs may be anything.
+//! `pip` installs NVIDIA's libraries into such a directory, and which one depends on how Python was installed: a
+//! virtual environment, conda, `pip install --user`, pyenv, the system's own. No interpreter is started: that takes
+//! tens of milliseconds in every rank, and `python3` on `PATH` may be any program.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use crate::{SearchEnv, Source};
 
-/// A directory that Python imports packages from.
+/// A directory from which Python imports packages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SitePackages {
     /// Which environment it belongs to: [`Source::VirtualEnv`], [`Source::Conda`], [`Source::Interpreter`] or
@@ -19,9 +19,9 @@ pub struct SitePackages {
     pub directory: PathBuf,
 }
 
-/// The directories on this disk that the Python environments of `env` import packages from, in the order in which they
-/// are searched: the active virtual environment, the active conda environment, the first interpreter on `PATH`, and
-/// the user's own packages (`pip install --user`) unless that interpreter is of a virtual environment.
+/// The existing directories from which the Python environments of `env` import packages, in search order: the active
+/// virtual environment, the active conda environment, the first interpreter on `PATH`, and the user's own packages
+/// (`pip install --user`) unless that interpreter belongs to a virtual environment.
 pub fn site_packages(env: &SearchEnv) -> Vec<SitePackages> {
     let mut found: Vec<SitePackages> = Vec::new();
     let mut add = |source, prefix: &Path| {
@@ -41,7 +41,7 @@ pub fn site_packages(env: &SearchEnv) -> Vec<SitePackages> {
     for prefix in &prefixes {
         add(Source::Interpreter, prefix);
     }
-    // As Python does: a virtual environment does not see them.
+    // As in Python: a virtual environment does not see them.
     let is_virtual = prefixes.first().is_some_and(|prefix| prefix.join("pyvenv.cfg").is_file());
     if let Some(root) = env.user_base.as_ref().filter(|_| !is_virtual) {
         add(Source::UserSite, root);
@@ -49,7 +49,7 @@ pub fn site_packages(env: &SearchEnv) -> Vec<SitePackages> {
     found
 }
 
-/// The installations that the first `python3` or `python` on `PATH` may belong to, the likeliest first.
+/// The installations that the first `python3` or `python` on `PATH` may belong to, most likely first.
 fn interpreter_prefixes(env: &SearchEnv) -> Vec<PathBuf> {
     for directory in &env.path {
         let Some(interpreter) =
@@ -60,12 +60,13 @@ fn interpreter_prefixes(env: &SearchEnv) -> Vec<PathBuf> {
         if let Some(root) = pyenv_root(directory) {
             match pyenv_version(env, root) {
                 Some(prefix) => return vec![prefix],
-                // pyenv was told to use the system's Python: the next one on PATH.
+                // pyenv is set to the system's Python: the next one on PATH.
                 None => continue,
             }
         }
-        // A virtual environment's interpreter is a link out of it and its packages are beside the link; any other
-        // link (say ~/bin/python3) has its packages beside the target. So look at both, the link first.
+        // The interpreter of a virtual environment is a link that leads out of it, and its packages are beside the
+        // link; any other link (say ~/bin/python3) has its packages beside the target. So both are searched, the link
+        // first.
         let resolved = fs::canonicalize(&interpreter).ok();
         let files = [Some(interpreter), resolved].into_iter().flatten();
         return files.filter_map(|file| Some(file.parent()?.parent()?.to_owned())).collect();
@@ -73,16 +74,17 @@ fn interpreter_prefixes(env: &SearchEnv) -> Vec<PathBuf> {
     Vec::new()
 }
 
-/// The root of pyenv, if `directory` holds its shims: scripts that start the interpreter of the chosen version.
+/// The root of pyenv, if `directory` holds its shims: scripts that start the interpreter of the selected version.
 fn pyenv_root(directory: &Path) -> Option<&Path> {
     let root = directory.parent()?;
     (directory.file_name()? == "shims" && root.join("versions").is_dir()).then_some(root)
 }
 
-/// Where the Python is that pyenv's shim would start; `None` for the system's.
+/// The installation of the Python that pyenv's shim would start; `None` for the system's.
 ///
-/// Versions are chosen as pyenv documents it: by `PYENV_VERSION`, by `.python-version` in the current folder or the
-/// nearest one above it, by the file `version` in pyenv's root. Several may be named; the first that is installed counts.
+/// The version is selected as pyenv documents it: by `PYENV_VERSION`, by `.python-version` in the current directory
+/// or the nearest one above it, by the file `version` in pyenv's root. Several may be named; the first one that is
+/// installed is used.
 fn pyenv_version(env: &SearchEnv, root: &Path) -> Option<PathBuf> {
     let local = || {
         let folders = env.current_dir.iter().flat_map(|folder| folder.ancestors());
@@ -106,10 +108,10 @@ fn pyenv_version(env: &SearchEnv, root: &Path) -> Option<PathBuf> {
     None
 }
 
-/// The folder of version `name` in `versions`; that of the newest `name.N` if there is no such folder.
+/// The directory of version `name` in `versions`, or else that of the newest `name.N`.
 fn installed_version(versions: &Path, name: &str) -> Option<PathBuf> {
     let name = name.strip_prefix("python-").unwrap_or(name);
-    // A file in the current folder names it: it shall not lead anywhere else.
+    // A file in the current directory may contain the name: it must not lead outside `versions`.
     if !Path::new(name).components().all(|part| matches!(part, Component::Normal(_))) {
         return None;
     }
@@ -163,7 +165,7 @@ fn python_minor(directory: &str) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// A disk with these folders and, where a path has no slash at its end, files.
+    /// Creates these directories and, for paths without a trailing slash, files.
     fn disk(entries: &[&str]) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(folder.path()).unwrap();
@@ -180,7 +182,7 @@ mod tests {
         (folder, root)
     }
 
-    /// What is found, below `root`.
+    /// The result, relative to `root`.
     fn found(env: &SearchEnv, root: &Path) -> Vec<(Source, String)> {
         let below = |path: &Path| path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
         site_packages(env).into_iter().map(|site| (site.source, below(&site.directory))).collect()
@@ -210,7 +212,7 @@ mod tests {
         ];
         assert_eq!(found(&env, &root), expected.map(|path| (Source::Interpreter, path.to_owned())));
 
-        // The active environment is the interpreter's own: it is listed once, under the stronger name.
+        // The active environment is the interpreter's own: it is listed once, with the source that comes first.
         let env = SearchEnv { virtual_env: Some(root.join("venv")), ..env };
         let sources: Vec<Source> = site_packages(&env).iter().map(|site| site.source).collect();
         assert_eq!(sources[..2], [Source::VirtualEnv, Source::Interpreter]);
@@ -243,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn pyenv_starts_the_version_that_was_chosen() {
+    fn the_selected_pyenv_version_is_found() {
         let (_disk, root) = disk(&[
             "pyenv/shims/python3",
             "pyenv/versions/3.9.18/lib/python3.9/site-packages/",
@@ -264,10 +266,10 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let system = "usr/lib/python3/dist-packages";
-        assert_eq!(only(&env), system, "no version was chosen");
+        assert_eq!(only(&env), system, "no version is selected");
         fs::write(root.join("pyenv/version"), "3.9.18\n").unwrap();
         assert_eq!(only(&env), "pyenv/versions/3.9.18/lib/python3.9/site-packages");
-        // One that is not installed is passed over; a beginning means the newest of its kind.
+        // A version that is not installed is skipped; a prefix means the newest version that has it.
         fs::write(root.join("project/.python-version"), "# ours\n2.7.1\npython-3.12\n").unwrap();
         assert_eq!(only(&env), "pyenv/versions/3.12.10/lib/python3.12/site-packages");
         let told = |version: &str| SearchEnv { pyenv_version: Some(version.into()), ..env.clone() };

@@ -32,7 +32,7 @@ impl<'a, E: Storage> Cpu<'a, E> {
     ) -> Result<Self, Box<dyn Error>> {
         let micro_batches = args.parallel.micro_batches(batch, comm.size())?;
         let batch = batch / micro_batches;
-        let net = Net::with_choice(&Spec::named(&golden.net)?, batch, threads, args.conv);
+        let net = Net::with_conv_policy(&Spec::named(&golden.net)?, batch, threads, args.conv);
         let parameters = net.golden_parameters(golden.seed);
         let config = args.parallel.config(golden.optimizer(), threads, micro_batches);
         let layout = net.layout().clone();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use mgpu::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
-use mgpu_kernels::cuda::{Options, Stream};
+use mgpu_kernels::cuda::{AutotuneOptions, Stream};
 
 use super::{Args, Golden, Replay, norm};
 use crate::data::Dataset;
@@ -29,7 +29,7 @@ impl Gpu {
         args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
         let set_up = Stream::new(device.device())?;
-        let options = Options { deterministic: true, libraries: args.kernels };
+        let options = AutotuneOptions { deterministic: true, libraries: args.kernels };
         let micro_batches = args.parallel.micro_batches(batch, device.size())?;
         let spec = Spec::named(&golden.net)?;
         let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;

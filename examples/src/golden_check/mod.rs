@@ -25,7 +25,7 @@ use mgpu_kernels::cuda::Libraries;
 use serde::Deserialize;
 
 use crate::data::{Dataset, Split, idx};
-use crate::nets::Choice;
+use crate::nets::ConvPolicy;
 use crate::parallel::Parallel;
 use crate::print::{outln, parse_arguments};
 
@@ -50,7 +50,7 @@ struct Args {
     kernels: Libraries,
     /// Convolutions on the CPU: auto (what is expected to be the fastest for each layer) or direct (by their definition).
     #[arg(long, value_name = "NAME", default_value = "auto")]
-    conv: Choice,
+    conv: ConvPolicy,
     #[command(flatten)]
     parallel: Parallel,
 }

@@ -152,7 +152,7 @@ fn arenas(bench: &mut Bench, len: usize) -> Outcome {
 
 fn digests(bench: &mut Bench, len: usize) -> Outcome {
     for (dtype, precision) in Bench::types() {
-        bench.check("digest not_finite", len, precision, |bench, judge| {
+        bench.check("digest non_finite", len, precision, |bench, judge| {
             let mut values = random(bench, dtype, len);
             for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let at = bench.random.below(len);
@@ -160,14 +160,14 @@ fn digests(bench: &mut Bench, len: usize) -> Outcome {
             }
             let memory = bench.activations(dtype, &values)?;
             let found = bench.twice(judge, &[Output::holding(&[5i64])], |stream, outputs| {
-                digest::cuda::count_not_finite(stream, memory.view(), outputs[0])
+                digest::cuda::count_non_finite(stream, memory.view(), outputs[0])
             })?;
-            let expected = 5 + digest::cpu::not_finite(&values) as i64;
+            let expected = 5 + digest::cpu::count_non_finite(&values) as i64;
             judge.equal("count", &found.values::<i64>(0), &[expected]);
             Ok(())
         })?;
     }
-    bench.check("digest find_not_finite", len, "f32", |bench, judge| find(bench, judge, len))?;
+    bench.check("digest find_non_finite", len, "f32", |bench, judge| find(bench, judge, len))?;
     bench.check("digest hash", len, "f32", |bench, judge| {
         let values = random(bench, DType::F32, len);
         let memory = bench.input(&values)?;
@@ -197,10 +197,10 @@ fn find(bench: &mut Bench, judge: &mut Judge, len: usize) -> Result<()> {
     let found = bench.twice(judge, &[Output::holding(&[0i64; 33])], |stream, outputs| {
         for step in 0..32 {
             let found = outputs[0].slice(step..step + 1);
-            digest::cuda::find_not_finite(stream, memory.view(), table.view(), state(step), MARK, found)?;
+            digest::cuda::find_non_finite(stream, memory.view(), table.view(), state(step), MARK, found)?;
         }
         let (none, found) = (table.view().slice(0..0), outputs[0].slice(32..33));
-        digest::cuda::find_not_finite(stream, memory.view(), none, state(0), MARK, found)
+        digest::cuda::find_non_finite(stream, memory.view(), none, state(0), MARK, found)
     })?;
     let found = found.values::<i64>(0);
     // A small tensor is looked at whole in every step, of a large one each element once.

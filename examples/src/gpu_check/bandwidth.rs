@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::gpu::Conv;
-use mgpu_kernels::cuda::{Memory, Options, Result, StepState, Stream};
+use mgpu_kernels::cuda::{AutotuneOptions, Memory, Result, StepState, Stream};
 use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
-use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
+use mgpu_kernels::optimizer::cuda::{Arenas, UpdatePlan};
 use mgpu_kernels::optimizer::{Adam, Optimizer, cuda};
 use mgpu_kernels::schedule::Schedule;
 use mgpu_kernels::{DType, dense};
@@ -72,8 +72,8 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
     let copies = Memory::zeroed(device, DType::Bf16, PARAMETERS)?;
     let optimizer = Optimizer::Adam(Adam::default());
     let state = StepState::after(0).upload(stream)?;
-    let plan = Plan { steps_per_epoch: 100, schedule: Schedule::CONSTANT };
-    cuda::begin(stream, &optimizer, plan, state.view())?;
+    let plan = UpdatePlan { steps_per_epoch: 100, schedule: Schedule::CONSTANT };
+    cuda::begin_step(stream, &optimizer, plan, state.view())?;
     let table =
         Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&chunks([(0..PARAMETERS, Factors::ONE)])))?;
     let arenas = Arenas {
@@ -94,7 +94,7 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         Figure { what: "Adam's update", value: update, unit: "GB/s", share: Some(update / copy) },
     ];
     if device.architecture() >= (8, 0) {
-        let shape = dense::Shape { inputs: SIDE, outputs: SIDE };
+        let shape = dense::DenseShape { inputs: SIDE, outputs: SIDE };
         let matrix = || -> Result<Memory> {
             let matrix = Memory::zeroed(device, DType::Bf16, SIDE * SIDE)?;
             mgpu_kernels::arena::cuda::fill(stream, matrix.view(), 0.37)?;
@@ -108,7 +108,7 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         })?;
         let value = 2.0 * (SIDE as f64).powi(3) / seconds / 1e12;
         figures.push(Figure { what: "bf16 product 8192^3, built in", value, unit: "TFLOP/s", share: None });
-        let options = Options::default();
+        let options = AutotuneOptions::default();
         let layer =
             Conv::new(stream, dense::cuda::convolution(&shape), SIDE, Precision::Bf16, 1.0, false, options)?;
         outln!("{}", layer.describe());

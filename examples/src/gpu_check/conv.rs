@@ -3,7 +3,7 @@
 use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
 use mgpu_kernels::activation::LEAKY_SLOPE;
-use mgpu_kernels::conv::{Padding, Shape, cuda};
+use mgpu_kernels::conv::{ConvShape, Padding, cuda};
 use mgpu_kernels::cuda::{Memory, Result};
 use mgpu_kernels::dense;
 
@@ -15,7 +15,7 @@ use super::{bound, reference};
 pub(super) fn check(bench: &mut Bench) -> Outcome {
     let conv = |images, channels, extent, filters, kernel, padding| {
         let (height, width) = (extent, extent + 1);
-        Conv { shape: Shape { channels, height, width, filters, kernel, padding }, images }
+        Conv { shape: ConvShape { channels, height, width, filters, kernel, padding }, images }
     };
     let mut convs = Vec::new();
     if bench.quick {
@@ -44,7 +44,7 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
     bench.skew = 1;
     let outcome = passes(bench, &Conv::dense(9, 16, 24)).and_then(|()| {
         let shape =
-            Shape { channels: 8, height: 6, width: 5, filters: 16, kernel: 3, padding: Padding::Same };
+            ConvShape { channels: 8, height: 6, width: 5, filters: 16, kernel: 3, padding: Padding::Same };
         passes(bench, &Conv { shape, images: 2 })
     });
     bench.skew = 0;
@@ -111,7 +111,7 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
         let cut = if tensor_cores && precision != Precision::F32 { bound::cut(terms) } else { 0.0 };
         bound::sum(terms, bf16) + cut
     };
-    let as_dense = dense::Shape { inputs: shape.channels, outputs: shape.filters };
+    let as_dense = dense::DenseShape { inputs: shape.channels, outputs: shape.filters };
     bench.check(&format!("{layer} {name}"), conv, precision.name(), |bench, judge| {
         let x = stored(precision, bench.random.floats(images * shape.input_len()));
         let w = stored(precision, bench.random.floats(shape.weights_len()));

@@ -7,8 +7,8 @@
 use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
 use mgpu_kernels::activation::LEAKY_SLOPE;
-use mgpu_kernels::conv::{Padding, Shape, gpu};
-use mgpu_kernels::cuda::{Memory, Options, Result};
+use mgpu_kernels::conv::{ConvShape, Padding, gpu};
+use mgpu_kernels::cuda::{AutotuneOptions, Memory, Result};
 
 use super::bench::{Bench, Judge, Outcome, Output};
 use super::shapes::{Conv, Shapes};
@@ -21,7 +21,7 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
     let mut convs = vec![Conv::dense(6, 72, 40)];
     if bench.quick {
         let shape =
-            Shape { channels: 8, height: 7, width: 6, filters: 16, kernel: 3, padding: Padding::Same };
+            ConvShape { channels: 8, height: 7, width: 6, filters: 16, kernel: 3, padding: Padding::Same };
         convs.push(Conv { shape, images: 2 });
     } else {
         convs.extend(Shapes::of_networks(4).convs);
@@ -51,7 +51,8 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
     let &Conv { shape, images } = conv;
     let dtype = precision.storage();
     let slope = [1.0, 0.0, LEAKY_SLOPE][bench.random.below(3)];
-    let layer = gpu::Conv::new(&bench.stream, shape, images, precision, slope, true, Options::default())?;
+    let layer =
+        gpu::Conv::new(&bench.stream, shape, images, precision, slope, true, AutotuneOptions::default())?;
     // It tells times, which mean nothing on what is no GPU.
     if !bench.fake() {
         outln!("       {}", layer.describe());

@@ -19,6 +19,7 @@ mod bound;
 mod compile;
 mod conv;
 mod dropout;
+mod flip;
 mod gather;
 mod gelu;
 mod layers;
@@ -30,7 +31,6 @@ mod reference;
 mod replay;
 mod report;
 mod shapes;
-mod turn;
 mod values;
 
 use std::error::Error;
@@ -99,7 +99,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         loss::check,
         optimizer::check,
         replay::check,
-        turn::check,
+        flip::check,
         conv::check,
         layers::check,
     ];

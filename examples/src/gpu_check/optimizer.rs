@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::digest;
-use mgpu_kernels::optimizer::chunk::{LONGEST, chunks};
-use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
+use mgpu_kernels::optimizer::chunk::{MAX_LEN, chunks};
+use mgpu_kernels::optimizer::cuda::{Arenas, UpdatePlan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State, cpu, cuda};
 use mgpu_kernels::schedule::{Decay, Schedule};
 
@@ -47,14 +47,14 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
             (", as a cosine", 1, Decay::Cosine { steps: 7, floor: 0.1 }),
             (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
         ] {
-            let plan = Plan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
+            let plan = UpdatePlan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
             bench.check(&format!("step begin {name}"), format!("{STEPS} steps{falls}"), "f64", |b, j| {
                 begin(b, j, &optimizer, plan)
             })?;
             let sizes: &[usize] = if bench.quick {
                 &[5, 100, 4200]
             } else {
-                &[1, 130, 10, LONGEST, 3 * LONGEST + 5, 7, 150_000]
+                &[1, 130, 10, MAX_LEN, 3 * MAX_LEN + 5, 7, 150_000]
             };
             let text = format!("{} tensors{falls}", sizes.len());
             bench.check(&format!("optimizer {name}"), text, "f32", |bench, judge| {
@@ -66,14 +66,14 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 }
 
 /// The rate of step `step`, which counts from 0.
-fn rate(optimizer: &Optimizer, plan: Plan, step: u64) -> f64 {
+fn rate(optimizer: &Optimizer, plan: UpdatePlan, step: u64) -> f64 {
     optimizer.lr() * plan.schedule.factor(step)
 }
 
-fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, plan: Plan) -> Result<()> {
+fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, plan: UpdatePlan) -> Result<()> {
     let start = StepState::after(0);
     let found = bench.twice(judge, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
-        (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
+        (0..STEPS).try_for_each(|_| cuda::begin_step(stream, optimizer, plan, outputs[0]))
     })?;
     let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
     let step = STEPS - 1;
@@ -99,7 +99,7 @@ fn update(
     bench: &mut Bench,
     judge: &mut Judge,
     optimizer: &Optimizer,
-    plan: Plan,
+    plan: UpdatePlan,
     sizes: &[usize],
 ) -> Result<()> {
     let (tensors, len) = tensors(sizes);
@@ -175,12 +175,12 @@ fn update(
 pub(super) fn one_step(
     stream: &Stream,
     optimizer: &Optimizer,
-    plan: Plan,
+    plan: UpdatePlan,
     (table, sums): (View<'_>, View<'_>),
     gradients: View<'_>,
     outputs: &[View<'_>],
 ) -> Result<()> {
-    cuda::begin(stream, optimizer, plan, outputs[0])?;
+    cuda::begin_step(stream, optimizer, plan, outputs[0])?;
     cuda::squares(stream, gradients, table, sums)?;
     cuda::total_squares(stream, sums, outputs[0])?;
     cuda::clip(stream, outputs[0], MOST)?;

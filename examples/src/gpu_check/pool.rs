@@ -2,7 +2,7 @@
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::Result;
-use mgpu_kernels::pool::{Rounding, Shape, cpu, cuda};
+use mgpu_kernels::pool::{PoolShape, Rounding, cpu, cuda};
 use mgpu_kernels::{DType, activation::cpu as activate};
 
 use super::bench::{Bench, Judge, Outcome, Output};
@@ -28,7 +28,7 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 }
 
 fn each(bench: &mut Bench, images: &Images, rounding: Rounding) -> Outcome {
-    let shape = Shape { height: images.height, width: images.width, rounding };
+    let shape = PoolShape { height: images.height, width: images.width, rounding };
     let text = format!("{images} {}", if rounding == Rounding::Ceil { "ceil" } else { "floor" });
     let slope = [activation_slope(), 0.0, LEAKY_SLOPE][bench.random.below(3)];
     for (dtype, precision) in Bench::types() {
@@ -63,7 +63,7 @@ fn forward(
     bench: &mut Bench,
     judge: &mut Judge,
     images: &Images,
-    shape: &Shape,
+    shape: &PoolShape,
     dtype: DType,
     fused: Option<f32>,
 ) -> Result<()> {
@@ -101,7 +101,7 @@ fn backward(
     bench: &mut Bench,
     judge: &mut Judge,
     images: &Images,
-    shape: &Shape,
+    shape: &PoolShape,
     dtype: DType,
     fused: Option<f32>,
 ) -> Result<()> {

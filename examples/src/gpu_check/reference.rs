@@ -3,7 +3,7 @@
 //! Beside every sum stands that of the squares of its products, from which the bound of its error follows ([`super::bound`]).
 //! A dense layer is a convolution of single pixels.
 
-use mgpu_kernels::conv::Shape;
+use mgpu_kernels::conv::ConvShape;
 
 /// Sums of products, and the sums of their squares.
 #[derive(Debug, Clone)]
@@ -35,8 +35,8 @@ impl Sums {
 }
 
 /// Calls `visit(output pixel, input pixel, place in the kernel)` wherever the two overlap.
-fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
-    let &Shape { height, width, kernel, .. } = shape;
+fn for_each_overlap(shape: &ConvShape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
+    let &ConvShape { height, width, kernel, .. } = shape;
     let (rows, columns, pad) = (shape.out_height(), shape.out_width(), shape.pad());
     for n in 0..images {
         for (i, j) in (0..rows * columns).map(|at| (at / columns, at % columns)) {
@@ -52,14 +52,14 @@ fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, u
 }
 
 /// \[F, K·K, C\] as \[K·K, C, F\], so that the inner loops run over what is contiguous.
-fn filters_last(shape: &Shape, weights: &[f64]) -> Vec<f64> {
+fn filters_last(shape: &ConvShape, weights: &[f64]) -> Vec<f64> {
     let (filters, each) = (shape.filters, shape.filter_len());
     (0..weights.len()).map(|at| weights[at % filters * each + at / filters]).collect()
 }
 
 /// The output before activation.
-pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> Sums {
-    let &Shape { channels, filters, .. } = shape;
+pub(super) fn forward(shape: &ConvShape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> Sums {
+    let &ConvShape { channels, filters, .. } = shape;
     let weights = filters_last(shape, weights);
     let mut y = Sums::new(images * shape.output_len());
     (0..y.values.len() / filters).for_each(|pixel| y.add(pixel * filters, 1.0, bias));
@@ -73,8 +73,8 @@ pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], 
 }
 
 /// The gradient of the input.
-pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: &[f64]) -> Sums {
-    let &Shape { channels, filters, .. } = shape;
+pub(super) fn backward_input(shape: &ConvShape, images: usize, weights: &[f64], dy: &[f64]) -> Sums {
+    let &ConvShape { channels, filters, .. } = shape;
     let mut dx = Sums::new(images * shape.input_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
@@ -86,8 +86,8 @@ pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: 
 }
 
 /// The gradient of the weights.
-pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f64]) -> Sums {
-    let &Shape { channels, filters, .. } = shape;
+pub(super) fn backward_weights(shape: &ConvShape, images: usize, x: &[f64], dy: &[f64]) -> Sums {
+    let &ConvShape { channels, filters, .. } = shape;
     let mut dw = Sums::new(shape.weights_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
@@ -99,7 +99,7 @@ pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f6
 }
 
 /// The gradient of the bias.
-pub(super) fn backward_bias(shape: &Shape, dy: &[f64]) -> Sums {
+pub(super) fn backward_bias(shape: &ConvShape, dy: &[f64]) -> Sums {
     let mut db = Sums::new(shape.filters);
     dy.chunks_exact(shape.filters).for_each(|pixel| db.add(0, 1.0, pixel));
     db
@@ -128,14 +128,14 @@ mod tests {
     fn the_sums_are_those_of_the_cpu_in_another_order() {
         let images = 2;
         for padding in [Padding::Same, Padding::Valid] {
-            let shape = Shape { channels: 3, height: 7, width: 6, filters: 5, kernel: 3, padding };
+            let shape = ConvShape { channels: 3, height: 7, width: 6, filters: 5, kernel: 3, padding };
             let mut random = Random::new(1);
             let (x, w) = (random.floats(images * shape.input_len()), random.floats(shape.weights_len()));
             let (b, dy) = (random.floats(5), random.floats(images * shape.output_len()));
             let (wide_x, wide_dy, wide_w) = (wide(&x), wide(&dy), wide(&to_device(&w, 3, 9)));
             let threads = Threads::new(1);
             let mut scratch = mgpu_kernels::Scratch::new(&threads);
-            let mut conv = cpu::Conv::new(shape, cpu::Tail::NONE, cpu::Choice::Direct);
+            let mut conv = cpu::Conv::new(shape, cpu::Epilogue::NONE, cpu::ConvPolicy::Direct);
 
             let mut y = vec![0.0; dy.len()];
             conv.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);

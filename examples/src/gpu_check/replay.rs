@@ -5,12 +5,12 @@
 //! and show here.
 
 use mgpu_kernels::Precision;
-use mgpu_kernels::conv::{Padding, Shape};
+use mgpu_kernels::conv::{ConvShape, Padding};
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
 use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
-use mgpu_kernels::optimizer::cuda::Plan;
+use mgpu_kernels::optimizer::cuda::UpdatePlan;
 use mgpu_kernels::schedule::{Decay, Schedule};
 use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
 
@@ -36,7 +36,7 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 
 fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<()> {
     let dtype = precision.storage();
-    let shape = Shape {
+    let shape = ConvShape {
         channels: 1,
         height: EXTENT,
         width: EXTENT,
@@ -45,7 +45,7 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         padding: Padding::Same,
     };
     let features = shape.output_len();
-    let layer = dense::Shape { inputs: features, outputs: CLASSES };
+    let layer = dense::DenseShape { inputs: features, outputs: CLASSES };
     // Weights of the dense layer, then its bias; those of the convolution stay as they are.
     let (weights, len) = (features * CLASSES, features * CLASSES + 64);
     let params = stored(precision, bench.random.floats(len).into_iter().map(|value| value / 32.0).collect());
@@ -65,7 +65,7 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         dropout::Mask { seed: 3, stream: 1, first_sample: 0, channels: FILTERS, plane: EXTENT * EXTENT };
     let (_, optimizer) = rules()[0];
     let schedule = Schedule { warm_up: 2, decay: Decay::Linear { steps: 50 } };
-    let plan = Plan { steps_per_epoch: 3, schedule };
+    let plan = UpdatePlan { steps_per_epoch: 3, schedule };
     let outputs = [
         Output::holding(bytemuck::bytes_of(&StepState::after(0))),
         Output::holding(&params),

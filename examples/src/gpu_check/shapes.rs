@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use mgpu_kernels::conv::{Padding, Shape};
+use mgpu_kernels::conv::{ConvShape, Padding};
 use mgpu_kernels::pool;
 
 use super::values::Random;
@@ -12,26 +12,26 @@ use crate::nets::{Layer, Spec, names};
 /// A convolution of some images. Single pixels are a dense layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Conv {
-    pub(super) shape: Shape,
+    pub(super) shape: ConvShape,
     pub(super) images: usize,
 }
 
 impl Conv {
     pub(super) fn dense(samples: usize, inputs: usize, outputs: usize) -> Self {
         let padding = Padding::Valid;
-        let shape = Shape { channels: inputs, height: 1, width: 1, filters: outputs, kernel: 1, padding };
+        let shape = ConvShape { channels: inputs, height: 1, width: 1, filters: outputs, kernel: 1, padding };
         Conv { shape, images: samples }
     }
 
     pub(super) fn is_dense(&self) -> bool {
-        let Shape { height, width, kernel, .. } = self.shape;
+        let ConvShape { height, width, kernel, .. } = self.shape;
         (height, width, kernel) == (1, 1, 1)
     }
 }
 
 impl fmt::Display for Conv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Conv { images, shape: Shape { channels, height, width, filters, kernel, padding } } = self;
+        let Conv { images, shape: ConvShape { channels, height, width, filters, kernel, padding } } = self;
         if self.is_dense() {
             return write!(f, "{images}x{channels} to {filters}");
         }
@@ -86,7 +86,7 @@ impl Shapes {
                 let here = Images { images, channels, height, width };
                 match *layer {
                     Layer::Conv { filters, kernel, padding } => {
-                        let shape = Shape { channels, height, width, filters, kernel, padding };
+                        let shape = ConvShape { channels, height, width, filters, kernel, padding };
                         push(&mut shapes.convs, Conv { shape, images });
                     }
                     Layer::Dense(outputs) => {
@@ -113,7 +113,7 @@ fn push<T: PartialEq>(all: &mut Vec<T>, one: T) {
 /// A small convolution with nothing even about it.
 pub(super) fn awkward_conv(random: &mut Random) -> Conv {
     let kernel = 1 + 2 * random.below(3);
-    let shape = Shape {
+    let shape = ConvShape {
         channels: 1 + random.below(9),
         height: 5 + random.below(13),
         width: 5 + random.below(13),

@@ -45,7 +45,7 @@ pub use catalogue::{UnknownNet, names};
 pub use device::{DeviceData, DeviceNet};
 pub use layers::{DeviceDropout, DropoutKey, Layer};
 pub use mgpu_kernels::conv::Padding;
-pub use mgpu_kernels::conv::cpu::Choice;
+pub use mgpu_kernels::conv::cpu::ConvPolicy;
 pub use mgpu_kernels::loss::Report as LossReport;
 pub use mgpu_kernels::pool::Rounding;
 pub use net::{Mode, Net};

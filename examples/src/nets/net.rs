@@ -2,7 +2,7 @@
 
 use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
@@ -56,7 +56,7 @@ impl Net {
     /// # Panics
     /// If the layers of `spec` do not fit each other, or `threads` is 0.
     pub fn new(spec: &Spec, max_batch: usize, threads: usize) -> Net {
-        Self::with_choice(spec, max_batch, threads, Choice::Auto)
+        Self::with_conv_policy(spec, max_batch, threads, ConvPolicy::Auto)
     }
 }
 
@@ -65,7 +65,7 @@ impl<E: Storage> Net<E> {
     ///
     /// # Panics
     /// As [`Net::new`].
-    pub fn with_choice(spec: &Spec, max_batch: usize, threads: usize, choice: Choice) -> Net<E> {
+    pub fn with_conv_policy(spec: &Spec, max_batch: usize, threads: usize, choice: ConvPolicy) -> Net<E> {
         let plan = Plan::new(spec);
         let threads = Threads::new(threads);
         let tensors = plan.tensors.parameters.tensors();

@@ -360,8 +360,8 @@ fn an_image_is_no_list_of_classes() {
 }
 
 /// Logits and gradients of a batch, with convolutions by what `choice` allows.
-fn train_by<E: Storage>(choice: Choice, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<'static>) {
-    let mut net = Net::<E>::with_choice(spec, BATCH, 2, choice);
+fn train_by<E: Storage>(choice: ConvPolicy, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<'static>) {
+    let mut net = Net::<E>::with_conv_policy(spec, BATCH, 2, choice);
     let images = random(BATCH * net.image_len(), 1);
     let (params, mut buffers) = (net.golden_parameters(3), net.initial_buffers());
     let mut sink = Sink::new(&net, None);
@@ -374,8 +374,8 @@ fn train_by<E: Storage>(choice: Choice, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<
 #[test]
 fn convolutions_by_any_algorithm_train_alike() {
     let spec = wide();
-    let (auto, auto_logits, auto_sink) = train_by::<f32>(Choice::Auto, &spec);
-    let (direct, logits, sink) = train_by::<f32>(Choice::Direct, &spec);
+    let (auto, auto_logits, auto_sink) = train_by::<f32>(ConvPolicy::Auto, &spec);
+    let (direct, logits, sink) = train_by::<f32>(ConvPolicy::Direct, &spec);
     assert_eq!(
         direct.describe(),
         [
@@ -399,8 +399,8 @@ fn convolutions_by_any_algorithm_train_alike() {
 fn images_kept_in_half_the_memory_train_nearly_alike() {
     let norm = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     for spec in [tiny(), wide(), smooth()] {
-        let (_, wide_logits, wide) = train_by::<f32>(Choice::Auto, &spec);
-        let (_, logits, narrow) = train_by::<bf16>(Choice::Auto, &spec);
+        let (_, wide_logits, wide) = train_by::<f32>(ConvPolicy::Auto, &spec);
+        let (_, logits, narrow) = train_by::<bf16>(ConvPolicy::Auto, &spec);
         let difference: Vec<f32> = logits.iter().zip(&wide_logits).map(|(a, b)| a - b).collect();
         let logits = norm(&difference) / norm(&wide_logits);
         assert!((1e-6..0.03).contains(&logits), "logits differ by {logits:e} of their size");

@@ -10,7 +10,7 @@ use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
 use super::schedule::Shape;
-use crate::nets::{Choice, Spec};
+use crate::nets::{ConvPolicy, Spec};
 use crate::parallel::{Parallel, above_0, given, positive};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
@@ -67,7 +67,7 @@ pub(super) struct Args {
     kernels: Libraries,
     /// Convolutions on the CPU: auto (what is expected to be the fastest for each layer) or direct (by their definition).
     #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub(super) conv: Choice,
+    pub(super) conv: ConvPolicy,
     /// Say, before the training, which kernels make each layer; on a GPU also how long each takes.
     #[arg(long)]
     pub(super) show_kernels: bool,
@@ -168,7 +168,7 @@ impl Args {
     pub(super) fn choice_of_kernels(&self, on_gpu: bool) -> String {
         match (on_gpu, self.conv) {
             (true, _) => self.kernels.to_string(),
-            (false, Choice::Direct) => "direct".to_owned(),
+            (false, ConvPolicy::Direct) => "direct".to_owned(),
             (false, _) => "auto".to_owned(),
         }
     }

@@ -1,4 +1,4 @@
-// Activation functions in place, with or without a bias before them. See mod.rs for the contract.
+// Activation functions in place, with or without a preceding bias. See mod.rs for the contract.
 
 template <class T>
 __device__ void activation_forward(T* values, u32 len, u32 packs, f32 slope) {

@@ -4,7 +4,7 @@ use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
-/// Elements below which another thread does not pay.
+/// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 15;
 
 /// Replaces every `x` by `max(x, slope · x)`.
@@ -31,7 +31,7 @@ impl<E: Storage> Task for Forward<'_, E> {
     }
 }
 
-/// Turns the gradient of the output into that of the input, given the output.
+/// Replaces the gradient of the output in place by that of the input, given the output.
 ///
 /// # Panics
 /// If the lengths differ.

@@ -13,7 +13,7 @@ pub static SOURCE: Source = Source { name: "activation", text: include_str!("act
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If the type of the elements is not one of activations.
+/// If the elements are neither f32 nor bf16.
 pub fn forward(stream: &Stream, slope: f32, values: View<'_>) -> Result<()> {
     let name = typed("activation_forward", values);
     let packs = packs(pack(values.dtype()), &[values]);
@@ -23,7 +23,7 @@ pub fn forward(stream: &Stream, slope: f32, values: View<'_>) -> Result<()> {
     unsafe { run(stream, &SOURCE, &name, grid, &arguments) }
 }
 
-/// Turns the gradient of the output into that of the input, given the output.
+/// Replaces the gradient of the output in place by that of the input, given the output.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -41,13 +41,13 @@ pub fn backward(stream: &Stream, slope: f32, y: View<'_>, gradient: View<'_>) ->
 }
 
 /// Adds to every element the bias (f32) of its channel, the fastest index, and applies the activation: for products
-/// that come without. Slope 1 stands for no activation.
+/// computed without both. Slope 1 means no activation.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If `values` are no whole number of rows of channels.
+/// If `values` is not a whole number of rows of channels.
 pub fn bias(stream: &Stream, slope: f32, bias: View<'_>, values: View<'_>) -> Result<()> {
     let channels = bias.len();
     check("a bias", bias, DType::F32, channels);

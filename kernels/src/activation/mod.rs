@@ -1,15 +1,15 @@
 //! Activation functions, in place.
 //!
-//! Contract: `y = x` where `x > 0`, else `slope · x`, for a slope in [0, 1): 0 is the rectified linear unit, 0.2
-//! the leaky one of the `deep` network. The sign of `y` tells that of `x` (zero counts as negative, as in
-//! PyTorch), so the backward pass needs the output only: `dx = dy` where `y > 0`, else `slope · dy`. A scaling by
-//! dropout in between changes neither the sign nor, where it writes zeros, a gradient that is not zero already.
+//! Contract: `y = x` where `x > 0`, else `slope · x`, for a slope in [0, 1): 0 is ReLU, 0.2 the leaky ReLU of the
+//! network `deep`. The sign of `y` is that of `x` (zero counts as negative, as in PyTorch), so the backward pass
+//! needs the output only: `dx = dy` where `y > 0`, else `slope · dy`. If dropout scales the output in between, the
+//! sign stays the same, and where dropout writes zeros, the gradient is already zero.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// The slope of the leaky rectified linear unit for negative inputs.
+/// The slope of the leaky ReLU for negative inputs.
 pub const LEAKY_SLOPE: f32 = 0.2;
 
 #[cfg(test)]

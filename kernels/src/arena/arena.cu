@@ -1,4 +1,4 @@
-// Whole arenas: fill, scale, sum, change of type. See mod.rs for the contract.
+// Whole arenas: fill, scale, sum, conversion of the type. See mod.rs for the contract.
 
 template <class T>
 __device__ void arena_fill(T* values, u32 len, u32 packs, f32 value) {
@@ -39,7 +39,7 @@ KERNEL(arena_add_f32)(f32* to, const f32* from, u32 len, u32 packs, f32 divisor)
     for (u32 i = packs * N + grid_thread(); i < len; i += grid_threads()) to[i] = (to[i] + from[i]) / divisor;
 }
 
-// A pack is one access of the narrower type, two of the wider.
+// A pack is one access of the narrower type, two of the wider one.
 template <class From, class To>
 __device__ void arena_cast(const From* from, To* to, u32 len, u32 packs) {
     constexpr u32 N = PACK<bf16>, IN = PACK<From>, OUT = PACK<To>;

@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 pub use crate::scale::scale;
 use crate::simd::{Simd, Task, dispatch};
 
-/// Overwrites all elements by `value`.
+/// Sets all elements to `value`.
 pub fn fill(values: &mut [f32], value: f32) {
     values.fill(value);
 }

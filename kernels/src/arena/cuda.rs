@@ -7,7 +7,7 @@ use crate::cuda::{Result, Source, Stream, View};
 /// The kernels.
 pub static SOURCE: Source = Source { name: "arena", text: include_str!("arena.cu") };
 
-/// Overwrites all elements by `value`, rounded to their type.
+/// Sets all elements to `value`, rounded to their type.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

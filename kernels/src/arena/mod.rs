@@ -1,9 +1,9 @@
-//! Whole arenas: fill, scale, sum, change of type.
+//! Whole arenas: fill, scale, sum, conversion of the type.
 //!
-//! Contract: an arena is a flat slice of f32 or bf16. [`cpu::fill`] overwrites all elements by one value;
-//! [`cpu::scale`] multiplies them by a factor in f32 and rounds once; [`cpu::add`] adds another arena's, and divides the sums,
-//! each rounded by itself; [`cpu::narrow`] rounds f32 to bf16, to nearest and
-//! to even, keeping NaNs; [`cpu::widen`] is exact.
+//! Contract: an arena is one contiguous slice of f32 or bf16. [`cpu::fill`] sets all elements to one value;
+//! [`cpu::scale`] multiplies them by a factor in f32 and rounds once; [`cpu::add`] adds the elements of another arena
+//! and divides the sums, with one rounding each; [`cpu::narrow`] rounds f32 to bf16, to nearest even, and keeps NaNs;
+//! [`cpu::widen`] is exact.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -15,8 +15,8 @@ mod tests {
     use half::bf16;
 
     #[test]
-    fn narrow_rounds_to_even_and_widen_brings_it_back() {
-        // The last two lie in the middle between neighbours.
+    fn narrow_rounds_to_even_and_widen_is_exact() {
+        // The last two are halfway between two neighbours.
         let values = [1.0, -2.5, f32::INFINITY, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0];
         let mut narrow = [bf16::ZERO; 5];
         cpu::narrow(&values, &mut narrow);
@@ -28,7 +28,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_are_divided_after_they_were_rounded() {
+    fn sums_are_rounded_before_they_are_divided() {
         let mut values = [1.0, f32::MAX, 16_777_216.0];
         cpu::add(&mut values, &[2.0, f32::MAX, 1.0], 2.0);
         assert_eq!(values, [1.5, f32::INFINITY, 8_388_608.0]);

@@ -1,5 +1,5 @@
-// Convolutions as matrix products whose operands are never written out ("implicit GEMM"; Chetlur and others, "cuDNN:
-// efficient primitives for deep learning", 2014). Follows tiles.cuh.
+// Convolutions as matrix products whose operands are gathered on the fly ("implicit GEMM"; Chetlur and others,
+// "cuDNN: efficient primitives for deep learning", 2014). Included after tiles.cuh.
 //
 //   pass              rows           columns          depth
 //   forward           output pixels  filters          taps x channels
@@ -10,7 +10,7 @@
 
 typedef long long i64;
 
-// What turns the division of a number below 2^31 into a multiplication (Granlund and Montgomery, "Division by invariant
+// Replaces the division of a number below 2^31 by a multiplication (Granlund and Montgomery, "Division by invariant
 // integers using multiplication", 1994): shift = ceil(log2 divisor), magic = ceil(2^(31 + shift) / divisor).
 struct Reciprocal {
     u32 magic, shift;
@@ -22,12 +22,12 @@ __device__ inline u32 divide(u32 value, u32 divisor, Reciprocal reciprocal, u32&
     return quotient;
 }
 
-// One side of a convolution: its images, and how an index is taken apart.
-struct Side {
-    u32 channels, height, width, pixels;   // pixels of the whole batch
+// The extents of the input or the output images, with the reciprocals that decompose an index.
+struct ImageExtents {
+    u32 channels, height, width, pixels;   // pixels: of the whole batch
     Reciprocal by_channels, by_width, by_plane;
 
-    // Where a pixel of the batch lies: its image, and there its row and column.
+    // Decomposes the index of a pixel in the batch into image, row and column.
     __device__ u32 place(u32 pixel, u32& row, u32& column) const {
         u32 rest;
         const u32 image = divide(pixel, height * width, by_plane, rest);
@@ -40,11 +40,11 @@ struct Side {
 };
 
 struct Convolution {
-    Side input, output;
+    ImageExtents input, output;
     Reciprocal by_kernel;
     u32 kernel, pad;
-    u32 slice;   // output pixels of a slice in backward_weights: a multiple of a step's depth
-    f32 slope;   // of the activation for negative values: 1 is none, 0 a rectified linear unit
+    u32 slice;   // output pixels per slice in backward_weights: a multiple of a step's depth
+    f32 slope;   // of the activation for negative values: 1 is none, 0 is ReLU
 
     __device__ u32 taps() const { return kernel * kernel; }
 
@@ -56,28 +56,30 @@ struct Convolution {
 };
 
 // ---- Operands in global memory ----
-// Each gives a single element of a line and a depth, or 16 bytes for the mover above it that keeps what it has worked out
-// about its lines. Lines past the last are zero; the movers see to depths.
+// Each operand returns the element at a line and a depth, or 16 bytes at lines or depths prepared before by
+// find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
+// of the depth.
 
-// Lines are pixels of the other side, depths are (tap, channel): what the kernel sees from there. From an output pixel tap u
-// sees the input row y - P + u, from an input pixel the output row y + P - u.
+// Lines are pixels of the other side's images, depths are (tap, channel): the pixels that the kernel covers at that
+// position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel, the output row y
+// + P - u.
 template <class T, i32 SIGN>
-struct Seen {
+struct GatherByPixel {
     const T* values;
-    const Side& lines;
-    const Side& side;
+    const ImageExtents& lines;
+    const ImageExtents& side;
     const Convolution& shape;
-    i32 y[2], x[2], pixel[2];   // seen by tap 0
+    i32 y[2], x[2], pixel[2];   // position read by tap 0
     u32 channel;
     i32 down, right;
 
-    __device__ Seen(const T* values, const Side& lines, const Side& side, const Convolution& shape)
+    __device__ GatherByPixel(const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution& shape)
         : values(values), lines(lines), side(side), shape(shape) {}
 
     __device__ void find_line(u32 i, u32 line) {
         u32 row, column;
         const u32 image = lines.place(line, row, column);
-        // A line past the last one sees nothing: no tap leads from there into the image.
+        // A line beyond the last one reads zeros: no tap leads from there into the image.
         y[i] = line < lines.pixels ? (i32)row - SIGN * (i32)shape.pad : -(1 << 30);
         x[i] = (i32)column - SIGN * (i32)shape.pad;
         pixel[i] = (i32)((image * side.height + (u32)y[i]) * side.width + (u32)x[i]);
@@ -162,25 +164,25 @@ struct Gradients {
     __device__ T element(u32 line, u32 depth) const { return line < filters ? *address(line, depth) : T{}; }
 };
 
-// Lines are (tap, channel), depths are output pixels: what the kernel sees from there.
+// Lines are (tap, channel), depths are output pixels: the input that the kernel covers at that position.
 template <class T>
-struct SeenByTap {
+struct GatherByTap {
     const T* values;
     const Convolution& shape;
     u32 channel;
     i32 down, right;
 
-    __device__ SeenByTap(const T* values, const Convolution& shape) : values(values), shape(shape) {}
+    __device__ GatherByTap(const T* values, const Convolution& shape) : values(values), shape(shape) {}
 
     __device__ void find_run(u32 line) {
         const u32 tap = shape.input.outer(line, channel);
         shape.tap(tap, down, right);
-        // Nothing is seen through a tap past the last.
+        // A tap beyond the last one reads zeros.
         down = tap < shape.taps() ? down - (i32)shape.pad : 1 << 30;
         right -= (i32)shape.pad;
     }
 
-    // Where the run's input is, seen from an output pixel, or null outside the image.
+    // The address of the run's input for an output pixel, or null outside the image.
     __device__ const T* address(u32 depth) const {
         u32 row, column;
         const u32 image = shape.output.place(depth, row, column);
@@ -205,7 +207,7 @@ struct SeenByTap {
 
 #define PRODUCT_TYPE template <class, class> class PRODUCT
 
-// Tiles that share rows are neighbours, since the gathered operand is the larger one.
+// Tiles that share rows have consecutive block indices, since the gathered operand is the larger one.
 template <class TILE>
 __device__ inline void tile_of_block(u32 columns, u32& row, u32& column) {
     const u32 across = (columns + TILE::SIDE - 1) / TILE::SIDE;
@@ -216,7 +218,7 @@ __device__ inline void tile_of_block(u32 columns, u32& row, u32& column) {
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
 __device__ inline void forward(const T* x, const T* w, const f32* bias, T* y, const Convolution& shape) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, Seen<T, 1>, VECTOR>;
+    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1>, VECTOR>;
     using Right = AlongDepth<T, TILE, Product, Filters<T>, VECTOR>;
     const u32 rows = shape.output.pixels, columns = shape.output.channels;
     u32 row, column;
@@ -231,7 +233,7 @@ __device__ inline void forward(const T* x, const T* w, const f32* bias, T* y, co
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
 __device__ inline void backward_input(const T* w, const T* dy, T* dx, const Convolution& shape) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, Seen<T, -1>, VECTOR>;
+    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1>, VECTOR>;
     using Right = AlongLines<T, TILE, Product, Channels<T>, VECTOR>;
     const u32 rows = shape.input.pixels, columns = shape.input.channels;
     u32 row, column;
@@ -243,12 +245,12 @@ __device__ inline void backward_input(const T* w, const T* dy, T* dx, const Conv
     product.write(Result<T, false, VECTOR>(dx, rows, columns, row, column, nullptr, 1.0f));
 }
 
-// `dw` holds the weights' gradient of each slice of the output pixels, one slice after another.
+// `dw` receives the weights' gradient of each slice of the output pixels, one slice after another.
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
 __device__ inline void backward_weights(const T* x, const T* dy, f32* dw, const Convolution& shape) {
     using Product = PRODUCT<T, TILE>;
     using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR>;
-    using Right = AlongLines<T, TILE, Product, SeenByTap<T>, VECTOR>;
+    using Right = AlongLines<T, TILE, Product, GatherByTap<T>, VECTOR>;
     const u32 rows = shape.output.channels, columns = shape.taps() * shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -262,8 +264,8 @@ __device__ inline void backward_weights(const T* x, const T* dy, f32* dw, const 
 }
 
 // ---- Entry points ----
-// A source for each precision holds them. `_large` and `_small` move 16 bytes at a time: channels and filters are multiples
-// of 4 in f32, of 8 in bf16. `_scalar` takes any.
+// They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and filters are
+// multiples of 4 in f32, of 8 in bf16. `_scalar` supports any numbers.
 
 #ifdef TENSOR_CORES
 #define TENSOR TensorProduct
@@ -271,7 +273,8 @@ __device__ inline void backward_weights(const T* x, const T* dy, f32* dw, const 
 #define TENSOR PlainProduct
 #endif
 
-// Threads of a block and, where the compiler would take too many registers for them, blocks of a multiprocessor.
+// Threads per block and, if the compiler would otherwise use too many registers, the minimum number of blocks per
+// multiprocessor.
 #ifdef MGPU_SHIM
 #define LARGE 256
 #else

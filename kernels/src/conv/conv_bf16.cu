@@ -1,4 +1,4 @@
-// Convolutions of bfloat16, with sums in f32: the entry points. Follows conv.cuh.
+// Entry points of convolutions of bfloat16 with sums in f32. Included after conv.cuh.
 
 #ifdef MGPU_SHIM
 #include "tiles.cuh"

@@ -1,4 +1,4 @@
-// Convolutions in f32 throughout: the entry points. Follows conv.cuh.
+// Entry points of convolutions in f32 throughout. Included after conv.cuh.
 
 #ifdef MGPU_SHIM
 #include "tiles.cuh"

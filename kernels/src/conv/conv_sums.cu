@@ -1,12 +1,12 @@
 // Sums of a matrix over its rows, in slices.
 
-// What slices of any gradient add up to. A slice's rows go round the warps of a block, a column to
-// each lane, and the warps' sums are added in their order: the same rows give the same bits every time.
+// Adds up the slices of any gradient. The warps of a block take the rows of a slice in turn, with a column for each
+// lane, and the warps' sums are added in the order of warps: the same rows give the same bits every time.
 
 #define SUM_WARPS 8u
 
 KERNEL_BOUNDS(conv_sum_f32, 256)(const f32* matrix, u32 rows, u32 columns, u32 slice, f32* sums) {
-    // Loads on their way at once, in sums of their own.
+    // Number of loads in flight, each with a sum of its own.
     constexpr u32 AHEAD = 4;
     __shared__ f32 parts[SUM_WARPS][WARP];
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
@@ -35,16 +35,16 @@ KERNEL_BOUNDS(conv_sum_f32, 256)(const f32* matrix, u32 rows, u32 columns, u32 s
     sums[(u64)blockIdx.y * columns + column] = sum;
 }
 
-// The gradient of the bias: a column for every filter, a row for every output pixel. Given the activated output `y`, the
-// gradient is first brought in place to before the activation. A thread keeps a pack of columns and goes down the rows of
-// its slice; the threads of a column are added up in their order.
+// The gradient of the bias: a column for every filter, a row for every output pixel. Given the activated output `y`,
+// the gradient is first replaced in place by that before the activation. A thread keeps a pack of columns and
+// iterates over the rows of its slice; the sums of a column's threads are added in the order of threads.
 
 #define BIAS_THREADS 256u
 
 template <class T, u32 N>
 __device__ void bias_packs(
     const T* y, T* gradient, u32 rows, u32 columns, u32 slice, f32 slope, f32* sums) {
-    // Loads on their way at once.
+    // Number of loads in flight.
     constexpr u32 AHEAD = 4;
     __shared__ f32 parts[BIAS_THREADS * N];
     const u32 row_packs = columns / N, tile = least(row_packs, BIAS_THREADS), lanes = BIAS_THREADS / tile;

@@ -1,4 +1,4 @@
-// Convolutions of f32, with products of operands rounded to TF32: the entry points. Follows conv.cuh.
+// Entry points of convolutions of f32 with operands rounded to TF32. Included after conv.cuh.
 
 #ifdef MGPU_SHIM
 #include "tiles.cuh"

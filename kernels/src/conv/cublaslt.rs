@@ -1,7 +1,7 @@
-//! Dense layers by cuBLASLt, where it is installed.
+//! Dense layers by cuBLASLt, if it is installed.
 //!
-//! The library thinks in columns. A matrix in rows, read as one in columns, is its transpose; so the layer's products
-//! become the following, all of matrices that lie in memory as they are:
+//! The library's matrices are column-major. A row-major matrix, read as a column-major one, is its transpose; so the
+//! layer's products become the following, all of matrices as they are in memory:
 //!
 //! | pass | rows | here | in columns |
 //! |---|---|---|---|
@@ -11,16 +11,17 @@
 //!
 //! where `w` is I × O, `x` I × N and `dy` O × N in columns.
 //!
-//! - *Precision*: f32 by the compute type that is f32 throughout, TF32 by the one that permits it; bfloat16 operands are
-//!   summed in f32, and the gradient of weights leaves in f32.
-//! - *Bias and activation* are an epilogue of the forward product, as far as the library knows them: none and the
-//!   rectified linear unit. That one is known to make zeros of what is not a number, and then loses the race. With bfloat16 the library documents a bias in bfloat16, and this crate's is f32; it is asked
-//!   for that as well, and where it declines, the caller adds the bias.
-//! - *Determinism*: a sum that is split over blocks is put together in the workspace by a second step, in f32, or not
-//!   split. The schemes that add in place are masked out.
+//! - *Precision*: f32 uses the compute type that is f32 throughout, TF32 the one that permits TF32; products of
+//!   bfloat16 operands are summed in f32, and the gradient of the weights is written in f32.
+//! - *Bias and activation* are an epilogue of the forward product, if the library has it: it has none and ReLU. Its
+//!   ReLU is known to turn NaN into zero, and is then rejected by autotuning. With bfloat16 the library documents a
+//!   bias in bfloat16, but this crate's is f32; f32 is requested all the same, and if the library declines, the
+//!   caller adds the bias.
+//! - *Determinism*: a sum that is split over blocks is either completed by a second step, in f32, in the workspace,
+//!   or not split. The schemes that add in place are masked out.
 //!
-//! The library's heuristics propose algorithms; the best few race. An algorithm is 64 opaque bytes that the same version
-//! understands again: so it is remembered, and checked before it is used.
+//! The library's heuristics propose algorithms, the best few of which are benchmarked. An algorithm is 64 opaque
+//! bytes that the same version of the library accepts again: so it is cached, and checked before it is used.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,24 +32,24 @@ use cudarc::cublaslt::sys::{
     cublasLtReductionScheme_t as Reduction, cudaDataType_t as DataType,
 };
 
-use super::Shape;
-use super::passes::Passes;
+use super::ConvShape;
+use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
-use crate::cuda::algorithm::{Algorithm, Form};
-use crate::cuda::choice::{Candidate, Note, Pass, WORKSPACE_LIMIT};
-use crate::cuda::{Device, Error, Result, Stream, View, libraries};
+use crate::cuda::algorithm::{Form, LibraryAlgorithm};
+use crate::cuda::autotune::{Candidate, Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::{Device, Error, Result, Stream, libraries};
 
-/// An object of the library's.
+/// An opaque object of the library.
 type Raw = *mut c_void;
-/// A number, since a newer library may have more of them.
+/// An integer and not an enum, since a newer library may have more codes.
 type Status = u32;
-/// Device memory, or a number of the host's.
+/// Device memory, or a number on the host.
 type Address = *const c_void;
 
-/// What the library thinks of an algorithm.
+/// `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Verdict {
+struct HeuristicResult {
     algorithm: [u64; 8],
     workspace: usize,
     status: Status,
@@ -57,7 +58,7 @@ struct Verdict {
 }
 
 libraries::functions! {
-    /// What is called of cuBLASLt.
+    /// The functions of cuBLASLt that are used.
     Functions {
         version = cublasLtGetVersion() -> usize;
         status_string = cublasLtGetStatusString(Status) -> *const c_char;
@@ -71,9 +72,9 @@ libraries::functions! {
         set_preference = cublasLtMatmulPreferenceSetAttribute(Raw, Preference, Address, usize) -> Status;
         destroy_preference = cublasLtMatmulPreferenceDestroy(Raw) -> Status;
         propose = cublasLtMatmulAlgoGetHeuristic(
-            Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Verdict, *mut c_int
+            Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut HeuristicResult, *mut c_int
         ) -> Status;
-        judge = cublasLtMatmulAlgoCheck(Raw, Raw, Raw, Raw, Raw, Raw, *const [u64; 8], *mut Verdict) -> Status;
+        check_algorithm = cublasLtMatmulAlgoCheck(Raw, Raw, Raw, Raw, Raw, Raw, *const [u64; 8], *mut HeuristicResult) -> Status;
         multiply = cublasLtMatmul(
             Raw, Raw, Address, Address, Raw, Address, Raw, Address, Address, Raw, *mut c_void, Raw,
             *const [u64; 8], *mut c_void, usize, Raw
@@ -81,39 +82,39 @@ libraries::functions! {
     }
 }
 
-/// The library on one GPU, for all layers of it.
-struct Library {
+/// The library's handle for one GPU, shared by all layers.
+struct Handle {
     functions: Functions,
     device: Arc<Device>,
-    handle: Raw,
+    raw: Raw,
 }
 
-// SAFETY: the handle may be used from any threads.
-unsafe impl Send for Library {}
+// SAFETY: the handle may be used from any thread.
+unsafe impl Send for Handle {}
 // SAFETY: as above.
-unsafe impl Sync for Library {}
+unsafe impl Sync for Handle {}
 
-impl Library {
-    /// cuBLASLt on this GPU: the same object as long as one is in use.
+impl Handle {
+    /// The handle for this GPU, created by the first call.
     ///
     /// # Errors
-    /// If the library is not there, lacks a function, or refuses this GPU.
-    fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
-        // Kept to the end of the process: captured graphs may use what belongs to the handle.
-        static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
+    /// If the library is not found, lacks a function, or refuses this GPU.
+    fn for_device(device: &Arc<Device>) -> Result<Arc<Self>> {
+        // Kept until the end of the process: captured graphs may use resources of the handle.
+        static OPEN: Mutex<Vec<Arc<Handle>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
             return Ok(Arc::clone(known));
         }
         let functions = Functions::load(&libraries::CUBLAS_LT)?;
         device.bind()?;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: a place for the handle.
-        let status = unsafe { (functions.create)(&mut handle) };
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is writable.
+        let status = unsafe { (functions.create)(&mut raw) };
         functions.check("cublasLtCreate", status)?;
-        let library = Arc::new(Library { functions, device: Arc::clone(device), handle });
-        open.push(Arc::clone(&library));
-        Ok(library)
+        let open_handle = Arc::new(Handle { functions, device: Arc::clone(device), raw });
+        open.push(Arc::clone(&open_handle));
+        Ok(open_handle)
     }
 }
 
@@ -122,19 +123,19 @@ impl Functions {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: any number is good, and gives a string that stays.
+        // SAFETY: the function accepts any number and returns a constant string.
         let text = unsafe { (self.status_string)(status) };
         let text = if text.is_null() {
             "unknown".into()
         } else {
-            // SAFETY: a string of the library's.
+            // SAFETY: a constant string of the library.
             unsafe { CStr::from_ptr(text) }.to_string_lossy()
         };
         Err(Error::Library { call, text: format!("{text} ({status})") })
     }
 }
 
-/// A matrix's layout, or the description of a product.
+/// The layout of a matrix, or the description of a product.
 struct Descriptor {
     raw: Raw,
     destroy: unsafe extern "C" fn(Raw) -> Status,
@@ -142,20 +143,20 @@ struct Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: created by the library. It reads descriptors while it is called, not later.
+        // SAFETY: created by the library, which reads descriptors only during a call.
         unsafe { (self.destroy)(self.raw) };
     }
 }
 
-/// Algorithms of a pass, with and without the epilogue each, that go on to the race.
-const FINALISTS: usize = 4;
-/// What operands' addresses are multiples of. As an address it stands for a bias when algorithms are proposed: the library
-/// asks it for its alignment only.
+/// Maximum number of algorithms of a pass that are benchmarked, with and without the epilogue each.
+const MAX_CANDIDATES: usize = 4;
+/// The addresses of all operands are multiples of this. As an address it stands for a bias when algorithms are
+/// requested: the library uses it for its alignment only.
 const ALIGNMENT: u32 = 16;
 
 /// One layer, described to the library.
-pub(super) struct Plan {
-    on: Arc<Library>,
+pub(super) struct MatmulPlan {
+    handle: Arc<Handle>,
     slope: f32,
     /// I × N, O × N and I × O in the type of activations, and I × O in f32.
     x: Descriptor,
@@ -163,31 +164,31 @@ pub(super) struct Plan {
     w: Descriptor,
     dw: Descriptor,
     forward: Descriptor,
-    /// It holds the address of the bias.
+    /// Locked, because it contains the address of the bias.
     forward_fused: Mutex<Descriptor>,
     backward_input: Descriptor,
     backward_weights: Descriptor,
 }
 
-// SAFETY: descriptors are read only once they are set, but for the one that is locked.
-unsafe impl Send for Plan {}
+// SAFETY: descriptors are only read after they are set, except for the locked one.
+unsafe impl Send for MatmulPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for MatmulPlan {}
 
-impl Plan {
+impl MatmulPlan {
     /// Describes a layer for batches of `samples`, whose activation has `slope` for negative values.
     ///
     /// # Errors
-    /// If the library is not there, or does not take the description.
+    /// If the library is not found, or refuses the description.
     pub(super) fn new(
         device: &Arc<Device>,
-        shape: &Shape,
+        shape: &ConvShape,
         samples: usize,
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
-        let library = Library::on(device)?;
-        let f = &library.functions;
+        let handle = Handle::for_device(device)?;
+        let f = &handle.functions;
         let (storage, compute) = match precision {
             Precision::F32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F),
             Precision::Tf32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F_FAST_TF32),
@@ -195,7 +196,7 @@ impl Plan {
         };
         let layout = |data, rows: usize, columns: usize| -> Result<Descriptor> {
             let mut raw = std::ptr::null_mut();
-            // SAFETY: a place for the layout.
+            // SAFETY: `raw` is writable.
             let status =
                 unsafe { (f.create_layout)(&mut raw, data, rows as u64, columns as u64, rows as i64) };
             f.check("cublasLtMatrixLayoutCreate", status)?;
@@ -203,7 +204,7 @@ impl Plan {
         };
         let product = |properties: &[(Property, u32)]| -> Result<Descriptor> {
             let mut raw = std::ptr::null_mut();
-            // SAFETY: a place for the description.
+            // SAFETY: `raw` is writable.
             let status = unsafe { (f.create_product)(&mut raw, compute, DataType::CUDA_R_32F) };
             f.check("cublasLtMatmulDescCreate", status)?;
             let product = Descriptor { raw, destroy: f.destroy_product };
@@ -214,7 +215,7 @@ impl Plan {
             }
             Ok(product)
         };
-        // CUBLAS_OP_T: cuBLAS names it, in a header of its own.
+        // The value of CUBLAS_OP_T, which is defined in a header of cuBLAS.
         let transposed = 1;
         let (turn_a, turn_b) = (
             (Property::CUBLASLT_MATMUL_DESC_TRANSA, transposed),
@@ -229,19 +230,20 @@ impl Plan {
             (Property::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue as u32),
             (Property::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, DataType::CUDA_R_32F as u32),
         ];
-        let Shape { channels: inputs, filters: outputs, .. } = *shape;
-        Ok(Plan {
+        let ConvShape { channels: inputs, filters: outputs, .. } = *shape;
+        Ok(MatmulPlan {
             slope,
             x: layout(storage, inputs, samples)?,
             y: layout(storage, outputs, samples)?,
             w: layout(storage, inputs, outputs)?,
             dw: layout(DataType::CUDA_R_32F, inputs, outputs)?,
             forward: product(&[turn_a])?,
-            // Where the type of the bias is that of the output anyway, it is not named: older versions know no other.
+            // If the type of the bias equals that of the output, it is not set: older versions do not have this
+            // property.
             forward_fused: Mutex::new(product(&fused[..if precision == Precision::Bf16 { 3 } else { 2 }])?),
             backward_input: product(&[])?,
             backward_weights: product(&[turn_b])?,
-            on: library,
+            handle,
         })
     }
 
@@ -255,7 +257,7 @@ impl Plan {
         [a.raw, b.raw, d.raw]
     }
 
-    /// Calls `with` with the description of the product. `bias` is the address of what a fused one will add.
+    /// Calls `with` with the description of the product. `bias` is the address of the bias that a fused product adds.
     fn with_product<T>(
         &self,
         pass: Pass,
@@ -264,7 +266,7 @@ impl Plan {
         with: impl FnOnce(Raw) -> Result<T>,
     ) -> Result<T> {
         if form == Form::Fused {
-            let f = &self.on.functions;
+            let f = &self.handle.functions;
             let product = self.forward_fused.lock().unwrap_or_else(PoisonError::into_inner);
             let property = Property::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             // SAFETY: this property is an address.
@@ -281,16 +283,16 @@ impl Plan {
         })
     }
 
-    /// What the library's heuristics propose, best first.
+    /// The algorithms that the library's heuristics propose, best first.
     fn propose(&self, pass: Pass, form: Form, deterministic: bool) -> Result<Vec<Candidate>> {
-        let f = &self.on.functions;
+        let f = &self.handle.functions;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for the preference.
+        // SAFETY: `raw` is writable.
         let status = unsafe { (f.create_preference)(&mut raw) };
         f.check("cublasLtMatmulPreferenceCreate", status)?;
         let preference = Descriptor { raw, destroy: f.destroy_preference };
         let set = |property, value: Address, size| {
-            // SAFETY: a property with as many bytes as it has.
+            // SAFETY: `size` is the size of the property.
             let status = unsafe { (f.set_preference)(preference.raw, property, value, size) };
             f.check("cublasLtMatmulPreferenceSetAttribute", status)
         };
@@ -309,13 +311,13 @@ impl Plan {
             set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), 4)?;
         }
         let [a, b, d] = self.layouts(pass);
-        let mut found = [Verdict::default(); 16];
+        let mut found = [HeuristicResult::default(); 16];
         let mut count: c_int = 0;
         self.with_product(pass, form, ALIGNMENT.into(), |product| {
-            // SAFETY: descriptors of this layer, and room for as many verdicts as are asked for.
+            // SAFETY: descriptors of this layer, and room for the requested number of results.
             let status = unsafe {
                 (f.propose)(
-                    self.on.handle,
+                    self.handle.raw,
                     product,
                     a,
                     b,
@@ -331,19 +333,19 @@ impl Plan {
         })?;
         let found = found.iter().take(count.max(0) as usize);
         Ok(found
-            .filter(|verdict| verdict.status == 0 && verdict.workspace <= WORKSPACE_LIMIT)
-            .map(|verdict| Candidate {
-                algorithm: Algorithm::cublaslt(verdict.algorithm, form),
-                workspace: verdict.workspace,
+            .filter(|result| result.status == 0 && result.workspace <= WORKSPACE_LIMIT)
+            .map(|result| Candidate {
+                algorithm: LibraryAlgorithm::cublaslt(result.algorithm, form),
+                workspace: result.workspace,
             })
             .collect())
     }
 }
 
-impl Passes for Plan {
+impl LibraryLayer for MatmulPlan {
     fn version(&self) -> String {
-        // SAFETY: takes nothing.
-        format!("cuBLASLt {}", unsafe { (self.on.functions.version)() })
+        // SAFETY: the function has no arguments.
+        format!("cuBLASLt {}", unsafe { (self.handle.functions.version)() })
     }
 
     fn candidates(&self, pass: Pass, deterministic: bool, _limit: usize) -> (Vec<Candidate>, Vec<Note>) {
@@ -354,48 +356,42 @@ impl Passes for Plan {
                 continue;
             }
             match self.propose(pass, form, deterministic) {
-                Ok(found) => candidates.extend(found.into_iter().take(FINALISTS)),
+                Ok(found) => candidates.extend(found.into_iter().take(MAX_CANDIDATES)),
                 Err(error) => notes.push(Note::new(name, error)),
             }
         }
         (candidates, notes)
     }
 
-    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
-        let f = &self.on.functions;
+    fn workspace(&self, pass: Pass, algorithm: &LibraryAlgorithm) -> Result<usize> {
+        let f = &self.handle.functions;
         let [a, b, d] = self.layouts(pass);
-        let mut verdict = Verdict::default();
+        let mut result = HeuristicResult::default();
         self.with_product(pass, algorithm.form, ALIGNMENT.into(), |product| {
-            // SAFETY: descriptors of this layer, and a place for the verdict.
-            let status =
-                unsafe { (f.judge)(self.on.handle, product, a, b, d, d, &algorithm.id, &mut verdict) };
+            // SAFETY: descriptors of this layer, and a writable result.
+            let status = unsafe {
+                (f.check_algorithm)(self.handle.raw, product, a, b, d, d, &algorithm.id, &mut result)
+            };
             f.check("cublasLtMatmulAlgoCheck", status)?;
-            f.check("cublasLtMatmulAlgoCheck", verdict.status)
+            f.check("cublasLtMatmulAlgoCheck", result.status)
         })?;
-        Ok(verdict.workspace)
+        Ok(result.workspace)
     }
 
-    fn run(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        [from, by, to]: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let f = &self.on.functions;
+    fn run(&self, stream: &Stream, algorithm: &LibraryAlgorithm, operands: &Operands<'_>) -> Result<()> {
+        let Operands { pass, factors: [from, by], result: to, bias, workspace } = *operands;
+        let f = &self.handle.functions;
         let [a_layout, b_layout, to_layout] = self.layouts(pass);
-        // The table above has the weights first.
+        // The library's products have the weights first, see the table above.
         let (a, b) = if pass == Pass::Forward { (by, from) } else { (from, by) };
         let (one, zero) = (1.0f32, 0.0f32);
         let bias = bias.map_or(0, |bias| bias.address());
         self.with_product(pass, algorithm.form, bias, |product| {
-            // SAFETY: layouts that fit the memory they are given with; the result also stands for the addend, which is
-            // multiplied by zero; the factors are read during the call.
+            // SAFETY: the layouts fit the memory; the result is also passed as the addend, which is multiplied by
+            // zero; the factors are read during the call.
             let status = unsafe {
                 (f.multiply)(
-                    self.on.handle,
+                    self.handle.raw,
                     product,
                     (&raw const one).cast(),
                     a.address() as Address,

@@ -1,29 +1,29 @@
-//! Convolution on a GPU, by kernels of our own.
+//! Convolution on a GPU by this crate's own kernels.
 //!
-//! They are matrix products whose operands are gathered as they are needed (`conv.cuh`, over the tiles of `tiles.cuh`);
-//! images of one channel, which would make thin products, have kernels of their own (`conv_first.cu`). Every result is a function
-//! of the operands alone: nothing is added up in an order that chance decides.
+//! They are matrix products whose operands are gathered on the fly (`conv.cuh`, over the tiles of `tiles.cuh`);
+//! images of one channel, whose products would be too thin, have kernels of their own (`conv_first.cu`). Every result
+//! is a function of the operands alone: the order of all sums is fixed.
 //!
-//! On the device images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and the
-//! weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias, and the
-//! workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or 8
-//! (bf16) and all addresses multiples of 16; otherwise slower ones go element by element.
+//! On the device, images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and
+//! the weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias,
+//! and the workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or
+//! 8 (bf16) and all addresses are multiples of 16; otherwise slower kernels move single elements.
 //!
-//! GPUs without tensor cores for a type (compute capability below 8.0) compute its products by plain arithmetic.
+//! GPUs without tensor cores for a type (compute capability below 8.0) use plain multiply-adds.
 //!
-//! All calls return at once, having put their kernels on the stream. They panic where lengths or types do not fit, or a batch
+//! All calls return at once, after enqueuing their kernels. They panic if lengths or types do not fit, or if a batch
 //! has 2^31 pixels or more; their errors are those of compiling, loading and launching a kernel.
 
-use super::Shape;
-use super::plan::{self, Bands, Reciprocal, Slices, Tile};
+use super::ConvShape;
+use super::partition::{self, Bands, Reciprocal, Slices, Tile};
 use crate::DType;
 use crate::Precision;
 use crate::cuda::elements::{aligned, check, count, run};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
-pub use super::plan::workspace_bytes;
+pub use super::partition::workspace_bytes;
 
-/// The `slope` of [`forward`] that leaves values as they are.
+/// The `slope` of [`forward`] that means no activation.
 pub const LINEAR: f32 = 1.0;
 
 macro_rules! product_source {
@@ -42,7 +42,7 @@ macro_rules! product_source {
     };
 }
 
-/// The matrix products, by [`Precision`].
+/// The matrix products, indexed by [`Precision`].
 pub static PRODUCTS: [Source; 3] =
     [product_source!("conv_f32"), product_source!("conv_tf32"), product_source!("conv_bf16")];
 
@@ -52,13 +52,13 @@ pub static FIRST: Source = Source { name: "conv_first", text: include_str!("conv
 /// Sums of rows.
 pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_sums.cu") };
 
-/// Weights for the convolution that goes the other way.
-pub static TURN: Source = Source { name: "conv_turn", text: include_str!("conv_turn.cu") };
+/// Flips weights for the transposed convolution.
+pub static FLIP: Source = Source { name: "conv_flip", text: include_str!("conv_flip.cu") };
 
-/// `struct Side` of the kernels.
+/// `struct ImageExtents` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
-struct Side {
+struct ImageExtents {
     channels: u32,
     height: u32,
     width: u32,
@@ -68,12 +68,12 @@ struct Side {
     by_plane: Reciprocal,
 }
 
-impl Side {
+impl ImageExtents {
     #[track_caller]
     fn new(images: usize, channels: usize, height: usize, width: usize) -> Self {
-        // Indices of a tile's lines reach past the last pixel.
+        // Line indices of the last tile exceed the last pixel.
         let pixels = count(images * height * width + Tile::Large.side()) - Tile::Large.side() as u32;
-        Side {
+        ImageExtents {
             channels: count(channels),
             height: count(height),
             width: count(width),
@@ -89,8 +89,8 @@ impl Side {
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
 struct Convolution {
-    input: Side,
-    output: Side,
+    input: ImageExtents,
+    output: ImageExtents,
     by_kernel: Reciprocal,
     kernel: u32,
     pad: u32,
@@ -100,7 +100,7 @@ struct Convolution {
 
 impl Convolution {
     #[track_caller]
-    fn new(shape: &Shape, images: usize, slice: usize, slope: f32) -> Self {
+    fn new(shape: &ConvShape, images: usize, slice: usize, slope: f32) -> Self {
         // Offsets within the weights, and within a tile of any result, are 32-bit numbers.
         count(shape.weights_len() + Tile::Large.side() * shape.filter_len());
         assert!(
@@ -108,8 +108,8 @@ impl Convolution {
             "{shape:?}: too many filters or weights of each"
         );
         Convolution {
-            input: Side::new(images, shape.channels, shape.height, shape.width),
-            output: Side::new(images, shape.filters, shape.out_height(), shape.out_width()),
+            input: ImageExtents::new(images, shape.channels, shape.height, shape.width),
+            output: ImageExtents::new(images, shape.filters, shape.out_height(), shape.out_width()),
             by_kernel: Reciprocal::of(shape.kernel),
             kernel: count(shape.kernel),
             pad: count(shape.pad()),
@@ -119,10 +119,10 @@ impl Convolution {
     }
 }
 
-/// `struct First` of the kernels.
+/// `struct OneChannel` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
-struct First {
+struct OneChannel {
     images: u32,
     height: u32,
     width: u32,
@@ -135,11 +135,11 @@ struct First {
     slope: f32,
 }
 
-impl First {
+impl OneChannel {
     #[track_caller]
-    fn new(shape: &Shape, images: usize, bands: &Bands, slope: f32) -> Self {
+    fn new(shape: &ConvShape, images: usize, bands: &Bands, slope: f32) -> Self {
         count(images * shape.height * shape.width);
-        First {
+        OneChannel {
             images: count(images),
             height: count(shape.height),
             width: count(shape.width),
@@ -154,8 +154,8 @@ impl First {
     }
 }
 
-/// The kernel `pass` for images of one channel, and its blocks for all filters when `blocks` share the bands.
-fn first_kernel(pass: &str, shape: &Shape, precision: Precision, blocks: usize) -> (String, Grid) {
+/// The kernel of `pass` for images of one channel, and its grid for all filters if `blocks` blocks share the bands.
+fn first_kernel(pass: &str, shape: &ConvShape, precision: Precision, blocks: usize) -> (String, Grid) {
     let (filters, of_block) = match shape.filters {
         0..=8 => ("few", 8),
         9..=32 => ("x1", 32),
@@ -167,14 +167,14 @@ fn first_kernel(pass: &str, shape: &Shape, precision: Precision, blocks: usize) 
 }
 
 /// True if the kernels that move 16 bytes at a time may be used.
-fn vectors(shape: &Shape, precision: Precision, views: &[View<'_>]) -> bool {
+fn vectors(shape: &ConvShape, precision: Precision, views: &[View<'_>]) -> bool {
     let pack = 16 / precision.storage().size();
     shape.channels.is_multiple_of(pack)
         && shape.filters.is_multiple_of(pack)
         && views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]))
 }
 
-/// Runs the matrix product `pass`, with a block for every tile of `rows` by `columns` and every slice.
+/// Runs the matrix product of `pass`, with a block for every tile of `rows` by `columns` and every slice.
 ///
 /// # Safety
 /// `arguments` are the kernel's, for these extents.
@@ -200,10 +200,10 @@ unsafe fn run_product(
     unsafe { run(stream, source, &format!("conv_{pass}_{precision}_{}", tile.name()), grid, arguments) }
 }
 
-/// The tile for a pass with as many results as one of its operands' images.
+/// The tile for a pass whose result has the size of a batch of images.
 fn tile(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     precision: Precision,
     views: &[View<'_>],
     rows: usize,
@@ -216,14 +216,14 @@ fn tile(
     }
 }
 
-/// Overwrites `y` \[N, H', W', F\] with the convolution of `x` \[N, H, W, C\] with `weights` \[F, K, K, C\], plus `bias`
-/// \[F\], activated: `v` where it is positive, else `slope · v`. A slope of 0 is the rectified linear unit, [`LINEAR`] no
+/// Overwrites `y` \[N, H', W', F\] with the convolution of `x` \[N, H, W, C\] with `weights` \[F, K, K, C\], plus
+/// `bias` \[F\], activated: `v` for positive values, `slope · v` otherwise. A slope of 0 is ReLU, [`LINEAR`] no
 /// activation.
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn forward(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     x: View<'_>,
@@ -246,11 +246,11 @@ pub fn forward(
         let blocks = bands.count.min(4 * stream.device().multiprocessors() as usize);
         let (name, grid) = first_kernel("forward", shape, precision, blocks);
         let [x, weights, bias, y] = operands;
-        let arguments = [x, weights, bias, y, Arg::of(&First::new(shape, images, &bands, slope))];
+        let arguments = [x, weights, bias, y, Arg::of(&OneChannel::new(shape, images, &bands, slope))];
         // SAFETY: the views have the lengths that the extents say, and bands lie within the images.
         return unsafe { run(stream, &FIRST, &name, grid, &arguments) };
     }
-    let (rows, columns) = (plan::pixels(shape, images), shape.filters);
+    let (rows, columns) = (partition::pixels(shape, images), shape.filters);
     let tile = tile(stream, shape, precision, &[x, weights, y], rows, columns);
     let [x, weights, bias, y] = operands;
     let arguments = [x, weights, bias, y, Arg::of(&Convolution::new(shape, images, 0, slope))];
@@ -262,7 +262,7 @@ pub fn forward(
 #[track_caller]
 pub fn backward_input(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     weights: View<'_>,
@@ -285,35 +285,36 @@ pub fn backward_input(
     unsafe { run_product(stream, "backward_input", precision, tile, (rows, columns, 1), &arguments) }
 }
 
-/// Overwrites `turned` \[C, K, K, F\] with the weights of the convolution that goes the other way: with a padding of
-/// K − 1 − P it makes, of an image as this one's output, what this one's gradient of the input is.
+/// Overwrites `flipped` \[C, K, K, F\] with the weights of the transposed convolution, with channels and filters
+/// exchanged and kernels rotated by 180°: applied to `dy` with a padding of K − 1 − P, it computes the gradient of
+/// the input.
 #[track_caller]
-pub fn turn_weights(
+pub fn flip_weights(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     precision: Precision,
     weights: View<'_>,
-    turned: View<'_>,
+    flipped: View<'_>,
 ) -> Result<()> {
     let dtype = precision.storage();
     check("a convolution's weights", weights, dtype, shape.weights_len());
-    check("a convolution's turned weights", turned, dtype, shape.weights_len());
+    check("a convolution's flipped weights", flipped, dtype, shape.weights_len());
     let (filters, channels) = (count(shape.filters), count(shape.channels));
     let taps = count(shape.kernel * shape.kernel);
     let tiles = filters.div_ceil(32) * channels.div_ceil(32);
     let grid = Grid { blocks: [tiles, taps, 1], threads: 256, shared: 0 };
-    let arguments = [weights.into(), filters.into(), taps.into(), channels.into(), turned.into()];
+    let arguments = [weights.into(), filters.into(), taps.into(), channels.into(), flipped.into()];
     // SAFETY: both views have the lengths that the extents say.
-    unsafe { run(stream, &TURN, &format!("conv_turn_{dtype}"), grid, &arguments) }
+    unsafe { run(stream, &FLIP, &format!("conv_flip_{dtype}"), grid, &arguments) }
 }
 
-/// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images. The workspace is of f32
-/// and has [`workspace_bytes`] or more; what it holds does not matter.
+/// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images. The workspace is
+/// f32 and has at least [`workspace_bytes`]; its contents do not matter.
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_weights(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     x: View<'_>,
@@ -333,15 +334,19 @@ pub fn backward_weights(
         let slices = bands.slices();
         let sums = slice_sums(&slices, workspace, dw);
         let (name, grid) = first_kernel("backward_weights", shape, precision, slices.count);
-        let extents = First::new(shape, images, &bands, LINEAR);
+        let extents = OneChannel::new(shape, images, &bands, LINEAR);
         let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
         // SAFETY: the views have the lengths that the extents say, and `sums` has a gradient for every block.
         unsafe { run(stream, &FIRST, &name, grid, &arguments) }?;
         return add_slices(stream, &slices, sums, dw);
     }
-    // Aligned or not, the workspace begins as `dw` must.
-    let (tile, slices) =
-        plan::weights_plan(shape, images, precision, vectors(shape, precision, &[x, dy, dw, workspace]));
+    // Whether the workspace is aligned decides too, since the sums of slices are written to it.
+    let (tile, slices) = partition::partition_weights(
+        shape,
+        images,
+        precision,
+        vectors(shape, precision, &[x, dy, dw, workspace]),
+    );
     let sums = slice_sums(&slices, workspace, dw);
     let extents = Convolution::new(shape, images, slices.len, LINEAR);
     let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
@@ -351,12 +356,12 @@ pub fn backward_weights(
     add_slices(stream, &slices, sums, dw)
 }
 
-/// Overwrites `db` \[F\], in f32, with the gradient of the bias, summed over all images and positions. The workspace is as for
-/// [`backward_weights`], and may be the same on one stream.
+/// Overwrites `db` \[F\], in f32, with the gradient of the bias, summed over all images and positions. The workspace
+/// is as for [`backward_weights`], and both may share one on the same stream.
 #[track_caller]
 pub fn backward_bias(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     dy: View<'_>,
@@ -372,14 +377,14 @@ pub fn backward_bias(
     bias_sums(stream, shape, images, None, dy, workspace, db)
 }
 
-/// Turns `dy`, the gradient of the activated output `y`, in place into that of the output before its activation, and
-/// overwrites `db` \[F\], in f32, with the gradient of the bias: both in one pass over memory. Slope and workspace are as
-/// for [`forward`] and [`backward_bias`].
+/// Replaces `dy`, the gradient of the activated output `y`, in place by that of the output before its activation, and
+/// overwrites `db` \[F\], in f32, with the gradient of the bias: both in one pass over memory. Slope and workspace
+/// are as for [`forward`] and [`backward_bias`].
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_activation(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     slope: f32,
@@ -399,23 +404,24 @@ pub fn backward_activation(
     bias_sums(stream, shape, images, Some((y, slope)), dy, workspace, db)
 }
 
-/// The gradient of the bias, of what is first brought to before an activation, if there is one.
+/// The gradient of the bias. Given `activated`, the output and the slope, `dy` is first replaced by the gradient
+/// before the activation.
 fn bias_sums(
     stream: &Stream,
-    shape: &Shape,
+    shape: &ConvShape,
     images: usize,
     activated: Option<(View<'_>, f32)>,
     dy: View<'_>,
     workspace: View<'_>,
     db: View<'_>,
 ) -> Result<()> {
-    let slices = plan::bias_slices(shape, images);
+    let slices = partition::bias_slices(shape, images);
     let sums = slice_sums(&slices, workspace, db);
     bias_slices(stream, shape.filters, &slices, activated, dy, sums)?;
     add_slices(stream, &slices, sums, db)
 }
 
-/// The sum over the rows of each slice of `dy`.
+/// The sums over the rows of each slice of `dy`.
 fn bias_slices(
     stream: &Stream,
     columns: usize,
@@ -441,11 +447,11 @@ fn bias_slices(
         u32::from(wide).into(),
     ];
     let grid = Grid { blocks, threads: threads as u32, shared: 0 };
-    // SAFETY: both images have so many rows of columns, and `sums` has a row for every slice.
+    // SAFETY: both matrices have this number of rows and columns, and `sums` has a row for every slice.
     unsafe { run(stream, &SUMS, &format!("conv_bias_{}", dy.dtype()), grid, &arguments) }
 }
 
-/// Overwrites `total` (f32) with the sum of `parts`, each of so many elements.
+/// Overwrites `total` (f32) with the sum of `parts`, each as long as `total`.
 #[track_caller]
 pub(super) fn sum_parts(stream: &Stream, parts: View<'_>, total: View<'_>) -> Result<()> {
     check("a sum of gradients", total, DType::F32, total.len());
@@ -454,7 +460,7 @@ pub(super) fn sum_parts(stream: &Stream, parts: View<'_>, total: View<'_>) -> Re
     bias_slices(stream, total.len(), &slices, None, parts, total)
 }
 
-/// Where the sums of slices go: into the workspace, or if there is but one to their end.
+/// Where the slices' sums are written: to the workspace, or directly to `total` if there is only one slice.
 #[track_caller]
 fn slice_sums<'a>(slices: &Slices, workspace: View<'a>, total: View<'a>) -> View<'a> {
     if slices.count == 1 {
@@ -464,13 +470,13 @@ fn slice_sums<'a>(slices: &Slices, workspace: View<'a>, total: View<'a>) -> View
     let wanted = slices.count * total.len();
     assert!(
         workspace.len() >= wanted,
-        "a workspace of {} elements where {wanted} are needed",
+        "a workspace of {} elements, but {wanted} are needed",
         workspace.len()
     );
     workspace.slice(0..wanted)
 }
 
-/// Adds up the slices' sums, unless the only one is in place.
+/// Adds up the slices' sums, unless the only one was written to `total`.
 fn add_slices(stream: &Stream, slices: &Slices, sums: View<'_>, total: View<'_>) -> Result<()> {
     if slices.count == 1 {
         return Ok(());
@@ -478,6 +484,6 @@ fn add_slices(stream: &Stream, slices: &Slices, sums: View<'_>, total: View<'_>)
     let (rows, columns) = (count(slices.count), count(total.len()));
     let grid = Grid { blocks: [columns.div_ceil(32), 1, 1], threads: 256, shared: 0 };
     let arguments = [sums.into(), rows.into(), columns.into(), rows.into(), total.into()];
-    // SAFETY: `sums` has so many rows of as many columns as the total.
+    // SAFETY: `sums` has this number of rows, each as long as `total`.
     unsafe { run(stream, &SUMS, "conv_sum_f32", grid, &arguments) }
 }

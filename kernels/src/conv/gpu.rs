@@ -1,38 +1,38 @@
-//! A convolutional or dense layer on a GPU, by whichever kernels are fastest there.
+//! A convolutional or dense layer on a GPU, computed by the fastest kernels available.
 //!
-//! [`Conv`] is set up once for a layer and a batch size. Where NVIDIA's library for it is installed, its algorithms race
-//! against this crate's kernels, pass by pass ([`Options`] says whether they may); the winners serve from then on. The
-//! library is cuBLASLt for a dense layer, which is a convolution with a kernel of 1 × 1 of images of one pixel, and cuDNN
-//! for any other. Two cases are this crate's own without a race:
+//! [`Conv`] is set up once for a layer and a batch size. If NVIDIA's library for the layer is installed, autotuning
+//! benchmarks its algorithms against this crate's kernels, pass by pass ([`AutotuneOptions`] says whether it may), and the
+//! fastest one computes the pass from then on. The library is cuBLASLt for a dense layer (a convolution with a 1×1 kernel on
+//! images of one pixel) and cuDNN for any other. Two cases always use this crate's kernels:
 //!
 //! - images with one channel, on which cuDNN spends most of its time rearranging them;
-//! - a batch of another size than was set up, such as the last of an epoch: the library's algorithms were chosen for one
-//!   size, and a step that is captured has no time to choose.
+//! - a batch of another size than the layer was set up for, such as the last of an epoch: the library's algorithms were
+//!   selected for one size, and a captured step has no time for autotuning.
 //!
-//! All calls put work on a stream, allocate nothing, and can be captured once they have run.
+//! All calls enqueue work on a stream, allocate nothing, and can be captured after they have run once.
 
-use super::passes::Passes;
-use super::{Shape, cublaslt, cuda, cudnn};
+use super::library_layer::{LibraryLayer, Operands};
+use super::{ConvShape, cublaslt, cuda, cudnn};
 use crate::Precision;
-use crate::cuda::algorithm::{Algorithm, Form, Library};
-use crate::cuda::choice::{self, Choice, Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::algorithm::{Form, LibraryAlgorithm, LibraryName};
+use crate::cuda::autotune::{self, Note, Pass, Selection, WORKSPACE_LIMIT};
 use crate::cuda::elements::{aligned, check, pack};
-use crate::cuda::{Error, Libraries, Memory, Options, Result, Stream, View};
+use crate::cuda::{AutotuneOptions, Error, Libraries, Memory, Result, Stream, View};
 use crate::{DType, activation, pool};
 
-/// A convolutional or dense layer, set up for one GPU and one size of batches.
+/// A convolutional or dense layer, set up for one GPU and one batch size.
 ///
-/// Images lie as \[N, H, W, C\] and weights as \[F, K, K, C\], both in the precision's [storage](Precision::storage) type;
-/// for a dense layer that makes rows \[N, C\] and \[F, C\]. Bias and the gradients of weights and bias are f32, and so is
-/// the workspace, which may be shared by all that runs on one stream.
+/// Images are \[N, H, W, C\] and weights \[F, K, K, C\], both in the precision's [storage](Precision::storage) type; for a
+/// dense layer these are \[N, C\] and \[F, C\]. Bias, the gradients of weights and bias, and the workspace are f32. All
+/// layers that run on one stream may share a workspace.
 pub struct Conv {
-    shape: Shape,
+    shape: ConvShape,
     images: usize,
     precision: Precision,
     slope: f32,
-    vendor: Option<Box<dyn Passes>>,
-    /// By [`Pass`]; none where nobody asks for it.
-    choices: [Option<Choice>; 3],
+    library: Option<Box<dyn LibraryLayer>>,
+    /// Indexed by [`Pass`]; `None` for a pass that is never called.
+    selections: [Option<Selection>; 3],
     workspace: usize,
     notes: Vec<Note>,
 }
@@ -44,144 +44,138 @@ impl std::fmt::Debug for Conv {
 }
 
 impl Conv {
-    /// Sets up a layer for batches of `images` (fewer are possible, and slower). Its activation is `v` where it is positive,
-    /// else `slope · v`: 0 is the rectified linear unit, 1 no activation. `input_gradient` says whether
+    /// Sets up a layer for batches of `images` (smaller batches are possible, and slower). Its activation is `v` for positive
+    /// values and `slope · v` otherwise: 0 is ReLU, 1 no activation. `input_gradient` says whether
     /// [`backward_input`](Self::backward_input) will be called.
     ///
-    /// Memory for some batches is needed meanwhile, and returned.
+    /// Autotuning needs memory for a few batches, which is freed before this returns.
     ///
     /// # Errors
-    /// If this crate's own kernels cannot be compiled or run. What is wrong with a library is in
+    /// If this crate's own kernels cannot be compiled or run. Problems with a library are not errors; they are listed in
     /// [`describe`](Self::describe).
     ///
     /// # Panics
     /// If the kernel does not fit the images.
     pub fn new(
         stream: &Stream,
-        shape: Shape,
+        shape: ConvShape,
         images: usize,
         precision: Precision,
         slope: f32,
         input_gradient: bool,
-        options: Options,
+        options: AutotuneOptions,
     ) -> Result<Self> {
         shape.check();
-        // Fewer images are cut into slices in another way.
+        // The maximum over all batch sizes: fewer images are cut into slices in another way.
         let own = (1..=images).map(|images| cuda::workspace_bytes(&shape, images, precision)).max();
-        let asked_for = |pass| input_gradient || pass != Pass::BackwardInput;
+        let is_used = |pass| input_gradient || pass != Pass::BackwardInput;
         let mut conv = Conv {
             shape,
             images,
             precision,
             slope,
-            vendor: None,
-            choices: Pass::ALL.map(|pass| asked_for(pass).then(Choice::builtin)),
+            library: None,
+            selections: Pass::ALL.map(|pass| is_used(pass).then(Selection::builtin)),
             workspace: own.unwrap_or(0),
             notes: Vec::new(),
         };
-        let thin = shape.channels == 1 && !shape.is_dense();
-        if options.libraries == Libraries::Builtin || thin || images == 0 {
+        let one_channel = shape.channels == 1 && !shape.is_dense();
+        if options.libraries == Libraries::Builtin || one_channel || images == 0 {
             return Ok(conv);
         }
-        match conv.open(stream) {
-            Ok(library) => conv.vendor = Some(library),
-            Err(error) => conv.notes.push(Note::new(conv.vendor_name(), error)),
+        match conv.open_library(stream) {
+            Ok(library) => conv.library = Some(library),
+            Err(error) => conv.notes.push(Note::new(conv.library_name(), error)),
         }
-        // There from the first race on.
-        let mut bench = None;
-        for pass in Pass::ALL.into_iter().filter(|pass| asked_for(*pass)) {
-            let choice = conv.settle(stream, pass, options.deterministic, &mut bench)?;
-            conv.workspace = conv.workspace.max(choice.workspace);
-            conv.choices[pass as usize] = Some(choice);
+        // Allocated by the first pass that is not in the cache.
+        let mut buffers = None;
+        for pass in Pass::ALL.into_iter().filter(|pass| is_used(*pass)) {
+            let selection = conv.select(stream, pass, options.deterministic, &mut buffers)?;
+            conv.workspace = conv.workspace.max(selection.workspace);
+            conv.selections[pass as usize] = Some(selection);
         }
         Ok(conv)
     }
 
-    fn vendor_name(&self) -> Library {
-        if self.shape.is_dense() { Library::CublasLt } else { Library::CuDnn }
+    fn library_name(&self) -> LibraryName {
+        if self.shape.is_dense() { LibraryName::CublasLt } else { LibraryName::CuDnn }
     }
 
     /// Describes the layer to its library.
-    fn open(&self, stream: &Stream) -> Result<Box<dyn Passes>> {
+    fn open_library(&self, stream: &Stream) -> Result<Box<dyn LibraryLayer>> {
         let &Conv { ref shape, images, precision, slope, .. } = self;
         let device = stream.device();
-        Ok(match self.vendor_name() {
-            Library::CublasLt => Box::new(cublaslt::Plan::new(device, shape, images, precision, slope)?),
-            Library::CuDnn => Box::new(cudnn::Plan::new(device, shape, images, precision, slope)?),
+        Ok(match self.library_name() {
+            LibraryName::CublasLt => {
+                Box::new(cublaslt::MatmulPlan::new(device, shape, images, precision, slope)?)
+            }
+            LibraryName::CuDnn => Box::new(cudnn::CudnnPlan::new(device, shape, images, precision, slope)?),
         })
     }
 
-    /// The choice for a pass, remembered or made now.
-    fn settle(
+    /// The selection for a pass, from the cache or by autotuning.
+    fn select(
         &mut self,
         stream: &Stream,
         pass: Pass,
         deterministic: bool,
-        bench: &mut Option<Bench>,
-    ) -> Result<Choice> {
-        let Some(library) = &self.vendor else { return Ok(Choice::builtin()) };
+        buffers: &mut Option<TuningBuffers>,
+    ) -> Result<Selection> {
+        let Some(library) = &self.library else { return Ok(Selection::builtin()) };
         let &Conv { shape, images, precision, slope, .. } = &*self;
         let problem = format!("layer {shape:?} {images} {precision} {slope} {deterministic}");
         let own_kernels = &cuda::PRODUCTS[precision as usize];
-        let key = choice::key(stream.device(), &library.version(), &problem, own_kernels, pass);
+        let key = autotune::key(stream.device(), &library.version(), &problem, own_kernels, pass);
         let mut notes = Vec::new();
-        let supported = |algorithm: &Algorithm| library.workspace(pass, algorithm);
-        let choice = choice::settle(&key, supported, || {
-            if bench.is_none() {
-                match Bench::new(stream, self) {
-                    Ok(new) => *bench = Some(new),
-                    // The race alone has this price; without it the layer still works.
+        let supported = |algorithm: &LibraryAlgorithm| library.workspace(pass, algorithm);
+        let selection = autotune::cached_or_tuned(&key, supported, || {
+            if buffers.is_none() {
+                match TuningBuffers::new(stream, self) {
+                    Ok(new) => *buffers = Some(new),
+                    // Only autotuning needs this memory; the layer works without it.
                     Err(Error::OutOfMemory { .. }) => {
-                        let why = "too little memory to try its algorithms";
-                        notes.push(Note::new(self.vendor_name(), why));
+                        let why = "too little memory to benchmark its algorithms";
+                        notes.push(Note::new(self.library_name(), why));
                         return Ok(None);
                     }
                     Err(error) => return Err(error),
                 }
             }
-            let Some(bench) = bench else { return Ok(None) };
-            let [x, w, y, bias, dx, dw, workspace] = bench.0.each_ref().map(Memory::view);
-            let (operands, bias_of_pass) = match pass {
-                Pass::Forward => ([x, w, y], Some(bias)),
-                Pass::BackwardInput => ([w, y, dx], None),
-                Pass::BackwardWeights => ([x, y, dw], None),
-            };
-            let (candidates, refused) = library.candidates(pass, deterministic, workspace.bytes());
+            let Some(buffers) = buffers else { return Ok(None) };
+            let operands = buffers.operands(pass);
+            let (candidates, refused) = library.candidates(pass, deterministic, operands.workspace.bytes());
             notes.extend(refused);
-            for (seed, view) in [x, w, y, bias].into_iter().enumerate() {
-                choice::fill(stream, view, seed as u64)?;
-            }
-            let run = |algorithm: Option<&Algorithm>| {
-                self.run(pass, algorithm, stream, images, operands, bias_of_pass, workspace)
-            };
-            let outcome = choice::race(stream, precision, operands[2], bias_of_pass, candidates, &run)?;
+            buffers.fill(stream)?;
+            let run = |algorithm: Option<&LibraryAlgorithm>| self.run(algorithm, stream, images, &operands);
+            let outcome =
+                autotune::tune(stream, precision, operands.result, operands.bias, candidates, &run)?;
             notes.extend(outcome.rejected);
-            Ok(Some(outcome.choice))
+            Ok(Some(outcome.selection))
         })?;
         Note::collect(&mut self.notes, pass, notes);
-        Ok(choice.unwrap_or(Choice::builtin()))
+        Ok(selection.unwrap_or(Selection::builtin()))
     }
 
-    /// Bytes of workspace, of f32, that the passes need.
+    /// Bytes of f32 workspace that the passes need.
     pub fn workspace_bytes(&self) -> usize {
         self.workspace
     }
 
-    /// One line for a log: who makes each pass, how long it takes, and what was wrong with other candidates.
+    /// One line for a log: what computes each pass, how long it takes, and why other candidates were rejected.
     pub fn describe(&self) -> String {
-        let Shape { channels, height, width, filters, kernel, .. } = self.shape;
+        let ConvShape { channels, height, width, filters, kernel, .. } = self.shape;
         let layer = if self.shape.is_dense() {
             format!("dense {filters} of {channels}, {} samples", self.images)
         } else {
             format!("conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}, {} images", self.images)
         };
-        choice::describe(&layer, self.precision, &self.choices, &self.notes)
+        autotune::describe(&layer, self.precision, &self.selections, &self.notes)
     }
 
     /// Overwrites `y` \[N, H', W', F\] with the layer's activated output.
     ///
     /// # Errors
-    /// If the work cannot be put on the stream.
+    /// If the work cannot be enqueued.
     ///
     /// # Panics
     /// If lengths or types do not fit, or there are more images than the layer was set up for.
@@ -197,15 +191,15 @@ impl Conv {
         y: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.run_chosen(Pass::Forward, stream, images, [x, weights, y], Some(bias), workspace)
+        self.run_selected(stream, images, &Operands::forward(x, weights, bias, y, workspace))
     }
 
-    /// As [`forward`](Self::forward), with max-pooling behind it: overwrites `y` with the maxima of the activated output,
-    /// and `chosen` with their places ([`pool::cuda::forward`]). `raw` has room for the output before pooling; what it
-    /// holds afterwards is nobody's business.
+    /// As [`forward`](Self::forward), followed by max-pooling: overwrites `y` with the maxima of the activated output, and
+    /// `chosen` with their positions in the windows ([`pool::cuda::forward`]). `raw` has room for the output before pooling;
+    /// its contents are unspecified afterwards.
     ///
     /// # Errors
-    /// If the work cannot be put on the stream.
+    /// If the work cannot be enqueued.
     ///
     /// # Panics
     /// As [`forward`](Self::forward).
@@ -219,14 +213,14 @@ impl Conv {
         weights: View<'_>,
         bias: View<'_>,
         raw: View<'_>,
-        window: &pool::Shape,
+        window: &pool::PoolShape,
         y: View<'_>,
         chosen: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        let operands = [x, weights, raw];
-        let algorithm = self.chosen(Pass::Forward, images, operands, Some(bias), workspace);
-        if self.product(Pass::Forward, algorithm, stream, images, operands, Some(bias), workspace)? {
+        let operands = Operands::forward(x, weights, bias, raw, workspace);
+        let algorithm = self.selected(images, &operands);
+        if self.compute(algorithm, stream, images, &operands)? {
             pool::cuda::forward(stream, window, self.shape.filters, raw, y, chosen)
         } else {
             pool::cuda::forward_fused(stream, window, self.slope, bias, raw, y, chosen)
@@ -236,7 +230,7 @@ impl Conv {
     /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, given that of the output before its activation.
     ///
     /// # Errors
-    /// If the work cannot be put on the stream.
+    /// If the work cannot be enqueued.
     ///
     /// # Panics
     /// As [`forward`](Self::forward).
@@ -250,14 +244,14 @@ impl Conv {
         dx: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.run_chosen(Pass::BackwardInput, stream, images, [weights, dy, dx], None, workspace)
+        self.run_selected(stream, images, &Operands::backward_input(weights, dy, dx, workspace))
     }
 
     /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images, given that of the
     /// output before its activation.
     ///
     /// # Errors
-    /// If the work cannot be put on the stream.
+    /// If the work cannot be enqueued.
     ///
     /// # Panics
     /// As [`forward`](Self::forward).
@@ -271,13 +265,13 @@ impl Conv {
         dw: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.run_chosen(Pass::BackwardWeights, stream, images, [x, dy, dw], None, workspace)
+        self.run_selected(stream, images, &Operands::backward_weights(x, dy, dw, workspace))
     }
 
     /// Overwrites `db` \[F\], in f32, with the gradient of the bias.
     ///
     /// # Errors
-    /// If the work cannot be put on the stream.
+    /// If the work cannot be enqueued.
     ///
     /// # Panics
     /// As [`forward`](Self::forward).
@@ -290,15 +284,15 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        choice::check_batch(images, self.images, workspace, self.workspace);
+        autotune::check_batch(images, self.images, workspace, self.workspace);
         cuda::backward_bias(stream, &self.shape, images, self.precision, dy, workspace, db)
     }
 
-    /// Turns `dy`, the gradient of the activated output `y`, in place into that of the output before its activation, and
+    /// Replaces `dy`, the gradient of the activated output `y`, in place by that of the output before its activation, and
     /// overwrites `db` \[F\], in f32, with the gradient of the bias.
     ///
     /// # Errors
-    /// If the work cannot be put on the stream.
+    /// If the work cannot be enqueued.
     ///
     /// # Panics
     /// As [`forward`](Self::forward).
@@ -312,79 +306,56 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        choice::check_batch(images, self.images, workspace, self.workspace);
+        autotune::check_batch(images, self.images, workspace, self.workspace);
         let &Conv { ref shape, precision, slope, .. } = self;
         cuda::backward_activation(stream, shape, images, precision, slope, y, dy, workspace, db)
     }
 
-    /// Makes a pass by the library's algorithm, if it won and the batch and the memory are what it was chosen for.
+    /// Computes a pass with the [selected](Self::selected) algorithm.
     #[track_caller]
-    fn run_chosen(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        images: usize,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Result<()> {
-        let algorithm = self.chosen(pass, images, operands, bias, workspace);
-        self.run(pass, algorithm, stream, images, operands, bias, workspace)
+    fn run_selected(&self, stream: &Stream, images: usize, operands: &Operands<'_>) -> Result<()> {
+        self.run(self.selected(images, operands), stream, images, operands)
     }
 
-    /// The library's algorithm, if it won and the batch and the memory are what it was chosen for.
+    /// The library's algorithm, if autotuning selected one, and batch size and alignment are those it was selected for.
     #[track_caller]
-    fn chosen(
-        &self,
-        pass: Pass,
-        images: usize,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Option<&Algorithm> {
-        choice::check_batch(images, self.images, workspace, self.workspace);
-        let mut views = operands.into_iter().chain(bias);
+    fn selected(&self, images: usize, operands: &Operands<'_>) -> Option<&LibraryAlgorithm> {
+        autotune::check_batch(images, self.images, operands.workspace, self.workspace);
+        let mut views = operands.views().into_iter().chain(operands.bias);
         let fits = images == self.images && views.all(|view| aligned(pack(view.dtype()), &[view]));
-        let choice = self.choices[pass as usize].as_ref().filter(|_| fits);
-        choice.and_then(|choice| choice.algorithm.as_ref())
+        let selection = self.selections[operands.pass as usize].as_ref().filter(|_| fits);
+        selection.and_then(|selection| selection.algorithm.as_ref())
     }
 
-    /// Makes a pass, by this crate's kernel where no algorithm is given, with bias and activation if it is the forward one.
+    /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass with bias and
+    /// activation.
     #[track_caller]
-    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
     fn run(
         &self,
-        pass: Pass,
-        algorithm: Option<&Algorithm>,
+        algorithm: Option<&LibraryAlgorithm>,
         stream: &Stream,
         images: usize,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
+        operands: &Operands<'_>,
     ) -> Result<()> {
-        let activated = self.product(pass, algorithm, stream, images, operands, bias, workspace)?;
-        match bias {
-            Some(bias) if !activated => activation::cuda::bias(stream, self.slope, bias, operands[2]),
+        let activated = self.compute(algorithm, stream, images, operands)?;
+        match operands.bias {
+            Some(bias) if !activated => activation::cuda::bias(stream, self.slope, bias, operands.result),
             _ => Ok(()),
         }
     }
 
-    /// Makes a pass, by this crate's kernel where no algorithm is given. False if bias and activation are left to do.
+    /// As [`run`](Self::run), but returns false if bias and activation still have to be applied.
     #[track_caller]
-    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
-    fn product(
+    fn compute(
         &self,
-        pass: Pass,
-        algorithm: Option<&Algorithm>,
+        algorithm: Option<&LibraryAlgorithm>,
         stream: &Stream,
         images: usize,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
+        operands: &Operands<'_>,
     ) -> Result<bool> {
         let &Conv { ref shape, precision, slope, .. } = self;
-        let [from, by, to] = operands;
-        let (Some(library), Some(algorithm)) = (&self.vendor, algorithm) else {
+        let (Some(library), Some(algorithm)) = (&self.library, algorithm) else {
+            let Operands { pass, factors: [from, by], result: to, bias, workspace } = *operands;
             match pass {
                 Pass::Forward => {
                     let bias = bias.expect("a forward pass has a bias");
@@ -402,38 +373,64 @@ impl Conv {
         let y = ("a layer's output or its gradient", dtype, images * shape.output_len());
         let w = ("a layer's weights", dtype, shape.weights_len());
         let dw = ("the gradient of a layer's weights", DType::F32, shape.weights_len());
-        let expected = match pass {
+        let expected = match operands.pass {
             Pass::Forward => [x, w, y],
             Pass::BackwardInput => [w, y, x],
             Pass::BackwardWeights => [x, y, dw],
         };
-        for ((what, dtype, len), view) in expected.into_iter().zip(operands) {
+        for ((what, dtype, len), view) in expected.into_iter().zip(operands.views()) {
             check(what, view, dtype, len);
         }
-        if let Some(bias) = bias {
+        if let Some(bias) = operands.bias {
             check("a layer's bias", bias, DType::F32, shape.filters);
         }
-        library.run(pass, stream, algorithm, operands, bias, workspace)?;
+        library.run(stream, algorithm, operands)?;
         Ok(algorithm.form == Form::Fused)
     }
 }
 
-/// Memory to try algorithms on: x, w, y, bias, dx, dw and the workspace.
-struct Bench([Memory; 7]);
+/// Operands for autotuning.
+struct TuningBuffers {
+    x: Memory,
+    w: Memory,
+    y: Memory,
+    bias: Memory,
+    dx: Memory,
+    dw: Memory,
+    workspace: Memory,
+}
 
-impl Bench {
+impl TuningBuffers {
     fn new(stream: &Stream, layer: &Conv) -> Result<Self> {
         let zeroed = |dtype, len| Memory::zeroed(stream.device(), dtype, len);
         let &Conv { ref shape, images, precision, .. } = layer;
         let dtype = precision.storage();
-        Ok(Bench([
-            zeroed(dtype, images * shape.input_len())?,
-            zeroed(dtype, shape.weights_len())?,
-            zeroed(dtype, images * shape.output_len())?,
-            zeroed(DType::F32, shape.filters)?,
-            zeroed(dtype, images * shape.input_len())?,
-            zeroed(DType::F32, shape.weights_len())?,
-            zeroed(DType::F32, layer.workspace.max(WORKSPACE_LIMIT).div_ceil(4))?,
-        ]))
+        Ok(TuningBuffers {
+            x: zeroed(dtype, images * shape.input_len())?,
+            w: zeroed(dtype, shape.weights_len())?,
+            y: zeroed(dtype, images * shape.output_len())?,
+            bias: zeroed(DType::F32, shape.filters)?,
+            dx: zeroed(dtype, images * shape.input_len())?,
+            dw: zeroed(DType::F32, shape.weights_len())?,
+            workspace: zeroed(DType::F32, layer.workspace.max(WORKSPACE_LIMIT).div_ceil(4))?,
+        })
+    }
+
+    /// Fills whatever a pass reads with numbers.
+    fn fill(&self, stream: &Stream) -> Result<()> {
+        for (seed, memory) in [&self.x, &self.w, &self.y, &self.bias].into_iter().enumerate() {
+            autotune::fill(stream, memory.view(), seed as u64)?;
+        }
+        Ok(())
+    }
+
+    fn operands(&self, pass: Pass) -> Operands<'_> {
+        let TuningBuffers { x, w, y, bias, dx, dw, workspace } = self;
+        let [x, w, y, bias, dx, dw, workspace] = [x, w, y, bias, dx, dw, workspace].map(Memory::view);
+        match pass {
+            Pass::Forward => Operands::forward(x, w, bias, y, workspace),
+            Pass::BackwardInput => Operands::backward_input(w, y, dx, workspace),
+            Pass::BackwardWeights => Operands::backward_weights(x, y, dw, workspace),
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Two-dimensional convolution, stride 1, square kernels.
 //!
-//! Contract, for a batch of N images (the order of a definition; images lie with their channels last, see [`cpu`]):
+//! Contract, for a batch of N images. (The order of indices is that of the definition; in memory the channels of an
+//! image come last, see [`cpu`].)
 //!
 //! | tensor | shape |
 //! |---|---|
@@ -10,7 +11,7 @@
 //! | output `y` | \[N, F, H', W'\], H' = H + 2P − K + 1, likewise W' |
 //!
 //! `y[n,f,i,j] = b[f] + Σ_{c,u,v} w[f,c,u,v] · x[n, c, i+u−P, j+v−P]`, where `x` is zero outside the image: the
-//! cross-correlation that the field calls convolution (Dumoulin and Visin, "A guide to convolution arithmetic for
+//! cross-correlation that deep learning calls convolution (Dumoulin and Visin, "A guide to convolution arithmetic for
 //! deep learning", 2016). P is 0 for [`Padding::Valid`] and (K−1)/2 for [`Padding::Same`].
 //!
 //! The gradients of a loss L with respect to its inputs, given `dy` = ∂L/∂y:
@@ -31,22 +32,22 @@ mod cudnn;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 #[cfg(feature = "cuda")]
-mod passes;
+mod library_layer;
 #[cfg(feature = "cuda")]
-mod plan;
+mod partition;
 
 /// How a convolution treats the border of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Padding {
-    /// Zeros around the image, so that output and input are of one size. Needs an odd kernel.
+    /// Zeros around the image, so that output and input have the same size. Needs an odd kernel.
     Same,
     /// No padding: the output shrinks by K − 1.
     Valid,
 }
 
-/// The extents of a convolution, but for the number of images.
+/// The extents of a convolution, except for the number of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct ConvShape {
     /// Input channels, C.
     pub channels: usize,
     /// Input rows, H.
@@ -61,7 +62,7 @@ pub struct Shape {
     pub padding: Padding,
 }
 
-impl Shape {
+impl ConvShape {
     /// True for a dense layer: one weight for each pair of channels, of images of one pixel.
     pub fn is_dense(&self) -> bool {
         (self.height, self.width, self.kernel) == (1, 1, 1)
@@ -121,6 +122,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "same padding needs an odd kernel")]
     fn an_even_kernel_has_no_same_padding() {
-        Shape { channels: 1, height: 4, width: 4, filters: 1, kernel: 2, padding: Padding::Same }.check();
+        ConvShape { channels: 1, height: 4, width: 4, filters: 1, kernel: 2, padding: Padding::Same }.check();
     }
 }

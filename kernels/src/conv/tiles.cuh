@@ -1,14 +1,14 @@
-// Products of two large matrices, tile by tile; what the matrices are is the affair of the source that follows.
+// Tiled products of two large matrices, which are defined by the source that includes this.
 //
-// A block of threads makes one square tile of the result. It walks the depth, the extent that is summed over, in steps of
-// TILE_WORDS words of 32 bits (16 elements in f32, 32 in bf16): while one step's operands are multiplied out of shared
-// memory, the next step's are on their way from global memory into registers. There are two buffers, so one barrier a step
-// is enough.
+// A block of threads computes one square tile of the result. It iterates over the depth, the extent that is summed
+// over, in steps of TILE_WORDS words of 32 bits (16 elements in f32, 32 in bf16): while one step's operands are
+// multiplied from shared memory, the next step's are being loaded from global memory into registers. There are two
+// buffers, so one barrier per step is enough.
 //
-// In shared memory a word holds an operand's values at one line (row of the left operand, column of the right one) and one
-// depth, or in bf16 at two neighbouring depths. So the fragments of the tensor cores' TF32 and bfloat16 products have the
-// same words in the same lanes, and one loop serves both. Every element of the result is summed over the depth in the same
-// order, whatever the tile's size.
+// In shared memory a word holds an operand's values at one line (row of the left operand, column of the right one)
+// and one depth, or in bf16 at two neighbouring depths. So the fragments of the tensor cores' TF32 and bfloat16
+// products have the same words in the same lanes, and one loop serves both. Every element of the result is summed
+// over the depth in the same order, whatever the tile's size.
 
 #define TILE_WORDS 16u
 
@@ -20,7 +20,7 @@ struct alignas(8) Pair {
     u32 word[2];
 };
 
-// The sides of the tile, and how many of its rows and columns a warp makes with tensor cores.
+// The side of the tile, the threads of a block, and the rows and columns that a warp computes with tensor cores.
 struct Large {
     static constexpr u32 SIDE = 128, THREADS = 256, WARP_ROWS = 64, WARP_COLUMNS = 32;
 };
@@ -31,8 +31,9 @@ struct Small {
 
 // ---- Operands in shared memory ----
 
-// Lines of the tile (its rows, or its columns) one after another, each with its words along the depth: for fragments of
-// operands that come that way. With four words of padding eight lines start in eight different groups of four banks.
+// Lines of the tile (its rows or its columns) one after another, each with its words along the depth: for fragments
+// of operands that are contiguous along the depth. With four words of padding eight lines start in eight different
+// groups of four banks.
 template <u32 SIDE>
 struct LinesOfDepth {
     static constexpr u32 STRIDE = TILE_WORDS + 4, WORDS = SIDE * STRIDE;
@@ -48,16 +49,16 @@ struct DepthsOfLines {
 };
 
 template <bool CONDITION, class YES, class NO>
-struct Choice {
+struct Conditional {
     using Type = YES;
 };
 
 template <class YES, class NO>
-struct Choice<false, YES, NO> {
+struct Conditional<false, YES, NO> {
     using Type = NO;
 };
 
-// ---- Operands on their way there ----
+// ---- Loading operands from global memory ----
 
 template <class T>
 struct Elements {
@@ -73,11 +74,11 @@ __device__ inline void put(Quad& quad, u32 element, T value) {
 }
 
 // Operands that are contiguous along the depth. A thread moves four words of each of two lines. The lines of eight
-// neighbouring threads are chosen such that their 16-byte writes meet no bank twice. Plain products want a depth's words
-// side by side instead.
+// neighbouring threads are chosen such that their 16-byte writes have no bank conflict. Plain products need a depth's
+// words side by side instead.
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR>
 struct AlongDepth {
-    using Layout = typename Choice<PRODUCT::TENSORS, LinesOfDepth<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
+    using Layout = typename Conditional<PRODUCT::TENSORS, LinesOfDepth<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
     OPERAND operand;
     Quad moving[2];
 
@@ -125,8 +126,8 @@ struct AlongDepth {
     }
 };
 
-// Operands that are contiguous along the lines. In f32 a thread moves two runs of four lines, eight depths apart; in bf16 it
-// moves two runs of eight lines at neighbouring depths, and interleaves them to words.
+// Operands that are contiguous along the lines. In f32 a thread moves two runs of four lines, eight depths apart; in
+// bf16 it moves two runs of eight lines at neighbouring depths, and interleaves them to words.
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR>
 struct AlongLines {
     using Layout = DepthsOfLines<TILE::SIDE>;
@@ -173,7 +174,7 @@ struct AlongLines {
                 words[e / 2].word[e % 2 * 2 + 1] = even >> 16 | (odd & 0xffff0000u);
             }
             // A thread writes 32 bytes in two halves: every other four threads begin with the second, so that eight
-            // neighbours meet no bank twice.
+            // neighbours have no bank conflict.
             const bool second = threadIdx.x / 4 % 2 != 0;
             const u32 at = Layout::at(run(), threadIdx.x / RUNS);
             *(Quad*)(shared + at + (second ? 4 : 0)) = second ? words[1] : words[0];
@@ -183,9 +184,9 @@ struct AlongLines {
 };
 
 // ---- Products of two tiles in shared memory ----
-// Each keeps a thread's part of the result, and in the end hands it to a Result.
+// Each keeps a thread's part of the result, and finally passes it to a Result.
 
-// Fused multiply-adds: a thread makes 8 rows of 8 or 4 columns, in runs of four.
+// Fused multiply-adds: a thread computes 8 rows of 8 or 4 columns, in runs of four.
 template <class T, class TILE>
 struct PlainProduct {
     static constexpr bool TENSORS = false;
@@ -202,7 +203,7 @@ struct PlainProduct {
         return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
     }
 
-    // The words are a loop because the compiler, given more of them at once, runs out of registers.
+    // Not unrolled: with several words at once the compiler runs out of registers.
     template <class, class>
     __device__ void add(const u32* left, const u32* right) {
         const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
@@ -247,7 +248,7 @@ struct PlainProduct {
 __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
 __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f32) { mma_tf32_1688(d, a, b); }
 
-// Tensor cores: a warp makes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
+// Tensor cores: a warp computes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
 template <class T, class TILE>
 struct TensorProduct {
     static constexpr bool TENSORS = true;
@@ -268,7 +269,7 @@ struct TensorProduct {
         return threadIdx.x / WARP / (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_COLUMNS;
     }
 
-    // The eight words are a loop because the compiler, given both turns at once, runs out of registers.
+    // Not unrolled: with both iterations at once the compiler runs out of registers.
     template <class LEFT, class RIGHT>
     __device__ void add(const u32* left, const u32* right) {
         const u32 group = threadIdx.x % WARP / 4, lane = threadIdx.x % 4;
@@ -321,11 +322,11 @@ struct TensorProduct {
 
 // ---- Results ----
 
-// A tile of a matrix of results, as far as it lies within. BIAS adds a value a column and applies the activation.
+// A tile of a matrix of results, clipped to the matrix. BIAS adds a value per column and applies the activation.
 template <class T, bool BIAS, bool VECTOR>
 struct Result {
     static constexpr bool PAIRS = VECTOR;
-    T* values;            // the tile's first
+    T* values;            // first value of the tile
     u32 rows, columns;    // from there to the matrix's end
     u32 stride;           // columns of the matrix
     const f32* bias;
@@ -351,7 +352,7 @@ struct Result {
         if (row < rows && column < columns) values[row * stride + column] = from_f32<T>(finished(column, value));
     }
 
-    // Four values side by side, from a column that is a multiple of four.
+    // Writes four values side by side, from a column that is a multiple of four.
     __device__ void four(u32 row, u32 column, const f32 value[4]) const {
         if constexpr (!VECTOR) {
 #pragma unroll
@@ -369,9 +370,9 @@ struct Result {
         }
     }
 
-    // Two pairs of values, the second eight columns after the first; the warp's lanes hold all sixteen columns. In bf16
-    // neighbouring lanes swap a pair each, so that every lane has four values side by side to write, and the warp fills
-    // whole sectors of memory.
+    // Writes two pairs of values, the second eight columns after the first; the warp's lanes hold all sixteen
+    // columns. In bf16 neighbouring lanes exchange one pair each, so that every lane writes four values side by side,
+    // and the warp writes whole sectors of memory.
     __device__ void pairs(u32 row, u32 column, const f32 near[2], const f32 far[2]) const {
         f32 a[2], b[2];
 #pragma unroll
@@ -396,7 +397,7 @@ struct Result {
     }
 };
 
-// ---- The loop ----
+// ---- The main loop ----
 
 template <class LEFT, class RIGHT, class PRODUCT>
 __device__ inline void multiply(
@@ -407,8 +408,8 @@ __device__ inline void multiply(
     u32 buffer = 0;
     for (; start < end; start += step) {
         u32 *a = lefts[buffer]->word, *b = rights[buffer]->word;
-        // The other buffer's readers are done: they passed the barrier of the last step before anyone came here, and this
-        // buffer's before that.
+        // This buffer was last read two steps ago, and all threads finished that before the barrier of the last step.
+        // Other threads may still be reading the other buffer.
         left.store(a);
         right.store(b);
         __syncthreads();

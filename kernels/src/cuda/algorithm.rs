@@ -1,70 +1,72 @@
-//! An algorithm of a library: what the library calls it, and its names in a log and in the cache of choices.
+//! An algorithm of a library: its id in the library, and its names in logs and in the cache.
 
-/// Whose algorithm it is.
+/// The library of an algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Library {
+pub(crate) enum LibraryName {
     CuDnn,
     CublasLt,
 }
 
-impl std::fmt::Display for Library {
+impl std::fmt::Display for LibraryName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            Library::CuDnn => "cuDNN",
-            Library::CublasLt => "cuBLASLt",
+            LibraryName::CuDnn => "cuDNN",
+            LibraryName::CublasLt => "cuBLASLt",
         })
     }
 }
 
-/// What an algorithm does beside the product.
+/// What an algorithm does besides the product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     /// Nothing.
     Plain,
-    /// Bias and activation.
+    /// Adds the bias and applies the activation.
     Fused,
-    /// The result, which is to be f32, comes in bfloat16.
+    /// Computes a result in bfloat16 that is then widened to f32.
     Narrow,
-    /// A convolution is made as the gradient of another's input, or the other way round, with the weights turned.
-    Turned,
+    /// Computes a convolution as the gradient of the input of another one, or the other way round, with flipped
+    /// weights.
+    Transposed,
 }
 
 impl Form {
-    const ALL: [Form; 4] = [Form::Plain, Form::Fused, Form::Narrow, Form::Turned];
+    const ALL: [Form; 4] = [Form::Plain, Form::Fused, Form::Narrow, Form::Transposed];
 }
 
-/// One of a library's algorithms for a pass.
+/// One algorithm of a library for a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Algorithm {
-    of: Library,
-    /// cuDNN's number, the parts of the batch if there are several, and zeros, or the 64 opaque bytes by which cuBLASLt knows it.
+pub(crate) struct LibraryAlgorithm {
+    of: LibraryName,
+    /// cuDNN: its number, the number of parts of the batch if there are several, and zeros. cuBLASLt: its 64 opaque
+    /// bytes.
     pub(crate) id: [u64; 8],
     pub(crate) form: Form,
 }
 
-impl Algorithm {
+impl LibraryAlgorithm {
     pub(crate) fn cudnn(number: u32, form: Form) -> Self {
-        Algorithm { of: Library::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
+        LibraryAlgorithm { of: LibraryName::CuDnn, id: [number.into(), 0, 0, 0, 0, 0, 0, 0], form }
     }
 
-    /// As [`cudnn`](Self::cudnn), for a batch in equal parts one after the other.
+    /// As [`cudnn`](Self::cudnn), with the batch split into equal parts that are computed one after the other.
     pub(crate) fn cudnn_in_parts(number: u32, form: Form, parts: usize) -> Self {
-        Algorithm { of: Library::CuDnn, id: [number.into(), parts as u64, 0, 0, 0, 0, 0, 0], form }
+        LibraryAlgorithm { of: LibraryName::CuDnn, id: [number.into(), parts as u64, 0, 0, 0, 0, 0, 0], form }
     }
 
-    /// Parts of the batch that are computed one after the other.
+    /// Number of parts of the batch that are computed one after the other.
     pub(crate) fn parts(&self) -> usize {
         match self.of {
-            Library::CuDnn => self.id[1].max(1) as usize,
-            Library::CublasLt => 1,
+            LibraryName::CuDnn => self.id[1].max(1) as usize,
+            LibraryName::CublasLt => 1,
         }
     }
 
     pub(crate) fn cublaslt(id: [u64; 8], form: Form) -> Self {
-        Algorithm { of: Library::CublasLt, id, form }
+        LibraryAlgorithm { of: LibraryName::CublasLt, id, form }
     }
 
-    /// As text without white space that [`decode`](Self::decode) understands, in this version of the library.
+    /// Text without white space that [`decode`](Self::decode) reads again, for this version of the library.
     pub(crate) fn encode(&self) -> String {
         let words = self.id.map(|word| format!("{word:x}"));
         format!("{}/{}/{}", self.of, words.join("."), self.form as u8)
@@ -72,20 +74,21 @@ impl Algorithm {
 
     pub(crate) fn decode(text: &str) -> Option<Self> {
         let [library, id, form] = text.split('/').collect::<Vec<_>>().try_into().ok()?;
-        let library =
-            [Library::CuDnn, Library::CublasLt].into_iter().find(|known| library == known.to_string())?;
+        let library = [LibraryName::CuDnn, LibraryName::CublasLt]
+            .into_iter()
+            .find(|known| library == known.to_string())?;
         let words: Option<Vec<_>> = id.split('.').map(|word| u64::from_str_radix(word, 16).ok()).collect();
         let form = Form::ALL.into_iter().find(|known| form.parse() == Ok(*known as u8))?;
-        Some(Algorithm { of: library, id: words?.try_into().ok()?, form })
+        Some(LibraryAlgorithm { of: library, id: words?.try_into().ok()?, form })
     }
 }
 
-impl std::fmt::Display for Algorithm {
+impl std::fmt::Display for LibraryAlgorithm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.of {
-            Library::CuDnn => write!(f, "cuDNN {}", self.id[0])?,
-            Library::CublasLt => {
-                // The bytes have no names. These digits tell one from another.
+            LibraryName::CuDnn => write!(f, "cuDNN {}", self.id[0])?,
+            LibraryName::CublasLt => {
+                // The bytes have no name; these digits identify them.
                 let digest = self.id.iter().fold(0u64, |digest, word| {
                     (digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
                 });
@@ -96,7 +99,7 @@ impl std::fmt::Display for Algorithm {
             Form::Plain => "",
             Form::Fused => " fused",
             Form::Narrow => " bf16",
-            Form::Turned => " turned",
+            Form::Transposed => " transposed",
         })?;
         if self.parts() > 1 { write!(f, " in {} parts", self.parts()) } else { Ok(()) }
     }
@@ -109,14 +112,16 @@ mod tests {
     #[test]
     fn an_algorithm_is_read_as_it_was_written() {
         for form in Form::ALL {
-            let opaque = Algorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
-            for algorithm in [Algorithm::cudnn(6, form), Algorithm::cudnn_in_parts(1, form, 4), opaque] {
-                assert_eq!(Algorithm::decode(&algorithm.encode()), Some(algorithm));
+            let opaque = LibraryAlgorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
+            for algorithm in
+                [LibraryAlgorithm::cudnn(6, form), LibraryAlgorithm::cudnn_in_parts(1, form, 4), opaque]
+            {
+                assert_eq!(LibraryAlgorithm::decode(&algorithm.encode()), Some(algorithm));
             }
         }
         let broken = ["fused", "cuDNN/6/0", "cuDNN/6.0.0.0.0.0.0.0/4", "cuFFT/6.0.0.0.0.0.0.0/0"];
         for text in broken {
-            assert_eq!(Algorithm::decode(text), None, "{text}");
+            assert_eq!(LibraryAlgorithm::decode(text), None, "{text}");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! What a kernel is launched with.
+//! The arguments and the grid of a kernel launch.
 
 use super::View;
 
-/// How many threads run a kernel.
+/// The number of threads that run a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     /// Blocks in x, y and z.
@@ -19,8 +19,8 @@ impl Grid {
         Grid { blocks: [blocks, 1, 1], threads, shared: 0 }
     }
 
-    /// As many blocks of `threads` threads as give each of `items` items a thread, at most `most` of them: kernels with
-    /// a grid-stride loop need no more than fill the GPU.
+    /// As many blocks of `threads` threads as give each of `items` items a thread, but at most `most`: a kernel with
+    /// a grid-stride loop needs no more threads than fill the GPU.
     pub fn cover(items: usize, threads: u32, most: u32) -> Self {
         let blocks = items.div_ceil(threads as usize).clamp(1, most as usize);
         Grid::new(blocks as u32, threads)
@@ -42,7 +42,7 @@ pub enum Arg {
     F32(f32),
     /// `f64`.
     F64(f64),
-    /// A structure, as it lies in memory: at most 128 bytes.
+    /// A structure with the memory layout of C: at most 128 bytes.
     Struct([u64; 16]),
 }
 
@@ -58,7 +58,7 @@ impl Arg {
         Arg::Struct(words)
     }
 
-    /// The address of the value, for the driver to read as many bytes from as the kernel says.
+    /// The address of the value. The driver reads as many bytes from it as the kernel's parameter has.
     pub(super) fn pointer(&self) -> *mut std::ffi::c_void {
         let pointer: *const u8 = match self {
             Arg::Address(value) | Arg::U64(value) => std::ptr::from_ref(value).cast(),
@@ -78,7 +78,7 @@ impl From<View<'_>> for Arg {
     }
 }
 
-/// A view, or null where there is none.
+/// A view, or null for `None`.
 impl From<Option<View<'_>>> for Arg {
     fn from(view: Option<View<'_>>) -> Self {
         Arg::Address(view.map_or(0, |view| view.address()))
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_grid_covers_its_items_and_no_more_than_asked() {
+    fn a_grid_covers_its_items_with_at_most_the_given_blocks() {
         assert_eq!(Grid::cover(1000, 256, 100), Grid::new(4, 256));
         assert_eq!(Grid::cover(0, 256, 100), Grid::new(1, 256));
         assert_eq!(Grid::cover(1 << 40, 256, 100), Grid::new(100, 256));

@@ -1,9 +1,9 @@
-//! Compiled kernels, kept on disk.
+//! The disk cache of compiled kernels and of autotuning's selections.
 //!
-//! A file is named by the digest of everything that the image depends on, and begins with the image's own digest: a
-//! truncated or foreign file is taken for none. Ranks that start together may all compile and write the same file; each
-//! writes under a name that nothing had and renames, so that readers see whole files only. Where nothing can be written, the
-//! kernels are compiled in every process: that costs a second, and is no error.
+//! A file is named after the digest of everything that its content depends on, and begins with the digest of the
+//! content: a truncated or foreign file is ignored. Ranks that start together may all compile and write the same
+//! file. Each one writes to a new temporary file and renames it, so that readers see complete files only. If the
+//! cache cannot be written, the kernels are compiled in every process: that costs a second, and is not an error.
 
 use std::fs;
 use std::io::{ErrorKind, Write};
@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-/// Names the folder outright.
+/// The variable that names the cache folder.
 const VARIABLE: &str = "MGPU_CACHE_DIR";
-/// Bytes of the digest in front of an image.
+/// Length in bytes of the digest at the beginning of a file.
 const DIGEST: usize = 32;
 
-/// Stands for everything in `parts`.
+/// The key of an entry that depends on all of `parts`.
 pub(super) fn key(parts: &[&str]) -> String {
     let mut digest = Sha256::new();
     for part in parts {
@@ -33,20 +33,20 @@ pub(super) fn folder() -> Option<PathBuf> {
     variable(VARIABLE).or_else(|| Some(user()?.join("mgpu")))
 }
 
-/// What was kept under `key`, if it is whole.
+/// The content cached under `key`, if it is complete.
 pub(super) fn read(name: &str, key: &str) -> Option<Vec<u8>> {
     read_in(&folder()?, name, key)
 }
 
-/// Keeps `content` under `key`, if it can be.
+/// Caches `content` under `key`, if possible.
 pub(super) fn write(name: &str, key: &str, content: &[u8]) {
     if let Some(folder) = folder() {
-        // Not a loss: the next process makes it again.
+        // Errors are ignored: the next process computes it again.
         let _ = write_in(&folder, name, key, content);
     }
 }
 
-/// As [`write`], but leaves what is there already: of processes that write at the same time the first decides.
+/// As [`write`], but keeps an existing entry: of processes that write at the same time, the first one decides.
 pub(super) fn write_first(name: &str, key: &str, content: &[u8]) {
     if let Some(folder) = folder() {
         let _ = write_first_in(&folder, name, key, content);
@@ -59,7 +59,7 @@ fn path(folder: &Path, name: &str, key: &str) -> PathBuf {
 
 fn read_in(folder: &Path, name: &str, key: &str) -> Option<Vec<u8>> {
     let path = path(folder, name, key);
-    // Nobody may write into a pipe, and a device may never come to an end.
+    // Only regular files are read: a pipe may have no writer, and a device may never end.
     let mut file =
         fs::metadata(&path).ok().filter(fs::Metadata::is_file).and_then(|_| fs::read(&path).ok())?;
     if file.len() < DIGEST {
@@ -74,17 +74,17 @@ fn write_in(folder: &Path, name: &str, key: &str, content: &[u8]) -> std::io::Re
     place(folder, &target, content, |own| fs::rename(own, &target))
 }
 
-/// As [`write_in`], but leaves what is there already, if that is whole.
+/// As [`write_in`], but keeps an existing entry, if it is complete.
 fn write_first_in(folder: &Path, name: &str, key: &str, content: &[u8]) -> std::io::Result<()> {
     let target = path(folder, name, key);
     place(folder, &target, content, |own| match fs::hard_link(own, &target) {
-        // A cut file is no choice of anybody's.
+        // A truncated entry is overwritten.
         Err(_) if read_in(folder, name, key).is_none() => fs::rename(own, &target),
         linked => linked,
     })
 }
 
-/// Writes a file of this process's own beside `target`, and has it put into its place.
+/// Writes a new temporary file beside `target`, and calls `put` to move it there.
 fn place(
     folder: &Path,
     target: &Path,
@@ -95,12 +95,13 @@ fn place(
     let (mut file, own) = create_beside(target)?;
     let written = file.write_all(&Sha256::digest(content)).and_then(|()| file.write_all(content));
     let outcome = written.and_then(|()| put(&own));
-    // This process has made it; a rename has taken it away.
+    // This process created the file; after a rename it is gone already.
     let _ = fs::remove_file(&own);
     outcome
 }
 
-/// A new file beside `target`. A process of the same number may have left one, or be writing one in another container.
+/// A new file beside `target`. A process with the same id may have left such a file, or may be writing one in another
+/// container.
 fn create_beside(target: &Path) -> std::io::Result<(fs::File, PathBuf)> {
     for number in 0u64.. {
         let own = target.with_extension(format!("{}-{number}.partial", std::process::id()));
@@ -117,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_and_what_is_cut_is_not() {
+    fn complete_entries_are_read_and_truncated_ones_are_not() {
         let folder = tempfile::tempdir().unwrap();
         let key = key(&["source", "options"]);
         assert_eq!(read_in(folder.path(), "pool", &key), None);
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_choice_stays() {
+    fn write_first_keeps_an_existing_entry() {
         let folder = tempfile::tempdir().unwrap();
         let key = key(&["problem"]);
         write_first_in(folder.path(), "choice", &key, b"first").unwrap();
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_overwritten_on_the_way_and_nothing_but_files_is_read() {
+    fn other_files_are_not_overwritten_and_only_regular_files_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let (key, precious) = (key(&["source"]), folder.path().join("precious"));
         let target = path(folder.path(), "pool", &key);
@@ -155,7 +156,7 @@ mod tests {
         let own = target.with_extension(format!("{}-0.partial", std::process::id()));
         std::os::unix::fs::symlink(&precious, &own).unwrap();
         nix::unistd::mkfifo(&target, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(read_in(folder.path(), "pool", &key), None, "and nobody waits for the pipe");
+        assert_eq!(read_in(folder.path(), "pool", &key), None, "the read does not wait for the pipe");
         write_in(folder.path(), "pool", &key, b"image").unwrap();
         assert_eq!(read_in(folder.path(), "pool", &key).as_deref(), Some(&b"image"[..]));
         assert!(own.is_symlink());
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_counts_and_so_does_its_border() {
+    fn a_key_depends_on_every_part_and_its_boundaries() {
         assert_ne!(key(&["ab", "c"]), key(&["a", "bc"]));
         assert_eq!(key(&["ab", "c"]).len(), 64);
     }

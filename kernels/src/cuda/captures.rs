@@ -1,27 +1,27 @@
-//! Which memory graphs may still need.
+//! Keeps memory that captured graphs may still use.
 //!
-//! A graph holds addresses. So memory that was there when one was captured is not freed before the last graph is gone,
-//! even if its owner is. Memory that came later is in no graph and is freed at once.
+//! A graph contains addresses. So memory that existed when a graph was captured is not freed before the last graph is
+//! destroyed, even if its owner is dropped. Memory that was allocated later is in no graph and is freed at once.
 
-/// An allocation without an owner.
+/// An allocation whose owner has been dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Block {
-    /// Of the GPU.
+pub(super) enum Allocation {
+    /// Memory of the GPU.
     Device { address: u64, bytes: u64 },
-    /// Pinned, of the host.
+    /// Pinned memory of the host.
     Host(usize),
 }
 
-/// What is to be known of captures on one GPU.
+/// The captures on one GPU.
 #[derive(Debug, Default)]
 pub(super) struct Captures {
-    /// Allocations and captures so far, in one count.
+    /// Number of allocations and captures so far.
     clock: u64,
-    /// The count at the end of the latest capture.
-    latest: u64,
-    /// Graphs that there are.
+    /// `clock` at the end of the latest capture.
+    last_capture: u64,
+    /// Number of existing graphs.
     graphs: usize,
-    kept: Vec<Block>,
+    deferred: Vec<Allocation>,
 }
 
 impl Captures {
@@ -32,25 +32,25 @@ impl Captures {
     }
 
     /// Counts a graph that has just been captured.
-    pub(super) fn captured(&mut self) {
+    pub(super) fn graph_captured(&mut self) {
         self.clock += 1;
-        self.latest = self.clock;
+        self.last_capture = self.clock;
         self.graphs += 1;
     }
 
-    /// Takes over an allocation made at `born`, and returns it if it can be freed now.
-    pub(super) fn released(&mut self, block: Block, born: u64) -> Option<Block> {
-        if self.graphs > 0 && born <= self.latest {
-            self.kept.push(block);
+    /// Takes over an allocation made at `allocated_at`, and returns it if it can be freed now.
+    pub(super) fn release(&mut self, allocation: Allocation, allocated_at: u64) -> Option<Allocation> {
+        if self.graphs > 0 && allocated_at <= self.last_capture {
+            self.deferred.push(allocation);
             return None;
         }
-        Some(block)
+        Some(allocation)
     }
 
-    /// Counts a graph less, and returns what can be freed now.
-    pub(super) fn gone(&mut self) -> Vec<Block> {
+    /// Counts the end of a graph, and returns what can be freed now.
+    pub(super) fn graph_destroyed(&mut self) -> Vec<Allocation> {
         self.graphs -= 1;
-        if self.graphs == 0 { std::mem::take(&mut self.kept) } else { Vec::new() }
+        if self.graphs == 0 { std::mem::take(&mut self.deferred) } else { Vec::new() }
     }
 }
 
@@ -59,17 +59,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_stays_as_long_as_a_graph_may_need_it() {
+    fn memory_is_kept_as_long_as_a_graph_may_use_it() {
         let mut captures = Captures::default();
-        let (before, block) = (captures.allocated(), Block::Host);
-        captures.captured();
+        let (before, allocation) = (captures.allocated(), Allocation::Host);
+        captures.graph_captured();
         let after = captures.allocated();
-        assert_eq!(captures.released(block(1), before), None);
-        assert_eq!(captures.released(block(2), after), Some(block(2)));
-        captures.captured();
-        assert_eq!(captures.released(block(3), after), None);
-        assert_eq!(captures.gone(), []);
-        assert_eq!(captures.gone(), [block(1), block(3)]);
-        assert_eq!(captures.released(block(4), before), Some(block(4)));
+        assert_eq!(captures.release(allocation(1), before), None);
+        assert_eq!(captures.release(allocation(2), after), Some(allocation(2)));
+        captures.graph_captured();
+        assert_eq!(captures.release(allocation(3), after), None);
+        assert_eq!(captures.graph_destroyed(), []);
+        assert_eq!(captures.graph_destroyed(), [allocation(1), allocation(3)]);
+        assert_eq!(captures.release(allocation(4), before), Some(allocation(4)));
     }
 }

@@ -1,8 +1,9 @@
-//! From CUDA C++ to an image for one GPU, at run time.
+//! Compiles CUDA C++ for one GPU at run time.
 //!
-//! NVRTC compiles for exactly the architecture at hand and gives a *cubin*, which the driver loads as it is. So a driver
-//! for CUDA 13.0 takes what any 13.x compiler made, and one for 12.x what a 12.x compiler made; only an architecture that
-//! the compiler does not know yet falls back to its newest virtual one (*PTX*), which the driver then translates.
+//! NVRTC compiles for exactly the architecture at hand and returns a *cubin*, which the driver loads without
+//! translation. So a driver for CUDA 13.0 loads the output of any 13.x compiler, and one for 12.x that of any 12.x
+//! compiler. Only for an architecture that the compiler does not know yet does it fall back to the newest virtual
+//! architecture (*PTX*), which the driver then translates.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
@@ -11,14 +12,14 @@ use super::error::{Error, Result};
 use super::usage::{self, Usage};
 use super::{cache, libraries};
 
-/// What every source begins with.
+/// The text that every source begins with.
 pub const PRELUDE: &str = include_str!("device.cuh");
 
-/// The compute capabilities that kernels are made for, from Turing to Blackwell: those that differ in what a compiler
-/// makes of a kernel. GPUs between them run what it makes for them as well.
+/// The compute capabilities that kernels are compiled for in the tests, from Turing to Blackwell: those for which a
+/// compiler's output differs. GPUs with a capability in between run that of the next lower one.
 pub const ARCHITECTURES: [(u32, u32); 7] = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)];
 
-/// CUDA C++ of one operation.
+/// The CUDA C++ source of one operation.
 #[derive(Debug)]
 pub struct Source {
     /// The operation.
@@ -30,16 +31,16 @@ pub struct Source {
 impl Source {
     /// The text that is compiled.
     pub fn whole(&self) -> String {
-        // So that the compiler counts lines as an editor does.
+        // `#line` makes the compiler count lines from the beginning of the file.
         format!("{PRELUDE}\n#line 1 \"{}.cu\"\n{}", self.name, self.text)
     }
 }
 
-/// Options besides the architecture. Contraction to fused multiply-adds is on, as it is by default; fast division, roots
-/// and denormals are not.
+/// Options besides the architecture. Contraction to fused multiply-adds is on, which is the default; fast division,
+/// square roots and denormals are off.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
-/// The image of a source for one kind of GPU, made or still to be.
+/// The compiled image of a source for one architecture, cached or not yet compiled.
 pub(super) struct Image {
     source: &'static Source,
     text: String,
@@ -53,14 +54,14 @@ impl Image {
     pub(super) fn new(source: &'static Source, architecture: (u32, u32), driver: (u32, u32)) -> Self {
         let text = source.whole();
         let machine = format!("{architecture:?} {}", driver.0);
-        // Not by the compiler's version: what an older one made does as well, and with all kernels in the cache the
-        // library, of a hundred megabytes, need not be opened, nor be there.
+        // The compiler's version is not part of the key: the output of an older one is equally good, and if all
+        // kernels are in the cache, the library (a hundred megabytes) need not be opened or even installed.
         let key = cache::key(&[&text, &OPTIONS.join(" "), &machine]);
         Image { source, text, architecture, driver, key }
     }
 
-    /// What was kept earlier.
-    pub(super) fn kept(&self) -> Option<Vec<u8>> {
+    /// The cached image.
+    pub(super) fn cached(&self) -> Option<Vec<u8>> {
         cache::read(self.source.name, &self.key)
     }
 
@@ -73,8 +74,8 @@ impl Image {
         Ok(image)
     }
 
-    /// Keeps what [`compile`](Self::compile) made, now that it is known to load.
-    pub(super) fn keep(&self, image: &[u8]) {
+    /// Caches the output of [`compile`](Self::compile), after it has been loaded successfully.
+    pub(super) fn store(&self, image: &[u8]) {
         cache::write(self.source.name, &self.key, image);
     }
 }
@@ -82,20 +83,20 @@ impl Image {
 /// A source compiled for one architecture.
 #[derive(Debug)]
 pub struct Compiled {
-    /// The cubin, as the driver loads it.
+    /// The cubin that the driver loads.
     pub image: Vec<u8>,
-    /// What the compiler and the assembler have to say.
+    /// The output of the compiler and the assembler.
     pub log: String,
 }
 
 impl Compiled {
-    /// Registers and memory of every kernel, by name. Empty if the compiler does not tell.
+    /// Registers and memory of every kernel, by name. Empty if the compiler does not report them.
     pub fn usage(&self) -> Vec<Usage> {
         usage::parse(&self.log)
     }
 }
 
-/// Compiles `source` for an architecture such as (9, 0). That needs no GPU, and passes the cache by.
+/// Compiles `source` for an architecture such as (9, 0). Needs no GPU, and does not use the cache.
 ///
 /// # Errors
 /// If there is no compiler, it does not know the architecture, or the source does not compile.
@@ -126,7 +127,7 @@ type Handle = *mut c_void;
 type Status = c_int;
 
 libraries::functions! {
-    /// What is called of NVRTC.
+    /// The functions of NVRTC that are used.
     Functions {
         version = nvrtcVersion(*mut c_int, *mut c_int) -> Status;
         error_string = nvrtcGetErrorString(Status) -> *const c_char;
@@ -144,7 +145,7 @@ libraries::functions! {
     }
 }
 
-/// A program that is destroyed at the end.
+/// A program, destroyed when dropped.
 struct Program<'a> {
     compiler: &'a Compiler,
     handle: Handle,
@@ -152,30 +153,30 @@ struct Program<'a> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: created below, destroyed once.
+        // SAFETY: created in `compile`, destroyed once.
         unsafe { (self.compiler.functions.destroy)(&mut self.handle) };
     }
 }
 
-/// The functions that tell how long something is, and that give it.
+/// The functions that return the length of an output, and the output itself.
 type Len = unsafe extern "C" fn(Handle, *mut usize) -> Status;
 type Get = unsafe extern "C" fn(Handle, *mut c_char) -> Status;
 
 impl Program<'_> {
-    /// What `get` writes, as long as `len` says.
+    /// The output that `get` writes; `len` returns its length.
     fn output(&self, call: &'static str, len: Len, get: Get) -> Result<Vec<u8>> {
         let mut size = 0;
         // SAFETY: the program is alive, `size` is writable.
         self.compiler.check(call, unsafe { len(self.handle, &mut size) })?;
         let mut bytes = vec![0u8; size];
-        // SAFETY: as above; there is room for as many bytes as the library said.
+        // SAFETY: as above; there is room for the number of bytes that the library returned.
         self.compiler.check(call, unsafe { get(self.handle, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
 }
 
 impl Compiler {
-    /// The compiler for a driver of CUDA version `driver`; any for (0, 0).
+    /// Opens the compiler for a driver of CUDA version `driver`; any compiler for (0, 0).
     fn open(driver: (u32, u32)) -> Result<Self> {
         let library = if driver.0 == 12 { &libraries::NVRTC_12 } else { &libraries::NVRTC };
         let mut compiler = Compiler { functions: Functions::load(library)?, version: (0, 0) };
@@ -186,7 +187,7 @@ impl Compiler {
         compiler.version = (major as u32, minor as u32);
         if driver != (0, 0) && compiler.version.0 > driver.0 {
             return Err(Error::Missing(format!(
-                "the kernel compiler libnvrtc {major}.{minor} is for drivers of CUDA {major}, and this one is for {}.{}: {}",
+                "the kernel compiler libnvrtc {major}.{minor} is for drivers of CUDA {major}, but this driver is for {}.{}: {}",
                 driver.0,
                 driver.1,
                 libraries::NVRTC_12.install
@@ -199,12 +200,12 @@ impl Compiler {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: the function takes every number.
+        // SAFETY: the function accepts every number.
         let text = unsafe { (self.functions.error_string)(status) };
         let text = if text.is_null() {
             format!("error {status}")
         } else {
-            // SAFETY: not null, so one of the library's constants, which is never closed.
+            // SAFETY: not null, so one of the constants of the library, which is never closed.
             unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
         };
         Err(Error::Library { call, text })
@@ -232,7 +233,7 @@ impl Compiler {
         let options = OPTIONS.iter().copied().chain([&architecture[..]]).chain(more_options.iter().copied());
         let options: Vec<CString> = options.map(|option| c_string(option.to_owned())).collect();
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program is alive, and there are as many options as said.
+        // SAFETY: the program is alive, and the number of options is right.
         let status =
             unsafe { (functions.compile)(program.handle, pointers.len() as c_int, pointers.as_ptr()) };
         let log = program.output("nvrtcGetProgramLog", functions.log_len, functions.log)?;
@@ -248,8 +249,8 @@ impl Compiler {
         Ok((image, log))
     }
 
-    /// What to compile for: the architecture itself, or the newest virtual one that the compiler knows, if the driver can
-    /// translate that.
+    /// The architecture to compile for: the GPU's own, or the newest virtual one that the compiler knows, if the
+    /// driver can translate it.
     fn target(&self, (major, minor): (u32, u32), driver: (u32, u32)) -> Result<String> {
         let known = self.architectures()?;
         let exact = major * 10 + minor;
@@ -260,20 +261,20 @@ impl Compiler {
         match newest.filter(|_| self.version <= driver) {
             Some(newest) => Ok(format!("compute_{newest}")),
             None => Err(Error::Missing(format!(
-                "the kernel compiler libnvrtc {}.{} knows no GPU of compute capability {major}.{minor}, and the driver is for CUDA {}.{}: install an NVRTC that knows it, or a newer driver",
+                "the kernel compiler libnvrtc {}.{} does not support compute capability {major}.{minor}, and the driver is for CUDA {}.{}: install an NVRTC that supports it, or a newer driver",
                 self.version.0, self.version.1, driver.0, driver.1
             ))),
         }
     }
 
-    /// The architectures that the compiler makes cubins for, as 90 for 9.0.
+    /// The architectures that the compiler supports, as 90 for 9.0.
     fn architectures(&self) -> Result<Vec<u32>> {
         let mut count = 0;
         // SAFETY: a writable integer.
         let status = unsafe { (self.functions.architectures_len)(&mut count) };
         self.check("nvrtcGetNumSupportedArchs", status)?;
         let mut known = vec![0; count.max(0) as usize];
-        // SAFETY: room for as many as the library said.
+        // SAFETY: room for as many as the library returned.
         let status = unsafe { (self.functions.architectures)(known.as_mut_ptr()) };
         self.check("nvrtcGetSupportedArchs", status)?;
         Ok(known.into_iter().map(|known| known as u32).collect())

@@ -1,7 +1,8 @@
-// What every kernel source begins with. No header is included: NVRTC compiles this with nothing but itself installed.
+// The text that every kernel source begins with. It includes no header: NVRTC compiles it with nothing else
+// installed.
 //
-// With MGPU_SHIM defined a C++ compiler reads the same text, after a header that stands in for the language's
-// extensions; whatever needs a GPU's own instructions has a plain alternative here.
+// With MGPU_SHIM defined, a C++ compiler compiles the same text after a header that defines the language's
+// extensions; code with instructions of a GPU has a plain alternative here.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -11,7 +12,7 @@ typedef int i32;
 typedef float f32;
 typedef double f64;
 
-// Entry points are found by these macros' names, so each kernel's name stands in the text once, in full.
+// Entry points are found by these macros' names, so each kernel's name is written out once.
 #define KERNEL(name) extern "C" __global__ void name
 #define KERNEL_BOUNDS(name, threads) extern "C" __global__ void __launch_bounds__(threads) name
 
@@ -58,7 +59,7 @@ __device__ inline f32 from_f32<f32>(f32 value) {
     return value;
 }
 
-// Rounds to nearest, ties to even; a NaN stays one whatever bits it is made of.
+// Rounds to nearest, ties to even; every NaN stays a NaN.
 template <>
 __device__ inline bf16 from_f32<bf16>(f32 value) {
 #if !defined(MGPU_SHIM) && __CUDA_ARCH__ >= 800
@@ -71,7 +72,7 @@ __device__ inline bf16 from_f32<bf16>(f32 value) {
     return bf16{(u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-// The nearest number with TF32's 10 bits of mantissa, as the bits of an f32. Infinities and NaNs are themselves.
+// The nearest number with TF32's 10 bits of mantissa, as the bits of an f32. Infinities and NaNs are unchanged.
 __device__ inline u32 f32_to_tf32(f32 value) {
     u32 bits = bits_of(value);
     if ((bits & 0x7f800000u) == 0x7f800000u) return bits;
@@ -88,8 +89,8 @@ __device__ inline T most(T a, T b) {
     return a < b ? b : a;
 }
 
-// Elements that one access of 16 bytes moves, and so many of them, to be loaded and stored at once. Their address is a
-// multiple of their size.
+// Number of elements that one access of 16 bytes moves, and a type for N elements that are loaded and stored at once.
+// Its address is a multiple of its size.
 template <class T>
 constexpr u32 PACK = 16 / sizeof(T);
 
@@ -108,7 +109,7 @@ __device__ inline void store_pack(T* to, const Pack<T, N>& pack) {
     *(Pack<T, N>*)to = pack;
 }
 
-// N numbers for the N channels of a pack of activations, 16 bytes at a time where they are that many.
+// N numbers for the N channels of a pack of activations, loaded 16 bytes at a time if there are as many.
 template <u32 N>
 __device__ inline Pack<f32, N> load_channels(const f32* from) {
     constexpr u32 STEP = N < PACK<f32> ? N : PACK<f32>;
@@ -120,18 +121,18 @@ __device__ inline Pack<f32, N> load_channels(const f32* from) {
     return values;
 }
 
-// Number of this thread in a one-dimensional grid, and of its threads: a loop from the one in strides of the other
-// visits every item once whatever the grid.
+// Index of this thread in a one-dimensional grid, and the number of threads: a loop from the one in strides of the
+// other visits every item once, whatever the grid (grid-stride loop).
 __device__ inline u32 grid_thread() { return blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ inline u32 grid_threads() { return gridDim.x * blockDim.x; }
 
-// The rectified linear unit with a slope for negative values; with slope 1, the value itself.
+// ReLU with a slope for negative values; with slope 1, the value itself.
 __device__ inline f32 rectify(f32 value, f32 slope) {
     const f32 scaled = value * slope;
     return value > 0.0f ? value : scaled;
 }
 
-// The gradient of what was rectified, from that of its output `y`.
+// The gradient of the input of `rectify`, from that of its output `y`.
 template <class T>
 __device__ inline T rectify_gradient(T y, T gradient, f32 slope) {
     const f32 scaled = to_f32(gradient) * slope;
@@ -152,7 +153,7 @@ __device__ inline T warp_max(T value) {
 }
 
 // Sum over the threads of a one-dimensional block, the same in every thread, always in the same order. `scratch` has
-// room for one value a warp; all threads of the block call, with whole warps.
+// room for one value per warp. All threads of the block must call it, and the block consists of whole warps.
 template <class T>
 __device__ inline T block_sum(T value, T* scratch) {
     const u32 warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -177,26 +178,27 @@ __device__ inline u64 splitmix64(u64 x) {
 __device__ inline u64 random_base(u64 seed, u64 stream) { return splitmix64(splitmix64(seed) ^ stream); }
 __device__ inline u32 random_bits24(u64 base, u64 i) { return (u32)(splitmix64(base + i * RANDOM_INCREMENT) >> 40); }
 
-// What changes from step to step. It lives in device memory and a kernel advances it, so that a captured graph can be
-// replayed with the arguments it was captured with.
+// The values that change from step to step. They are in device memory and a kernel advances them, so that a captured
+// graph can be replayed with the arguments that it was captured with.
 struct StepState {
-    u64 step;            // of the step being made, from 0
-    u64 position;        // of that step within its epoch
+    u64 step;            // index of the current step, from 0
+    u64 position;        // index of the step within its epoch
     f64 learning_rate;   // of that step
-    f32 constants[8];    // the optimizer's numbers that depend on the step
-    f64 squares;         // sum of its gradients' squares, where they are clipped
-    f64 norm;            // the root of that
-    f32 scale;           // what its gradients are multiplied with
-    u32 halted;          // an earlier step had gradients that are no numbers: this one is none
-    u64 not_finite;      // whose gradients those were, 0 for nobody's
-    f64 step_size;       // the learning rate with Adam's correction
+    f32 constants[8];    // those constants of the optimizer that depend on the step
+    f64 squares;         // sum of the squares of all gradients, if they are clipped
+    f64 norm;            // the square root of it
+    f32 scale;           // the factor for the gradients
+    u32 halted;          // an earlier step had non-finite gradients: no update is applied
+    u64 non_finite;      // the mark of the tensor with non-finite gradients, 0 for none
+    f64 step_size;       // the learning rate with Adam's bias correction
     f64 shrink;          // the learning rate times the weight decay
 };
 
 #if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 800
 #define TENSOR_CORES 1
 
-// One warp's product of 16x16 by 16x8 in bfloat16, added to 16x8 in f32. With g = lane / 4 and t = lane % 4, a lane holds
+// One warp's product of 16x16 by 16x8 in bfloat16, added to 16x8 in f32. With g = lane / 4 and t = lane % 4, a lane
+// holds
 //   a[0]: (g, 2t..2t+1)   a[1]: (g+8, 2t..)   a[2]: (g, 2t+8..)   a[3]: (g+8, 2t+8..)     lower column in the lower half
 //   b[0]: (2t..2t+1, g)   b[1]: (2t+8.., g)
 //   d[0], d[1]: (g, 2t..2t+1)   d[2], d[3]: (g+8, 2t..)

@@ -1,4 +1,4 @@
-//! One GPU: its context, its properties, the kernels loaded on it.
+//! One GPU: its context, its properties, and the kernels loaded on it.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -8,16 +8,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
-use super::captures::{Block, Captures};
+use super::captures::{Allocation, Captures};
 use super::compile::{self, Source};
 use super::error::{Context, Error, Result};
 use super::libraries;
 
-/// Dynamic shared memory that a block gets without having asked for more.
+/// Dynamic shared memory in bytes that a block gets without a request for more.
 const SHARED_BY_DEFAULT: u32 = 48 << 10;
 
-/// A GPU with its primary context, which all of this process share. Opened once, and closed by the process's end: handles
-/// that libraries, threads and graphs have of it are good for ever.
+/// A GPU with its primary context, which the whole process shares. Opened once and never closed, so that the handles
+/// that libraries, threads and graphs have of it stay valid.
 pub struct Device {
     ordinal: u32,
     context: sys::CUcontext,
@@ -28,18 +28,19 @@ pub struct Device {
     driver: (u32, u32),
     used: AtomicU64,
     peak: AtomicU64,
-    /// Work on it will never end: nothing may wait for it any more.
+    /// Work on it will never finish, so nothing may wait for it any more.
     abandoned: AtomicBool,
     modules: Mutex<HashMap<&'static str, Module>>,
     captures: Mutex<Captures>,
 }
 
-// SAFETY: the handles are the driver's, which takes calls from all threads; everything that changes is atomic or locked.
+// SAFETY: the handles are the driver's, which may be called from all threads; everything that changes is atomic or
+// locked.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// A source, compiled and loaded, with the kernels of it that were asked for.
+/// A compiled and loaded source, with those of its kernels that have been requested.
 struct Module {
     handle: sys::CUmodule,
     functions: HashMap<String, Function>,
@@ -51,7 +52,7 @@ pub struct Function {
     raw: sys::CUfunction,
     context: sys::CUcontext,
     name: Arc<str>,
-    /// Dynamic shared memory that the driver has been told to allow.
+    /// Dynamic shared memory that the driver currently allows.
     shared: Arc<AtomicU32>,
 }
 
@@ -74,7 +75,7 @@ impl Function {
         self.context == device.context
     }
 
-    /// Makes sure that a block may have `bytes` of dynamic shared memory.
+    /// Allows `bytes` of dynamic shared memory for each block.
     pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
         if bytes <= self.shared.load(Ordering::Relaxed) {
             return Ok(());
@@ -100,7 +101,7 @@ impl fmt::Debug for Device {
     }
 }
 
-/// The driver, opened and initialised once.
+/// The version of the driver, which is opened and initialised once.
 fn driver() -> Result<(u32, u32)> {
     static DRIVER: OnceLock<Result<(u32, u32)>> = OnceLock::new();
     DRIVER
@@ -120,7 +121,7 @@ impl Device {
     /// Number of GPUs that CUDA sees.
     ///
     /// # Errors
-    /// If there is no driver, or one too old, or it refuses.
+    /// If there is no driver, if it is too old, or if it returns an error.
     pub fn count() -> Result<u32> {
         driver()?;
         let count = result::device::get_count().context("cuDeviceGetCount")?;
@@ -180,7 +181,8 @@ impl Device {
         })
     }
 
-    /// Makes this GPU the calling thread's. Every thread that uses it does so once.
+    /// Makes this GPU the current one of the calling thread. Every thread has to call this once before it uses the
+    /// GPU.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -189,17 +191,17 @@ impl Device {
         unsafe { result::ctx::set_current(self.context) }.context("cuCtxSetCurrent")
     }
 
-    /// Number of the GPU among those that CUDA sees.
+    /// Ordinal of the GPU among those that CUDA sees.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// What it is sold as.
+    /// The product name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its identifier, `GPU-` and hexadecimal digits: the same in every process.
+    /// The UUID, `GPU-` and hexadecimal digits: the same in every process.
     pub fn uuid(&self) -> &str {
         &self.uuid
     }
@@ -209,7 +211,7 @@ impl Device {
         self.architecture
     }
 
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub fn multiprocessors(&self) -> u32 {
         self.multiprocessors
     }
@@ -219,17 +221,18 @@ impl Device {
         self.driver
     }
 
-    /// Bytes that this process holds by [`Memory`](super::Memory).
+    /// Bytes that this process has allocated through [`Memory`](super::Memory).
     pub fn memory_used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// The most bytes that this process has held.
+    /// Maximum of [`memory_used`](Self::memory_used) since the start or the last
+    /// [`reset_memory_peak`](Self::reset_memory_peak).
     pub fn memory_peak(&self) -> u64 {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// Bytes that are free on the GPU, and all it has.
+    /// Free and total bytes of the GPU.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -239,8 +242,8 @@ impl Device {
         Ok((free as u64, total as u64))
     }
 
-    /// Gives the GPU up: work on it never ends, as after a collective that could not be aborted. From now on its memory
-    /// is left to the end of the process, since freeing it would wait for that work.
+    /// Marks the GPU as lost: work on it never finishes, for example after a collective that could not be aborted.
+    /// From now on its memory is not freed before the end of the process, since freeing it would wait for that work.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
     }
@@ -255,54 +258,54 @@ impl Device {
     }
 
     /// Counts an allocation of `bytes` on the GPU and returns when it was made.
-    pub(super) fn took(&self, bytes: u64) -> u64 {
+    pub(super) fn allocated(&self, bytes: u64) -> u64 {
         let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak.fetch_max(used, Ordering::Relaxed);
         self.captures().allocated()
     }
 
-    /// Frees an allocation made at `born`, unless a graph may need it: then the last of the graphs does.
-    pub(super) fn give_back(&self, block: Block, born: u64) {
+    /// Frees an allocation made at `allocated_at`, or defers that to the end of the last graph if a graph may use it.
+    pub(super) fn release(&self, allocation: Allocation, allocated_at: u64) {
         if self.is_abandoned() {
             return;
         }
-        let block = self.captures().released(block, born);
-        block.into_iter().for_each(|block| self.free(block));
+        let freeable = self.captures().release(allocation, allocated_at);
+        freeable.into_iter().for_each(|allocation| self.free(allocation));
     }
 
     pub(super) fn graph_captured(&self) {
-        self.captures().captured();
+        self.captures().graph_captured();
     }
 
-    pub(super) fn graph_gone(&self) {
-        let blocks = self.captures().gone();
-        blocks.into_iter().for_each(|block| self.free(block));
+    pub(super) fn graph_destroyed(&self) {
+        let freeable = self.captures().graph_destroyed();
+        freeable.into_iter().for_each(|allocation| self.free(allocation));
     }
 
-    fn free(&self, block: Block) {
+    fn free(&self, allocation: Allocation) {
         let _ = self.bind();
-        match block {
-            Block::Device { address, bytes } => {
-                // SAFETY: allocated by `Memory`, whose owner is gone; the call waits for work that may still use it, and no
-                // graph will.
+        match allocation {
+            Allocation::Device { address, bytes } => {
+                // SAFETY: allocated by `Memory`, whose owner is dropped; the call waits for work that may still use
+                // it, and no graph can.
                 let _ = unsafe { result::free_sync(address) };
                 self.used.fetch_sub(bytes, Ordering::Relaxed);
             }
-            Block::Host(address) => {
-                // Freeing it does not wait by itself for copies under way.
+            Allocation::Host(address) => {
+                // `free_host` by itself does not wait for copies in flight.
                 let _ = result::ctx::synchronize();
-                // SAFETY: allocated by `Pinned`, whose owner is gone.
+                // SAFETY: allocated by `Pinned`, whose owner is dropped.
                 let _ = unsafe { result::free_host(address as *mut _) };
             }
         }
     }
 
-    /// Forgets the peak of what has been given back: set-up takes memory to time kernels with.
+    /// Sets the peak to what is allocated now: autotuning during set-up allocates memory that training does not need.
     pub fn reset_memory_peak(&self) {
         self.peak.store(self.memory_used(), Ordering::Relaxed);
     }
 
-    /// Names of all kernels that were asked for so far, sorted.
+    /// Names of all kernels requested so far, sorted.
     pub fn kernels(&self) -> Vec<String> {
         let modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<String> =
@@ -311,25 +314,24 @@ impl Device {
         names
     }
 
-    /// Loads `source`, from the cache or compiled now. Only what has been loaded is kept.
+    /// Loads `source`, from the cache or by compiling it. An image is cached after it has been loaded successfully.
     fn load(&self, source: &'static Source) -> Result<sys::CUmodule> {
-        // SAFETY: an image of the compiler, whole (its digest was compared where it comes from a file).
+        // SAFETY: a complete image of the compiler (the digest of a file's content was verified).
         let load = |image: &[u8]| unsafe { result::module::load_data(image.as_ptr().cast()) };
         let image = compile::Image::new(source, self.architecture, self.driver);
-        if let Some(module) = image.kept().and_then(|kept| load(&kept).ok()) {
+        if let Some(module) = image.cached().and_then(|cached| load(&cached).ok()) {
             return Ok(module);
         }
         let compiled = image.compile()?;
         let module = load(&compiled).context("cuModuleLoadData")?;
-        image.keep(&compiled);
+        image.store(&compiled);
         Ok(module)
     }
 
-    /// Kernel `name` of `source`, compiled and loaded when it is asked for first. Not to be called first during a
-    /// capture.
+    /// Kernel `name` of `source`. The first call compiles and loads it, so it must not be made during a capture.
     ///
     /// # Errors
-    /// If there is no compiler and nothing compiled earlier, the source does not compile, or has no such kernel.
+    /// If there is neither a compiler nor a cached image, or if the source does not compile or has no such kernel.
     pub fn function(&self, source: &'static Source, name: &str) -> Result<Function> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = modules.get(source.name).and_then(|module| module.functions.get(name)) {
@@ -352,7 +354,7 @@ impl Device {
     }
 }
 
-/// As `nvidia-smi` writes it.
+/// The format of `nvidia-smi`.
 fn format_uuid(bytes: [std::ffi::c_char; 16]) -> String {
     let hex: String = bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
@@ -363,7 +365,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identifier_is_written_as_everywhere() {
+    fn a_uuid_is_formatted_as_by_nvidia_smi() {
         let bytes = std::array::from_fn(|i| (i * 17) as std::ffi::c_char);
         assert_eq!(format_uuid(bytes), "GPU-00112233-4455-6677-8899-aabbccddeeff");
     }

@@ -1,16 +1,16 @@
-//! What launchers ask of the memory they are given, and how many threads they start.
+//! Checks and launch parameters shared by the launchers of all kernels.
 //!
-//! Kernels count elements in 32 bits and move 16 bytes at once where addresses and channels allow; where they do not,
-//! the same kernels go element by element.
+//! Kernels count elements in 32 bits and move 16 bytes at a time if addresses and channels allow it; otherwise the
+//! same kernels move single elements.
 
 use super::{Arg, Grid, Result, Source, Stream, View};
 use crate::DType;
 
-/// Threads of a block that walks over elements.
+/// Threads per block of an element-wise kernel.
 pub(crate) const THREADS: u32 = 256;
 
-/// Blocks that keep a multiprocessor busy.
-const BLOCKS_EACH: u32 = 8;
+/// Blocks per multiprocessor that keep it busy.
+const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 
 /// Runs kernel `name` of `source`.
 ///
@@ -31,20 +31,20 @@ pub(crate) unsafe fn run(
     unsafe { stream.launch(&function, grid, arguments) }
 }
 
-/// Enough threads for `items`, and not many more than run at a time.
+/// Enough threads for `items`, but not many more than run at a time.
 pub(crate) fn grid(stream: &Stream, items: usize) -> Grid {
     Grid::cover(items, THREADS, blocks(stream))
 }
 
-/// Blocks that keep the GPU busy.
+/// Number of blocks that keep the GPU busy.
 pub(crate) fn blocks(stream: &Stream) -> u32 {
-    stream.device().multiprocessors() * BLOCKS_EACH
+    stream.device().multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
 }
 
-/// `name` with the element type of `view`, which is one of those that activations have.
+/// `name` with the element type of `view` as a suffix.
 ///
 /// # Panics
-/// If it is another.
+/// If the type is neither f32 nor bf16.
 #[track_caller]
 pub(crate) fn typed(name: &str, view: View<'_>) -> String {
     let dtype = view.dtype();
@@ -52,7 +52,7 @@ pub(crate) fn typed(name: &str, view: View<'_>) -> String {
     format!("{name}_{dtype}")
 }
 
-/// The number of elements, as kernels count.
+/// The number of elements as the 32-bit number that kernels take.
 ///
 /// # Panics
 /// If there are 2^31 or more.
@@ -74,7 +74,7 @@ pub(crate) fn pack(dtype: DType) -> usize {
     16 / dtype.size()
 }
 
-/// True if every view begins where packs of `len` elements may.
+/// True if every view is aligned for packs of `len` elements.
 pub(crate) fn aligned(len: usize, views: &[View<'_>]) -> bool {
     views.iter().all(|view| {
         let bytes = (len * view.dtype().size()).min(16) as u64;
@@ -82,7 +82,7 @@ pub(crate) fn aligned(len: usize, views: &[View<'_>]) -> bool {
     })
 }
 
-/// Whole packs of `len` elements in views of equal lengths, none if a view lies askew.
+/// Number of whole packs of `len` elements in views of equal lengths; 0 if a view is not aligned.
 pub(crate) fn packs(len: usize, views: &[View<'_>]) -> u32 {
     let elements = views.first().map_or(0, View::len);
     if aligned(len, views) { count(elements / len) } else { 0 }

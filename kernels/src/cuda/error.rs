@@ -1,4 +1,4 @@
-//! What can go wrong with a GPU, in one enum.
+//! The errors of GPU calls.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -12,66 +12,66 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A library is not on this machine, or not one that can be used. One line: what, where it was looked for, what to
-    /// install.
+    /// A library is not installed, or not in a version that can be used. One line: what is missing, where it was
+    /// searched for, what to install.
     #[error("{0}")]
     Missing(String),
-    /// There are fewer GPUs.
+    /// There is no GPU with this ordinal.
     #[error("there is no GPU {ordinal}: CUDA sees {count}{}", visible())]
     NoDevice {
-        /// The GPU asked for, from 0.
+        /// The requested GPU, from 0.
         ordinal: u32,
-        /// GPUs there are.
+        /// Number of GPUs.
         count: u32,
     },
-    /// The driver refused a call.
+    /// The driver returned an error.
     #[error("{call} failed: {text} (CUDA error {code})")]
     Driver {
-        /// What was tried.
+        /// The driver's function.
         call: &'static str,
         /// The driver's code.
         code: u32,
-        /// Its name and explanation.
+        /// Its name and description.
         text: String,
     },
-    /// Memory is short.
-    #[error("{wanted} bytes of GPU memory are needed where {free} of {total} are free")]
+    /// Not enough GPU memory.
+    #[error("{wanted} bytes of GPU memory are needed, but only {free} of {total} are free")]
     OutOfMemory {
         /// Bytes asked for.
         wanted: u64,
         /// Bytes that are free.
         free: u64,
-        /// Bytes of the GPU.
+        /// Total bytes of the GPU.
         total: u64,
     },
-    /// A kernel does not compile on this machine.
+    /// A kernel does not compile for this GPU.
     #[error("kernel source `{kernels}` does not compile for {architecture}: {log}")]
     Compile {
         /// The source's name.
         kernels: &'static str,
         /// The architecture, such as `sm_90`.
         architecture: String,
-        /// The compiler's reason.
+        /// The compiler's log.
         log: String,
     },
-    /// A library of ready-made kernels refused a call.
+    /// A library of ready-made kernels returned an error.
     #[error("{call} failed: {text}")]
     Library {
-        /// What was tried.
+        /// The library's function.
         call: &'static str,
         /// The library's reason.
         text: String,
     },
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// As [`Display`](fmt::Display), because `main` prints a returned error with `Debug`.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// How `CUDA_VISIBLE_DEVICES` bears upon what CUDA sees.
+/// The value of `CUDA_VISIBLE_DEVICES`, which limits the GPUs that CUDA sees.
 fn visible() -> String {
     match std::env::var("CUDA_VISIBLE_DEVICES") {
         Ok(list) => format!(" (CUDA_VISIBLE_DEVICES is `{list}`)"),
@@ -80,11 +80,11 @@ fn visible() -> String {
 }
 
 impl Error {
-    /// The same error, with a word on where it came up if it is the driver's.
+    /// Adds to an error of the driver where it was detected: CUDA reports errors of asynchronous work in later calls.
     #[must_use]
-    pub fn noticed_in(mut self, place: &str) -> Self {
+    pub fn detected_by(mut self, place: &str) -> Self {
         if let Error::Driver { text, .. } = &mut self {
-            *text = format!("{text}; noticed by {place}");
+            *text = format!("{text}; detected by {place}");
         }
         self
     }
@@ -99,7 +99,7 @@ impl Error {
     }
 }
 
-/// Names the call that failed.
+/// Adds the name of the function that failed.
 pub(super) trait Context<T> {
     fn context(self, call: &'static str) -> Result<T>;
 }

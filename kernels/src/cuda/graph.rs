@@ -1,4 +1,4 @@
-//! A sequence of launches, captured once and repeated at the price of one.
+//! A sequence of launches, captured once and replayed for the cost of one.
 
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use super::error::{Context, Result};
 
 /// A captured graph, ready to be launched by [`Stream::launch_graph`](super::Stream::launch_graph).
 ///
-/// It keeps the [`Memory`](super::Memory) and [`Pinned`](super::Pinned) memory that was there when it was captured, even if
-/// those are dropped.
+/// It keeps the [`Memory`](super::Memory) and [`Pinned`](super::Pinned) memory that existed when it was captured,
+/// even if their owners are dropped.
 #[derive(Debug)]
 pub struct Graph {
     device: Arc<Device>,
@@ -18,18 +18,18 @@ pub struct Graph {
     exec: sys::CUgraphExec,
 }
 
-// SAFETY: handles that may be used from any thread; launching takes a reference, destroying the only owner.
+// SAFETY: handles that may be used from any thread; launching takes a reference, and only the owner destroys them.
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Takes over a graph that a capture has just ended with.
+    /// Takes over the result of a capture.
     pub(super) fn new(device: &Arc<Device>, graph: sys::CUgraph) -> Result<Self> {
         let flags = sys::CUgraphInstantiate_flags(0);
         // SAFETY: a graph as `cuStreamEndCapture` returns it.
         let exec = match unsafe { result::graph::instantiate(graph, flags) } {
             Ok(exec) => exec,
             Err(error) => {
-                // SAFETY: nobody else has it.
+                // SAFETY: this call owns it.
                 let _ = unsafe { result::graph::destroy(graph) };
                 return Err(error).context("cuGraphInstantiateWithFlags");
             }
@@ -54,10 +54,10 @@ impl Drop for Graph {
             return;
         }
         let _ = self.device.bind();
-        // SAFETY: both are this graph's own, and a graph that still runs is kept by the driver until it has ended.
+        // SAFETY: both belong to this graph, and the driver keeps a running graph until it has finished.
         let _ = unsafe { result::graph::exec_destroy(self.exec) };
         // SAFETY: as above.
         let _ = unsafe { result::graph::destroy(self.graph) };
-        self.device.graph_gone();
+        self.device.graph_destroyed();
     }
 }

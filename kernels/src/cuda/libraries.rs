@@ -1,9 +1,9 @@
-//! Where NVIDIA's libraries are, and opening them.
+//! Finds and opens NVIDIA's libraries.
 //!
-//! `cudarc` asks the system's loader for each by name. That finds what packages install; it does not find what `pip`
-//! drops inside a Python environment, nor a toolkit outside the loader's path. So the library is opened here first, by
-//! its path and for all to see; the loader then knows it by its name. The places and their order are those of
-//! [`nvidia_libraries::candidates`].
+//! `cudarc` asks the system's loader for each library by name. That finds what packages install; it finds neither
+//! what `pip` installs inside a Python environment nor a toolkit outside the loader's path. So the library is first
+//! opened here, by its path and with `RTLD_GLOBAL`; the loader then resolves its name to it. The search order is that
+//! of [`nvidia_libraries::candidates`].
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -15,65 +15,65 @@ use super::error::{Error, Result};
 
 /// A library that is opened at run time.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Library {
-    /// What it is for.
+pub struct LibrarySpec {
+    /// Its purpose, for error messages.
     pub purpose: &'static str,
-    /// Names of the versions that serve, best first.
+    /// File names of the supported versions, best first.
     pub names: &'static [&'static str],
-    /// The variable that names it outright.
+    /// The environment variable that holds its path.
     pub variable: &'static str,
-    /// Folders of it in a Python environment.
+    /// Its directories among the packages of a Python environment.
     pub wheels: &'static [&'static str],
-    /// Beginnings of the names of files beside it that are opened first.
-    pub before: &'static [&'static str],
-    /// How to get it.
+    /// Prefixes of the names of files in its directory that are opened before it.
+    pub preload: &'static [&'static str],
+    /// How to install it, or to do without it.
     pub install: &'static str,
-    /// A function that tells that it is this library.
+    /// A function that identifies the library.
     symbol: &'static str,
 }
 
 /// Compiles kernels for drivers of CUDA 13 and newer.
-pub const NVRTC: Library = Library {
+pub const NVRTC: LibrarySpec = LibrarySpec {
     purpose: "the kernel compiler",
     names: &["libnvrtc.so.13", "libnvrtc.so.12"],
     variable: "MGPU_NVRTC_LIBRARY",
     wheels: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
-    // The compiler looks for it by its bare name.
-    before: &["libnvrtc-builtins.so."],
+    // The compiler opens it by its bare name.
+    preload: &["libnvrtc-builtins.so."],
     install: "train without a GPU (--backend cpu), install it with `pip install nvidia-cuda-nvrtc` or the CUDA toolkit",
     symbol: "nvrtcGetCUBIN",
 };
 
-/// Compiles kernels for drivers of CUDA 12, which do not take what a compiler of CUDA 13 makes.
-pub const NVRTC_12: Library = Library {
+/// Compiles kernels for drivers of CUDA 12, which do not load the output of a CUDA 13 compiler.
+pub const NVRTC_12: LibrarySpec = LibrarySpec {
     names: &["libnvrtc.so.12"],
     install: "train without a GPU (--backend cpu), install it with `pip install nvidia-cuda-nvrtc-cu12` or the CUDA 12 toolkit",
     ..NVRTC
 };
 
 /// Matrix products.
-pub const CUBLAS_LT: Library = Library {
+pub const CUBLAS_LT: LibrarySpec = LibrarySpec {
     purpose: "matrix products",
     names: &["libcublasLt.so.13", "libcublasLt.so.12"],
     variable: "MGPU_CUBLASLT_LIBRARY",
     wheels: &["nvidia/cu13/lib", "nvidia/cublas/lib"],
-    before: &[],
+    preload: &[],
     install: "install it with `pip install nvidia-cublas` (`nvidia-cublas-cu12` for a CUDA 12 driver) or the CUDA toolkit",
     symbol: "cublasLtMatmul",
 };
 
 /// Convolutions.
-pub const CUDNN: Library = Library {
+pub const CUDNN: LibrarySpec = LibrarySpec {
     purpose: "convolutions",
     names: &["libcudnn.so.9"],
     variable: "MGPU_CUDNN_LIBRARY",
     wheels: &["nvidia/cudnn/lib"],
-    before: &[],
+    preload: &[],
     install: "install it with `pip install nvidia-cudnn-cu13` (`nvidia-cudnn-cu12` for a CUDA 12 driver) or your distribution's libcudnn9 package",
     symbol: "cudnnGetConvolutionForwardAlgorithm_v7",
 };
 
-/// The driver's functions that are called, newest last: a driver that lacks one is too old.
+/// The driver's functions that are called, newest last. A driver that lacks one is too old.
 const DRIVER: &[&str] = &[
     "cuInit",
     "cuDriverGetVersion",
@@ -123,21 +123,22 @@ const DRIVER: &[&str] = &[
     "cuGraphInstantiateWithFlags",
 ];
 
-/// The driver's library; every function that is called is in it.
+/// Opens the driver's library and checks that it has every function that is called.
 ///
 /// # Errors
-/// If there is none, or one too old.
+/// If there is no driver, or it is too old.
 pub(super) fn open_driver() -> Result<()> {
-    // `cudarc` takes the first of these names that the loader knows; what it takes is what is checked.
+    // `cudarc` opens the first of these names that the loader finds, so that is the library to check.
     let names = cudarc::get_lib_name_candidates("cuda");
     let opened = names.iter().find_map(|name| {
-        // SAFETY: opening runs the initialisers of the library that the system's loader has under the driver's name.
+        // SAFETY: opening runs the initialisers of the library that the system's loader finds under the driver's
+        // name.
         let library = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) };
         Some((name, library.ok()?))
     });
     let Some((name, library)) = opened else {
         return Err(Error::Missing(
-            "the NVIDIA driver is not there: no libcuda.so.1; install it (in a container, start with the GPUs: `--gpus all`), or train without a GPU (--backend cpu)".into(),
+            "the NVIDIA driver was not found: no libcuda.so.1; install it (in a container, start with the GPUs: `--gpus all`), or train without a GPU (--backend cpu)".into(),
         ));
     };
     let missing = DRIVER.iter().find(|symbol| !has(&library, symbol));
@@ -151,13 +152,13 @@ pub(super) fn open_driver() -> Result<()> {
     }
 }
 
-/// Opens `library` so that whoever asks the system's loader for it by name gets the same one, and returns where it was.
-/// A second call returns at once.
+/// Opens `library` so that the system's loader resolves its name to the same file, and returns that file. A second
+/// call returns at once.
 ///
 /// # Errors
-/// If it is in none of its places; the text is one line with all of them.
-pub fn open(library: &'static Library) -> Result<PathBuf> {
-    static OPENED: Mutex<Vec<(&Library, Result<PathBuf>)>> = Mutex::new(Vec::new());
+/// If it is not found; the text is one line with all places that were searched.
+pub fn open(library: &'static LibrarySpec) -> Result<PathBuf> {
+    static OPENED: Mutex<Vec<(&LibrarySpec, Result<PathBuf>)>> = Mutex::new(Vec::new());
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, outcome)) = opened.iter().find(|(known, _)| *known == library) {
         return outcome.clone();
@@ -167,37 +168,37 @@ pub fn open(library: &'static Library) -> Result<PathBuf> {
     outcome
 }
 
-/// An opened library, for its functions to be asked for.
-pub(crate) struct Opened {
+/// An open library, for looking up functions.
+pub(crate) struct OpenLibrary {
     name: &'static str,
     file: PathBuf,
     handle: std::mem::ManuallyDrop<unix::Library>,
 }
 
-impl Opened {
+impl OpenLibrary {
     /// Opens `library` as [`open`] does.
     ///
     /// # Errors
-    /// If it is in none of its places.
-    pub(crate) fn open(library: &'static Library) -> Result<Self> {
+    /// If it is not found.
+    pub(crate) fn open(library: &'static LibrarySpec) -> Result<Self> {
         let file = open(library)?;
-        // It is open already: this is the same one again.
-        let again = open_for_all(&file, RTLD_NOW).map_err(Error::Missing)?;
-        Ok(Opened { name: library.names[0], file, handle: again })
+        // It is open already: this returns a handle to the same library.
+        let handle = open_globally(&file, RTLD_NOW).map_err(Error::Missing)?;
+        Ok(OpenLibrary { name: library.names[0], file, handle })
     }
 
-    /// The function of that name.
+    /// The function named `symbol`.
     ///
     /// # Errors
-    /// If the library has none.
+    /// If the library lacks it.
     ///
     /// # Safety
-    /// `F` is the type of a pointer to that very function.
+    /// `F` is the type of a pointer to that function.
     pub(crate) unsafe fn function<F: Copy>(&self, symbol: &str) -> Result<F> {
-        // SAFETY: the type is the caller's promise; the library is never closed.
+        // SAFETY: the caller guarantees the type; the library is never closed.
         unsafe { self.handle.get::<F>(symbol.as_bytes()) }.map(|function| *function).map_err(|_| {
             Error::Missing(format!(
-                "{} at {} has no {symbol}: it is another version than this program can use",
+                "{} at {} has no {symbol}: this version of the library is not supported",
                 self.name,
                 self.file.display()
             ))
@@ -205,9 +206,9 @@ impl Opened {
     }
 }
 
-/// Declares the functions that are used of a library as a struct of pointers with a `load`. `cudarc` has the same
-/// declarations; it panics where a function is missing, looks for libraries under names of its own, and makes a Rust
-/// enum of every number that comes back, which a newer library's numbers are no values of.
+/// Declares the used functions of a library as a struct of pointers with a constructor `load`. `cudarc` has the same
+/// declarations, but it panics if a function is missing, looks for libraries under names of its own, and turns every
+/// result code into a Rust enum, for which the codes of a newer library would be undefined behaviour.
 macro_rules! functions {
     ($(#[$doc:meta])* $seen:vis $table:ident { $($name:ident = $symbol:ident($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
@@ -216,9 +217,9 @@ macro_rules! functions {
         }
 
         impl $table {
-            /// Opens `library`, whose functions they are.
-            fn load(library: &'static crate::cuda::libraries::Library) -> crate::cuda::Result<Self> {
-                let library = crate::cuda::libraries::Opened::open(library)?;
+            /// Opens `library` and looks up the functions.
+            fn load(library: &'static crate::cuda::libraries::LibrarySpec) -> crate::cuda::Result<Self> {
+                let library = crate::cuda::libraries::OpenLibrary::open(library)?;
                 Ok($table {$(
                     // SAFETY: the type is what the library's header declares.
                     $name: unsafe { library.function(stringify!($symbol)) }?,
@@ -229,7 +230,7 @@ macro_rules! functions {
 }
 pub(crate) use functions;
 
-fn search(library: &Library) -> Result<PathBuf> {
+fn search(library: &LibrarySpec) -> Result<PathBuf> {
     let mut tried = Vec::new();
     for name in library.names {
         let env = SearchEnv::from_process(name, library.variable, library.wheels);
@@ -237,7 +238,8 @@ fn search(library: &Library) -> Result<PathBuf> {
             let Ok(file) = place.file else { continue };
             match load(library, &file) {
                 Ok(()) => return Ok(file),
-                // A folder without the file needs no word; a file that does not open does.
+                // A directory without the file is listed without a reason; a file that does not open is listed with
+                // one.
                 Err(reason) if file.is_file() => tried.push(format!("{} ({reason})", file.display())),
                 Err(_) => tried.push(match place.source {
                     Source::Explicit => format!("{} ({})", library.variable, file.display()),
@@ -253,7 +255,7 @@ fn search(library: &Library) -> Result<PathBuf> {
         None => format!("{}, or set {} to its path", library.install, library.variable),
     };
     let text = format!(
-        "{} ({}) is not there: looked for it in {}; {remedy}",
+        "{} ({}) was not found; searched: {}; {remedy}",
         library.names[0],
         library.purpose,
         tried.join(", ")
@@ -261,21 +263,21 @@ fn search(library: &Library) -> Result<PathBuf> {
     Err(Error::Missing(text))
 }
 
-/// Opens one file for good, and what has to be there before it.
-fn load(library: &Library, file: &Path) -> Result<(), String> {
+/// Opens one file, never to be closed, and before it the files that it needs.
+fn load(library: &LibrarySpec, file: &Path) -> Result<(), String> {
     let beside = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     for entry in beside.into_iter().flat_map(std::fs::read_dir).flatten().flatten() {
         let name = entry.file_name();
-        if library.before.iter().any(|beginning| name.to_string_lossy().starts_with(beginning)) {
-            // What is truly needed and does not open is told by the library itself.
-            let _ = open_for_all(&entry.path(), RTLD_LAZY);
+        if library.preload.iter().any(|beginning| name.to_string_lossy().starts_with(beginning)) {
+            // If a file that is really needed does not open, the library's own error says so.
+            let _ = open_globally(&entry.path(), RTLD_LAZY);
         }
     }
-    let opened = open_for_all(file, RTLD_NOW)?;
+    let opened = open_globally(file, RTLD_NOW)?;
     if has(&opened, library.symbol) { Ok(()) } else { Err(format!("it has no {}", library.symbol)) }
 }
 
-fn open_for_all(file: &Path, when: std::ffi::c_int) -> Result<std::mem::ManuallyDrop<unix::Library>, String> {
+fn open_globally(file: &Path, when: std::ffi::c_int) -> Result<std::mem::ManuallyDrop<unix::Library>, String> {
     // SAFETY: opening runs the file's initialisers. They are trusted as far as the places of the search order are: an
     // explicit choice of the user, the system's libraries, the user's own toolkit and Python environments.
     let library = unsafe { unix::Library::open(Some(file), when | RTLD_GLOBAL) };
@@ -283,11 +285,11 @@ fn open_for_all(file: &Path, when: std::ffi::c_int) -> Result<std::mem::Manually
 }
 
 fn has(library: &unix::Library, symbol: &str) -> bool {
-    // SAFETY: the symbol is looked up and never called by this type.
+    // SAFETY: the symbol is only looked up, never called with this type.
     unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_ok()
 }
 
-/// What the system's loader said.
+/// The system loader's message.
 fn reason(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -297,20 +299,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_nowhere_is_one_line_with_places_and_remedy() {
-        static NOWHERE: Library = Library {
+    fn a_missing_library_is_one_line_with_places_and_remedy() {
+        static NOWHERE: LibrarySpec = LibrarySpec {
             purpose: "nothing",
             names: &["libof-no-machine.so.2"],
             variable: "MGPU_OF_NO_MACHINE",
             wheels: &["nvidia/none/lib"],
-            before: &[],
+            preload: &[],
             install: "do without it",
             symbol: "none",
         };
         let text = open(&NOWHERE).unwrap_err().to_string();
         assert!(
             text.starts_with(
-                "libof-no-machine.so.2 (nothing) is not there: looked for it in the system's loader"
+                "libof-no-machine.so.2 (nothing) was not found; searched: the system's loader"
             ),
             "{text}"
         );
@@ -320,8 +322,8 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_another_library_is_refused() {
-        let other = Library { symbol: "cublasLtMatmul", ..NVRTC };
+    fn a_file_that_is_another_library_is_rejected() {
+        let other = LibrarySpec { symbol: "cublasLtMatmul", ..NVRTC };
         let error = load(&other, Path::new("libc.so.6")).unwrap_err();
         assert_eq!(error, "it has no cublasLtMatmul");
     }

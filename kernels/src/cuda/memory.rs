@@ -1,4 +1,4 @@
-//! Memory of a GPU, and memory of the host that a GPU reaches.
+//! Memory of a GPU, and pinned memory of the host.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -6,25 +6,25 @@ use std::sync::Arc;
 
 use cudarc::driver::{DriverError, result, sys};
 
-use super::captures::Block;
+use super::captures::Allocation;
 use super::error::{Context, Error, Result};
 use super::{Device, Stream};
 use crate::{DType, Element};
 
-/// Elements of one type on a GPU, zero in the beginning.
+/// Elements of one type on a GPU, initially zero.
 #[derive(Debug)]
 pub struct Memory {
     device: Arc<Device>,
     address: sys::CUdeviceptr,
     dtype: DType,
     len: usize,
-    /// When it was allocated, as the device counts.
-    born: u64,
+    /// When it was allocated, in the device's count.
+    allocated_at: u64,
 }
 
-/// Some of the elements of a [`Memory`]: where kernels read and write.
+/// A range of the elements of a [`Memory`], for kernels to read and write.
 ///
-/// Views may overlap, and several kernels may be given the same one: order among them is that of their streams.
+/// Views may overlap, and several kernels may get the same one: streams and events determine their order.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     address: u64,
@@ -37,13 +37,13 @@ impl Memory {
     /// Memory for `len` elements, all zero.
     ///
     /// # Errors
-    /// If it is short.
+    /// If there is not enough memory.
     pub fn zeroed(device: &Arc<Device>, dtype: DType, len: usize) -> Result<Self> {
         device.bind()?;
         let wanted = len as u64 * dtype.size() as u64;
-        // The driver has no allocations of nothing.
+        // The driver does not allocate zero bytes.
         let bytes = (wanted as usize).max(1);
-        // SAFETY: the address is used within these bytes only, and freed once.
+        // SAFETY: only these bytes are accessed at the address, and it is freed once.
         let address = match unsafe { result::malloc_sync(bytes) } {
             Ok(address) => address,
             Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
@@ -52,11 +52,11 @@ impl Memory {
             }
             Err(error) => return Err(error).context("cuMemAlloc"),
         };
-        let born = device.took(bytes as u64);
-        let memory = Memory { device: Arc::clone(device), address, dtype, len, born };
+        let allocated_at = device.allocated(bytes as u64);
+        let memory = Memory { device: Arc::clone(device), address, dtype, len, allocated_at };
         // SAFETY: the bytes that were allocated.
         unsafe { result::memset_d8_sync(address, 0, bytes) }.context("cuMemsetD8")?;
-        // Streams of this program do not wait for the one that this was put on.
+        // This program's streams do not wait for the default stream, which the memset runs on.
         result::ctx::synchronize().context("cuCtxSynchronize")?;
         Ok(memory)
     }
@@ -64,14 +64,14 @@ impl Memory {
     /// A copy of `values` on the GPU of `stream`.
     ///
     /// # Errors
-    /// If memory is short, or the driver refuses.
+    /// If there is not enough memory, or the driver returns an error.
     pub fn from_slice<T: Element>(stream: &Stream, values: &[T]) -> Result<Self> {
         let memory = Memory::zeroed(stream.device(), T::DTYPE, values.len())?;
         stream.upload(values, memory.view())?;
         Ok(memory)
     }
 
-    /// A copy on the host, once the work on `stream` so far is over.
+    /// A copy on the host, after the work on `stream` so far has finished.
     ///
     /// # Errors
     /// If that work failed.
@@ -90,7 +90,7 @@ impl Memory {
     /// The elements of `range`.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If the range exceeds the memory.
     pub fn slice(&self, range: Range<usize>) -> View<'_> {
         self.view().slice(range)
     }
@@ -105,7 +105,7 @@ impl Memory {
         self.len
     }
 
-    /// True when there is no element.
+    /// True if there is no element.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -119,7 +119,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let bytes = (self.len as u64 * self.dtype.size() as u64).max(1);
-        self.device.give_back(Block::Device { address: self.address, bytes }, self.born);
+        self.device.release(Allocation::Device { address: self.address, bytes }, self.allocated_at);
     }
 }
 
@@ -139,7 +139,7 @@ impl<'a> View<'a> {
         self.len
     }
 
-    /// True when there is no element.
+    /// True if there is no element.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -152,17 +152,17 @@ impl<'a> View<'a> {
     /// The elements of `range`.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If the range exceeds the view.
     pub fn slice(&self, range: Range<usize>) -> View<'a> {
         let Range { start, end } = range;
         assert!(start <= end && end <= self.len, "elements {start}..{end} of {}", self.len);
         View { address: self.address + (start * self.dtype.size()) as u64, len: end - start, ..*self }
     }
 
-    /// The same bytes as elements of another type: what a workspace is handed on as.
+    /// The same bytes as elements of another type, for parts of a workspace.
     ///
     /// # Panics
-    /// If they are no whole number of them, or do not begin where such an element may.
+    /// If the bytes are not a whole number of such elements, or are not aligned for them.
     pub fn cast(self, dtype: DType) -> View<'a> {
         let size = dtype.size();
         assert!(
@@ -174,7 +174,7 @@ impl<'a> View<'a> {
         View { dtype, len: self.bytes() / size, ..self }
     }
 
-    /// A copy on the host, once the work on `stream` so far is over.
+    /// A copy on the host, after the work on `stream` so far has finished.
     ///
     /// # Errors
     /// If that work failed.
@@ -189,14 +189,14 @@ impl<'a> View<'a> {
     }
 }
 
-/// Bytes of the host that stay where they are, so that a GPU copies to and from them while the program goes on.
+/// Pinned bytes of the host, which a GPU copies from and to asynchronously.
 #[derive(Debug)]
 pub struct Pinned {
     device: Arc<Device>,
     address: *mut u8,
     len: usize,
-    /// When it was allocated, as the device counts.
-    born: u64,
+    /// When it was allocated, in the device's count.
+    allocated_at: u64,
 }
 
 // SAFETY: memory that belongs to this object alone.
@@ -213,7 +213,7 @@ impl Pinned {
         let address = unsafe { result::malloc_host(len.max(1), 0) }.context("cuMemHostAlloc")?.cast::<u8>();
         // SAFETY: `len` bytes that were just allocated.
         unsafe { address.write_bytes(0, len) };
-        Ok(Pinned { device: Arc::clone(device), address, len, born: device.took(0) })
+        Ok(Pinned { device: Arc::clone(device), address, len, allocated_at: device.allocated(0) })
     }
 
     /// Number of bytes.
@@ -221,7 +221,7 @@ impl Pinned {
         self.len
     }
 
-    /// True when there is none.
+    /// True if there is no byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -233,16 +233,16 @@ impl Pinned {
     /// The bytes.
     ///
     /// # Safety
-    /// No copy to or from them is under way.
+    /// No copy from or to them is in flight.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: initialised, owned, and nobody writes to it now.
         unsafe { std::slice::from_raw_parts(self.address, self.len) }
     }
 
-    /// The bytes, to be changed.
+    /// The bytes, mutable.
     ///
     /// # Safety
-    /// No copy to or from them is under way.
+    /// No copy from or to them is in flight.
     pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: initialised, owned, and nobody else reads or writes it now.
         unsafe { std::slice::from_raw_parts_mut(self.address, self.len) }
@@ -251,6 +251,6 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.device.give_back(Block::Host(self.address as usize), self.born);
+        self.device.release(Allocation::Host(self.address as usize), self.allocated_at);
     }
 }

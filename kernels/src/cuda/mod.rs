@@ -1,28 +1,29 @@
-//! A GPU, as far as training needs one: memory, streams, kernels compiled on the spot, graphs.
+//! A GPU, as far as training needs one: memory, streams, kernels compiled at run time, graphs.
 //!
-//! Nothing here is linked. The driver's library, the run-time compiler and the libraries of ready-made kernels are
-//! opened when they are first needed, so that one binary runs on machines with and without them; what is missing is an
-//! [`Error`] that says where it was looked for ([`libraries`]).
+//! No library is linked. The driver's library, the run-time compiler and the libraries of ready-made kernels are
+//! opened when they are first needed, so that one binary runs on machines with and without them; if one is missing,
+//! the [`Error`] lists where it was searched for ([`libraries`]).
 //!
-//! The way of a kernel: an operation keeps its CUDA source beside its Rust code ([`Source`]); [`Device::function`] has
-//! it compiled for this very GPU, keeps the result on disk and loads it;
-//! [`Stream::launch`] puts it behind the work that the stream has already. A captured [`Graph`] repeats a whole
-//! sequence of launches at the price of one.
+//! From source to launch: an operation keeps its CUDA source beside its Rust code ([`Source`]); [`Device::function`]
+//! compiles it for this GPU's architecture, caches the result on disk and loads it; [`Stream::launch`] enqueues it on
+//! a stream. A captured [`Graph`] replays a whole sequence of launches for the cost of one.
 //!
-//! Matrix products and convolutions have a second way: the libraries' algorithms, where they are installed and win a race
-//! against this crate's kernels when a layer is set up, as [`Options`] say.
+//! For matrix products and convolutions there are also the libraries' algorithms. If the libraries are installed,
+//! autotuning selects the fastest of their algorithms and this crate's kernels when a layer is set up;
+//! [`AutotuneOptions`] says what it may select.
 //!
-//! Everything on a stream happens later than the call that asked for it. Memory is safe from that: freeing it waits for
-//! the work that may use it, and for the graphs that may. Order between streams is the caller's affair, by [`Event`]s.
+//! Everything on a stream executes later than the call that enqueued it. Dropping memory is safe nevertheless:
+//! freeing it waits for the work that may use it, and for the graphs that may. The caller orders work between
+//! streams, with [`Event`]s.
 //!
-//! `cudarc` provides the bindings and opens libraries by names of its own. It panics where a library or a function is
-//! missing, so nothing of it is called before [`Device::count`] has looked at both.
+//! `cudarc` provides the bindings and opens libraries by names of its own. It panics if a library or a function is
+//! missing, so none of its functions is called before [`Device::count`] has checked both.
 
 pub(crate) mod algorithm;
 mod arguments;
+pub(crate) mod autotune;
 mod cache;
 mod captures;
-pub(crate) mod choice;
 mod compile;
 mod device;
 pub(crate) mod elements;
@@ -36,7 +37,7 @@ mod stream;
 mod usage;
 
 pub use arguments::{Arg, Grid};
-pub use choice::{Libraries, Options};
+pub use autotune::{AutotuneOptions, Libraries};
 pub use compile::{ARCHITECTURES, Compiled, PRELUDE, Source, compile_for, compiler_version};
 pub use device::{Device, Function};
 pub use error::{Error, Result};

@@ -9,7 +9,7 @@ pub fn sources() -> Vec<&'static Source> {
     all.extend([
         &conv::cuda::FIRST,
         &conv::cuda::SUMS,
-        &conv::cuda::TURN,
+        &conv::cuda::FLIP,
         &activation::cuda::SOURCE,
         &arena::cuda::SOURCE,
         &digest::cuda::SOURCE,
@@ -25,8 +25,8 @@ pub fn sources() -> Vec<&'static Source> {
 }
 
 impl Source {
-    /// Names of the kernels in it, in the order of the text: wherever `KERNEL(name)` or `KERNEL_BOUNDS(name, threads)`
-    /// stands outside of comments and macro definitions.
+    /// Names of the kernels in it, in the order of the text: every `KERNEL(name)` and `KERNEL_BOUNDS(name, threads)`
+    /// outside of comments and macro definitions.
     pub fn kernels(&self) -> Vec<&'static str> {
         let mut names = Vec::new();
         let mut in_macro = false;
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_of_kernels_is_a_source_and_has_kernels() {
+    fn every_cu_file_is_a_source_and_has_kernels() {
         let mut files = Vec::new();
         stems(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
         let mut names: Vec<_> = sources().iter().map(|source| source.name.to_owned()).collect();

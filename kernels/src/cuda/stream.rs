@@ -1,4 +1,4 @@
-//! Work in order, and order between streams.
+//! Streams and events.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::arguments::{Arg, Grid};
 use super::error::{Context, Result};
 use super::{Device, Function, Graph, Pinned, View};
 
-/// Work that a GPU does in the order in which it was asked for, beside that of other streams.
+/// A queue of work that a GPU executes in order, concurrently with other streams.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Device>,
@@ -21,7 +21,7 @@ unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
 
-/// A place in a stream's work, for other streams to wait for.
+/// A position in a stream's work that other streams can wait for.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<Device>,
@@ -33,7 +33,7 @@ unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
 
-/// True for work that is over, false for work that is not.
+/// True if the work has finished.
 fn finished(state: Result<(), DriverError>, call: &'static str) -> Result<bool> {
     match state {
         Ok(()) => Ok(true),
@@ -43,7 +43,7 @@ fn finished(state: Result<(), DriverError>, call: &'static str) -> Result<bool> 
 }
 
 impl Event {
-    /// A place that no stream has come to yet: waiting for it is no wait.
+    /// An event that no stream has recorded yet: waiting for it returns at once.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -54,7 +54,7 @@ impl Event {
         Ok(Event { device: Arc::clone(device), raw })
     }
 
-    /// True once the stream that recorded it last has come to it.
+    /// True once the stream that recorded it last has reached it.
     ///
     /// # Errors
     /// If the work before it failed.
@@ -71,13 +71,13 @@ impl Drop for Event {
             return;
         }
         let _ = self.device.bind();
-        // SAFETY: created in `new`; the driver keeps what still waits for it.
+        // SAFETY: created in `new`; the driver keeps it as long as a stream waits for it.
         let _ = unsafe { result::event::destroy(self.raw) };
     }
 }
 
 impl Stream {
-    /// A stream that waits for no other.
+    /// A stream that does not synchronise with the default stream.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -88,16 +88,16 @@ impl Stream {
         Ok(Stream { device: Arc::clone(device), raw })
     }
 
-    /// As [`new`](Self::new), with its work before that of other streams wherever both could start: for what other ranks
-    /// wait for.
+    /// As [`new`](Self::new), but with the highest priority: when work of several streams could start, this stream's
+    /// starts first. For work that other ranks wait for.
     ///
     /// # Errors
     /// If the driver refuses.
-    pub fn urgent(device: &Arc<Device>) -> Result<Self> {
+    pub fn with_high_priority(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let (_, most) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
+        let (_, highest) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
         let kind = result::stream::StreamKind::NonBlocking;
-        let raw = result::stream::create_with_priority(kind, most).context("cuStreamCreateWithPriority")?;
+        let raw = result::stream::create_with_priority(kind, highest).context("cuStreamCreateWithPriority")?;
         Ok(Stream { device: Arc::clone(device), raw })
     }
 
@@ -106,12 +106,12 @@ impl Stream {
         &self.device
     }
 
-    /// The driver's handle, for libraries that put work on the stream.
+    /// The driver's handle, for libraries that enqueue work on the stream.
     pub fn raw(&self) -> sys::CUstream {
         self.raw
     }
 
-    /// Marks the place in `event`.
+    /// Records `event` at the end of the work so far.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -120,7 +120,7 @@ impl Stream {
         unsafe { result::event::record(event.raw, self.raw) }.context("cuEventRecord")
     }
 
-    /// What is put on the stream from now on waits for `event`, as it was recorded last.
+    /// Work enqueued from now on waits for `event` as it was last recorded.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -130,7 +130,7 @@ impl Stream {
         unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.context("cuStreamWaitEvent")
     }
 
-    /// True once all work so far is over.
+    /// True once all work so far has finished.
     ///
     /// # Errors
     /// If some of it failed.
@@ -140,8 +140,8 @@ impl Stream {
         finished(unsafe { sys::cuStreamQuery(self.raw) }.result(), "cuStreamQuery")
     }
 
-    /// Returns once all work so far is over. It waits for ever where that never is: not for work that other ranks take
-    /// part in.
+    /// Returns once all work so far has finished. If that never happens, it waits for ever: not for work that other
+    /// ranks take part in.
     ///
     /// # Errors
     /// If some of it failed.
@@ -151,7 +151,7 @@ impl Stream {
         unsafe { result::stream::synchronize(self.raw) }.context("cuStreamSynchronize")
     }
 
-    /// Runs a kernel.
+    /// Launches a kernel.
     ///
     /// # Errors
     /// If the driver refuses the launch.
@@ -160,14 +160,14 @@ impl Stream {
     /// If the function belongs to another GPU.
     ///
     /// # Safety
-    /// `arguments` are as many as the kernel has parameters and of their types; what the kernel reads and writes at the
-    /// addresses among them, for this grid, lies within memory that lives until the call returns.
+    /// `arguments` has the number and the types of the kernel's parameters; whatever the kernel reads and writes at
+    /// the addresses in it, for this grid, lies within memory that lives until the call returns.
     pub unsafe fn launch(&self, function: &Function, grid: Grid, arguments: &[Arg]) -> Result<()> {
         assert!(function.belongs_to(&self.device), "kernel {} was loaded on another GPU", function.name());
         function.allow_shared(grid.shared)?;
         let mut pointers: smallvec::SmallVec<[_; 24]> = arguments.iter().map(Arg::pointer).collect();
         let [x, y, z] = grid.blocks;
-        // SAFETY: the driver reads as many bytes at each pointer as the parameter has, which the caller vouches for.
+        // SAFETY: the driver reads as many bytes at each pointer as the parameter has, which the caller guarantees.
         unsafe {
             result::launch_kernel(
                 function.raw(),
@@ -200,7 +200,7 @@ impl Stream {
     /// If the driver refuses.
     ///
     /// # Panics
-    /// If they differ in size.
+    /// If the sizes differ.
     pub fn copy(&self, from: View<'_>, to: View<'_>) -> Result<()> {
         assert_eq!(from.bytes(), to.bytes(), "sizes of a copy");
         if from.is_empty() {
@@ -211,7 +211,7 @@ impl Stream {
             .context("cuMemcpyDtoDAsync")
     }
 
-    /// Copies from the host, and returns when `values` may be used again.
+    /// Copies from the host, and returns when `values` may be reused.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -223,12 +223,12 @@ impl Stream {
         if values.is_empty() {
             return Ok(());
         }
-        // SAFETY: the view lies within its memory, and `values` stays until the stream has been waited for.
+        // SAFETY: the view lies within its memory, and `values` lives until `synchronize` returns.
         unsafe { result::memcpy_htod_async(to.address(), values, self.raw) }.context("cuMemcpyHtoDAsync")?;
         self.synchronize()
     }
 
-    /// Copies to the host, and returns when the values are there.
+    /// Copies to the host, and returns when the values have arrived.
     ///
     /// # Errors
     /// If the driver refuses, or earlier work on the stream failed.
@@ -240,40 +240,40 @@ impl Stream {
         if values.is_empty() {
             return Ok(());
         }
-        // SAFETY: the view lies within its memory, and `values` stays until the stream has been waited for.
+        // SAFETY: the view lies within its memory, and `values` lives until `synchronize` returns.
         unsafe { result::memcpy_dtoh_async(values, from.address(), self.raw) }
             .context("cuMemcpyDtoHAsync")?;
         self.synchronize()
     }
 
-    /// Copies to pinned memory of the host and does not wait.
+    /// Enqueues a copy to pinned memory of the host.
     ///
     /// # Errors
     /// If the driver refuses.
     ///
     /// # Panics
     /// If the sizes differ.
-    pub fn download_later(&self, from: View<'_>, to: &mut Pinned) -> Result<()> {
+    pub fn enqueue_download(&self, from: View<'_>, to: &mut Pinned) -> Result<()> {
         assert_eq!(to.len(), from.bytes(), "sizes of a copy");
-        self.download_part_later(from, to, 0)
+        self.enqueue_download_part(from, to, 0)
     }
 
-    /// Copies to bytes `at..` of pinned memory of the host and does not wait.
+    /// Enqueues a copy to the bytes of pinned host memory from `at` on.
     ///
     /// # Errors
     /// If the driver refuses.
     ///
     /// # Panics
-    /// If there are not so many.
-    pub fn download_part_later(&self, from: View<'_>, to: &mut Pinned, at: usize) -> Result<()> {
+    /// If the copy would exceed the pinned memory.
+    pub fn enqueue_download_part(&self, from: View<'_>, to: &mut Pinned, at: usize) -> Result<()> {
         assert!(
             at <= to.len() && from.bytes() <= to.len() - at,
             "{} bytes to {at}.. of {}",
             from.bytes(),
             to.len()
         );
-        // SAFETY: both ranges lie within their memories; pinned memory waits for the GPU's work before it is freed, and is
-        // read by `unsafe` calls only, whose callers know that the copy is over.
+        // SAFETY: both ranges lie within their memories; pinned memory is freed only after the GPU's work, and is
+        // read by `unsafe` calls only, whose callers guarantee that the copy has finished.
         unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.address().add(at).cast(), from.address(), from.bytes(), self.raw)
         }
@@ -281,21 +281,21 @@ impl Stream {
         .context("cuMemcpyDtoHAsync")
     }
 
-    /// Copies from bytes `at..` of pinned memory of the host and does not wait.
+    /// Enqueues a copy from the bytes of pinned host memory from `at` on.
     ///
     /// # Errors
     /// If the driver refuses.
     ///
     /// # Panics
-    /// If there are not so many.
-    pub fn upload_part_later(&self, from: &Pinned, at: usize, to: View<'_>) -> Result<()> {
+    /// If the copy would exceed the pinned memory.
+    pub fn enqueue_upload_part(&self, from: &Pinned, at: usize, to: View<'_>) -> Result<()> {
         assert!(
             at <= from.len() && to.bytes() <= from.len() - at,
             "{} bytes from {at}.. of {}",
             to.bytes(),
             from.len()
         );
-        // SAFETY: both ranges lie within their memories; else as in `download_part_later`.
+        // SAFETY: both ranges lie within their memories; otherwise as in `enqueue_download_part`.
         unsafe {
             sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
         }
@@ -303,21 +303,21 @@ impl Stream {
         .context("cuMemcpyHtoDAsync")
     }
 
-    /// From here on, work put on the stream by any thread is not done but kept for a graph, and so is that of streams
-    /// that wait for an event of it.
+    /// From now on, work that any thread enqueues on this stream is not executed but recorded for a graph, as is that
+    /// of streams that wait for an event of this one.
     ///
     /// # Errors
     /// If the driver refuses.
     pub fn begin_capture(&self) -> Result<()> {
         self.device.bind()?;
-        // Other threads go on as they are: a watchdog may ask the driver about events meanwhile.
+        // Calls of other threads stay allowed: a watchdog may query events meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this object's.
         unsafe { result::stream::begin_capture(self.raw, mode) }.context("cuStreamBeginCapture")
     }
 
-    /// True between [`begin_capture`](Self::begin_capture) and [`end_capture`](Self::end_capture), here or on a stream that
-    /// this one waits for.
+    /// True between [`begin_capture`](Self::begin_capture) and [`end_capture`](Self::end_capture) of this stream, or
+    /// of one that this stream waits for.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -328,37 +328,37 @@ impl Stream {
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// Ends what [`begin_capture`](Self::begin_capture) began, in the same thread.
+    /// Ends the capture that [`begin_capture`](Self::begin_capture) started in the same thread.
     ///
     /// # Errors
-    /// If something put on the stream cannot be captured.
+    /// If some of the enqueued work cannot be captured.
     pub fn end_capture(&self) -> Result<Graph> {
         // SAFETY: the stream is this object's.
         let graph = unsafe { result::stream::end_capture(self.raw) }.context("cuStreamEndCapture")?;
         Graph::new(&self.device, graph)
     }
 
-    /// Captures what `work` puts on the stream and has it done `times` times; returns once it is over. `work` must have
-    /// run before, so that its kernels are loaded.
+    /// Captures the work that `work` enqueues on the stream and executes it `times` times; returns when it has
+    /// finished. `work` must have run before, so that its kernels are loaded.
     ///
     /// # Errors
-    /// If something of `work` cannot be captured, or the driver refuses.
+    /// If some of the work cannot be captured, or the driver refuses.
     pub fn repeat(&self, times: u32, work: impl Fn() -> Result<()>) -> Result<()> {
         self.begin_capture()?;
         let captured = work();
-        // Ended in any case, so that the stream serves again.
+        // The capture is ended even after an error, so that the stream can be used again.
         let graph = self.end_capture();
         captured?;
         let graph = graph?;
         for _ in 0..times {
-            // SAFETY: what `work` uses outlives it, since nothing is allocated or freed during a capture; it borrows that
-            // until the end of this call, which waits for the stream.
+            // SAFETY: whatever `work` uses outlives it, since nothing is allocated or freed during a capture; `work`
+            // borrows it until the end of this call, which waits for the stream.
             unsafe { self.launch_graph(&graph) }?;
         }
         self.synchronize()
     }
 
-    /// Repeats the work of a graph.
+    /// Replays a graph.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -367,10 +367,10 @@ impl Stream {
     /// If the graph was captured on another GPU.
     ///
     /// # Safety
-    /// Every communicator that the captured work takes part in lives until the call returns.
+    /// Every communicator used by the captured work lives until the call returns.
     pub unsafe fn launch_graph(&self, graph: &Graph) -> Result<()> {
         assert!(Arc::ptr_eq(graph.device(), &self.device), "a graph of another GPU");
-        // SAFETY: both handles are alive, and the graph keeps its memory; communicators are the caller's promise.
+        // SAFETY: both handles are alive, and the graph keeps its memory; the caller guarantees the communicators.
         unsafe { result::graph::launch(graph.exec(), self.raw) }.context("cuGraphLaunch")
     }
 }
@@ -381,7 +381,7 @@ impl Drop for Stream {
             return;
         }
         let _ = self.device.bind();
-        // SAFETY: created in `new`; work still on it is finished first.
+        // SAFETY: created in `new`; the driver finishes the work that is still on it first.
         let _ = unsafe { result::stream::destroy(self.raw) };
     }
 }

@@ -1,4 +1,4 @@
-//! What a kernel takes of a multiprocessor, as the assembler tells it.
+//! The resources that a kernel uses, as reported by the assembler.
 
 /// Registers and memory of one compiled kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -9,13 +9,13 @@ pub struct Usage {
     pub registers: u32,
     /// Bytes of static shared memory of a block.
     pub shared: u32,
-    /// Bytes of a thread's own memory: arrays that are indexed by what is not known beforehand, and spilled registers.
+    /// Bytes of a thread's local memory: arrays with indices unknown at compile time, and spilled registers.
     pub stack: u32,
-    /// Bytes written and read because there are too few registers. Each costs time.
+    /// Bytes of spill stores and loads, because there are too few registers. Spills cost time.
     pub spills: u32,
 }
 
-/// Reads the log that `--ptxas-options=-v` asks for: a paragraph for every kernel, sorted here by name.
+/// Parses the output of `--ptxas-options=-v`, a paragraph for each kernel; the result is sorted by name.
 pub(super) fn parse(log: &str) -> Vec<Usage> {
     let mut all: Vec<Usage> = Vec::new();
     for line in log.lines() {
@@ -23,13 +23,13 @@ pub(super) fn parse(log: &str) -> Vec<Usage> {
             let kernel = rest.split('\'').next().unwrap_or_default().to_owned();
             all.push(Usage { kernel, ..Usage::default() });
         } else if let Some(usage) = all.last_mut() {
-            // Absent words are zero.
+            // A missing number is zero.
             if line.contains("bytes stack frame") {
-                usage.stack = before(line, " bytes stack frame");
-                usage.spills = before(line, " bytes spill stores") + before(line, " bytes spill loads");
+                usage.stack = number_before(line, " bytes stack frame");
+                usage.spills = number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
             } else if line.contains("Used ") {
-                usage.registers = before(line, " registers");
-                usage.shared = before(line, " bytes smem");
+                usage.registers = number_before(line, " registers");
+                usage.shared = number_before(line, " bytes smem");
             }
         }
     }
@@ -37,8 +37,8 @@ pub(super) fn parse(log: &str) -> Vec<Usage> {
     all
 }
 
-/// The number in front of `words`, 0 where they are not.
-fn before(line: &str, words: &str) -> u32 {
+/// The number before `words`, or 0 if the line does not contain them.
+fn number_before(line: &str, words: &str) -> u32 {
     let found = line.split_once(words).and_then(|(rest, _)| rest.rsplit([' ', ',']).next());
     found.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_becomes_numbers() {
+    fn the_assemblers_log_is_parsed() {
         let log = "ptxas info    : 172 bytes gmem\n\
                    ptxas info    : Compiling entry function 'second' for 'sm_90'\n\
                    ptxas info    : Function properties for second\n\

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use super::Shape;
+use super::DenseShape;
 use crate::AlignedVec;
 use crate::gemm::ahead::Ahead;
 use crate::gemm::block::{Block, Columns};
@@ -44,7 +44,7 @@ const WIDTH: usize = 512;
 /// A dense layer and the activation that follows it.
 #[derive(Debug)]
 pub struct Dense {
-    shape: Shape,
+    shape: DenseShape,
     slope: Option<f32>,
 }
 
@@ -74,7 +74,7 @@ fn block_of(depth: usize, most: usize) -> usize {
 impl Dense {
     /// Gets ready to compute a layer of `shape`, activated with `slope` for negative values (see [`crate::activation`]);
     /// `None` for no activation.
-    pub fn new(shape: Shape, slope: Option<f32>) -> Dense {
+    pub fn new(shape: DenseShape, slope: Option<f32>) -> Dense {
         assert!(shape.inputs > 0 && shape.outputs > 0, "a dense layer has inputs and outputs");
         Dense { shape, slope }
     }
@@ -92,7 +92,7 @@ impl Dense {
         bias: &[f32],
         y: &mut [f32],
     ) {
-        let Shape { inputs, outputs } = self.shape;
+        let DenseShape { inputs, outputs } = self.shape;
         let samples = self.samples(x.len(), y.len());
         assert_eq!(weights.len(), outputs * inputs, "weights of a dense layer");
         assert_eq!(bias.len(), outputs, "bias of a dense layer");
@@ -133,7 +133,7 @@ impl Dense {
         db: &mut [f32],
         dx: Option<&mut [f32]>,
     ) {
-        let Shape { inputs, outputs } = self.shape;
+        let DenseShape { inputs, outputs } = self.shape;
         let Backward { x, weights, y, dy } = from;
         let samples = self.samples(x.len(), dy.len());
         assert!(self.slope.is_none() || y.len() == dy.len(), "result of a dense layer");

@@ -4,7 +4,7 @@
 //! holds here. A layer by the fastest kernels there are, a library's among them, is a
 //! [`Conv`](crate::conv::gpu::Conv) of the same [convolution].
 
-use super::Shape;
+use super::DenseShape;
 use crate::Precision;
 use crate::conv::{self, Padding};
 use crate::cuda::{Result, Stream, View};
@@ -12,9 +12,9 @@ use crate::cuda::{Result, Stream, View};
 pub use crate::conv::cuda::LINEAR;
 
 /// The layer as a convolution: its inputs are channels, its outputs filters.
-pub fn convolution(shape: &Shape) -> conv::Shape {
-    let Shape { inputs, outputs } = *shape;
-    conv::Shape {
+pub fn convolution(shape: &DenseShape) -> conv::ConvShape {
+    let DenseShape { inputs, outputs } = *shape;
+    conv::ConvShape {
         channels: inputs,
         height: 1,
         width: 1,
@@ -25,7 +25,7 @@ pub fn convolution(shape: &Shape) -> conv::Shape {
 }
 
 /// Bytes of f32 workspace that the gradients of weights and bias need.
-pub fn workspace_bytes(shape: &Shape, samples: usize, precision: Precision) -> usize {
+pub fn workspace_bytes(shape: &DenseShape, samples: usize, precision: Precision) -> usize {
     conv::cuda::workspace_bytes(&convolution(shape), samples, precision)
 }
 
@@ -34,7 +34,7 @@ pub fn workspace_bytes(shape: &Shape, samples: usize, precision: Precision) -> u
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn forward(
     stream: &Stream,
-    shape: &Shape,
+    shape: &DenseShape,
     samples: usize,
     precision: Precision,
     x: View<'_>,
@@ -50,7 +50,7 @@ pub fn forward(
 #[track_caller]
 pub fn backward_input(
     stream: &Stream,
-    shape: &Shape,
+    shape: &DenseShape,
     samples: usize,
     precision: Precision,
     weights: View<'_>,
@@ -65,7 +65,7 @@ pub fn backward_input(
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_weights(
     stream: &Stream,
-    shape: &Shape,
+    shape: &DenseShape,
     samples: usize,
     precision: Precision,
     x: View<'_>,
@@ -80,7 +80,7 @@ pub fn backward_weights(
 #[track_caller]
 pub fn backward_bias(
     stream: &Stream,
-    shape: &Shape,
+    shape: &DenseShape,
     samples: usize,
     precision: Precision,
     dy: View<'_>,

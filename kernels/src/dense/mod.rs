@@ -9,7 +9,7 @@ pub mod cuda;
 
 /// The extents of a dense layer, but for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct DenseShape {
     /// Features of a sample of the input, I.
     pub inputs: usize,
     /// Features of a sample of the output, O.
@@ -32,8 +32,8 @@ mod tests {
     }
 
     /// `signs` are those of the result that the backward pass is given.
-    fn reference(shape: Shape, slope: f32, [x, w, b, dy, signs]: [&[f32]; 5]) -> Expected {
-        let Shape { inputs, outputs } = shape;
+    fn reference(shape: DenseShape, slope: f32, [x, w, b, dy, signs]: [&[f32]; 5]) -> Expected {
+        let DenseShape { inputs, outputs } = shape;
         let mut y: Vec<f64> = (0..dy.len()).map(|at| f64::from(b[at % outputs])).collect();
         let (mut dw, mut db, mut dx) = (vec![0.0; w.len()], vec![0.0; outputs], vec![0.0; x.len()]);
         for (at, y) in y.iter_mut().enumerate() {
@@ -54,8 +54,8 @@ mod tests {
     }
 
     /// Two layers in turn, so that scratch memory holds something else, against the definition and against each other.
-    fn check(shape: Shape, samples: usize, counts: &[usize], slope: Option<f32>, off: f64) {
-        let Shape { inputs, outputs } = shape;
+    fn check(shape: DenseShape, samples: usize, counts: &[usize], slope: Option<f32>, off: f64) {
+        let DenseShape { inputs, outputs } = shape;
         let (x, w) = (random(samples * inputs, 1), random(outputs * inputs, 2));
         let (b, dy) = (random(outputs, 3), random(samples * outputs, 4));
         let mut first = None;
@@ -97,14 +97,14 @@ mod tests {
             inputs in 1usize..90, outputs in 1usize..90, samples in 0usize..70,
             slope in prop::option::of(0.0f32..0.5),
         ) {
-            check(Shape { inputs, outputs }, samples, &[1, 2, 3], slope, 1e-5);
+            check(DenseShape { inputs, outputs }, samples, &[1, 2, 3], slope, 1e-5);
         }
     }
 
     #[test]
     fn large_layers_are_shared_among_threads() {
         for (inputs, outputs, samples) in [(700, 300, 60), (1100, 40, 150), (513, 600, 33), (40, 30, 700)] {
-            check(Shape { inputs, outputs }, samples, &[1, 2, 3], Some(0.1), 5e-5);
+            check(DenseShape { inputs, outputs }, samples, &[1, 2, 3], Some(0.1), 5e-5);
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::rng::splitmix64;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Number of elements that are infinite or not a number.
-pub fn not_finite(values: &[f32]) -> u64 {
+pub fn count_non_finite(values: &[f32]) -> u64 {
     dispatch(NotFinite(values))
 }
 
@@ -35,7 +35,7 @@ const LINES: usize = 32;
 /// Whether elements that are infinite or not a number are among some of them: one cache line of 32, another one for another
 /// `turn`; all lines in 32 turns. That touches as little memory. The lines of neighbouring groups differ, so that columns of
 /// a matrix, which such elements may fill, are met as rows of 512 elements are.
-pub fn any_not_finite_of_some(values: &[f32], turn: u64) -> bool {
+pub fn sample_has_non_finite(values: &[f32], turn: u64) -> bool {
     dispatch(OneLineOfMany { values, turn: (turn % LINES as u64) as usize })
 }
 

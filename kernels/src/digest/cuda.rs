@@ -16,8 +16,8 @@ pub static SOURCE: Source = Source { name: "digest", text: include_str!("digest.
 ///
 /// # Panics
 /// If types or lengths do not fit.
-pub fn count_not_finite(stream: &Stream, values: View<'_>, total: View<'_>) -> Result<()> {
-    add(stream, &typed("digest_not_finite", values), values, total)
+pub fn count_non_finite(stream: &Stream, values: View<'_>, total: View<'_>) -> Result<()> {
+    add(stream, &typed("digest_non_finite", values), values, total)
 }
 
 /// Overwrites `hash`, one i64, with the bits of the hash of `values`, f32.
@@ -43,7 +43,7 @@ fn add(stream: &Stream, name: &str, values: View<'_>, total: View<'_>) -> Result
     unsafe { run(stream, &SOURCE, name, grid(stream, values.len().div_ceil(pack)), &arguments) }
 }
 
-/// What [`find_not_finite`] looks at in one go: `struct DigestPart` of the kernels.
+/// What [`find_non_finite`] looks at in one go: `struct DigestPart` of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Part {
@@ -110,7 +110,7 @@ fn cut(tensors: impl IntoIterator<Item = (usize, Range<usize>)>, small: usize) -
 ///
 /// # Panics
 /// If types or lengths do not fit.
-pub fn find_not_finite(
+pub fn find_non_finite(
     stream: &Stream,
     values: View<'_>,
     parts: View<'_>,
@@ -132,5 +132,5 @@ pub fn find_not_finite(
         [values.into(), len.into(), parts.into(), table.into(), state.into(), mark.into(), found.into()];
     let grid = Grid::new(table.min(blocks(stream)), 256);
     // SAFETY: the kernel passes over parts that lie outside of the arena, and writes one number.
-    unsafe { run(stream, &SOURCE, "digest_find_not_finite", grid, &arguments) }
+    unsafe { run(stream, &SOURCE, "digest_find_non_finite", grid, &arguments) }
 }

@@ -10,25 +10,25 @@ __device__ inline void digest_add(u64 mine, u64* total) {
     if (threadIdx.x == 0) atomicAdd(total, of_block);
 }
 
-__device__ inline bool not_finite(f32 value) { return (bits_of(value) & 0x7f800000u) == 0x7f800000u; }
+__device__ inline bool non_finite(f32 value) { return (bits_of(value) & 0x7f800000u) == 0x7f800000u; }
 
 template <class T>
-__device__ void digest_not_finite(const T* values, u32 len, u32 packs, u64* count) {
+__device__ void digest_non_finite(const T* values, u32 len, u32 packs, u64* count) {
     constexpr u32 N = PACK<T>;
     u64 mine = 0;
     for (u32 i = grid_thread(); i < packs; i += grid_threads()) {
         const Pack<T, N> pack = load_pack<N>(values + i * N);
-        for (u32 j = 0; j < N; j++) mine += not_finite(to_f32(pack.at[j]));
+        for (u32 j = 0; j < N; j++) mine += non_finite(to_f32(pack.at[j]));
     }
-    for (u32 i = packs * N + grid_thread(); i < len; i += grid_threads()) mine += not_finite(to_f32(values[i]));
+    for (u32 i = packs * N + grid_thread(); i < len; i += grid_threads()) mine += non_finite(to_f32(values[i]));
     digest_add(mine, count);
 }
 
-KERNEL_BOUNDS(digest_not_finite_f32, DIGEST_THREADS)(const f32* values, u32 len, u32 packs, u64* count) {
-    digest_not_finite(values, len, packs, count);
+KERNEL_BOUNDS(digest_non_finite_f32, DIGEST_THREADS)(const f32* values, u32 len, u32 packs, u64* count) {
+    digest_non_finite(values, len, packs, count);
 }
-KERNEL_BOUNDS(digest_not_finite_bf16, DIGEST_THREADS)(const bf16* values, u32 len, u32 packs, u64* count) {
-    digest_not_finite(values, len, packs, count);
+KERNEL_BOUNDS(digest_non_finite_bf16, DIGEST_THREADS)(const bf16* values, u32 len, u32 packs, u64* count) {
+    digest_non_finite(values, len, packs, count);
 }
 
 // What is looked at in one go: a tensor, or some of it.
@@ -52,7 +52,7 @@ __device__ inline u32 digest_sparse(u32 begin, u32 i, u64 turn) {
 }
 
 // A block takes whole parts.
-KERNEL_BOUNDS(digest_find_not_finite, DIGEST_THREADS)(
+KERNEL_BOUNDS(digest_find_non_finite, DIGEST_THREADS)(
     const f32* values, u32 len, const DigestPart* parts, u32 count, const StepState* state, u64 mark, u64* found) {
     if (state->halted) return;
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
@@ -62,7 +62,7 @@ KERNEL_BOUNDS(digest_find_not_finite, DIGEST_THREADS)(
         const u32 items = part.sparse ? part.len / DIGEST_LINES : part.len;
         bool bad = false;
         for (u32 i = threadIdx.x; i < items; i += blockDim.x) {
-            bad |= not_finite(values[part.sparse ? digest_sparse(part.begin, i, state->step) : part.begin + i]);
+            bad |= non_finite(values[part.sparse ? digest_sparse(part.begin, i, state->step) : part.begin + i]);
         }
         if (bad) atomicMax(found, mark + part.tensor);
     }

@@ -1,6 +1,6 @@
 //! Looks at a whole arena: is everything in it a number, is it the same as on another rank, how long is it as a vector?
 //!
-//! Contract: `not_finite` is the number of elements that are infinite or not a number. `sum_of_squares` (of the CPU alone) is
+//! Contract: `non_finite` is the number of elements that are infinite or not a number. `sum_of_squares` (of the CPU alone) is
 //! taken in f64, in an order that depends on the length alone. `hash` is the sum modulo 2^64,
 //! over all elements i < 2^32 of f32, of `splitmix64(i · 2^32 + b)` with the element's bits b (see [`crate::rng`]). A
 //! sum does not depend on the order in which it is taken, so that every backend and every partition of the work finds
@@ -42,11 +42,11 @@ mod tests {
 
     #[test]
     fn infinities_and_nans_are_counted() {
-        assert_eq!(cpu::not_finite(&[0.0, f32::NAN, f32::MAX, f32::NEG_INFINITY, 1e-40]), 2);
+        assert_eq!(cpu::count_non_finite(&[0.0, f32::NAN, f32::MAX, f32::NEG_INFINITY, 1e-40]), 2);
         let mut values = random(10_000, 2);
         values[9_999] = f32::INFINITY;
         values[4_095] = -f32::NAN;
-        assert_eq!(cpu::not_finite(&values), 2);
+        assert_eq!(cpu::count_non_finite(&values), 2);
     }
 
     #[test]
@@ -55,18 +55,18 @@ mod tests {
             for bad in 0..len {
                 let mut values = vec![1.0; len];
                 values[bad] = f32::NAN;
-                assert!((0..32).any(|turn| cpu::any_not_finite_of_some(&values, turn)), "{bad} of {len}");
+                assert!((0..32).any(|turn| cpu::sample_has_non_finite(&values, turn)), "{bad} of {len}");
             }
-            assert!((0..32).all(|turn| !cpu::any_not_finite_of_some(&vec![1.0; len], turn)));
+            assert!((0..32).all(|turn| !cpu::sample_has_non_finite(&vec![1.0; len], turn)));
         }
         for (rows, columns) in [(1024, 6272), (200, 1024), (512, 512)] {
             for turn in [0, 5] {
                 let mut values = vec![0.5; rows * columns];
                 values[columns * 7..columns * 8].fill(f32::INFINITY);
-                assert!(cpu::any_not_finite_of_some(&values, turn), "a row of {rows}x{columns}");
+                assert!(cpu::sample_has_non_finite(&values, turn), "a row of {rows}x{columns}");
                 let mut values = vec![0.5; rows * columns];
                 values.chunks_mut(columns).for_each(|row| row[columns / 3] = f32::NAN);
-                assert!(cpu::any_not_finite_of_some(&values, turn), "a column of {rows}x{columns}");
+                assert!(cpu::sample_has_non_finite(&values, turn), "a column of {rows}x{columns}");
             }
         }
     }

@@ -26,15 +26,15 @@ pub struct Chunk {
 }
 
 /// Elements of a chunk at most: a few for each thread of a block.
-pub const LONGEST: usize = 4096;
+pub const MAX_LEN: usize = 4096;
 
 /// Cuts tensors, given by their elements in an arena and their factors, into chunks, whose state lies as they do.
 ///
 /// ```
 /// use mgpu_kernels::optimizer::Factors;
-/// use mgpu_kernels::optimizer::chunk::{Chunk, LONGEST, chunks};
+/// use mgpu_kernels::optimizer::chunk::{Chunk, MAX_LEN, chunks};
 /// let slow = Factors { learning_rate: 0.5, weight_decay: 0.0 };
-/// let table = chunks([(0..LONGEST + 10, Factors::ONE), (8192..8202, slow)]);
+/// let table = chunks([(0..MAX_LEN + 10, Factors::ONE), (8192..8202, slow)]);
 /// assert_eq!(table, [
 ///     Chunk { begin: 0, len: 4096, state: 0, learning_rate: 1.0, weight_decay: 1.0 },
 ///     Chunk { begin: 4096, len: 10, state: 4096, learning_rate: 1.0, weight_decay: 1.0 },
@@ -49,8 +49,8 @@ pub fn chunks(tensors: impl IntoIterator<Item = (Range<usize>, Factors)>) -> Vec
     for (range, Factors { learning_rate, weight_decay }) in tensors {
         assert!(range.start.is_multiple_of(4) && range.end <= 1 << 31, "a tensor at elements {range:?}");
         let end = range.end;
-        for begin in range.step_by(LONGEST) {
-            let (len, begin) = (LONGEST.min(end - begin) as u32, begin as u32);
+        for begin in range.step_by(MAX_LEN) {
+            let (len, begin) = (MAX_LEN.min(end - begin) as u32, begin as u32);
             chunks.push(Chunk { begin, len, state: begin, learning_rate, weight_decay });
         }
     }
@@ -82,7 +82,7 @@ mod tests {
                     prop_assert_eq!(chunk.begin as usize, at);
                     prop_assert_eq!(chunk.learning_rate, factors.learning_rate);
                     prop_assert_eq!(chunk.weight_decay, factors.weight_decay);
-                    prop_assert!((1..=LONGEST as u32).contains(&chunk.len) && at + chunk.len as usize <= range.end);
+                    prop_assert!((1..=MAX_LEN as u32).contains(&chunk.len) && at + chunk.len as usize <= range.end);
                     at += chunk.len as usize;
                 }
             }

@@ -1,6 +1,6 @@
 //! Optimizers on a GPU: one launch for all parameters, with what follows from their new values in the same pass.
 //!
-//! What depends on the step is worked out on the GPU once a step ([`begin`]), in f64 as on the CPU, and each operation of
+//! What depends on the step is worked out on the GPU once a step ([`begin_step`]), in f64 as on the CPU, and each operation of
 //! the pass is rounded by itself: parameters are those that a CPU computes from the same gradients, to the bit, as long
 //! as the power functions of both agree.
 
@@ -19,14 +19,14 @@ const NORM_THREADS: u32 = 256;
 
 /// What a step's index says about the training.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Plan {
+pub struct UpdatePlan {
     /// Steps of an epoch, after which the position is 0 again.
     pub steps_per_epoch: u64,
     /// How the learning rate changes from the optimizer's.
     pub schedule: Schedule,
 }
 
-/// `struct Plan` of the kernels.
+/// `struct UpdatePlan` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
 struct Parameters {
@@ -45,7 +45,7 @@ struct Parameters {
 }
 
 impl Parameters {
-    fn new(optimizer: &Optimizer, plan: Plan) -> Self {
+    fn new(optimizer: &Optimizer, plan: UpdatePlan) -> Self {
         let (rule, decays, epsilon, nesterov) = match *optimizer {
             Optimizer::Adam(o) => (0, [o.beta1, o.beta2], o.eps, false),
             Optimizer::AdamW(o) => (1, [o.beta1, o.beta2], o.eps, false),
@@ -83,7 +83,7 @@ impl Parameters {
 ///
 /// # Panics
 /// If `state` is not the memory of a [`StepState`], or an epoch has no steps, or the learning rate none to fall over.
-pub fn begin(stream: &Stream, optimizer: &Optimizer, plan: Plan, state: View<'_>) -> Result<()> {
+pub fn begin_step(stream: &Stream, optimizer: &Optimizer, plan: UpdatePlan, state: View<'_>) -> Result<()> {
     StepState::check(state);
     assert!(plan.steps_per_epoch > 0 && plan.schedule.decay.steps() > 0, "{plan:?}");
     let arguments = [state.into(), Arg::of(&Parameters::new(optimizer, plan))];
@@ -157,7 +157,7 @@ impl Arenas<'_> {
 }
 
 /// Applies one step to the parameters in `chunks` (a table of [`Chunk`], as bytes, or a part of one), whose factors of
-/// learning rate and weight decay are the chunks'. [`begin`] has begun the step, with the same optimizer; gradients are multiplied with the state's scale. Where
+/// learning rate and weight decay are the chunks'. [`begin_step`] has begun the step, with the same optimizer; gradients are multiplied with the state's scale. Where
 /// the state has a mark of gradients that are no numbers, nothing changes.
 ///
 /// A chunk that lies outside of the arenas is passed over.

@@ -18,7 +18,7 @@ __device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
 #define DECAY_COSINE 2
 #define DECAY_STEP 3
 
-struct Plan {
+struct UpdatePlan {
     u64 steps_per_epoch;
     u64 warm_up;      // steps in which the learning rate rises
     u64 decay_steps;  // over which it falls, or between two falls
@@ -50,7 +50,7 @@ struct Plan {
 #define WEIGHT_DECAY 7
 
 // What the learning rate is multiplied with: see schedule.rs.
-__device__ inline f64 schedule_factor(const Plan& plan, u64 step) {
+__device__ inline f64 schedule_factor(const UpdatePlan& plan, u64 step) {
     if (step < plan.warm_up) return (f64)(step + 1) / (f64)plan.warm_up;
     step -= plan.warm_up;
     const u64 fallen = step < plan.decay_steps ? step : plan.decay_steps;
@@ -65,9 +65,9 @@ __device__ inline f64 schedule_factor(const Plan& plan, u64 step) {
 }
 
 // Advances the state to the step that begins. One thread: all others of the step wait for it anyway.
-KERNEL(step_begin)(StepState* state, Plan plan) {
+KERNEL(step_begin)(StepState* state, UpdatePlan plan) {
     if (grid_thread() > 0) return;
-    if (state->not_finite) {
+    if (state->non_finite) {
         state->halted = 1;
         return;
     }
@@ -255,7 +255,7 @@ __device__ void optimizer_pack(
 template <class Rule>
 __device__ void optimizer_update(const StepState* state, const Chunk* chunks, u32 count, const Arenas& arenas) {
     constexpr u32 N = PACK<f32>;
-    if (state->not_finite) return;
+    if (state->non_finite) return;
     const Rule rule(state->constants);
     const f32 scale = state->scale;
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {

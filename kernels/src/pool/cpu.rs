@@ -3,7 +3,7 @@
 //! For pooling layers that stand by themselves. Behind a convolution, [`crate::conv::cpu`] pools its outputs while they
 //! are at hand.
 
-use super::Shape;
+use super::PoolShape;
 use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
@@ -11,7 +11,7 @@ use crate::threads::{Rows, Threads};
 /// Input elements below which another thread does not pay.
 const GRAIN: usize = 1 << 14;
 
-fn images(shape: &Shape, channels: usize, input: usize, output: usize, choices: usize) -> usize {
+fn images(shape: &PoolShape, channels: usize, input: usize, output: usize, choices: usize) -> usize {
     let image = shape.input_len() * channels;
     let images = input / image;
     assert_eq!(input, images * image, "input of a pooling layer");
@@ -26,7 +26,7 @@ fn images(shape: &Shape, channels: usize, input: usize, output: usize, choices: 
 /// If the lengths do not fit `shape`.
 pub fn forward<E: Storage>(
     threads: &Threads,
-    shape: &Shape,
+    shape: &PoolShape,
     channels: usize,
     x: &[E],
     y: &mut [E],
@@ -42,7 +42,7 @@ pub fn forward<E: Storage>(
 }
 
 struct Forward<'a, E> {
-    shape: &'a Shape,
+    shape: &'a PoolShape,
     channels: usize,
     x: &'a [E],
     y: &'a mut [E],
@@ -77,7 +77,7 @@ impl<E: Storage> Task for Forward<'_, E> {
 /// If the lengths do not fit `shape`.
 pub fn backward<E: Storage>(
     threads: &Threads,
-    shape: &Shape,
+    shape: &PoolShape,
     channels: usize,
     dy: &[E],
     chosen: &[u8],
@@ -92,7 +92,7 @@ pub fn backward<E: Storage>(
 }
 
 struct Backward<'a, E> {
-    shape: &'a Shape,
+    shape: &'a PoolShape,
     channels: usize,
     dy: &'a [E],
     chosen: &'a [u8],

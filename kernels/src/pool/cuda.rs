@@ -4,7 +4,7 @@
 //! bias and activation: they give what the separate passes give, to the bit, and save writing and reading the image
 //! in between.
 
-use super::Shape;
+use super::PoolShape;
 use crate::DType;
 use crate::cuda::elements::{aligned, check, count, grid, pack, run, typed};
 use crate::cuda::{Arg, Result, Source, Stream, View};
@@ -26,7 +26,7 @@ struct Extents {
 
 impl Extents {
     #[track_caller]
-    fn new(shape: &Shape, channels: usize, input: View<'_>, output: View<'_>, chosen: View<'_>) -> Self {
+    fn new(shape: &PoolShape, channels: usize, input: View<'_>, output: View<'_>, chosen: View<'_>) -> Self {
         let image = channels * shape.input_len();
         let images = input.len() / image;
         check("the input of a pooling layer", input, output.dtype(), images * image);
@@ -79,7 +79,7 @@ fn run_windows(
 /// If lengths or types do not fit.
 pub fn forward(
     stream: &Stream,
-    shape: &Shape,
+    shape: &PoolShape,
     channels: usize,
     x: View<'_>,
     y: View<'_>,
@@ -99,7 +99,7 @@ pub fn forward(
 /// If lengths or types do not fit.
 pub fn forward_fused(
     stream: &Stream,
-    shape: &Shape,
+    shape: &PoolShape,
     slope: f32,
     bias: View<'_>,
     x: View<'_>,
@@ -121,7 +121,7 @@ pub fn forward_fused(
 /// If lengths or types do not fit.
 pub fn backward(
     stream: &Stream,
-    shape: &Shape,
+    shape: &PoolShape,
     channels: usize,
     dy: View<'_>,
     chosen: View<'_>,
@@ -141,7 +141,7 @@ pub fn backward(
 #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
 pub fn backward_fused(
     stream: &Stream,
-    shape: &Shape,
+    shape: &PoolShape,
     channels: usize,
     slope: f32,
     dy: View<'_>,

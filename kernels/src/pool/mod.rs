@@ -20,7 +20,7 @@ pub enum Rounding {
 
 /// The extents of a pooling layer, but for the numbers of images and channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct PoolShape {
     /// Input rows, H.
     pub height: usize,
     /// Input columns, W.
@@ -29,7 +29,7 @@ pub struct Shape {
     pub rounding: Rounding,
 }
 
-impl Shape {
+impl PoolShape {
     /// Output rows, H'.
     pub fn out_height(&self) -> usize {
         self.halve(self.height)
@@ -84,7 +84,7 @@ mod tests {
             count in 1usize..5,
         ) {
             let rounding = if ceil { Rounding::Ceil } else { Rounding::Floor };
-            let shape = Shape { height, width, rounding };
+            let shape = PoolShape { height, width, rounding };
             let (oh, ow) = (shape.out_height(), shape.out_width());
             // Few distinct values, so that windows have ties.
             let x: Vec<f32> = random(images * height * width * channels, 1).iter().map(|v| (v * 3.0).round()).collect();

@@ -20,25 +20,25 @@ const SMALL: usize = 1 << 16;
 
 impl Slot {
     /// A tensor of the bucket with non-finite gradients of this rank, in step `step`.
-    pub(super) fn not_finite(&self, layout: &Layout, step: u64, is_alone: bool) -> Option<usize> {
+    pub(super) fn non_finite(&self, layout: &Layout, step: u64, is_alone: bool) -> Option<usize> {
         let values = self.values();
         let is_bad = |tensor: &usize| {
             let gradient = &values[self.within(layout, *tensor)];
             match gradient.len() {
-                len if is_alone || len <= SMALL => digest::not_finite(gradient) > 0,
-                _ => digest::any_not_finite_of_some(gradient, step),
+                len if is_alone || len <= SMALL => digest::count_non_finite(gradient) > 0,
+                _ => digest::sample_has_non_finite(gradient, step),
             }
         };
         self.bucket.tensors.clone().rev().find(is_bad)
     }
 
     /// A tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
-    pub(super) fn reduced_not_finite(&self, layout: &Layout, rank: u32, ranks: u32) -> Option<usize> {
+    pub(super) fn reduced_non_finite(&self, layout: &Layout, rank: u32, ranks: u32) -> Option<usize> {
         let shard = shard(self.elements.len(), ranks, rank);
         let is_bad = |tensor: &usize| {
             let within = self.within(layout, *tensor);
             let elements = within.start.max(shard.start)..within.end.min(shard.end);
-            !elements.is_empty() && digest::not_finite(&self.values()[elements]) > 0
+            !elements.is_empty() && digest::count_non_finite(&self.values()[elements]) > 0
         };
         self.bucket.tensors.clone().rev().find(is_bad)
     }

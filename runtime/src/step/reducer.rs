@@ -219,7 +219,7 @@ impl Reducer {
         let micro_batches = if attendance.has_data { attendance.micro_batches } else { 1 };
         self.readiness.begin_step(micro_batches);
         self.accumulator.begin_step(&self.readiness.counter);
-        let mut not_finite = None;
+        let mut non_finite = None;
         let is_mean = self.config.world_size_invariant && !buffers.is_empty();
         let mut mean = is_mean.then(|| BufferMean::new(buffers, &self.readiness.counter));
         for index in 0..micro_batches {
@@ -227,7 +227,7 @@ impl Reducer {
             if let Some(mean) = &mut mean {
                 mean.begin_batch(buffers);
             }
-            let mut sink = self.sink(&attendance, &mut not_finite);
+            let mut sink = self.sink(&attendance, &mut non_finite);
             if attendance.has_data {
                 compute(index, buffers, &mut sink)?;
             }
@@ -243,12 +243,12 @@ impl Reducer {
         if is_mean {
             BufferMean::finish(&mut self.comm, &self.readiness.counter, buffers)?;
         }
-        self.compare_reports(&attendance, not_finite)?;
+        self.compare_reports(&attendance, non_finite)?;
         self.clip()
     }
 
-    /// Where a micro-batch's gradients go. What is found in them goes to `not_finite`.
-    fn sink<'a>(&'a mut self, attendance: &Attendance, not_finite: &'a mut Option<usize>) -> Sink<'a> {
+    /// Where a micro-batch's gradients go. What is found in them goes to `non_finite`.
+    fn sink<'a>(&'a mut self, attendance: &Attendance, non_finite: &'a mut Option<usize>) -> Sink<'a> {
         let ReducerConfig { reduction, world_size_invariant: invariant, .. } = self.config;
         let Attendance { step, active, .. } = *attendance;
         let micro_batches = self.readiness.counter.count();
@@ -261,7 +261,7 @@ impl Reducer {
             config: &self.config,
             exchange: Exchange { reduction, invariant, micro_batches, active },
             step,
-            not_finite,
+            non_finite,
         }
     }
 
@@ -270,7 +270,7 @@ impl Reducer {
         let Self { comm, layout, slots, config, .. } = self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let reduced = match config.check_finite && ranks > 1 {
-            true => slots.all.iter().find_map(|slot| slot.reduced_not_finite(layout, rank, ranks)),
+            true => slots.all.iter().find_map(|slot| slot.reduced_non_finite(layout, rank, ranks)),
             false => None,
         };
         let Attendance { step, micro_batches, learning_rate, .. } = *attendance;

@@ -59,7 +59,7 @@ pub(super) struct Sink<'a> {
     /// The step being made, from 0.
     pub(super) step: u64,
     /// A tensor with gradients that are not finite.
-    pub(super) not_finite: &'a mut Option<usize>,
+    pub(super) non_finite: &'a mut Option<usize>,
 }
 
 impl Sink<'_> {
@@ -75,8 +75,8 @@ impl Sink<'_> {
     /// Starts the reduction of a bucket.
     fn reduce(&mut self, bucket: usize) -> Result<()> {
         let slot = &mut self.slots[bucket];
-        if self.config.check_finite && self.not_finite.is_none() {
-            *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
+        if self.config.check_finite && self.non_finite.is_none() {
+            *self.non_finite = slot.non_finite(self.layout, self.step, self.comm.size() == 1);
         }
         slot.reduce(self.comm, self.exchange, bucket as u32)
     }

@@ -352,7 +352,7 @@ fn guards(world: &mut World) -> Result<()> {
 
 /// # Panics
 /// Unless `outcome` is that the last rank's gradients of tensor 4 were no numbers in step `step`.
-fn expect_not_finite(outcome: Result<()>, ranks: u32, step: u64) {
+fn expect_non_finite(outcome: Result<()>, ranks: u32, step: u64) {
     match outcome {
         Err(Error::NotFinite { rank, tensor, step: found }) => {
             assert_eq!((rank, tensor.as_str(), found), (ranks - 1, "4", step));
@@ -376,7 +376,7 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
         model.look_later(&mut stale)?;
         // In the second round the host goes on without having looked.
         (0..later).try_for_each(|_| inputs.step(&mut model))?;
-        expect_not_finite(model.check(), ranks, 3);
+        expect_non_finite(model.check(), ranks, 3);
         // What was seen before that says nothing any more.
         model.look(&mut stale)?;
         assert!(model.parameters()? == before, "parameters have changed");
@@ -486,7 +486,7 @@ fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<(
     let before = model.parameters()?;
     inputs.set_infinite(&model, 0, is_culprit)?;
     (0..2).try_for_each(|_| model.replay(&two))?;
-    expect_not_finite(model.check(), ranks, 4);
+    expect_non_finite(model.check(), ranks, 4);
     assert!(model.parameters()? == before, "parameters have changed");
     assert_eq!(model.steps(), 3);
     inputs.set_infinite(&model, 0, false)?;

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use half::bf16;
 use mgpu_kernels::Precision;
 use mgpu_kernels::Scratch;
-use mgpu_kernels::conv::cpu::{self, Backward, Choice, Tail};
+use mgpu_kernels::conv::cpu::{self, Backward, ConvPolicy, Epilogue};
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
-use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Result, Stream, View};
+use mgpu_kernels::cuda::{AutotuneOptions, Device, Libraries, Memory, Result, Stream, View};
 use mgpu_kernels::{DType, Threads, activation, dense};
 
 /// Numbers of a layer on the host, rounded to what its precision stores.
@@ -33,12 +33,12 @@ struct Expected {
 
 fn main() -> Result<()> {
     let deterministic = std::env::args().nth(1).is_none();
-    let options = Options { deterministic, libraries: Libraries::Auto };
+    let options = AutotuneOptions { deterministic, libraries: Libraries::Auto };
     let device = Device::open(0)?;
     let stream = Stream::new(&device)?;
     for precision in Precision::ALL {
         for slope in [0.0, 1.0, activation::LEAKY_SLOPE] {
-            let shape = conv::Shape {
+            let shape = conv::ConvShape {
                 channels: 8,
                 height: 9,
                 width: 7,
@@ -49,11 +49,17 @@ fn main() -> Result<()> {
             check(&stream, shape, 4, precision, slope, options)?;
             // Ten classes are no multiple of anything.
             let outputs = if slope == 1.0 { 10 } else { 48 };
-            let shape = dense::cuda::convolution(&dense::Shape { inputs: 72, outputs });
+            let shape = dense::cuda::convolution(&dense::DenseShape { inputs: 72, outputs });
             check(&stream, shape, 12, precision, slope, options)?;
         }
-        let first =
-            conv::Shape { channels: 1, height: 12, width: 12, filters: 8, kernel: 5, padding: Padding::Same };
+        let first = conv::ConvShape {
+            channels: 1,
+            height: 12,
+            width: 12,
+            filters: 8,
+            kernel: 5,
+            padding: Padding::Same,
+        };
         check(&stream, first, 3, precision, 0.0, options)?;
     }
     Ok(())
@@ -164,7 +170,7 @@ fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precisi
 }
 
 /// What the passes of `images` images come to on the CPU.
-fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
+fn on_cpu(shape: conv::ConvShape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
     let threads = Threads::new(1);
     let mut scratch = Scratch::new(&threads);
     let x = random(images * shape.input_len(), 1, precision);
@@ -174,7 +180,7 @@ fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -
     let mut y = vec![0.0; dy.len()];
     let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
     // The backward passes here begin before the activation.
-    let mut layer = cpu::Conv::new(shape, Tail::NONE, Choice::Direct);
+    let mut layer = cpu::Conv::new(shape, Epilogue::NONE, ConvPolicy::Direct);
     layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);
     let from = Backward { x: &x, weights: &w, y: &y, chosen: &[], dy: &dy };
     layer.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
@@ -187,11 +193,11 @@ fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -
 /// Runs a layer in all ways.
 fn check(
     stream: &Stream,
-    shape: conv::Shape,
+    shape: conv::ConvShape,
     images: usize,
     precision: Precision,
     slope: f32,
-    options: Options,
+    options: AutotuneOptions,
 ) -> Result<()> {
     let layer = Conv::new(stream, shape, images, precision, slope, true, options)?;
     let what = format!("slope {slope} {}", layer.describe());

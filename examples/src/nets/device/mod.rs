@@ -8,7 +8,7 @@ mod order;
 
 use mgpu::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
-use mgpu_kernels::cuda::{Memory, Options, Stream, View};
+use mgpu_kernels::cuda::{AutotuneOptions, Memory, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};
 use order::Order;
 
@@ -86,7 +86,7 @@ impl DeviceNet {
         spec: &Spec,
         max_batch: usize,
         precision: Precision,
-        options: Options,
+        options: AutotuneOptions,
         stream: &Stream,
     ) -> Result<DeviceNet> {
         let plan = Plan::new(spec);

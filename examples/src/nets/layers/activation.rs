@@ -4,7 +4,7 @@ use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::Storage;
 use mgpu_kernels::activation;
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::View;
 
 use super::{
@@ -49,7 +49,7 @@ impl Operation for Rectifier {
         Some(Tail::Rectifier { slope: self.slope })
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> Machine {
         Machine::Rectifier(*self)
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::norm::{self, Statistics, Sums};
 use mgpu_kernels::{DType, Storage};
@@ -52,7 +52,7 @@ impl Operation for Norm {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> Machine {
         let (statistics, sums) = (Statistics::new(self.channels), Sums::new(self.channels));
         Machine::BatchNorm(Cpu { norm: self.clone(), statistics, sums })
     }

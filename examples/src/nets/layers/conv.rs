@@ -3,9 +3,9 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::{Choice, Tail as KernelTail};
+use mgpu_kernels::conv::cpu::{ConvPolicy, Epilogue as ConvEpilogue};
 use mgpu_kernels::conv::cuda::LINEAR;
-use mgpu_kernels::conv::{self, Padding, Shape};
+use mgpu_kernels::conv::{self, ConvShape, Padding};
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::{DType, Storage, pool};
 
@@ -24,9 +24,9 @@ pub(super) struct Conv {
 }
 
 impl Conv {
-    fn shape(&self, [channels, height, width]: [usize; 3]) -> Shape {
+    fn shape(&self, [channels, height, width]: [usize; 3]) -> ConvShape {
         let &Conv { filters, kernel, padding } = self;
-        Shape { channels, height, width, filters, kernel, padding }
+        ConvShape { channels, height, width, filters, kernel, padding }
     }
 }
 
@@ -48,7 +48,7 @@ impl Definition for Conv {
 /// A convolution in its network, with the `slope` of the rectifier and the pooling layer that it has taken along.
 #[derive(Debug, Clone, Copy)]
 struct Filters {
-    shape: Shape,
+    shape: ConvShape,
     weight: usize,
     slope: Option<f32>,
     pool: Option<Pool>,
@@ -56,7 +56,7 @@ struct Filters {
 
 impl Operation for Filters {
     fn describe(&self) -> String {
-        let Shape { channels, height, width, filters, kernel, padding } = self.shape;
+        let ConvShape { channels, height, width, filters, kernel, padding } = self.shape;
         let padding = if padding == Padding::Same { "same" } else { "valid" };
         let slope = self.slope.map_or(String::new(), |slope| format!(", {}", Rectifier { slope }.name()));
         let pool = if self.pool.is_some() { ", pool" } else { "" };
@@ -81,12 +81,12 @@ impl Operation for Filters {
     }
 
     fn transposed(&self, _: Option<Image>) -> Option<Transposed> {
-        let Shape { filters, channels, kernel, .. } = self.shape;
+        let ConvShape { filters, channels, kernel, .. } = self.shape;
         Some(Transposed { outer: filters, channels, plane: kernel * kernel })
     }
 
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> Machine {
-        let tail = KernelTail { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
+    fn on_cpu(&self, max_batch: usize, choice: ConvPolicy) -> Machine {
+        let tail = ConvEpilogue { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
         Machine::Conv(Box::new(Cpu {
             filters: self.shape.filters,
             weight: self.weight,
@@ -141,7 +141,7 @@ impl<T: Storage> OnCpu<T> for Cpu {
 /// On a GPU. A dense layer is a convolution of 1×1 there, on images of 1×1.
 pub(super) struct Gpu {
     conv: conv::gpu::Conv,
-    shape: Shape,
+    shape: ConvShape,
     weight: usize,
     /// What weights are read as.
     dtype: DType,
@@ -159,7 +159,7 @@ struct Pooled {
 impl Gpu {
     pub(super) fn new(
         set_up: &SetUp<'_>,
-        shape: Shape,
+        shape: ConvShape,
         weight: usize,
         slope: Option<f32>,
         pool: Option<Pool>,

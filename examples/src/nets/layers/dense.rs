@@ -1,8 +1,8 @@
 //! Fully connected layers. They take the activation function behind them along.
 
 use mgpu::Result;
-use mgpu_kernels::conv::cpu::Choice;
-use mgpu_kernels::dense::{self, Shape};
+use mgpu_kernels::conv::cpu::ConvPolicy;
+use mgpu_kernels::dense::{self, DenseShape};
 
 use super::activation::Rectifier;
 use super::{
@@ -26,21 +26,21 @@ impl Definition for Dense {
         assert_eq!((height, width), (1, 1), "layer {}: a dense layer needs a flattened input", place.layer);
         let role = Role::Weight { fan_in: inputs, rectified: place.rectified };
         let weight = tensors.add_pair(place.layer, &[outputs, inputs], role, Role::Bias);
-        Some(Box::new(Product { shape: Shape { inputs, outputs }, weight, slope: None }))
+        Some(Box::new(Product { shape: DenseShape { inputs, outputs }, weight, slope: None }))
     }
 }
 
 /// A dense layer in its network, with the `slope` of the rectifier that it has taken along.
 #[derive(Debug, Clone, Copy)]
 struct Product {
-    shape: Shape,
+    shape: DenseShape,
     weight: usize,
     slope: Option<f32>,
 }
 
 impl Operation for Product {
     fn describe(&self) -> String {
-        let Shape { inputs, outputs } = self.shape;
+        let DenseShape { inputs, outputs } = self.shape;
         let slope = self.slope.map_or(String::new(), |slope| format!(", {}", Rectifier { slope }.name()));
         format!("dense {outputs} of {inputs}{slope}")
     }
@@ -69,7 +69,7 @@ impl Operation for Product {
         flattened.map(|Image { channels, plane }| Transposed { outer: self.shape.outputs, channels, plane })
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> Machine {
         let &Product { shape, weight, slope } = self;
         Machine::Dense(Cpu { outputs: shape.outputs, weight, kernel: dense::cpu::Dense::new(shape, slope) })
     }

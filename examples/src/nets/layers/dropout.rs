@@ -2,7 +2,7 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};
 
@@ -81,7 +81,7 @@ impl Operation for Masked {
         InPlace::Both
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> Machine {
         Machine::Dropout(*self)
     }
 

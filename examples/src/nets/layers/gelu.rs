@@ -2,7 +2,7 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, gelu};
 
@@ -35,7 +35,7 @@ impl Operation for Gelu {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> Machine {
         Machine::Gelu(Gelu)
     }
 

@@ -2,7 +2,7 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::cuda::{Memory, Options, Stream, View};
+use mgpu_kernels::cuda::{AutotuneOptions, Memory, Stream, View};
 use mgpu_kernels::{DType, Precision};
 
 use super::DeviceDropout;
@@ -52,7 +52,7 @@ pub(in crate::nets) struct SetUp<'a> {
     pub(in crate::nets) stream: &'a Stream,
     pub(in crate::nets) max_batch: usize,
     pub(in crate::nets) precision: Precision,
-    pub(in crate::nets) options: Options,
+    pub(in crate::nets) options: AutotuneOptions,
     /// Whether the gradient of the operation's input is asked for.
     pub(in crate::nets) below: bool,
 }

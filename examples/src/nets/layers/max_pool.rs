@@ -2,7 +2,7 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::pool::{self, Rounding};
 use mgpu_kernels::{DType, Storage};
@@ -19,8 +19,8 @@ pub(super) struct MaxPool {
 }
 
 impl MaxPool {
-    fn shape(&self, [_, height, width]: [usize; 3]) -> pool::Shape {
-        pool::Shape { height, width, rounding: self.rounding }
+    fn shape(&self, [_, height, width]: [usize; 3]) -> pool::PoolShape {
+        pool::PoolShape { height, width, rounding: self.rounding }
     }
 }
 
@@ -38,7 +38,7 @@ impl Definition for MaxPool {
 /// A pooling layer in its network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::nets) struct Pool {
-    pub(super) shape: pool::Shape,
+    pub(super) shape: pool::PoolShape,
     pub(super) channels: usize,
 }
 
@@ -59,7 +59,7 @@ impl Operation for Pool {
         Some(Tail::MaxPool(*self))
     }
 
-    fn on_cpu(&self, max_batch: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, max_batch: usize, _: ConvPolicy) -> Machine {
         Machine::MaxPool(Cpu { pool: *self, chosen: vec![0; self.outputs() * max_batch] })
     }
 

@@ -25,7 +25,7 @@ use std::fmt;
 use mgpu_kernels::Storage;
 use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::Padding;
-use mgpu_kernels::conv::cpu::Choice;
+use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::pool::Rounding;
 
 use super::tensors::Tensors;
@@ -185,7 +185,7 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
     }
 
     /// Allocates what it needs on the CPU for batches of up to `max_batch` images. `choice` is of convolutions.
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> Machine;
+    fn on_cpu(&self, max_batch: usize, choice: ConvPolicy) -> Machine;
 
     /// Allocates what it needs on a GPU, and chooses its kernels.
     ///

@@ -69,7 +69,7 @@ impl Gpu {
         host: Communicator,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
-        let choice = cuda::Options { deterministic: true, libraries: options.libraries };
+        let choice = cuda::AutotuneOptions { deterministic: true, libraries: options.libraries };
         let micro_batch = recipe.batch / recipe.micro_batches;
         let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(recipe.seed));

@@ -4,7 +4,7 @@
 //! pass transposes anything. Weights stay as the contract says, \[F, C, K, K\]: they are repacked in every step, which is
 //! little work beside using them for a batch.
 //!
-//! Two algorithms, chosen for each layer by [`Algorithm::choose`]:
+//! Two algorithms, chosen for each layer by [`ConvAlgorithm::choose`]:
 //!
 //! - `direct`: sums over the kernel's rows, by register tiles of pixels and filters.
 //! - `winograd`: tiles of pixels are transformed, multiplied and transformed back, with 2 to 6 times fewer
@@ -20,7 +20,7 @@ mod winograd;
 use std::fmt;
 use std::str::FromStr;
 
-use super::Shape;
+use super::ConvShape;
 use crate::pool::{self, Rounding};
 use crate::threads::Threads;
 
@@ -31,7 +31,7 @@ use crate::{Scratch, Storage};
 
 /// What follows a convolution and is made with it, while its outputs are at hand: `y = pool(activation(conv + bias))`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Tail {
+pub struct Epilogue {
     /// Slope of the activation for negative values (see [`crate::activation`]); `None` for no activation.
     pub slope: Option<f32>,
     /// Max-pooling over windows of 2×2 (see [`crate::pool`]); `None` for none.
@@ -40,7 +40,7 @@ pub struct Tail {
 
 /// How a convolution is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Algorithm {
+pub enum ConvAlgorithm {
     /// By its definition.
     Direct,
     /// F(m×m, K×K): tiles of m×m outputs from (m+K−1)² products for each pair of channels.
@@ -54,7 +54,7 @@ pub enum Algorithm {
 
 /// Which algorithms a network may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Choice {
+pub enum ConvPolicy {
     /// For each layer what is expected to be the fastest.
     #[default]
     Auto,
@@ -65,8 +65,8 @@ pub enum Choice {
 /// A convolution with what follows it.
 #[derive(Debug)]
 pub struct Conv {
-    shape: Shape,
-    tail: Tail,
+    shape: ConvShape,
+    epilogue: Epilogue,
     kind: Kind,
 }
 
@@ -91,18 +91,18 @@ pub struct Backward<'a, E = f32> {
     pub dy: &'a [E],
 }
 
-impl Tail {
+impl Epilogue {
     /// Nothing follows.
-    pub const NONE: Tail = Tail { slope: None, pool: None };
+    pub const NONE: Epilogue = Epilogue { slope: None, pool: None };
 
     /// The pooling of `shape`'s outputs.
-    pub(crate) fn pooling(&self, shape: &Shape) -> Option<pool::Shape> {
+    pub(crate) fn pooling(&self, shape: &ConvShape) -> Option<pool::PoolShape> {
         let rounding = self.pool?;
-        Some(pool::Shape { height: shape.out_height(), width: shape.out_width(), rounding })
+        Some(pool::PoolShape { height: shape.out_height(), width: shape.out_width(), rounding })
     }
 
     /// Rows and columns of an image of the result.
-    pub fn result(&self, shape: &Shape) -> (usize, usize) {
+    pub fn result(&self, shape: &ConvShape) -> (usize, usize) {
         match self.pooling(shape) {
             Some(pool) => (pool.out_height(), pool.out_width()),
             None => (shape.out_height(), shape.out_width()),
@@ -110,43 +110,43 @@ impl Tail {
     }
 }
 
-impl Algorithm {
+impl ConvAlgorithm {
     /// What `shape` is computed by, a matter of the shape alone.
-    pub fn choose(shape: &Shape, choice: Choice) -> Algorithm {
+    pub fn choose(shape: &ConvShape, choice: ConvPolicy) -> ConvAlgorithm {
         match choice {
-            Choice::Auto => {
+            ConvPolicy::Auto => {
                 let tiles = winograd::tiles(shape);
-                tiles.map_or(Algorithm::Direct, |(forward, backward)| Algorithm::Winograd {
+                tiles.map_or(ConvAlgorithm::Direct, |(forward, backward)| ConvAlgorithm::Winograd {
                     forward,
                     backward,
                 })
             }
-            Choice::Direct => Algorithm::Direct,
+            ConvPolicy::Direct => ConvAlgorithm::Direct,
         }
     }
 }
 
-impl fmt::Display for Algorithm {
+impl fmt::Display for ConvAlgorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Algorithm::Direct => f.write_str("direct"),
-            Algorithm::Winograd { forward, backward } if forward == backward => {
+            ConvAlgorithm::Direct => f.write_str("direct"),
+            ConvAlgorithm::Winograd { forward, backward } if forward == backward => {
                 write!(f, "winograd {forward}x{forward}")
             }
-            Algorithm::Winograd { forward, backward } => {
+            ConvAlgorithm::Winograd { forward, backward } => {
                 write!(f, "winograd {forward}x{forward}, {backward}x{backward}")
             }
         }
     }
 }
 
-impl FromStr for Choice {
+impl FromStr for ConvPolicy {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
-            "auto" => Ok(Choice::Auto),
-            "direct" => Ok(Choice::Direct),
+            "auto" => Ok(ConvPolicy::Auto),
+            "direct" => Ok(ConvPolicy::Direct),
             _ => Err("it should be auto or direct".to_owned()),
         }
     }
@@ -157,31 +157,31 @@ impl Conv {
     ///
     /// # Panics
     /// If the kernel does not fit the image.
-    pub fn new(shape: Shape, tail: Tail, choice: Choice) -> Conv {
+    pub fn new(shape: ConvShape, epilogue: Epilogue, choice: ConvPolicy) -> Conv {
         shape.check();
-        let kind = match Algorithm::choose(&shape, choice) {
-            Algorithm::Direct => Kind::Direct(Direct::new(shape, tail)),
-            Algorithm::Winograd { forward, backward } => {
-                Kind::Winograd(Box::new(Winograd::new(shape, tail, forward, backward)))
+        let kind = match ConvAlgorithm::choose(&shape, choice) {
+            ConvAlgorithm::Direct => Kind::Direct(Direct::new(shape, epilogue)),
+            ConvAlgorithm::Winograd { forward, backward } => {
+                Kind::Winograd(Box::new(Winograd::new(shape, epilogue, forward, backward)))
             }
         };
-        Conv { shape, tail, kind }
+        Conv { shape, epilogue, kind }
     }
 
     /// How it is computed.
-    pub fn algorithm(&self) -> Algorithm {
+    pub fn algorithm(&self) -> ConvAlgorithm {
         match &self.kind {
-            Kind::Direct(_) => Algorithm::Direct,
+            Kind::Direct(_) => ConvAlgorithm::Direct,
             Kind::Winograd(winograd) => {
                 let (forward, backward) = winograd.tiles();
-                Algorithm::Winograd { forward, backward }
+                ConvAlgorithm::Winograd { forward, backward }
             }
         }
     }
 
     /// Elements of the result for one image: channels last, after pooling.
     pub fn result_len(&self) -> usize {
-        let (height, width) = self.tail.result(&self.shape);
+        let (height, width) = self.epilogue.result(&self.shape);
         height * width * self.shape.filters
     }
 
@@ -245,7 +245,7 @@ impl Conv {
         assert_eq!(y, images * self.result_len(), "result of a convolution");
         assert_eq!(
             chosen,
-            if self.tail.pool.is_some() { y } else { 0 },
+            if self.epilogue.pool.is_some() { y } else { 0 },
             "choices of a convolution's pooling"
         );
         images

@@ -14,8 +14,8 @@ struct Expected {
 }
 
 /// Calls `visit(output index, w index, x index)` for every product in the definition, images with channels last.
-pub(super) fn for_each_product(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
-    let Shape { channels, height, width, filters, kernel, .. } = *shape;
+pub(super) fn for_each_product(shape: &ConvShape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
+    let ConvShape { channels, height, width, filters, kernel, .. } = *shape;
     let (oh, ow, pad) = (shape.out_height(), shape.out_width(), shape.pad());
     for (n, i, j) in (0..images * oh * ow).map(|at| (at / (oh * ow), at / ow % oh, at % ow)) {
         for (u, v) in (0..kernel * kernel).map(|at| (at / kernel, at % kernel)) {
@@ -32,15 +32,22 @@ pub(super) fn for_each_product(shape: &Shape, images: usize, mut visit: impl FnM
     }
 }
 
-fn forward(shape: &Shape, tail: &Tail, images: usize, x: &[f32], w: &[f32], b: &[f32]) -> Expected {
+fn forward(
+    shape: &ConvShape,
+    epilogue: &Epilogue,
+    images: usize,
+    x: &[f32],
+    w: &[f32],
+    b: &[f32],
+) -> Expected {
     let f = shape.filters;
     let mut outputs: Vec<f64> = (0..images * shape.output_len()).map(|at| f64::from(b[at % f])).collect();
     for_each_product(shape, images, |y, wi, xi| outputs[y] += f64::from(w[wi]) * f64::from(x[xi]));
-    let slope = f64::from(tail.slope.unwrap_or(1.0));
+    let slope = f64::from(epilogue.slope.unwrap_or(1.0));
     let active: Vec<f64> = outputs.iter().map(|&v| if v > 0.0 { v } else { v * slope }).collect();
     let (oh, ow) = (shape.out_height(), shape.out_width());
-    let (rows, columns) = tail.result(shape);
-    if tail.pool.is_none() {
+    let (rows, columns) = epilogue.result(shape);
+    if epilogue.pool.is_none() {
         return Expected { y: active, outputs };
     }
     let y = (0..images * rows * columns * f).map(|at| {
@@ -53,15 +60,22 @@ fn forward(shape: &Shape, tail: &Tail, images: usize, x: &[f32], w: &[f32], b: &
 }
 
 /// The gradient before activation and pooling, given what the forward pass chose.
-fn before_tail(shape: &Shape, tail: &Tail, y: &[f32], chosen: &[u8], dy: &[f32], outputs: usize) -> Vec<f32> {
-    let slope = tail.slope.unwrap_or(1.0);
+fn before_epilogue(
+    shape: &ConvShape,
+    epilogue: &Epilogue,
+    y: &[f32],
+    chosen: &[u8],
+    dy: &[f32],
+    outputs: usize,
+) -> Vec<f32> {
+    let slope = epilogue.slope.unwrap_or(1.0);
     let active = dy.iter().zip(y).map(|(&dy, &y)| if y > 0.0 { dy } else { dy * slope });
-    if tail.pool.is_none() {
+    if epilogue.pool.is_none() {
         return active.collect();
     }
     let mut gradient = vec![0.0; outputs];
     let (oh, ow, f) = (shape.out_height(), shape.out_width(), shape.filters);
-    let (rows, columns) = tail.result(shape);
+    let (rows, columns) = epilogue.result(shape);
     for (at, value) in active.enumerate() {
         let (n, i, j) = (at / f / columns / rows, at / f / columns % rows, at / f % columns);
         let (u, v) = (usize::from(chosen[at]) / 2, usize::from(chosen[at]) % 2);
@@ -82,8 +96,8 @@ struct Passes<E> {
 }
 
 /// Inputs of a batch: x, w, b, dy.
-fn inputs(shape: &Shape, tail: &Tail, images: usize) -> [Vec<f32>; 4] {
-    let (rows, columns) = tail.result(shape);
+fn inputs(shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4] {
+    let (rows, columns) = epilogue.result(shape);
     [
         random(images * shape.input_len(), 1),
         random(shape.weights_len(), 2),
@@ -93,24 +107,30 @@ fn inputs(shape: &Shape, tail: &Tail, images: usize) -> [Vec<f32>; 4] {
 }
 
 /// All passes, twice with the same memory, with the same result.
-fn compute(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize) -> Passes<f32> {
-    let [x, w, b, dy] = inputs(&shape, &tail, images);
-    compute_from((shape, tail, choice), count, (&x, &w, &b, &dy), None)
+fn compute(
+    shape: ConvShape,
+    epilogue: Epilogue,
+    choice: ConvPolicy,
+    images: usize,
+    count: usize,
+) -> Passes<f32> {
+    let [x, w, b, dy] = inputs(&shape, &epilogue, images);
+    compute_from((shape, epilogue, choice), count, (&x, &w, &b, &dy), None)
 }
 
 /// As [`compute`], from given inputs x, w, b and dy. The backward pass takes `result` for the result, if it is given.
 fn compute_from<E: Storage + PartialEq>(
-    (shape, tail, choice): (Shape, Tail, Choice),
+    (shape, epilogue, choice): (ConvShape, Epilogue, ConvPolicy),
     count: usize,
     (x, w, b, dy): (&[E], &[f32], &[f32], &[E]),
     result: Option<&[E]>,
 ) -> Passes<E> {
     let threads = Threads::new(count);
     let mut scratch = Scratch::new(&threads);
-    let mut conv = Conv::new(shape, tail, choice);
+    let mut conv = Conv::new(shape, epilogue, choice);
     let mut run = || {
         let (mut y, mut chosen) = (vec![E::narrow(f32::NAN); dy.len()], vec![9; dy.len()]);
-        chosen.truncate(if tail.pool.is_some() { dy.len() } else { 0 });
+        chosen.truncate(if epilogue.pool.is_some() { dy.len() } else { 0 });
         conv.forward(&threads, &mut scratch, x, w, b, &mut y, &mut chosen);
         let from = Backward { x, weights: w, y: result.unwrap_or(&y), chosen: &chosen, dy };
         let (mut dw, mut db, mut dx) =
@@ -126,24 +146,31 @@ fn compute_from<E: Storage + PartialEq>(
     first
 }
 
-fn check(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize, tolerance: f64) {
-    let [x, w, b, dy] = inputs(&shape, &tail, images);
-    let passes = compute(shape, tail, choice, images, count);
-    let expected = forward(&shape, &tail, images, &x, &w, &b);
+fn check(
+    shape: ConvShape,
+    epilogue: Epilogue,
+    choice: ConvPolicy,
+    images: usize,
+    count: usize,
+    tolerance: f64,
+) {
+    let [x, w, b, dy] = inputs(&shape, &epilogue, images);
+    let passes = compute(shape, epilogue, choice, images, count);
+    let expected = forward(&shape, &epilogue, images, &x, &w, &b);
     assert_close(&passes.y, &expected.y, tolerance);
     let outputs = images * shape.output_len();
-    let gradient = before_tail(&shape, &tail, &passes.y, &passes.chosen, &dy, outputs);
+    let gradient = before_epilogue(&shape, &epilogue, &passes.y, &passes.chosen, &dy, outputs);
     // The chosen place holds the maximum.
-    if tail.pool.is_some() {
+    if epilogue.pool.is_some() {
         let ones = vec![1.0; dy.len()];
-        let linear = Tail { slope: None, ..tail };
-        let marks = before_tail(&shape, &linear, &passes.y, &passes.chosen, &ones, outputs);
+        let linear = Epilogue { slope: None, ..epilogue };
+        let marks = before_epilogue(&shape, &linear, &passes.y, &passes.chosen, &ones, outputs);
         let marked: f64 = expected
             .outputs
             .iter()
             .zip(&marks)
             .map(|(v, m)| {
-                let v = if *v > 0.0 { *v } else { v * f64::from(tail.slope.unwrap_or(1.0)) };
+                let v = if *v > 0.0 { *v } else { v * f64::from(epilogue.slope.unwrap_or(1.0)) };
                 v * f64::from(*m)
             })
             .sum();
@@ -161,23 +188,25 @@ fn check(shape: Shape, tail: Tail, choice: Choice, images: usize, count: usize, 
     assert_close(&passes.db, &db, tolerance);
 }
 
-fn tails() -> impl Strategy<Value = Tail> {
-    (0usize..3, 0usize..3).prop_map(|(slope, pool)| Tail {
+fn epilogues() -> impl Strategy<Value = Epilogue> {
+    (0usize..3, 0usize..3).prop_map(|(slope, pool)| Epilogue {
         slope: [None, Some(0.0), Some(0.2)][slope],
         pool: [None, Some(Rounding::Floor), Some(Rounding::Ceil)][pool],
     })
 }
 
 /// Shapes with channels and filters below the given numbers.
-fn shapes(channels: usize, filters: usize) -> impl Strategy<Value = Shape> {
+fn shapes(channels: usize, filters: usize) -> impl Strategy<Value = ConvShape> {
     let extents = (1..channels, 5usize..13, 5usize..13, 1..filters);
-    (extents, 1usize..6, any::<bool>()).prop_map(|((channels, height, width, filters), kernel, same)| Shape {
-        channels,
-        height,
-        width,
-        filters,
-        kernel,
-        padding: if same && kernel % 2 == 1 { Padding::Same } else { Padding::Valid },
+    (extents, 1usize..6, any::<bool>()).prop_map(|((channels, height, width, filters), kernel, same)| {
+        ConvShape {
+            channels,
+            height,
+            width,
+            filters,
+            kernel,
+            padding: if same && kernel % 2 == 1 { Padding::Same } else { Padding::Valid },
+        }
     })
 }
 
@@ -185,9 +214,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn few_channels_match_the_definition(
-        shape in shapes(9, 20), tail in tails(), images in 0usize..6, count in 1usize..5,
+        shape in shapes(9, 20), epilogue in epilogues(), images in 0usize..6, count in 1usize..5,
     ) {
-        check(shape, tail, Choice::Direct, images, count, 2e-5);
+        check(shape, epilogue, ConvPolicy::Direct, images, count, 2e-5);
     }
 }
 
@@ -195,9 +224,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn many_channels_match_the_definition(
-        shape in shapes(50, 70), tail in tails(), images in 1usize..4, count in 1usize..4,
+        shape in shapes(50, 70), epilogue in epilogues(), images in 1usize..4, count in 1usize..4,
     ) {
-        check(shape, tail, Choice::Direct, images, count, 1e-4);
+        check(shape, epilogue, ConvPolicy::Direct, images, count, 1e-4);
     }
 }
 
@@ -211,9 +240,9 @@ fn networks_match_the_definition() {
         (1, 28, 64, 5, Padding::Same, true),
         (1, 28, 32, 3, valid, false),
     ] {
-        let shape = Shape { channels, height: extent, width: extent, filters, kernel, padding };
-        let tail = Tail { slope: Some(0.0), pool: pool.then_some(Rounding::Floor) };
-        check(shape, tail, Choice::Direct, 5, 2, 2e-5);
+        let shape = ConvShape { channels, height: extent, width: extent, filters, kernel, padding };
+        let epilogue = Epilogue { slope: Some(0.0), pool: pool.then_some(Rounding::Floor) };
+        check(shape, epilogue, ConvPolicy::Direct, 5, 2, 2e-5);
     }
 }
 
@@ -225,14 +254,14 @@ fn the_first_of_equal_outputs_is_chosen() {
         (40, Padding::Valid, Rounding::Ceil, None),
         (16, Padding::Same, Rounding::Ceil, Some(0.0)),
     ] {
-        let shape = Shape { channels: 2, height: 9, width: 7, filters, kernel: 3, padding };
-        let tail = Tail { slope, pool: Some(rounding) };
+        let shape = ConvShape { channels: 2, height: 9, width: 7, filters, kernel: 3, padding };
+        let epilogue = Epilogue { slope, pool: Some(rounding) };
         let whole = |values: Vec<f32>| values.iter().map(|value| value.round()).collect::<Vec<_>>();
-        let [x, w, b, _] = inputs(&shape, &tail, 3).map(whole);
-        let expected = forward(&shape, &tail, 3, &x, &w, &b);
+        let [x, w, b, _] = inputs(&shape, &epilogue, 3).map(whole);
+        let expected = forward(&shape, &epilogue, 3, &x, &w, &b);
         let threads = Threads::new(2);
         let (mut y, mut chosen) = (vec![0.0; expected.y.len()], vec![9; expected.y.len()]);
-        Conv::new(shape, tail, Choice::Direct).forward(
+        Conv::new(shape, epilogue, ConvPolicy::Direct).forward(
             &threads,
             &mut Scratch::new(&threads),
             &x,
@@ -243,7 +272,7 @@ fn the_first_of_equal_outputs_is_chosen() {
         );
         assert_close(&y, &expected.y, 0.0);
         let (oh, ow) = (shape.out_height(), shape.out_width());
-        let (rows, columns) = tail.result(&shape);
+        let (rows, columns) = epilogue.result(&shape);
         for (at, &chosen) in chosen.iter().enumerate() {
             let (n, i, j) =
                 (at / filters / columns / rows, at / filters / columns % rows, at / filters % columns);
@@ -272,9 +301,10 @@ fn algorithms_agree() {
         (64, 12, 32, 3, Padding::Valid, Some(Rounding::Floor)),
         (64, 12, 64, 5, Padding::Valid, None),
     ] {
-        let shape = Shape { channels, height: extent, width: extent, filters, kernel, padding };
-        let tail = Tail { slope: Some(0.2), pool };
-        let [direct, auto] = [Choice::Direct, Choice::Auto].map(|choice| compute(shape, tail, choice, 4, 2));
+        let shape = ConvShape { channels, height: extent, width: extent, filters, kernel, padding };
+        let epilogue = Epilogue { slope: Some(0.2), pool };
+        let [direct, auto] =
+            [ConvPolicy::Direct, ConvPolicy::Auto].map(|choice| compute(shape, epilogue, choice, 4, 2));
         assert_eq!(direct.chosen, auto.chosen);
         for (auto, direct) in
             [(&auto.y, direct.y), (&auto.dw, direct.dw), (&auto.db, direct.db), (&auto.dx, direct.dx)]
@@ -289,16 +319,16 @@ proptest! {
     /// Kept as bf16, results are those of f32 arithmetic on the same inputs, rounded, to the last bit.
     #[test]
     fn narrow_images_are_rounded_and_nothing_else(
-        few in shapes(9, 20), many in shapes(3, 5), is_many: bool, tail in tails(), images in 1usize..4,
+        few in shapes(9, 20), many in shapes(3, 5), is_many: bool, epilogue in epilogues(), images in 1usize..4,
     ) {
         let shape = if is_many {
-            Shape { channels: 32 * many.channels, filters: 32 * many.filters, ..many }
+            ConvShape { channels: 32 * many.channels, filters: 32 * many.filters, ..many }
         } else {
             few
         };
-        let [x, w, b, dy] = inputs(&shape, &tail, images);
+        let [x, w, b, dy] = inputs(&shape, &epilogue, images);
         let (x, dy) = (narrow(&x), narrow(&dy));
-        let layer = (shape, tail, Choice::Auto);
+        let layer = (shape, epilogue, ConvPolicy::Auto);
         let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
         let (x, dy, y) = (widen(&x), widen(&dy), widen(&passes.y));
         let wide = compute_from(layer, 2, (&x, &w, &b, &dy), Some(&y));

@@ -1,4 +1,4 @@
-//! What is called of cuDNN, and its objects.
+//! The functions of cuDNN that are used, its handle, and its descriptors.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,11 +10,11 @@ use cudarc::cudnn::sys::{
 
 use crate::cuda::{Device, Error, Result, Stream, libraries};
 
-/// An object of the library's.
+/// An opaque object of the library.
 pub(super) type Raw = *mut c_void;
-/// A number, since a newer library may have more of them.
+/// An integer and not an enum, since a newer library may have more codes.
 pub(super) type Status = u32;
-/// Device memory, or a number of the host's.
+/// Device memory, or a number on the host.
 pub(super) type Address = *const c_void;
 
 pub(super) type Convolve = unsafe extern "C" fn(
@@ -33,13 +33,13 @@ pub(super) type Convolve = unsafe extern "C" fn(
     *mut c_void,
 ) -> Status;
 pub(super) type Rank =
-    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict) -> Status;
+    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf) -> Status;
 pub(super) type WorkspaceSize = unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, u32, *mut usize) -> Status;
 
-/// What the library thinks of one algorithm; the same for all passes.
+/// `cudnnConvolutionFwdAlgoPerf_t`, which has the same layout for all passes.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Verdict {
+pub(super) struct AlgorithmPerf {
     pub(super) algorithm: u32,
     pub(super) status: Status,
     pub(super) milliseconds: f32,
@@ -50,7 +50,7 @@ pub(super) struct Verdict {
 }
 
 libraries::functions! {
-    /// What is called of cuDNN.
+    /// The functions of cuDNN that are used.
     pub(super) Functions {
         version = cudnnGetVersion() -> usize;
         error_string = cudnnGetErrorString(Status) -> *const c_char;
@@ -72,13 +72,13 @@ libraries::functions! {
         set_activation = cudnnSetActivationDescriptor(Raw, Activation, Nan, f64) -> Status;
         destroy_activation = cudnnDestroyActivationDescriptor(Raw) -> Status;
         rank_forward = cudnnGetConvolutionForwardAlgorithm_v7(
-            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf
         ) -> Status;
         rank_backward_data = cudnnGetConvolutionBackwardDataAlgorithm_v7(
-            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf
         ) -> Status;
         rank_backward_filter = cudnnGetConvolutionBackwardFilterAlgorithm_v7(
-            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut Verdict
+            Raw, Raw, Raw, Raw, Raw, c_int, *mut c_int, *mut AlgorithmPerf
         ) -> Status;
         forward_workspace = cudnnGetConvolutionForwardWorkspaceSize(
             Raw, Raw, Raw, Raw, Raw, u32, *mut usize
@@ -105,51 +105,52 @@ libraries::functions! {
     }
 }
 
-/// The library on one GPU, for all layers of it.
-pub(super) struct Library {
+/// The library's handle for one GPU, shared by all layers.
+pub(super) struct Handle {
     pub(super) functions: Functions,
     device: Arc<Device>,
-    /// The library's own state: one call at a time.
+    /// Locked, because the library allows one call at a time.
     handle: Mutex<Raw>,
 }
 
-// SAFETY: the handle may be used from any thread, one at a time.
-unsafe impl Send for Library {}
-// SAFETY: as above; the lock sees to it.
-unsafe impl Sync for Library {}
+// SAFETY: the handle may be used from any thread, by one at a time.
+unsafe impl Send for Handle {}
+// SAFETY: as above; the mutex ensures it.
+unsafe impl Sync for Handle {}
 
-impl Library {
-    /// cuDNN on this GPU: the same object as long as one is in use.
+impl Handle {
+    /// The handle for this GPU, created by the first call.
     ///
     /// # Errors
-    /// If the library is not there, lacks a function, or refuses this GPU.
-    pub(super) fn on(device: &Arc<Device>) -> Result<Arc<Self>> {
-        // Kept to the end of the process: captured graphs may use what belongs to the handle.
-        static OPEN: Mutex<Vec<Arc<Library>>> = Mutex::new(Vec::new());
+    /// If the library is not found, lacks a function, or refuses this GPU.
+    pub(super) fn for_device(device: &Arc<Device>) -> Result<Arc<Self>> {
+        // Kept until the end of the process: captured graphs may use resources of the handle.
+        static OPEN: Mutex<Vec<Arc<Handle>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
             return Ok(Arc::clone(known));
         }
-        // It needs this one, and finds it only where the loader does.
+        // cuDNN needs cuBLASLt, and by itself finds it only on the loader's path.
         let _ = libraries::open(&libraries::CUBLAS_LT);
         let functions = Functions::load(&libraries::CUDNN)?;
         device.bind()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: a place for the handle.
+        // SAFETY: `handle` is writable.
         let status = unsafe { (functions.create)(&mut handle) };
         functions.check("cudnnCreate", status)?;
-        let library = Arc::new(Library { functions, device: Arc::clone(device), handle: Mutex::new(handle) });
-        open.push(Arc::clone(&library));
-        Ok(library)
+        let open_handle =
+            Arc::new(Handle { functions, device: Arc::clone(device), handle: Mutex::new(handle) });
+        open.push(Arc::clone(&open_handle));
+        Ok(open_handle)
     }
 
     /// Name and version.
     pub(super) fn version(&self) -> String {
-        // SAFETY: takes nothing.
+        // SAFETY: the function has no arguments.
         format!("cuDNN {}", unsafe { (self.functions.version)() })
     }
 
-    /// Calls the library with its handle, whose work goes to `stream`.
+    /// Calls the library with its handle, after setting the handle's stream.
     pub(super) fn call(
         &self,
         name: &'static str,
@@ -157,14 +158,14 @@ impl Library {
         call: impl FnOnce(Raw) -> Status,
     ) -> Result<()> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: both are alive.
+        // SAFETY: both handles are alive.
         let status = unsafe { (self.functions.set_stream)(*handle, stream.raw().cast()) };
         self.functions.check("cudnnSetStream", status)?;
         self.functions.check(name, call(*handle))
     }
 
-    /// Asks the library something about its algorithms.
-    pub(super) fn ask(&self, name: &'static str, call: impl FnOnce(Raw) -> Status) -> Result<()> {
+    /// Calls the library with its handle, for a query that enqueues nothing.
+    pub(super) fn query(&self, name: &'static str, call: impl FnOnce(Raw) -> Status) -> Result<()> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         self.functions.check(name, call(*handle))
     }
@@ -175,19 +176,19 @@ impl Functions {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: any number is good, and gives a string that stays.
+        // SAFETY: the function accepts any number and returns a constant string.
         let text = unsafe { (self.error_string)(status) };
         let text = if text.is_null() {
             "unknown".into()
         } else {
-            // SAFETY: a string of the library's.
+            // SAFETY: a constant string of the library.
             unsafe { CStr::from_ptr(text) }.to_string_lossy()
         };
         Err(Error::Library { call, text: format!("{text} ({status})") })
     }
 }
 
-/// A description of a tensor, or of an operation.
+/// The description of a tensor, or of an operation.
 pub(super) struct Descriptor {
     pub(super) raw: Raw,
     destroy: unsafe extern "C" fn(Raw) -> Status,
@@ -201,7 +202,7 @@ impl Descriptor {
         set: impl FnOnce(Raw) -> Status,
     ) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for the descriptor.
+        // SAFETY: `raw` is writable.
         functions.check("cudnnCreate…Descriptor", unsafe { create(&mut raw) })?;
         let descriptor = Descriptor { raw, destroy };
         functions.check("cudnnSet…Descriptor", set(raw))?;
@@ -211,7 +212,7 @@ impl Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: created in `new`. The library reads descriptors while it is called, not later.
+        // SAFETY: created in `new`. The library reads descriptors only during a call.
         unsafe { (self.destroy)(self.raw) };
     }
 }

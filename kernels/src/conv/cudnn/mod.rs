@@ -1,29 +1,29 @@
-//! Convolutions by cuDNN, where it is installed.
+//! Convolutions by cuDNN, if it is installed.
 //!
-//! A [`Plan`] describes one layer to the library: tensors and filters with the channel fastest, as everywhere on the GPU.
-//! It is asked for candidates when the layer is set up: the library ranks its algorithms by what it expects of them, and
-//! the first that are deterministic go on to the race ([`crate::cuda::choice`]). (It would also time them itself, all of
-//! them: on an H100 some take a hundred times as long as the best, seconds for a layer.) A run is one call of the library; it allocates nothing and
-//! can be captured.
+//! A [`CudnnPlan`] describes one layer to the library: tensors and filters have the channel as the fastest index, as
+//! everywhere on the GPU. When the layer is set up, the library ranks its algorithms by their expected speed, and the
+//! first deterministic ones become candidates of autotuning ([`crate::cuda::autotune`]). (The library could time all
+//! its algorithms itself, but on an H100 some take a hundred times as long as the best, seconds for a layer.) A pass
+//! is one call of the library; it allocates nothing and can be captured.
 //!
-//! - *Precision* is the descriptor's math type. `FMA` is what forbids tensor cores for f32, which the default permits
-//!   with operands rounded to TF32. "Allow conversion" is never used: it would round f32 to half precision. Only the
-//!   numbers of algorithms are taken from the library's ranking, and every run is made with the layer's own type.
-//! - *Bias and activation* come with the convolution in [`Form::Fused`]. The library documents that for the rectified
-//!   linear unit, with all algorithms, and without an activation, with a single one. The leaky one is not among what it
-//!   knows. [`Form::Plain`] leaves both to the caller. With bfloat16 images the bias has to be bfloat16 as well, so it is
-//!   rounded, in the workspace.
-//! - *The gradient of weights* from bfloat16 operands is wanted in f32. The library documents a bfloat16 result only,
-//!   so both race: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and widens
-//!   it, at the price of one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too. On
-//!   an H100 with cuDNN 9.14 the wide one is refused.) For large batches the library's choice of a kernel can be several
-//!   times slower than for smaller ones, so a batch in parts races too, whose gradients are added up in f32.
-//! - *The other way round*: a convolution is the gradient of the input of another one, with the weights transposed and
-//!   turned, and that gradient a convolution. The library's kernels for both are not equally fast, so [`Form::Turned`],
-//!   which turns the weights into the workspace first, races as well.
+//! - *Precision* is the descriptor's math type. `FMA` forbids tensor cores for f32, which the default permits with
+//!   operands rounded to TF32. "Allow conversion" is never used: it would round f32 to half precision. Only the
+//!   numbers of algorithms are taken from the library's ranking, and every run uses the layer's own math type.
+//! - *Bias and activation* are computed with the convolution in [`Form::Fused`]. The library documents that for ReLU
+//!   with all algorithms, and for no activation with a single one. It has no leaky ReLU. [`Form::Plain`] leaves both
+//!   to the caller. With bfloat16 images the bias has to be bfloat16 as well, so it is rounded to the workspace.
+//! - *The gradient of the weights* from bfloat16 operands is needed in f32. The library documents a bfloat16 result
+//!   only, so both are candidates: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and
+//!   widens it, with one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too.
+//!   On an H100 with cuDNN 9.14 the f32 result is refused.) For large batches the kernel that the library selects can
+//!   be several times slower than for smaller ones, so a batch in parts is a candidate too; the gradients of the
+//!   parts are added up in f32.
+//! - *Transposed convolution*: a convolution is the gradient of the input of another one whose weights are transposed
+//!   and rotated by 180°, and that gradient is a convolution. The library's kernels for both are not equally fast, so
+//!   [`Form::Transposed`], which first flips the weights into the workspace, is a candidate as well.
 //!
-//! The functions used are the library's older ones, which version 9 marks as deprecated and still has. A version
-//! without them is no error: the layer then takes this crate's kernels.
+//! The functions used are the library's older ones, which version 9 marks as deprecated but still has. A version
+//! without them is not an error: the layer then uses this crate's kernels.
 
 mod library;
 
@@ -35,27 +35,27 @@ use cudarc::cudnn::sys::{
     cudnnMathType_t as Math, cudnnNanPropagation_t as Nan, cudnnTensorFormat_t as Format,
 };
 
-use library::{Address, Convolve, Descriptor, Library, Rank, Raw, Verdict, WorkspaceSize};
+use library::{Address, AlgorithmPerf, Convolve, Descriptor, Handle, Rank, Raw, WorkspaceSize};
 
-use super::Shape;
-use super::passes::Passes;
+use super::ConvShape;
+use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
-use crate::cuda::algorithm::{Algorithm, Form};
-use crate::cuda::choice::{Candidate, Note, Pass};
+use crate::cuda::algorithm::{Form, LibraryAlgorithm};
+use crate::cuda::autotune::{Candidate, Note, Pass};
 use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 
-/// The library's algorithm for fused bias without an activation.
+/// The library's algorithm for a fused bias without an activation.
 const IMPLICIT_PRECOMPUTED_GEMM: u32 = 1;
-/// Algorithms of a pass that go on to the race.
-const FINALISTS: usize = 3;
-/// Parts in which a batch is tried, and the fewest images of one.
+/// Maximum number of algorithms of a pass that are benchmarked.
+const MAX_CANDIDATES: usize = 3;
+/// Numbers of parts into which a batch is split, and the minimum number of images of a part.
 const PARTS: [usize; 3] = [2, 4, 8];
-const LEAST_OF_PART: usize = 64;
+const MIN_PART_IMAGES: usize = 64;
 
 /// One layer, described to the library.
-pub(super) struct Plan {
-    on: Arc<Library>,
+pub(super) struct CudnnPlan {
+    handle: Arc<Handle>,
     precision: Precision,
     slope: f32,
     x: Descriptor,
@@ -66,32 +66,32 @@ pub(super) struct Plan {
     bias: Descriptor,
     convolution: Descriptor,
     activation: Descriptor,
-    /// Images and outputs of a batch cut into so many parts, for the gradient of weights.
+    /// For each number of parts the descriptors of images and outputs of a part, for the gradient of the weights.
     parts: Vec<(usize, [Descriptor; 2])>,
-    /// Weights and convolution of [`Form::Turned`].
-    turned: (Descriptor, Descriptor),
-    shape: Shape,
+    /// Weights and convolution of [`Form::Transposed`].
+    flipped: (Descriptor, Descriptor),
+    shape: ConvShape,
 }
 
-// SAFETY: descriptors are read only once they are set.
-unsafe impl Send for Plan {}
+// SAFETY: descriptors are only read after they are set.
+unsafe impl Send for CudnnPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for CudnnPlan {}
 
-impl Plan {
+impl CudnnPlan {
     /// Describes a layer for batches of `images`, whose activation has `slope` for negative values.
     ///
     /// # Errors
-    /// If the library is not there, or does not take the description.
+    /// If the library is not found, or refuses the description.
     pub(super) fn new(
         device: &Arc<Device>,
-        shape: &Shape,
+        shape: &ConvShape,
         images: usize,
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
-        let library = Library::on(device)?;
-        let functions = &library.functions;
+        let handle = Handle::for_device(device)?;
+        let functions = &handle.functions;
         let (storage, math) = match precision {
             Precision::F32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_FMA_MATH),
             Precision::Tf32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_DEFAULT_MATH),
@@ -99,7 +99,7 @@ impl Plan {
         };
         let nhwc = Format::CUDNN_TENSOR_NHWC;
         let float = DataType::CUDNN_DATA_FLOAT;
-        // Extents are always named in this order; the format says how they lie.
+        // The extents are always given in this order; the format is their order in memory.
         let tensor = |data, [n, c, h, w]: [usize; 4]| {
             Descriptor::new(functions, functions.create_tensor, functions.destroy_tensor, |raw| {
                 let [n, c, h, w] = [n, c, h, w].map(|extent| extent as c_int);
@@ -141,9 +141,9 @@ impl Plan {
             [shape.input_len(), shape.output_len()].iter().all(|len| (bytes * len).is_multiple_of(256))
         };
         let cuts = PARTS.into_iter().filter(|parts| {
-            images.is_multiple_of(*parts) && images / parts >= LEAST_OF_PART && aligned(*parts)
+            images.is_multiple_of(*parts) && images / parts >= MIN_PART_IMAGES && aligned(*parts)
         });
-        Ok(Plan {
+        Ok(CudnnPlan {
             precision,
             slope,
             x: x(images)?,
@@ -156,23 +156,27 @@ impl Plan {
             bias: tensor(storage, [1, shape.filters, 1, 1])?,
             convolution: convolution(shape.pad())?,
             activation,
-            turned: (
+            flipped: (
                 filter(storage, shape.channels, shape.filters)?,
                 convolution(shape.kernel - 1 - shape.pad())?,
             ),
             shape: *shape,
-            on: library,
+            handle,
         })
     }
 
-    /// The library's pass that makes this one, and its factors, convolution and result.
+    /// The library's pass that computes this one, and its factors, convolution and result.
     fn descriptors(&self, pass: Pass, form: Form, parts: usize) -> (Pass, [Raw; 4]) {
-        let Plan { x, y, w, dw, convolution, turned: (turned, turned_convolution), .. } = self;
+        let CudnnPlan { x, y, w, dw, convolution, flipped: (flipped, transposed_convolution), .. } = self;
         let cut = self.parts.iter().find(|(known, _)| *known == parts);
         let [x, y] = cut.map_or([x, y], |(_, [x, y])| [x, y]);
         let (made_as, descriptors) = match (pass, form) {
-            (Pass::Forward, Form::Turned) => (Pass::BackwardInput, [turned, x, turned_convolution, y]),
-            (Pass::BackwardInput, Form::Turned) => (Pass::Forward, [y, turned, turned_convolution, x]),
+            (Pass::Forward, Form::Transposed) => {
+                (Pass::BackwardInput, [flipped, x, transposed_convolution, y])
+            }
+            (Pass::BackwardInput, Form::Transposed) => {
+                (Pass::Forward, [y, flipped, transposed_convolution, x])
+            }
             (Pass::Forward, _) => (pass, [x, w, convolution, y]),
             (Pass::BackwardInput, _) => (pass, [w, y, convolution, x]),
             (Pass::BackwardWeights, Form::Narrow) => (pass, [x, y, convolution, w]),
@@ -181,18 +185,18 @@ impl Plan {
         (made_as, descriptors.map(|descriptor| descriptor.raw))
     }
 
-    /// The operands in the order of [`descriptors`](Self::descriptors), for what goes the other way round: `first` are
-    /// the turned weights.
-    fn turned_operands<'a>(pass: Pass, operands: [View<'a>; 3], first: View<'a>) -> [View<'a>; 3] {
+    /// The operands of a transposed convolution, in the order of [`descriptors`](Self::descriptors); `flipped` are
+    /// the flipped weights.
+    fn transposed_operands<'a>(pass: Pass, operands: [View<'a>; 3], flipped: View<'a>) -> [View<'a>; 3] {
         match (pass, operands) {
-            (Pass::Forward, [x, _, y]) => [first, x, y],
-            (_, [_, dy, dx]) => [dy, first, dx],
+            (Pass::Forward, [x, _, y]) => [flipped, x, y],
+            (_, [_, dy, dx]) => [dy, flipped, dx],
         }
     }
 
-    /// What the library thinks of its algorithms, the one it likes best first.
-    fn rank(&self, pass: Pass, form: Form, parts: usize) -> Result<Vec<Verdict>> {
-        let f = &self.on.functions;
+    /// The library's ranking of its algorithms, best first.
+    fn rank(&self, pass: Pass, form: Form, parts: usize) -> Result<Vec<AlgorithmPerf>> {
+        let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, form, parts);
         let (name, rank): (_, Rank) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardAlgorithm_v7", f.rank_forward),
@@ -201,10 +205,10 @@ impl Plan {
                 ("cudnnGetConvolutionBackwardFilterAlgorithm_v7", f.rank_backward_filter)
             }
         };
-        let mut found = [Verdict::default(); 32];
+        let mut found = [AlgorithmPerf::default(); 32];
         let mut count: c_int = 0;
-        self.on.ask(name, |handle| {
-            // SAFETY: descriptors of this layer, and room for as many results as are asked for.
+        self.handle.query(name, |handle| {
+            // SAFETY: descriptors of this layer, and room for the requested number of results.
             unsafe {
                 let room = found.len() as c_int;
                 rank(handle, from, by, convolution, to, room, &mut count, found.as_mut_ptr())
@@ -213,40 +217,42 @@ impl Plan {
         Ok(found[..(count.max(0) as usize).min(found.len())].to_vec())
     }
 
-    /// Elements at the workspace's beginning, before what the library asks for: a bias, weights or their gradients.
+    /// Number of elements at the beginning of the workspace that this module uses itself: a bias, weights or their
+    /// gradients.
     fn own_len(&self, form: Form, parts: usize) -> usize {
         match form {
             Form::Plain => 0,
             Form::Fused if self.precision != Precision::Bf16 => 0,
             Form::Fused => self.shape.filters,
             Form::Narrow => parts * self.shape.weights_len(),
-            Form::Turned => self.shape.weights_len(),
+            Form::Transposed => self.shape.weights_len(),
         }
     }
 
-    /// Bytes of the same; the library's part begins where an allocation might.
+    /// The bytes of these elements, rounded up to the alignment of an allocation; the library's part of the workspace
+    /// follows.
     fn own_bytes(&self, form: Form, parts: usize) -> usize {
         (self.own_len(form, parts) * self.precision.storage().size()).next_multiple_of(256)
     }
 
-    /// The two parts of a workspace: what [`own_len`](Self::own_len) is about, and the library's.
-    fn split<'a>(&self, algorithm: &Algorithm, workspace: View<'a>) -> (View<'a>, View<'a>) {
+    /// The two parts of a workspace: that of [`own_len`](Self::own_len) elements, and the library's.
+    fn split<'a>(&self, algorithm: &LibraryAlgorithm, workspace: View<'a>) -> (View<'a>, View<'a>) {
         let (form, parts) = (algorithm.form, algorithm.parts());
         let (workspace, dtype) = (workspace.cast(DType::U8), self.precision.storage());
         let own = workspace.slice(0..self.own_len(form, parts) * dtype.size());
         (own.cast(dtype), workspace.slice(self.own_bytes(form, parts)..workspace.len()))
     }
 
-    /// A product of the first two operands, written to the third.
+    /// Computes a product of the first two operands, written to the third.
     fn convolve(
         &self,
         pass: Pass,
         stream: &Stream,
-        algorithm: &Algorithm,
+        algorithm: &LibraryAlgorithm,
         operands: [View<'_>; 3],
         workspace: View<'_>,
     ) -> Result<()> {
-        let f = &self.on.functions;
+        let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, run): (_, Convolve) = match pass {
             Pass::Forward => ("cudnnConvolutionForward", f.forward),
@@ -255,8 +261,8 @@ impl Plan {
         };
         let [a, b, result] = operands.map(|view| view.address());
         let (one, zero) = (1.0f32, 0.0f32);
-        self.on.call(name, stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with; the factors are read during the call.
+        self.handle.call(name, stream, |handle| {
+            // SAFETY: the descriptors fit the memory; the factors are read during the call.
             unsafe {
                 run(
                     handle,
@@ -281,17 +287,17 @@ impl Plan {
     fn convolve_fused(
         &self,
         stream: &Stream,
-        algorithm: &Algorithm,
+        algorithm: &LibraryAlgorithm,
         [x, w, y]: [View<'_>; 3],
         bias: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
         let (one, zero) = (1.0f32, 0.0f32);
-        self.on.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
-            // SAFETY: descriptors that fit the memory they are given with; `y` also stands for the addend, which is
-            // multiplied by zero; the factors are read during the call.
+        self.handle.call("cudnnConvolutionBiasActivationForward", stream, |handle| {
+            // SAFETY: the descriptors fit the memory; `y` is also passed as the addend, which is multiplied by zero;
+            // the factors are read during the call.
             unsafe {
-                (self.on.functions.forward_fused)(
+                (self.handle.functions.forward_fused)(
                     handle,
                     (&raw const one).cast(),
                     self.x.raw,
@@ -316,9 +322,9 @@ impl Plan {
     }
 }
 
-impl Passes for Plan {
+impl LibraryLayer for CudnnPlan {
     fn version(&self) -> String {
-        self.on.version()
+        self.handle.version()
     }
 
     fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>) {
@@ -329,7 +335,7 @@ impl Passes for Plan {
                 forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
             }
             (Pass::BackwardWeights, _) => {}
-            (Pass::Forward | Pass::BackwardInput, _) => forms.push((Form::Turned, 1)),
+            (Pass::Forward | Pass::BackwardInput, _) => forms.push((Form::Transposed, 1)),
         }
         let (mut candidates, mut notes) = (Vec::new(), Vec::new());
         for (form, parts) in forms {
@@ -340,7 +346,7 @@ impl Passes for Plan {
                     continue;
                 }
             };
-            for number in finalists(&found, deterministic) {
+            for number in best_algorithms(&found, deterministic) {
                 let mut forms = vec![form];
                 let fused = self.slope == 0.0 || self.slope == 1.0 && number == IMPLICIT_PRECOMPUTED_GEMM;
                 if pass == Pass::Forward && form == Form::Plain && fused {
@@ -348,8 +354,8 @@ impl Passes for Plan {
                 }
                 for form in forms {
                     let algorithm = match parts {
-                        1 => Algorithm::cudnn(number, form),
-                        _ => Algorithm::cudnn_in_parts(number, form, parts),
+                        1 => LibraryAlgorithm::cudnn(number, form),
+                        _ => LibraryAlgorithm::cudnn_in_parts(number, form, parts),
                     };
                     match self.workspace(pass, &algorithm) {
                         Ok(workspace) if workspace <= limit => {
@@ -365,14 +371,14 @@ impl Passes for Plan {
         (candidates, notes)
     }
 
-    fn workspace(&self, pass: Pass, algorithm: &Algorithm) -> Result<usize> {
+    fn workspace(&self, pass: Pass, algorithm: &LibraryAlgorithm) -> Result<usize> {
         let parts = algorithm.parts();
         let cut = algorithm.form == Form::Narrow && self.parts.iter().any(|(known, _)| *known == parts);
         if parts != 1 && !cut {
-            let text = format!("this layer's batch is not cut into {parts} parts");
-            return Err(Error::Library { call: "a choice of the past", text });
+            let text = format!("this layer's batch is not split into {parts} parts");
+            return Err(Error::Library { call: "a cached selection", text });
         }
-        let f = &self.on.functions;
+        let f = &self.handle.functions;
         let (pass, [from, by, convolution, to]) = self.descriptors(pass, algorithm.form, algorithm.parts());
         let (name, size): (_, WorkspaceSize) = match pass {
             Pass::Forward => ("cudnnGetConvolutionForwardWorkspaceSize", f.forward_workspace),
@@ -384,22 +390,16 @@ impl Passes for Plan {
             }
         };
         let mut bytes = 0;
-        self.on.ask(name, |handle| {
-            // SAFETY: descriptors of this layer, and a place for the number.
+        self.handle.query(name, |handle| {
+            // SAFETY: descriptors of this layer, and a writable number.
             unsafe { size(handle, from, by, convolution, to, number(algorithm), &mut bytes) }
         })?;
         Ok(self.own_bytes(algorithm.form, algorithm.parts()) + bytes)
     }
 
-    fn run(
-        &self,
-        pass: Pass,
-        stream: &Stream,
-        algorithm: &Algorithm,
-        operands: [View<'_>; 3],
-        bias: Option<View<'_>>,
-        workspace: View<'_>,
-    ) -> Result<()> {
+    fn run(&self, stream: &Stream, algorithm: &LibraryAlgorithm, operands: &Operands<'_>) -> Result<()> {
+        let &Operands { pass, bias, workspace, .. } = operands;
+        let operands = operands.views();
         match (algorithm.form, bias) {
             (Form::Fused, Some(bias)) if self.precision == Precision::Bf16 => {
                 let (narrow, rest) = self.split(algorithm, workspace);
@@ -422,11 +422,11 @@ impl Passes for Plan {
                     _ => super::cuda::sum_parts(stream, narrow, dw),
                 }
             }
-            (Form::Turned, _) => {
-                let (turned, rest) = self.split(algorithm, workspace);
+            (Form::Transposed, _) => {
+                let (flipped, rest) = self.split(algorithm, workspace);
                 let weights = operands[if pass == Pass::Forward { 1 } else { 0 }];
-                super::cuda::turn_weights(stream, &self.shape, self.precision, weights, turned)?;
-                let operands = Self::turned_operands(pass, operands, turned);
+                super::cuda::flip_weights(stream, &self.shape, self.precision, weights, flipped)?;
+                let operands = Self::transposed_operands(pass, operands, flipped);
                 self.convolve(pass, stream, algorithm, operands, rest)
             }
             _ => self.convolve(pass, stream, algorithm, operands, workspace),
@@ -434,24 +434,23 @@ impl Passes for Plan {
     }
 }
 
-/// What the library calls an algorithm.
-fn number(algorithm: &Algorithm) -> u32 {
+/// The library's number of an algorithm.
+fn number(algorithm: &LibraryAlgorithm) -> u32 {
     algorithm.id[0] as u32
 }
 
-/// The algorithms that come first and are supported. One counts as deterministic if it is wherever it is named.
-fn finalists(found: &[Verdict], deterministic: bool) -> Vec<u32> {
-    let strays =
-        |number| found.iter().any(|verdict| verdict.algorithm == number && verdict.deterministic == 0);
+/// The highest-ranked algorithms that are supported. An algorithm counts as deterministic if all its entries say so.
+fn best_algorithms(found: &[AlgorithmPerf], deterministic: bool) -> Vec<u32> {
+    let strays = |number| found.iter().any(|perf| perf.algorithm == number && perf.deterministic == 0);
     let mut numbers = Vec::new();
-    for verdict in found.iter().filter(|verdict| verdict.status == 0) {
-        let number = verdict.algorithm;
+    for perf in found.iter().filter(|perf| perf.status == 0) {
+        let number = perf.algorithm;
         let out = numbers.contains(&number) || deterministic && strays(number);
         if !out {
             numbers.push(number);
         }
     }
-    numbers.truncate(FINALISTS);
+    numbers.truncate(MAX_CANDIDATES);
     numbers
 }
 
@@ -460,25 +459,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_that_work_and_repeat_go_on() {
-        let verdict = |algorithm, status, deterministic| Verdict {
+    fnthe_best_supported_deterministic_algorithms_are_candidates() {
+        let perf = |algorithm, status, deterministic| AlgorithmPerf {
             algorithm,
             status,
             deterministic,
-            ..Verdict::default()
+            ..AlgorithmPerf::default()
         };
         let found = [
-            verdict(0, 0, 0),
-            verdict(5, 3000, 1),
-            verdict(1, 0, 1),
-            verdict(3, 0, 1),
-            verdict(1, 0, 1),
-            verdict(3, 0, 0),
-            verdict(4, 0, 1),
-            verdict(6, 0, 1),
-            verdict(7, 0, 1),
+            perf(0, 0, 0),
+            perf(5, 3000, 1),
+            perf(1, 0, 1),
+            perf(3, 0, 1),
+            perf(1, 0, 1),
+            perf(3, 0, 0),
+            perf(4, 0, 1),
+            perf(6, 0, 1),
+            perf(7, 0, 1),
         ];
-        assert_eq!(finalists(&found, true), [1, 4, 6]);
-        assert_eq!(finalists(&found, false), [0, 1, 3]);
+        assert_eq!(best_algorithms(&found, true), [1, 4, 6]);
+        assert_eq!(best_algorithms(&found, false), [0, 1, 3]);
     }
 }

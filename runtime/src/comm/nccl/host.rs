@@ -128,7 +128,7 @@ impl HostTransport {
         let bytes = unsafe { self.calls_on_host.bytes_mut() };
         bytes[own..own + WORDS].copy_from_slice(cast_slice(&call.encode()));
         let slot = self.calls.slice(own..own + WORDS);
-        self.stream.upload_part_later(&self.calls_on_host, own, slot)?;
+        self.stream.enqueue_upload_part(&self.calls_on_host, own, slot)?;
         self.enqueue(doing, |group| match peer {
             Some(peer) => {
                 let theirs = self.calls.slice(peer as usize * WORDS..(peer as usize + 1) * WORDS).address();
@@ -141,7 +141,7 @@ impl HostTransport {
                 group.push(Kind::AllGather, &self.stream, (slot.address(), all), WORDS, DType::U8);
             }
         })?;
-        self.stream.download_later(self.calls.view(), &mut self.calls_on_host)?;
+        self.stream.enqueue_download(self.calls.view(), &mut self.calls_on_host)?;
         self.stream.record(&self.done)?;
         self.link().device(|| self.done.is_done(), doing)?;
         // SAFETY: the copy is over.
@@ -214,7 +214,7 @@ impl HostTransport {
             // SAFETY: the piece lies within the buffer, which this operation has for itself.
             let source = unsafe { std::slice::from_raw_parts(buffer.address().add(piece.host), piece.bytes) };
             target.copy_from_slice(source);
-            self.stream.upload_part_later(
+            self.stream.enqueue_upload_part(
                 host,
                 piece.stage,
                 device.slice(piece.stage..piece.stage + piece.bytes),
@@ -230,7 +230,7 @@ impl HostTransport {
         let Stage { host, device, done } = &mut self.stages[which];
         for piece in &chunk.take {
             let part = device.slice(piece.stage..piece.stage + piece.bytes);
-            self.stream.download_part_later(part, host, piece.stage)?;
+            self.stream.enqueue_download_part(part, host, piece.stage)?;
         }
         Ok(self.stream.record(done)?)
     }

@@ -269,7 +269,7 @@ impl Link {
     fn broken(&self, doing: &Doing, error: cuda::Error) -> Error {
         let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
         let place = || format!("rank {} in {}", self.rank, self.describe(doing));
-        lost.unwrap_or_else(|| Error::Gpu(error.noticed_in(&place())))
+        lost.unwrap_or_else(|| Error::Gpu(error.detected_by(&place())))
     }
 
     fn describe(&self, doing: &Doing) -> String {

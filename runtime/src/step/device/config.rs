@@ -1,7 +1,7 @@
 //! What there is to choose of a [`DeviceDataParallel`](super::DeviceDataParallel).
 
 use super::super::config::DataParallelConfig;
-use super::Plan;
+use super::UpdatePlan;
 use crate::{Error, Result};
 
 /// Bytes of a bucket, unless the caller chooses: large enough for the links between GPUs, small enough that several are under
@@ -40,8 +40,8 @@ impl DeviceConfig {
     }
 
     /// What the index of a step says about it.
-    pub(super) fn plan(&self) -> Plan {
-        Plan { steps_per_epoch: self.steps_per_epoch, schedule: self.parallel.optimizer.schedule }
+    pub(super) fn plan(&self) -> UpdatePlan {
+        UpdatePlan { steps_per_epoch: self.steps_per_epoch, schedule: self.parallel.optimizer.schedule }
     }
 
     /// Everything that has to be the same on all ranks, by name.

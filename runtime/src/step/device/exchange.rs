@@ -38,7 +38,7 @@ impl DeviceDataParallel {
     /// Begins the exchange of a bucket's gradients over ranks.
     pub(super) fn begin_exchange(&self, bucket: usize) -> Result<()> {
         if self.config.parallel.reducer.check_finite {
-            self.find_not_finite(bucket)?;
+            self.find_non_finite(bucket)?;
         }
         let slot = &self.slots[bucket];
         if self.ranks() == 1 {
@@ -112,7 +112,7 @@ impl DeviceDataParallel {
         if !with_mark {
             return Ok(());
         }
-        group.all_reduce(&self.exchange, self.not_finite(), ReduceOp::Max)
+        group.all_reduce(&self.exchange, self.non_finite(), ReduceOp::Max)
     }
 
     /// Updates the parameters, and gathers what is sharded.

@@ -104,7 +104,7 @@ impl DeviceDataParallel {
     /// # Panics
     /// If the sizes differ.
     pub fn read_later(&self, from: View<'_>, to: &mut Reading) -> Result<()> {
-        self.compute.download_later(from, &mut to.bytes)?;
+        self.compute.enqueue_download(from, &mut to.bytes)?;
         Ok(self.compute.record(&to.done)?)
     }
 

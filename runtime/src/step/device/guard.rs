@@ -123,22 +123,22 @@ impl DeviceDataParallel {
     }
 
     /// The mark of gradients that are no numbers.
-    pub(super) fn not_finite(&self) -> View<'_> {
-        self.number(StepState::NOT_FINITE, DType::I64)
+    pub(super) fn non_finite(&self) -> View<'_> {
+        self.number(StepState::NON_FINITE, DType::I64)
     }
 
     /// Looks through this rank's gradients of a bucket.
-    pub(super) fn find_not_finite(&self, place: usize) -> Result<()> {
+    pub(super) fn find_non_finite(&self, place: usize) -> Result<()> {
         let (parts, mark) =
             (self.guard.parts.slice(self.slots[place].parts.clone()), mark(self.rank(), self.ranks()));
         let gradients = self.gradients.view();
-        Ok(digest::find_not_finite(
+        Ok(digest::find_non_finite(
             &self.compute,
             gradients,
             parts,
             self.state.view(),
             mark,
-            self.not_finite(),
+            self.non_finite(),
         )?)
     }
 
@@ -148,10 +148,10 @@ impl DeviceDataParallel {
             return Ok(());
         }
         let (stream, gradients, parts) = (&self.compute, self.gradients.view(), self.guard.reduced.view());
-        digest::find_not_finite(stream, gradients, parts, self.state.view(), REDUCED, self.not_finite())?;
+        digest::find_non_finite(stream, gradients, parts, self.state.view(), REDUCED, self.non_finite())?;
         // What a rank has of a sharded bucket, the others have not seen.
         if self.is_sharded() {
-            self.comm.all_reduce(stream, self.not_finite(), ReduceOp::Max)?;
+            self.comm.all_reduce(stream, self.non_finite(), ReduceOp::Max)?;
         }
         Ok(())
     }
@@ -206,8 +206,8 @@ impl DeviceDataParallel {
     /// # Panics
     /// If `to` was made for a model on another number of ranks.
     pub fn look_later(&self, to: &mut Health) -> Result<()> {
-        self.compute.download_part_later(self.state.view(), &mut to.bytes, 0)?;
-        self.compute.download_part_later(self.guard.hashes.view(), &mut to.bytes, StepState::BYTES)?;
+        self.compute.enqueue_download_part(self.state.view(), &mut to.bytes, 0)?;
+        self.compute.enqueue_download_part(self.guard.hashes.view(), &mut to.bytes, StepState::BYTES)?;
         to.generation = self.guard.generation;
         Ok(self.compute.record(&to.done)?)
     }
@@ -233,10 +233,10 @@ impl DeviceDataParallel {
 
     /// Says whether all is well, by a state and hashes of this generation.
     fn judge(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
-        if state.not_finite != 0 {
+        if state.non_finite != 0 {
             self.go_to(state.step)?;
             let ((rank, tensor), step) =
-                (marked(state.not_finite, self.ranks(), &self.layout), state.step + 1);
+                (marked(state.non_finite, self.ranks(), &self.layout), state.step + 1);
             return Err(match rank < self.ranks() {
                 true => Error::NotFinite { rank, tensor, step },
                 false => Error::ReducedNotFinite { tensor, step },

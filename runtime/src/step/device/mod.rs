@@ -31,7 +31,7 @@ pub use guard::Health;
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
-use mgpu_kernels::optimizer::cuda::Plan;
+use mgpu_kernels::optimizer::cuda::UpdatePlan;
 use slot::{Slot, Slots, padded};
 use state::keep_own;
 use sums::{Buffers, Sums};
@@ -178,7 +178,7 @@ impl DeviceDataParallel {
         agree(&mut host, &config.settings())?;
         replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
-        let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
+        let (compute, exchange) = (Stream::new(&device)?, Stream::with_high_priority(&device)?);
         let DeviceConfig { parallel, .. } = config;
         let several = comm.size() > 1;
         let (first, rest) = parallel.reducer.buckets(BUCKET);

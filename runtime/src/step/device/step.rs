@@ -1,6 +1,6 @@
 //! A step on a GPU, from its beginning to the update: what is put on the streams, and when.
 
-use mgpu_kernels::optimizer::cuda::begin;
+use mgpu_kernels::optimizer::cuda::begin_step;
 
 use super::super::config::{Unused, check_join};
 use super::super::reducer::Attendance;
@@ -46,7 +46,7 @@ impl DeviceDataParallel {
         }
         self.open = true;
         let DeviceConfig { parallel, .. } = &self.config;
-        begin(&self.compute, &parallel.optimizer.rule, self.config.plan(), self.state.view())?;
+        begin_step(&self.compute, &parallel.optimizer.rule, self.config.plan(), self.state.view())?;
         // A rank without data has nothing but zeros to add up.
         self.readiness.begin_step(if has_data { self.micro_batches() } else { 1 });
         self.begin_micro_batch(0)?;

@@ -2,8 +2,8 @@
 //! cache.
 
 use super::lines;
-use crate::conv::Shape;
-use crate::conv::cpu::Tail;
+use crate::conv::ConvShape;
+use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
 use crate::storage::{Storage, convert};
 
@@ -23,7 +23,7 @@ pub(super) struct Bordered {
 
 impl Bordered {
     /// The input of a convolution.
-    pub(super) fn input(shape: &Shape) -> Bordered {
+    pub(super) fn input(shape: &ConvShape) -> Bordered {
         let border = shape.pad();
         Bordered {
             height: shape.height + 2 * border,
@@ -35,7 +35,7 @@ impl Bordered {
     }
 
     /// The gradient of its result before activation and pooling, which is convolved for that of its input.
-    pub(super) fn gradient(shape: &Shape) -> Bordered {
+    pub(super) fn gradient(shape: &ConvShape) -> Bordered {
         let border = shape.kernel - 1 - shape.pad();
         Bordered {
             height: shape.out_height() + 2 * border,
@@ -77,7 +77,7 @@ impl Bordered {
 /// A panel of a block fills half the first cache. In an image of 128 channels, the same elements lie in an eighth of the
 /// cache's sets and drive each other out.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Block {
+pub(super) struct GradientBlock {
     /// Rows of the result that make a block.
     pub(super) results: usize,
     /// Rows of the gradient for each of them.
@@ -89,16 +89,16 @@ pub(super) struct Block {
     panels: usize,
 }
 
-impl Block {
+impl GradientBlock {
     /// The blocks of `shape`'s gradient.
-    pub(super) fn new(shape: &Shape, tail: &Tail) -> Block {
-        let rows_each = if tail.pool.is_some() { 2 } else { 1 };
+    pub(super) fn new(shape: &ConvShape, epilogue: &Epilogue) -> GradientBlock {
+        let rows_each = if epilogue.pool.is_some() { 2 } else { 1 };
         // Few rows of weights are computed with four vectors, of two panels.
         let pixels = if shape.kernel * shape.channels <= 6 { 100 } else { 200 };
         let results = (pixels / (rows_each * shape.out_width())).max(1);
         let stride = PANEL.min(lines(shape.filters));
         let panel = results * rows_each * shape.out_width() * stride;
-        Block { results, rows_each, stride, panel, panels: shape.filters.div_ceil(PANEL) }
+        GradientBlock { results, rows_each, stride, panel, panels: shape.filters.div_ceil(PANEL) }
     }
 
     /// As many channels as there is room for.

@@ -5,11 +5,11 @@
 //! holds the inputs that a kernel row sees instead, and the sums of one filter stay in registers for a whole image.
 
 use super::border::Bordered;
-use super::tail::Results;
+use super::epilogue::Results;
 use super::{lines, weights};
 use crate::Storage;
-use crate::conv::Shape;
-use crate::conv::cpu::Tail;
+use crate::conv::ConvShape;
+use crate::conv::cpu::Epilogue;
 use crate::simd::{MAX_LANES, Simd};
 
 /// Elements beyond an input image that may be read: windows may hang over its edge by a pixel, vectors by almost one.
@@ -18,18 +18,18 @@ pub(super) fn slack(input: &Bordered) -> usize {
 }
 
 /// Vectors for a kernel row.
-fn vectors<S: Simd>(shape: &Shape) -> usize {
+fn vectors<S: Simd>(shape: &ConvShape) -> usize {
     (shape.kernel * shape.channels).div_ceil(S::LANES)
 }
 
 /// Whether the weight gradient of `shape` takes less this way.
-pub(super) fn pays<S: Simd>(shape: &Shape, tail: &Tail) -> bool {
+pub(super) fn pays<S: Simd>(shape: &ConvShape, epilogue: &Epilogue) -> bool {
     let few = shape.filters <= MAX_LANES;
-    few && tail.pool.is_some() && matches!(shape.kernel, 3 | 5) && vectors::<S>(shape) <= 2
+    few && epilogue.pool.is_some() && matches!(shape.kernel, 3 | 5) && vectors::<S>(shape) <= 2
 }
 
 /// Elements of the sums of all filters, \[F, K, whole vectors\].
-pub(super) fn sums_len(shape: &Shape) -> usize {
+pub(super) fn sums_len(shape: &ConvShape) -> usize {
     shape.filters * shape.kernel * 2 * MAX_LANES
 }
 
@@ -37,17 +37,17 @@ pub(super) fn sums_len(shape: &Shape) -> usize {
 #[inline(always)]
 pub(super) fn add_image<S: Simd, E: Storage>(
     simd: S,
-    (shape, tail): (&Shape, &Tail),
+    (shape, epilogue): (&ConvShape, &Epilogue),
     x: &[f32],
     from: Results<'_, E>,
     sums: &mut [f32],
     bias: &mut [f32],
 ) {
     match (shape.kernel, vectors::<S>(shape)) {
-        (3, 1) => add::<S, E, 3, 1>(simd, (shape, tail), x, from, sums, bias),
-        (3, 2) => add::<S, E, 3, 2>(simd, (shape, tail), x, from, sums, bias),
-        (5, 1) => add::<S, E, 5, 1>(simd, (shape, tail), x, from, sums, bias),
-        (5, 2) => add::<S, E, 5, 2>(simd, (shape, tail), x, from, sums, bias),
+        (3, 1) => add::<S, E, 3, 1>(simd, (shape, epilogue), x, from, sums, bias),
+        (3, 2) => add::<S, E, 3, 2>(simd, (shape, epilogue), x, from, sums, bias),
+        (5, 1) => add::<S, E, 5, 1>(simd, (shape, epilogue), x, from, sums, bias),
+        (5, 2) => add::<S, E, 5, 2>(simd, (shape, epilogue), x, from, sums, bias),
         _ => unreachable!("a kernel that does not pay"),
     }
 }
@@ -55,14 +55,14 @@ pub(super) fn add_image<S: Simd, E: Storage>(
 #[inline(always)]
 fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
     simd: S,
-    (shape, tail): (&Shape, &Tail),
+    (shape, epilogue): (&ConvShape, &Epilogue),
     x: &[f32],
     from: Results<'_, E>,
     sums: &mut [f32],
     bias: &mut [f32],
 ) {
     let (filters, channels) = (shape.filters, shape.channels);
-    let (rows, columns) = tail.result(shape);
+    let (rows, columns) = epilogue.result(shape);
     let line = Bordered::input(shape).line();
     let len = rows * columns * filters;
     assert!(from.y.len() == len && from.dy.len() == len && from.chosen.len() == len, "results of an image");
@@ -73,7 +73,7 @@ fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
     let end = (2 * rows + K - 2) * line + (2 * columns - 1) * channels + V * S::LANES;
     assert!(x.len() >= end, "an image and its slack");
     let places = [0, channels, line, line + channels];
-    let factors = [tail.slope.unwrap_or(1.0), 1.0];
+    let factors = [epilogue.slope.unwrap_or(1.0), 1.0];
     for (filter, bias) in bias.iter_mut().enumerate() {
         // SAFETY: windows hang over the image by a pixel at most, which is how much `x` was found to hold.
         unsafe {
@@ -107,7 +107,7 @@ fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
 }
 
 /// Writes the sums in the order of a thread's weight gradient, see [`weights::gradient_len`].
-pub(super) fn reorder<S: Simd>(shape: &Shape, sums: &[f32], dw: &mut [f32]) {
+pub(super) fn reorder<S: Simd>(shape: &ConvShape, sums: &[f32], dw: &mut [f32]) {
     let (seen, stride) = (shape.kernel * shape.channels, lines(shape.filters));
     assert!(dw.len() >= weights::gradient_len(shape), "a weight gradient");
     for (at, run) in

@@ -8,26 +8,26 @@
 
 use super::border::Bordered;
 use super::lines;
-use crate::conv::Shape;
+use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd};
 
 /// Whether the input gradient of `shape` takes less this way.
-pub(super) fn pays(shape: &Shape) -> bool {
-    let Shape { channels, kernel, .. } = *shape;
+pub(super) fn pays(shape: &ConvShape) -> bool {
+    let ConvShape { channels, kernel, .. } = *shape;
     let vectors = |columns: usize| columns.div_ceil(MAX_LANES);
     4 * shape.out_width() * vectors(kernel * channels) < 3 * shape.width * kernel * vectors(channels)
 }
 
 /// Elements of packed filters.
-pub(super) fn packed_len(shape: &Shape) -> usize {
-    let Shape { channels, filters, kernel, .. } = *shape;
+pub(super) fn packed_len(shape: &ConvShape) -> usize {
+    let ConvShape { channels, filters, kernel, .. } = *shape;
     (kernel * channels).div_ceil(PANEL) * kernel * filters * PANEL
 }
 
 /// Writes the filters as \[panel, u, filter, (v, channel) within the panel\], with u from the last to the first.
-pub(super) fn pack(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
-    let Shape { channels, filters, kernel, .. } = *shape;
+pub(super) fn pack(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
+    let ConvShape { channels, filters, kernel, .. } = *shape;
     packed.fill(0.0);
     for (f, filter) in weights.chunks_exact(shape.filter_len()).enumerate() {
         for (c, places) in filter.chunks_exact(kernel * kernel).enumerate() {
@@ -43,7 +43,7 @@ pub(super) fn pack(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
 }
 
 /// The result's gradient, with a border above and below only.
-pub(super) fn gradient(shape: &Shape) -> Bordered {
+pub(super) fn gradient(shape: &ConvShape) -> Bordered {
     let above = shape.kernel - 1 - shape.pad();
     Bordered {
         height: shape.out_height() + 2 * above,
@@ -55,7 +55,7 @@ pub(super) fn gradient(shape: &Shape) -> Bordered {
 }
 
 /// Elements of the products of an image, t.
-pub(super) fn products_len(shape: &Shape) -> usize {
+pub(super) fn products_len(shape: &ConvShape) -> usize {
     shape.height * shape.out_width() * lines(shape.kernel * shape.channels)
 }
 
@@ -63,13 +63,13 @@ pub(super) fn products_len(shape: &Shape) -> usize {
 #[inline(always)]
 pub(super) fn input_gradient<S: Simd>(
     simd: S,
-    shape: &Shape,
+    shape: &ConvShape,
     dy: &[f32],
     packed: &[f32],
     products: &mut [f32],
     dx: &mut [f32],
 ) {
-    let Shape { channels, height, width, filters, kernel, .. } = *shape;
+    let ConvShape { channels, height, width, filters, kernel, .. } = *shape;
     let (runs, stride) = (shape.out_width(), lines(kernel * channels));
     let line = runs * filters;
     let product = Product {

@@ -8,32 +8,32 @@
 //! - The input gradient is a convolution of the result's gradient, with the filters turned by half a turn.
 //!
 //! Nothing is gathered into columns. Where the kernel may look over the border, an image is copied into the middle of
-//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`tail`). Two backward passes
+//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`epilogue`). Two backward passes
 //! have shortcuts where channels or filters are too few for a vector (`fold`, `chosen`).
 //!
 //! Every thread adds up the weight gradient of its images; the sums of the threads are added in their order.
 
 mod border;
 mod chosen;
+mod epilogue;
 mod fold;
-mod tail;
 mod weights;
 
-use super::{Backward, Tail};
-use crate::conv::Shape;
+use super::{Backward, Epilogue};
+use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd, Task, dispatch};
 use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{AlignedVec, Scratch};
 
-use border::{Block, Bordered};
+use border::{Bordered, GradientBlock};
 
 /// A convolution computed directly.
 #[derive(Debug)]
 pub(super) struct Direct {
-    shape: Shape,
-    tail: Tail,
+    shape: ConvShape,
+    epilogue: Epilogue,
     /// The filters as the right operand of the forward pass, or of the input gradient.
     packed: AlignedVec,
     /// Gradients of the bias, for each thread.
@@ -53,13 +53,13 @@ fn lines(len: usize) -> usize {
 }
 
 impl Direct {
-    pub(super) fn new(shape: Shape, tail: Tail) -> Self {
-        Direct { shape, tail, packed: AlignedVec::default(), bias: Vec::new() }
+    pub(super) fn new(shape: ConvShape, epilogue: Epilogue) -> Self {
+        Direct { shape, epilogue, packed: AlignedVec::default(), bias: Vec::new() }
     }
 
     /// Elements of the result for one image.
     fn result_len(&self) -> usize {
-        let (height, width) = self.tail.result(&self.shape);
+        let (height, width) = self.epilogue.result(&self.shape);
         height * width * self.shape.filters
     }
 
@@ -75,10 +75,10 @@ impl Direct {
         y: &mut [E],
         chosen: &mut [u8],
     ) {
-        let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
+        let (shape, epilogue, result_len) = (self.shape, self.epilogue, self.result_len());
         let packed = self.packed.reserve(weights::packed_len(shape.channels, shape.filters, shape.kernel));
         weights::pack(&shape, weights, packed);
-        let chosen_len = if tail.pool.is_some() { result_len } else { 0 };
+        let chosen_len = if epilogue.pool.is_some() { result_len } else { 0 };
         let outputs =
             (Rows::new(y, result_len), Rows::new(chosen, chosen_len), PerPart::new(&mut scratch.parts));
         threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
@@ -87,7 +87,7 @@ impl Direct {
             let images = range.len();
             dispatch(Forward {
                 shape,
-                tail,
+                epilogue,
                 images,
                 x,
                 packed,
@@ -110,7 +110,7 @@ impl Direct {
         db: &mut [f32],
         dx: Option<&mut [E]>,
     ) {
-        let (shape, tail, result_len) = (self.shape, self.tail, self.result_len());
+        let (shape, epilogue, result_len) = (self.shape, self.epilogue, self.result_len());
         let packed: &[f32] = if dx.is_some() {
             if fold::pays(&shape) {
                 let packed = self.packed.reserve(fold::packed_len(&shape));
@@ -125,7 +125,7 @@ impl Direct {
         } else {
             &[]
         };
-        let chosen_len = if tail.pool.is_some() { result_len } else { 0 };
+        let chosen_len = if epilogue.pool.is_some() { result_len } else { 0 };
         let parts = threads.parts(images, 1);
         self.bias.resize(threads.count(), Vec::new());
         let dx_len = if dx.is_some() { shape.input_len() } else { 0 };
@@ -145,7 +145,7 @@ impl Direct {
             bias.resize(shape.filters, 0.0);
             let dx = (dx_len > 0).then_some(dx.values);
             let memory = part.own();
-            dispatch(Gradients { shape, tail, images: range.len(), from, packed, bias, dx, memory });
+            dispatch(Gradients { shape, epilogue, images: range.len(), from, packed, bias, dx, memory });
         });
         for (filter, db) in db.iter_mut().enumerate() {
             *db = self.bias[..parts].iter().map(|sums| sums[filter]).sum::<f64>() as f32;
@@ -160,8 +160,8 @@ impl Direct {
 
 /// The forward pass of a thread's images.
 struct Forward<'a, E> {
-    shape: Shape,
-    tail: Tail,
+    shape: ConvShape,
+    epilogue: Epilogue,
     images: usize,
     x: &'a [E],
     packed: &'a [f32],
@@ -176,19 +176,20 @@ impl<E: Storage> Task for Forward<'_, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Forward { shape, tail, images, x, packed, bias, y, chosen, memory } = self;
+        let Forward { shape, epilogue, images, x, packed, bias, y, chosen, memory } = self;
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
         let bordered = Bordered::input(&shape);
         let line = width * filters;
         // With pooling the two rows of a row of the result, otherwise all rows at once.
-        let (steps, rows_each) = if tail.pool.is_some() { (tail.result(&shape).0, 2) } else { (1, height) };
-        let outputs_len = if tail.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
+        let (steps, rows_each) =
+            if epilogue.pool.is_some() { (epilogue.result(&shape).0, 2) } else { (1, height) };
+        let outputs_len = if epilogue.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
         let mut memory = memory.reserve(lines(bordered.len()) + lines(outputs_len));
         let (image, outputs) = (cut(&mut memory, bordered.len()), cut(&mut memory, outputs_len));
         if bordered.above > 0 {
             image.fill(0.0);
         }
-        let (rows, columns) = tail.result(&shape);
+        let (rows, columns) = epilogue.result(&shape);
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
@@ -208,14 +209,21 @@ impl<E: Storage> Task for Forward<'_, E> {
                     count,
                 );
                 // The largest of four is the same before and after an activation that never falls.
-                let slope = if tail.pool.is_some() { 1.0 } else { tail.slope.unwrap_or(1.0) };
+                let slope = if epilogue.pool.is_some() { 1.0 } else { epilogue.slope.unwrap_or(1.0) };
                 let product = Product { start: Start::Bias(bias), slope, ..product };
-                if tail.pool.is_some() {
+                if epilogue.pool.is_some() {
                     product.compute_lines(simd, lines, outputs, filters);
                     let at = row * result;
                     let chosen = &mut chosen[n * rows * result + at..];
                     let outputs = &outputs[..count * line];
-                    tail::pool(simd, &tail, outputs, (width, filters), &mut y[at..at + result], chosen);
+                    epilogue::pool(
+                        simd,
+                        &epilogue,
+                        outputs,
+                        (width, filters),
+                        &mut y[at..at + result],
+                        chosen,
+                    );
                 } else if let Some(y) = E::wide_mut(y) {
                     product.compute_lines(simd, lines, y, filters);
                 } else {
@@ -259,8 +267,8 @@ fn rows_of_convolution<'a>(
 
 /// The backward pass of a thread's images. The weight gradient, \[K, K·C, filters\], is left at the beginning of `memory`.
 struct Gradients<'a, E> {
-    shape: Shape,
-    tail: Tail,
+    shape: ConvShape,
+    epilogue: Epilogue,
     images: usize,
     from: Backward<'a, E>,
     packed: &'a [f32],
@@ -274,16 +282,16 @@ impl<E: Storage> Task for Gradients<'_, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Gradients { shape, tail, images, from, packed, bias, mut dx, memory } = self;
-        let Shape { channels, filters, kernel, .. } = shape;
-        let (rows, columns) = tail.result(&shape);
+        let Gradients { shape, epilogue, images, from, packed, bias, mut dx, memory } = self;
+        let ConvShape { channels, filters, kernel, .. } = shape;
+        let (rows, columns) = epilogue.result(&shape);
         // Pooling may leave nothing of an image one pixel wide.
         let rows = if columns > 0 { rows } else { 0 };
         let folded = fold::pays(&shape);
         let input = Bordered::input(&shape);
         let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
-        let block = Block::new(&shape, &tail);
-        let sparse = chosen::pays::<S>(&shape, &tail);
+        let block = GradientBlock::new(&shape, &epilogue);
+        let sparse = chosen::pays::<S>(&shape, &epilogue);
         let (slack, sums_len) =
             if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };
         let image_len = input.len() + slack;
@@ -314,14 +322,15 @@ impl<E: Storage> Task for Gradients<'_, E> {
                 let count = block.results.min(rows - first);
                 let line = columns * filters;
                 let results = (n * rows + first) * line..(n * rows + first + count) * line;
-                let chosen = if tail.pool.is_some() { &from.chosen[results.clone()] } else { &[] };
-                let results = tail::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
+                let chosen = if epilogue.pool.is_some() { &from.chosen[results.clone()] } else { &[] };
+                let results =
+                    epilogue::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
                 let row = first * block.rows_each;
                 let height = (count * block.rows_each).min(shape.out_height() - row);
                 let whole = dx.is_some().then(|| &mut whole[gradient.interior() + row * gradient.line()..]);
-                tail::spread(
+                epilogue::spread(
                     simd,
-                    &tail,
+                    &epilogue,
                     (height, shape.out_width()),
                     results,
                     (&block, g),
@@ -357,9 +366,10 @@ impl<E: Storage> Task for Gradients<'_, E> {
             if sparse {
                 let results = n * rows * columns * filters..(n + 1) * rows * columns * filters;
                 let chosen = &from.chosen[results.clone()];
-                let results = tail::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
+                let results =
+                    epilogue::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
                 db.fill(0.0);
-                chosen::add_image(simd, (&shape, &tail), x, results, sums, db);
+                chosen::add_image(simd, (&shape, &epilogue), x, results, sums, db);
             }
             bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::lines;
 use crate::AlignedVec;
-use crate::conv::Shape;
+use crate::conv::ConvShape;
 use crate::gemm::tile::PANEL;
 
 /// Elements of packed filters with `channels` inputs and `filters` outputs.
@@ -13,8 +13,8 @@ pub(super) fn packed_len(channels: usize, filters: usize, kernel: usize) -> usiz
 }
 
 /// Writes the filters as \[panel, u, v, channel, filter within the panel\].
-pub(super) fn pack(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
-    let Shape { channels, kernel, .. } = *shape;
+pub(super) fn pack(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
+    let ConvShape { channels, kernel, .. } = *shape;
     packed.fill(0.0);
     for (f, filter) in weights.chunks_exact(shape.filter_len()).enumerate() {
         let to = &mut packed[f / PANEL * kernel * kernel * channels * PANEL + f % PANEL..];
@@ -28,8 +28,8 @@ pub(super) fn pack(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
 
 /// Writes the filters for the input gradient: turned by half a turn, outputs for inputs, as
 /// \[panel, u, v, filter, channel within the panel\].
-pub(super) fn pack_turned(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
-    let Shape { filters, kernel, .. } = *shape;
+pub(super) fn pack_turned(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
+    let ConvShape { filters, kernel, .. } = *shape;
     packed.fill(0.0);
     for (f, filter) in weights.chunks_exact(shape.filter_len()).enumerate() {
         for (c, places) in filter.chunks_exact(kernel * kernel).enumerate() {
@@ -42,12 +42,12 @@ pub(super) fn pack_turned(shape: &Shape, weights: &[f32], packed: &mut [f32]) {
 }
 
 /// Elements of a thread's weight gradient, \[K, K·C, filters in whole cache lines\].
-pub(super) fn gradient_len(shape: &Shape) -> usize {
+pub(super) fn gradient_len(shape: &ConvShape) -> usize {
     shape.filter_len() * lines(shape.filters)
 }
 
 /// Writes the weight gradients of `filters`, summed over threads, in the parameters' order.
-pub(super) fn sum_parts(shape: &Shape, parts: &[AlignedVec], filters: Range<usize>, dw: &mut [f32]) {
+pub(super) fn sum_parts(shape: &ConvShape, parts: &[AlignedVec], filters: Range<usize>, dw: &mut [f32]) {
     let (places, stride) = (shape.kernel * shape.kernel, lines(shape.filters));
     for (f, dw) in filters.zip(dw.chunks_exact_mut(shape.filter_len())) {
         for (c, dw) in dw.chunks_exact_mut(places).enumerate() {

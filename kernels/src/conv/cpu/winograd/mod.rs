@@ -19,8 +19,8 @@ mod tiles;
 mod transform;
 mod weights;
 
-use super::{Backward, Tail};
-use crate::conv::Shape;
+use super::{Backward, Epilogue};
+use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
 use crate::threads::{PerPart, Rows, Threads};
@@ -35,7 +35,7 @@ use weights::{Filters, Orientation, weight_gradients};
 /// largest and which are above zero, and where it decides otherwise than exact arithmetic would, whole gradients move; so it
 /// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3, for those of 5×5
 /// they round three times as much (found by simulation, and the golden runs fail), which gradients can take.
-pub(super) fn tiles(shape: &Shape) -> Option<(usize, usize)> {
+pub(super) fn tiles(shape: &ConvShape) -> Option<(usize, usize)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
     let outputs = shape.out_height().min(shape.out_width());
@@ -81,12 +81,12 @@ pub(super) struct Winograd {
 
 impl Winograd {
     /// Forward passes are made in tiles of `forward` rows and columns of outputs, backward passes in tiles of `backward`.
-    pub(super) fn new(shape: Shape, tail: Tail, forward: usize, backward: usize) -> Self {
-        let tiling = Tiling::new(shape, tail, forward);
+    pub(super) fn new(shape: ConvShape, epilogue: Epilogue, forward: usize, backward: usize) -> Self {
+        let tiling = Tiling::new(shape, epilogue, forward);
         let filters = Filters::new(&shape, tiling.points(), Orientation::Forward);
         Winograd {
             forward: (tiling, filters),
-            backward: (Tiling::new(shape, tail, backward), None),
+            backward: (Tiling::new(shape, epilogue, backward), None),
             sums: Vec::new(),
         }
     }
@@ -111,7 +111,7 @@ impl Winograd {
         let (tiling, forward) = &mut self.forward;
         forward.transform(threads, &tiling.shape, &tiling.points, weights);
         let (tiling, forward) = &self.forward;
-        let Shape { channels, filters, .. } = tiling.shape;
+        let ConvShape { channels, filters, .. } = tiling.shape;
         let (image, result) = (tiling.shape.input_len(), y.len() / images.max(1));
         let choices = chosen.len() / images.max(1);
         let outputs = (Rows::new(y, result), Rows::new(chosen, choices), PerPart::new(&mut scratch.parts));
@@ -162,7 +162,7 @@ impl Winograd {
         let Backward { x, weights, y, chosen, dy } = from;
         let (tiling, backward) = &mut self.backward;
         let shape = tiling.shape;
-        let Shape { channels, filters, .. } = shape;
+        let ConvShape { channels, filters, .. } = shape;
         let points = tiling.points();
         let (image, result) = (shape.input_len(), y.len() / images.max(1));
         let choices = chosen.len() / images.max(1);
@@ -270,17 +270,24 @@ mod tests {
         dx: Vec<f64>,
     }
 
-    fn define(shape: &Shape, tail: Tail, x: &[f32], w: &[f32], b: &[f32], dy: &[f32]) -> Expected {
+    fn define(
+        shape: &ConvShape,
+        epilogue: Epilogue,
+        x: &[f32],
+        w: &[f32],
+        b: &[f32],
+        dy: &[f32],
+    ) -> Expected {
         let filters = shape.filters;
         let images = x.len() / shape.input_len();
         let (oh, ow) = (shape.out_height(), shape.out_width());
-        let slope = f64::from(tail.slope.unwrap_or(1.0));
+        let slope = f64::from(epilogue.slope.unwrap_or(1.0));
         let mut z: Vec<f64> = (0..images * oh * ow * filters).map(|at| f64::from(b[at % filters])).collect();
         for_each_product(shape, images, |y, wi, xi| z[y] += f64::from(w[wi]) * f64::from(x[xi]));
         let active: Vec<f64> = z.iter().map(|z| if *z > 0.0 { *z } else { z * slope }).collect();
         let mut dz = vec![0.0; z.len()];
         let (mut y, mut chosen) = (Vec::new(), Vec::new());
-        match tail.pooling(shape) {
+        match epilogue.pooling(shape) {
             None => {
                 y.clone_from(&active);
                 dz.iter_mut().zip(dy).for_each(|(dz, dy)| *dz = f64::from(*dy));
@@ -326,24 +333,28 @@ mod tests {
 
     #[test]
     fn all_passes_match_the_definition() {
-        let tails = [
-            Tail::NONE,
-            Tail { slope: Some(0.2), pool: Some(Rounding::Floor) },
-            Tail { slope: Some(0.0), pool: Some(Rounding::Ceil) },
+        let epilogues = [
+            Epilogue::NONE,
+            Epilogue { slope: Some(0.2), pool: Some(Rounding::Floor) },
+            Epilogue { slope: Some(0.0), pool: Some(Rounding::Ceil) },
         ];
         let cases = [(32, 48, 3, 7), (48, 32, 5, 9), (32, 32, 3, 12), (32, 32, 5, 14)];
         for (index, (channels, filters, kernel, extent)) in cases.into_iter().enumerate() {
-            for (tail, padding) in tails.into_iter().zip([Padding::Same, Padding::Valid, Padding::Same]) {
-                let shape = Shape { channels, height: extent, width: extent + 1, filters, kernel, padding };
-                let mut conv = Winograd::new(shape, tail, if kernel == 5 || index < 2 { 2 } else { 4 }, 4);
+            for (epilogue, padding) in
+                epilogues.into_iter().zip([Padding::Same, Padding::Valid, Padding::Same])
+            {
+                let shape =
+                    ConvShape { channels, height: extent, width: extent + 1, filters, kernel, padding };
+                let mut conv =
+                    Winograd::new(shape, epilogue, if kernel == 5 || index < 2 { 2 } else { 4 }, 4);
                 let images = 3;
                 let x = random(images * shape.input_len(), 1);
                 let w: Vec<f32> = random(shape.weights_len(), 2).iter().map(|w| w / 16.0).collect();
                 let b = random(filters, 3);
-                let (rows, columns) = tail.result(&shape);
+                let (rows, columns) = epilogue.result(&shape);
                 let len = images * rows * columns * filters;
                 let dy = random(len, 4);
-                let expected = define(&shape, tail, &x, &w, &b, &dy);
+                let expected = define(&shape, epilogue, &x, &w, &b, &dy);
                 let (mut y, mut chosen) = (vec![f32::NAN; len], vec![9; expected.chosen.len()]);
                 let threads = Threads::new(1 + index % 3);
                 let mut scratch = Scratch::new(&threads);

@@ -15,8 +15,8 @@
 use super::points::{MAX_POINTS, Points};
 use super::transform::{input, input_gradient, output, output_gradient};
 use crate::Storage;
-use crate::conv::Shape;
-use crate::conv::cpu::Tail;
+use crate::conv::ConvShape;
+use crate::conv::cpu::Epilogue;
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
@@ -26,10 +26,10 @@ const BLOCK_TILES: usize = 128;
 /// A tiling of the outputs of a convolution.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tiling {
-    pub(super) shape: Shape,
+    pub(super) shape: ConvShape,
     pub(super) slope: f32,
     /// Pooling of the outputs; within a tile, since tiles have an even extent.
-    pub(super) pool: Option<pool::Shape>,
+    pub(super) pool: Option<pool::PoolShape>,
     pub(super) points: Points,
     /// Tiles of an image, down and across.
     rows: usize,
@@ -45,11 +45,11 @@ fn within(first: isize, count: usize, extent: usize) -> std::ops::Range<usize> {
 }
 
 impl Tiling {
-    pub(super) fn new(shape: Shape, tail: Tail, tile: usize) -> Self {
+    pub(super) fn new(shape: ConvShape, epilogue: Epilogue, tile: usize) -> Self {
         Tiling {
             shape,
-            slope: tail.slope.unwrap_or(1.0),
-            pool: tail.pooling(&shape),
+            slope: epilogue.slope.unwrap_or(1.0),
+            pool: epilogue.pooling(&shape),
             points: Points::new(tile, shape.kernel),
             rows: shape.out_height().div_ceil(tile),
             columns: shape.out_width().div_ceil(tile),
@@ -111,7 +111,7 @@ impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let Inputs { tiling, x, v } = self;
-        let Shape { channels, height, width, .. } = tiling.shape;
+        let ConvShape { channels, height, width, .. } = tiling.shape;
         let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
         let images = x.len() / tiling.shape.input_len();
         let stride = Tiling::stride(images * tiling.tiles(), channels);
@@ -166,7 +166,7 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let InputGradients { tiling, dv, sums, dx } = self;
-        let Shape { channels, height, width, .. } = tiling.shape;
+        let ConvShape { channels, height, width, .. } = tiling.shape;
         let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
         let len = tiling.shape.input_len();
         let images = dx.len() / len;

@@ -5,7 +5,7 @@
 
 use super::points::{MAX_POINTS, MAX_TAPS, Points};
 use crate::AlignedVec;
-use crate::conv::Shape;
+use crate::conv::ConvShape;
 use crate::gemm::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
@@ -35,7 +35,7 @@ pub(super) struct Filters {
 
 impl Filters {
     /// Memory for the filters of `shape` at `points` points in all.
-    pub(super) fn new(shape: &Shape, points: usize, orientation: Orientation) -> Self {
+    pub(super) fn new(shape: &ConvShape, points: usize, orientation: Orientation) -> Self {
         let (depth, columns) = match orientation {
             Orientation::Forward => (shape.channels, shape.filters),
             Orientation::Backward => (shape.filters, shape.channels),
@@ -51,7 +51,13 @@ impl Filters {
     }
 
     /// Transforms `weights` \[F, C, K, K\]: `u = G w Gᵀ`.
-    pub(super) fn transform(&mut self, threads: &Threads, shape: &Shape, points: &Points, weights: &[f32]) {
+    pub(super) fn transform(
+        &mut self,
+        threads: &Threads,
+        shape: &ConvShape,
+        points: &Points,
+        weights: &[f32],
+    ) {
         let Filters { orientation, point, panel, .. } = *self;
         let panels = self.values.len() / panel;
         threads.divide(panels, 1, Rows::new(&mut self.values, panel), |range, part| {
@@ -72,7 +78,7 @@ impl Filters {
 
 /// One panel's part of [`Filters::transform`].
 struct Transform<'a> {
-    shape: &'a Shape,
+    shape: &'a ConvShape,
     points: &'a Points,
     weights: &'a [f32],
     orientation: Orientation,
@@ -121,7 +127,7 @@ fn add_scaled(sum: &mut [f32; PANEL], values: &[f32; PANEL], factor: f32) {
 
 /// The taps of row `k` of the matrix, columns from `first`.
 #[inline(always)]
-fn read_taps(shape: &Shape, weights: &[f32], orientation: Orientation, first: usize, k: usize) -> Taps {
+fn read_taps(shape: &ConvShape, weights: &[f32], orientation: Orientation, first: usize, k: usize) -> Taps {
     let mut taps = [[[0.0; PANEL]; MAX_TAPS]; MAX_TAPS];
     let columns = match orientation {
         Orientation::Forward => shape.filters,
@@ -147,7 +153,7 @@ fn read_taps(shape: &Shape, weights: &[f32], orientation: Orientation, first: us
 /// matrix \[C, F\] for every point, `stride` elements from one to the next.
 pub(super) fn weight_gradients(
     threads: &Threads,
-    shape: &Shape,
+    shape: &ConvShape,
     points: &Points,
     parts: &[AlignedVec],
     stride: usize,
@@ -164,7 +170,7 @@ pub(super) fn weight_gradients(
 
 /// [`weight_gradients`] of one panel of filters.
 struct WeightGradients<'a> {
-    shape: &'a Shape,
+    shape: &'a ConvShape,
     points: &'a Points,
     parts: &'a [AlignedVec],
     stride: usize,

@@ -1,9 +1,9 @@
 //! What follows a convolution, by vectors of channels: max-pooling of two rows, and the way of the gradient back through
 //! pooling and activation.
 
-use super::border::{Block, Bordered};
+use super::border::{Bordered, GradientBlock};
 use crate::Storage;
-use crate::conv::cpu::Tail;
+use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
@@ -13,7 +13,7 @@ use crate::simd::{MAX_LANES, Simd};
 #[inline(always)]
 pub(super) fn pool<S: Simd, E: Storage>(
     simd: S,
-    tail: &Tail,
+    epilogue: &Epilogue,
     rows: &[f32],
     (width, channels): (usize, usize),
     y: &mut [E],
@@ -23,7 +23,7 @@ pub(super) fn pool<S: Simd, E: Storage>(
     let two = rows.len() == 2 * line;
     assert!(two || rows.len() == line, "one or two rows");
     assert!(y.len() / channels <= width.div_ceil(2) && chosen.len() >= y.len(), "a row of half the width");
-    let (zero, slope) = (simd.splat(0.0), simd.splat(tail.slope.unwrap_or(1.0)));
+    let (zero, slope) = (simd.splat(0.0), simd.splat(epilogue.slope.unwrap_or(1.0)));
     let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
     for pixel in 0..y.len() / channels {
         let second = 2 * pixel + 1 < width;
@@ -71,16 +71,16 @@ pub(super) struct Results<'a, E> {
 #[inline(always)]
 pub(super) fn spread<S: Simd, E: Storage>(
     simd: S,
-    tail: &Tail,
+    epilogue: &Epilogue,
     (height, width): (usize, usize),
     from: Results<'_, E>,
-    (block, to): (&Block, &mut [f32]),
+    (block, to): (&GradientBlock, &mut [f32]),
     (bordered, image): (&Bordered, Option<&mut [f32]>),
     bias: &mut [f32],
 ) {
     let channels = bias.len();
     let each = block.rows_each;
-    let columns = match tail.pool {
+    let columns = match epilogue.pool {
         Some(Rounding::Floor) => width / 2,
         Some(Rounding::Ceil) => width.div_ceil(2),
         None => width,
@@ -88,7 +88,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
     let len = from.y.len();
     let rows = len / (columns * channels).max(1);
     assert!(len == rows * columns * channels && from.dy.len() == len, "rows of a result");
-    assert!(tail.pool.is_none() || from.chosen.len() == len, "choices of a result");
+    assert!(epilogue.pool.is_none() || from.chosen.len() == len, "choices of a result");
     assert!(rows <= height && height <= rows * each && rows <= block.results, "rows of a gradient");
     assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
     assert!(height * width * block.stride <= block.panel, "pixels of a block of a gradient");
@@ -100,7 +100,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
         }
         None => std::ptr::null_mut(),
     };
-    let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(tail.slope.unwrap_or(1.0)));
+    let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(epilogue.slope.unwrap_or(1.0)));
     let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
     for row in 0..rows {
         for channel in (0..channels).step_by(S::LANES) {
@@ -115,7 +115,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
                     let dy = E::load_first(simd, from.dy.as_ptr().add(at), count);
                     let gradient = simd.mul(dy, simd.select(positive, one, slope));
                     sum = simd.add(sum, gradient);
-                    let chosen = if tail.pool.is_none() {
+                    let chosen = if epilogue.pool.is_none() {
                         zero
                     } else if at + S::LANES <= len {
                         simd.load_bytes(from.chosen.as_ptr().add(at))

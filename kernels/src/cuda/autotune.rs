@@ -1,44 +1,44 @@
-//! Which of several ways to do the same is the fastest: measured once, and remembered.
+//! Autotuning: selects the fastest algorithm for a pass by benchmarking, and caches the selection.
 //!
-//! The libraries have several algorithms for one and the same product, this crate has a kernel of its own, and which of
-//! them wins depends on the shape, the GPU and the versions. So they race when a layer is set up, on real memory full of
-//! numbers, in turns. The clock runs around a captured graph of many runs: that is how a training step runs them, it keeps the
-//! price of a launch out, and it throws out what cannot be captured. Who fails, or comes to other results than the
-//! crate's own kernel, is out of the race as well: a library that does not support a combination of types costs speed,
-//! never a run.
+//! The libraries have several algorithms for the same product, and this crate has a kernel of its own; which is the fastest
+//! depends on the shape, the GPU and the versions. So all candidates are benchmarked when a layer is set up, round-robin, on
+//! memory filled with numbers. What is timed is a captured graph of many runs: a training step runs them that way, the
+//! launch overhead stays out of the measurement, and algorithms that cannot be captured drop out. A candidate that fails, or
+//! whose results differ from those of the crate's own kernel, is rejected: a library that does not support a combination of
+//! types costs speed, but never makes a run fail.
 //!
-//! The winner is written down beside the compiled kernels, so that the next run computes with the same algorithms, and so
-//! with the same rounding. Of ranks that race at the same time the first to write decides.
+//! The selection is written to the cache of compiled kernels, so that the next run computes with the same algorithms and
+//! therefore with the same rounding. When several ranks tune at the same time, the first one to write decides for all.
 
 use std::time::Instant;
 
 use half::bf16;
 
-use super::algorithm::Algorithm;
+use super::algorithm::LibraryAlgorithm;
 use super::error::{Error, Result};
 use super::{Device, Graph, Source, Stream, View, cache};
 use crate::DType;
 use crate::Precision;
 
-/// What a layer may choose from.
+/// Which algorithms a layer may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
-    /// Only algorithms that come to the same bits every time.
+pub struct AutotuneOptions {
+    /// Only algorithms whose results are the same bits every time.
     pub deterministic: bool,
-    /// Whose algorithms.
+    /// Whose algorithms are candidates.
     pub libraries: Libraries,
 }
 
-impl Default for Options {
+impl Default for AutotuneOptions {
     fn default() -> Self {
-        Options { deterministic: true, libraries: Libraries::Auto }
+        AutotuneOptions { deterministic: true, libraries: Libraries::Auto }
     }
 }
 
 /// Whose algorithms a layer may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Libraries {
-    /// cuDNN's and cuBLASLt's where they are installed and faster than this crate's kernels.
+    /// cuDNN's and cuBLASLt's, if installed and faster than this crate's kernels.
     Auto,
     /// This crate's kernels only.
     Builtin,
@@ -70,7 +70,7 @@ impl std::str::FromStr for Libraries {
     }
 }
 
-/// The products of a layer.
+/// The three passes of a layer, each of which is one product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pass {
     Forward,
@@ -90,28 +90,28 @@ impl Pass {
     }
 }
 
-/// Most bytes of workspace that an algorithm may ask for.
+/// Maximum number of bytes of workspace that an algorithm may need.
 pub(crate) const WORKSPACE_LIMIT: usize = 256 << 20;
 
-/// A way to make a pass, chosen.
+/// The algorithm selected for a pass.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Choice {
-    /// The library's algorithm; none for this crate's own kernel.
-    pub(crate) algorithm: Option<Algorithm>,
+pub(crate) struct Selection {
+    /// The library's algorithm; `None` for this crate's own kernel.
+    pub(crate) algorithm: Option<LibraryAlgorithm>,
     /// Bytes of workspace that the algorithm needs.
     pub(crate) workspace: usize,
-    /// How long it takes; none where there was nothing to choose from.
+    /// Time of one run; `None` if nothing was benchmarked.
     pub(crate) milliseconds: Option<f64>,
 }
 
-impl Choice {
-    /// This crate's own kernel, since there is no other.
+impl Selection {
+    /// This crate's own kernel, without benchmarking.
     pub(crate) fn builtin() -> Self {
-        Choice { algorithm: None, workspace: 0, milliseconds: None }
+        Selection { algorithm: None, workspace: 0, milliseconds: None }
     }
 }
 
-impl std::fmt::Display for Choice {
+impl std::fmt::Display for Selection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.algorithm {
             Some(algorithm) => write!(f, "{algorithm}")?,
@@ -124,16 +124,17 @@ impl std::fmt::Display for Choice {
     }
 }
 
-/// The rules of the race; what was chosen by others is chosen again.
-const RACE: &str = "2";
+/// Version of the autotuning rules; selections made under other rules are not used.
+const RULES_VERSION: &str = "2";
 
-/// Stands for everything that a choice depends on: `problem` says what is computed, `own` is what the library raced with.
+/// The cache key: everything that a selection depends on. `problem` says what is computed, `own` is the source of this crate's
+/// kernel that the library is benchmarked against.
 pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, pass: Pass) -> String {
     let (architecture, driver) = (device.architecture(), device.driver());
     let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
     cache::key(&[
         env!("CARGO_PKG_VERSION"),
-        RACE,
+        RULES_VERSION,
         device.name(),
         &machine,
         library,
@@ -145,48 +146,48 @@ pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, p
 
 const FILE: &str = "choice";
 
-/// What was chosen before, or else what `race` ends with, if there is one. An algorithm counts only if `supported` says that it needs no
-/// more than it did.
-pub(crate) fn settle(
+/// The cached selection, or else the result of `tune`, which is then cached. A cached algorithm is used only if `supported` returns
+/// that it needs no larger workspace than it did.
+pub(crate) fn cached_or_tuned(
     key: &str,
-    supported: impl Fn(&Algorithm) -> Result<usize>,
-    race: impl FnOnce() -> Result<Option<Choice>>,
-) -> Result<Option<Choice>> {
-    let holds = |choice: &Choice| match &choice.algorithm {
-        Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= choice.workspace),
+    supported: impl Fn(&LibraryAlgorithm) -> Result<usize>,
+    tune: impl FnOnce() -> Result<Option<Selection>>,
+) -> Result<Option<Selection>> {
+    let is_valid = |selection: &Selection| match &selection.algorithm {
+        Some(algorithm) => supported(algorithm).is_ok_and(|workspace| workspace <= selection.workspace),
         None => true,
     };
-    if let Some(earlier) = recall(key).filter(holds) {
+    if let Some(earlier) = read_cached(key).filter(is_valid) {
         return Ok(Some(earlier));
     }
-    let Some(choice) = race()? else { return Ok(None) };
-    cache::write_first(FILE, key, line(&choice).as_bytes());
-    // Another rank's, if it was quicker.
-    Ok(Some(recall(key).filter(holds).unwrap_or(choice)))
+    let Some(selection) = tune()? else { return Ok(None) };
+    cache::write_first(FILE, key, encode(&selection).as_bytes());
+    // Another rank's selection, if that rank wrote first.
+    Ok(Some(read_cached(key).filter(is_valid).unwrap_or(selection)))
 }
 
-fn recall(key: &str) -> Option<Choice> {
+fn read_cached(key: &str) -> Option<Selection> {
     let content = cache::read(FILE, key)?;
-    parse(std::str::from_utf8(&content).ok()?)
+    decode(std::str::from_utf8(&content).ok()?)
 }
 
-/// A choice as it is written down.
-fn line(choice: &Choice) -> String {
-    let algorithm = choice.algorithm.as_ref().map_or("built-in".to_owned(), Algorithm::encode);
-    format!("{algorithm} {} {}\n", choice.workspace, choice.milliseconds.unwrap_or_default())
+/// The line of text that the cache holds for a selection.
+fn encode(selection: &Selection) -> String {
+    let algorithm = selection.algorithm.as_ref().map_or("built-in".to_owned(), LibraryAlgorithm::encode);
+    format!("{algorithm} {} {}\n", selection.workspace, selection.milliseconds.unwrap_or_default())
 }
 
-fn parse(line: &str) -> Option<Choice> {
+fn decode(line: &str) -> Option<Selection> {
     let mut words = line.split_whitespace();
     let algorithm = match words.next()? {
         "built-in" => None,
-        word => Some(Algorithm::decode(word)?),
+        word => Some(LibraryAlgorithm::decode(word)?),
     };
     let workspace = words.next()?.parse().ok()?;
-    Some(Choice { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
+    Some(Selection { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
 }
 
-/// Something of a library that does not serve, and why.
+/// Something of a library that cannot be used, and why.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Note {
     pub(crate) what: String,
@@ -198,7 +199,7 @@ impl Note {
         Note { what: what.to_string(), why: why.to_string() }
     }
 
-    /// Adds `notes` about one pass, those of one reason as one.
+    /// Adds `notes` about one pass, merging those with the same reason.
     pub(crate) fn collect(all: &mut Vec<Note>, pass: Pass, notes: Vec<Note>) {
         let mut reasons: Vec<Note> = Vec::new();
         for note in notes {
@@ -217,16 +218,17 @@ impl std::fmt::Display for Note {
     }
 }
 
-/// One line about a layer: what it is, who makes its passes, and notes about what was not chosen.
+/// One line about a layer: what it is, what computes its passes, and notes about what cannot be used.
 pub(crate) fn describe(
     layer: &str,
     precision: Precision,
-    passes: &[Option<Choice>; 3],
+    passes: &[Option<Selection>; 3],
     notes: &[Note],
 ) -> String {
-    let made =
-        |(pass, choice): (Pass, &Option<Choice>)| Some(format!("{} {}", pass.name(), choice.as_ref()?));
-    let passes = Pass::ALL.into_iter().zip(passes).filter_map(made);
+    let of_pass = |(pass, selection): (Pass, &Option<Selection>)| {
+        Some(format!("{} {}", pass.name(), selection.as_ref()?))
+    };
+    let passes = Pass::ALL.into_iter().zip(passes).filter_map(of_pass);
     let mut line = format!("{layer}, {precision}: {}", passes.collect::<Vec<_>>().join(", "));
     if !notes.is_empty() {
         let notes: Vec<_> = notes.iter().map(Note::to_string).collect();
@@ -235,13 +237,13 @@ pub(crate) fn describe(
     line
 }
 
-/// Panics unless a batch is at most as large as the layer was set up for, and the workspace at least as large.
+/// Panics unless there are at most `max_images`, and the workspace has at least `bytes`.
 #[track_caller]
-pub(crate) fn check_batch(images: usize, most: usize, workspace: View<'_>, bytes: usize) {
-    assert!(images <= most, "{images} images where the layer was set up for {most}");
+pub(crate) fn check_batch(images: usize, max_images: usize, workspace: View<'_>, bytes: usize) {
+    assert!(images <= max_images, "{images} images, but the layer was set up for {max_images}");
     assert!(
         workspace.bytes() >= bytes && (bytes == 0 || workspace.address().is_multiple_of(256)),
-        "a workspace of {} bytes at {:#x} where {bytes} are needed, at a multiple of 256",
+        "a workspace of {} bytes at {:#x}, but {bytes} bytes at a multiple of 256 are needed",
         workspace.bytes(),
         workspace.address()
     );
@@ -249,35 +251,35 @@ pub(crate) fn check_batch(images: usize, most: usize, workspace: View<'_>, bytes
 
 const COMPARISON: &str = "comparison with the built-in kernel";
 
-/// An algorithm of a library that takes part in a race.
+/// An algorithm of a library that is to be benchmarked.
 pub(crate) struct Candidate {
-    pub(crate) algorithm: Algorithm,
+    pub(crate) algorithm: LibraryAlgorithm,
     pub(crate) workspace: usize,
 }
 
-/// How a race went.
+/// The result of autotuning one pass.
 pub(crate) struct Outcome {
-    pub(crate) choice: Choice,
-    /// Candidates that are out.
+    pub(crate) selection: Selection,
+    /// Candidates that failed or computed something else.
     pub(crate) rejected: Vec<Note>,
 }
 
-/// Runs this crate's own kernel (`run(None)`) and every candidate, and chooses the fastest that writes the same to
-/// `output`, up to rounding. Where `bias` (f32) takes part, a bias that is no number has to be seen in the results as well:
-/// a rectified linear unit may make zeros of such values, and a run that diverges would go on as if nothing had happened.
-pub(crate) fn race(
+/// Runs this crate's own kernel (`run(None)`) and every candidate, and selects the fastest one that writes the same to
+/// `output`, up to rounding. If there is a `bias` (f32), a NaN in the bias has to appear in the results as well: a library's
+/// ReLU may turn NaN into zero, and a diverged training run would then continue unnoticed.
+pub(crate) fn tune(
     stream: &Stream,
     precision: Precision,
     output: View<'_>,
     bias: Option<View<'_>>,
     candidates: Vec<Candidate>,
-    run: &dyn Fn(Option<&Algorithm>) -> Result<()>,
+    run: &dyn Fn(Option<&LibraryAlgorithm>) -> Result<()>,
 ) -> Result<Outcome> {
     stream.zero(output)?;
     run(None)?;
     let expected = sample(stream, output)?;
-    // Which of the elements are no numbers when the first bias is none.
-    let spoilt = |algorithm: Option<&Algorithm>| -> Result<Option<Vec<bool>>> {
+    // Which of the sampled elements are NaN if the first bias is.
+    let nan_mask = |algorithm: Option<&LibraryAlgorithm>| -> Result<Option<Vec<bool>>> {
         let Some(bias) = bias else { return Ok(None) };
         let first = bias.slice(0..1);
         let value = first.to_vec::<f32>(stream)?;
@@ -287,78 +289,80 @@ pub(crate) fn race(
         stream.upload(&value, first)?;
         ran.map(|()| Some(values.iter().map(|value| value.is_nan()).collect()))
     };
-    let expected_spoilt = spoilt(None)?;
-    let mut runners: Vec<Runner> = Runner::new(stream, f64::INFINITY, &|| run(None))?.into_iter().collect();
-    let mut fastest = runners[0].once;
-    let mut racing = Vec::new();
+    let expected_nan_mask = nan_mask(None)?;
+    let mut benchmarks: Vec<Benchmark> =
+        Benchmark::new(stream, f64::INFINITY, &|| run(None))?.into_iter().collect();
+    let mut fastest = benchmarks[0].once;
+    let mut accepted = Vec::new();
     let mut rejected = Vec::new();
     for candidate in candidates {
         let algorithm = &candidate.algorithm;
-        let attempt = || -> Result<Option<Runner>> {
+        let attempt = || -> Result<Option<Benchmark>> {
             stream.zero(output)?;
             run(Some(algorithm))?;
             let deviation = deviation(&expected, &sample(stream, output)?);
             if deviation.is_nan() || deviation > tolerance(precision) {
-                let text = format!("results deviate by {deviation:.0e} of the largest");
+                let text = format!("results deviate by {deviation:.0e} of the largest value");
                 return Err(Error::Library { call: COMPARISON, text });
             }
-            if spoilt(Some(algorithm))? != expected_spoilt {
-                let text = "what is not a number is hidden".to_owned();
+            if nan_mask(Some(algorithm))? != expected_nan_mask {
+                let text = "NaN in the bias does not reach the output".to_owned();
                 return Err(Error::Library { call: COMPARISON, text });
             }
-            Runner::new(stream, HOPELESS * fastest, &|| run(Some(algorithm)))
+            Benchmark::new(stream, ABANDON_RATIO * fastest, &|| run(Some(algorithm)))
         };
         match attempt() {
-            Ok(Some(runner)) => {
-                fastest = fastest.min(runner.once);
-                runners.push(runner);
-                racing.push(candidate);
+            Ok(Some(benchmark)) => {
+                fastest = fastest.min(benchmark.once);
+                benchmarks.push(benchmark);
+                accepted.push(candidate);
             }
             Ok(None) => {}
             Err(error) => {
-                // A GPU that is in disorder now is no matter of speed.
+                // If the GPU itself has failed, that is an error and not a slow candidate.
                 stream.synchronize()?;
                 rejected.push(Note::new(candidate.algorithm, error));
             }
         }
     }
-    // In turns, so that none has a GPU to itself that is still cold, or that somebody else is busy with for a moment.
+    // Round-robin, so that a GPU that is still cold, or busy with other work for a moment, slows down all candidates alike.
     for _ in 0..ROUNDS {
-        for runner in &mut runners {
-            runner.run(stream)?;
+        for benchmark in &mut benchmarks {
+            benchmark.run(stream)?;
         }
     }
-    let milliseconds = Some(runners[0].milliseconds());
-    let mut choice = Choice { algorithm: None, workspace: 0, milliseconds };
-    for (Candidate { algorithm, workspace }, runner) in racing.into_iter().zip(&runners[1..]) {
-        let milliseconds = Some(runner.milliseconds());
-        if milliseconds < choice.milliseconds {
-            choice = Choice { algorithm: Some(algorithm), workspace, milliseconds };
+    let milliseconds = Some(benchmarks[0].milliseconds());
+    let mut selection = Selection { algorithm: None, workspace: 0, milliseconds };
+    for (Candidate { algorithm, workspace }, benchmark) in accepted.into_iter().zip(&benchmarks[1..]) {
+        let milliseconds = Some(benchmark.milliseconds());
+        if milliseconds < selection.milliseconds {
+            selection = Selection { algorithm: Some(algorithm), workspace, milliseconds };
         }
     }
-    Ok(Outcome { choice, rejected })
+    Ok(Outcome { selection, rejected })
 }
 
-/// Times that each takes part in a race.
+/// How often each candidate is timed; its best time counts.
 const ROUNDS: usize = 4;
 
-/// Who takes so many times as long as another is not tried again.
-const HOPELESS: f64 = 4.0;
+/// A candidate that takes this many times as long as the fastest so far is not timed again.
+const ABANDON_RATIO: f64 = 4.0;
 
-/// One that takes part in a race: a captured graph of many runs, and the shortest time that it took.
-struct Runner {
+/// The benchmark of one candidate: a captured graph of many runs, and its shortest time.
+struct Benchmark {
     graph: Graph,
     runs: u32,
-    /// Seconds of a single run at the beginning, and of the graph at best.
+    /// Seconds of a single run at the beginning.
     once: f64,
+    /// Seconds of the graph, the minimum so far.
     seconds: f64,
 }
 
-impl Runner {
-    /// None if a run takes longer than `limit` seconds.
+impl Benchmark {
+    /// `None` if a run takes longer than `limit` seconds.
     fn new(stream: &Stream, limit: f64, run: &dyn Fn() -> Result<()>) -> Result<Option<Self>> {
-        const WORTH_SECONDS: f64 = 0.002;
-        // The first run loads kernels, which a capture forbids.
+        const TARGET_SECONDS: f64 = 0.002;
+        // The first run loads kernels, which must not happen during a capture.
         run()?;
         stream.synchronize()?;
         let start = Instant::now();
@@ -368,31 +372,31 @@ impl Runner {
         if once > limit {
             return Ok(None);
         }
-        let runs = (WORTH_SECONDS / once).clamp(1.0, 32.0) as u32;
+        let runs = (TARGET_SECONDS / once).clamp(1.0, 32.0) as u32;
         stream.begin_capture()?;
         let captured = (0..runs).try_for_each(|_| run());
-        // Ended in any case, so that the stream serves again.
+        // The capture is ended even after an error, so that the stream can be used again.
         let graph = stream.end_capture();
         captured?;
-        Ok(Some(Runner { graph: graph?, runs, once, seconds: f64::INFINITY }))
+        Ok(Some(Benchmark { graph: graph?, runs, once, seconds: f64::INFINITY }))
     }
 
     fn run(&mut self, stream: &Stream) -> Result<()> {
         let start = Instant::now();
-        // SAFETY: the memory that the runs work on is there for the whole race.
+        // SAFETY: the memory that the runs work on outlives the benchmark.
         unsafe { stream.launch_graph(&self.graph) }?;
         stream.synchronize()?;
         self.seconds = self.seconds.min(start.elapsed().as_secs_f64());
         Ok(())
     }
 
-    /// Of one run among many.
+    /// Time of one run within the graph.
     fn milliseconds(&self) -> f64 {
         self.seconds / f64::from(self.runs) * 1e3
     }
 }
 
-/// Results differ in the order of their sums, and in when they are rounded to bf16.
+/// Largest accepted [`deviation`]. Algorithms differ in the order of their sums, and in when they round to bf16.
 fn tolerance(precision: Precision) -> f32 {
     match precision {
         Precision::F32 => 1e-4,
@@ -401,7 +405,7 @@ fn tolerance(precision: Precision) -> f32 {
     }
 }
 
-/// Some elements from the beginning and the end.
+/// The first and the last elements, up to `LEN` each.
 fn sample(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
     const LEN: usize = 8192;
     let len = view.len();
@@ -415,15 +419,15 @@ fn sample(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// The largest difference, as a part of the largest expected value.
+/// The largest difference, relative to the largest expected value; NaN if a found value is NaN.
 fn deviation(expected: &[f32], found: &[f32]) -> f32 {
     let largest = expected.iter().fold(f32::MIN_POSITIVE, |largest, value| largest.max(value.abs()));
     let differences = expected.iter().zip(found).map(|(expected, found)| (expected - found).abs());
-    // `max` of floats forgets what is not a number.
+    // `f32::max` drops NaN.
     differences.fold(0.0, |most: f32, next| if next > most || next.is_nan() { next } else { most }) / largest
 }
 
-/// Fills `view` with numbers from -1 to 1: a race among zeros has another pace, and proves nothing.
+/// Fills `view` with numbers from -1 to 1: kernels run at another speed on zeros, and comparing zeros proves nothing.
 pub(crate) fn fill(stream: &Stream, view: View<'_>, seed: u64) -> Result<()> {
     const LEN: usize = 1 << 14;
     let mut state = seed;
@@ -453,44 +457,44 @@ mod tests {
     use super::*;
     use crate::cuda::algorithm::Form;
 
-    fn cudnn() -> Algorithm {
-        Algorithm::cudnn(7, Form::Plain)
+    fn cudnn() -> LibraryAlgorithm {
+        LibraryAlgorithm::cudnn(7, Form::Plain)
     }
 
     #[test]
-    fn a_choice_is_read_as_it_was_written() {
+    fn a_selection_survives_encode_and_decode() {
         for algorithm in [None, Some(cudnn())] {
-            let choice = Choice { algorithm, workspace: 512, milliseconds: Some(0.125) };
-            assert_eq!(parse(&line(&choice)), Some(choice));
+            let selection = Selection { algorithm, workspace: 512, milliseconds: Some(0.125) };
+            assert_eq!(decode(&encode(&selection)), Some(selection));
         }
         for broken in ["", "built-in", "built-in 512", "seven 512 1", "built-in -1 1", "built-in 512 soon"] {
-            assert_eq!(parse(broken), None, "{broken}");
+            assert_eq!(decode(broken), None, "{broken}");
         }
     }
 
     #[test]
-    fn a_choice_says_who_and_how_long() {
-        let choice = |algorithm, milliseconds| Choice { algorithm, workspace: 0, milliseconds }.to_string();
-        assert_eq!(choice(Some(cudnn()), Some(0.1254)), "cuDNN 7 0.125 ms");
-        assert_eq!(choice(None, Some(2.0)), "built in 2.000 ms");
-        assert_eq!(choice(None, None), "built in");
+    fn a_selection_displays_the_algorithm_and_its_time() {
+        let text = |algorithm, milliseconds| Selection { algorithm, workspace: 0, milliseconds }.to_string();
+        assert_eq!(text(Some(cudnn()), Some(0.1254)), "cuDNN 7 0.125 ms");
+        assert_eq!(text(None, Some(2.0)), "built in 2.000 ms");
+        assert_eq!(text(None, None), "built in");
     }
 
     #[test]
-    fn notes_of_one_reason_are_one() {
+    fn notes_with_the_same_reason_are_merged() {
         let mut all = Vec::new();
         let notes = vec![
             Note::new("cuDNN 1", "too slow"),
-            Note::new("cuDNN 2", "lost"),
+            Note::new("cuDNN 2", "refused"),
             Note::new("cuDNN 3", "too slow"),
         ];
         Note::collect(&mut all, Pass::Forward, notes);
         let texts: Vec<_> = all.iter().map(Note::to_string).collect();
-        assert_eq!(texts, ["forward cuDNN 1, cuDNN 3: too slow", "forward cuDNN 2: lost"]);
+        assert_eq!(texts, ["forward cuDNN 1, cuDNN 3: too slow", "forward cuDNN 2: refused"]);
     }
 
     #[test]
-    fn what_deviates_is_seen_and_so_is_what_is_no_number() {
+    fn deviations_and_nan_are_detected() {
         assert!(deviation(&[1.0, -2.0], &[1.0, -2.0]) == 0.0);
         assert!(deviation(&[1.0, -2.0], &[1.5, -2.0]) == 0.25);
         assert!(deviation(&[1.0, -2.0], &[f32::NAN, -2.0]).is_nan());

@@ -1,8 +1,8 @@
 //! Weights of a convolution, turned for the one that goes the other way.
 
 use mgpu_kernels::Precision;
-use mgpu_kernels::conv::cuda::turn_weights;
-use mgpu_kernels::conv::{Padding, Shape};
+use mgpu_kernels::conv::cuda::flip_weights;
+use mgpu_kernels::conv::{ConvShape, Padding};
 
 use super::bench::{Bench, Outcome, Output};
 use super::values::to_bf16;
@@ -15,19 +15,20 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 }
 
 fn each(bench: &mut Bench, filters: usize, kernel: usize, channels: usize) -> Outcome {
-    let shape = Shape { channels, height: kernel, width: kernel, filters, kernel, padding: Padding::Same };
+    let shape =
+        ConvShape { channels, height: kernel, width: kernel, filters, kernel, padding: Padding::Same };
     let taps = kernel * kernel;
     for (dtype, name) in Bench::types() {
         let precision = if name == "bf16" { Precision::Bf16 } else { Precision::F32 };
         let what = format!("{filters} of {kernel}x{kernel}x{channels}");
-        bench.check("conv turn", what, name, |bench, judge| {
+        bench.check("conv flip", what, name, |bench, judge| {
             let weights = bench.random.floats(shape.weights_len()).into_iter();
             let weights: Vec<f32> =
                 weights.map(|value| if name == "bf16" { to_bf16(value) } else { value }).collect();
             let memory = bench.activations(dtype, &weights)?;
             let outputs = [Output::of(dtype, weights.len())];
             let found = bench.twice(judge, &outputs, |stream, outputs| {
-                turn_weights(stream, &shape, precision, memory.view(), outputs[0])
+                flip_weights(stream, &shape, precision, memory.view(), outputs[0])
             })?;
             // [channels][taps, the last one first][filters].
             let expected: Vec<f32> = (0..weights.len())

@@ -1,19 +1,19 @@
 //! How the work of a convolution is divided among the blocks of a GPU: pure functions of its extents.
 //!
-//! What the sums of the backward passes are split into is a function of the extents alone, not of the GPU: the same batch
-//! gives the same bits on any GPU whose products round alike. Only the tile of the other passes, which does not touch
-//! the order of their sums, follows the number of multiprocessors.
+//! The division of the backward passes' sums is a function of the extents alone, not of the GPU: the same batch gives
+//! the same bits on any GPU whose products round alike. Only the tile of the other passes, which does not affect the
+//! order of their sums, depends on the number of multiprocessors.
 
-use super::Shape;
+use super::ConvShape;
 use crate::Precision;
 
-/// Blocks to aim at where the number is free: two on each multiprocessor of the largest GPUs at hand (H100: 132).
+/// Target number of blocks: two per multiprocessor of the largest supported GPUs (H100: 132).
 const BLOCKS: usize = 264;
 
-/// Steps of the depth that a slice should have at least, for the loop to be worth starting.
+/// Minimum number of depth steps in a slice that amortises the start of the loop.
 const STEPS_OF_SLICE: usize = 8;
 
-/// What turns the kernels' divisions into multiplications: `struct Reciprocal` there, with the formula.
+/// Replaces the kernels' divisions by multiplications: `struct Reciprocal` of `conv.cuh`, which has the formula.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::NoUninit)]
 #[repr(C)]
 pub(super) struct Reciprocal {
@@ -33,14 +33,14 @@ impl Reciprocal {
     }
 }
 
-/// The block tile of a matrix product.
+/// The tile of a matrix product that one block computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tile {
     /// 128 × 128 results by 256 threads.
     Large,
     /// 64 × 64 results by 128 threads.
     Small,
-    /// As `Small`, element by element: for any extents and addresses.
+    /// As `Small`, but moves single elements: for any extents and addresses.
     Scalar,
 }
 
@@ -67,32 +67,32 @@ impl Tile {
         }
     }
 
-    /// Tiles of a matrix.
+    /// Number of tiles of a matrix.
     pub(super) const fn count(self, rows: usize, columns: usize) -> usize {
         rows.div_ceil(self.side()) * columns.div_ceil(self.side())
     }
 
-    /// The faster one of the two that move 16 bytes at a time, for a product of `rows` by `columns` on a GPU of so many
-    /// multiprocessors. A large tile has four times the results of a small one, which it makes with half the traffic for
-    /// each: it is counted as three. So a small one is chosen where large ones would leave multiprocessors idle, or
-    /// reach far over the matrix's edge.
+    /// The faster one of the two tiles that move 16 bytes at a time, for a product of `rows` by `columns` on a GPU
+    /// with this number of multiprocessors. A large tile has four times the results of a small one, with half the
+    /// memory traffic per result, so its cost is taken as that of three small ones. So small tiles are selected if
+    /// large ones would leave multiprocessors idle, or exceed the matrix's edge by far.
     pub(super) fn choose(rows: usize, columns: usize, multiprocessors: u32) -> Self {
         let rounds = |tile: Tile| tile.count(rows, columns).div_ceil(multiprocessors.max(1) as usize);
         if 3 * rounds(Tile::Large) <= rounds(Tile::Small) { Tile::Large } else { Tile::Small }
     }
 }
 
-/// A long sum in slices, each of which becomes one row of the workspace.
+/// A long sum divided into slices, each of which becomes one row of the workspace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slices {
     /// Number of slices, at least one.
     pub count: usize,
-    /// Items of a slice; the last one may have fewer.
+    /// Items of a slice; the last slice may have fewer.
     pub len: usize,
 }
 
 impl Slices {
-    /// About `wanted` slices of `items`, each a multiple of `step`.
+    /// About `wanted` slices of `items`, with a length that is a multiple of `step`.
     fn new(items: usize, step: usize, wanted: usize) -> Self {
         let len = items.div_ceil(step).div_ceil(wanted.max(1)).max(1) * step;
         Slices { count: items.div_ceil(len).max(1), len }
@@ -105,13 +105,14 @@ impl Slices {
 }
 
 /// Output pixels of a batch.
-pub(super) fn pixels(shape: &Shape, images: usize) -> usize {
+pub(super) fn pixels(shape: &ConvShape, images: usize) -> usize {
     images * shape.out_height() * shape.out_width()
 }
 
-/// The tile of the weights' gradient if 16 bytes move at a time, and the slices of its sum over the output pixels.
-pub(super) fn weights_plan(
-    shape: &Shape,
+/// The tile of the product that computes the weights' gradient, and the slices of its sum over the output pixels.
+/// `vectors` says whether 16 bytes can be moved at a time.
+pub(super) fn partition_weights(
+    shape: &ConvShape,
     images: usize,
     precision: Precision,
     vectors: bool,
@@ -129,34 +130,34 @@ pub(super) fn weights_plan(
     (tile, Slices::new(pixels, step, (blocks / tile.count(rows, columns)).clamp(1, most)))
 }
 
-/// The slices of the bias's gradient: a block sums some hundred filters of one, or all.
-pub(super) fn bias_slices(shape: &Shape, images: usize) -> Slices {
+/// The slices of the bias's gradient. Within a slice a block sums up to some hundred filters.
+pub(super) fn bias_slices(shape: &ConvShape, images: usize) -> Slices {
     let pixels = pixels(shape, images);
-    // Threads go down the rows side by side, each with the filters of one access.
+    // The block's threads process several rows at a time, each thread the filters of one access.
     let across = if shape.filters.is_multiple_of(8) { shape.filters / 8 } else { shape.filters };
     let side_by_side = (256 / across).max(1);
-    // Where a second round to add up slices is not worth its launch, there is one.
+    // A single slice, if a second kernel to add up slices is not worth its launch.
     let wanted = if pixels <= 32 * side_by_side { 1 } else { pixels / (16 * side_by_side) };
     Slices::new(pixels, 1, wanted.clamp(1, BLOCKS))
 }
 
-/// How an image of one channel is divided, where the kernels for it apply.
+/// The division of images of one channel into bands, if the kernels for one channel apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Bands {
     /// Output rows of a band.
     pub rows: usize,
-    /// Bands of the batch.
+    /// Number of bands in the batch.
     pub count: usize,
 }
 
 impl Bands {
-    /// Values of a band, with what lies around it: the kernels' `SEEN_MOST`.
+    /// Values of a band including its border: `BAND_VALUES` of the kernels.
     const VALUES: usize = 4096;
-    /// Output rows below which a band would mostly be what lies around it.
+    /// With fewer output rows a band would consist mostly of its border.
     const ROWS: usize = 4;
 
-    /// None where the shape is not for these kernels.
-    pub(super) fn new(shape: &Shape, images: usize) -> Option<Self> {
+    /// `None` if the kernels do not support the shape.
+    pub(super) fn new(shape: &ConvShape, images: usize) -> Option<Self> {
         if shape.channels != 1 || ![3, 5].contains(&shape.kernel) {
             return None;
         }
@@ -171,21 +172,23 @@ impl Bands {
         Some(Bands { rows, count: images * height.div_ceil(rows) })
     }
 
-    /// Blocks that share the bands in the backward pass: so many slices has its sum.
+    /// The slices of the weights' gradient: one for each of the blocks that share the bands.
     pub(super) fn slices(&self) -> Slices {
         Slices { count: self.count.clamp(1, BLOCKS), len: 1 }
     }
 }
 
 /// Bytes of f32 workspace that [`backward_weights`](super::cuda::backward_weights) and
-/// [`backward_bias`](super::cuda::backward_bias) need at most, for a batch of this size. Smaller batches need no more
-/// than larger ones by a few slices; ask for each size that is used.
-pub fn workspace_bytes(shape: &Shape, images: usize, precision: Precision) -> usize {
+/// [`backward_bias`](super::cuda::backward_bias) need for a batch of this size. A smaller batch may need a few slices
+/// more than a larger one, so ask for each size that is used.
+pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
     let weights = match Bands::new(shape, images) {
         Some(bands) => bands.slices().workspace(shape.weights_len()),
-        // Which of the two it is depends on addresses as well.
+        // Whether vectors are used depends on addresses as well.
         None => [false, true]
-            .map(|vectors| weights_plan(shape, images, precision, vectors).1.workspace(shape.weights_len()))
+            .map(|vectors| {
+                partition_weights(shape, images, precision, vectors).1.workspace(shape.weights_len())
+            })
             .into_iter()
             .fold(0, usize::max),
     };
@@ -209,7 +212,7 @@ mod tests {
         ) {
             for divisor in [divisor, 1 << power] {
                 let by = Reciprocal::of(divisor);
-                // Quotients go wrong first right below and at multiples.
+                // Wrong quotients would appear first at multiples and right below them.
                 let multiple = value - value % divisor as u32;
                 for value in [value, multiple, multiple.saturating_sub(1), (1 << 31) - 1] {
                     prop_assert_eq!(divide(value, by), value / divisor as u32);
@@ -233,7 +236,7 @@ mod tests {
         ) {
             let padding = if same { Padding::Same } else { Padding::Valid };
             let kernel = if five { 5 } else { 3 };
-            let shape = Shape { channels: 1, height, width, filters: 64, kernel, padding };
+            let shape = ConvShape { channels: 1, height, width, filters: 64, kernel, padding };
             let Some(bands) = Bands::new(&shape, images) else {
                 prop_assert!(shape.out_width() > 700, "only very wide images are too wide");
                 return Ok(());
@@ -244,12 +247,12 @@ mod tests {
         }
     }
 
-    fn conv(channels: usize, side: usize, filters: usize, kernel: usize) -> Shape {
-        Shape { channels, height: side, width: side, filters, kernel, padding: Padding::Same }
+    fn conv(channels: usize, side: usize, filters: usize, kernel: usize) -> ConvShape {
+        ConvShape { channels, height: side, width: side, filters, kernel, padding: Padding::Same }
     }
 
     #[test]
-    fn tiles_are_large_where_they_fill_the_gpu_and_the_matrix() {
+    fn large_tiles_are_selected_if_they_fill_the_gpu_and_the_matrix() {
         assert_eq!(Tile::choose(1024 * 784, 128, 132), Tile::Large);
         assert_eq!(Tile::choose(1024 * 784, 64, 132), Tile::Small, "half of a large tile would be empty");
         assert_eq!(Tile::choose(128, 1024, 132), Tile::Small, "eight large tiles");
@@ -260,15 +263,21 @@ mod tests {
 
     #[test]
     fn gradients_of_weights_are_split_until_the_gpu_is_busy() {
-        let (tile, slices) = weights_plan(&conv(128, 28, 128, 5), 1024, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&conv(128, 28, 128, 5), 1024, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Large, 10), "25 tiles, 264 blocks");
-        let (tile, slices) = weights_plan(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
-        let dense =
-            Shape { channels: 3136, height: 1, width: 1, filters: 1024, kernel: 1, padding: Padding::Valid };
-        let (tile, slices) = weights_plan(&dense, 256, Precision::Bf16, true);
+        let dense = ConvShape {
+            channels: 3136,
+            height: 1,
+            width: 1,
+            filters: 1024,
+            kernel: 1,
+            padding: Padding::Valid,
+        };
+        let (tile, slices) = partition_weights(&dense, 256, Precision::Bf16, true);
         assert_eq!((tile, slices.count), (Tile::Large, 1), "enough tiles");
-        assert_eq!(weights_plan(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);
+        assert_eq!(partition_weights(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);
     }
 
     #[test]
@@ -279,6 +288,6 @@ mod tests {
         let first = conv(1, 28, 64, 5);
         assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 25 * 4);
         let tiny = conv(8, 2, 8, 1);
-        assert_eq!(workspace_bytes(&tiny, 1, Precision::Tf32), 0, "one slice writes its result at once");
+        assert_eq!(workspace_bytes(&tiny, 1, Precision::Tf32), 0, "a single slice writes to the result directly");
     }
 }
