@@ -34,6 +34,7 @@ pub mod level;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;
+mod passes;
 pub mod peak;
 pub mod pool;
 mod precision;

@@ -5,11 +5,15 @@
 
 use half::bf16;
 
+use crate::passes;
 use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
 use crate::simd::{Simd, Task, dispatch};
 
 /// A type that activations are kept as: `f32` or [`bf16`].
-pub trait Storage: lanes::Lanes + bytemuck::Pod + Default + Send + Sync + std::fmt::Debug {}
+pub trait Storage:
+    lanes::Lanes + passes::Passes + bytemuck::Pod + Default + Send + Sync + std::fmt::Debug
+{
+}
 
 impl Storage for f32 {}
 impl Storage for bf16 {}
@@ -160,7 +164,7 @@ impl<A: Storage, B: Storage> Task for Convert<'_, A, B> {
 mod tests {
     use super::*;
     use crate::norm::{self, Statistics, Sums};
-    use crate::pool::{self, Rounding, PoolShape};
+    use crate::pool::{self, PoolShape, Rounding};
     use crate::reference::{narrow, random, widen};
     use crate::{Threads, activation, dropout};
 

@@ -6,6 +6,7 @@
 
 use crate::Scratch;
 use crate::gemm::transpose::Transpose;
+use crate::passes;
 use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 
@@ -27,6 +28,16 @@ const GRAIN: usize = 1 << 14;
 /// # Panics
 /// If `from` is no whole number of matrices, or `to` is not as long.
 pub fn matrices<A: Storage, B: Storage>(
+    threads: &Threads,
+    scratch: &mut Scratch,
+    shape: (usize, usize),
+    from: &[A],
+    to: &mut [B],
+) {
+    passes::transpose(threads, scratch, shape, from, to);
+}
+
+pub(crate) fn matrices_as<A: Storage, B: Storage>(
     threads: &Threads,
     scratch: &mut Scratch,
     (rows, columns): (usize, usize),

@@ -9,6 +9,10 @@ const GRAIN: usize = 1 << 15;
 
 /// Replaces every `x` by `max(x, slope · x)`.
 pub fn forward<E: Storage>(threads: &Threads, slope: f32, values: &mut [E]) {
+    E::activation_forward(threads, slope, values);
+}
+
+pub(crate) fn forward_as<E: Storage>(threads: &Threads, slope: f32, values: &mut [E]) {
     threads.divide(values.len(), GRAIN, Rows::new(values, 1), |_, part| {
         dispatch(Forward { slope, values: part.values });
     });
@@ -36,6 +40,10 @@ impl<E: Storage> Task for Forward<'_, E> {
 /// # Panics
 /// If the lengths differ.
 pub fn backward<E: Storage>(threads: &Threads, slope: f32, y: &[E], gradient: &mut [E]) {
+    E::activation_backward(threads, slope, y, gradient);
+}
+
+pub(crate) fn backward_as<E: Storage>(threads: &Threads, slope: f32, y: &[E], gradient: &mut [E]) {
     assert_eq!(y.len(), gradient.len());
     threads.divide(y.len(), GRAIN, Rows::new(gradient, 1), |range, part| {
         dispatch(Backward { slope, y: &y[range], gradient: part.values });

@@ -15,6 +15,16 @@ const GRAIN: usize = 1 << 14;
 /// # Panics
 /// Unless `probability` is in [0, 1) and `values` is a whole number of samples.
 pub fn apply<E: Storage>(threads: &Threads, probability: f32, mask: &Mask, step: u64, values: &mut [E]) {
+    E::dropout(threads, probability, mask, step, values);
+}
+
+pub(crate) fn apply_as<E: Storage>(
+    threads: &Threads,
+    probability: f32,
+    mask: &Mask,
+    step: u64,
+    values: &mut [E],
+) {
     let threshold = dropped(probability);
     let &Mask { channels, plane, .. } = mask;
     assert!(values.len().is_multiple_of(channels * plane), "{} elements for {mask:?}", values.len());

@@ -22,6 +22,10 @@ const GRAIN: usize = 1 << 13;
 /// # Panics
 /// If the lengths differ.
 pub fn forward<E: Storage>(threads: &Threads, x: &[E], y: &mut [E]) {
+    E::gelu_forward(threads, x, y);
+}
+
+pub(crate) fn forward_as<E: Storage>(threads: &Threads, x: &[E], y: &mut [E]) {
     assert_eq!(x.len(), y.len());
     threads.divide(x.len(), GRAIN, Rows::new(y, 1), |range, part| {
         dispatch(Forward { x: &x[range], y: part.values });
@@ -49,6 +53,10 @@ impl<E: Storage> Task for Forward<'_, E> {
 /// # Panics
 /// If the lengths differ.
 pub fn backward<E: Storage>(threads: &Threads, x: &[E], gradient: &mut [E]) {
+    E::gelu_backward(threads, x, gradient);
+}
+
+pub(crate) fn backward_as<E: Storage>(threads: &Threads, x: &[E], gradient: &mut [E]) {
     assert_eq!(x.len(), gradient.len());
     threads.divide(x.len(), GRAIN, Rows::new(gradient, 1), |range, part| {
         dispatch(Backward { x: &x[range], gradient: part.values });

@@ -109,6 +109,10 @@ impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, E, F> {
 /// # Panics
 /// If `x` is no whole number of pixels.
 pub fn sum_inputs<E: Storage>(threads: &Threads, x: &[E], sums: &mut Sums) {
+    E::norm_sum_inputs(threads, x, sums);
+}
+
+pub(crate) fn sum_inputs_as<E: Storage>(threads: &Threads, x: &[E], sums: &mut Sums) {
     // No gradient is asked for.
     sum_pixels(threads, x, x, None, sums, |x, _, _| [x, x * x]);
 }
@@ -118,6 +122,17 @@ pub fn sum_inputs<E: Storage>(threads: &Threads, x: &[E], sums: &mut Sums) {
 /// # Panics
 /// If the lengths do not fit each other.
 pub fn normalise<E: Storage>(
+    threads: &Threads,
+    statistics: &Statistics,
+    gamma: &[f32],
+    beta: &[f32],
+    x: &[E],
+    y: &mut [E],
+) {
+    E::norm_normalise(threads, statistics, gamma, beta, x, y);
+}
+
+pub(crate) fn normalise_as<E: Storage>(
     threads: &Threads,
     statistics: &Statistics,
     gamma: &[f32],
@@ -148,6 +163,16 @@ pub fn normalise<E: Storage>(
 /// # Panics
 /// If the lengths do not fit each other.
 pub fn sum_gradients<E: Storage>(
+    threads: &Threads,
+    statistics: &Statistics,
+    x: &[E],
+    dy: &[E],
+    sums: &mut Sums,
+) {
+    E::norm_sum_gradients(threads, statistics, x, dy, sums);
+}
+
+pub(crate) fn sum_gradients_as<E: Storage>(
     threads: &Threads,
     statistics: &Statistics,
     x: &[E],
@@ -192,6 +217,17 @@ fn narrow(sums: &[f64], target: &mut [f32]) {
 /// # Panics
 /// If the lengths do not fit each other.
 pub fn backward_input<E: Storage>(
+    threads: &Threads,
+    statistics: &Statistics,
+    sums: &Sums,
+    gamma: &[f32],
+    x: &[E],
+    gradient: &mut [E],
+) {
+    E::norm_backward_input(threads, statistics, sums, gamma, x, gradient);
+}
+
+pub(crate) fn backward_input_as<E: Storage>(
     threads: &Threads,
     statistics: &Statistics,
     sums: &Sums,

@@ -32,6 +32,17 @@ pub fn forward<E: Storage>(
     y: &mut [E],
     chosen: &mut [u8],
 ) {
+    E::pool_forward(threads, shape, channels, x, y, chosen);
+}
+
+pub(crate) fn forward_as<E: Storage>(
+    threads: &Threads,
+    shape: &PoolShape,
+    channels: usize,
+    x: &[E],
+    y: &mut [E],
+    chosen: &mut [u8],
+) {
     let images = images(shape, channels, x.len(), y.len(), chosen.len());
     let (input, output) = (shape.input_len() * channels, shape.output_len() * channels);
     let outputs = (Rows::new(y, output), Rows::new(chosen, output));
@@ -76,6 +87,17 @@ impl<E: Storage> Task for Forward<'_, E> {
 /// # Panics
 /// If the lengths do not fit `shape`.
 pub fn backward<E: Storage>(
+    threads: &Threads,
+    shape: &PoolShape,
+    channels: usize,
+    dy: &[E],
+    chosen: &[u8],
+    dx: &mut [E],
+) {
+    E::pool_backward(threads, shape, channels, dy, chosen, dx);
+}
+
+pub(crate) fn backward_as<E: Storage>(
     threads: &Threads,
     shape: &PoolShape,
     channels: usize,

@@ -201,6 +201,19 @@ impl Conv {
         y: &mut [E],
         chosen: &mut [u8],
     ) {
+        E::conv_forward(self, threads, scratch, x, weights, bias, y, chosen);
+    }
+
+    pub(crate) fn forward_as<E: Storage>(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        x: &[E],
+        weights: &[f32],
+        bias: &[f32],
+        y: &mut [E],
+        chosen: &mut [u8],
+    ) {
         let images = self.images(x.len(), y.len(), chosen.len());
         assert_eq!(weights.len(), self.shape.weights_len(), "weights of a convolution");
         assert_eq!(bias.len(), self.shape.filters, "bias of a convolution");
@@ -218,6 +231,18 @@ impl Conv {
     /// # Panics
     /// If lengths do not fit the shape.
     pub fn backward<E: Storage>(
+        &mut self,
+        threads: &Threads,
+        scratch: &mut Scratch,
+        from: Backward<'_, E>,
+        dw: &mut [f32],
+        db: &mut [f32],
+        dx: Option<&mut [E]>,
+    ) {
+        E::conv_backward(self, threads, scratch, from, dw, db, dx);
+    }
+
+    pub(crate) fn backward_as<E: Storage>(
         &mut self,
         threads: &Threads,
         scratch: &mut Scratch,
