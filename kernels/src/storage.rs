@@ -160,7 +160,7 @@ impl<A: Storage, B: Storage> Task for Convert<'_, A, B> {
 mod tests {
     use super::*;
     use crate::norm::{self, Statistics, Sums};
-    use crate::pool::{self, Rounding, PoolShape};
+    use crate::pool::{self, PoolShape, Rounding};
     use crate::reference::{narrow, random, widen};
     use crate::{Threads, activation, dropout};
 
