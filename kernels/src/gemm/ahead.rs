@@ -1,7 +1,7 @@
-//! Requests for memory ahead of its use.
+//! Software prefetching.
 
-/// Memory that will be needed after a product, to be asked for while it is computed: rows of `run` elements, `row` apart.
-/// No more than a hint: the addresses may be any, and what takes longer than the product is left out.
+/// Memory to prefetch during a product because it is needed afterwards: rows of `run` elements, `row` apart. Only a
+/// hint: any address is allowed, and prefetches that do not fit into the time of the product are left out.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ahead {
     pub(crate) start: *const f32,
@@ -11,10 +11,10 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// Nothing is asked for.
+    /// Prefetches nothing.
     pub(crate) const NONE: Ahead = Ahead { start: std::ptr::null(), row: 0, rows: 0, run: 0 };
 
-    /// What tile `tile` of `tiles` asks for.
+    /// The share of tile `tile` of `tiles`.
     pub(super) fn of_tile(&self, tile: usize, tiles: usize) -> Ahead {
         let first = self.rows * tile / tiles;
         let start = self.start.wrapping_add(first * self.row);
