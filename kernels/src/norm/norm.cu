@@ -1,9 +1,11 @@
-// Batch normalisation of NHWC images: rows of channels, one row a position of an image. See mod.rs for the contract.
+// Batch normalisation of NHWC images: rows of channels, one row for each position of an image. See mod.rs for the
+// contract.
 //
-// In every kernel that walks over rows a thread keeps its channels: a block is `tile` packs of channels wide and
-// `lanes` rows high, and strides down the rows. What depends on the channel alone is then worked out once a thread.
-// Sums take two kernels: each block writes its own sums, in f64, to a workspace [blocks][2][channels], and a second
-// kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on timing.
+// In every kernel that iterates over rows, a thread keeps its channels: a block is `tile` packs of channels wide and
+// `lanes` rows high, and strides over the rows. Values that depend on the channel alone are then computed once per
+// thread. Sums take two kernels: each block writes its own sums, in f64, to a workspace [blocks][2][channels], and a
+// second kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on
+// timing.
 
 #define NORM_THREADS 256u
 #define NORM_TOTAL_THREADS 1024u
@@ -13,7 +15,7 @@ struct NormShape {
     u32 channels;
 };
 
-// A thread's place: its first channel, and the rows it visits.
+// A thread's position: its first channel, and the rows that it processes.
 struct NormPlace {
     u32 tile;
     u32 lanes;
@@ -34,12 +36,12 @@ __device__ inline NormPlace norm_place(const NormShape& shape) {
     place.channel = pack * N;
     place.row = blockIdx.x * place.lanes + place.lane;
     place.stride = gridDim.x * place.lanes;
-    // The threads left over by the tiles have no rows.
+    // Threads left over by the tiles have no rows.
     if (place.lane >= place.lanes || pack >= row_packs) place.row = shape.rows;
     return place;
 }
 
-// Adds up what the lanes of a block have, channel by channel from the first lane to the last.
+// Adds up the values of a block's lanes, for each channel from the first lane to the last.
 template <u32 N>
 __device__ void norm_add_lanes(const NormShape& shape, const NormPlace& place, const f64 mine[N], f64* partial) {
     __shared__ f64 sums[NORM_THREADS * N];
@@ -91,7 +93,7 @@ KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x
     norm_sum_inputs(shape, x, workspace, wide);
 }
 
-// The second sum lacks its factor, the inverse deviation: the kernel that adds up the blocks has it.
+// The second sum lacks its factor, the inverse deviation, which the kernel that adds up the blocks applies.
 template <class T, u32 N>
 __device__ void norm_sum_gradients_packs(
     const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace) {
@@ -135,8 +137,9 @@ KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
     norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
 }
 
-// Adds up the blocks of a workspace: a warp's lanes are columns, the warps take turns with the blocks, many at a time
-// since each waits for memory. Writes the sums and, for gradients, those of the parameters: they are of this rank alone.
+// Adds up the blocks of a workspace: a warp's lanes are columns, and the warps take blocks in turn, with many loads
+// in flight to hide memory latency. Writes the sums and, for gradients, those of the parameters, which are of this
+// rank alone.
 template <bool GRADIENTS>
 __device__ void norm_total(
     const NormShape& shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma,
@@ -155,7 +158,7 @@ __device__ void norm_total(
     if (warp > 0 || column >= columns) return;
     for (u32 other = 1; other < WARPS; other++) sum += of_warps[other][lane];
     if (GRADIENTS) {
-        // The workspace's second sums are of (x - mean) dy.
+        // The second sums in the workspace are those of (x - mean) dy.
         if (column < shape.channels) {
             dbeta[column] = (f32)sum;
         } else {
@@ -240,7 +243,7 @@ KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
 template <class T, u32 N>
 __device__ void norm_backward_input_packs(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
-    // Divisions in f64 are dear: each channel's are done once a block.
+    // Divisions in f64 are slow: they are computed once per channel in a block.
     __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
     const NormPlace place = norm_place<N>(shape);
     const u32 width = place.tile * N, first = blockIdx.y * width;
