@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_fallen_stays_there() {
+    fn a_finished_decay_stays_constant() {
         let linear = Schedule { warm_up: 2, decay: Decay::Linear { steps: 3 } };
         assert_eq!(
             [0, 1, 2, 4, 5, 100].map(|step| linear.factor(step) as f32),

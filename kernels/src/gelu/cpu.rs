@@ -116,7 +116,7 @@ fn normal(x: f32) -> Normal {
 /// 1 / √(2π).
 const FRAC_1_SQRT_2PI: f32 = 0.398_942_3;
 
-/// exp(−s) for s ≥ 0, as 2⁻ⁿ · exp(r) with |r| ≤ ln 2 / 2; 0 from 87 on, where results would be subnormal.
+/// exp(−s) for s ≥ 0, as 2⁻ⁿ · exp(r) with |r| ≤ ln 2 / 2; 0 from 87 on, where results are almost subnormal.
 #[inline(always)]
 fn exp_minus(s: f32) -> f32 {
     // Adding this to a number below 2^22 leaves the nearest integer in the lowest bits.

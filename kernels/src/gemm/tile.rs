@@ -156,7 +156,7 @@ impl Product<'_> {
                     let height = rows * (tile + 1) / tiles - first;
                     // SAFETY: the last elements of all operands were checked to exist, and this tile lies within.
                     unsafe {
-                        let place = Place {
+                        let origin = TileOrigin {
                             a: left.values.as_ptr().wrapping_add(line * lines.left + first * left.row),
                             b: right
                                 .values
@@ -172,7 +172,7 @@ impl Product<'_> {
                             width,
                             ahead: ahead.of_tile(done, all),
                         };
-                        tile_of_height(simd, self, place, height, vectors);
+                        tile_of_height(simd, self, origin, height, vectors);
                     }
                     done += 1;
                 }
@@ -238,7 +238,7 @@ pub(crate) fn tiles(rows: usize) -> usize {
 
 /// The position of a tile in each operand.
 #[derive(Clone, Copy)]
-struct Place {
+struct TileOrigin {
     a: *const f32,
     b: *const f32,
     c: *mut f32,
@@ -271,7 +271,7 @@ macro_rules! unroll {
 unsafe fn tile_of_height<S: Simd>(
     simd: S,
     product: &Product<'_>,
-    place: Place,
+    origin: TileOrigin,
     height: usize,
     vectors: usize,
 ) {
@@ -279,11 +279,11 @@ unsafe fn tile_of_height<S: Simd>(
         ($($height:literal)*) => {
             match (height, vectors) {
                 // SAFETY: the caller's promise.
-                $(($height, 2) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, place) },)*
+                $(($height, 2) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, origin) },)*
                 // SAFETY: the caller's promise.
-                $(($height, 1) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, place) },)*
+                $(($height, 1) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, origin) },)*
                 // SAFETY: the caller's promise.
-                $(($height, 4) if $height <= S::WIDE_ROWS => unsafe { tile::<S, $height, 4>(simd, product, place) },)*
+                $(($height, 4) if $height <= S::WIDE_ROWS => unsafe { tile::<S, $height, 4>(simd, product, origin) },)*
                 _ => unreachable!("a tile of {height} rows and {vectors} vectors"),
             }
         };
@@ -317,31 +317,31 @@ fn detached(mut pointer: *const f32) -> *const f32 {
 unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
     simd: S,
     product: &Product<'_>,
-    place: Place,
+    origin: TileOrigin,
 ) {
     let Product { left, right, depth, segments, slope, .. } = *product;
-    let whole = VECTORS == 4 || place.width == VECTORS * S::LANES;
+    let whole = VECTORS == 4 || origin.width == VECTORS * S::LANES;
     let mut counts = [S::LANES; VECTORS];
     if VECTORS != 4 {
-        counts[VECTORS - 1] = place.width - (VECTORS - 1) * S::LANES;
+        counts[VECTORS - 1] = origin.width - (VECTORS - 1) * S::LANES;
     }
     let zero = simd.splat(0.0);
     let mut sums = [[zero; VECTORS]; ROWS];
     // SAFETY: the caller guarantees the elements; partial vectors access no others.
     unsafe {
-        if !place.bias.is_null() {
+        if !origin.bias.is_null() {
             let mut bias = [zero; VECTORS];
-            unroll!(VECTORS, { bias[I] = simd.load_first(place.bias.add(I * S::LANES), counts[I]) });
+            unroll!(VECTORS, { bias[I] = simd.load_first(origin.bias.add(I * S::LANES), counts[I]) });
             sums = [bias; ROWS];
         }
         // Whether the destination already holds a part of the result, and the number of terms in the sums.
-        let (mut existing, mut terms) = (place.existing, 0);
+        let (mut existing, mut terms) = (origin.existing, 0);
         macro_rules! add_existing {
             () => {
                 if existing {
                     unroll!(ROWS, {
                         const ROW: usize = I;
-                        let from = place.c.add(ROW * place.row).cast_const();
+                        let from = origin.c.add(ROW * origin.row).cast_const();
                         unroll!(VECTORS, {
                             let from = from.add(I * S::LANES);
                             let before =
@@ -356,7 +356,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
             () => {
                 unroll!(ROWS, {
                     const ROW: usize = I;
-                    let to = place.c.add(ROW * place.row);
+                    let to = origin.c.add(ROW * origin.row);
                     unroll!(VECTORS, {
                         let to = to.add(I * S::LANES);
                         if whole {
@@ -368,17 +368,17 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                 });
             };
         }
-        let mut ahead = place.ahead;
+        let mut ahead = origin.ahead;
         let mut asked = 0;
         for segment in 0..segments {
-            let mut a = [place.a.wrapping_add(segment * left.segment); 5];
+            let mut a = [origin.a.wrapping_add(segment * left.segment); 5];
             unroll!(5, {
                 if 3 * I < ROWS {
                     a[I] = detached(a[I].wrapping_add(3 * I * left.row));
                 }
             });
             // Vectors 0 and 1 are in one panel, 2 and 3 in the next.
-            let mut b = [place.b.wrapping_add(segment * right.segment); 2];
+            let mut b = [origin.b.wrapping_add(segment * right.segment); 2];
             b[1] = b[1].wrapping_add(right.panel);
             macro_rules! step {
                 ($from:ident, $count:ident => $load:expr) => {

@@ -54,7 +54,7 @@ impl Rows {
         Rows { extents, pack: if wide { pack } else { 1 }, wide }
     }
 
-    /// The grid that `norm_place` of the kernels expects, of at most `blocks` blocks in x.
+    /// The grid that `norm_position` of the kernels expects, of at most `blocks` blocks in x.
     fn grid(&self, blocks: usize) -> Grid {
         let packs = self.extents.channels as usize / self.pack;
         let tile = packs.min(THREADS as usize);

@@ -16,7 +16,7 @@ struct NormShape {
 };
 
 // A thread's position: its first channel, and the rows that it processes.
-struct NormPlace {
+struct NormPosition {
     u32 tile;
     u32 lanes;
     u32 lane;
@@ -26,46 +26,46 @@ struct NormPlace {
 };
 
 template <u32 N>
-__device__ inline NormPlace norm_place(const NormShape& shape) {
+__device__ inline NormPosition norm_position(const NormShape& shape) {
     const u32 row_packs = shape.channels / N;
-    NormPlace place;
-    place.tile = least(row_packs, NORM_THREADS);
-    place.lanes = NORM_THREADS / place.tile;
-    place.lane = threadIdx.x / place.tile;
-    const u32 pack = blockIdx.y * place.tile + threadIdx.x % place.tile;
-    place.channel = pack * N;
-    place.row = blockIdx.x * place.lanes + place.lane;
-    place.stride = gridDim.x * place.lanes;
+    NormPosition position;
+    position.tile = least(row_packs, NORM_THREADS);
+    position.lanes = NORM_THREADS / position.tile;
+    position.lane = threadIdx.x / position.tile;
+    const u32 pack = blockIdx.y * position.tile + threadIdx.x % position.tile;
+    position.channel = pack * N;
+    position.row = blockIdx.x * position.lanes + position.lane;
+    position.stride = gridDim.x * position.lanes;
     // Threads left over by the tiles have no rows.
-    if (place.lane >= place.lanes || pack >= row_packs) place.row = shape.rows;
-    return place;
+    if (position.lane >= position.lanes || pack >= row_packs) position.row = shape.rows;
+    return position;
 }
 
 // Adds up the values of a block's lanes, for each channel from the first lane to the last.
 template <u32 N>
-__device__ void norm_add_lanes(const NormShape& shape, const NormPlace& place, const f64 mine[N], f64* partial) {
+__device__ void norm_add_lanes(const NormShape& shape, const NormPosition& position, const f64 mine[N], f64* partial) {
     __shared__ f64 sums[NORM_THREADS * N];
-    const u32 width = place.tile * N, first = blockIdx.y * width;
+    const u32 width = position.tile * N, first = blockIdx.y * width;
     __syncthreads();
-    if (place.lane < place.lanes) {
-        for (u32 j = 0; j < N; j++) sums[place.lane * width + threadIdx.x % place.tile * N + j] = mine[j];
+    if (position.lane < position.lanes) {
+        for (u32 j = 0; j < N; j++) sums[position.lane * width + threadIdx.x % position.tile * N + j] = mine[j];
     }
     __syncthreads();
     for (u32 column = threadIdx.x; column < width; column += NORM_THREADS) {
         f64 sum = 0.0;
-        for (u32 lane = 0; lane < place.lanes; lane++) sum += sums[lane * width + column];
+        for (u32 lane = 0; lane < position.lanes; lane++) sum += sums[lane * width + column];
         if (first + column < shape.channels) partial[first + column] = sum;
     }
 }
 
 template <class T, u32 N>
 __device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* workspace) {
-    const NormPlace place = norm_place<N>(shape);
+    const NormPosition position = norm_position<N>(shape);
     f64 sum[N], squares[N];
     for (u32 j = 0; j < N; j++) sum[j] = squares[j] = 0.0;
 #pragma unroll 2
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const Pack<T, N> pack = load_pack<N>(x + row * shape.channels + place.channel);
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const Pack<T, N> pack = load_pack<N>(x + row * shape.channels + position.channel);
         for (u32 j = 0; j < N; j++) {
             const f64 value = to_f32(pack.at[j]);
             sum[j] += value;
@@ -73,8 +73,8 @@ __device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* w
         }
     }
     f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
-    norm_add_lanes<N>(shape, place, sum, partial);
-    norm_add_lanes<N>(shape, place, squares, partial + shape.channels);
+    norm_add_lanes<N>(shape, position, sum, partial);
+    norm_add_lanes<N>(shape, position, squares, partial + shape.channels);
 }
 
 template <class T>
@@ -97,16 +97,16 @@ KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x
 template <class T, u32 N>
 __device__ void norm_sum_gradients_packs(
     const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace) {
-    const NormPlace place = norm_place<N>(shape);
+    const NormPosition position = norm_position<N>(shape);
     f64 sum[N], products[N], mean[N];
     for (u32 j = 0; j < N; j++) {
         sum[j] = products[j] = 0.0;
-        mean[j] = place.row < shape.rows ? (f64)statistics[place.channel + j] : 0.0;
+        mean[j] = position.row < shape.rows ? (f64)statistics[position.channel + j] : 0.0;
     }
 #pragma unroll 2
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const Pack<T, N> values = load_pack<N>(x + row * shape.channels + place.channel);
-        const Pack<T, N> gradients = load_pack<N>(dy + row * shape.channels + place.channel);
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const Pack<T, N> values = load_pack<N>(x + row * shape.channels + position.channel);
+        const Pack<T, N> gradients = load_pack<N>(dy + row * shape.channels + position.channel);
         for (u32 j = 0; j < N; j++) {
             const f64 gradient = to_f32(gradients.at[j]);
             sum[j] += gradient;
@@ -114,8 +114,8 @@ __device__ void norm_sum_gradients_packs(
         }
     }
     f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
-    norm_add_lanes<N>(shape, place, sum, partial);
-    norm_add_lanes<N>(shape, place, products, partial + shape.channels);
+    norm_add_lanes<N>(shape, position, sum, partial);
+    norm_add_lanes<N>(shape, position, products, partial + shape.channels);
 }
 
 template <class T>
@@ -203,16 +203,16 @@ KERNEL(norm_running_statistics)(
 template <class T, u32 N>
 __device__ void norm_normalise_packs(
     const NormShape& shape, const f32* statistics, const f32* gamma, const f32* beta, const T* x, T* y) {
-    const NormPlace place = norm_place<N>(shape);
-    if (place.row >= shape.rows) return;
-    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
-    const Pack<f32, N> shift = load_channels<N>(beta + place.channel);
-    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
-    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    const NormPosition position = norm_position<N>(shape);
+    if (position.row >= shape.rows) return;
+    const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
+    const Pack<f32, N> shift = load_channels<N>(beta + position.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
     for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
 #pragma unroll 2
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const u32 at = row * shape.channels + place.channel;
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const u32 at = row * shape.channels + position.channel;
         Pack<T, N> pack = load_pack<N>(x + at);
         for (u32 j = 0; j < N; j++) {
             pack.at[j] = from_f32<T>((to_f32(pack.at[j]) - mean.at[j]) * scale.at[j] + shift.at[j]);
@@ -245,8 +245,8 @@ __device__ void norm_backward_input_packs(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
     // Divisions in f64 are slow: they are computed once per channel in a block.
     __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
-    const NormPlace place = norm_place<N>(shape);
-    const u32 width = place.tile * N, first = blockIdx.y * width;
+    const NormPosition position = norm_position<N>(shape);
+    const u32 width = position.tile * N, first = blockIdx.y * width;
     const f64 count = sums[2 * shape.channels];
     for (u32 column = threadIdx.x; column < width && first + column < shape.channels; column += NORM_THREADS) {
         const u32 c = first + column;
@@ -255,14 +255,14 @@ __device__ void norm_backward_input_packs(
         slopes[column / N].at[column % N] = (f32)(sums[shape.channels + c] / count * inv_std);
     }
     __syncthreads();
-    if (place.row >= shape.rows) return;
-    const Pack<f32, N> shift = shifts[threadIdx.x % place.tile], slope = slopes[threadIdx.x % place.tile];
-    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
-    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
-    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    if (position.row >= shape.rows) return;
+    const Pack<f32, N> shift = shifts[threadIdx.x % position.tile], slope = slopes[threadIdx.x % position.tile];
+    const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
     for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const u32 at = row * shape.channels + place.channel;
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const u32 at = row * shape.channels + position.channel;
         const Pack<T, N> values = load_pack<N>(x + at);
         Pack<T, N> pack = load_pack<N>(gradient + at);
         for (u32 j = 0; j < N; j++) {

@@ -376,7 +376,7 @@ pub unsafe fn accumulate(dtype: DType, op: ReduceOp, source: *const u8, acc: *mu
 /// # Safety
 /// As [`start`].
 pub unsafe fn finish(dtype: DType, op: ReduceOp, ranks: u32, acc: *const u8, out: *mut u8, len: usize) {
-    // SAFETY: the caller's promise, handed through with the type that belongs to `dtype`.
+    // SAFETY: the caller's promise, with the type that belongs to `dtype`.
     unsafe { by_dtype!(dtype, finish_for(op, ranks, acc, out, len)) }
 }
 

@@ -11,9 +11,9 @@
 //! - G(j,k) = p_j^k / Π_(l≠j) (p_j − p_l), and 1 for k = r − 1 at infinity,
 //! - row j of Bᵀ holds the coefficients of Π_(l≠j) (x − p_l), that of infinity those of Π_l (x − p_l).
 //!
-//! The points are 0, infinity and pairs ±p. For a pair, the rows of Bᵀ and the columns of Aᵀ agree in their even terms and
-//! differ in the sign of their odd ones, so each pair is computed from one even and one odd sum, which have half the terms.
-//! With q_p(y) = Π (y − l²) over the other pairs and Q(y) = Π (y − l²) over all of them:
+//! The points are 0, infinity and pairs ±p. For a pair, the rows of Bᵀ and the columns of Aᵀ agree in their even
+//! terms and differ in the sign of their odd ones, so each pair is computed from one even and one odd sum, which have
+//! half the terms. With q_p(y) = Π (y − l²) over the other pairs and Q(y) = Π (y − l²) over all of them:
 //!
 //! - (Bᵀ d) at ±p is Σ_k q_p[k] d_(2k+2) ± p Σ_k q_p[k] d_(2k+1),
 //! - at 0 it is Σ_k Q[k] d_(2k), at infinity Σ_k Q[k] d_(2k+1).
