@@ -17,9 +17,9 @@ use std::ops::Range;
 
 use super::DenseShape;
 use crate::AlignedVec;
-use crate::gemm::ahead::Ahead;
 use crate::gemm::block::{Block, Columns};
 use crate::gemm::panels::{Panels, copy_rows};
+use crate::gemm::prefetch::Prefetch;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
@@ -276,7 +276,7 @@ impl RowsAsColumns {
                     } else {
                         (first + depth, range.start)
                     };
-                    let ahead = Ahead {
+                    let prefetch = Prefetch {
                         start: values.as_ptr().wrapping_add(next.1 * self.depth + next.0),
                         row: self.depth,
                         rows: if next.0 < self.depth { to - from } else { 0 },
@@ -300,7 +300,7 @@ impl RowsAsColumns {
                         start: if first == 0 { start } else { Start::Existing },
                         slope: if last { slope } else { 1.0 },
                     }
-                    .compute_ahead(&mut c.values[from * c_row..], c_row, ahead);
+                    .compute_prefetching(&mut c.values[from * c_row..], c_row, prefetch);
                 }
             }
         });
@@ -331,7 +331,7 @@ fn weight_gradient(
     };
     if tiles == 1 || samples == 0 {
         // Each element is read once, so a copy is not worth it.
-        product.compute_block(dw, Ahead::NONE);
+        product.compute_block(dw, Prefetch::NONE);
         return;
     }
     let block = block_of(samples, SAMPLES);
@@ -345,7 +345,7 @@ fn weight_gradient(
             for tile in 0..tiles {
                 let (from, to) = (rows * tile / tiles, rows * (tile + 1) / tiles);
                 let next = to..rows * (tile + 2).min(tiles) / tiles;
-                let ahead = dw.ahead(next, part.clone());
+                let prefetch = dw.prefetch(next, part.clone());
                 Product {
                     rows: to - from,
                     columns: part.len(),
@@ -355,7 +355,7 @@ fn weight_gradient(
                     start: if first == 0 { Start::Zero } else { Start::Existing },
                     ..product
                 }
-                .compute_block(&mut dw.from(from, part.start), ahead);
+                .compute_block(&mut dw.from(from, part.start), prefetch);
             }
         }
     }
@@ -388,7 +388,7 @@ fn input_gradient(
     };
     if outputs <= 12 || tiles(samples) == 1 {
         // The rows of a panel fit the cache anyway, or are used once, so a copy is not worth it.
-        product.compute_block(dx, Ahead::NONE);
+        product.compute_block(dx, Prefetch::NONE);
         return;
     }
     let block = block_of(outputs, BACKWARD_DEPTH);
@@ -417,9 +417,9 @@ fn input_gradient(
                     at(panel)..at(panel + 1)
                 })
             };
-            let ahead = match (&next, share(panel + 1)) {
-                (Some((panels, _)), Some(rows)) => panels.ahead(rows),
-                _ => Ahead::NONE,
+            let prefetch = match (&next, share(panel + 1)) {
+                (Some((panels, _)), Some(rows)) => panels.prefetch(rows),
+                _ => Prefetch::NONE,
             };
             let at = panels.columns.start - columns.start + panel * PANEL;
             Product {
@@ -430,7 +430,7 @@ fn input_gradient(
                 start: if rows.start == 0 { Start::Zero } else { Start::Existing },
                 ..product
             }
-            .compute_block(&mut dx.from(0, at), ahead);
+            .compute_block(&mut dx.from(0, at), prefetch);
             if let (Some((panels, rows)), Some(part)) = (&next, share(panel)) {
                 panels.pack_part(rows.clone(), part, other);
             }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::ahead::Ahead;
+use super::prefetch::Prefetch;
 use crate::threads::Divide;
 
 /// Exclusive access to some rows and columns of a matrix.
@@ -48,9 +48,9 @@ impl<'a> Block<'a> {
     }
 
     /// Some rows and columns to prefetch before they are written.
-    pub(crate) fn ahead(&self, rows: Range<usize>, columns: Range<usize>) -> Ahead {
+    pub(crate) fn prefetch(&self, rows: Range<usize>, columns: Range<usize>) -> Prefetch {
         let start = self.corner.wrapping_add(rows.start * self.row_stride + columns.start);
-        Ahead { start, row: self.row_stride, rows: rows.len(), run: columns.len() }
+        Prefetch { start, row: self.row_stride, rows: rows.len(), run: columns.len() }
     }
 
     pub(super) fn corner(&mut self) -> *mut f32 {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::ahead::Ahead;
+use super::prefetch::Prefetch;
 use super::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 
@@ -35,9 +35,9 @@ impl Panels<'_> {
     }
 
     /// Some rows to prefetch before they are packed.
-    pub(crate) fn ahead(&self, rows: Range<usize>) -> Ahead {
+    pub(crate) fn prefetch(&self, rows: Range<usize>) -> Prefetch {
         let start = self.from.as_ptr().wrapping_add(rows.start * self.row + self.columns.start);
-        Ahead { start, row: self.row, rows: rows.len(), run: self.columns.len() }
+        Prefetch { start, row: self.row, rows: rows.len(), run: self.columns.len() }
     }
 }
 

@@ -12,8 +12,8 @@
 //! (Higham, "Accuracy and Stability of Numerical Algorithms", chapter 4). The result depends neither on the number of
 //! rows that are computed together nor on the width of vectors.
 
-use super::ahead::Ahead;
 use super::block::Block;
+use super::prefetch::Prefetch;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Columns of a panel in packed operands: two of the widest vectors.
@@ -67,7 +67,7 @@ impl Lines {
 }
 
 /// Elements by which prefetching advances in each step: half a cache line, as fast as memory can deliver.
-const AHEAD: usize = 8;
+const PREFETCH_STEP: usize = 8;
 
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
@@ -89,28 +89,28 @@ impl Product<'_> {
     /// # Panics
     /// If an operand or `c` is too short.
     pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        self.compute_ahead(c, row, Ahead::NONE);
+        self.compute_prefetching(c, row, Prefetch::NONE);
     }
 
     /// As [`compute`](Self::compute), prefetching other memory meanwhile.
-    pub(crate) fn compute_ahead(&self, c: &mut [f32], row: usize, ahead: Ahead) {
-        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, ahead });
+    pub(crate) fn compute_prefetching(&self, c: &mut [f32], row: usize, prefetch: Prefetch) {
+        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, prefetch });
     }
 
     /// Writes the product to the upper left corner of `c`, prefetching other memory meanwhile.
     ///
     /// # Panics
     /// If an operand or `c` is too small.
-    pub(crate) fn compute_block(&self, c: &mut Block<'_>, ahead: Ahead) {
+    pub(crate) fn compute_block(&self, c: &mut Block<'_>, prefetch: Prefetch) {
         assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
         let (corner, row) = (c.corner(), c.row_stride());
-        dispatch(ComputeAt { product: *self, c: corner, row, ahead });
+        dispatch(ComputeAt { product: *self, c: corner, row, prefetch });
     }
 
     /// Computes the product for several lines, within a task: all lines for some columns, then for the next ones.
     #[inline(always)]
     pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
-        simd.call(Compute { product: *self, lines, c, row, ahead: Ahead::NONE });
+        simd.call(Compute { product: *self, lines, c, row, prefetch: Prefetch::NONE });
     }
 
     /// Writes the product to memory from `c` on.
@@ -118,7 +118,7 @@ impl Product<'_> {
     /// # Safety
     /// For each line, rows `row` elements apart with as many columns as the product has can be written.
     #[inline(always)]
-    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize, ahead: Ahead) {
+    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize, prefetch: Prefetch) {
         let Product { rows, columns, depth, segments, left, right, start, .. } = *self;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -170,7 +170,7 @@ impl Product<'_> {
                             },
                             existing: matches!(start, Start::Existing),
                             width,
-                            ahead: ahead.of_tile(done, all),
+                            prefetch: prefetch.of_tile(done, all),
                         };
                         tile_of_height(simd, self, origin, height, vectors);
                     }
@@ -187,14 +187,14 @@ struct Compute<'a> {
     lines: Lines,
     c: &'a mut [f32],
     row: usize,
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
 impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Compute { product, lines, c, row, ahead } = self;
+        let Compute { product, lines, c, row, prefetch } = self;
         let Product { rows, columns, .. } = product;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -203,7 +203,7 @@ impl Task for Compute<'_> {
         let last = (lines.count - 1) * lines.c + (rows - 1) * row + columns - 1;
         assert!(c.len() > last, "a product's destination");
         // SAFETY: the last element exists, and so do all before it.
-        unsafe { product.compute_at(simd, lines, c.as_mut_ptr(), row, ahead) }
+        unsafe { product.compute_at(simd, lines, c.as_mut_ptr(), row, prefetch) }
     }
 }
 
@@ -211,7 +211,7 @@ struct ComputeAt<'a> {
     product: Product<'a>,
     c: *mut f32,
     row: usize,
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
 impl Task for ComputeAt<'_> {
@@ -219,7 +219,7 @@ impl Task for ComputeAt<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         // SAFETY: constructed by `compute_block` only, for a block of at least the product's extents.
-        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row, self.ahead) }
+        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row, self.prefetch) }
     }
 }
 
@@ -249,7 +249,7 @@ struct TileOrigin {
     existing: bool,
     /// Columns of the tile, at most as many as its vectors have.
     width: usize,
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
 /// Repeats `body` with the constant `I` from 0 up to `count`: unrolled, so that tiles stay in registers.
@@ -368,7 +368,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                 });
             };
         }
-        let mut ahead = origin.ahead;
+        let mut prefetch = origin.prefetch;
         let mut asked = 0;
         for segment in 0..segments {
             let mut a = [origin.a.wrapping_add(segment * left.segment); 5];
@@ -419,21 +419,21 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                     }
                     continue;
                 }
-                while ahead.rows > 0 && span > 0 {
-                    let steps = span.min((ahead.run - asked).div_ceil(AHEAD));
-                    let mut line = ahead.start.wrapping_add(asked);
+                while prefetch.rows > 0 && span > 0 {
+                    let steps = span.min((prefetch.run - asked).div_ceil(PREFETCH_STEP));
+                    let mut line = prefetch.start.wrapping_add(asked);
                     for _ in 0..steps {
                         simd.prefetch(line);
-                        line = line.wrapping_add(AHEAD);
+                        line = line.wrapping_add(PREFETCH_STEP);
                         step!(from, _count => simd.load(from));
                     }
                     span -= steps;
-                    asked += steps * AHEAD;
-                    if asked >= ahead.run {
-                        ahead = Ahead {
-                            start: ahead.start.wrapping_add(ahead.row),
-                            rows: ahead.rows - 1,
-                            ..ahead
+                    asked += steps * PREFETCH_STEP;
+                    if asked >= prefetch.run {
+                        prefetch = Prefetch {
+                            start: prefetch.start.wrapping_add(prefetch.row),
+                            rows: prefetch.rows - 1,
+                            ..prefetch
                         };
                         asked = 0;
                     }
@@ -503,7 +503,7 @@ mod tests {
                 start: [Start::Zero, Start::Existing, Start::Bias(&bias)][start],
             };
             let mut c = before.clone();
-            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, ahead: Ahead::NONE });
+            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, prefetch: Prefetch::NONE });
             assert_close(&c, &expected, 1e-5);
         }
     }

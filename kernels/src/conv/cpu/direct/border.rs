@@ -8,7 +8,7 @@ use crate::storage::{Storage, convert};
 
 /// The extents of a padded image.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Bordered {
+pub(super) struct PaddedImage {
     /// Rows including the border.
     pub(super) height: usize,
     /// Columns including the border.
@@ -20,11 +20,11 @@ pub(super) struct Bordered {
     pub(super) beside: usize,
 }
 
-impl Bordered {
+impl PaddedImage {
     /// The input of a convolution.
-    pub(super) fn input(shape: &ConvShape) -> Bordered {
+    pub(super) fn input(shape: &ConvShape) -> PaddedImage {
         let border = shape.pad();
-        Bordered {
+        PaddedImage {
             height: shape.height + 2 * border,
             width: shape.width + 2 * border,
             channels: shape.channels,
@@ -35,9 +35,9 @@ impl Bordered {
 
     /// The gradient of the result before activation and pooling, which is convolved to compute the gradient of the
     /// input.
-    pub(super) fn gradient(shape: &ConvShape) -> Bordered {
+    pub(super) fn gradient(shape: &ConvShape) -> PaddedImage {
         let border = shape.kernel - 1 - shape.pad();
-        Bordered {
+        PaddedImage {
             height: shape.out_height() + 2 * border,
             width: shape.out_width() + 2 * border,
             channels: shape.filters,

@@ -4,7 +4,7 @@
 //! all pixels is still the fastest way. With 6 or 16 filters most lanes of its vectors would be empty; here a vector
 //! holds the inputs of a kernel row instead, and the sums of one filter stay in registers for a whole image.
 
-use super::border::Bordered;
+use super::border::PaddedImage;
 use super::epilogue::Results;
 use super::{lines, weights};
 use crate::Storage;
@@ -14,7 +14,7 @@ use crate::simd::{MAX_LANES, Simd};
 
 /// Elements beyond an input image that may be read: windows may exceed its edge by one pixel, vectors by almost one
 /// vector.
-pub(super) fn slack(input: &Bordered) -> usize {
+pub(super) fn slack(input: &PaddedImage) -> usize {
     input.line() + input.channels + 2 * MAX_LANES
 }
 
@@ -24,7 +24,7 @@ fn vectors<S: Simd>(shape: &ConvShape) -> usize {
 }
 
 /// Whether this computes the weight gradient of `shape` faster.
-pub(super) fn pays<S: Simd>(shape: &ConvShape, epilogue: &Epilogue) -> bool {
+pub(super) fn is_faster<S: Simd>(shape: &ConvShape, epilogue: &Epilogue) -> bool {
     let few = shape.filters <= MAX_LANES;
     few && epilogue.pool.is_some() && matches!(shape.kernel, 3 | 5) && vectors::<S>(shape) <= 2
 }
@@ -49,7 +49,7 @@ pub(super) fn add_image<S: Simd, E: Storage>(
         (3, 2) => add::<S, E, 3, 2>(simd, (shape, epilogue), x, from, sums, bias),
         (5, 1) => add::<S, E, 5, 1>(simd, (shape, epilogue), x, from, sums, bias),
         (5, 2) => add::<S, E, 5, 2>(simd, (shape, epilogue), x, from, sums, bias),
-        _ => unreachable!("a kernel that `pays` excludes"),
+        _ => unreachable!("a kernel that `is_faster` excludes"),
     }
 }
 
@@ -64,7 +64,7 @@ fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
 ) {
     let (filters, channels) = (shape.filters, shape.channels);
     let (rows, columns) = epilogue.result(shape);
-    let line = Bordered::input(shape).line();
+    let line = PaddedImage::input(shape).line();
     let len = rows * columns * filters;
     assert!(from.y.len() == len && from.dy.len() == len && from.chosen.len() == len, "results of an image");
     assert!(sums.len() >= filters * K * V * S::LANES && bias.len() == filters, "sums of all filters");

@@ -1,7 +1,7 @@
 //! The epilogue of a convolution, by vectors of channels: max-pooling of two rows and the activation, and the
 //! gradients of both.
 
-use super::border::{Bordered, GradientBlock};
+use super::border::{GradientBlock, PaddedImage};
 use crate::Storage;
 use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
@@ -76,7 +76,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
     (height, width): (usize, usize),
     from: Results<'_, E>,
     (block, to): (&GradientBlock, &mut [f32]),
-    (bordered, image): (&Bordered, Option<&mut [f32]>),
+    (padded, image): (&PaddedImage, Option<&mut [f32]>),
     bias: &mut [f32],
 ) {
     let channels = bias.len();
@@ -93,10 +93,10 @@ pub(super) fn spread<S: Simd, E: Storage>(
     assert!(rows <= height && height <= rows * each && rows <= block.results, "rows of a gradient");
     assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
     assert!(height * width * block.stride <= block.panel, "pixels of a block of a gradient");
-    let line = bordered.line();
+    let line = padded.line();
     let image = match image {
         Some(image) => {
-            assert!(bordered.channels == channels && image.len() >= (height - 1) * line + width * channels);
+            assert!(padded.channels == channels && image.len() >= (height - 1) * line + width * channels);
             image.as_mut_ptr()
         }
         None => std::ptr::null_mut(),

@@ -6,14 +6,14 @@
 //!
 //! `t[i,j,(v,c)] = Σ_{u,f} dy[i−u+P, j, f] · w[f,c,u,v]`, `dx[i,q,c] = Σ_v t[i, q−v+P, (v,c)]`.
 
-use super::border::Bordered;
+use super::border::PaddedImage;
 use super::lines;
 use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd};
 
 /// Whether this computes the input gradient of `shape` faster.
-pub(super) fn pays(shape: &ConvShape) -> bool {
+pub(super) fn is_faster(shape: &ConvShape) -> bool {
     let ConvShape { channels, kernel, .. } = *shape;
     let vectors = |columns: usize| columns.div_ceil(MAX_LANES);
     4 * shape.out_width() * vectors(kernel * channels) < 3 * shape.width * kernel * vectors(channels)
@@ -43,9 +43,9 @@ pub(super) fn pack(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
 }
 
 /// The result's gradient, with a border above and below only.
-pub(super) fn gradient(shape: &ConvShape) -> Bordered {
+pub(super) fn gradient(shape: &ConvShape) -> PaddedImage {
     let above = shape.kernel - 1 - shape.pad();
-    Bordered {
+    PaddedImage {
         height: shape.out_height() + 2 * above,
         width: shape.out_width(),
         channels: shape.filters,

@@ -27,7 +27,7 @@ use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{AlignedVec, Scratch};
 
-use border::{Bordered, GradientBlock};
+use border::{GradientBlock, PaddedImage};
 
 /// A convolution computed directly.
 #[derive(Debug)]
@@ -112,7 +112,7 @@ impl Direct {
     ) {
         let (shape, epilogue, result_len) = (self.shape, self.epilogue, self.result_len());
         let packed: &[f32] = if dx.is_some() {
-            if fold::pays(&shape) {
+            if fold::is_faster(&shape) {
                 let packed = self.packed.reserve(fold::packed_len(&shape));
                 fold::pack(&shape, from.weights, packed);
                 packed
@@ -178,32 +178,32 @@ impl<E: Storage> Task for Forward<'_, E> {
     fn run<S: Simd>(self, simd: S) {
         let Forward { shape, epilogue, images, x, packed, bias, y, chosen, memory } = self;
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
-        let bordered = Bordered::input(&shape);
+        let padded = PaddedImage::input(&shape);
         let line = width * filters;
         // With pooling, the two rows for one row of the result; otherwise all rows at once.
         let (steps, rows_each) =
             if epilogue.pool.is_some() { (epilogue.result(&shape).0, 2) } else { (1, height) };
         let outputs_len = if epilogue.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
-        let mut memory = memory.reserve(lines(bordered.len()) + lines(outputs_len));
-        let (image, outputs) = (cut(&mut memory, bordered.len()), cut(&mut memory, outputs_len));
-        if bordered.above > 0 {
+        let mut memory = memory.reserve(lines(padded.len()) + lines(outputs_len));
+        let (image, outputs) = (cut(&mut memory, padded.len()), cut(&mut memory, outputs_len));
+        if padded.above > 0 {
             image.fill(0.0);
         }
         let (rows, columns) = epilogue.result(&shape);
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x = E::wide(x).filter(|_| bordered.above == 0).unwrap_or_else(|| {
-                bordered.copy(x, image);
+            let x = E::wide(x).filter(|_| padded.above == 0).unwrap_or_else(|| {
+                padded.copy(x, image);
                 image
             });
             let y = &mut y[n * rows * result..(n + 1) * rows * result];
             for row in 0..steps {
                 let count = rows_each.min(height - 2 * row);
                 let (product, lines) = rows_of_convolution(
-                    &bordered,
+                    &padded,
                     shape.kernel,
-                    &x[2 * row * bordered.line()..],
+                    &x[2 * row * padded.line()..],
                     packed,
                     filters,
                     count,
@@ -243,7 +243,7 @@ fn image_of<E>(values: &[E], n: usize, len: usize) -> &[E] {
 /// The product that computes the first `count` rows of a convolution of a padded image.
 #[inline(always)]
 fn rows_of_convolution<'a>(
-    image: &Bordered,
+    image: &PaddedImage,
     kernel: usize,
     x: &'a [f32],
     packed: &'a [f32],
@@ -288,11 +288,11 @@ impl<E: Storage> Task for Gradients<'_, E> {
         let (rows, columns) = epilogue.result(&shape);
         // An image one pixel wide may be empty after pooling.
         let rows = if columns > 0 { rows } else { 0 };
-        let folded = fold::pays(&shape);
-        let input = Bordered::input(&shape);
-        let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
+        let folded = fold::is_faster(&shape);
+        let input = PaddedImage::input(&shape);
+        let gradient = if folded { fold::gradient(&shape) } else { PaddedImage::gradient(&shape) };
         let block = GradientBlock::new(&shape, &epilogue);
-        let sparse = chosen::pays::<S>(&shape, &epilogue);
+        let sparse = chosen::is_faster::<S>(&shape, &epilogue);
         let (slack, sums_len) =
             if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };
         let image_len = input.len() + slack;
