@@ -33,8 +33,8 @@ const LINE: usize = 16;
 const LINES: usize = 32;
 
 /// Whether a sample of the elements has non-finite ones: one cache line in 32, another one in each `step`, so that 32
-/// steps check all lines. This reads one 32nd of the memory. The sampled lines of consecutive groups differ, so that
-/// every step finds a non-finite column of a matrix, as it finds a non-finite run of 512 elements.
+/// steps check all lines. This reads one 32nd of the memory. The sampled lines of consecutive groups differ, so that a
+/// step finds not only non-finite runs of 512 elements, but also non-finite columns of a large matrix.
 pub fn sample_has_non_finite(values: &[f32], step: u64) -> bool {
     dispatch(SampledLines { values, step: (step % LINES as u64) as usize })
 }
