@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_library_is_shared_between_threads() {
-       fn assert_shareable<T: Send + Sync + Clone>() {}
+        fn assert_shareable<T: Send + Sync + Clone>() {}
         assert_shareable::<Library>();
     }
 }

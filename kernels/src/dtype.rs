@@ -70,7 +70,7 @@ impl std::str::FromStr for DType {
 
 /// A Rust type that is the element of a buffer.
 pub trait Element: bytemuck::Pod + Send + Sync + PartialEq + std::fmt::Debug {
-    /// The number under which the type travels.
+    /// The element type.
     const DTYPE: DType;
 }
 

@@ -1,26 +1,26 @@
-//! The instruction sets that vectorised loops are compiled for.
+//! The instruction sets for which vectorised loops are compiled.
 //!
-//! Each loop is compiled for every level below and runs on the best one that the processor has. The environment variable
-//! [`VARIABLE`] lowers that, so that tests and comparisons reach the other levels, too. The variable is read once, deep in a
-//! loop where no error can be returned: who starts a program checks it with [`is_known`] (`World::from_env` of the runtime
-//! does), and a name that is not known lowers nothing.
+//! Each loop is compiled for every level below and runs on the best one that the processor supports. The environment
+//! variable [`VARIABLE`] lowers the level, so that tests and comparisons can run on the others, too. It is read once,
+//! inside a loop where no error can be returned: a program checks its value at the start with [`is_known`]
+//! (`World::from_env` of the runtime does), and an unknown name has no effect.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// What every processor of the architecture has.
+/// The baseline of the architecture.
 pub(crate) const BASELINE: u8 = 1;
 /// AVX2, FMA and F16C.
 pub(crate) const AVX2: u8 = 2;
 /// AVX-512 F, BW, VL and DQ.
 pub(crate) const AVX512: u8 = 3;
 
-/// The environment variable with the highest level that may be used.
+/// The environment variable with the maximum level.
 pub const VARIABLE: &str = "MGPU_SIMD";
 
-/// Names of the levels, from the lowest. Asking for one that the processor lacks is no mistake: it asks for at most that.
+/// Names of the levels, from the lowest. A level that the processor lacks is allowed: it means at most that level.
 pub const NAMES: [&str; 3] = ["portable", "avx2", "avx512"];
 
-/// Whether `name` is the name of a level, so that [`VARIABLE`] may have that value.
+/// Whether `name` is the name of a level, and so a valid value of [`VARIABLE`].
 ///
 /// ```
 /// assert!(mgpu_kernels::level::is_known("avx2"));
@@ -35,7 +35,7 @@ pub fn name() -> &'static str {
     NAMES[usize::from(detect() - BASELINE)]
 }
 
-/// The best level of this processor, or the lower one that [`VARIABLE`] asks for.
+/// The best level of this processor, or a lower one given by [`VARIABLE`].
 pub(crate) fn detect() -> u8 {
     static DETECTED: AtomicU8 = AtomicU8::new(0);
     match DETECTED.load(Ordering::Relaxed) {

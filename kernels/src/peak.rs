@@ -1,4 +1,4 @@
-//! What a processor could do at most: the figure that kernels are measured by.
+//! The peak performance of a processor, to which kernels are compared.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -6,14 +6,14 @@ use std::time::Instant;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Threads};
 
-/// Sums that do not wait for each other: more than two units have in flight.
+/// Independent chains of sums: more than two units have in flight.
 const CHAINS: usize = 12;
 /// Multiply-adds of each chain in one round.
 const LENGTH: usize = 1 << 20;
-/// Rounds, of which the quickest counts.
+/// Number of rounds; the fastest counts.
 const ROUNDS: usize = 6;
 
-/// GFLOP/s of fused multiply-adds on `f32`, without any memory, on all of `threads` at once. Takes some milliseconds.
+/// GFLOP/s of fused multiply-adds on `f32` in registers, on all of `threads` at once. Takes some milliseconds.
 pub fn measure(threads: &Threads) -> f64 {
     let mut lanes = vec![0; threads.count()];
     let mut quickest = f64::INFINITY;
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_processor_does_something() {
+    fn the_peak_is_positive() {
         assert!(measure(&Threads::new(1)) > 0.0);
     }
 }

@@ -1,4 +1,4 @@
-//! How accurately products are computed, and what activations are kept in.
+//! The precision of products, and the type that stores activations.
 
 use crate::DType;
 

@@ -1,4 +1,4 @@
-//! What the tests of the layers share: reproducible inputs and comparison with an `f64` reference.
+//! Shared by the tests of the layers: reproducible inputs and comparison with an `f64` reference.
 
 use half::bf16;
 
@@ -20,7 +20,7 @@ pub(crate) fn widen(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|value| value.to_f32()).collect()
 }
 
-/// Panics unless every element is within `tolerance` of the reference, relative to its size where that exceeds 1.
+/// Panics unless every element is within `tolerance` of the reference, relative to its magnitude if that exceeds 1.
 #[track_caller]
 pub(crate) fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(actual.len(), expected.len());

@@ -1,11 +1,11 @@
 //! A counter-based random number generator.
 //!
-//! The number for counter `i` is a function of `(seed, stream, i)` alone: no state is carried from one draw to
-//! the next. Any thread, and any rank, can therefore draw the numbers of its own slice of a mask or a weight
-//! tensor and get exactly what a single thread would have drawn for it.
+//! The number for counter `i` is a function of `(seed, stream, i)` alone: no state is carried from one number to the
+//! next. So any thread and any rank can generate the numbers of its own slice of a mask or a weight tensor, and gets
+//! exactly those that a single thread would have generated for it.
 //!
-//! The mixing function is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-//! OOPSLA 2014) with the counter in the place of its additive state.
+//! The mixing function is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
+//! 2014) with the counter in place of its additive state.
 
 const INCREMENT: u64 = 0x9E37_79B9_7F4A_7C15;
 
@@ -55,7 +55,7 @@ impl Stream {
 
 /// The number in [0, 1) that belongs to `(seed, stream, i)`.
 ///
-/// A loop over `i` is better served by [`Stream::uniform`], which mixes seed and stream once.
+/// In a loop over `i`, [`Stream::uniform`] is faster: it mixes seed and stream only once.
 pub fn uniform(seed: u64, stream: u64, i: u64) -> f32 {
     Stream::new(seed, stream).uniform(i)
 }

@@ -23,8 +23,8 @@ fn scale_avx2(values: &mut [f32], factor: f32) {
     scale_all(values, factor);
 }
 
-/// Multiplies every element by `factor`. With next to no arithmetic, this is as fast as memory can be read and
-/// written in the same place.
+/// Multiplies every element by `factor`. With so little arithmetic, the speed is that of reading and writing memory
+/// in place.
 pub fn scale(values: &mut [f32], factor: f32) {
     match detect() {
         // SAFETY: the level was detected on this processor.

@@ -1,7 +1,7 @@
-//! How the learning rate changes from step to step: a factor of the optimizer's own rate.
+//! Learning rate schedules: a factor of the optimizer's learning rate for each step.
 //!
-//! Contract: steps count from 0. In the first [`warm_up`](Schedule::warm_up) steps w the factor is (step + 1)/w. After them,
-//! with t the steps since:
+//! Contract: steps count from 0. In the first [`warm_up`](Schedule::warm_up) steps, w of them, the factor is (step +
+//! 1)/w. After the warm-up, with t the number of steps since:
 //!
 //! | decay | factor |
 //! |---|---|
@@ -10,10 +10,10 @@
 //! | [`Cosine`](Decay::Cosine) | f + (1 − f)·(1 + cos(π·t/T))/2, and f from T on |
 //! | [`Step`](Decay::Step) | γ^⌊t/s⌋ |
 //!
-//! Those of PyTorch's `LinearLR`, `CosineAnnealingLR` (its first half period) and `StepLR`; the cosine is Loshchilov and
-//! Hutter's (2017). All in f64. On a GPU the factor is worked out there, see `optimizer.cu`.
+//! These are PyTorch's `LinearLR`, `CosineAnnealingLR` (its first half period) and `StepLR`; the cosine is due to
+//! Loshchilov and Hutter (2017). All are in f64. On a GPU the factor is computed there, see `optimizer.cu`.
 
-/// How the learning rate changes.
+/// A learning rate schedule.
 ///
 /// ```
 /// use mgpu_kernels::schedule::{Decay, Schedule};
@@ -25,46 +25,46 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
-    /// Steps in which the rate rises to the optimizer's own, by as much in each.
+    /// Steps of the warm-up, in which the factor increases linearly to 1.
     pub warm_up: u64,
-    /// What it does after them.
+    /// The decay after the warm-up.
     pub decay: Decay,
 }
 
-/// What the learning rate does after the warm-up.
+/// The decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Decay {
-    /// It stays.
+    /// No decay.
     Constant,
-    /// It falls to 0, by as much in each step.
+    /// Decreases linearly to 0.
     Linear {
-        /// Over so many steps, at least 1.
+        /// Number of steps, at least 1.
         steps: u64,
     },
-    /// It falls like the first half of a cosine wave.
+    /// Decreases like the first half period of a cosine.
     Cosine {
-        /// Over so many steps, at least 1.
+        /// Number of steps, at least 1.
         steps: u64,
-        /// To this part of it.
+        /// The final factor.
         floor: f64,
     },
-    /// It is multiplied now and then.
+    /// Multiplies the learning rate at regular intervals.
     Step {
-        /// After every so many steps, at least 1.
+        /// Steps of an interval, at least 1.
         every: u64,
-        /// With this.
+        /// The factor of each multiplication.
         factor: f64,
     },
 }
 
 impl Schedule {
-    /// A learning rate that stays.
+    /// A constant learning rate.
     pub const CONSTANT: Schedule = Schedule { warm_up: 0, decay: Decay::Constant };
 
-    /// What the optimizer's learning rate is multiplied with in `step`, from 0.
+    /// The factor of the learning rate in `step`, from 0.
     ///
     /// # Panics
-    /// If the decay is over 0 steps.
+    /// If the decay has 0 steps.
     pub fn factor(&self, step: u64) -> f64 {
         if step < self.warm_up {
             return (step + 1) as f64 / self.warm_up as f64;
@@ -84,7 +84,7 @@ impl Schedule {
 }
 
 impl Decay {
-    /// The number of steps over which it falls, or between two falls; 1 where it does not fall.
+    /// The number of steps of the decay, or between two decreases; 1 without decay.
     pub fn steps(&self) -> u64 {
         match *self {
             Decay::Constant => 1,
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_fallen_stays_there() {
+    fn a_finished_decay_stays_constant() {
         let linear = Schedule { warm_up: 2, decay: Decay::Linear { steps: 3 } };
         assert_eq!(
             [0, 1, 2, 4, 5, 100].map(|step| linear.factor(step) as f32),

@@ -1,14 +1,14 @@
-//! Scratch memory of the layers of a network on the CPU.
+//! Scratch memory for the layers of a network on the CPU.
 
 use crate::AlignedVec;
 use crate::threads::Threads;
 
-/// Memory that all layers of a network share; it grows to the largest layer's needs once.
+/// Scratch memory that all layers of a network share; it grows once to what the largest layer needs.
 #[derive(Debug)]
 pub struct Scratch {
-    /// One for each thread.
+    /// One buffer for each thread.
     pub(crate) parts: Vec<AlignedVec>,
-    /// One that all threads read.
+    /// One buffer that all threads read.
     pub(crate) shared: AlignedVec,
 }
 

@@ -1,7 +1,7 @@
-//! How activations and their gradients are kept between layers: as f32, or as bf16, which is half the memory.
+//! The types that store activations and their gradients between layers: f32, or bf16 with half the memory.
 //!
-//! Arithmetic is f32 either way: kernels widen what they read and round what they write, to nearest even. So bf16 costs the
-//! rounding of what lies between two layers, and nothing within a sum.
+//! Arithmetic is f32 with both: kernels widen what they read and round what they write, to nearest even. So bf16
+//! costs one rounding between two layers, and none within a sum.
 
 use half::bf16;
 
@@ -9,7 +9,7 @@ use crate::passes;
 use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
 use crate::simd::{Simd, Task, dispatch};
 
-/// A type that activations are kept as: `f32` or [`bf16`].
+/// A type that stores activations: `f32` or [`bf16`].
 pub trait Storage:
     lanes::Lanes + passes::Passes + bytemuck::Pod + Default + Send + Sync + std::fmt::Debug
 {
@@ -18,8 +18,8 @@ pub trait Storage:
 impl Storage for f32 {}
 impl Storage for bf16 {}
 
-/// Elements of a storage type, one and a vector's worth at a time. (In a module of its own: which instructions there are is
-/// no concern of users.)
+/// Reads and writes elements of a storage type, single ones and vectors. (In a private module, to hide the vector
+/// types from users.)
 pub(crate) mod lanes {
     use super::Simd;
 
@@ -27,7 +27,7 @@ pub(crate) mod lanes {
         /// As f32, exactly.
         fn widen(self) -> f32;
 
-        /// The nearest element.
+        /// The nearest value of this type.
         fn narrow(value: f32) -> Self;
 
         /// The elements themselves, if they are f32.
@@ -79,22 +79,22 @@ impl lanes::Lanes for f32 {
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const f32) -> S::F32 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.load(from) }
     }
     #[inline(always)]
     unsafe fn load_first<S: Simd>(simd: S, from: *const f32, count: usize) -> S::F32 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.load_first(from, count) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(simd: S, values: S::F32, to: *mut f32) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.store(values, to) }
     }
     #[inline(always)]
     unsafe fn store_first<S: Simd>(simd: S, values: S::F32, to: *mut f32, count: usize) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.store_first(values, to, count) }
     }
 }
@@ -116,27 +116,27 @@ impl lanes::Lanes for bf16 {
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const bf16) -> S::F32 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.load_bf16(from) }
     }
     #[inline(always)]
     unsafe fn load_first<S: Simd>(simd: S, from: *const bf16, count: usize) -> S::F32 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.load_first_bf16(from, count) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(simd: S, values: S::F32, to: *mut bf16) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.store_bf16(values, to) }
     }
     #[inline(always)]
     unsafe fn store_first<S: Simd>(simd: S, values: S::F32, to: *mut bf16, count: usize) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { simd.store_first_bf16(values, to, count) }
     }
 }
 
-/// Writes `from` to `to`, element by element, in the type it has there.
+/// Copies `from` to `to`, converting each element to the destination's type.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -169,7 +169,7 @@ mod tests {
     use crate::{Threads, activation, dropout};
 
     #[test]
-    fn elements_are_rounded_on_the_way_there_and_widened_on_the_way_back() {
+    fn converting_to_bf16_rounds_and_back_is_exact() {
         let values = random(1000, 1);
         let (mut rounded, mut wide) = (vec![bf16::NAN; 1000], vec![f32::NAN; 1000]);
         convert(&values, &mut rounded);
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(wide, widen(&rounded));
     }
 
-    /// Everything that the layers without weights make of a batch and a gradient.
+    /// All results of the layers without weights for a batch and a gradient.
     fn pass<E: Storage>(x: &[E], dy: &[E]) -> (Vec<Vec<E>>, Vec<f64>) {
         let (threads, channels) = (Threads::new(2), 21);
         let (gamma, beta) = (random(channels, 3), random(channels, 4));
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_without_weights_round_their_results_and_nothing_else() {
+    fn layers_without_weights_only_round_their_results() {
         let len = 3 * 48 * 21;
         let (x, dy) = (narrow(&random(len, 1)), narrow(&random(len, 2)));
         let (narrow_results, sums) = pass(&x, &dy);

@@ -1,13 +1,14 @@
-//! A fixed number of worker threads for one rank, and static partitions of work over them.
+//! A fixed number of worker threads for one rank, and static partitions of work among them.
 //!
-//! A kernel divides its items (images, rows, channels, elements) into at most one part a thread, and each part
-//! writes a slice of the output that no other part touches. Which part computes what depends on the number of
-//! items and threads only, never on timing, so a result is bitwise the same from run to run. The slices are cut
-//! before they are handed out: no locks, and no `unsafe` but where parts are columns of a matrix (`gemm::block`). The caller computes the first part itself, so a rank with n
-//! threads keeps n cores busy and wakes n − 1 threads.
+//! A kernel divides its items (images, rows, channels, elements) into at most one part per thread, and each part
+//! writes a slice of the output that no other part accesses. Which part computes which items depends only on the
+//! numbers of items and threads, never on timing, so a result is bitwise the same from run to run. The output is
+//! divided before the work starts: there are no locks, and no `unsafe` except for parts that are columns of a matrix
+//! (`gemm::block`). The caller computes the first part itself, so a rank with n threads keeps n cores busy and wakes
+//! n − 1 threads.
 //!
-//! Each rank owns its pool, because ranks may live in one process as threads and must not wait for each other's
-//! kernels. With one thread there is no pool, and everything runs on the caller.
+//! Each rank has its own pool, because ranks may be threads of one process and must not wait for each other's
+//! kernels. With one thread there is no pool, and everything runs on the calling thread.
 
 use std::fmt;
 use std::ops::Range;
@@ -25,7 +26,7 @@ impl fmt::Debug for Threads {
 }
 
 impl Threads {
-    /// `count` worker threads; with one, work runs on the thread that asks for it.
+    /// `count` worker threads; with one, work runs on the calling thread.
     ///
     /// # Panics
     /// If `count` is zero or the operating system refuses to start the threads.
@@ -33,13 +34,13 @@ impl Threads {
         Self::try_new(count).unwrap_or_else(|problem| panic!("{problem}"))
     }
 
-    /// As [`new`](Self::new), with the problem in words where that would panic.
+    /// As [`new`](Self::new), but returns an error text instead of panicking.
     ///
     /// # Errors
     /// If `count` is zero or the operating system refuses to start the threads.
     pub fn try_new(count: usize) -> Result<Self, String> {
         let start = || {
-            // The caller is one of the workers.
+            // The calling thread is one of the workers.
             let builder = rayon::ThreadPoolBuilder::new().num_threads(count - 1);
             let pool = builder.thread_name(|index| format!("kernel-{index}")).build();
             pool.map_err(|error| format!("cannot start {count} threads: {error}"))
@@ -56,15 +57,15 @@ impl Threads {
         self.count
     }
 
-    /// Number of parts into which [`Threads::divide`] cuts `items` items when a part should have at least
-    /// `grain` of them.
+    /// Number of parts into which [`Threads::divide`] divides `items` items, if a part should have at least `grain`
+    /// of them.
     pub fn parts(&self, items: usize, grain: usize) -> usize {
         self.count.min(items / grain.max(1)).max(1)
     }
 
-    /// Divides `items` items and their `outputs` into parts of about equal size and calls `work` once for each,
-    /// with the range of items and that part's share of the outputs. Parts have at least `grain` items where
-    /// there are enough: below about ten microseconds of work another thread does not pay.
+    /// Divides `items` items and their `outputs` into parts of about equal size and calls `work` once for each, with
+    /// the range of items and the part's share of the outputs. Parts have at least `grain` items if there are enough:
+    /// with less than about ten microseconds of work another thread is not worth it.
     ///
     /// ```
     /// use mgpu_kernels::threads::{Rows, Threads};
@@ -103,9 +104,9 @@ impl Threads {
     }
 }
 
-/// Outputs that can be cut in two, each half to be written by another thread.
+/// Outputs that can be divided in two, each half to be written by another thread.
 pub trait Divide: Send + Sized {
-    /// Cuts off what belongs to the first `items` items, which the first `parts` parts compute.
+    /// Splits off the outputs of the first `items` items, which the first `parts` parts compute.
     fn divide(self, items: usize, parts: usize) -> (Self, Self);
 }
 
@@ -118,7 +119,7 @@ pub struct Rows<'a, T> {
 }
 
 impl<'a, T> Rows<'a, T> {
-    /// `values` with `width` elements an item.
+    /// `values` with `width` elements for each item.
     pub fn new(values: &'a mut [T], width: usize) -> Self {
         Self { values, width }
     }
@@ -131,7 +132,7 @@ impl<T: Send> Divide for Rows<'_, T> {
     }
 }
 
-/// A slice with one element for every part: scratch memory, partial sums.
+/// A slice with one element for every part: scratch memory or partial sums.
 #[derive(Debug)]
 pub struct PerPart<'a, T>(&'a mut [T]);
 

@@ -1,8 +1,8 @@
-//! Batches of matrices, transposed.
+//! Transposes batches of matrices.
 //!
-//! Images have their channels last on the CPU, but a dense layer behind them has weights for \[C, H, W\], PyTorch's order of
-//! a flattened image. So the images of a batch, as matrices of pixels and channels, are transposed on the way there, and
-//! their gradients on the way back.
+//! Images have their channels last on the CPU, but a dense layer that follows them has weights for \[C, H, W\],
+//! PyTorch's order of a flattened image. So the images of a batch, as matrices of pixels and channels, are transposed
+//! before the dense layer, and their gradients after it.
 
 use crate::Scratch;
 use crate::gemm::transpose::Transpose;
@@ -10,11 +10,11 @@ use crate::passes;
 use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 
-/// Elements below which another thread does not pay.
+/// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 14;
 
-/// Overwrites `to` with the transposes of the matrices in `from`, which have `rows` rows and `columns` columns, in the type
-/// that elements have there.
+/// Overwrites `to` with the transposes of the matrices in `from`, which have `rows` rows and `columns` columns,
+/// converted to the destination's type.
 ///
 /// ```
 /// use mgpu_kernels::{Scratch, Threads, transpose};
@@ -26,7 +26,7 @@ const GRAIN: usize = 1 << 14;
 /// ```
 ///
 /// # Panics
-/// If `from` is no whole number of matrices, or `to` is not as long.
+/// If `from` is not a whole number of matrices, or `to` has another length.
 pub fn matrices<A: Storage, B: Storage>(
     threads: &Threads,
     scratch: &mut Scratch,
@@ -47,7 +47,7 @@ pub(crate) fn matrices_as<A: Storage, B: Storage>(
     let len = rows * columns;
     assert!(from.len().is_multiple_of(len), "{} elements for matrices of {rows}x{columns}", from.len());
     assert_eq!(to.len(), from.len(), "transposed matrices");
-    // For a matrix as f32, before and after, where it is not kept as that.
+    // Memory for one matrix in f32, before and after transposing, if the element type is not f32.
     let room = if A::wide(&[]).is_some() && B::wide(&[]).is_some() { 0 } else { len };
     let outputs = (Rows::new(to, len), PerPart::new(&mut scratch.parts));
     threads.divide(from.len() / len, GRAIN / len + 1, outputs, |range, (to, part)| {
@@ -83,7 +83,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_moves_to_its_place_and_back(
+        fn every_element_is_transposed_and_restored(
             count in 0usize..4, rows in 1usize..40, columns in 1usize..40, threads in 1usize..4,
         ) {
             let threads = Threads::new(threads);
@@ -98,7 +98,7 @@ mod tests {
             matrices(&threads, &mut scratch, (columns, rows), &to, &mut back);
             prop_assert_eq!(back, &from[..]);
 
-            // To half the width and back: as wide, but rounded.
+            // To bf16 and back: the values are rounded.
             let (mut rounded, mut wide) = (vec![bf16::NAN; from.len()], vec![f32::NAN; from.len()]);
             matrices(&threads, &mut scratch, (rows, columns), &from, &mut rounded);
             prop_assert_eq!(&rounded, &narrow(&to));

@@ -60,9 +60,9 @@ struct Convolution {
 // find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
 // of the depth.
 
-// Lines are pixels of the other side's images, depths are (tap, channel): the pixels that the kernel covers at that
-// position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel, the output row y
-// + P - u.
+// Lines are pixels of the images `lines`, depths are (tap, channel): the pixels of the images `side` that the kernel
+// covers at that position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel in
+// row y, tap u reads the output row y + P - u.
 template <class T, i32 SIGN>
 struct GatherByPixel {
     const T* values;

@@ -1,9 +1,9 @@
 //! A convolutional or dense layer on a GPU, computed by the fastest kernels available.
 //!
 //! [`Conv`] is set up once for a layer and a batch size. If NVIDIA's library for the layer is installed, autotuning
-//! benchmarks its algorithms against this crate's kernels, pass by pass ([`AutotuneOptions`] says whether it may), and the
-//! fastest one computes the pass from then on. The library is cuBLASLt for a dense layer (a convolution with a 1×1 kernel on
-//! images of one pixel) and cuDNN for any other. Two cases always use this crate's kernels:
+//! benchmarks its algorithms against this crate's kernels, pass by pass ([`AutotuneOptions`] says whether it may),
+//! and the fastest one computes the pass from then on. The library is cuBLASLt for a dense layer (a convolution with
+//! a 1×1 kernel on images of one pixel) and cuDNN for any other. Two cases always use this crate's kernels:
 //!
 //! - images with one channel, on which cuDNN spends most of its time rearranging them;
 //! - a batch of another size than the layer was set up for, such as the last of an epoch: the library's algorithms were
@@ -22,9 +22,9 @@ use crate::{DType, activation, pool};
 
 /// A convolutional or dense layer, set up for one GPU and one batch size.
 ///
-/// Images are \[N, H, W, C\] and weights \[F, K, K, C\], both in the precision's [storage](Precision::storage) type; for a
-/// dense layer these are \[N, C\] and \[F, C\]. Bias, the gradients of weights and bias, and the workspace are f32. All
-/// layers that run on one stream may share a workspace.
+/// Images are \[N, H, W, C\] and weights \[F, K, K, C\], both in the precision's [storage](Precision::storage) type;
+/// for a dense layer these are \[N, C\] and \[F, C\]. Bias, the gradients of weights and bias, and the workspace are
+/// f32. All layers that run on one stream may share a workspace.
 pub struct Conv {
     shape: ConvShape,
     images: usize,
@@ -44,8 +44,8 @@ impl std::fmt::Debug for Conv {
 }
 
 impl Conv {
-    /// Sets up a layer for batches of `images` (smaller batches are possible, and slower). Its activation is `v` for positive
-    /// values and `slope · v` otherwise: 0 is ReLU, 1 no activation. `input_gradient` says whether
+    /// Sets up a layer for batches of `images` (smaller batches are possible, and slower). Its activation is `v` for
+    /// positive values and `slope · v` otherwise: 0 is ReLU, 1 no activation. `input_gradient` says whether
     /// [`backward_input`](Self::backward_input) will be called.
     ///
     /// Autotuning needs memory for a few batches, which is freed before this returns.
@@ -194,9 +194,9 @@ impl Conv {
         self.run_selected(stream, images, &Operands::forward(x, weights, bias, y, workspace))
     }
 
-    /// As [`forward`](Self::forward), followed by max-pooling: overwrites `y` with the maxima of the activated output, and
-    /// `chosen` with their positions in the windows ([`pool::cuda::forward`]). `raw` has room for the output before pooling;
-    /// its contents are unspecified afterwards.
+    /// As [`forward`](Self::forward), followed by max-pooling: overwrites `y` with the maxima of the activated
+    /// output, and `chosen` with their positions in the windows ([`pool::cuda::forward`]). `raw` has room for the
+    /// output before pooling; its contents are unspecified afterwards.
     ///
     /// # Errors
     /// If the work cannot be enqueued.
@@ -247,8 +247,8 @@ impl Conv {
         self.run_selected(stream, images, &Operands::backward_input(weights, dy, dx, workspace))
     }
 
-    /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images, given that of the
-    /// output before its activation.
+    /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images, given that
+    /// of the output before its activation.
     ///
     /// # Errors
     /// If the work cannot be enqueued.
@@ -327,8 +327,8 @@ impl Conv {
         selection.and_then(|selection| selection.algorithm.as_ref())
     }
 
-    /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass with bias and
-    /// activation.
+    /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass
+    /// with bias and activation.
     #[track_caller]
     fn run(
         &self,

@@ -49,7 +49,8 @@ pub(super) trait LibraryLayer: Send + Sync {
     /// The library's name and version.
     fn version(&self) -> String;
 
-    /// Algorithms worth benchmarking that need a workspace of at most `limit` bytes, and notes about those that are not usable.
+    /// Algorithms worth benchmarking that need a workspace of at most `limit` bytes, and notes about those that are
+    /// not usable.
     fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>);
 
     /// Bytes of workspace that an algorithm needs.
@@ -58,8 +59,8 @@ pub(super) trait LibraryLayer: Send + Sync {
     /// If the library does not support it for this layer.
     fn workspace(&self, pass: Pass, algorithm: &LibraryAlgorithm) -> Result<usize>;
 
-    /// Computes a pass. In the forward pass a [fused](crate::cuda::algorithm::Form::Fused) algorithm adds the bias and applies
-    /// the activation; other algorithms leave both to the caller.
+    /// Computes a pass. In the forward pass a [fused](crate::cuda::algorithm::Form::Fused) algorithm adds the bias
+    /// and applies the activation; other algorithms leave both to the caller.
     ///
     /// # Errors
     /// If the library refuses.

@@ -288,6 +288,10 @@ mod tests {
         let first = conv(1, 28, 64, 5);
         assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 25 * 4);
         let tiny = conv(8, 2, 8, 1);
-        assert_eq!(workspace_bytes(&tiny, 1, Precision::Tf32), 0, "a single slice writes to the result directly");
+        assert_eq!(
+            workspace_bytes(&tiny, 1, Precision::Tf32),
+            0,
+            "a single slice writes to the result directly"
+        );
     }
 }

@@ -40,8 +40,8 @@ struct LinesOfDepth {
     static __device__ u32 at(u32 line, u32 word) { return line * STRIDE + word; }
 };
 
-// Words of one depth one after another, a word for each line. Here the padding keeps a fragment's four depths in different
-// banks.
+// Words of one depth one after another, a word for each line. Here the padding keeps a fragment's four depths in
+// different banks.
 template <u32 SIDE>
 struct DepthsOfLines {
     static constexpr u32 STRIDE = SIDE + 8, WORDS = TILE_WORDS * STRIDE;

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_algorithm_is_read_as_it_was_written() {
+    fn an_algorithm_survives_encode_and_decode() {
         for form in Form::ALL {
             let opaque = LibraryAlgorithm::cublaslt([0, 1, u64::MAX, 3, 4, 5, 6, 1 << 63], form);
             for algorithm in

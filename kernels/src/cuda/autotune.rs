@@ -1,11 +1,11 @@
 //! Autotuning: selects the fastest algorithm for a pass by benchmarking, and caches the selection.
 //!
-//! The libraries have several algorithms for the same product, and this crate has a kernel of its own; which is the fastest
-//! depends on the shape, the GPU and the versions. So all candidates are benchmarked when a layer is set up, round-robin, on
-//! memory filled with numbers. What is timed is a captured graph of many runs: a training step runs them that way, the
-//! launch overhead stays out of the measurement, and algorithms that cannot be captured drop out. A candidate that fails, or
-//! whose results differ from those of the crate's own kernel, is rejected: a library that does not support a combination of
-//! types costs speed, but never makes a run fail.
+//! The libraries have several algorithms for the same product, and this crate has a kernel of its own; which is the
+//! fastest depends on the shape, the GPU and the versions. So all candidates are benchmarked when a layer is set up,
+//! round-robin, on memory filled with numbers. What is timed is a captured graph of many runs: a training step runs
+//! them that way, the launch overhead stays out of the measurement, and algorithms that cannot be captured drop out.
+//! A candidate that fails, or whose results differ from those of the crate's own kernel, is rejected: a library that
+//! does not support a combination of types costs speed, but never makes a run fail.
 //!
 //! The selection is written to the cache of compiled kernels, so that the next run computes with the same algorithms and
 //! therefore with the same rounding. When several ranks tune at the same time, the first one to write decides for all.
@@ -127,8 +127,8 @@ impl std::fmt::Display for Selection {
 /// Version of the autotuning rules; selections made under other rules are not used.
 const RULES_VERSION: &str = "2";
 
-/// The cache key: everything that a selection depends on. `problem` says what is computed, `own` is the source of this crate's
-/// kernel that the library is benchmarked against.
+/// The cache key: everything that a selection depends on. `problem` says what is computed, `own` is the source of
+/// this crate's kernel that the library is benchmarked against.
 pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, pass: Pass) -> String {
     let (architecture, driver) = (device.architecture(), device.driver());
     let machine = format!("{architecture:?} {driver:?} {}", device.multiprocessors());
@@ -146,8 +146,8 @@ pub(crate) fn key(device: &Device, library: &str, problem: &str, own: &Source, p
 
 const FILE: &str = "choice";
 
-/// The cached selection, or else the result of `tune`, which is then cached. A cached algorithm is used only if `supported` returns
-/// that it needs no larger workspace than it did.
+/// The cached selection, or else the result of `tune`, which is then cached. A cached algorithm is used only if
+/// `supported` returns that it needs no larger workspace than it did.
 pub(crate) fn cached_or_tuned(
     key: &str,
     supported: impl Fn(&LibraryAlgorithm) -> Result<usize>,
@@ -264,9 +264,9 @@ pub(crate) struct Outcome {
     pub(crate) rejected: Vec<Note>,
 }
 
-/// Runs this crate's own kernel (`run(None)`) and every candidate, and selects the fastest one that writes the same to
-/// `output`, up to rounding. If there is a `bias` (f32), a NaN in the bias has to appear in the results as well: a library's
-/// ReLU may turn NaN into zero, and a diverged training run would then continue unnoticed.
+/// Runs this crate's own kernel (`run(None)`) and every candidate, and selects the fastest one that writes the same
+/// to `output`, up to rounding. If there is a `bias` (f32), a NaN in the bias has to appear in the results as well: a
+/// library's ReLU may turn NaN into zero, and a diverged training run would then continue unnoticed.
 pub(crate) fn tune(
     stream: &Stream,
     precision: Precision,
@@ -325,7 +325,8 @@ pub(crate) fn tune(
             }
         }
     }
-    // Round-robin, so that a GPU that is still cold, or busy with other work for a moment, slows down all candidates alike.
+    // Round-robin, so that a GPU that is still cold, or busy with other work for a moment, slows down all candidates
+    // alike.
     for _ in 0..ROUNDS {
         for benchmark in &mut benchmarks {
             benchmark.run(stream)?;

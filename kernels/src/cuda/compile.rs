@@ -15,8 +15,8 @@ use super::{cache, libraries};
 /// The text that every source begins with.
 pub const PRELUDE: &str = include_str!("device.cuh");
 
-/// The compute capabilities that kernels are compiled for in the tests, from Turing to Blackwell: those for which a
-/// compiler's output differs. GPUs with a capability in between run that of the next lower one.
+/// The compute capabilities from Turing to Blackwell for which compilers generate different code. Tests compile all
+/// kernels for them; at run time a kernel is compiled for the capability of the GPU at hand.
 pub const ARCHITECTURES: [(u32, u32); 7] = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)];
 
 /// The CUDA C++ source of one operation.
@@ -122,7 +122,7 @@ struct Compiler {
 }
 
 /// `nvrtcProgram`.
-type Handle = *mut c_void;
+type ProgramHandle = *mut c_void;
 /// `nvrtcResult`; 0 is success.
 type Status = c_int;
 
@@ -133,22 +133,22 @@ libraries::functions! {
         error_string = nvrtcGetErrorString(Status) -> *const c_char;
         architectures_len = nvrtcGetNumSupportedArchs(*mut c_int) -> Status;
         architectures = nvrtcGetSupportedArchs(*mut c_int) -> Status;
-        create = nvrtcCreateProgram(*mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> Status;
-        destroy = nvrtcDestroyProgram(*mut Handle) -> Status;
-        compile = nvrtcCompileProgram(Handle, c_int, *const *const c_char) -> Status;
-        log_len = nvrtcGetProgramLogSize(Handle, *mut usize) -> Status;
-        log = nvrtcGetProgramLog(Handle, *mut c_char) -> Status;
-        ptx_len = nvrtcGetPTXSize(Handle, *mut usize) -> Status;
-        ptx = nvrtcGetPTX(Handle, *mut c_char) -> Status;
-        cubin_len = nvrtcGetCUBINSize(Handle, *mut usize) -> Status;
-        cubin = nvrtcGetCUBIN(Handle, *mut c_char) -> Status;
+        create = nvrtcCreateProgram(*mut ProgramHandle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> Status;
+        destroy = nvrtcDestroyProgram(*mut ProgramHandle) -> Status;
+        compile = nvrtcCompileProgram(ProgramHandle, c_int, *const *const c_char) -> Status;
+        log_len = nvrtcGetProgramLogSize(ProgramHandle, *mut usize) -> Status;
+        log = nvrtcGetProgramLog(ProgramHandle, *mut c_char) -> Status;
+        ptx_len = nvrtcGetPTXSize(ProgramHandle, *mut usize) -> Status;
+        ptx = nvrtcGetPTX(ProgramHandle, *mut c_char) -> Status;
+        cubin_len = nvrtcGetCUBINSize(ProgramHandle, *mut usize) -> Status;
+        cubin = nvrtcGetCUBIN(ProgramHandle, *mut c_char) -> Status;
     }
 }
 
 /// A program, destroyed when dropped.
 struct Program<'a> {
     compiler: &'a Compiler,
-    handle: Handle,
+    handle: ProgramHandle,
 }
 
 impl Drop for Program<'_> {
@@ -159,8 +159,8 @@ impl Drop for Program<'_> {
 }
 
 /// The functions that return the length of an output, and the output itself.
-type Len = unsafe extern "C" fn(Handle, *mut usize) -> Status;
-type Get = unsafe extern "C" fn(Handle, *mut c_char) -> Status;
+type Len = unsafe extern "C" fn(ProgramHandle, *mut usize) -> Status;
+type Get = unsafe extern "C" fn(ProgramHandle, *mut c_char) -> Status;
 
 impl Program<'_> {
     /// The output that `get` writes; `len` returns its length.

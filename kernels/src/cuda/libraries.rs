@@ -277,7 +277,10 @@ fn load(library: &LibrarySpec, file: &Path) -> Result<(), String> {
     if has(&opened, library.symbol) { Ok(()) } else { Err(format!("it has no {}", library.symbol)) }
 }
 
-fn open_globally(file: &Path, when: std::ffi::c_int) -> Result<std::mem::ManuallyDrop<unix::Library>, String> {
+fn open_globally(
+    file: &Path,
+    when: std::ffi::c_int,
+) -> Result<std::mem::ManuallyDrop<unix::Library>, String> {
     // SAFETY: opening runs the file's initialisers. They are trusted as far as the places of the search order are: an
     // explicit choice of the user, the system's libraries, the user's own toolkit and Python environments.
     let library = unsafe { unix::Library::open(Some(file), when | RTLD_GLOBAL) };
@@ -311,9 +314,7 @@ mod tests {
         };
         let text = open(&NOWHERE).unwrap_err().to_string();
         assert!(
-            text.starts_with(
-                "libof-no-machine.so.2 (nothing) was not found; searched: the system's loader"
-            ),
+            text.starts_with("libof-no-machine.so.2 (nothing) was not found; searched: the system's loader"),
             "{text}"
         );
         assert!(text.ends_with("; do without it, or set MGPU_OF_NO_MACHINE to its path"), "{text}");

@@ -97,7 +97,8 @@ impl Stream {
         device.bind()?;
         let (_, highest) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
         let kind = result::stream::StreamKind::NonBlocking;
-        let raw = result::stream::create_with_priority(kind, highest).context("cuStreamCreateWithPriority")?;
+        let raw =
+            result::stream::create_with_priority(kind, highest).context("cuStreamCreateWithPriority")?;
         Ok(Stream { device: Arc::clone(device), raw })
     }
 

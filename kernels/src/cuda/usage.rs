@@ -26,7 +26,8 @@ pub(super) fn parse(log: &str) -> Vec<Usage> {
             // A missing number is zero.
             if line.contains("bytes stack frame") {
                 usage.stack = number_before(line, " bytes stack frame");
-                usage.spills = number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
+                usage.spills =
+                    number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
             } else if line.contains("Used ") {
                 usage.registers = number_before(line, " registers");
                 usage.shared = number_before(line, " bytes smem");

@@ -1,24 +1,25 @@
-//! Dense layers on the CPU, with the activation that follows them.
+//! Dense layers on the CPU, fused with the activation that follows them.
 //!
-//! All three passes are products on the register tile of `gemm`, which wants one operand with its columns together in
-//! panels, and the other with rows that do not fall on the same few lines of the cache, as rows of a power of two of
-//! elements do. So each operand is copied in blocks, which are then used from the L1 and L2 caches; of the weights, by far
-//! the largest, each element is read from memory once a pass.
+//! All three passes are products of the register tile of `gemm`. It needs one operand with contiguous columns in
+//! panels, and the other with rows that do not map to the same few cache sets, as rows with a power of two of
+//! elements do. So each operand is copied in blocks, which are then used from the L1 and L2 caches; each element of
+//! the weights, by far the largest operand, is read from memory once per pass.
 //!
-//! - Forward, both operands are contiguous along the sum. The smaller one is transposed to panels: the samples as a rule,
-//!   which makes yᵀ, transposed back at the end; the weights, if there are fewer outputs than samples. Threads own rows of
-//!   the other.
-//! - Backward, the inputs are the columns of both products, dw = dyᵀ·x and dx = dy·W, and threads own inputs.
+//! - In the forward pass both operands are contiguous along the sum. The smaller one is transposed to panels: usually
+//!   the samples, which gives yᵀ, transposed back at the end; the weights, if there are fewer outputs than samples.
+//!   Threads own rows of the other operand.
+//! - In the backward pass the inputs are the columns of both products, dw = dyᵀ·x and dx = dy·W, and threads own
+//!   inputs.
 //!
-//! Which thread computes an element does not show in it: sums run over blocks of the depth in order.
+//! The result does not depend on which thread computes an element: sums run over blocks of the depth in order.
 
 use std::ops::Range;
 
 use super::DenseShape;
 use crate::AlignedVec;
-use crate::gemm::ahead::Ahead;
 use crate::gemm::block::{Block, Columns};
 use crate::gemm::panels::{Panels, copy_rows};
+use crate::gemm::prefetch::Prefetch;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
@@ -26,16 +27,16 @@ use crate::threads::{PerPart, Rows, Threads};
 
 use crate::Scratch;
 
-/// Multiply-adds below which another thread does not pay: about 10 microseconds.
+/// With fewer multiply-adds another thread is not worth it: about 10 microseconds.
 const WORTH_ANOTHER_THREAD: usize = 1 << 20;
 
-/// The depth of a block of the forward pass: a tile's rows of it are 28 KiB.
+/// The depth of a block of the forward pass: a tile's rows take 28 KiB.
 const FORWARD_DEPTH: usize = 512;
 
-/// The depth of a block of the weights' gradient, which few batches exceed: results are written once.
+/// The depth of a block of the weights' gradient. Few batches are larger, so results are written once.
 const SAMPLES: usize = 512;
 
-/// The depth of a block of the input's gradient: a panel of it is 24 KiB, and 64 samples are 48 KiB.
+/// The depth of a block of the input's gradient: a panel takes 24 KiB, and 64 samples take 48 KiB.
 const BACKWARD_DEPTH: usize = 192;
 
 /// Columns of the inputs or weights that the backward pass packs at a time.
@@ -48,32 +49,34 @@ pub struct Dense {
     slope: Option<f32>,
 }
 
-/// What the backward pass starts from: all of the last forward pass, and the gradient of its result.
+/// Inputs of the backward pass: operands and result of the last forward pass, and the gradient of the result.
 #[derive(Debug, Clone, Copy)]
 pub struct Backward<'a> {
     /// Input, \[N, I\].
     pub x: &'a [f32],
     /// Weights, \[O, I\]: those of the forward pass.
     pub weights: &'a [f32],
-    /// Result \[N, O\], after the activation; only the signs of its elements matter. Not read without an activation.
+    /// Result \[N, O\], after the activation; only the signs of its elements are used. Not read without an
+    /// activation.
     pub y: &'a [f32],
     /// Gradient of `y`.
     pub dy: &'a [f32],
 }
 
-/// Elements from one row to the next of a copy: whole cache lines, of an odd number, so that rows fall on all of a cache.
-fn apart(columns: usize) -> usize {
+/// Elements from one row of a copy to the next: an odd number of whole cache lines, so that rows map to all cache sets.
+fn padded_stride(columns: usize) -> usize {
     columns.next_multiple_of(16) | 16
 }
 
-/// `depth` in equal blocks of at most `most`, whole cache lines each but for the last: the length of a block.
+/// The length of a block when `depth` is divided into equal blocks of at most `most`, of whole cache lines each
+/// (except for the last).
 fn block_of(depth: usize, most: usize) -> usize {
     depth.div_ceil(depth.div_ceil(most).max(1)).next_multiple_of(16).max(16)
 }
 
 impl Dense {
-    /// Gets ready to compute a layer of `shape`, activated with `slope` for negative values (see [`crate::activation`]);
-    /// `None` for no activation.
+    /// Sets up a layer of `shape`, activated with `slope` for negative values (see [`crate::activation`]); `None` for
+    /// no activation.
     pub fn new(shape: DenseShape, slope: Option<f32>) -> Dense {
         assert!(shape.inputs > 0 && shape.outputs > 0, "a dense layer has inputs and outputs");
         Dense { shape, slope }
@@ -106,7 +109,7 @@ impl Dense {
             return;
         }
         let columns = RowsAsColumns { count: samples, depth: inputs };
-        let row = apart(samples);
+        let row = padded_stride(samples);
         let (packed, transposed) =
             shared.reserve(columns.packed_len() + outputs * row).split_at_mut(columns.packed_len());
         columns.pack(threads, x, packed);
@@ -119,8 +122,8 @@ impl Dense {
         });
     }
 
-    /// Overwrites `dw` and `db` with the gradients of weights and bias, summed over all samples, and `dx` with that of the
-    /// input if it is asked for.
+    /// Overwrites `dw` and `db` with the gradients of weights and bias, summed over all samples, and `dx`, if given,
+    /// with the gradient of the input.
     ///
     /// # Panics
     /// If lengths do not fit the shape.
@@ -143,8 +146,8 @@ impl Dense {
         assert!(dx.as_ref().is_none_or(|dx| dx.len() == x.len()), "gradient of a dense layer's input");
         let Scratch { parts, shared } = scratch;
 
-        // The gradient before the activation, in rows that suit both products.
-        let row = apart(outputs);
+        // The gradient before the activation, with a row stride that suits both products.
+        let row = padded_stride(outputs);
         let dz = shared.reserve(samples * row);
         let grain = (1 << 15) / (samples * PANEL).max(1) + 1;
         let columns = Columns::new(Block::new(dz, samples, outputs, row), PANEL);
@@ -207,7 +210,7 @@ impl RowsAsColumns {
         self.count.next_multiple_of(PANEL)
     }
 
-    /// The depth of a block: half as deep for a single panel, so that it and a tile's rows fit the L1 cache.
+    /// The depth of a block: half as deep for a single panel, so that the panel and a tile's rows fit the L1 cache.
     fn block(&self) -> usize {
         block_of(self.depth, if self.count <= PANEL { FORWARD_DEPTH / 2 } else { FORWARD_DEPTH })
     }
@@ -240,7 +243,7 @@ impl RowsAsColumns {
         );
     }
 
-    /// Multiplies `rows` rows of the same depth with the packed columns.
+    /// Multiplies `rows` rows of the same depth by the packed columns.
     #[expect(clippy::too_many_arguments, reason = "two operands and a result")]
     fn multiply(
         &self,
@@ -259,7 +262,7 @@ impl RowsAsColumns {
         let results = (Rows::new(c, c_row), PerPart::new(parts));
         threads.divide(rows, grain, results, |range, (c, part)| {
             let tiles = tiles(range.len());
-            let row = apart(block);
+            let row = padded_stride(block);
             let copy = part.own().reserve(range.len().div_ceil(tiles.max(1)) * row);
             for first in (0..self.depth).step_by(block) {
                 let depth = block.min(self.depth - first);
@@ -267,13 +270,13 @@ impl RowsAsColumns {
                 let last = first + depth == self.depth;
                 for tile in 0..tiles {
                     let (from, to) = (range.len() * tile / tiles, range.len() * (tile + 1) / tiles);
-                    // What the next tile will copy.
+                    // Prefetches what the next tile will copy.
                     let next = if tile + 1 < tiles {
                         (first, range.start + to)
                     } else {
                         (first + depth, range.start)
                     };
-                    let ahead = Ahead {
+                    let prefetch = Prefetch {
                         start: values.as_ptr().wrapping_add(next.1 * self.depth + next.0),
                         row: self.depth,
                         rows: if next.0 < self.depth { to - from } else { 0 },
@@ -297,14 +300,14 @@ impl RowsAsColumns {
                         start: if first == 0 { start } else { Start::Existing },
                         slope: if last { slope } else { 1.0 },
                     }
-                    .compute_ahead(&mut c.values[from * c_row..], c_row, ahead);
+                    .compute_prefetching(&mut c.values[from * c_row..], c_row, prefetch);
                 }
             }
         });
     }
 }
 
-/// `dw = dzᵀ · x` for some columns, the inputs of `x` with `dw.row_stride()` elements a row.
+/// `dw = dzᵀ · x` for some columns: those inputs of `x` that `dw` has.
 fn weight_gradient(
     scratch: &mut AlignedVec,
     x: &[f32],
@@ -327,8 +330,8 @@ fn weight_gradient(
         slope: 1.0,
     };
     if tiles == 1 || samples == 0 {
-        // Each element is read once: a copy would not pay.
-        product.compute_block(dw, Ahead::NONE);
+        // Each element is read once, so a copy is not worth it.
+        product.compute_block(dw, Prefetch::NONE);
         return;
     }
     let block = block_of(samples, SAMPLES);
@@ -342,7 +345,7 @@ fn weight_gradient(
             for tile in 0..tiles {
                 let (from, to) = (rows * tile / tiles, rows * (tile + 1) / tiles);
                 let next = to..rows * (tile + 2).min(tiles) / tiles;
-                let ahead = dw.ahead(next, part.clone());
+                let prefetch = dw.prefetch(next, part.clone());
                 Product {
                     rows: to - from,
                     columns: part.len(),
@@ -352,7 +355,7 @@ fn weight_gradient(
                     start: if first == 0 { Start::Zero } else { Start::Existing },
                     ..product
                 }
-                .compute_block(&mut dw.from(from, part.start), ahead);
+                .compute_block(&mut dw.from(from, part.start), prefetch);
             }
         }
     }
@@ -360,8 +363,9 @@ fn weight_gradient(
 
 /// `dx = dz · W` for some columns.
 ///
-/// While one block of the weights is used, the next is copied: memory is asked for during the product of each panel, and
-/// copied after it. Much earlier would be too early, for the rows of a block fall on few lines of the cache.
+/// While one block of the weights is used, the next one is copied: its memory is prefetched during the product of
+/// each panel, and copied after it. Prefetching much earlier would be too early, since the rows of a block map to few
+/// cache sets.
 fn input_gradient(
     scratch: &mut AlignedVec,
     weights: &[f32],
@@ -383,13 +387,13 @@ fn input_gradient(
         slope: 1.0,
     };
     if outputs <= 12 || tiles(samples) == 1 {
-        // The rows of a panel fit the cache wherever they are, or are used once: a copy would not pay.
-        product.compute_block(dx, Ahead::NONE);
+        // The rows of a panel fit the cache anyway, or are used once, so a copy is not worth it.
+        product.compute_block(dx, Prefetch::NONE);
         return;
     }
     let block = block_of(outputs, BACKWARD_DEPTH);
     let depths = outputs.div_ceil(block);
-    // Blocks follow each other along the depth first.
+    // Consecutive blocks follow the depth first.
     let blocks = columns.len().div_ceil(WIDTH) * depths;
     let block_at = |index: usize| {
         let at = columns.start + index / depths * WIDTH;
@@ -406,16 +410,16 @@ fn input_gradient(
         let depth = rows.len();
         let count = panels.columns.len().div_ceil(PANEL);
         for (panel, values) in packed.chunks_exact(PANEL * depth).take(count).enumerate() {
-            // The rows of the next block that are asked for during this panel and the next.
+            // The rows of the next block to prefetch during this panel and the next.
             let share = |panel: usize| {
                 next.as_ref().map(|(_, rows)| {
                     let at = |panel: usize| rows.start + rows.len() * panel.min(count) / count;
                     at(panel)..at(panel + 1)
                 })
             };
-            let ahead = match (&next, share(panel + 1)) {
-                (Some((panels, _)), Some(rows)) => panels.ahead(rows),
-                _ => Ahead::NONE,
+            let prefetch = match (&next, share(panel + 1)) {
+                (Some((panels, _)), Some(rows)) => panels.prefetch(rows),
+                _ => Prefetch::NONE,
             };
             let at = panels.columns.start - columns.start + panel * PANEL;
             Product {
@@ -426,7 +430,7 @@ fn input_gradient(
                 start: if rows.start == 0 { Start::Zero } else { Start::Existing },
                 ..product
             }
-            .compute_block(&mut dx.from(0, at), ahead);
+            .compute_block(&mut dx.from(0, at), prefetch);
             if let (Some((panels, rows)), Some(part)) = (&next, share(panel)) {
                 panels.pack_part(rows.clone(), part, other);
             }
@@ -435,7 +439,7 @@ fn input_gradient(
     }
 }
 
-/// Adds the bias to all rows and activates them.
+/// Adds the bias to all rows and applies the activation.
 struct Finish<'a> {
     y: &'a mut [f32],
     bias: &'a [f32],
@@ -456,7 +460,7 @@ impl Task for Finish<'_> {
     }
 }
 
-/// Copies some columns of `dy` to `dz`, through the activation, and sums them up.
+/// Copies some columns of `dy` to `dz`, applies the activation's gradient, and sums them.
 struct Activation<'a, 'b> {
     slope: Option<f32>,
     y: &'a [f32],

@@ -1,8 +1,8 @@
-//! Dense layers on a GPU: a dense layer is a convolution with a kernel of 1 × 1 of images of one pixel.
+//! Dense layers on a GPU: a dense layer is a convolution with a 1×1 kernel on images of one pixel.
 //!
-//! So every pass is the convolution's; what is said [there](crate::conv::cuda) about types, workspace, panics and errors
-//! holds here. A layer by the fastest kernels there are, a library's among them, is a
-//! [`Conv`](crate::conv::gpu::Conv) of the same [convolution].
+//! So every pass is that of the convolution, and [its rules](crate::conv::cuda) for types, workspace, panics and
+//! errors apply here. For a layer that uses the fastest available kernels, including a library's, set up a
+//! [`Conv`](crate::conv::gpu::Conv) with the same [convolution].
 
 use super::DenseShape;
 use crate::Precision;
@@ -29,7 +29,7 @@ pub fn workspace_bytes(shape: &DenseShape, samples: usize, precision: Precision)
     conv::cuda::workspace_bytes(&convolution(shape), samples, precision)
 }
 
-/// Overwrites `y` \[N, O\] with `x · Wᵀ + b`, activated: `v` where it is positive, else `slope · v`.
+/// Overwrites `y` \[N, O\] with `x · Wᵀ + b`, activated: `v` for positive values, `slope · v` otherwise.
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn forward(

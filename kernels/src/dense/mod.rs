@@ -7,7 +7,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// The extents of a dense layer, but for the number of samples.
+/// The extents of a dense layer, except for the number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DenseShape {
     /// Features of a sample of the input, I.
@@ -23,7 +23,7 @@ mod tests {
     use crate::threads::Threads;
     use proptest::prelude::*;
 
-    /// A layer's results by the definition, in f64.
+    /// The results of a layer by the definition, in f64.
     struct Expected {
         y: Vec<f64>,
         dw: Vec<f64>,
@@ -31,7 +31,7 @@ mod tests {
         dx: Vec<f64>,
     }
 
-    /// `signs` are those of the result that the backward pass is given.
+    /// `signs` has the signs of the result that the backward pass is given.
     fn reference(shape: DenseShape, slope: f32, [x, w, b, dy, signs]: [&[f32]; 5]) -> Expected {
         let DenseShape { inputs, outputs } = shape;
         let mut y: Vec<f64> = (0..dy.len()).map(|at| f64::from(b[at % outputs])).collect();
@@ -53,7 +53,8 @@ mod tests {
         Expected { y, dw, db, dx }
     }
 
-    /// Two layers in turn, so that scratch memory holds something else, against the definition and against each other.
+    /// Runs two layers in turn, so that scratch memory has other contents, and compares with the definition and with
+    /// each other.
     fn check(shape: DenseShape, samples: usize, counts: &[usize], slope: Option<f32>, off: f64) {
         let DenseShape { inputs, outputs } = shape;
         let (x, w) = (random(samples * inputs, 1), random(outputs * inputs, 2));
@@ -67,7 +68,7 @@ mod tests {
                 let mut y = vec![f32::NAN; dy.len()];
                 layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y);
                 let result = y.clone();
-                // What dropout may do to a result before it is given back.
+                // As dropout changes a result before the backward pass.
                 y.iter_mut().for_each(|y| *y *= 2.0);
                 let (mut dw, mut db) = (vec![f32::NAN; w.len()], vec![f32::NAN; outputs]);
                 let (mut dx, mut same) = (vec![f32::NAN; x.len()], vec![f32::NAN; w.len()]);
@@ -85,7 +86,7 @@ mod tests {
                     first = Some(results);
                     continue;
                 };
-                assert!(*first == results, "other bits on {count} threads or in another step");
+                assert!(*first == results, "the bits differ with {count} threads or in another step");
             }
         }
     }
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn large_layers_are_shared_among_threads() {
+    fn large_layers_are_divided_among_threads() {
         for (inputs, outputs, samples) in [(700, 300, 60), (1100, 40, 150), (513, 600, 33), (40, 30, 700)] {
             check(DenseShape { inputs, outputs }, samples, &[1, 2, 3], Some(0.1), 5e-5);
         }

@@ -3,20 +3,20 @@
 use crate::rng::splitmix64;
 use crate::simd::{Simd, Task, dispatch};
 
-/// Number of elements that are infinite or not a number.
+/// Number of non-finite elements (NaN or Inf).
 pub fn count_non_finite(values: &[f32]) -> u64 {
-    dispatch(NotFinite(values))
+    dispatch(CountNonFinite(values))
 }
 
 /// Counts in a plain loop, compiled for the vectors of each processor.
-struct NotFinite<'a>(&'a [f32]);
+struct CountNonFinite<'a>(&'a [f32]);
 
-impl Task for NotFinite<'_> {
+impl Task for CountNonFinite<'_> {
     type Output = u64;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> u64 {
         let mut total = 0;
-        // A block's count is as narrow as the elements are, for the sake of vectors.
+        // A block's counter is as wide as the elements, so that the loop vectorises.
         for block in self.0.chunks(1 << 12) {
             let mut count = 0u32;
             for value in block {
@@ -28,32 +28,32 @@ impl Task for NotFinite<'_> {
     }
 }
 
-/// Elements of a cache line, and lines of which one is looked at.
+/// Elements of a cache line, and the number of lines of which one is checked.
 const LINE: usize = 16;
 const LINES: usize = 32;
 
-/// Whether elements that are infinite or not a number are among some of them: one cache line of 32, another one for another
-/// `turn`; all lines in 32 turns. That touches as little memory. The lines of neighbouring groups differ, so that columns of
-/// a matrix, which such elements may fill, are met as rows of 512 elements are.
-pub fn sample_has_non_finite(values: &[f32], turn: u64) -> bool {
-    dispatch(OneLineOfMany { values, turn: (turn % LINES as u64) as usize })
+/// Whether a sample of the elements has non-finite ones: one cache line in 32, another one in each `step`, so that 32
+/// steps check all lines. This reads one 32nd of the memory. The sampled lines of consecutive groups differ, so that a
+/// step finds not only non-finite runs of 512 elements, but also non-finite columns of a large matrix.
+pub fn sample_has_non_finite(values: &[f32], step: u64) -> bool {
+    dispatch(SampledLines { values, step: (step % LINES as u64) as usize })
 }
 
-struct OneLineOfMany<'a> {
+struct SampledLines<'a> {
     values: &'a [f32],
-    turn: usize,
+    step: usize,
 }
 
-impl Task for OneLineOfMany<'_> {
+impl Task for SampledLines<'_> {
     type Output = bool;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> bool {
         let (lines, rest) = self.values.as_chunks::<LINE>();
         let (groups, odd) = lines.as_chunks::<LINES>();
-        // Lane by lane, so that a line is a vector or two.
+        // Counts by lane, so that a line is one or two vectors.
         let mut counts = [0u32; LINE];
         for (index, group) in groups.iter().enumerate() {
-            let line = &group[(index + index / LINES + self.turn) % LINES];
+            let line = &group[(index + index / LINES + self.step) % LINES];
             for lane in 0..LINE {
                 counts[lane] += u32::from(!line[lane].is_finite());
             }
@@ -64,13 +64,13 @@ impl Task for OneLineOfMany<'_> {
     }
 }
 
-/// The sum of all elements' squares, in f64. Its order depends on the length alone, so that every processor finds the
-/// same bits.
+/// The sum of the squares of all elements, in f64. Its order depends on the length alone, so the bits are the same on
+/// every processor.
 pub fn sum_of_squares(values: &[f32]) -> f64 {
     dispatch(SumOfSquares(values))
 }
 
-/// Sums in as many lanes as keep the widest vectors busy.
+/// Sums in as many lanes as the widest vectors need.
 struct SumOfSquares<'a>(&'a [f32]);
 
 impl Task for SumOfSquares<'_> {

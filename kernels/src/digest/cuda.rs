@@ -1,4 +1,4 @@
-//! Digests on a GPU: the arena is read once, and one number comes back.
+//! Digests on a GPU: the arena is read once, and one number is written.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::cuda::{Grid, Result, Source, StepState, Stream, View};
 /// The kernels.
 pub static SOURCE: Source = Source { name: "digest", text: include_str!("digest.cu") };
 
-/// Adds to `total`, one i64, the number of elements (f32 or bf16) that are infinite or not a number.
+/// Adds to `total`, one i64, the number of non-finite elements (f32 or bf16).
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -43,7 +43,7 @@ fn add(stream: &Stream, name: &str, values: View<'_>, total: View<'_>) -> Result
     unsafe { run(stream, &SOURCE, name, grid(stream, values.len().div_ceil(pack)), &arguments) }
 }
 
-/// What [`find_non_finite`] looks at in one go: `struct DigestPart` of the kernels.
+/// A range of a tensor that [`find_non_finite`] checks: `struct DigestPart` of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Part {
@@ -53,42 +53,42 @@ pub struct Part {
     sparse: u32,
 }
 
-/// Elements of a tensor that is looked at whole.
+/// Tensors with at most so many elements are checked completely in every step.
 pub const SMALL: usize = 1 << 16;
 
-/// Elements of a group, 16 of which are looked at.
+/// Elements of a group, 16 of which are checked in a step.
 const GROUP: usize = 512;
 
-/// Elements that a block looks at in one go, at most.
-const LONGEST: usize = 4096;
+/// Maximum number of elements of a part that one block checks at a time.
+const MAX_PART: usize = 4096;
 
-/// Cuts tensors, given by index and elements in an arena, into parts. Those with more than [`SMALL`] elements are to be looked
-/// at sparsely: 16 elements of 512 in a step, others in the next, so that all are in 32 steps.
+/// Divides tensors, given by index and range in an arena, into parts. Those with more than [`SMALL`] elements are
+/// sampled: 16 elements of 512 in a step, others in the next, so that 32 steps check all.
 ///
 /// # Panics
-/// If a tensor ends behind 2^31.
+/// If a tensor ends beyond 2^31.
 pub fn parts(tensors: impl IntoIterator<Item = (usize, Range<usize>)>) -> Vec<Part> {
     cut(tensors, SMALL)
 }
 
-/// As [`parts`], where every element is to be looked at in every step.
+/// As [`parts`], but every element is checked in every step.
 ///
 /// # Panics
-/// If a tensor ends behind 2^31.
+/// If a tensor ends beyond 2^31.
 pub fn whole_parts(tensors: impl IntoIterator<Item = (usize, Range<usize>)>) -> Vec<Part> {
     cut(tensors, usize::MAX)
 }
 
-/// Looks at tensors of up to `small` elements whole.
+/// Tensors of up to `small` elements are checked completely.
 fn cut(tensors: impl IntoIterator<Item = (usize, Range<usize>)>, small: usize) -> Vec<Part> {
     let mut parts = Vec::new();
     for (tensor, range) in tensors {
         let sparse = if range.len() > small { range.len() / GROUP * GROUP } else { 0 };
         let between = range.start + sparse;
         for (elements, sparse) in [(range.start..between, true), (between..range.end, false)] {
-            let longest = if sparse { LONGEST * GROUP / 16 } else { LONGEST };
-            for begin in elements.clone().step_by(longest) {
-                let len = longest.min(elements.end - begin);
+            let max_len = if sparse { MAX_PART * GROUP / 16 } else { MAX_PART };
+            for begin in elements.clone().step_by(max_len) {
+                let len = max_len.min(elements.end - begin);
                 parts.push(Part {
                     begin: count(begin),
                     len: count(len),
@@ -101,9 +101,8 @@ fn cut(tensors: impl IntoIterator<Item = (usize, Range<usize>)>, small: usize) -
     parts
 }
 
-/// Raises `found`, one i64, to `mark` + the index of a tensor, if `parts` (a table of [`Part`], as bytes, or a part of one) has one
-/// with elements that are infinite or not a number; to the largest, if several have. Does nothing where `state` says that an
-/// earlier step was the last.
+/// Raises `found`, one i64, to `mark` + the index of a tensor if one of the `parts` (a table of [`Part`], as bytes,
+/// or a range of one) has non-finite elements; to the largest if several have. Does nothing if `state` is halted.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -121,7 +120,7 @@ pub fn find_non_finite(
     StepState::check(state);
     let table = parts.len() / size_of::<Part>();
     check("a table of parts", parts, DType::U8, table * size_of::<Part>());
-    check("an arena to be looked through", values, DType::F32, values.len());
+    check("an arena to be checked", values, DType::F32, values.len());
     check("the mark of what is found", found, DType::I64, 1);
     assert!(parts.address().is_multiple_of(4) && aligned(1, &[found]), "addresses of parts and mark");
     if table == 0 {
@@ -131,6 +130,6 @@ pub fn find_non_finite(
     let arguments =
         [values.into(), len.into(), parts.into(), table.into(), state.into(), mark.into(), found.into()];
     let grid = Grid::new(table.min(blocks(stream)), 256);
-    // SAFETY: the kernel passes over parts that lie outside of the arena, and writes one number.
+    // SAFETY: the kernel skips parts that exceed the arena, and writes one number.
     unsafe { run(stream, &SOURCE, "digest_find_non_finite", grid, &arguments) }
 }

@@ -1,6 +1,6 @@
-// Looks at a whole arena: how many elements are not finite, and where one is; a hash of all. See mod.rs for the contract.
+// Digests of a whole arena: the number of non-finite elements, where one is, and a hash. See mod.rs for the contract.
 //
-// Counts and hashes are sums of integers, which any order of threads and blocks adds up to the same number.
+// Counts and hashes are sums of integers, so the order of threads and blocks does not change them.
 
 #define DIGEST_THREADS 256
 
@@ -31,33 +31,33 @@ KERNEL_BOUNDS(digest_non_finite_bf16, DIGEST_THREADS)(const bf16* values, u32 le
     digest_non_finite(values, len, packs, count);
 }
 
-// What is looked at in one go: a tensor, or some of it.
+// A range of a tensor to check.
 struct DigestPart {
     u32 begin;   // in the arena
     u32 len;
     u32 tensor;
-    u32 sparse;  // whether to look at one line in 32
+    u32 sparse;  // whether to check only one line in 32
 };
 
-// Elements of a line, and lines of which one is looked at.
+// Elements of a line, and the number of lines of which one is checked.
 #define DIGEST_LINE 16
 #define DIGEST_LINES 32
 
-// The element that is number i of those to be looked at in this turn.
-__device__ inline u32 digest_sparse(u32 begin, u32 i, u64 turn) {
+// The index in the arena of the i-th element to check in this step.
+__device__ inline u32 digest_sparse(u32 begin, u32 i, u64 step) {
     constexpr u32 GROUP = DIGEST_LINE * DIGEST_LINES;
     const u32 group = begin / GROUP + i / DIGEST_LINE;
-    const u32 line = (u32)((group + group / DIGEST_LINES + turn) % DIGEST_LINES);
+    const u32 line = (u32)((group + group / DIGEST_LINES + step) % DIGEST_LINES);
     return begin + i / DIGEST_LINE * GROUP + line * DIGEST_LINE + i % DIGEST_LINE;
 }
 
-// A block takes whole parts.
+// Each block checks whole parts.
 KERNEL_BOUNDS(digest_find_non_finite, DIGEST_THREADS)(
     const f32* values, u32 len, const DigestPart* parts, u32 count, const StepState* state, u64 mark, u64* found) {
     if (state->halted) return;
     for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
         const DigestPart part = parts[index];
-        // A table made for another arena looks at nothing outside of this one.
+        // With a table made for another arena, nothing outside of this one is read.
         if (part.begin > len || part.len > len - part.begin) continue;
         const u32 items = part.sparse ? part.len / DIGEST_LINES : part.len;
         bool bad = false;

@@ -1,12 +1,12 @@
-//! Looks at a whole arena: is everything in it a number, is it the same as on another rank, how long is it as a vector?
+//! Digests of a whole arena: is everything finite, is it the same as on another rank, what is its norm?
 //!
-//! Contract: `non_finite` is the number of elements that are infinite or not a number. `sum_of_squares` (of the CPU alone) is
-//! taken in f64, in an order that depends on the length alone. `hash` is the sum modulo 2^64,
-//! over all elements i < 2^32 of f32, of `splitmix64(i · 2^32 + b)` with the element's bits b (see [`crate::rng`]). A
-//! sum does not depend on the order in which it is taken, so that every backend and every partition of the work finds
-//! the same number; the index in each term makes it depend on the order of the elements. Arenas that differ in one
-//! element never share a hash, others once in 2^64: good against flipped bits and programs gone astray, not against
-//! somebody who looks for a collision.
+//! Contract: `count_non_finite` is the number of non-finite elements (NaN or Inf). `sum_of_squares` (CPU only) is
+//! taken in f64, in an order that depends on the length alone. `hash` is the sum modulo 2^64, over all elements i <
+//! 2^32 of f32, of `splitmix64(i · 2^32 + b)` with the element's bits b (see [`crate::rng`]). A sum of integers does
+//! not depend on its order, so every backend and every partition of the work computes the same number; the index in
+//! each term makes it depend on the order of the elements. Arenas that differ in one element never have the same
+//! hash, others once in 2^64: this protects against bit flips and software errors, not against an attacker who
+//! searches for a collision.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -21,7 +21,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bit_and_any_exchange_changes_the_hash(len in 2usize..200, at in 0usize..200, bit in 0u32..32) {
+        fn any_bit_flip_and_any_swap_changes_the_hash(len in 2usize..200, at in 0usize..200, bit in 0u32..32) {
             let values = random(len, 1);
             let mut other = values.clone();
             let at = at % len;
@@ -34,7 +34,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_is_the_one_of_the_contract() {
+    fn the_hash_follows_the_contract() {
         assert_eq!(cpu::hash(&[]), 0);
         let terms = [splitmix64(0x3f80_0000), splitmix64(1 << 32 | 0x8000_0000)];
         assert_eq!(cpu::hash(&[1.0, -0.0]), terms[0].wrapping_add(terms[1]));
@@ -50,23 +50,23 @@ mod tests {
     }
 
     #[test]
-    fn every_element_is_looked_at_in_its_turn_and_rows_and_columns_in_any() {
+    fn every_element_is_checked_within_32_steps_and_rows_and_columns_in_any_step() {
         for len in [0, 5, 16, 511, 512, 513, 1500] {
             for bad in 0..len {
                 let mut values = vec![1.0; len];
                 values[bad] = f32::NAN;
-                assert!((0..32).any(|turn| cpu::sample_has_non_finite(&values, turn)), "{bad} of {len}");
+                assert!((0..32).any(|step| cpu::sample_has_non_finite(&values, step)), "{bad} of {len}");
             }
-            assert!((0..32).all(|turn| !cpu::sample_has_non_finite(&vec![1.0; len], turn)));
+            assert!((0..32).all(|step| !cpu::sample_has_non_finite(&vec![1.0; len], step)));
         }
         for (rows, columns) in [(1024, 6272), (200, 1024), (512, 512)] {
-            for turn in [0, 5] {
+            for step in [0, 5] {
                 let mut values = vec![0.5; rows * columns];
                 values[columns * 7..columns * 8].fill(f32::INFINITY);
-                assert!(cpu::sample_has_non_finite(&values, turn), "a row of {rows}x{columns}");
+                assert!(cpu::sample_has_non_finite(&values, step), "a row of {rows}x{columns}");
                 let mut values = vec![0.5; rows * columns];
                 values.chunks_mut(columns).for_each(|row| row[columns / 3] = f32::NAN);
-                assert!(cpu::sample_has_non_finite(&values, turn), "a column of {rows}x{columns}");
+                assert!(cpu::sample_has_non_finite(&values, step), "a column of {rows}x{columns}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Dropout on the CPU: the mask is computed element by element where it is applied.
+//! Dropout on the CPU: the mask is computed for each element where it is applied.
 
 use super::{Mask, dropped, scale};
 use crate::Storage;
@@ -6,7 +6,7 @@ use crate::rng::Stream;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
-/// Elements below which another thread does not pay; each costs about a third of a nanosecond of mixing.
+/// Fewer elements are not worth another thread; each costs about a third of a nanosecond of hashing.
 const GRAIN: usize = 1 << 14;
 
 /// Zeroes or scales every element by the mask of training step `step`: values in the forward pass, gradients in the
@@ -43,7 +43,7 @@ struct Apply<'a, E> {
     threshold: u32,
     scale: f32,
     mask: &'a Mask,
-    /// The first pixel of `values`, counted from the first sample's.
+    /// Index of the first pixel of `values`, counted from that of the first sample.
     first: usize,
     values: &'a mut [E],
 }
@@ -58,7 +58,7 @@ impl<E: Storage> Task for Apply<'_, E> {
             let sample = first_sample + (pixel / plane) as u64;
             let element = sample * (channels * plane) as u64 + (pixel % plane) as u64;
             for (value, channel) in values.iter_mut().zip(0u64..) {
-                // Computed in any case, so that there is no branch: it would be mispredicted half the time.
+                // Computed for every element, to avoid a branch that would be mispredicted half the time.
                 let scaled = value.widen() * scale;
                 let kept = stream.bits24(element.wrapping_add(channel * plane as u64)) >= threshold;
                 *value = E::narrow(if kept { scaled } else { 0.0 });

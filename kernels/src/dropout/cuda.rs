@@ -1,7 +1,7 @@
-//! Dropout on a GPU: the mask is computed element by element where it is applied.
+//! Dropout on a GPU: the mask is computed for each element where it is applied.
 //!
-//! Masks are counted by the elements of \[N, C, P\] on every backend, while activations lie as \[N, P, C\] here: the
-//! kernel works out each element's number, so that GPUs and CPUs drop the same.
+//! Masks are indexed by the elements of \[N, C, P\] on every backend, while activations are \[N, P, C\] in memory:
+//! the kernel computes each element's index, so that GPUs and CPUs drop the same elements.
 
 use super::{Mask, dropped, scale};
 use crate::cuda::elements::{aligned, count, grid, pack, run, typed};
@@ -23,8 +23,8 @@ struct Parameters {
     scale: f32,
 }
 
-/// Zeroes or scales every element by the mask of the step that `state` counts: values in the forward pass, gradients in
-/// the backward pass.
+/// Zeroes or scales every element by the mask of the step in `state`: values in the forward pass, gradients in the
+/// backward pass.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

@@ -1,12 +1,12 @@
 // Dropout in place, of values and gradients alike. See mod.rs for the contract.
 //
-// Masks are numbered by the elements of [N, C, P]; here the same element lies at [N, P, C]. A thread therefore counts
-// P on for each further channel of its pack.
+// Masks are indexed by the elements of [N, C, P]; in memory the same element is at [N, P, C]. So the index grows by P
+// for each further channel of a thread's pack.
 
 struct DropoutMask {
     u64 seed;
     u64 stream;        // without the step, which is read from the device's memory
-    u64 first_sample;  // index in the batch of all ranks of the first sample here
+    u64 first_sample;  // index of this rank's first sample in the batch of all ranks
     u32 channels;
     u32 plane;
     u32 threshold;  // of 2^24: below it, an element is dropped

@@ -1,25 +1,26 @@
 //! Dropout: elements are zeroed with a given probability while training.
 //!
-//! Contract: element `i` of the batch becomes 0 with probability `p`, else `x / (1 − p)`, so that its expectation
-//! stays (Srivastava et al., "Dropout", JMLR 2014, in the inverted form). Whether it is kept depends on `(seed,
-//! stream, step, i)` alone, with `i` counted over the batch of all ranks: a batch split over ranks or threads drops
-//! what a single thread would have dropped. The backward pass applies the same mask to the gradient, regenerated
-//! rather than stored.
+//! Contract: element `i` of the batch becomes 0 with probability `p`, otherwise `x / (1 − p)`, which preserves its
+//! expectation (inverted dropout; Srivastava et al., "Dropout", JMLR 2014). Whether it is kept depends on `(seed,
+//! stream, step, i)` alone, with `i` counted over the batch of all ranks: a batch divided among ranks or threads
+//! drops what a single thread would have dropped. The backward pass applies the same mask to the gradient,
+//! regenerated rather than stored.
 //!
-//! Elements are counted as \[N, C, P\] (P = H·W), though they lie as \[N, P, C\]: a mask does not change with the layout.
+//! Elements are counted as \[N, C, P\] (P = H·W), although they are \[N, P, C\] in memory: a mask does not depend on
+//! the layout.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// Names the masks of one layer, one for each step, and the place of this rank's samples in them.
+/// Identifies the masks of one layer, one for each step, and the position of this rank's samples in them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mask {
     /// The run's seed.
     pub seed: u64,
     /// Distinguishes the layers of a run. The step is added to it, 16 bits higher.
     pub stream: u64,
-    /// Index in the batch of all ranks of the first sample here.
+    /// Index of this rank's first sample in the batch of all ranks.
     pub first_sample: u64,
     /// Channels of a sample, C.
     pub channels: usize,
@@ -34,7 +35,7 @@ impl Mask {
     }
 }
 
-/// Of 2^24 equally likely numbers, how many mean that an element is dropped.
+/// How many of 2^24 equally likely random numbers drop an element.
 ///
 /// # Panics
 /// Unless `probability` is in [0, 1).
@@ -43,7 +44,7 @@ fn dropped(probability: f32) -> u32 {
     (probability * (1 << 24) as f32) as u32
 }
 
-/// What the elements that are kept are multiplied with.
+/// The factor for elements that are kept.
 fn scale(probability: f32) -> f32 {
     1.0 / (1.0 - probability)
 }
@@ -57,12 +58,12 @@ mod tests {
     const MASK: Mask = Mask { seed: 3, stream: 9, first_sample: 0, channels: 10, plane: 7 };
 
     #[test]
-    fn the_share_of_dropped_elements_is_the_probability_and_the_rest_is_scaled() {
+    fn the_dropped_fraction_is_the_probability_and_other_elements_are_scaled() {
         for p in [0.2f32, 0.5, 0.75] {
             let mut values = vec![1.0; 105_000];
             cpu::apply(&Threads::new(2), p, &MASK, 0, &mut values);
             let dropped = values.iter().filter(|&&value| value == 0.0).count() as f32;
-            // The standard deviation of the share is below 0.0016.
+            // The standard deviation of the fraction is below 0.0016.
             assert!((dropped / 105_000.0 - p).abs() < 0.008, "{dropped}");
             assert!(values.iter().all(|&value| value == 0.0 || value == 1.0 / (1.0 - p)));
         }

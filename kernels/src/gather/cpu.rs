@@ -1,6 +1,6 @@
-//! Gathering on the CPU: a copy, next to the work on what it gives.
+//! Gathering on the CPU: a copy, cheap compared to the work on the batch.
 
-/// A data set, and perhaps an order of its samples.
+/// A data set and optionally an order of its samples.
 #[derive(Debug, Clone, Copy)]
 pub struct Samples<'a> {
     /// Pixels of all samples, one sample after the other.
@@ -11,7 +11,7 @@ pub struct Samples<'a> {
     pub order: Option<&'a [u32]>,
 }
 
-/// Overwrites `x` and `labels` with batch `position` of the order.
+/// Overwrites `x` and `labels` with the batch at `position` of the order.
 ///
 /// # Panics
 /// If the lengths do not fit each other, or the order names a sample that does not exist.
@@ -19,7 +19,7 @@ pub fn batch(samples: &Samples<'_>, position: u64, x: &mut [f32], labels: &mut [
     range(samples, position * labels.len() as u64, x, labels);
 }
 
-/// Overwrites `x` and `labels` with the samples from place `first` of the order.
+/// Overwrites `x` and `labels` with consecutive samples of the order, from index `first` on.
 ///
 /// # Panics
 /// As [`batch`].

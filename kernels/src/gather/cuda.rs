@@ -1,7 +1,7 @@
-//! Gathering on a GPU, from a data set that lives there.
+//! Gathering on a GPU, from a data set in its memory.
 //!
-//! What the CPU refuses, an order that names no sample or a place behind its end, cannot be told from here: it gives a
-//! row of NaNs with label 255, which makes the loss a NaN.
+//! An order that contains an invalid sample index, or an index beyond its end, is a panic on the CPU. A GPU cannot
+//! report it from a kernel: it writes a row of NaN with label 255, which makes the loss NaN.
 
 use crate::DType;
 use crate::cuda::elements::{aligned, check, count, grid, pack, run, typed};
@@ -10,7 +10,7 @@ use crate::cuda::{Arg, Result, Source, StepState, Stream, View};
 /// The kernels.
 pub static SOURCE: Source = Source { name: "gather", text: include_str!("gather.cu") };
 
-/// A data set on a GPU, and perhaps an order of its samples.
+/// A data set on a GPU and optionally an order of its samples.
 #[derive(Debug, Clone, Copy)]
 pub struct Samples<'a> {
     /// Pixels of all samples (u8), one sample after the other.
@@ -35,7 +35,7 @@ struct Parameters {
 
 impl Samples<'_> {
     /// # Panics
-    /// If lengths or types do not fit each other, or a batch of `labels.len()` rows in `x`.
+    /// If lengths or types do not fit each other, or do not fit a batch of `labels.len()` rows in `x`.
     #[track_caller]
     fn parameters(&self, x: View<'_>, labels: View<'_>) -> Parameters {
         let samples = self.labels.len();
@@ -58,7 +58,7 @@ impl Samples<'_> {
         }
     }
 
-    /// Runs a kernel that is given `place` after the data set, and `more` after everything.
+    /// Runs a kernel whose arguments are the data set, `place`, the batch, and `more`.
     fn gather(
         &self,
         stream: &Stream,
@@ -81,14 +81,14 @@ impl Samples<'_> {
         let arguments: Vec<Arg> =
             arguments.into_iter().chain(more.iter().map(|more| (*more).into())).collect();
         let grid = grid(stream, if wide { x.len() / pack } else { x.len() });
-        // SAFETY: the lengths are those of the data set and of the batch; the kernel looks at each index before it uses
+        // SAFETY: the lengths are those of the data set and of the batch; the kernel checks each index before it uses
         // it.
         unsafe { run(stream, &SOURCE, &typed(name, x), grid, &arguments) }
     }
 }
 
-/// Overwrites `x` and `labels` with a part of the batch of the order at the position that `state` says: `part`, its index and the
-/// number of equal parts.
+/// Overwrites `x` and `labels` with one of several equal parts of the batch at the position in `state`. `part` is the
+/// index of the part and the number of parts.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -108,7 +108,7 @@ pub fn batch(
     samples.gather(stream, "gather_batch", state.into(), (x, labels), &[count(part), count(parts)])
 }
 
-/// Overwrites `x` and `labels` with the samples from place `first` of the order: for evaluation.
+/// Overwrites `x` and `labels` with consecutive samples of the order, from index `first` on: for evaluation.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

@@ -1,14 +1,14 @@
-// Batches out of a data set that lives on the device. See mod.rs for the contract.
+// Gathers batches from a data set in device memory. See mod.rs for the contract.
 //
-// An index that names no sample, by order or by number, gives a row of NaNs and a label that is no class: the loss
-// shows it, and nothing outside the data set is read.
+// An invalid index, in the order or beyond its end, gives a row of NaN and a label that is not a class: the loss
+// becomes NaN, and nothing outside the data set is read.
 
 #define GATHER_NO_LABEL 255
 
 struct GatherSource {
     const u8* images;
     const u8* labels;
-    const u32* order;  // null: the samples in their own order
+    const u32* order;  // null: the samples in the order of the data set
     u64 order_len;
     u32 samples;
     u32 sample_len;

@@ -1,11 +1,11 @@
-//! Gathering: from a data set in memory and an order of its samples to the inputs of a batch.
+//! Gathering: assembles the inputs of a batch from a data set in memory and an order of its samples.
 //!
-//! Contract: of M samples with `sample_len` bytes each and a label each, row j of a batch that begins at place `first`
-//! of the order is sample `s = order[first + j]`, or `s = first + j` where there is no order: `x[j, i] =
+//! Contract: the data set has M samples with `sample_len` bytes and a label each. Row j of a batch that begins at
+//! index `first` of the order is sample `s = order[first + j]`, or `s = first + j` without an order: `x[j, i] =
 //! pixel[s, i] / 255`, rounded once to the type of `x`, and `labels[j] = label[s]`. Batches of a training epoch are
-//! numbered: batch `position` begins at place `position · batch`.
+//! numbered: the batch at `position` begins at index `position · batch`.
 //!
-//! On a GPU the data set, as bytes, is copied once; then nothing of a step comes from the host.
+//! On a GPU the data set is copied once, as bytes; after that, a step copies nothing from the host.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -19,7 +19,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batches_hold_their_samples(samples in 1usize..20, len in 1usize..40, batch in 1usize..6, position in 0u64..4) {
+        fn batches_contain_their_samples(samples in 1usize..20, len in 1usize..40, batch in 1usize..6, position in 0u64..4) {
             let images: Vec<u8> = (0..samples * len).map(|i| (i * 37 % 256) as u8).collect();
             let labels: Vec<u8> = (0..samples).map(|i| (i * 3 % 10) as u8).collect();
             let order: Vec<u32> = (0..batch * 4).map(|i| (i * 7 % samples) as u32).collect();
@@ -37,7 +37,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_order_samples_come_as_they_lie() {
+    fn without_an_order_samples_are_in_the_order_of_the_data_set() {
         let data = Samples { images: &[0, 51, 255], labels: &[4, 5, 6], order: None };
         let (mut x, mut labels) = ([f32::NAN; 2], [0; 2]);
         cpu::range(&data, 1, &mut x, &mut labels);
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "sample 3 of 3")]
-    fn a_sample_that_does_not_exist_is_refused() {
+    fn an_invalid_sample_index_panics() {
         let data = Samples { images: &[0, 51, 255], labels: &[4, 5, 6], order: Some(&[3]) };
         cpu::range(&data, 0, &mut [0.0], &mut [0]);
     }

@@ -1,20 +1,21 @@
 //! GELU on the CPU: one pass over memory each.
 //!
-//! A library's `erf` takes one number at a time and branches. This one is a loop without branches, which the compiler
-//! vectorises. With t = |x|,
+//! The C library's `erf` takes one number at a time and branches. This one is a loop without branches, which the
+//! compiler vectorises. With t = |x|,
 //!
 //! Φ(−t) = exp(−t²/2) · P(w) / (t + 2), where w = (t − 2) / (t + 2),
 //!
-//! and P is the polynomial of degree 11 that interpolates (t + 2) · Φ(−t) · exp(t²/2) at Chebyshev's points, within
-//! 3.5·10⁻⁸ of it; the rest of the error is f32's rounding. (Shepherd and Laframboise, "Chebyshev approximation of (1 + 2x) exp(x²) erfc x in 0 ≤ x < ∞", Math. Comp. 36, 1981,
-//! have the form.) The exponential serves Φ and its derivative. Nothing is contracted to fused multiply-adds, so
-//! results are the same bits at every [`level`](crate::level).
+//! and P is the polynomial of degree 11 that interpolates (t + 2) · Φ(−t) · exp(t²/2) at Chebyshev points, with an
+//! error below 3.5·10⁻⁸; the rest of the error is f32's rounding. (The form is that of Shepherd and Laframboise,
+//! "Chebyshev approximation of (1 + 2x) exp(x²) erfc x in 0 ≤ x < ∞", Math. Comp. 36, 1981.) The same exponential is
+//! used for Φ and its derivative. Nothing is contracted to fused multiply-adds, so results are the same bits at every
+//! [`level`](crate::level).
 
 use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
-/// Elements below which another thread does not pay.
+/// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 13;
 
 /// Overwrites `y` with `x · Φ(x)`.
@@ -48,7 +49,7 @@ impl<E: Storage> Task for Forward<'_, E> {
     }
 }
 
-/// Turns the gradient of the output into that of the input, given the input.
+/// Replaces the gradient of the output in place by that of the input, given the input.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -80,7 +81,7 @@ impl<E: Storage> Task for Backward<'_, E> {
     }
 }
 
-/// The standard normal distribution at one place.
+/// The standard normal distribution at one point.
 struct Normal {
     /// Φ(x), within 2·10⁻⁷.
     below: f32,
@@ -88,7 +89,7 @@ struct Normal {
     density: f32,
 }
 
-/// P, from the highest power down.
+/// Coefficients of P, from the highest power down.
 const POLYNOMIAL: [f32; 12] = [
     -5.463_641e-5,
     -1.429_159e-4,
@@ -106,7 +107,7 @@ const POLYNOMIAL: [f32; 12] = [
 
 #[inline(always)]
 fn normal(x: f32) -> Normal {
-    // Farther out there is nothing left in an f32.
+    // Beyond this the result underflows in f32.
     let t = if x.abs() < 16.0 { x.abs() } else { 16.0 };
     let exponential = exp_minus(0.5 * t * t);
     let share = 1.0 / (t + 2.0);
@@ -123,12 +124,12 @@ fn normal(x: f32) -> Normal {
 /// 1 / √(2π).
 const FRAC_1_SQRT_2PI: f32 = 0.398_942_3;
 
-/// exp(−s) for s ≥ 0, as 2⁻ⁿ · exp(r) with |r| ≤ ln 2 / 2; 0 from 87 on, where results have fewer digits than an f32.
+/// exp(−s) for s ≥ 0, as 2⁻ⁿ · exp(r) with |r| ≤ ln 2 / 2; 0 from 87 on, where results are almost subnormal.
 #[inline(always)]
 fn exp_minus(s: f32) -> f32 {
-    // Added to a number below 2^22 it leaves the nearest integer in the lowest bits.
+    // Adding this to a number below 2^22 leaves the nearest integer in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts, of which the first has few enough bits for its multiples to be exact.
+    // ln 2 in two parts, of which the first has so few bits that its multiples are exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
     // 1/7!, 1/6!, … 1/0!.
     const SERIES: [f32; 8] =

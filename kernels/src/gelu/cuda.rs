@@ -1,4 +1,4 @@
-//! GELU on a GPU: one pass over memory each, by the compiler's own `erfcf` and `expf`.
+//! GELU on a GPU: one pass over memory each, with the compiler's `erfcf` and `expf`.
 
 use crate::cuda::elements::{check, count, grid, pack, packs, run, typed};
 use crate::cuda::{Result, Source, Stream, View};
@@ -12,12 +12,12 @@ pub static SOURCE: Source = Source { name: "gelu", text: include_str!("gelu.cu")
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If types or lengths differ, or the type is not one of activations.
+/// If types or lengths differ, or the type is neither f32 nor bf16.
 pub fn forward(stream: &Stream, x: View<'_>, y: View<'_>) -> Result<()> {
     visit(stream, "gelu_forward", x, y)
 }
 
-/// Turns the gradient of the output into that of the input, given the input.
+/// Replaces the gradient of the output in place by that of the input, given the input.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

@@ -1,11 +1,11 @@
 // The Gaussian error linear unit and its gradient. See mod.rs for the contract.
 
-// Probability that a standard normal number is below x. The complement keeps the digits of small ones.
+// The probability that a standard normal number is below x. `erfc` keeps the precision of small ones.
 __device__ inline f32 normal_below(f32 x) { return 0.5f * erfcf(-0.70710678f * x); }
 
 __device__ inline f32 gelu(f32 x) { return x * normal_below(x); }
 
-// Its derivative: the density is that of the standard normal distribution.
+// The derivative, with the density of the standard normal distribution.
 __device__ inline f32 gelu_slope(f32 x) {
     const f32 density = 0.39894228f * expf(-0.5f * x * x);
     return normal_below(x) + x * density;

@@ -1,12 +1,12 @@
 //! The Gaussian error linear unit (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016).
 //!
-//! Contract: `y = x · Φ(x)`, where Φ(x) = (1 + erf(x/√2)) / 2 is the probability that a standard normal number is below x:
-//! the exact form, PyTorch's default, and not the one with a hyperbolic tangent. The gradient is
-//! `dx = dy · (Φ(x) + x · φ(x))` with φ(x) = exp(−x²/2) / √(2π). It needs the input, so the output lies apart; the
-//! gradient of the input takes the place of the output's.
+//! Contract: `y = x · Φ(x)`, where Φ(x) = (1 + erf(x/√2)) / 2 is the probability that a standard normal number is
+//! below x: the exact form, PyTorch's default, and not the approximation with a hyperbolic tangent. The gradient is
+//! `dx = dy · (Φ(x) + x · φ(x))` with φ(x) = exp(−x²/2) / √(2π). It needs the input, so the output is separate
+//! memory; the gradient of the input replaces that of the output.
 //!
-//! Every implementation has Φ and φ within 2·10⁻⁷, so `y` within 2·10⁻⁷ · |x|, before it is rounded to its type. Minus
-//! infinity gives NaN, as in PyTorch.
+//! Every implementation computes Φ and φ within 2·10⁻⁷, so `y` within 2·10⁻⁷ · |x|, before it is rounded to its type.
+//! Minus infinity gives NaN, as in PyTorch.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -57,14 +57,14 @@ mod tests {
     }
 
     #[test]
-    fn the_reference_is_that_of_tables() {
+    fn the_reference_agrees_with_tables() {
         for (x, below) in [(0.0, 0.5), (1.0, 0.841_344_746_068_543), (-3.0, 1.349_898_031_630_09e-3)] {
             assert!((normal(x).0 - below).abs() < 1e-14, "{x}");
         }
         assert!((normal(-6.0).0 / 9.865_876_450_376_98e-10 - 1.0).abs() < 1e-13);
     }
 
-    /// A number of every size, a few hundred between each two powers of two.
+    /// Numbers of every magnitude, a few hundred between consecutive powers of two.
     #[test]
     fn both_passes_are_within_their_bound_everywhere() {
         let bits = (0..f32::INFINITY.to_bits()).step_by(20_011);
@@ -74,7 +74,7 @@ mod tests {
         cpu::backward(&Threads::new(2), &x, &mut dx);
         for ((&x, y), dx) in x.iter().zip(y).zip(dx) {
             let size = f64::from(x.abs());
-            // Numbers without all their bits are rounded to the next one.
+            // Subnormal results are rounded to the next subnormal number.
             let last = f64::from(f32::from_bits(1));
             assert!((f64::from(y) - reference(x)).abs() <= 2e-7 * size + last, "{x:e}: {y:e}");
             assert!((f64::from(dx) - slope(x)).abs() <= 2e-7, "{x:e}: {dx:e}");
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn small_values_keep_their_digits() {
+    fn small_values_keep_their_relative_precision() {
         let x: Vec<f32> = (0..9000).map(|i| -1e-3 * i as f32).collect();
         for (&x, y) in x.iter().zip(forward(&x)).skip(1) {
             assert!((f64::from(y) / reference(x) - 1.0).abs() < 1e-5, "{x}: {y:e}");
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_stays_one() {
+    fn nan_stays_nan() {
         let y = forward(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0]);
         assert!(y[0].is_nan() && y[1] == f32::INFINITY && y[2].is_nan() && y[3] == 0.0);
         let mut dx = [1.0, 1.0, f32::NAN];
@@ -109,7 +109,7 @@ mod tests {
         }
 
         #[test]
-        fn threads_and_bf16_change_nothing_but_the_last_rounding(len in 1usize..40_000, count in 1usize..4) {
+        fn threads_change_nothing_and_bf16_only_rounds_the_result(len in 1usize..40_000, count in 1usize..4) {
             let (x, dy) = (narrow(&random(len, 1)), narrow(&random(len, 2)));
             let wide = widen(&x);
             let (mut y, mut dx) = (vec![bf16::NAN; len], dy.clone());

@@ -1,9 +1,9 @@
-//! Rectangles of a row-major matrix, to be written by one thread each.
+//! Rectangles of a row-major matrix, each written by one thread.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::ahead::Ahead;
+use super::prefetch::Prefetch;
 use crate::threads::Divide;
 
 /// Exclusive access to some rows and columns of a matrix.
@@ -16,7 +16,8 @@ pub(crate) struct Block<'a> {
     values: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: a block is an exclusive borrow of its elements: it is made of a `&mut [f32]`, and no two parts of it share any.
+// SAFETY: a block is an exclusive borrow of its elements: it is made from a `&mut [f32]`, and no two parts of it
+// share an element.
 unsafe impl Send for Block<'_> {}
 
 impl<'a> Block<'a> {
@@ -46,10 +47,10 @@ impl<'a> Block<'a> {
         self.row_stride
     }
 
-    /// Some rows and columns, to be asked for before they are written.
-    pub(crate) fn ahead(&self, rows: Range<usize>, columns: Range<usize>) -> Ahead {
+    /// Some rows and columns to prefetch before they are written.
+    pub(crate) fn prefetch(&self, rows: Range<usize>, columns: Range<usize>) -> Prefetch {
         let start = self.corner.wrapping_add(rows.start * self.row_stride + columns.start);
-        Ahead { start, row: self.row_stride, rows: rows.len(), run: columns.len() }
+        Prefetch { start, row: self.row_stride, rows: rows.len(), run: columns.len() }
     }
 
     pub(super) fn corner(&mut self) -> *mut f32 {
@@ -78,7 +79,7 @@ impl<'a> Block<'a> {
     }
 }
 
-/// Blocks divide by columns, in steps of a number of them.
+/// A block that is divided among threads by columns, in multiples of a step.
 #[derive(Debug)]
 pub(crate) struct Columns<'a> {
     pub(crate) block: Block<'a>,
@@ -86,7 +87,7 @@ pub(crate) struct Columns<'a> {
 }
 
 impl<'a> Columns<'a> {
-    /// `block`, an item of which is `step` columns; the last may have fewer.
+    /// `block`, divided into items of `step` columns; the last one may have fewer.
     pub(crate) fn new(block: Block<'a>, step: usize) -> Self {
         Self { block, step }
     }
@@ -97,7 +98,7 @@ impl Divide for Columns<'_> {
         let Columns { block, step } = self;
         let cut = (items * step).min(block.columns);
         let left = Block { columns: cut, ..block };
-        // `wrapping`: a right half without rows or columns has a corner that is no element, and nobody reads it.
+        // `wrapping`: the corner of a right half without rows or columns is not an element, but it is never read.
         let right = Block { corner: block.corner.wrapping_add(cut), columns: block.columns - cut, ..block };
         (Columns { block: left, step }, Columns { block: right, step })
     }

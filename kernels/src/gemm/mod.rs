@@ -1,11 +1,10 @@
 //! Matrix products on the CPU.
 //!
-//! Everything that multiplies comes down to the register tile of [`tile`]. Around it are what its operands have to look
-//! like, [`panels`] and [`transpose`], how several threads write one result, [`block`], and which memory is asked for
-//! meanwhile, [`ahead`].
+//! All products are computed by the register tile of [`tile`]. The other modules prepare its operands ([`panels`],
+//! [`transpose`]), divide one result among several threads ([`block`]), and prefetch memory ([`prefetch`]).
 
-pub(crate) mod ahead;
 pub(crate) mod block;
 pub(crate) mod panels;
+pub(crate) mod prefetch;
 pub(crate) mod tile;
 pub(crate) mod transpose;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::ahead::Ahead;
+use super::prefetch::Prefetch;
 use super::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 
@@ -16,12 +16,12 @@ pub(crate) struct Panels<'a> {
 }
 
 impl Panels<'_> {
-    /// Elements that `rows` rows take.
+    /// Packed elements of `rows` rows.
     pub(crate) fn packed_len(&self, rows: usize) -> usize {
         self.columns.len().next_multiple_of(PANEL) * rows
     }
 
-    /// Writes the columns of `rows`, one panel after the other. The last panel may be left partly as it was.
+    /// Packs the columns of `rows`, one panel after the other. Padding in the last panel keeps its old contents.
     ///
     /// # Panics
     /// If there are no such elements or `packed` is too short.
@@ -29,15 +29,15 @@ impl Panels<'_> {
         self.pack_part(rows.clone(), rows, packed);
     }
 
-    /// As [`pack`](Self::pack), but `part` of the rows only.
+    /// As [`pack`](Self::pack), but writes only `part` of the rows.
     pub(crate) fn pack_part(&self, rows: Range<usize>, part: Range<usize>, packed: &mut [f32]) {
         dispatch(Pack { panels: self, rows, part, packed });
     }
 
-    /// Some rows, to be asked for before they are packed.
-    pub(crate) fn ahead(&self, rows: Range<usize>) -> Ahead {
+    /// Some rows to prefetch before they are packed.
+    pub(crate) fn prefetch(&self, rows: Range<usize>) -> Prefetch {
         let start = self.from.as_ptr().wrapping_add(rows.start * self.row + self.columns.start);
-        Ahead { start, row: self.row, rows: rows.len(), run: self.columns.len() }
+        Prefetch { start, row: self.row, rows: rows.len(), run: self.columns.len() }
     }
 }
 

@@ -1,28 +1,29 @@
-//! The product that everything on the CPU comes down to: a register tile of outputs, summed over depth.
+//! The matrix product that all CPU kernels use: a register tile of outputs, summed over depth.
 //!
 //! Dense layers, all three passes of a direct convolution and the products between the transforms of a Winograd
-//! convolution are sums `c[r,j] = Σ_s Σ_k a[r,k,s] · b[k,j,s]` that differ only in where the operands lie. `a` is read an
-//! element at a time, each copied to all lanes, so its three strides are free. `b` is read a vector at a time, so its
-//! columns are contiguous. A tile is [`Simd::ROWS`] rows by two vectors: with AVX-512 28 of the 32 registers hold sums,
-//! and each multiply-add costs 4/7 of a load. Products of a few rows take four vectors, so that there are enough sums to
-//! keep the multipliers busy; the last columns take one, if that is enough.
+//! convolution are sums `c[r,j] = Σ_s Σ_k a[r,k,s] · b[k,j,s]` that differ only in the layout of the operands. `a` is
+//! read one element at a time, each broadcast to all lanes, so its three strides are free. `b` is read one vector at
+//! a time, so its columns are contiguous. A tile is [`Simd::ROWS`] rows by two vectors: with AVX-512 28 of the 32
+//! registers hold sums, and each multiply-add costs 4/7 of a load. Products of a few rows use four vectors, so that
+//! there are enough sums to keep the multipliers busy; the last columns use one vector, if that is enough.
 //!
-//! The sum of an element runs over segments and depth in order, in spans of [`SPAN`] terms that are added up in turn: a
-//! running sum of n terms loses as much as √(n/2) roundings, one of spans of s terms √((s + n/s)/2) (Higham, "Accuracy and
-//! Stability of Numerical Algorithms", chapter 4). Neither the number of rows that are computed together nor the width of
-//! vectors shows in the result.
+//! The sum of an element runs over segments and depth in order, in spans of [`SPAN`] terms, and the spans' sums are
+//! added in order: a running sum of n terms loses as much as √(n/2) roundings, one of spans of s terms √((s + n/s)/2)
+//! (Higham, "Accuracy and Stability of Numerical Algorithms", chapter 4). The result depends neither on the number of
+//! rows that are computed together nor on the width of vectors.
 
-use super::ahead::Ahead;
 use super::block::Block;
+use super::prefetch::Prefetch;
 use crate::simd::{Simd, Task, dispatch};
 
-/// Columns that lie together in packed operands: two of the widest vectors.
+/// Columns of a panel in packed operands: two of the widest vectors.
 pub(crate) const PANEL: usize = 2 * crate::simd::MAX_LANES;
 
-/// Terms that are summed in registers before they are added to the destination. Fewer would round less, and cost more.
+/// Number of terms that are summed in registers before they are added to the destination. Fewer would round less, and
+/// cost more.
 const SPAN: usize = 32;
 
-/// The operand whose elements are copied to all lanes, at `row·r + depth·k + segment·s`.
+/// The operand whose elements are broadcast to all lanes, at `row·r + depth·k + segment·s`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Left<'a> {
     pub(crate) values: &'a [f32],
@@ -31,8 +32,8 @@ pub(crate) struct Left<'a> {
     pub(crate) segment: usize,
 }
 
-/// The operand with contiguous columns: column j of a panel (see [`PANEL`]) at `depth·k + segment·s + j`, one panel `panel`
-/// elements after the other. `panel` is [`PANEL`] for a matrix of whole rows.
+/// The operand with contiguous columns: column j of a panel (see [`PANEL`]) is at `depth·k + segment·s + j`, and
+/// panels are `panel` elements apart. `panel` is [`PANEL`] for a matrix with contiguous rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Right<'a> {
     pub(crate) values: &'a [f32],
@@ -41,19 +42,19 @@ pub(crate) struct Right<'a> {
     pub(crate) panel: usize,
 }
 
-/// What the sums are added to.
+/// The initial value of the sums.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Start<'a> {
-    /// Nothing.
+    /// Zero.
     Zero,
-    /// The destination.
+    /// The contents of the destination.
     Existing,
     /// A value for each column.
     Bias(&'a [f32]),
 }
 
-/// Several products with one right operand, whose left operands and destinations are the given elements apart: rows of
-/// an image.
+/// Several products with the same right operand, whose left operands and destinations are these numbers of elements
+/// apart: rows of an image.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lines {
     pub(crate) count: usize,
@@ -65,8 +66,8 @@ impl Lines {
     const ONE: Lines = Lines { count: 1, left: 0, c: 0 };
 }
 
-/// Elements by which requests for memory advance with each step: half a cache line, as fast as memory can follow.
-const AHEAD: usize = 8;
+/// Elements by which prefetching advances in each step: half a cache line, as fast as memory can deliver.
+const PREFETCH_STEP: usize = 8;
 
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
@@ -88,36 +89,36 @@ impl Product<'_> {
     /// # Panics
     /// If an operand or `c` is too short.
     pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        self.compute_ahead(c, row, Ahead::NONE);
+        self.compute_prefetching(c, row, Prefetch::NONE);
     }
 
-    /// As [`compute`](Self::compute), asking for other memory meanwhile.
-    pub(crate) fn compute_ahead(&self, c: &mut [f32], row: usize, ahead: Ahead) {
-        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, ahead });
+    /// As [`compute`](Self::compute), prefetching other memory meanwhile.
+    pub(crate) fn compute_prefetching(&self, c: &mut [f32], row: usize, prefetch: Prefetch) {
+        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, prefetch });
     }
 
-    /// Writes the product to the upper left corner of `c`, asking for other memory meanwhile.
+    /// Writes the product to the upper left corner of `c`, prefetching other memory meanwhile.
     ///
     /// # Panics
     /// If an operand or `c` is too small.
-    pub(crate) fn compute_block(&self, c: &mut Block<'_>, ahead: Ahead) {
+    pub(crate) fn compute_block(&self, c: &mut Block<'_>, prefetch: Prefetch) {
         assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
         let (corner, row) = (c.corner(), c.row_stride());
-        dispatch(ComputeAt { product: *self, c: corner, row, ahead });
+        dispatch(ComputeAt { product: *self, c: corner, row, prefetch });
     }
 
-    /// Computes the product for several lines, within a task: while columns are at hand, for all lines.
+    /// Computes the product for several lines, within a task: all lines for some columns, then for the next ones.
     #[inline(always)]
     pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
-        simd.call(Compute { product: *self, lines, c, row, ahead: Ahead::NONE });
+        simd.call(Compute { product: *self, lines, c, row, prefetch: Prefetch::NONE });
     }
 
-    /// Writes the product from `c` on.
+    /// Writes the product to memory from `c` on.
     ///
     /// # Safety
-    /// Rows `row` elements apart of as many columns as the product has can be written, for each line.
+    /// For each line, rows `row` elements apart with as many columns as the product has can be written.
     #[inline(always)]
-    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize, ahead: Ahead) {
+    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize, prefetch: Prefetch) {
         let Product { rows, columns, depth, segments, left, right, start, .. } = *self;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -138,7 +139,7 @@ impl Product<'_> {
             assert!(panel == 0 || right.panel >= PANEL, "panels of a product's right operand");
         }
         let four = rows <= S::WIDE_ROWS && 2 * S::LANES == PANEL;
-        // Rows in tiles of about equal height.
+        // Divides the rows into tiles of about equal height.
         let tiles = rows.div_ceil(S::ROWS);
         let all = tiles * columns.div_ceil(2 * S::LANES);
         let (mut column, mut done) = (0, 0);
@@ -153,9 +154,9 @@ impl Product<'_> {
                 for tile in 0..tiles {
                     let first = rows * tile / tiles;
                     let height = rows * (tile + 1) / tiles - first;
-                    // SAFETY: the furthest elements of all operands were found to exist, and this tile lies within.
+                    // SAFETY: the last elements of all operands were checked to exist, and this tile lies within.
                     unsafe {
-                        let place = Place {
+                        let origin = TileOrigin {
                             a: left.values.as_ptr().wrapping_add(line * lines.left + first * left.row),
                             b: right
                                 .values
@@ -169,9 +170,9 @@ impl Product<'_> {
                             },
                             existing: matches!(start, Start::Existing),
                             width,
-                            ahead: ahead.of_tile(done, all),
+                            prefetch: prefetch.of_tile(done, all),
                         };
-                        tile_of_height(simd, self, place, height, vectors);
+                        tile_of_height(simd, self, origin, height, vectors);
                     }
                     done += 1;
                 }
@@ -186,14 +187,14 @@ struct Compute<'a> {
     lines: Lines,
     c: &'a mut [f32],
     row: usize,
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
 impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Compute { product, lines, c, row, ahead } = self;
+        let Compute { product, lines, c, row, prefetch } = self;
         let Product { rows, columns, .. } = product;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -201,8 +202,8 @@ impl Task for Compute<'_> {
         assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
         let last = (lines.count - 1) * lines.c + (rows - 1) * row + columns - 1;
         assert!(c.len() > last, "a product's destination");
-        // SAFETY: the last element exists, and so do those before it.
-        unsafe { product.compute_at(simd, lines, c.as_mut_ptr(), row, ahead) }
+        // SAFETY: the last element exists, and so do all before it.
+        unsafe { product.compute_at(simd, lines, c.as_mut_ptr(), row, prefetch) }
     }
 }
 
@@ -210,19 +211,19 @@ struct ComputeAt<'a> {
     product: Product<'a>,
     c: *mut f32,
     row: usize,
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
 impl Task for ComputeAt<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        // SAFETY: made by `compute_block` only, for a block of at least the product's extents.
-        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row, self.ahead) }
+        // SAFETY: constructed by `compute_block` only, for a block of at least the product's extents.
+        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row, self.prefetch) }
     }
 }
 
-/// The number of register tiles that `rows` rows are cut into, of about equal height.
+/// The number of register tiles of about equal height into which `rows` rows are divided.
 pub(crate) fn tiles(rows: usize) -> usize {
     struct Tiles(usize);
     impl Task for Tiles {
@@ -235,23 +236,23 @@ pub(crate) fn tiles(rows: usize) -> usize {
     dispatch(Tiles(rows))
 }
 
-/// Where a tile begins in each operand.
+/// The position of a tile in each operand.
 #[derive(Clone, Copy)]
-struct Place {
+struct TileOrigin {
     a: *const f32,
     b: *const f32,
     c: *mut f32,
     /// Stride of `c`.
     row: usize,
-    /// Null for none.
+    /// Null for no bias.
     bias: *const f32,
     existing: bool,
-    /// Columns, at most as many as the tile's vectors have.
+    /// Columns of the tile, at most as many as its vectors have.
     width: usize,
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
-/// Repeats `body` with the constant `I` from 0 to below `count`: written out, so that tiles stay in registers.
+/// Repeats `body` with the constant `I` from 0 up to `count`: unrolled, so that tiles stay in registers.
 macro_rules! unroll {
     ($count:expr, $body:block) => { unroll!(@ $count, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13) };
     (@ $count:expr, $body:block, $($index:literal)*) => {
@@ -270,19 +271,19 @@ macro_rules! unroll {
 unsafe fn tile_of_height<S: Simd>(
     simd: S,
     product: &Product<'_>,
-    place: Place,
+    origin: TileOrigin,
     height: usize,
     vectors: usize,
 ) {
     macro_rules! heights {
         ($($height:literal)*) => {
             match (height, vectors) {
-                // SAFETY: passed on.
-                $(($height, 2) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, place) },)*
-                // SAFETY: passed on.
-                $(($height, 1) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, place) },)*
-                // SAFETY: passed on.
-                $(($height, 4) if $height <= S::WIDE_ROWS => unsafe { tile::<S, $height, 4>(simd, product, place) },)*
+                // SAFETY: the caller's promise.
+                $(($height, 2) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, origin) },)*
+                // SAFETY: the caller's promise.
+                $(($height, 1) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, origin) },)*
+                // SAFETY: the caller's promise.
+                $(($height, 4) if $height <= S::WIDE_ROWS => unsafe { tile::<S, $height, 4>(simd, product, origin) },)*
                 _ => unreachable!("a tile of {height} rows and {vectors} vectors"),
             }
         };
@@ -290,8 +291,8 @@ unsafe fn tile_of_height<S: Simd>(
     heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
 }
 
-/// The same pointer, of which the compiler forgets where it came from. It would otherwise compute the rows' addresses one
-/// from the other, a chain of as many additions as a tile has rows.
+/// Returns the same pointer, but hides its origin from the compiler. Otherwise the compiler would compute the rows'
+/// addresses one from the other, a chain of as many additions as a tile has rows.
 #[cfg_attr(
     any(target_arch = "x86_64", target_arch = "aarch64"),
     expect(clippy::pointers_in_nomem_asm_block, reason = "only the address passes through")
@@ -299,15 +300,15 @@ unsafe fn tile_of_height<S: Simd>(
 #[inline(always)]
 fn detached(mut pointer: *const f32) -> *const f32 {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    // SAFETY: no instruction at all.
+    // SAFETY: the assembly contains no instruction.
     unsafe {
         std::arch::asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags));
     }
     pointer
 }
 
-/// One register tile. Rows are addressed from a pointer for every three of them, so that each is at most one
-/// multiplication by 2 away from a register. Only the last vector may be partial; of four, none is.
+/// Computes one register tile. There is a base pointer for every three rows, so that the address of each row is a
+/// register plus at most twice a stride. Only the last vector may be partial; with four vectors, none is.
 ///
 /// # Safety
 /// All elements of the tile exist.
@@ -316,31 +317,31 @@ fn detached(mut pointer: *const f32) -> *const f32 {
 unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
     simd: S,
     product: &Product<'_>,
-    place: Place,
+    origin: TileOrigin,
 ) {
     let Product { left, right, depth, segments, slope, .. } = *product;
-    let whole = VECTORS == 4 || place.width == VECTORS * S::LANES;
+    let whole = VECTORS == 4 || origin.width == VECTORS * S::LANES;
     let mut counts = [S::LANES; VECTORS];
     if VECTORS != 4 {
-        counts[VECTORS - 1] = place.width - (VECTORS - 1) * S::LANES;
+        counts[VECTORS - 1] = origin.width - (VECTORS - 1) * S::LANES;
     }
     let zero = simd.splat(0.0);
     let mut sums = [[zero; VECTORS]; ROWS];
-    // SAFETY: the caller vouches for the elements; partial vectors touch no others.
+    // SAFETY: the caller guarantees the elements; partial vectors access no others.
     unsafe {
-        if !place.bias.is_null() {
+        if !origin.bias.is_null() {
             let mut bias = [zero; VECTORS];
-            unroll!(VECTORS, { bias[I] = simd.load_first(place.bias.add(I * S::LANES), counts[I]) });
+            unroll!(VECTORS, { bias[I] = simd.load_first(origin.bias.add(I * S::LANES), counts[I]) });
             sums = [bias; ROWS];
         }
-        // Whether the destination holds a part of the result, and the terms that the sums hold.
-        let (mut existing, mut terms) = (place.existing, 0);
+        // Whether the destination already holds a part of the result, and the number of terms in the sums.
+        let (mut existing, mut terms) = (origin.existing, 0);
         macro_rules! add_existing {
             () => {
                 if existing {
                     unroll!(ROWS, {
                         const ROW: usize = I;
-                        let from = place.c.add(ROW * place.row).cast_const();
+                        let from = origin.c.add(ROW * origin.row).cast_const();
                         unroll!(VECTORS, {
                             let from = from.add(I * S::LANES);
                             let before =
@@ -355,7 +356,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
             () => {
                 unroll!(ROWS, {
                     const ROW: usize = I;
-                    let to = place.c.add(ROW * place.row);
+                    let to = origin.c.add(ROW * origin.row);
                     unroll!(VECTORS, {
                         let to = to.add(I * S::LANES);
                         if whole {
@@ -367,17 +368,17 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                 });
             };
         }
-        let mut ahead = place.ahead;
+        let mut prefetch = origin.prefetch;
         let mut asked = 0;
         for segment in 0..segments {
-            let mut a = [place.a.wrapping_add(segment * left.segment); 5];
+            let mut a = [origin.a.wrapping_add(segment * left.segment); 5];
             unroll!(5, {
                 if 3 * I < ROWS {
                     a[I] = detached(a[I].wrapping_add(3 * I * left.row));
                 }
             });
-            // Vectors 0 and 1 are of one panel, 2 and 3 of the next.
-            let mut b = [place.b.wrapping_add(segment * right.segment); 2];
+            // Vectors 0 and 1 are in one panel, 2 and 3 in the next.
+            let mut b = [origin.b.wrapping_add(segment * right.segment); 2];
             b[1] = b[1].wrapping_add(right.panel);
             macro_rules! step {
                 ($from:ident, $count:ident => $load:expr) => {
@@ -418,21 +419,21 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                     }
                     continue;
                 }
-                while ahead.rows > 0 && span > 0 {
-                    let steps = span.min((ahead.run - asked).div_ceil(AHEAD));
-                    let mut line = ahead.start.wrapping_add(asked);
+                while prefetch.rows > 0 && span > 0 {
+                    let steps = span.min((prefetch.run - asked).div_ceil(PREFETCH_STEP));
+                    let mut line = prefetch.start.wrapping_add(asked);
                     for _ in 0..steps {
                         simd.prefetch(line);
-                        line = line.wrapping_add(AHEAD);
+                        line = line.wrapping_add(PREFETCH_STEP);
                         step!(from, _count => simd.load(from));
                     }
                     span -= steps;
-                    asked += steps * AHEAD;
-                    if asked >= ahead.run {
-                        ahead = Ahead {
-                            start: ahead.start.wrapping_add(ahead.row),
-                            rows: ahead.rows - 1,
-                            ..ahead
+                    asked += steps * PREFETCH_STEP;
+                    if asked >= prefetch.run {
+                        prefetch = Prefetch {
+                            start: prefetch.start.wrapping_add(prefetch.row),
+                            rows: prefetch.rows - 1,
+                            ..prefetch
                         };
                         asked = 0;
                     }
@@ -502,7 +503,7 @@ mod tests {
                 start: [Start::Zero, Start::Existing, Start::Bias(&bias)][start],
             };
             let mut c = before.clone();
-            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, ahead: Ahead::NONE });
+            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, prefetch: Prefetch::NONE });
             assert_close(&c, &expected, 1e-5);
         }
     }

@@ -1,8 +1,8 @@
-//! Transposing a matrix, for operands whose contiguous side is the wrong one.
+//! Transposes a matrix, for operands that are contiguous in the wrong direction.
 
 use crate::simd::{Simd, Task, dispatch};
 
-/// A matrix to be transposed.
+/// A matrix to transpose.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transpose<'a> {
     pub(crate) from: &'a [f32],
@@ -42,7 +42,8 @@ impl Task for Blocks<'_> {
         let whole = (rows / S::LANES * S::LANES, columns / S::LANES * S::LANES);
         for i in (0..whole.0).step_by(S::LANES) {
             for j in (0..whole.1).step_by(S::LANES) {
-                // SAFETY: rows i.. and columns j.. of a whole block exist on both sides: `to` checked the last of each.
+                // SAFETY: rows i.. and columns j.. of a whole block exist on both sides: `to` checked the last of
+                // each.
                 unsafe {
                     let (from, to) = (from.as_ptr().add(i * row + j), to.as_mut_ptr().add(j * to_row + i));
                     simd.transpose(from, row, to, to_row);

@@ -1,21 +1,21 @@
-//! Softmax cross-entropy on the CPU: a few classes for each sample, so one thread and `f64` throughout.
+//! Softmax cross-entropy on the CPU: there are only a few classes per sample, so one thread and `f64` throughout.
 
 use super::Report;
 
 /// Loss and accuracy of a batch. `logits` is \[N, K\] for the N labels.
 ///
 /// # Panics
-/// If `logits` does not divide into rows for the labels, or a label is not below K.
+/// If `logits` cannot be divided into a row for each label, or a label is not below K.
 pub fn score(logits: &[f32], labels: &[u8]) -> Report {
     let mut report = Report::default();
     for (row, &label) in rows(logits, labels).zip(labels) {
-        let (_, _, of_sample) = judge(row, usize::from(label));
+        let (_, _, of_sample) = evaluate(row, usize::from(label));
         report += of_sample;
     }
     report
 }
 
-/// Loss and accuracy of a batch; overwrites `gradient` \[N, K\] with that of the mean loss.
+/// Loss and accuracy of a batch; overwrites `gradient` \[N, K\] with the gradient of the mean loss.
 ///
 /// # Panics
 /// As [`score`], or if `gradient` is not as long as `logits`.
@@ -26,7 +26,7 @@ pub fn gradient(logits: &[f32], labels: &[u8], gradient: &mut [f32]) -> Report {
     let classes = (logits.len() / labels.len().max(1)).max(1);
     let rows = rows(logits, labels).zip(gradient.chunks_exact_mut(classes));
     for ((row, gradient), &label) in rows.zip(labels) {
-        let (largest, total, of_sample) = judge(row, usize::from(label));
+        let (largest, total, of_sample) = evaluate(row, usize::from(label));
         report += of_sample;
         for (k, (gradient, &logit)) in gradient.iter_mut().zip(row).enumerate() {
             let target = if k == usize::from(label) { 1.0 } else { 0.0 };
@@ -47,7 +47,7 @@ fn exp_above(logit: f32, largest: f32) -> f64 {
 }
 
 /// The largest logit, the sum of exponentials relative to it, and the report of one sample.
-fn judge(row: &[f32], label: usize) -> (f32, f64, Report) {
+fn evaluate(row: &[f32], label: usize) -> (f32, f64, Report) {
     assert!(label < row.len(), "label {label} of {} classes", row.len());
     let best = (1..row.len()).fold(0, |best, k| if row[k] > row[best] { k } else { best });
     let largest = row[best];

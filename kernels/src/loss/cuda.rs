@@ -1,5 +1,5 @@
-//! Softmax cross-entropy on a GPU: the score of all batches since it was last zeroed stays in its memory, to be read
-//! when somebody asks.
+//! Softmax cross-entropy on a GPU: the score of all batches since it was last zeroed stays in device memory, and is
+//! copied on request.
 
 use super::Report;
 use crate::DType;
@@ -9,27 +9,27 @@ use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 /// The kernels.
 pub static SOURCE: Source = Source { name: "loss", text: include_str!("loss.cu") };
 
-/// The most blocks that a launch has, `LOSS_BLOCKS` of the kernels.
+/// Maximum number of blocks of a launch, `LOSS_BLOCKS` of the kernels.
 const BLOCKS: u32 = 128;
 
-/// Bytes of the scratch area that every launch needs, zero before the first. Launches in the order of one stream may
+/// Bytes of the scratch area that every launch needs, zero before the first one. Launches on the same stream may
 /// share it.
 pub const SCRATCH_BYTES: usize = 8 + BLOCKS as usize * (8 + 4);
 
-/// A [`Report`] in the GPU's memory: `struct Score` of the kernels.
+/// A [`Report`] in device memory: `struct Score` of the kernels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Score {
-    /// Sum of the losses of all samples. Not a number if a label was no class.
+    /// Sum of the losses of all samples. NaN if a label was not a class.
     pub loss_sum: f64,
-    /// Samples whose label has the largest logit.
+    /// Number of samples whose label has the largest logit.
     pub correct: u64,
     /// Number of samples.
     pub samples: u64,
 }
 
 impl Score {
-    /// Bytes of memory that hold one, and it is zero if they are.
+    /// Size in bytes. All bytes zero is the initial score.
     pub const BYTES: usize = size_of::<Self>();
 
     /// The score in `bytes` that were copied from the GPU.
@@ -48,7 +48,7 @@ impl From<Score> for Report {
     }
 }
 
-/// Arguments that both kernels have, and the grid: a warp for each sample.
+/// The arguments that both kernels share, and the grid: a warp for each sample.
 struct Samples {
     arguments: [Arg; 4],
     grid: Grid,
@@ -77,8 +77,8 @@ impl Samples {
     }
 }
 
-/// Adds loss and accuracy of a batch to `score` ([`Score`], as bytes) and overwrites `gradient` with that of the mean
-/// loss over the batch. Labels are bytes.
+/// Adds loss and accuracy of a batch to `score` ([`Score`], as bytes) and overwrites `gradient` with the gradient of
+/// the mean loss of the batch. Labels are bytes.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -97,7 +97,7 @@ pub fn gradient(
     check("the gradient of logits", gradient, logits.dtype(), logits.len());
     let share = 1.0 / labels.len() as f64;
     let arguments = [a, b, c, d, share.into(), gradient.into(), scratch.into(), score.into()];
-    // SAFETY: the lengths are those for so many samples and classes.
+    // SAFETY: the lengths fit the numbers of samples and classes.
     unsafe { run(stream, &SOURCE, &typed("loss_gradient", logits), grid, &arguments) }
 }
 
@@ -117,6 +117,6 @@ pub fn score(
 ) -> Result<()> {
     let Samples { arguments: [a, b, c, d], grid } = Samples::new(logits, labels, scratch, score);
     let arguments = [a, b, c, d, scratch.into(), score.into()];
-    // SAFETY: the lengths are those for so many samples and classes.
+    // SAFETY: the lengths fit the numbers of samples and classes.
     unsafe { run(stream, &SOURCE, &typed("loss_score", logits), grid, &arguments) }
 }

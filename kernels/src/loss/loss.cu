@@ -1,7 +1,7 @@
 // Softmax cross-entropy: a warp for each row of logits, in f64 as on the CPU. See mod.rs for the contract.
 //
-// Each block leaves the sums of its rows in a scratch area, and the last one to arrive there adds them up in the order
-// of the blocks and on to the score: one kernel, and the same result whichever block is last.
+// Each block writes the sums of its rows to a scratch area. The last block to finish adds them up in the order of
+// blocks, and to the score: one kernel, and the same result whichever block is last.
 
 #define LOSS_THREADS 256
 #define LOSS_WARPS (LOSS_THREADS / WARP)
@@ -14,13 +14,13 @@ struct Score {
 };
 
 struct LossScratch {
-    u32 arrived;  // blocks so far; zero between kernels
+    u32 arrived;  // number of blocks so far; zero between kernels
     u32 unused;
     f64 loss_sums[LOSS_BLOCKS];
     u32 corrects[LOSS_BLOCKS];
 };
 
-// The first of the largest logits of a row, known to all lanes.
+// The first of the largest logits of a row, the same in all lanes.
 struct LossBest {
     f32 value;
     u32 index;
@@ -39,7 +39,7 @@ __device__ LossBest loss_best(const T* row, u32 classes) {
         const u32 index = __shfl_xor_sync(EVERY_LANE, best.index, step);
         if (value > best.value || (value == best.value && index < best.index)) best = LossBest{value, index};
     }
-    // Beside a NaN, which is neither larger nor smaller, lanes may disagree.
+    // With a NaN, which is neither larger nor smaller, lanes may disagree.
     best.value = __shfl_sync(EVERY_LANE, best.value, 0);
     best.index = __shfl_sync(EVERY_LANE, best.index, 0);
     return best;
@@ -65,7 +65,7 @@ __device__ void loss_rows(
                 gradient[n * classes + k] = from_f32<T>((f32)((softmax - (k == label ? 1.0 : 0.0)) * share));
             }
         }
-        // A label that is no class makes the loss a NaN, to be noticed.
+        // A label that is not a class makes the loss NaN, so that it is noticed.
         const f32 target = label < classes ? to_f32(row[label]) : float_of(0x7fc00000u);
         if (lane == 0) {
             loss_sum += log(total) + (f64)best.value - (f64)target;
@@ -87,7 +87,7 @@ __device__ void loss_rows(
     __syncthreads();
     if (!last) return;
     __threadfence();
-    // What other blocks wrote is in memory, not in a cache of this one: hence volatile.
+    // Values that other blocks wrote are in memory, not in this block's cache: hence volatile.
     const volatile LossScratch* written = scratch;
     const bool mine = threadIdx.x < gridDim.x;
     loss_sum = block_sum(mine ? (f64)written->loss_sums[threadIdx.x] : 0.0, of_warps);

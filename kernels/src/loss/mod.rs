@@ -1,33 +1,33 @@
 //! Softmax cross-entropy.
 //!
 //! Contract: for logits `z` \[N, K\] and labels `t` \[N\] the loss of a sample is `log Σ_k exp(z[n,k]) − z[n,t]`,
-//! computed with the row's maximum taken out so that nothing overflows. The gradient of the *mean* over the N
-//! samples is `(softmax(z)[n,k] − [k = t]) / N`. Losses are reported as an `f64` sum, so that sums of batches and
-//! ranks divide by the true number of samples in the end. A sample counts as correct if its label's logit is
-//! the row's first maximum.
+//! computed relative to the row's maximum so that nothing overflows. The gradient of the *mean* over the N samples is
+//! `(softmax(z)[n,k] − [k = t]) / N`. Losses are reported as an `f64` sum, so that the sum over batches and ranks is
+//! divided by the true number of samples in the end. A sample counts as correct if its label's logit is the row's
+//! first maximum.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// What a batch reports about its samples; reports of batches and ranks add up.
+/// Loss and accuracy of some samples; reports of batches and ranks are added.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Report {
     /// Sum of the losses of all samples.
     pub loss_sum: f64,
-    /// Samples whose label has the largest logit.
+    /// Number of samples whose label has the largest logit.
     pub correct: u64,
     /// Number of samples.
     pub samples: u64,
 }
 
 impl Report {
-    /// Mean loss of a sample; not a number if there are none.
+    /// Mean loss per sample; NaN without samples.
     pub fn loss(&self) -> f64 {
         self.loss_sum / self.samples as f64
     }
 
-    /// Share of correct samples in [0, 1]; not a number if there are none.
+    /// Fraction of correct samples in [0, 1]; NaN without samples.
     pub fn accuracy(&self) -> f64 {
         self.correct as f64 / self.samples as f64
     }

@@ -1,26 +1,26 @@
 //! Batch normalisation on the CPU: threads own pixels, vectors are channels.
 //!
-//! Every pass reads the batch once and keeps up with the memory: sums in `f64` cost no more than `f32` ones there.
+//! Every pass reads the batch once and is limited by memory bandwidth: sums in `f64` are as fast as sums in `f32`.
 
 use super::{Statistics, Sums};
 use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 
-/// Elements below which another thread does not pay.
+/// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 14;
-/// Channels whose sums are held in registers.
+/// Number of channels whose sums are held in registers.
 const LANES: usize = 16;
-/// Pixels visited for one group of channels before the next group's turn: few enough that they stay in the cache.
+/// Pixels processed for one group of channels before the next group: few enough that they stay in the cache.
 const BLOCK: usize = 16;
 
 fn pixels(len: usize, channels: usize) -> usize {
-    assert_eq!(len % channels, 0, "{len} elements are no whole number of pixels of {channels} channels");
+    assert_eq!(len % channels, 0, "{len} elements are not a whole number of pixels of {channels} channels");
     len / channels
 }
 
-/// Overwrites `sums` with two sums for every channel over the pixels: of `term(x, dy, mean)`, which returns a term of each.
-/// Without a mean it is 0.
+/// Overwrites `sums` with two sums over the pixels for every channel: those of the two terms that `term(x, dy, mean)`
+/// returns. Without means, `mean` is 0.
 fn sum_pixels<E, F>(threads: &Threads, x: &[E], dy: &[E], mean: Option<&[f32]>, sums: &mut Sums, term: F)
 where
     E: Storage,
@@ -32,7 +32,7 @@ where
     assert!(mean.is_none_or(|mean| mean.len() == channels));
     let grain = GRAIN / channels + 1;
     let Sums { values, partial } = sums;
-    // Taken in the first step, kept for all others.
+    // Allocated in the first step and reused in all others.
     partial.resize_with(threads.count(), Vec::new);
     threads.divide(pixels, grain, PerPart::new(partial), |range, partial| {
         let partial = partial.own();
@@ -52,7 +52,7 @@ struct Sum<'a, E, F> {
     x: &'a [E],
     dy: &'a [E],
     mean: Option<&'a [f32]>,
-    /// First sums of all channels, then the second ones.
+    /// The first sums of all channels, followed by the second ones.
     sums: &'a mut [f64],
     term: F,
 }
@@ -104,16 +104,16 @@ impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, E, F> {
     }
 }
 
-/// Overwrites `sums` with this rank's sums of `x` and `x²` and their number.
+/// Overwrites `sums` with this rank's sums of `x` and `x²` and the number of pixels.
 ///
 /// # Panics
-/// If `x` is no whole number of pixels.
+/// If `x` is not a whole number of pixels.
 pub fn sum_inputs<E: Storage>(threads: &Threads, x: &[E], sums: &mut Sums) {
     E::norm_sum_inputs(threads, x, sums);
 }
 
 pub(crate) fn sum_inputs_as<E: Storage>(threads: &Threads, x: &[E], sums: &mut Sums) {
-    // No gradient is asked for.
+    // `x` is passed as the gradient too, and ignored.
     sum_pixels(threads, x, x, None, sums, |x, _, _| [x, x * x]);
 }
 
@@ -158,7 +158,7 @@ pub(crate) fn normalise_as<E: Storage>(
     });
 }
 
-/// Overwrites `sums` with this rank's sums of `dy` and `dy·xhat` and their number.
+/// Overwrites `sums` with this rank's sums of `dy` and `dy·xhat` and the number of pixels.
 ///
 /// # Panics
 /// If the lengths do not fit each other.
@@ -188,8 +188,8 @@ pub(crate) fn sum_gradients_as<E: Storage>(
     }
 }
 
-/// Writes the gradient of `gamma`, from the sums of [`sum_gradients`] *before* they are added up over ranks: the
-/// gradients of parameters are averaged later.
+/// Writes the gradient of `gamma`, from the sums of [`sum_gradients`] *before* they are summed over ranks: the
+/// gradients of parameters are averaged over ranks later.
 ///
 /// # Panics
 /// If the numbers of channels differ.
@@ -212,7 +212,7 @@ fn narrow(sums: &[f64], target: &mut [f32]) {
     }
 }
 
-/// Turns the gradient of the output into that of the input, in place, given [`sum_gradients`] of all ranks.
+/// Replaces the gradient of the output in place by that of the input, given [`sum_gradients`] summed over all ranks.
 ///
 /// # Panics
 /// If the lengths do not fit each other.
@@ -272,7 +272,8 @@ where
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        /// Channels whose coefficients are at hand, and pixels for which they are worked out once.
+        /// Number of channels whose coefficients are held in registers, and of pixels for which they are computed
+        /// once.
         const TILE: (usize, usize) = (64, 64);
         let Scale { channels, x, y, coefficients, value } = self;
         let blocks = x.chunks(TILE.1 * channels).zip(y.chunks_mut(TILE.1 * channels));

@@ -1,9 +1,9 @@
 //! Batch normalisation on a GPU, of NHWC images.
 //!
 //! Sums are f64 \[2C + 1\] as on the CPU: first sums, second sums, count. They stay on the GPU, where a communicator
-//! adds them up over ranks. Statistics are f32 \[2C\]: means, then inverse deviations.
+//! sums them over ranks. Statistics are f32 \[2C\]: means, then inverse deviations.
 //!
-//! Sums are taken in f64 by as many blocks as the workspace has room for and added up in a fixed order, so that they
+//! Sums are computed in f64 by as many blocks as the workspace has room for, and added up in a fixed order, so they
 //! are the same from run to run.
 
 use super::{EPSILON, MOMENTUM};
@@ -14,11 +14,12 @@ use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 /// The kernels.
 pub static SOURCE: Source = Source { name: "norm", text: include_str!("norm.cu") };
 
-/// Blocks on each multiprocessor that take sums: enough to keep memory busy, few to add up.
+/// Number of blocks per multiprocessor that compute sums: enough to saturate memory, few enough to be added up
+/// quickly.
 const SUMMING: usize = 4;
 
-/// Elements (f64) of the workspace that [`sum_inputs`] and [`sum_gradients`] work best with, on a GPU with so many
-/// multiprocessors. Calls in the order of one stream may share it.
+/// Number of f64 elements of the workspace with which [`sum_inputs`] and [`sum_gradients`] are fastest, on a GPU with
+/// this number of multiprocessors. Calls on the same stream may share a workspace.
 pub fn workspace_len(multiprocessors: u32, channels: usize) -> usize {
     SUMMING * multiprocessors as usize * 2 * channels
 }
@@ -31,7 +32,7 @@ struct Extents {
     channels: u32,
 }
 
-/// Extents of images, and whether whole packs of their channels are aligned in all `views` and `parameters`.
+/// Extents of images, and whether `views` and `parameters` are all aligned for whole packs of channels.
 struct Rows {
     extents: Extents,
     pack: usize,
@@ -53,7 +54,7 @@ impl Rows {
         Rows { extents, pack: if wide { pack } else { 1 }, wide }
     }
 
-    /// A grid as `norm_place` of the kernels takes it, of at most `blocks` blocks in x.
+    /// The grid that `norm_position` of the kernels expects, of at most `blocks` blocks in x.
     fn grid(&self, blocks: usize) -> Grid {
         let packs = self.extents.channels as usize / self.pack;
         let tile = packs.min(THREADS as usize);
@@ -71,7 +72,7 @@ impl Rows {
     }
 }
 
-/// Channels of `sums`.
+/// Number of channels of `sums`.
 #[track_caller]
 fn channels_of(sums: View<'_>) -> usize {
     let channels = sums.len() / 2;
@@ -80,16 +81,16 @@ fn channels_of(sums: View<'_>) -> usize {
     channels
 }
 
-/// Blocks that `workspace` has room for.
+/// Number of blocks that `workspace` has room for.
 #[track_caller]
-fn room(workspace: View<'_>, channels: usize) -> usize {
+fn max_blocks(workspace: View<'_>, channels: usize) -> usize {
     check("a workspace", workspace, DType::F64, workspace.len());
     let blocks = workspace.len() / (2 * channels);
     assert!(blocks > 0, "a workspace of {} elements for {channels} channels", workspace.len());
     blocks
 }
 
-/// Overwrites `sums` with this rank's sums of `x` and `x²` and their number.
+/// Overwrites `sums` with this rank's sums of `x` and `x²` and the number of pixels.
 ///
 /// # Errors
 /// If a kernel cannot be launched.
@@ -99,7 +100,7 @@ fn room(workspace: View<'_>, channels: usize) -> usize {
 pub fn sum_inputs(stream: &Stream, x: View<'_>, workspace: View<'_>, sums: View<'_>) -> Result<()> {
     let channels = channels_of(sums);
     let rows = Rows::new(channels, &[x], &[]);
-    let grid = rows.grid(room(workspace, channels));
+    let grid = rows.grid(max_blocks(workspace, channels));
     let arguments = [Arg::of(&rows.extents), x.into(), workspace.into(), rows.wide()];
     // SAFETY: `x` has rows · channels elements, the workspace 2 · channels for each block.
     unsafe { run(stream, &SOURCE, &typed("norm_sum_inputs", x), grid, &arguments)? };
@@ -113,7 +114,8 @@ fn totals(channels: usize) -> Grid {
     Grid::new(count((2 * channels).div_ceil(32)), 1024)
 }
 
-/// Takes the statistics of a batch from its sums of `x` and `x²`, of all ranks, and moves the running statistics.
+/// Computes the statistics of a batch from its sums of `x` and `x²`, summed over all ranks, and updates the running
+/// statistics.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -140,11 +142,11 @@ pub fn batch_statistics(
         running_mean.into(),
         running_var.into(),
     ];
-    // SAFETY: the lengths are those for so many channels.
+    // SAFETY: the lengths fit the number of channels.
     unsafe { run(stream, &SOURCE, "norm_batch_statistics", grid(stream, channels), &arguments) }
 }
 
-/// Takes the running statistics, for evaluation.
+/// Computes the statistics from the running statistics, for evaluation.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -163,7 +165,7 @@ pub fn running_statistics(
     check("a running variance", running_var, DType::F32, channels);
     let arguments =
         [count(channels).into(), running_mean.into(), running_var.into(), EPSILON.into(), statistics.into()];
-    // SAFETY: the lengths are those for so many channels.
+    // SAFETY: the lengths fit the number of channels.
     unsafe { run(stream, &SOURCE, "norm_running_statistics", grid(stream, channels), &arguments) }
 }
 
@@ -197,12 +199,12 @@ pub fn normalise(
         rows.wide(),
     ];
     let grid = rows.grid(blocks(stream) as usize);
-    // SAFETY: the lengths are those of so many rows and channels.
+    // SAFETY: the lengths fit the numbers of rows and channels.
     unsafe { run(stream, &SOURCE, &typed("norm_normalise", x), grid, &arguments) }
 }
 
-/// Overwrites `sums` with this rank's sums of `dy` and `dy·xhat` and their number, and `dgamma` and `dbeta` (both f32)
-/// with the gradients of the parameters, which are these sums before they are added up over ranks.
+/// Overwrites `sums` with this rank's sums of `dy` and `dy·xhat` and the number of pixels, and `dgamma` and `dbeta`
+/// (both f32) with the gradients of the parameters, which are these sums before they are summed over ranks.
 ///
 /// # Errors
 /// If a kernel cannot be launched.
@@ -225,10 +227,11 @@ pub fn sum_gradients(
     check("the gradient of a scale", dgamma, DType::F32, channels);
     check("the gradient of a shift", dbeta, DType::F32, channels);
     let rows = Rows::new(channels, &[x, dy], &[]);
-    let grid = rows.grid(room(workspace, channels));
+    let grid = rows.grid(max_blocks(workspace, channels));
     let extents = Arg::of(&rows.extents);
     let arguments = [extents, statistics.into(), x.into(), dy.into(), workspace.into(), rows.wide()];
-    // SAFETY: the lengths are those of so many rows and channels; the workspace has 2 · channels elements for each block.
+    // SAFETY: the lengths fit the numbers of rows and channels; the workspace has 2 · channels elements for each
+    // block.
     unsafe { run(stream, &SOURCE, &typed("norm_sum_gradients", x), grid, &arguments)? };
     let arguments = [
         extents,
@@ -243,7 +246,7 @@ pub fn sum_gradients(
     unsafe { run(stream, &SOURCE, "norm_total_gradients", totals(channels), &arguments) }
 }
 
-/// Turns the gradient of the output into that of the input, in place, given [`sum_gradients`] of all ranks.
+/// Replaces the gradient of the output in place by that of the input, given [`sum_gradients`] summed over all ranks.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -272,6 +275,6 @@ pub fn backward_input(
         rows.wide(),
     ];
     let grid = rows.grid(blocks(stream) as usize);
-    // SAFETY: the lengths are those of so many rows and channels.
+    // SAFETY: the lengths fit the numbers of rows and channels.
     unsafe { run(stream, &SOURCE, &typed("norm_backward_input", x), grid, &arguments) }
 }

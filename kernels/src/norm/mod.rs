@@ -1,29 +1,29 @@
-//! Batch normalisation of images, with statistics that may span ranks.
+//! Batch normalisation of images, with statistics over one or several ranks.
 //!
 //! Contract, for `x` and `y` of shape \[N, P, C\] (P = H·W) and per channel `gamma` (weight) and `beta` (bias)
 //! (Ioffe and Szegedy, "Batch Normalization", ICML 2015; semantics of PyTorch's `BatchNorm2d`):
 //!
 //! - With m = N·P summed over all ranks, `mean = Σx/m`, `var = Σx²/m − mean²`, `inv_std = 1/√(var + ε)`:
 //!   `y = gamma · (x − mean) · inv_std + beta`.
-//! - Running statistics move by [`MOMENTUM`] towards the mean and the *unbiased* variance, `var · m/(m−1)`.
+//! - Running statistics move towards the mean and the *unbiased* variance, `var · m/(m−1)`, with weight [`MOMENTUM`].
 //! - Writing `xhat = (x − mean) · inv_std`: `dbeta = Σdy`, `dgamma = Σ dy·xhat`, and
 //!   `dx = gamma · inv_std · (dy − Σdy/m − xhat · Σ(dy·xhat)/m)`, where the sums in `dx` span all ranks.
 //!
-//! Each pass is cut in two at the sums. The caller adds the [`Sums`] up over ranks in between; a rank by itself
-//! goes straight on. If every rank's `dy` is that of its local mean loss and gradients are averaged over ranks
-//! later, the global sums and the global m make `dx` right without further scaling.
+//! Each pass is divided in two at the sums. Between the two parts the caller sums the [`Sums`] over ranks; with a
+//! single rank it does nothing. If every rank's `dy` is that of its local mean loss and gradients are averaged over
+//! ranks later, the global sums and the global m give the right `dx` without further scaling.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// Added to the variance before its root is taken.
+/// Added to the variance before the square root.
 pub const EPSILON: f64 = 1e-5;
 
 /// Weight of a batch in the running statistics.
 pub const MOMENTUM: f64 = 0.1;
 
-/// Two sums per channel and the number of elements that went into each: what ranks exchange.
+/// Two sums per channel and the number of pixels summed, for exchange between ranks.
 #[derive(Debug, Clone)]
 pub struct Sums {
     values: Vec<f64>,
@@ -37,7 +37,7 @@ impl Sums {
         Self { values: vec![0.0; 2 * channels + 1], partial: Vec::new() }
     }
 
-    /// Everything that is to be added up element-wise over ranks: first sums, second sums, count.
+    /// All values to be summed element-wise over ranks: first sums, second sums, count.
     pub fn values_mut(&mut self) -> &mut [f64] {
         &mut self.values
     }
@@ -59,7 +59,8 @@ impl Sums {
     }
 }
 
-/// Mean and inverse standard deviation of every channel: what a normalisation subtracts and multiplies with.
+/// Mean and inverse standard deviation of every channel: a normalisation subtracts the one and multiplies by the
+/// other.
 #[derive(Debug, Clone)]
 pub struct Statistics {
     mean: Vec<f32>,
@@ -72,7 +73,7 @@ impl Statistics {
         Self { mean: vec![0.0; channels], inv_std: vec![1.0; channels] }
     }
 
-    /// Takes the statistics of a batch from its sums of `x` and `x²`, and moves the running statistics.
+    /// Computes the statistics of a batch from its sums of `x` and `x²`, and updates the running statistics.
     ///
     /// # Panics
     /// If the numbers of channels differ.
@@ -92,7 +93,7 @@ impl Statistics {
         }
     }
 
-    /// Takes the running statistics, for evaluation.
+    /// Computes the statistics from the running statistics, for evaluation.
     ///
     /// # Panics
     /// If the numbers of channels differ.
@@ -112,7 +113,7 @@ mod tests {
     use crate::threads::Threads;
     use proptest::prelude::*;
 
-    /// Loss Σ y·weights for the batch-norm of `x`, straight from the definition.
+    /// Loss Σ y·weights of the batch normalisation of `x`, by the definition.
     fn reference_loss(x: &[f64], gamma: &[f64], beta: &[f64], weights: &[f32]) -> f64 {
         let channels = gamma.len();
         let channel_of = |at: usize| at % channels;
@@ -160,7 +161,7 @@ mod tests {
                 };
                 (moved(1e-5) - moved(-1e-5)) / 2e-5
             };
-            // A channel of nearly equal inputs has a large inverse deviation, which magnifies rounding.
+            // A channel of nearly equal inputs has a large inverse deviation, which amplifies rounding.
             let largest = statistics.inv_std.iter().fold(1.0f32, |a, &b| a.max(b));
             let tolerance = 2e-5 * f64::from(largest) * f64::from(largest);
             assert_close(&dx, &(0..x.len()).map(|i| slope(0, i)).collect::<Vec<_>>(), tolerance);

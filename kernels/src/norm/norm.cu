@@ -1,9 +1,11 @@
-// Batch normalisation of NHWC images: rows of channels, one row a position of an image. See mod.rs for the contract.
+// Batch normalisation of NHWC images: rows of channels, one row for each position of an image. See mod.rs for the
+// contract.
 //
-// In every kernel that walks over rows a thread keeps its channels: a block is `tile` packs of channels wide and
-// `lanes` rows high, and strides down the rows. What depends on the channel alone is then worked out once a thread.
-// Sums take two kernels: each block writes its own sums, in f64, to a workspace [blocks][2][channels], and a second
-// kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on timing.
+// In every kernel that iterates over rows, a thread keeps its channels: a block is `tile` packs of channels wide and
+// `lanes` rows high, and strides over the rows. Values that depend on the channel alone are then computed once per
+// thread. Sums take two kernels: each block writes its own sums, in f64, to a workspace [blocks][2][channels], and a
+// second kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on
+// timing.
 
 #define NORM_THREADS 256u
 #define NORM_TOTAL_THREADS 1024u
@@ -13,8 +15,8 @@ struct NormShape {
     u32 channels;
 };
 
-// A thread's place: its first channel, and the rows it visits.
-struct NormPlace {
+// A thread's position: its first channel, and the rows that it processes.
+struct NormPosition {
     u32 tile;
     u32 lanes;
     u32 lane;
@@ -24,46 +26,46 @@ struct NormPlace {
 };
 
 template <u32 N>
-__device__ inline NormPlace norm_place(const NormShape& shape) {
+__device__ inline NormPosition norm_position(const NormShape& shape) {
     const u32 row_packs = shape.channels / N;
-    NormPlace place;
-    place.tile = least(row_packs, NORM_THREADS);
-    place.lanes = NORM_THREADS / place.tile;
-    place.lane = threadIdx.x / place.tile;
-    const u32 pack = blockIdx.y * place.tile + threadIdx.x % place.tile;
-    place.channel = pack * N;
-    place.row = blockIdx.x * place.lanes + place.lane;
-    place.stride = gridDim.x * place.lanes;
-    // The threads left over by the tiles have no rows.
-    if (place.lane >= place.lanes || pack >= row_packs) place.row = shape.rows;
-    return place;
+    NormPosition position;
+    position.tile = least(row_packs, NORM_THREADS);
+    position.lanes = NORM_THREADS / position.tile;
+    position.lane = threadIdx.x / position.tile;
+    const u32 pack = blockIdx.y * position.tile + threadIdx.x % position.tile;
+    position.channel = pack * N;
+    position.row = blockIdx.x * position.lanes + position.lane;
+    position.stride = gridDim.x * position.lanes;
+    // Threads left over by the tiles have no rows.
+    if (position.lane >= position.lanes || pack >= row_packs) position.row = shape.rows;
+    return position;
 }
 
-// Adds up what the lanes of a block have, channel by channel from the first lane to the last.
+// Adds up the values of a block's lanes, for each channel from the first lane to the last.
 template <u32 N>
-__device__ void norm_add_lanes(const NormShape& shape, const NormPlace& place, const f64 mine[N], f64* partial) {
+__device__ void norm_add_lanes(const NormShape& shape, const NormPosition& position, const f64 mine[N], f64* partial) {
     __shared__ f64 sums[NORM_THREADS * N];
-    const u32 width = place.tile * N, first = blockIdx.y * width;
+    const u32 width = position.tile * N, first = blockIdx.y * width;
     __syncthreads();
-    if (place.lane < place.lanes) {
-        for (u32 j = 0; j < N; j++) sums[place.lane * width + threadIdx.x % place.tile * N + j] = mine[j];
+    if (position.lane < position.lanes) {
+        for (u32 j = 0; j < N; j++) sums[position.lane * width + threadIdx.x % position.tile * N + j] = mine[j];
     }
     __syncthreads();
     for (u32 column = threadIdx.x; column < width; column += NORM_THREADS) {
         f64 sum = 0.0;
-        for (u32 lane = 0; lane < place.lanes; lane++) sum += sums[lane * width + column];
+        for (u32 lane = 0; lane < position.lanes; lane++) sum += sums[lane * width + column];
         if (first + column < shape.channels) partial[first + column] = sum;
     }
 }
 
 template <class T, u32 N>
 __device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* workspace) {
-    const NormPlace place = norm_place<N>(shape);
+    const NormPosition position = norm_position<N>(shape);
     f64 sum[N], squares[N];
     for (u32 j = 0; j < N; j++) sum[j] = squares[j] = 0.0;
 #pragma unroll 2
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const Pack<T, N> pack = load_pack<N>(x + row * shape.channels + place.channel);
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const Pack<T, N> pack = load_pack<N>(x + row * shape.channels + position.channel);
         for (u32 j = 0; j < N; j++) {
             const f64 value = to_f32(pack.at[j]);
             sum[j] += value;
@@ -71,8 +73,8 @@ __device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* w
         }
     }
     f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
-    norm_add_lanes<N>(shape, place, sum, partial);
-    norm_add_lanes<N>(shape, place, squares, partial + shape.channels);
+    norm_add_lanes<N>(shape, position, sum, partial);
+    norm_add_lanes<N>(shape, position, squares, partial + shape.channels);
 }
 
 template <class T>
@@ -91,20 +93,20 @@ KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x
     norm_sum_inputs(shape, x, workspace, wide);
 }
 
-// The second sum lacks its factor, the inverse deviation: the kernel that adds up the blocks has it.
+// The second sum lacks its factor, the inverse deviation, which the kernel that adds up the blocks applies.
 template <class T, u32 N>
 __device__ void norm_sum_gradients_packs(
     const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace) {
-    const NormPlace place = norm_place<N>(shape);
+    const NormPosition position = norm_position<N>(shape);
     f64 sum[N], products[N], mean[N];
     for (u32 j = 0; j < N; j++) {
         sum[j] = products[j] = 0.0;
-        mean[j] = place.row < shape.rows ? (f64)statistics[place.channel + j] : 0.0;
+        mean[j] = position.row < shape.rows ? (f64)statistics[position.channel + j] : 0.0;
     }
 #pragma unroll 2
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const Pack<T, N> values = load_pack<N>(x + row * shape.channels + place.channel);
-        const Pack<T, N> gradients = load_pack<N>(dy + row * shape.channels + place.channel);
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const Pack<T, N> values = load_pack<N>(x + row * shape.channels + position.channel);
+        const Pack<T, N> gradients = load_pack<N>(dy + row * shape.channels + position.channel);
         for (u32 j = 0; j < N; j++) {
             const f64 gradient = to_f32(gradients.at[j]);
             sum[j] += gradient;
@@ -112,8 +114,8 @@ __device__ void norm_sum_gradients_packs(
         }
     }
     f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
-    norm_add_lanes<N>(shape, place, sum, partial);
-    norm_add_lanes<N>(shape, place, products, partial + shape.channels);
+    norm_add_lanes<N>(shape, position, sum, partial);
+    norm_add_lanes<N>(shape, position, products, partial + shape.channels);
 }
 
 template <class T>
@@ -135,8 +137,9 @@ KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
     norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
 }
 
-// Adds up the blocks of a workspace: a warp's lanes are columns, the warps take turns with the blocks, many at a time
-// since each waits for memory. Writes the sums and, for gradients, those of the parameters: they are of this rank alone.
+// Adds up the blocks of a workspace: a warp's lanes are columns, and the warps take blocks in turn, with many loads
+// in flight to hide memory latency. Writes the sums and, for gradients, those of the parameters, which are of this
+// rank alone.
 template <bool GRADIENTS>
 __device__ void norm_total(
     const NormShape& shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma,
@@ -155,7 +158,7 @@ __device__ void norm_total(
     if (warp > 0 || column >= columns) return;
     for (u32 other = 1; other < WARPS; other++) sum += of_warps[other][lane];
     if (GRADIENTS) {
-        // The workspace's second sums are of (x - mean) dy.
+        // The second sums in the workspace are those of (x - mean) dy.
         if (column < shape.channels) {
             dbeta[column] = (f32)sum;
         } else {
@@ -200,16 +203,16 @@ KERNEL(norm_running_statistics)(
 template <class T, u32 N>
 __device__ void norm_normalise_packs(
     const NormShape& shape, const f32* statistics, const f32* gamma, const f32* beta, const T* x, T* y) {
-    const NormPlace place = norm_place<N>(shape);
-    if (place.row >= shape.rows) return;
-    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
-    const Pack<f32, N> shift = load_channels<N>(beta + place.channel);
-    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
-    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    const NormPosition position = norm_position<N>(shape);
+    if (position.row >= shape.rows) return;
+    const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
+    const Pack<f32, N> shift = load_channels<N>(beta + position.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
     for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
 #pragma unroll 2
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const u32 at = row * shape.channels + place.channel;
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const u32 at = row * shape.channels + position.channel;
         Pack<T, N> pack = load_pack<N>(x + at);
         for (u32 j = 0; j < N; j++) {
             pack.at[j] = from_f32<T>((to_f32(pack.at[j]) - mean.at[j]) * scale.at[j] + shift.at[j]);
@@ -240,10 +243,10 @@ KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
 template <class T, u32 N>
 __device__ void norm_backward_input_packs(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
-    // Divisions in f64 are dear: each channel's are done once a block.
+    // Divisions in f64 are slow: they are computed once per channel in a block.
     __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
-    const NormPlace place = norm_place<N>(shape);
-    const u32 width = place.tile * N, first = blockIdx.y * width;
+    const NormPosition position = norm_position<N>(shape);
+    const u32 width = position.tile * N, first = blockIdx.y * width;
     const f64 count = sums[2 * shape.channels];
     for (u32 column = threadIdx.x; column < width && first + column < shape.channels; column += NORM_THREADS) {
         const u32 c = first + column;
@@ -252,14 +255,14 @@ __device__ void norm_backward_input_packs(
         slopes[column / N].at[column % N] = (f32)(sums[shape.channels + c] / count * inv_std);
     }
     __syncthreads();
-    if (place.row >= shape.rows) return;
-    const Pack<f32, N> shift = shifts[threadIdx.x % place.tile], slope = slopes[threadIdx.x % place.tile];
-    const Pack<f32, N> mean = load_channels<N>(statistics + place.channel);
-    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + place.channel);
-    Pack<f32, N> scale = load_channels<N>(gamma + place.channel);
+    if (position.row >= shape.rows) return;
+    const Pack<f32, N> shift = shifts[threadIdx.x % position.tile], slope = slopes[threadIdx.x % position.tile];
+    const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
     for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
-    for (u32 row = place.row; row < shape.rows; row += place.stride) {
-        const u32 at = row * shape.channels + place.channel;
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const u32 at = row * shape.channels + position.channel;
         const Pack<T, N> values = load_pack<N>(x + at);
         Pack<T, N> pack = load_pack<N>(gradient + at);
         for (u32 j = 0; j < N; j++) {

@@ -1,14 +1,14 @@
-//! A flat arena in chunks, for kernels that give every block its own part.
+//! Divides a contiguous arena into chunks, for kernels that process one part per block.
 //!
-//! Tensors differ in size by four orders of magnitude, and only some of them have weight decay. Cut into chunks of one
-//! tensor and bounded length each, they are work of about equal size for the blocks of one launch, and what holds for a
-//! tensor is said once a chunk.
+//! Tensors differ in size by four orders of magnitude, and only some of them have weight decay. Divided into chunks
+//! of one tensor and of bounded length, they give the blocks of one launch about equal work, and a tensor's factors
+//! are stored once per chunk.
 
 use std::ops::Range;
 
 use super::Factors;
 
-/// A part of one tensor: `struct Chunk` of the kernels.
+/// A range of one tensor: `struct Chunk` of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Chunk {
@@ -16,19 +16,20 @@ pub struct Chunk {
     pub begin: u32,
     /// Number of elements.
     pub len: u32,
-    /// First element in the arenas of the optimizer's state and of the moving average, which may hold a part of the parameters
-    /// only.
+    /// First element in the arenas of the optimizer's state and of the moving average, which may hold only some of
+    /// the parameters.
     pub state: u32,
-    /// What the learning rate of all of them is multiplied by.
+    /// Factor of the learning rate for all elements.
     pub learning_rate: f32,
-    /// What the weight decay of all of them is multiplied by.
+    /// Factor of the weight decay for all elements.
     pub weight_decay: f32,
 }
 
-/// Elements of a chunk at most: a few for each thread of a block.
+/// Maximum number of elements of a chunk: a few for each thread of a block.
 pub const MAX_LEN: usize = 4096;
 
-/// Cuts tensors, given by their elements in an arena and their factors, into chunks, whose state lies as they do.
+/// Divides tensors, given by their ranges in an arena and their factors, into chunks, with the state at the same
+/// indices.
 ///
 /// ```
 /// use mgpu_kernels::optimizer::Factors;
@@ -43,7 +44,7 @@ pub const MAX_LEN: usize = 4096;
 /// ```
 ///
 /// # Panics
-/// If a tensor does not begin at a multiple of 4 elements, where 16 bytes can be moved at once, or ends behind 2^31.
+/// If a tensor does not begin at a multiple of 4 elements, which 16-byte accesses need, or ends beyond 2^31.
 pub fn chunks(tensors: impl IntoIterator<Item = (Range<usize>, Factors)>) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     for (range, Factors { learning_rate, weight_decay }) in tensors {
@@ -92,7 +93,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a tensor at elements 6..9")]
-    fn a_tensor_askew_is_refused() {
+    fn a_misaligned_tensor_panics() {
         chunks([(6..9, Factors::ONE)]);
     }
 }

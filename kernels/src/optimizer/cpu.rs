@@ -1,13 +1,13 @@
-//! Optimizers on the CPU: one pass over memory, shared among threads.
+//! Optimizers on the CPU: one pass over memory, divided among threads.
 //!
-//! The loops are plain ones, compiled for the vectors of each processor. Nothing is fused or reordered by that: square
-//! roots and quotients are exact, and every processor gives the same bits.
+//! The loops are plain Rust, compiled for each vector instruction set. The compiler neither fuses nor reorders
+//! operations, and square roots and quotients are correctly rounded, so every processor gives the same bits.
 
 use super::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State};
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
-/// Parameters below which another thread does not pay.
+/// Fewer parameters are not worth another thread.
 const GRAIN: usize = 1 << 14;
 
 /// Applies one step to matching slices of parameters, gradients and state, which have the same `factors`. `step` counts
@@ -64,7 +64,7 @@ impl Task for Update<'_> {
     }
 }
 
-/// Moves an exponential moving average of the parameters: `average = decay · average + (1 − decay) · params`.
+/// Updates an exponential moving average of the parameters: `average = decay · average + (1 − decay) · params`.
 ///
 /// # Panics
 /// If the slices differ in length.
@@ -94,13 +94,13 @@ impl Task for Average<'_> {
 }
 
 impl Factors {
-    /// A rate of this share of the tensors. Multiplied in f64 and rounded once, as on a GPU.
+    /// `rate` with the factor of the learning rate. Multiplied in f64 and rounded once, as on a GPU.
     #[inline(always)]
     fn rate(self, rate: f64) -> f32 {
         (rate * f64::from(self.learning_rate)) as f32
     }
 
-    /// The weight decay λ that is added to gradients.
+    /// The weight decay λ for gradients, with its factor.
     #[inline(always)]
     fn decay(self, weight_decay: f64) -> f32 {
         weight_decay as f32 * self.weight_decay
@@ -138,9 +138,9 @@ fn adam_w(
     adam_pass(o, factors, (keep, 0.0), step, params, gradients, first, second);
 }
 
-/// Adam on parameters that are first multiplied by `keep`, and of which `decay` adds to the gradient.
+/// Adam on parameters that are first multiplied by `keep`, with `decay` times the parameter added to the gradient.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "matching slices, and what moves them")]
+#[expect(clippy::too_many_arguments, reason = "matching slices, and the constants of the step")]
 fn adam_pass(
     o: Adam,
     factors: Factors,

@@ -1,8 +1,8 @@
-//! Optimizers on a GPU: one launch for all parameters, with what follows from their new values in the same pass.
+//! Optimizers on a GPU: one launch updates all parameters, their moving average and their copy in bf16.
 //!
-//! What depends on the step is worked out on the GPU once a step ([`begin_step`]), in f64 as on the CPU, and each operation of
-//! the pass is rounded by itself: parameters are those that a CPU computes from the same gradients, to the bit, as long
-//! as the power functions of both agree.
+//! Values that depend on the step are computed on the GPU once per step ([`begin_step`]), in f64 as on the CPU, and
+//! each operation of the update is rounded separately: parameters are bitwise equal to those that a CPU computes from
+//! the same gradients, provided that the power functions of both agree.
 
 use super::Optimizer;
 use super::chunk::Chunk;
@@ -17,12 +17,12 @@ pub static SOURCE: Source = Source { name: "optimizer", text: include_str!("opti
 /// Threads of a block that sums squares, `NORM_THREADS` of the kernels.
 const NORM_THREADS: u32 = 256;
 
-/// What a step's index says about the training.
+/// The parts of the training configuration that depend on the step's index.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct UpdatePlan {
-    /// Steps of an epoch, after which the position is 0 again.
+    /// Steps of an epoch, after which the position restarts at 0.
     pub steps_per_epoch: u64,
-    /// How the learning rate changes from the optimizer's.
+    /// The factor of the optimizer's learning rate in each step.
     pub schedule: Schedule,
 }
 
@@ -76,13 +76,14 @@ impl Parameters {
     }
 }
 
-/// Advances `state` to the step that begins: its index, position, learning rate and the optimizer's numbers.
+/// Advances `state` to the next step: its index, position, learning rate and the optimizer's constants.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If `state` is not the memory of a [`StepState`], or an epoch has no steps, or the learning rate none to fall over.
+/// If `state` is not the memory of a [`StepState`], if an epoch has no steps, or if the schedule's decay has no
+/// steps.
 pub fn begin_step(stream: &Stream, optimizer: &Optimizer, plan: UpdatePlan, state: View<'_>) -> Result<()> {
     StepState::check(state);
     assert!(plan.steps_per_epoch > 0 && plan.schedule.decay.steps() > 0, "{plan:?}");
@@ -91,17 +92,17 @@ pub fn begin_step(stream: &Stream, optimizer: &Optimizer, plan: UpdatePlan, stat
     unsafe { run(stream, &SOURCE, "step_begin", Grid::new(1, 32), &arguments) }
 }
 
-/// Matching arenas: element i of each belongs to parameter i, but that those of states and of the average may hold some of the
-/// parameters only. All begin at multiples of 16 bytes.
+/// Matching arenas: element i of each belongs to parameter i. Only the arenas of state and moving average may hold
+/// just some of the parameters. All are aligned to 16 bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Arenas<'a> {
     /// Gradients, f32.
     pub gradients: View<'a>,
     /// Parameters, f32.
     pub params: View<'a>,
-    /// First state, f32, where the optimizer has one.
+    /// First state, f32, if the optimizer has one.
     pub first: Option<View<'a>>,
-    /// Second state, f32, where the optimizer has one.
+    /// Second state, f32, if the optimizer has one.
     pub second: Option<View<'a>>,
     /// Moving average of the parameters, f32, and its decay.
     pub average: Option<(View<'a>, f64)>,
@@ -133,7 +134,7 @@ impl Arenas<'_> {
         let state_len = self.first.or(average).map(|view| view.len());
         let address = |what: &str, view: View<'_>, dtype: DType, len: usize| {
             check(what, view, dtype, len);
-            assert!(view.address().is_multiple_of(16), "{what} at an address that is no multiple of 16");
+            assert!(view.address().is_multiple_of(16), "{what} at an address that is not a multiple of 16");
             view.address()
         };
         let state = |what: &str, view: Option<View<'_>>, used: bool| {
@@ -148,7 +149,7 @@ impl Arenas<'_> {
             average: state("a moving average", average, average.is_some()),
             copy: self.copy.map_or(0, |view| address("a copy of parameters", view, DType::Bf16, len)),
             len: count(len),
-            // Where there is none, a chunk's place in it says nothing.
+            // Without state arenas, a chunk's index in them is not used.
             state_len: state_len.map_or(u32::MAX, count),
             towards: self.average.map_or(0.0, |(_, decay)| (1.0 - decay) as f32),
             unused: 0,
@@ -156,11 +157,12 @@ impl Arenas<'_> {
     }
 }
 
-/// Applies one step to the parameters in `chunks` (a table of [`Chunk`], as bytes, or a part of one), whose factors of
-/// learning rate and weight decay are the chunks'. [`begin_step`] has begun the step, with the same optimizer; gradients are multiplied with the state's scale. Where
-/// the state has a mark of gradients that are no numbers, nothing changes.
+/// Applies one step to the parameters in `chunks` (a table of [`Chunk`], as bytes, or a range of one), with the
+/// factors of learning rate and weight decay in the chunks. [`begin_step`] must have been called for the step, with
+/// the same optimizer; gradients are multiplied by the state's scale. If the state has a mark of non-finite
+/// gradients, nothing changes.
 ///
-/// A chunk that lies outside of the arenas is passed over.
+/// A chunk that exceeds the arenas is skipped.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -191,21 +193,24 @@ pub fn update(
     }
     let arguments = [state.into(), chunks.into(), table.into(), Arg::of(&addresses)];
     let grid = Grid::new(table.min(blocks(stream)), THREADS);
-    // SAFETY: the arenas have equal lengths, and the kernel passes over what is outside of them.
+    // SAFETY: the arenas have equal lengths, and the kernel skips chunks that exceed them.
     unsafe { run(stream, &SOURCE, name, grid, &arguments) }
 }
 
-/// Chunks in a table.
+/// Number of chunks in a table.
 #[track_caller]
 fn table_len(chunks: View<'_>) -> u32 {
     let table = chunks.len() / size_of::<Chunk>();
     check("a table of chunks", chunks, DType::U8, table * size_of::<Chunk>());
-    assert!(chunks.address().is_multiple_of(4), "a table of chunks at an address that is no multiple of 4");
+    assert!(
+        chunks.address().is_multiple_of(4),
+        "a table of chunks at an address that is not a multiple of 4"
+    );
     count(table)
 }
 
-/// Overwrites `sums` (f64, one for each chunk of the table) with the sums of the squares of the chunks' elements of `gradients`
-/// (f32). That of a chunk which lies outside stays as it is.
+/// Overwrites `sums` (f64, one for each chunk of the table) with the sums of the squares of the chunks' elements of
+/// `gradients` (f32). The sum of a chunk that exceeds the gradients is not written.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -216,18 +221,18 @@ pub fn squares(stream: &Stream, gradients: View<'_>, chunks: View<'_>, sums: Vie
     let table = table_len(chunks);
     check("gradients", gradients, DType::F32, gradients.len());
     check("sums of squares", sums, DType::F64, table as usize);
-    assert!(gradients.address().is_multiple_of(16), "gradients at an address that is no multiple of 16");
+    assert!(gradients.address().is_multiple_of(16), "gradients at an address that is not a multiple of 16");
     if table == 0 {
         return Ok(());
     }
     let arguments =
         [gradients.into(), count(gradients.len()).into(), chunks.into(), table.into(), sums.into()];
     let grid = Grid::new(table.min(blocks(stream)), NORM_THREADS);
-    // SAFETY: the kernel passes over chunks that lie outside of the gradients, and writes a number for each of the others.
+    // SAFETY: the kernel skips chunks that exceed the gradients, and writes a number for each of the others.
     unsafe { run(stream, &SOURCE, "optimizer_squares", grid, &arguments) }
 }
 
-/// Adds up `sums` (f64) in a fixed order: the state's sum of squares.
+/// Adds up `sums` (f64) in a fixed order, to the state's sum of squares.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -238,12 +243,12 @@ pub fn total_squares(stream: &Stream, sums: View<'_>, state: View<'_>) -> Result
     StepState::check(state);
     check("sums of squares", sums, DType::F64, sums.len());
     let arguments = [sums.into(), count(sums.len()).into(), state.into()];
-    // SAFETY: the kernel reads as many numbers as there are, and writes to the state.
+    // SAFETY: the kernel reads as many numbers as `sums` has, and writes to the state.
     unsafe { run(stream, &SOURCE, "optimizer_squares_total", Grid::new(1, NORM_THREADS), &arguments) }
 }
 
-/// Takes the norm from the state's sum of squares, and the scale that shortens gradients of that norm to `most`, by
-/// `most / (norm + 10⁻⁶)`, if they are longer.
+/// Computes the norm from the state's sum of squares, and the scale for clipping: `most / (norm + 10⁻⁶)` if that is
+/// below 1.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

@@ -1,10 +1,10 @@
-//! Optimizers: from gradients and their own state to new parameters.
+//! Optimizers: compute new parameters from gradients and the optimizer's state.
 //!
 //! Contract: an update reads and writes matching slices of parameters, gradients and up to two arenas of state,
-//! element by element, so any cut of a flat arena into ranges gives the same result. `step` counts from 1. The
-//! formulas are those of PyTorch's `torch.optim`, in `f32` with the per-step constants computed in `f64`:
-//! `g` is the gradient, `p` the parameter, and weight decay λ adds `λ·p` to `g` first, except in AdamW. [`Factors`] multiply
-//! `lr` and λ for a part of the parameters, as PyTorch's parameter groups do.
+//! element by element, so dividing an arena into ranges does not change the result. `step` counts from 1. The
+//! formulas are those of PyTorch's `torch.optim`, in `f32` with the per-step constants computed in `f64`: `g` is the
+//! gradient, `p` the parameter, and weight decay λ first adds `λ·p` to `g`, except in AdamW. [`Factors`] multiply
+//! `lr` and λ for a part of the parameters, like the options of PyTorch's parameter groups.
 //!
 //! | optimizer | first state | second state | update |
 //! |---|---|---|---|
@@ -42,7 +42,7 @@ impl Default for Adam {
     }
 }
 
-/// Hyper-parameters of AdamW: Adam with the weight decay taken out of the moments.
+/// Hyper-parameters of AdamW: Adam with decoupled weight decay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate.
@@ -118,7 +118,7 @@ pub enum Optimizer {
     Sgd(Sgd),
 }
 
-/// What is particular to a tensor: the learning rate and the weight decay are multiplied by these.
+/// Factors for the learning rate and the weight decay of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Factors {
     /// Factor of the learning rate.
@@ -144,7 +144,7 @@ pub struct State<'a> {
 }
 
 impl Optimizer {
-    /// Number of state arenas it needs, each as long as the parameters and zero before the first step.
+    /// Number of state arenas, each as long as the parameters and zero before the first step.
     pub fn states(&self) -> usize {
         match self {
             Self::Adam(_) | Self::AdamW(_) => 2,
@@ -153,7 +153,7 @@ impl Optimizer {
         }
     }
 
-    /// The name of each state arena in a checkpoint, by PyTorch's names.
+    /// The name of each state arena in a checkpoint, as in PyTorch.
     pub fn state_names(&self) -> &'static [&'static str] {
         let names: &[&str] = match self {
             Self::Adam(_) | Self::AdamW(_) => &["exp_avg", "exp_avg_sq"],
@@ -163,7 +163,7 @@ impl Optimizer {
         &names[..self.states()]
     }
 
-    /// The optimizer's own name: `adam`, `adamw`, `rmsprop` or `sgd`.
+    /// The name: `adam`, `adamw`, `rmsprop` or `sgd`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Adam(_) => "adam",
@@ -228,7 +228,7 @@ mod tests {
     /// Five steps with changing gradients, compared with `reference(t, p, g, first, second)` in `f64`.
     fn check(optimizer: Optimizer, reference: impl Fn(i32, &mut f64, f64, &mut f64, &mut f64)) {
         check_with(optimizer, Factors::ONE, &reference);
-        // A tensor with factors is moved as by an optimizer that has them multiplied in.
+        // A tensor with factors is updated like one of an optimizer with multiplied hyper-parameters.
         let factors = Factors { learning_rate: 0.25, weight_decay: 3.0 };
         let (lr, weight_decay) = (optimizer.lr() / 0.25, optimizer.weight_decay() / 3.0);
         check_with(optimizer.with_lr(lr).with_weight_decay(weight_decay), factors, &reference);
@@ -320,7 +320,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "first state")]
-    fn a_missing_state_is_refused() {
+    fn a_missing_state_panics() {
         let optimizer = Optimizer::Adam(Adam::default());
         cpu::update(&Threads::new(1), &optimizer, Factors::ONE, 1, &mut [0.0], &[0.0], State::default());
     }

@@ -1,7 +1,7 @@
-// Optimizers: the numbers of a step, and one pass over the flat arenas. See mod.rs for the formulas.
+// Optimizers: the constants of a step, and one pass over the contiguous arenas. See mod.rs for the formulas.
 //
-// Every operation is rounded by itself, as on the CPU: a product that a compiler merged into the sum behind it would
-// be more precise, and no longer equal. The pass waits for memory either way.
+// Every operation is rounded separately, as on the CPU: a product contracted with the following sum would be more
+// precise, but no longer equal. The pass is limited by memory bandwidth either way.
 
 __device__ inline f32 add(f32 a, f32 b) { return __fadd_rn(a, b); }
 __device__ inline f32 sub(f32 a, f32 b) { return __fsub_rn(a, b); }
@@ -20,9 +20,9 @@ __device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
 
 struct UpdatePlan {
     u64 steps_per_epoch;
-    u64 warm_up;      // steps in which the learning rate rises
-    u64 decay_steps;  // over which it falls, or between two falls
-    f64 decay_to;     // the cosine's floor, or the factor of a fall
+    u64 warm_up;      // steps in which the learning rate increases
+    u64 decay_steps;  // steps over which it decreases, or between two decreases
+    f64 decay_to;     // the cosine's floor, or the factor of each decrease
     f64 learning_rate;
     f64 decays[2];  // Adam's beta1 and beta2, RMSprop's rho and momentum, SGD's momentum and dampening
     f64 epsilon;
@@ -33,7 +33,7 @@ struct UpdatePlan {
     u32 unused;
 };
 
-// Names of the constants, which step_begin writes and the rules read.
+// Indices of the constants, which step_begin writes and the rules read.
 #define ADAM_ROOT 1
 #define ADAM_TOWARDS_FIRST 2
 #define ADAM_BETA2 3
@@ -49,7 +49,7 @@ struct UpdatePlan {
 #define SGD_ALONG 4
 #define WEIGHT_DECAY 7
 
-// What the learning rate is multiplied with: see schedule.rs.
+// The factor of the learning rate, see schedule.rs.
 __device__ inline f64 schedule_factor(const UpdatePlan& plan, u64 step) {
     if (step < plan.warm_up) return (f64)(step + 1) / (f64)plan.warm_up;
     step -= plan.warm_up;
@@ -64,7 +64,7 @@ __device__ inline f64 schedule_factor(const UpdatePlan& plan, u64 step) {
     return 1.0;
 }
 
-// Advances the state to the step that begins. One thread: all others of the step wait for it anyway.
+// Advances the state to the next step. One thread: all other kernels of the step wait for it anyway.
 KERNEL(step_begin)(StepState* state, UpdatePlan plan) {
     if (grid_thread() > 0) return;
     if (state->non_finite) {
@@ -107,7 +107,7 @@ KERNEL(step_begin)(StepState* state, UpdatePlan plan) {
     for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
 }
 
-// A part of one tensor. All of it has the same factors of learning rate and weight decay.
+// A range of one tensor, with one factor of the learning rate and one of the weight decay.
 struct Chunk {
     u32 begin;  // in the arena, a multiple of 4
     u32 len;
@@ -116,11 +116,12 @@ struct Chunk {
     f32 weight_decay;
 };
 
-// What a chunk's factors make of the state's numbers, multiplied in f64 and rounded once, as on the CPU.
+// The rates of a chunk: the state's constants times the chunk's factors, multiplied in f64 and rounded once, as on
+// the CPU.
 struct Rates {
     f32 rate;
-    f32 decay;  // what is added to gradients, of their parameters
-    f32 keep;   // what AdamW leaves of a parameter
+    f32 decay;  // weight of the parameters that are added to gradients
+    f32 keep;   // factor by which AdamW shrinks a parameter
 
     __device__ Rates(const StepState* state, const Chunk& chunk)
         : rate((f32)mul(state->step_size, (f64)chunk.learning_rate)),
@@ -128,7 +129,7 @@ struct Rates {
           keep((f32)(1.0 - mul(state->shrink, mul((f64)chunk.learning_rate, (f64)chunk.weight_decay)))) {}
 };
 
-// Each rule has a number of states, and moves one parameter and its states by one gradient, at the chunk's rates.
+// Each rule has a number of states, and updates one parameter and its states with one gradient, at the chunk's rates.
 
 struct AdamRule {
     static constexpr u32 STATES = 2;
@@ -202,8 +203,8 @@ struct SgdRule {
     }
 };
 
-// Matching arenas of `len` elements, those of states and average of `state_len`; states that the rule does not use, average
-// and copy may be null.
+// Matching arenas of `len` elements, those of states and average of `state_len`. States that the rule does not use,
+// the average and the copy may be null.
 struct Arenas {
     const f32* gradients;
     f32* params;
@@ -213,16 +214,16 @@ struct Arenas {
     bf16* copy;
     u32 len;
     u32 state_len;
-    f32 towards;  // share of the parameters in their moving average
+    f32 towards;  // weight of the parameters in their moving average
     u32 unused;
 };
 
-// A table made for other arenas touches nothing outside of these.
+// With a table made for other arenas, nothing outside of these is accessed.
 __device__ inline bool chunk_within(u32 begin, u32 chunk_len, u32 len) {
     return begin <= len && chunk_len <= len - begin;
 }
 
-// `at` counts in the arena, `own` in those of states and average.
+// `at` is the index in the arena, `own` that in the arenas of states and average.
 template <class Rule, u32 N>
 __device__ void optimizer_pack(
     const Rule& rule, const Arenas& arenas, f32 scale, const Rates& rates, u32 at, u32 own) {
@@ -251,7 +252,7 @@ __device__ void optimizer_pack(
     }
 }
 
-// A block takes whole chunks. After gradients that are no numbers everything stays as it is.
+// Each block processes whole chunks. After non-finite gradients nothing changes.
 template <class Rule>
 __device__ void optimizer_update(const StepState* state, const Chunk* chunks, u32 count, const Arenas& arenas) {
     constexpr u32 N = PACK<f32>;
@@ -293,7 +294,7 @@ KERNEL(optimizer_update_sgd_momentum)(const StepState* state, const Chunk* chunk
     optimizer_update<SgdRule<true>>(state, chunks, count, arenas);
 }
 
-// Clipping: the squares of all gradients are summed chunk by chunk, and these sums by one block, always in the same order.
+// Clipping: each chunk's squares are summed, and these sums by one block, always in the same order.
 
 #define NORM_THREADS 256
 
@@ -324,7 +325,7 @@ KERNEL_BOUNDS(optimizer_squares_total, NORM_THREADS)(const f64* sums, u32 count,
     if (threadIdx.x == 0) state->squares = total;
 }
 
-// Shortens gradients of a norm above `most` to it. The small number is that of PyTorch's clip_grad_norm_.
+// Scales gradients with a norm above `most` down to it. The small constant is that of PyTorch's clip_grad_norm_.
 KERNEL(optimizer_clip)(StepState* state, f64 most) {
     if (grid_thread() > 0) return;
     const f64 norm = sqrt(state->squares), factor = most / (norm + 1e-6);

@@ -1,26 +1,26 @@
 //! Max-pooling on the CPU: threads own images, vectors are channels.
 //!
-//! For pooling layers that stand by themselves. Behind a convolution, [`crate::conv::cpu`] pools its outputs while they
-//! are at hand.
+//! For pooling layers that do not follow a convolution. After a convolution, [`crate::conv::cpu`] pools its outputs
+//! while they are in the cache.
 
 use super::PoolShape;
 use crate::Storage;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
-/// Input elements below which another thread does not pay.
+/// Fewer input elements are not worth another thread.
 const GRAIN: usize = 1 << 14;
 
-fn images(shape: &PoolShape, channels: usize, input: usize, output: usize, choices: usize) -> usize {
+fn images(shape: &PoolShape, channels: usize, input: usize, output: usize, chosen: usize) -> usize {
     let image = shape.input_len() * channels;
     let images = input / image;
     assert_eq!(input, images * image, "input of a pooling layer");
     assert_eq!(output, images * shape.output_len() * channels, "output of a pooling layer");
-    assert_eq!(choices, output, "choices of a pooling layer");
+    assert_eq!(chosen, output, "chosen positions of a pooling layer");
     images
 }
 
-/// Overwrites `y` with the maxima and `chosen` with their places in the windows.
+/// Overwrites `y` with the maxima and `chosen` with their positions in the windows.
 ///
 /// # Panics
 /// If the lengths do not fit `shape`.
@@ -68,7 +68,7 @@ impl<E: Storage> Task for Forward<'_, E> {
         let pixels = y.chunks_exact_mut(channels).zip(chosen.chunks_exact_mut(channels));
         for (at, (y, chosen)) in pixels.enumerate() {
             let pixel = |place: usize| &x[shape.pixel(at, place) * channels..][..channels];
-            // Places beyond the border repeat another one, than which they are not larger.
+            // Positions beyond the edge repeat another one, and are not larger than it.
             let window = [pixel(0), pixel(1), pixel(2), pixel(3)];
             for c in 0..channels {
                 let (mut best, mut place) = (window[0][c], 0);
@@ -82,7 +82,7 @@ impl<E: Storage> Task for Forward<'_, E> {
     }
 }
 
-/// Overwrites `dx` with the gradient of the input, given the places that the forward pass chose.
+/// Overwrites `dx` with the gradient of the input, given the positions that the forward pass chose.
 ///
 /// # Panics
 /// If the lengths do not fit `shape`.
@@ -132,7 +132,7 @@ impl<E: Storage> Task for Backward<'_, E> {
             let own = shape.pixel(at, 0);
             for place in 0..4u8 {
                 let pixel = shape.pixel(at, place.into());
-                // A place beyond the border is never chosen, and the pixel in its stead is another place's.
+                // A position beyond the edge is never chosen, and the pixel used instead belongs to another position.
                 if place > 0 && pixel == own {
                     continue;
                 }

@@ -1,8 +1,8 @@
 //! Max-pooling on a GPU, of NHWC images: a thread owns a window of some channels.
 //!
-//! Choices lie as the outputs do, one byte each. The fused passes also do what comes before pooling in a network,
-//! bias and activation: they give what the separate passes give, to the bit, and save writing and reading the image
-//! in between.
+//! The chosen positions have the layout of the outputs, one byte each. The fused passes also apply the bias and
+//! activation that precede pooling in a network: their results are bitwise equal to those of the separate passes, and
+//! they avoid writing and reading the image in between.
 
 use super::PoolShape;
 use crate::DType;
@@ -32,7 +32,7 @@ impl Extents {
         check("the input of a pooling layer", input, output.dtype(), images * image);
         let outputs = images * channels * shape.output_len();
         check("the output of a pooling layer", output, input.dtype(), outputs);
-        check("the choices of a pooling layer", chosen, DType::U8, outputs);
+        check("the chosen positions of a pooling layer", chosen, DType::U8, outputs);
         count(input.len());
         Extents {
             images: count(images),
@@ -44,7 +44,7 @@ impl Extents {
         }
     }
 
-    /// Windows of one element, those of rounding up: as many threads as either pass may need.
+    /// Number of windows of one element each, rounded up at the edges: as many threads as either pass may need.
     fn windows(&self) -> usize {
         let [images, height, width, channels] =
             [self.images, self.height, self.width, self.channels].map(|extent| extent as usize);
@@ -52,7 +52,7 @@ impl Extents {
     }
 }
 
-/// Runs a kernel that takes `arguments` between the extents and the flag for whole packs.
+/// Runs a kernel with `arguments` between the extents and the flag for whole packs.
 fn run_windows(
     stream: &Stream,
     name: &str,
@@ -70,7 +70,7 @@ fn run_windows(
     unsafe { run(stream, &SOURCE, &typed(name, views[0]), grid, &all) }
 }
 
-/// Overwrites `y` with the maxima and `chosen` with their places in the windows.
+/// Overwrites `y` with the maxima and `chosen` with their positions in the windows.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -112,7 +112,7 @@ pub fn forward_fused(
     run_windows(stream, "pool_forward_fused", extents, &[x, y, chosen, bias], &arguments)
 }
 
-/// Overwrites `dx` with the gradient of the input, given the places that the forward pass chose.
+/// Overwrites `dx` with the gradient of the input, given the positions that the forward pass chose.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -131,7 +131,7 @@ pub fn backward(
     run_windows(stream, "pool_backward", extents, &[dx, dy, chosen], &[dy.into(), chosen.into(), dx.into()])
 }
 
-/// Overwrites `dx` with the gradient of what [`forward_fused`] was given, from that of its output `y`.
+/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

@@ -1,15 +1,15 @@
 //! Max-pooling over windows of 2×2, stride 2.
 //!
-//! Contract: every channel \[H, W\] of an image becomes one of \[H', W'\], H' = ⌊H/2⌋ or ⌈H/2⌉ by [`Rounding`], likewise
-//! W'. `y[i,j]` is the largest of `x[2i+u, 2j+v]` for u, v in {0, 1} where they lie inside the image; of equal values the
-//! first in row-major order counts, as in PyTorch. The forward pass stores 2u+v in one byte an output, the backward pass
-//! sends `dy` there and zero everywhere else. Batches are \[N, H, W, C\].
+//! Contract: every channel \[H, W\] of an image becomes one of \[H', W'\], with H' = ⌊H/2⌋ or ⌈H/2⌉ by [`Rounding`],
+//! and likewise W'. `y[i,j]` is the maximum of those `x[2i+u, 2j+v]` with u, v in {0, 1} that lie inside the image;
+//! of equal values the first in row-major order counts, as in PyTorch. The forward pass stores the position 2u+v in
+//! one byte per output; the backward pass writes `dy` there and zero everywhere else. Batches are \[N, H, W, C\].
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-/// What happens to the last row or column of a plane with an odd number of them.
+/// Treatment of the last row or column of an image with an odd number of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
     /// It is ignored: 7 becomes 3.
@@ -18,7 +18,7 @@ pub enum Rounding {
     Ceil,
 }
 
-/// The extents of a pooling layer, but for the numbers of images and channels.
+/// The extents of a pooling layer, except for the numbers of images and channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolShape {
     /// Input rows, H.
@@ -57,8 +57,8 @@ impl PoolShape {
         self.out_height() * self.out_width()
     }
 
-    /// The input pixel at place 2u+v of the window of output pixel `at`, both counted over the batch. Beyond the border
-    /// the coordinate is that of the place before.
+    /// The index of the input pixel at position 2u+v of the window of output pixel `at`, both counted over the batch.
+    /// Beyond the edge, the coordinate is that of the previous position.
     #[inline(always)]
     fn pixel(&self, at: usize, place: usize) -> usize {
         let (out, columns) = (self.output_len(), self.out_width());

@@ -1,7 +1,7 @@
 // Max-pooling of NHWC images, alone or with the bias and activation before it. See mod.rs for the contract.
 //
 // A thread owns one window of a pack of channels. Values are rounded to the type of the activations before they are
-// compared, so that the fused kernels choose what the separate ones would, ties included.
+// compared, so that the fused kernels choose the same positions as the separate ones, ties included.
 
 struct PoolShape {
     u32 images;
@@ -12,7 +12,7 @@ struct PoolShape {
     u32 channels;
 };
 
-// Where a window's upper left element is, and which of the others lie in the image.
+// The index of a window's upper left element, and which of the others lie in the image.
 struct PoolWindow {
     u32 corner;
     bool right;
@@ -56,7 +56,7 @@ __device__ void pool_forward_packs(
         PoolBefore<N> before;
         if (FUSED) before = PoolBefore<N>{load_channels<N>(bias + channel), slope};
 
-        // What lies outside repeats its neighbour, and is never chosen because it is not larger.
+        // A position outside the image repeats its neighbour, and is never chosen because it is not larger.
         const T* corner = x + window.corner;
         Pack<T, N> upper[2], lower[2];
         upper[0] = pool_load<T, N, FUSED>(corner, before);
@@ -107,8 +107,8 @@ KERNEL(pool_forward_fused_bf16)(
     pool_forward<bf16, true>(shape, x, bias, slope, y, chosen, wide);
 }
 
-// Every element of dx is written once. The windows are those of rounding up: where an odd row or column is not pooled,
-// they hold zeros only.
+// Every element of dx is written once. Windows are counted rounding up: those of an odd row or column that is not
+// pooled contain only zeros.
 template <class T, u32 N, bool FUSED>
 __device__ void pool_backward_packs(
     const PoolShape& shape, const T* dy, const T* y, const u8* chosen, f32 slope, T* dx) {

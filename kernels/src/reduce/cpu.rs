@@ -1,9 +1,9 @@
 //! The reductions on the CPU.
 //!
 //! All functions take raw pointers: sources and destinations are memory that other processes map too, so no Rust
-//! reference to them may exist. Work is done in chunks of a few vector registers: a chunk of accumulators is
-//! filled from the first rank, combined with the others in order and stored to every destination, so each source
-//! is read once and each destination written once.
+//! reference to them may exist. Work is done in chunks of a few vector registers: a chunk of accumulators is filled
+//! from the first rank, combined with the others in order and stored to every destination, so each source is read
+//! once and each destination written once.
 //!
 //! The loops are plain Rust, compiled three times: for the baseline, for AVX2 and for AVX-512; only the
 //! conversions of 16-bit floats use the processor's own instructions. Every operation is exactly rounded and none
@@ -47,7 +47,7 @@ macro_rules! accumulate_float {
             fn product(a: $acc, b: $acc) -> $acc {
                 a * b
             }
-            // `a` is kept when it is NaN, `b` when it is: a comparison with NaN is false.
+            // If `a` or `b` is NaN, it is the result, since a comparison with NaN is false.
             #[inline(always)]
             fn smaller(a: $acc, b: $acc) -> $acc {
                 if a <= b || a.is_nan() { a } else { b }
@@ -56,7 +56,8 @@ macro_rules! accumulate_float {
             fn larger(a: $acc, b: $acc) -> $acc {
                 if a >= b || a.is_nan() { a } else { b }
             }
-            // Dividing by a power of two is multiplying by its inverse, bit for bit, and several times faster.
+            // Dividing by a power of two equals multiplying by its inverse, bit for bit, and the multiplication is
+            // several times faster.
             #[inline(always)]
             fn divide<const N: usize>(accs: [$acc; N], ranks: u32) -> [$acc; N] {
                 let divisor = ranks as $acc;
@@ -209,7 +210,7 @@ unsafe fn reduce_all<T: Accumulate, const LEVEL: u8>(
     destinations: &[*mut u8],
     len: usize,
 ) {
-    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
     in_chunks!(len, |begin, N| unsafe { reduce_chunk::<T, LEVEL, N>(op, sources, destinations, begin) });
 }
 
@@ -219,7 +220,7 @@ unsafe fn reduce_all<T: Accumulate, const LEVEL: u8>(
 /// Both pointers are valid for `len` elements.
 #[inline(always)]
 unsafe fn start_all<T: Accumulate, const LEVEL: u8>(source: *const T, acc: *mut T::Acc, len: usize) {
-    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
     in_chunks!(len, |begin, N| unsafe {
         let elements = source.add(begin).cast::<[T; N]>().read_unaligned();
         acc.add(begin).cast::<[T::Acc; N]>().write_unaligned(T::widen::<LEVEL, N>(elements));
@@ -237,7 +238,7 @@ unsafe fn accumulate_all<T: Accumulate, const LEVEL: u8>(
     acc: *mut T::Acc,
     len: usize,
 ) {
-    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
     in_chunks!(len, |begin, N| unsafe {
         let elements = source.add(begin).cast::<[T; N]>().read_unaligned();
         let place = acc.add(begin).cast::<[T::Acc; N]>();
@@ -259,14 +260,14 @@ unsafe fn finish_all<T: Accumulate, const LEVEL: u8>(
     out: *mut T,
     len: usize,
 ) {
-    // SAFETY: every chunk ends at `len` at most, for which the caller vouches.
+    // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
     in_chunks!(len, |begin, N| unsafe {
         let accs = acc.add(begin).cast::<[T::Acc; N]>().read_unaligned();
         out.add(begin).cast::<[T; N]>().write_unaligned(finished::<T, LEVEL, N>(op, ranks, accs));
     });
 }
 
-/// Defines a function that runs `$body`, with `LEVEL` its instruction set, compiled for the detected one.
+/// Defines a function that runs `$body`, compiled for each instruction set as `LEVEL`, on the detected one.
 macro_rules! dispatched {
     ($name:ident<$T:ident>($($arg:ident: $type:ty),*) $body:block) => {
         unsafe fn $name<$T: Accumulate>($($arg: $type),*) {
@@ -286,7 +287,7 @@ macro_rules! dispatched {
                 const LEVEL: u8 = BASELINE;
                 $body
             }
-            // SAFETY: the level was detected on this processor; the rest is handed through from the caller.
+            // SAFETY: the level was detected on this processor; the rest is the caller's promise.
             unsafe {
                 match detect() {
                     #[cfg(target_arch = "x86_64")]
@@ -301,19 +302,19 @@ macro_rules! dispatched {
 }
 
 dispatched!(reduce_for<T>(op: ReduceOp, sources: &[*const u8], destinations: &[*mut u8], len: usize) {
-    // SAFETY: handed through from `reduce`.
+    // SAFETY: the promise of the caller of `reduce`.
     unsafe { reduce_all::<T, LEVEL>(op, sources, destinations, len) }
 });
 dispatched!(start_for<T>(source: *const u8, acc: *mut u8, len: usize) {
-    // SAFETY: handed through from `start`.
+    // SAFETY: the promise of the caller of `start`.
     unsafe { start_all::<T, LEVEL>(source.cast(), acc.cast(), len) }
 });
 dispatched!(accumulate_for<T>(op: ReduceOp, source: *const u8, acc: *mut u8, len: usize) {
-    // SAFETY: handed through from `accumulate`.
+    // SAFETY: the promise of the caller of `accumulate`.
     unsafe { accumulate_all::<T, LEVEL>(op, source.cast(), acc.cast(), len) }
 });
 dispatched!(finish_for<T>(op: ReduceOp, ranks: u32, acc: *const u8, out: *mut u8, len: usize) {
-    // SAFETY: handed through from `finish`.
+    // SAFETY: the promise of the caller of `finish`.
     unsafe { finish_all::<T, LEVEL>(op, ranks, acc.cast(), out.cast(), len) }
 });
 
@@ -335,8 +336,8 @@ macro_rules! by_dtype {
 /// Reduces `len` elements of every source, in order, and stores the result to every destination.
 ///
 /// # Safety
-/// Every pointer is aligned for `dtype` and valid for `len` elements; nobody else writes the sources or touches
-/// the destinations meanwhile. A destination may be one of the sources, but may not overlap one otherwise.
+/// Every pointer is aligned for `dtype` and valid for `len` elements; nothing else writes the sources or accesses the
+/// destinations meanwhile. A destination may be one of the sources, but may not overlap one otherwise.
 ///
 /// # Panics
 /// If there is no source.
@@ -347,7 +348,7 @@ pub unsafe fn reduce(
     destinations: &[*mut u8],
     len: usize,
 ) {
-    // SAFETY: the caller's promise, handed through with the type that belongs to `dtype`.
+    // SAFETY: the caller's promise, with the type that belongs to `dtype`.
     unsafe { by_dtype!(dtype, reduce_for(op, sources, destinations, len)) }
 }
 
@@ -357,7 +358,7 @@ pub unsafe fn reduce(
 /// # Safety
 /// Both pointers are aligned for their types and valid for `len` elements; the ranges do not overlap.
 pub unsafe fn start(dtype: DType, source: *const u8, acc: *mut u8, len: usize) {
-    // SAFETY: the caller's promise, handed through with the type that belongs to `dtype`.
+    // SAFETY: the caller's promise, with the type that belongs to `dtype`.
     unsafe { by_dtype!(dtype, start_for(source, acc, len)) }
 }
 
@@ -366,7 +367,7 @@ pub unsafe fn start(dtype: DType, source: *const u8, acc: *mut u8, len: usize) {
 /// # Safety
 /// As [`start`].
 pub unsafe fn accumulate(dtype: DType, op: ReduceOp, source: *const u8, acc: *mut u8, len: usize) {
-    // SAFETY: the caller's promise, handed through with the type that belongs to `dtype`.
+    // SAFETY: the caller's promise, with the type that belongs to `dtype`.
     unsafe { by_dtype!(dtype, accumulate_for(op, source, acc, len)) }
 }
 
@@ -375,7 +376,7 @@ pub unsafe fn accumulate(dtype: DType, op: ReduceOp, source: *const u8, acc: *mu
 /// # Safety
 /// As [`start`].
 pub unsafe fn finish(dtype: DType, op: ReduceOp, ranks: u32, acc: *const u8, out: *mut u8, len: usize) {
-    // SAFETY: the caller's promise, handed through with the type that belongs to `dtype`.
+    // SAFETY: the caller's promise, with the type that belongs to `dtype`.
     unsafe { by_dtype!(dtype, finish_for(op, ranks, acc, out, len)) }
 }
 

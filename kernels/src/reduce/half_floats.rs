@@ -1,8 +1,8 @@
-//! Conversions of 16-bit floats: f16 with the processor's own instructions where the caller is compiled for them,
-//! bf16, which is the upper half of an f32, by integer arithmetic without branches, so that loops become vectors.
+//! Conversions of 16-bit floats. f16 uses the processor's own instructions if the caller is compiled for them; bf16,
+//! which is the upper half of an f32, uses integer arithmetic without branches, which the compiler vectorises.
 //!
-//! All round to nearest even, so results do not depend on the level. (The bf16 instructions of AVX-512 are of no
-//! use here: they take denormals for zero.)
+//! All round to nearest even, so results do not depend on the level. (The bf16 instructions of AVX-512 are not
+//! suitable: they flush denormals to zero.)
 
 use half::{bf16, f16};
 
@@ -22,7 +22,7 @@ pub(super) fn widen_f16<const LEVEL: u8, const N: usize>(elements: [f16; N]) -> 
     if LEVEL != BASELINE && N.is_multiple_of(8) {
         let mut wide = [0f32; N];
         for i in (0..N).step_by(8) {
-            // SAFETY: eight elements from i on are within both arrays, and the level vouches for F16C.
+            // SAFETY: eight elements from i on are within both arrays, and the level guarantees F16C.
             unsafe {
                 let packed = _mm_loadu_si128(elements.as_ptr().add(i).cast::<__m128i>());
                 _mm256_storeu_ps(wide.as_mut_ptr().add(i), _mm256_cvtph_ps(packed));
@@ -40,7 +40,7 @@ pub(super) fn narrow_f16<const LEVEL: u8, const N: usize>(values: [f32; N]) -> [
     if LEVEL != BASELINE && N.is_multiple_of(8) {
         let mut narrow = [f16::ZERO; N];
         for i in (0..N).step_by(8) {
-            // SAFETY: eight elements from i on are within both arrays, and the level vouches for F16C.
+            // SAFETY: eight elements from i on are within both arrays, and the level guarantees F16C.
             unsafe {
                 let rounded =
                     _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(values.as_ptr().add(i)));
@@ -62,7 +62,8 @@ pub(crate) fn widen_bf16(element: bf16) -> f32 {
 #[inline(always)]
 pub(crate) fn narrow_bf16(value: f32) -> bf16 {
     let bits = value.to_bits();
-    // Just below half a unit of the last place, or half a unit if that makes the result even: the carry rounds.
+    // Adds half a unit in the last place if that makes the result even, and just below half a unit otherwise: the
+    // carry rounds.
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     let quiet = bits >> 16 | 0x40;
     bf16::from_bits(if value.is_nan() { quiet } else { rounded } as u16)
@@ -73,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_bf16_and_its_neighbourhood_convert_as_the_half_crate_does() {
+    fn every_bf16_and_its_neighbourhood_convert_as_in_the_half_crate() {
         for upper in 0..=u16::MAX {
             let element = bf16::from_bits(upper);
             let widened = widen_bf16(element).to_bits();

@@ -1,10 +1,10 @@
 //! Element-wise reductions over the buffers of several ranks.
 //!
 //! # Contract
-//! For every element `i` the result is `finish(((s0[i] ∘ s1[i]) ∘ s2[i]) ∘ …)`, combined in rank order 0…n−1 and
-//! never in another one. Floating-point addition is not associative, so this fixed order is what makes a result
-//! the same on every rank, from run to run and whatever the block size or algorithm. Each type combines in its
-//! accumulator and is rounded to the element type once, at the end:
+//! For every element `i` the result is `finish(((s0[i] ∘ s1[i]) ∘ s2[i]) ∘ …)`, always combined in rank order 0…n−1.
+//! Floating-point addition is not associative, so this fixed order makes the result the same on every rank, in every
+//! run and for every block size and algorithm. Each type is combined in its accumulator and rounded to the element
+//! type once, at the end:
 //!
 //! | element | accumulator | sum, prod | avg |
 //! |---|---|---|---|
@@ -22,7 +22,7 @@ pub use cpu::{accumulate, finish, reduce, start};
 
 use crate::DType;
 
-/// How the elements of all ranks become one.
+/// How the elements of all ranks are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {

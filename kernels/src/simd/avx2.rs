@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::{Simd, Task};
 
-/// Proof that the processor has AVX2 and FMA.
+/// Exists only if the processor has AVX2 and FMA.
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(());
 
@@ -38,8 +38,8 @@ unsafe fn first(count: usize) -> __m256i {
     unsafe { _mm256_loadu_si256(ENDS.as_ptr().add(8 - count).cast()) }
 }
 
-// SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers vouch for the instructions; pointers are
-// vouched for by the caller of the method.
+// SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers guarantee the
+// instructions; the caller of the method guarantees the pointers.
 impl Simd for Avx2 {
     type F32 = __m256;
     type Mask = __m256;
@@ -64,7 +64,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_first(self, from: *const f32, count: usize) -> __m256 {
-        // SAFETY: above; masked lanes are not touched.
+        // SAFETY: above; masked lanes are not accessed.
         unsafe { _mm256_maskload_ps(from, first(count)) }
     }
     #[inline(always)]
@@ -74,7 +74,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_first(self, values: __m256, to: *mut f32, count: usize) {
-        // SAFETY: above; masked lanes are not touched.
+        // SAFETY: above; masked lanes are not accessed.
         unsafe { _mm256_maskstore_ps(to, first(count), values) }
     }
     #[inline(always)]
@@ -101,7 +101,7 @@ impl Simd for Avx2 {
         unsafe {
             let bits = _mm256_castps_si256(values);
             let upper = _mm256_srli_epi32::<16>(bits);
-            // As `reduce::half_floats` explains.
+            // See `reduce::half_floats`.
             let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
             let carried = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
             let rounded = _mm256_srli_epi32::<16>(carried);
@@ -123,7 +123,8 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
-        // SAFETY: above; quarters of rows i and i + 4 make a vector, so that only lanes of one half are to be mixed.
+        // SAFETY: above. Quarters of rows i and i + 4 form a vector, so that afterwards lanes are mixed within halves
+        // only.
         unsafe {
             let pair = |i: usize, half: usize| {
                 let at = from.add(i * from_row + 4 * half);

@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::{Simd, Task};
 
-/// Proof that the processor has AVX-512 F, BW, VL and DQ.
+/// Exists only if the processor has AVX-512 F, BW, VL and DQ.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(());
 
@@ -40,11 +40,11 @@ fn first(count: usize) -> __mmask16 {
 /// As for [`run`].
 #[inline(always)]
 unsafe fn narrow(values: __m512) -> __m256i {
-    // SAFETY: the caller vouches for the instructions.
+    // SAFETY: the caller guarantees the instructions.
     unsafe {
         let bits = _mm512_castps_si512(values);
         let upper = _mm512_srli_epi32::<16>(bits);
-        // As `reduce::half_floats` explains; the instruction for it takes denormals for zero.
+        // See `reduce::half_floats`; the processor's own instruction flushes denormals to zero.
         let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
         let carried = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
         let rounded = _mm512_srli_epi32::<16>(carried);
@@ -54,8 +54,8 @@ unsafe fn narrow(values: __m512) -> __m256i {
     }
 }
 
-// SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers vouch for the instructions; pointers are
-// vouched for by the caller of the method.
+// SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers guarantee the
+// instructions; the caller of the method guarantees the pointers.
 impl Simd for Avx512 {
     type F32 = __m512;
     type Mask = __mmask16;
@@ -80,7 +80,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_first(self, from: *const f32, count: usize) -> __m512 {
-        // SAFETY: above; masked lanes are not touched.
+        // SAFETY: above; masked lanes are not accessed.
         unsafe { _mm512_maskz_loadu_ps(first(count), from) }
     }
     #[inline(always)]
@@ -90,7 +90,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_first(self, values: __m512, to: *mut f32, count: usize) {
-        // SAFETY: above; masked lanes are not touched.
+        // SAFETY: above; masked lanes are not accessed.
         unsafe { _mm512_mask_storeu_ps(to, first(count), values) }
     }
     #[inline(always)]
@@ -113,7 +113,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_first_bf16(self, from: *const bf16, count: usize) -> __m512 {
-        // SAFETY: above; masked lanes are not touched.
+        // SAFETY: above; masked lanes are not accessed.
         unsafe {
             let upper = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), from.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(upper))
@@ -126,7 +126,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_first_bf16(self, values: __m512, to: *mut bf16, count: usize) {
-        // SAFETY: above; masked lanes are not touched.
+        // SAFETY: above; masked lanes are not accessed.
         unsafe { _mm256_mask_storeu_epi16(to.cast(), first(count), narrow(values)) }
     }
     #[inline(always)]
@@ -136,8 +136,8 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
-        // SAFETY: above; quarters of rows i, i + 4, i + 8 and i + 12 make a vector, so that only lanes of one quarter are
-        // to be mixed.
+        // SAFETY: above. Quarters of rows i, i + 4, i + 8 and i + 12 form a vector, so that afterwards lanes are
+        // mixed within quarters only.
         unsafe {
             let four = |i: usize, quarter: usize| {
                 let at = from.add(i * from_row + 4 * quarter);

@@ -1,12 +1,12 @@
-//! Vectors of `f32` at the width that the processor has.
+//! Vectors of `f32` with the width of the processor.
 //!
-//! Loops whose speed hangs on registers are written once, against [`Simd`], and compiled for AVX-512, AVX2 with FMA
-//! and every other processor. A value of a type that implements it proves that the processor has the instructions,
-//! so arithmetic is safe; it comes from [`dispatch`], which picks the best there are (or what `MGPU_SIMD` allows, see
-//! `level`) and runs a [`Task`] compiled for them.
+//! Loops whose speed depends on registers are written once, with [`Simd`], and compiled for AVX-512, for AVX2 with
+//! FMA and for any other processor. A value of a type that implements it exists only if the processor has the
+//! instructions, so arithmetic is safe; it comes from [`dispatch`], which selects the best level of the processor (or
+//! what `MGPU_SIMD` allows, see `level`) and runs a [`Task`] compiled for it.
 //!
-//! Each lane does what the scalar operation does, and but for `transpose` no operation mixes lanes. A loop that sums in an order which
-//! does not depend on the number of lanes therefore gives the same bits with AVX2 and AVX-512; on processors without
+//! Each lane computes the scalar operation, and except for `transpose` no operation mixes lanes. So a loop that sums
+//! in an order independent of the number of lanes gives the same bits with AVX2 and AVX-512; on processors without
 //! fused multiply-add, [`Simd::mul_add`] rounds twice.
 
 #[cfg(target_arch = "x86_64")]
@@ -19,7 +19,7 @@ use half::bf16;
 
 use crate::level;
 
-/// The most lanes that any implementation has.
+/// Maximum number of lanes of any implementation.
 pub(crate) const MAX_LANES: usize = 16;
 
 /// Instructions on vectors of [`LANES`](Simd::LANES) `f32`.
@@ -30,15 +30,15 @@ pub trait Simd: Copy + Send + Sync {
     type F32: Copy;
     /// The result of a comparison, lane by lane.
     type Mask: Copy;
-    /// Elements of a vector: a divisor of [`MAX_LANES`].
+    /// Number of elements of a vector: a divisor of [`MAX_LANES`].
     const LANES: usize;
-    /// Rows of a matrix product's register tile, whose rows have two vectors: what fits the register file.
+    /// Rows of the register tile of a matrix product, with two vectors each: as many as fit the register file.
     const ROWS: usize;
-    /// Rows of a tile of four vectors; 0 if it would not pay.
+    /// Rows of a tile with four vectors; 0 if such tiles are not worthwhile.
     const WIDE_ROWS: usize;
 
-    /// Runs `task` in a function of its own, with the same instructions. A register tile is compiled once that way; where
-    /// it is inlined, what is constant there may cost it a register too many.
+    /// Runs `task` in a function of its own, with the same instructions. A register tile is compiled once that way;
+    /// when it is inlined, constants of the caller may take a register that it needs.
     fn call<T: Task>(self, task: T) -> T::Output;
 
     /// The same value in all lanes.
@@ -68,7 +68,7 @@ pub trait Simd: Copy + Send + Sync {
     /// The elements can be written.
     unsafe fn store_first(self, values: Self::F32, to: *mut f32, count: usize);
 
-    /// Asks for a cache line to be brought to the L2 cache. The address may be any.
+    /// Prefetches a cache line into the L2 cache. Any address is allowed.
     fn prefetch(self, line: *const f32);
 
     /// Reads `LANES` bytes as numbers.
@@ -90,7 +90,7 @@ pub trait Simd: Copy + Send + Sync {
     #[inline(always)]
     unsafe fn load_first_bf16(self, from: *const bf16, count: usize) -> Self::F32 {
         let mut all = [bf16::ZERO; MAX_LANES];
-        // SAFETY: the caller vouches for `count` elements, and there is room for as many and a whole vector.
+        // SAFETY: the caller guarantees `count` elements, and `all` has room for a whole vector.
         unsafe {
             if count == Self::LANES {
                 return self.load_bf16(from);
@@ -115,7 +115,7 @@ pub trait Simd: Copy + Send + Sync {
     #[inline(always)]
     unsafe fn store_first_bf16(self, values: Self::F32, to: *mut bf16, count: usize) {
         let mut all = [bf16::ZERO; MAX_LANES];
-        // SAFETY: the caller vouches for `count` elements, and there is room for a whole vector.
+        // SAFETY: the caller guarantees `count` elements, and `all` has room for a whole vector.
         unsafe {
             if count == Self::LANES {
                 return self.store_bf16(values, to);
@@ -133,8 +133,8 @@ pub trait Simd: Copy + Send + Sync {
     /// The bytes can be written.
     unsafe fn store_bytes(self, values: Self::F32, to: *mut u8);
 
-    /// Writes row i of a square of `LANES` rows, `from_row` elements apart, to column i of one whose rows are `to_row`
-    /// elements apart.
+    /// Transposes a square matrix of `LANES` rows: writes row i, rows `from_row` elements apart, to column i of a
+    /// matrix whose rows are `to_row` elements apart.
     ///
     /// # Safety
     /// The elements can be read and written.
@@ -146,21 +146,21 @@ pub trait Simd: Copy + Send + Sync {
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a · b`.
     fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
-    /// `a · b + c`, rounded once where the processor can.
+    /// `a · b + c`, rounded once if the processor has fused multiply-add.
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// `a > b`; false for NaN.
     fn greater(self, a: Self::F32, b: Self::F32) -> Self::Mask;
     /// `a == b`.
     fn equal(self, a: Self::F32, b: Self::F32) -> Self::Mask;
-    /// `then` where the mask is set, else `otherwise`.
+    /// `then` where the mask is set, `otherwise` elsewhere.
     fn select(self, mask: Self::Mask, then: Self::F32, otherwise: Self::F32) -> Self::F32;
 }
 
 /// A computation to be compiled for each instruction set.
 pub trait Task {
-    /// What it returns.
+    /// Its result.
     type Output;
-    /// Runs it. Implementations carry `#[inline(always)]`, so that they are compiled where the instructions are enabled.
+    /// Runs it. Implementations are `#[inline(always)]`, so that they are compiled with the instructions enabled.
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
@@ -169,7 +169,7 @@ pub trait Task {
 pub(crate) fn dispatch<T: Task>(task: T) -> T::Output {
     match level::detect() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the level says that the processor has the instructions.
+        // SAFETY: the processor has the instructions of the level.
         level::AVX512 => unsafe { avx512::run(task) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
@@ -182,7 +182,7 @@ pub(crate) fn dispatch<T: Task>(task: T) -> T::Output {
 mod tests {
     use super::*;
 
-    /// All operations on all levels that the processor has, against the scalar ones.
+    /// Tests all operations of a level against the scalar ones.
     struct Operations;
 
     impl Task for Operations {
@@ -246,7 +246,7 @@ mod tests {
     fn every_level_computes_the_same() {
         Operations.run(portable::Portable);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: each runs only where the processor has the instructions.
+        // SAFETY: each runs only if the processor has the instructions.
         unsafe {
             if level::best() >= level::AVX2 {
                 avx2::run(Operations);

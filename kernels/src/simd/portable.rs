@@ -1,11 +1,11 @@
-//! Plain Rust, four lanes: what every processor has, as SSE2 or NEON.
+//! Plain Rust with four lanes, as in SSE2 and NEON: for any processor.
 
 use half::bf16;
 
 use super::{Simd, Task};
 use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
 
-/// Needs no proof.
+/// Needs no special instructions.
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
 
@@ -38,27 +38,27 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load(self, from: *const f32) -> [f32; LANES] {
-        // SAFETY: the caller vouches for four elements.
+        // SAFETY: the caller guarantees four elements.
         unsafe { from.cast::<[f32; LANES]>().read_unaligned() }
     }
     #[inline(always)]
     unsafe fn load_first(self, from: *const f32, count: usize) -> [f32; LANES] {
         let mut values = [0.0; LANES];
         for (lane, value) in values.iter_mut().enumerate().take(count) {
-            // SAFETY: the caller vouches for `count` elements.
+            // SAFETY: the caller guarantees `count` elements.
             *value = unsafe { from.add(lane).read() };
         }
         values
     }
     #[inline(always)]
     unsafe fn store(self, values: [f32; LANES], to: *mut f32) {
-        // SAFETY: the caller vouches for four elements.
+        // SAFETY: the caller guarantees four elements.
         unsafe { to.cast::<[f32; LANES]>().write_unaligned(values) }
     }
     #[inline(always)]
     unsafe fn store_first(self, values: [f32; LANES], to: *mut f32, count: usize) {
         for (lane, value) in values.into_iter().enumerate().take(count) {
-            // SAFETY: the caller vouches for `count` elements.
+            // SAFETY: the caller guarantees `count` elements.
             unsafe { to.add(lane).write(value) }
         }
     }
@@ -66,29 +66,29 @@ impl Simd for Portable {
     fn prefetch(self, _: *const f32) {}
     #[inline(always)]
     unsafe fn load_bytes(self, from: *const u8) -> [f32; LANES] {
-        // SAFETY: the caller vouches for four bytes.
+        // SAFETY: the caller guarantees four bytes.
         unsafe { from.cast::<[u8; LANES]>().read_unaligned() }.map(f32::from)
     }
     #[inline(always)]
     unsafe fn load_bf16(self, from: *const bf16) -> [f32; LANES] {
-        // SAFETY: the caller vouches for four elements.
+        // SAFETY: the caller guarantees four elements.
         unsafe { from.cast::<[bf16; LANES]>().read_unaligned() }.map(widen_bf16)
     }
     #[inline(always)]
     unsafe fn store_bf16(self, values: [f32; LANES], to: *mut bf16) {
-        // SAFETY: the caller vouches for four elements.
+        // SAFETY: the caller guarantees four elements.
         unsafe { to.cast::<[bf16; LANES]>().write_unaligned(values.map(narrow_bf16)) }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: [f32; LANES], to: *mut u8) {
-        // SAFETY: the caller vouches for four bytes.
+        // SAFETY: the caller guarantees four bytes.
         unsafe { to.cast::<[u8; LANES]>().write_unaligned(values.map(|value| value as u8)) }
     }
     #[inline(always)]
     unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
         for i in 0..LANES {
             for j in 0..LANES {
-                // SAFETY: the caller vouches for the elements of both squares.
+                // SAFETY: the caller guarantees the elements of both matrices.
                 unsafe { to.add(j * to_row + i).write(from.add(i * from_row + j).read()) }
             }
         }

@@ -1,16 +1,16 @@
-//! Convolutions on the CPU, with the activation and the pooling that follow them.
+//! Convolutions on the CPU, fused with the activation and the pooling that follow them.
 //!
-//! Images are NHWC here: the channels of a pixel lie together, so that every kernel works on vectors of channels and no
-//! pass transposes anything. Weights stay as the contract says, \[F, C, K, K\]: they are repacked in every step, which is
-//! little work beside using them for a batch.
+//! Images are NHWC: the channels of a pixel are contiguous, so that every kernel works on vectors of channels and no
+//! pass transposes anything. Weights keep the contract's layout, \[F, C, K, K\], and are repacked in every step,
+//! which is little work compared to using them for a batch.
 //!
-//! Two algorithms, chosen for each layer by [`ConvAlgorithm::choose`]:
+//! There are two algorithms. [`ConvAlgorithm::choose`] selects one for each layer:
 //!
-//! - `direct`: sums over the kernel's rows, by register tiles of pixels and filters.
+//! - `direct`: sums over the kernel's rows, in register tiles of pixels and filters.
 //! - `winograd`: tiles of pixels are transformed, multiplied and transformed back, with 2 to 6 times fewer
 //!   multiplications (Lavin and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016).
 //!
-//! Which one depends on the shape alone, so a run repeats bit for bit.
+//! The selection depends on the shape alone, so a run is reproducible bit for bit.
 
 mod direct;
 #[cfg(test)]
@@ -29,40 +29,41 @@ use winograd::Winograd;
 
 use crate::{Scratch, Storage};
 
-/// What follows a convolution and is made with it, while its outputs are at hand: `y = pool(activation(conv + bias))`.
+/// The operations fused with a convolution, applied while its outputs are in the cache: `y = pool(activation(conv +
+/// bias))`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Epilogue {
     /// Slope of the activation for negative values (see [`crate::activation`]); `None` for no activation.
     pub slope: Option<f32>,
-    /// Max-pooling over windows of 2×2 (see [`crate::pool`]); `None` for none.
+    /// Max-pooling over windows of 2×2 (see [`crate::pool`]); `None` for no pooling.
     pub pool: Option<Rounding>,
 }
 
 /// How a convolution is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConvAlgorithm {
-    /// By its definition.
+    /// By the definition.
     Direct,
     /// F(m×m, K×K): tiles of m×m outputs from (m+K−1)² products for each pair of channels.
     Winograd {
         /// Rows and columns of a tile of outputs in the forward pass, m.
         forward: usize,
-        /// The same in the backward passes.
+        /// The same for the backward passes.
         backward: usize,
     },
 }
 
-/// Which algorithms a network may use.
+/// The algorithms that a network may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ConvPolicy {
-    /// For each layer what is expected to be the fastest.
+    /// For each layer the one that is expected to be the fastest.
     #[default]
     Auto,
-    /// `direct` for all.
+    /// `direct` for all layers.
     Direct,
 }
 
-/// A convolution with what follows it.
+/// A convolution with its epilogue.
 #[derive(Debug)]
 pub struct Conv {
     shape: ConvShape,
@@ -76,7 +77,7 @@ enum Kind {
     Winograd(Box<Winograd>),
 }
 
-/// What the backward pass starts from: all of the last forward pass, and the gradient of its result.
+/// Inputs of the backward pass: operands and result of the last forward pass, and the gradient of the result.
 #[derive(Debug, Clone, Copy)]
 pub struct Backward<'a, E = f32> {
     /// Input, \[N, H, W, C\].
@@ -85,17 +86,17 @@ pub struct Backward<'a, E = f32> {
     pub weights: &'a [f32],
     /// Result, after activation and pooling.
     pub y: &'a [E],
-    /// For each element of `y` its place in the pooling window; empty without pooling.
+    /// For each element of `y` the position of the maximum in the pooling window; empty without pooling.
     pub chosen: &'a [u8],
     /// Gradient of `y`.
     pub dy: &'a [E],
 }
 
 impl Epilogue {
-    /// Nothing follows.
+    /// Neither activation nor pooling.
     pub const NONE: Epilogue = Epilogue { slope: None, pool: None };
 
-    /// The pooling of `shape`'s outputs.
+    /// The shape of the pooling of the outputs, if there is pooling.
     pub(crate) fn pooling(&self, shape: &ConvShape) -> Option<pool::PoolShape> {
         let rounding = self.pool?;
         Some(pool::PoolShape { height: shape.out_height(), width: shape.out_width(), rounding })
@@ -111,9 +112,9 @@ impl Epilogue {
 }
 
 impl ConvAlgorithm {
-    /// What `shape` is computed by, a matter of the shape alone.
-    pub fn choose(shape: &ConvShape, choice: ConvPolicy) -> ConvAlgorithm {
-        match choice {
+    /// The algorithm for `shape`, a function of the shape and the policy alone.
+    pub fn choose(shape: &ConvShape, policy: ConvPolicy) -> ConvAlgorithm {
+        match policy {
             ConvPolicy::Auto => {
                 let tiles = winograd::tiles(shape);
                 tiles.map_or(ConvAlgorithm::Direct, |(forward, backward)| ConvAlgorithm::Winograd {
@@ -153,13 +154,13 @@ impl FromStr for ConvPolicy {
 }
 
 impl Conv {
-    /// Gets ready to compute convolutions of `shape` and what follows them.
+    /// Sets up a convolution of `shape` with its epilogue.
     ///
     /// # Panics
     /// If the kernel does not fit the image.
-    pub fn new(shape: ConvShape, epilogue: Epilogue, choice: ConvPolicy) -> Conv {
+    pub fn new(shape: ConvShape, epilogue: Epilogue, policy: ConvPolicy) -> Conv {
         shape.check();
-        let kind = match ConvAlgorithm::choose(&shape, choice) {
+        let kind = match ConvAlgorithm::choose(&shape, policy) {
             ConvAlgorithm::Direct => Kind::Direct(Direct::new(shape, epilogue)),
             ConvAlgorithm::Winograd { forward, backward } => {
                 Kind::Winograd(Box::new(Winograd::new(shape, epilogue, forward, backward)))
@@ -168,7 +169,7 @@ impl Conv {
         Conv { shape, epilogue, kind }
     }
 
-    /// How it is computed.
+    /// The algorithm in use.
     pub fn algorithm(&self) -> ConvAlgorithm {
         match &self.kind {
             Kind::Direct(_) => ConvAlgorithm::Direct,
@@ -179,14 +180,14 @@ impl Conv {
         }
     }
 
-    /// Elements of the result for one image: channels last, after pooling.
+    /// Elements of the result for one image, after pooling.
     pub fn result_len(&self) -> usize {
         let (height, width) = self.epilogue.result(&self.shape);
         height * width * self.shape.filters
     }
 
-    /// Overwrites `y` with the result for the images `x`, and `chosen` with the places of the maxima in their windows
-    /// (2u + v, as long as `y`; empty without pooling).
+    /// Overwrites `y` with the result for the images `x`, and `chosen` with the positions of the maxima in their
+    /// windows (2u + v, as long as `y`; empty without pooling).
     ///
     /// # Panics
     /// If lengths do not fit the shape.
@@ -225,8 +226,8 @@ impl Conv {
         }
     }
 
-    /// Overwrites `dw` and `db` with the gradients of weights and bias, summed over all images, and `dx` with that of the
-    /// input if it is asked for.
+    /// Overwrites `dw` and `db` with the gradients of weights and bias, summed over all images, and `dx`, if given,
+    /// with the gradient of the input.
     ///
     /// # Panics
     /// If lengths do not fit the shape.
@@ -271,7 +272,7 @@ impl Conv {
         assert_eq!(
             chosen,
             if self.epilogue.pool.is_some() { y } else { 0 },
-            "choices of a convolution's pooling"
+            "positions of the maxima of a convolution's pooling"
         );
         images
     }

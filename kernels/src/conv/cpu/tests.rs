@@ -1,4 +1,4 @@
-//! All passes against their definition, and algorithms against each other.
+//! All passes compared with their definition, and the algorithms with each other.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::conv::Padding;
 use crate::reference::{assert_close, narrow, random, widen};
 
-/// What the definition gives, in `f64`.
+/// The results of the definition, in `f64`.
 struct Expected {
     y: Vec<f64>,
     /// Outputs before activation and pooling.
@@ -59,7 +59,7 @@ fn forward(
     Expected { y: y.collect(), outputs }
 }
 
-/// The gradient before activation and pooling, given what the forward pass chose.
+/// The gradient before activation and pooling, given the positions that the forward pass chose.
 fn before_epilogue(
     shape: &ConvShape,
     epilogue: &Epilogue,
@@ -79,13 +79,13 @@ fn before_epilogue(
     for (at, value) in active.enumerate() {
         let (n, i, j) = (at / f / columns / rows, at / f / columns % rows, at / f % columns);
         let (u, v) = (usize::from(chosen[at]) / 2, usize::from(chosen[at]) % 2);
-        assert!(2 * i + u < oh && 2 * j + v < ow, "a choice outside the image");
+        assert!(2 * i + u < oh && 2 * j + v < ow, "a chosen position outside the image");
         gradient[((n * oh + 2 * i + u) * ow + 2 * j + v) * f + at % f] = value;
     }
     gradient
 }
 
-/// Everything that a convolution computes.
+/// All results of a convolution.
 #[derive(Debug, PartialEq)]
 struct Passes<E> {
     y: Vec<E>,
@@ -106,28 +106,29 @@ fn inputs(shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4
     ]
 }
 
-/// All passes, twice with the same memory, with the same result.
+/// All passes, computed twice with the same memory, and the results compared.
 fn compute(
     shape: ConvShape,
     epilogue: Epilogue,
-    choice: ConvPolicy,
+    policy: ConvPolicy,
     images: usize,
     count: usize,
 ) -> Passes<f32> {
     let [x, w, b, dy] = inputs(&shape, &epilogue, images);
-    compute_from((shape, epilogue, choice), count, (&x, &w, &b, &dy), None)
+    compute_from((shape, epilogue, policy), count, (&x, &w, &b, &dy), None)
 }
 
-/// As [`compute`], from given inputs x, w, b and dy. The backward pass takes `result` for the result, if it is given.
+/// As [`compute`], from given inputs x, w, b and dy. The backward pass uses `result`, if given, instead of the
+/// computed result.
 fn compute_from<E: Storage + PartialEq>(
-    (shape, epilogue, choice): (ConvShape, Epilogue, ConvPolicy),
+    (shape, epilogue, policy): (ConvShape, Epilogue, ConvPolicy),
     count: usize,
     (x, w, b, dy): (&[E], &[f32], &[f32], &[E]),
     result: Option<&[E]>,
 ) -> Passes<E> {
     let threads = Threads::new(count);
     let mut scratch = Scratch::new(&threads);
-    let mut conv = Conv::new(shape, epilogue, choice);
+    let mut conv = Conv::new(shape, epilogue, policy);
     let mut run = || {
         let (mut y, mut chosen) = (vec![E::narrow(f32::NAN); dy.len()], vec![9; dy.len()]);
         chosen.truncate(if epilogue.pool.is_some() { dy.len() } else { 0 });
@@ -138,29 +139,29 @@ fn compute_from<E: Storage + PartialEq>(
         conv.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));
         let (mut only_dw, mut only_db) = (dw.clone(), db.clone());
         conv.backward(&threads, &mut scratch, from, &mut only_dw, &mut only_db, None);
-        assert!(only_dw == dw && only_db == db, "other gradients without that of the input");
+        assert!(only_dw == dw && only_db == db, "the gradients differ if that of the input is not requested");
         Passes { y, chosen, dw, db, dx }
     };
     let first = run();
-    assert!(run() == first, "a run does not repeat");
+    assert!(run() == first, "the second run differs");
     first
 }
 
 fn check(
     shape: ConvShape,
     epilogue: Epilogue,
-    choice: ConvPolicy,
+    policy: ConvPolicy,
     images: usize,
     count: usize,
     tolerance: f64,
 ) {
     let [x, w, b, dy] = inputs(&shape, &epilogue, images);
-    let passes = compute(shape, epilogue, choice, images, count);
+    let passes = compute(shape, epilogue, policy, images, count);
     let expected = forward(&shape, &epilogue, images, &x, &w, &b);
     assert_close(&passes.y, &expected.y, tolerance);
     let outputs = images * shape.output_len();
     let gradient = before_epilogue(&shape, &epilogue, &passes.y, &passes.chosen, &dy, outputs);
-    // The chosen place holds the maximum.
+    // The chosen position holds the maximum.
     if epilogue.pool.is_some() {
         let ones = vec![1.0; dy.len()];
         let linear = Epilogue { slope: None, ..epilogue };
@@ -230,7 +231,7 @@ proptest! {
     }
 }
 
-/// The first layers of the networks, which have paths of their own.
+/// The first layers of the example networks, which have code paths of their own.
 #[test]
 fn networks_match_the_definition() {
     let valid = Padding::Valid;
@@ -246,7 +247,7 @@ fn networks_match_the_definition() {
     }
 }
 
-/// Inputs and weights are so few whole numbers that windows have ties, and sums are exact.
+/// Inputs and weights are few distinct integers, so that windows have ties and sums are exact.
 #[test]
 fn the_first_of_equal_outputs_is_chosen() {
     for (filters, padding, rounding, slope) in [
@@ -283,7 +284,7 @@ fn the_first_of_equal_outputs_is_chosen() {
                 expected.outputs[((n * oh + row) * ow + column) * filters + at % filters]
             };
             let first = inside.reduce(|best, p| if value(p) > value(best) { p } else { best });
-            // What a window without positive outputs chooses does not matter behind a ReLU.
+            // If no output of a window is positive, its choice does not matter behind a ReLU.
             if slope.is_none() || expected.y[at] > 0.0 {
                 assert_eq!(Some(chosen), first, "element {at}");
             }
@@ -291,7 +292,7 @@ fn the_first_of_equal_outputs_is_chosen() {
     }
 }
 
-/// The algorithm that is expected to be the fastest computes what the definition says, up to rounding.
+/// The algorithm that is expected to be the fastest agrees with the definition, up to rounding.
 #[test]
 fn algorithms_agree() {
     for (channels, extent, filters, kernel, padding, pool) in [
@@ -304,7 +305,7 @@ fn algorithms_agree() {
         let shape = ConvShape { channels, height: extent, width: extent, filters, kernel, padding };
         let epilogue = Epilogue { slope: Some(0.2), pool };
         let [direct, auto] =
-            [ConvPolicy::Direct, ConvPolicy::Auto].map(|choice| compute(shape, epilogue, choice, 4, 2));
+            [ConvPolicy::Direct, ConvPolicy::Auto].map(|policy| compute(shape, epilogue, policy, 4, 2));
         assert_eq!(direct.chosen, auto.chosen);
         for (auto, direct) in
             [(&auto.y, direct.y), (&auto.dw, direct.dw), (&auto.db, direct.db), (&auto.dx, direct.dx)]
@@ -316,9 +317,9 @@ fn algorithms_agree() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
-    /// Kept as bf16, results are those of f32 arithmetic on the same inputs, rounded, to the last bit.
+    /// Stored as bf16, results are those of f32 arithmetic on the same inputs, rounded, bit for bit.
     #[test]
-    fn narrow_images_are_rounded_and_nothing_else(
+    fn bf16_images_are_rounded_f32_results(
         few in shapes(9, 20), many in shapes(3, 5), is_many: bool, epilogue in epilogues(), images in 1usize..4,
     ) {
         let shape = if is_many {

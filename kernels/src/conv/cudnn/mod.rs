@@ -459,7 +459,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fnthe_best_supported_deterministic_algorithms_are_candidates() {
+    fn the_best_supported_deterministic_algorithms_are_candidates() {
         let perf = |algorithm, status, deterministic| AlgorithmPerf {
             algorithm,
             status,

@@ -1,5 +1,4 @@
-//! Images in the middle of zeros, so that a kernel may look past their edges; gradients in blocks that stay in the first
-//! cache.
+//! Images padded with zeros, so that a kernel may read beyond their edges; gradients in blocks that fit the L1 cache.
 
 use super::lines;
 use crate::conv::ConvShape;
@@ -7,25 +6,25 @@ use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
 use crate::storage::{Storage, convert};
 
-/// The extents of an image with its border.
+/// The extents of a padded image.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Bordered {
-    /// Rows, with the border's.
+pub(super) struct PaddedImage {
+    /// Rows including the border.
     pub(super) height: usize,
-    /// Columns, with the border's.
+    /// Columns including the border.
     pub(super) width: usize,
     pub(super) channels: usize,
-    /// Rows of zeros above, and as many below.
+    /// Rows of zeros above and below.
     pub(super) above: usize,
     /// Columns of zeros on each side.
     pub(super) beside: usize,
 }
 
-impl Bordered {
+impl PaddedImage {
     /// The input of a convolution.
-    pub(super) fn input(shape: &ConvShape) -> Bordered {
+    pub(super) fn input(shape: &ConvShape) -> PaddedImage {
         let border = shape.pad();
-        Bordered {
+        PaddedImage {
             height: shape.height + 2 * border,
             width: shape.width + 2 * border,
             channels: shape.channels,
@@ -34,10 +33,11 @@ impl Bordered {
         }
     }
 
-    /// The gradient of its result before activation and pooling, which is convolved for that of its input.
-    pub(super) fn gradient(shape: &ConvShape) -> Bordered {
+    /// The gradient of the result before activation and pooling, which is convolved to compute the gradient of the
+    /// input.
+    pub(super) fn gradient(shape: &ConvShape) -> PaddedImage {
         let border = shape.kernel - 1 - shape.pad();
-        Bordered {
+        PaddedImage {
             height: shape.out_height() + 2 * border,
             width: shape.out_width() + 2 * border,
             channels: shape.filters,
@@ -51,17 +51,17 @@ impl Bordered {
         self.width * self.channels
     }
 
-    /// Elements of the image with its border.
+    /// Elements of the image including its border.
     pub(super) fn len(&self) -> usize {
         self.height * self.line()
     }
 
-    /// The first element that is not of the border.
+    /// Index of the first element inside the border.
     pub(super) fn interior(&self) -> usize {
         self.above * self.line() + self.beside * self.channels
     }
 
-    /// Copies an image without border to the middle of `to`.
+    /// Copies an image without border to the interior of `to`.
     pub(super) fn copy<E: Storage>(&self, from: &[E], to: &mut [f32]) {
         let inner = (self.width - 2 * self.beside) * self.channels;
         let rows = to[self.interior()..].chunks_mut(self.line());
@@ -74,11 +74,11 @@ impl Bordered {
 /// A few rows of the gradient before activation and pooling, in panels of channels: the right operand of the weight
 /// gradient, which is read once for every tile of weights.
 ///
-/// A panel of a block fills half the first cache. In an image of 128 channels, the same elements lie in an eighth of the
-/// cache's sets and drive each other out.
+/// A panel of a block fills half the L1 cache. In an image of 128 channels, the same elements would map to an eighth
+/// of the cache's sets and evict each other.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GradientBlock {
-    /// Rows of the result that make a block.
+    /// Rows of the result in a block.
     pub(super) results: usize,
     /// Rows of the gradient for each of them.
     pub(super) rows_each: usize,
@@ -90,10 +90,10 @@ pub(super) struct GradientBlock {
 }
 
 impl GradientBlock {
-    /// The blocks of `shape`'s gradient.
+    /// The blocks of the gradient of `shape`.
     pub(super) fn new(shape: &ConvShape, epilogue: &Epilogue) -> GradientBlock {
         let rows_each = if epilogue.pool.is_some() { 2 } else { 1 };
-        // Few rows of weights are computed with four vectors, of two panels.
+        // Products with few rows of weights use four vectors, that is two panels.
         let pixels = if shape.kernel * shape.channels <= 6 { 100 } else { 200 };
         let results = (pixels / (rows_each * shape.out_width())).max(1);
         let stride = PANEL.min(lines(shape.filters));
@@ -101,7 +101,7 @@ impl GradientBlock {
         GradientBlock { results, rows_each, stride, panel, panels: shape.filters.div_ceil(PANEL) }
     }
 
-    /// As many channels as there is room for.
+    /// Channels including padding.
     pub(super) fn channels(&self) -> usize {
         self.panels * self.stride
     }

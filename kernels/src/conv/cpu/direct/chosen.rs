@@ -1,10 +1,10 @@
-//! The weight gradient behind a pooling layer, from the chosen pixels alone, where filters are few.
+//! The weight gradient behind pooling from the chosen pixels only, for layers with few filters.
 //!
-//! Three of four gradients behind a pooling layer are zero. With many filters, which differ in the pixels they chose, a
-//! product over all pixels is still the fastest way. With 6 or 16, most lanes of its vectors would be empty; here a vector
-//! holds the inputs that a kernel row sees instead, and the sums of one filter stay in registers for a whole image.
+//! Behind pooling three of four gradients are zero. With many filters, which chose different pixels, a product over
+//! all pixels is still the fastest way. With 6 or 16 filters most lanes of its vectors would be empty; here a vector
+//! holds the inputs of a kernel row instead, and the sums of one filter stay in registers for a whole image.
 
-use super::border::Bordered;
+use super::border::PaddedImage;
 use super::epilogue::Results;
 use super::{lines, weights};
 use crate::Storage;
@@ -12,8 +12,9 @@ use crate::conv::ConvShape;
 use crate::conv::cpu::Epilogue;
 use crate::simd::{MAX_LANES, Simd};
 
-/// Elements beyond an input image that may be read: windows may hang over its edge by a pixel, vectors by almost one.
-pub(super) fn slack(input: &Bordered) -> usize {
+/// Elements beyond an input image that may be read: windows may exceed its edge by one pixel, vectors by almost one
+/// vector.
+pub(super) fn slack(input: &PaddedImage) -> usize {
     input.line() + input.channels + 2 * MAX_LANES
 }
 
@@ -22,8 +23,8 @@ fn vectors<S: Simd>(shape: &ConvShape) -> usize {
     (shape.kernel * shape.channels).div_ceil(S::LANES)
 }
 
-/// Whether the weight gradient of `shape` takes less this way.
-pub(super) fn pays<S: Simd>(shape: &ConvShape, epilogue: &Epilogue) -> bool {
+/// Whether this computes the weight gradient of `shape` faster.
+pub(super) fn is_faster<S: Simd>(shape: &ConvShape, epilogue: &Epilogue) -> bool {
     let few = shape.filters <= MAX_LANES;
     few && epilogue.pool.is_some() && matches!(shape.kernel, 3 | 5) && vectors::<S>(shape) <= 2
 }
@@ -33,7 +34,7 @@ pub(super) fn sums_len(shape: &ConvShape) -> usize {
     shape.filters * shape.kernel * 2 * MAX_LANES
 }
 
-/// Adds the gradients that one image gives to `sums`, and to `bias`. `x` is followed by [`slack`].
+/// Adds the gradients from one image to `sums`, and to `bias`. `x` is followed by [`slack`] elements.
 #[inline(always)]
 pub(super) fn add_image<S: Simd, E: Storage>(
     simd: S,
@@ -48,7 +49,7 @@ pub(super) fn add_image<S: Simd, E: Storage>(
         (3, 2) => add::<S, E, 3, 2>(simd, (shape, epilogue), x, from, sums, bias),
         (5, 1) => add::<S, E, 5, 1>(simd, (shape, epilogue), x, from, sums, bias),
         (5, 2) => add::<S, E, 5, 2>(simd, (shape, epilogue), x, from, sums, bias),
-        _ => unreachable!("a kernel that does not pay"),
+        _ => unreachable!("a kernel that `is_faster` excludes"),
     }
 }
 
@@ -63,7 +64,7 @@ fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
 ) {
     let (filters, channels) = (shape.filters, shape.channels);
     let (rows, columns) = epilogue.result(shape);
-    let line = Bordered::input(shape).line();
+    let line = PaddedImage::input(shape).line();
     let len = rows * columns * filters;
     assert!(from.y.len() == len && from.dy.len() == len && from.chosen.len() == len, "results of an image");
     assert!(sums.len() >= filters * K * V * S::LANES && bias.len() == filters, "sums of all filters");
@@ -75,7 +76,7 @@ fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
     let places = [0, channels, line, line + channels];
     let factors = [epilogue.slope.unwrap_or(1.0), 1.0];
     for (filter, bias) in bias.iter_mut().enumerate() {
-        // SAFETY: windows hang over the image by a pixel at most, which is how much `x` was found to hold.
+        // SAFETY: windows exceed the image by at most one pixel, and `x` was checked to have that many elements.
         unsafe {
             let own = sums.as_mut_ptr().add(filter * K * V * S::LANES);
             let mut acc = [[simd.splat(0.0); V]; K];
@@ -106,7 +107,7 @@ fn add<S: Simd, E: Storage, const K: usize, const V: usize>(
     }
 }
 
-/// Writes the sums in the order of a thread's weight gradient, see [`weights::gradient_len`].
+/// Writes the sums in the layout of a thread's weight gradient, see [`weights::gradient_len`].
 pub(super) fn reorder<S: Simd>(shape: &ConvShape, sums: &[f32], dw: &mut [f32]) {
     let (seen, stride) = (shape.kernel * shape.channels, lines(shape.filters));
     assert!(dw.len() >= weights::gradient_len(shape), "a weight gradient");

@@ -1,15 +1,15 @@
-//! What follows a convolution, by vectors of channels: max-pooling of two rows, and the way of the gradient back through
-//! pooling and activation.
+//! The epilogue of a convolution, by vectors of channels: max-pooling of two rows and the activation, and the
+//! gradients of both.
 
-use super::border::{Bordered, GradientBlock};
+use super::border::{GradientBlock, PaddedImage};
 use crate::Storage;
 use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
 
-/// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation; `chosen` gets the places
-/// of the maxima, and may be written a little beyond them, where it is longer.
+/// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation. Writes the
+/// positions of the maxima to `chosen`, and possibly a few bytes after them if `chosen` is longer.
 #[inline(always)]
 pub(super) fn pool<S: Simd, E: Storage>(
     simd: S,
@@ -30,7 +30,8 @@ pub(super) fn pool<S: Simd, E: Storage>(
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
             let (from, to) = (2 * pixel * channels + channel, pixel * channels + channel);
-            // SAFETY: the window's pixels lie within the rows by the assertions and tests; stores end within `y` and `chosen`.
+            // SAFETY: the window's pixels lie within the rows by the assertions and conditions; stores end within `y`
+            // and `chosen`.
             unsafe {
                 let window = rows.as_ptr().add(from);
                 let (mut best, mut place) = (simd.load_first(window, count), places[0]);
@@ -57,7 +58,7 @@ pub(super) fn pool<S: Simd, E: Storage>(
     }
 }
 
-/// Rows of the results of one image and their gradient.
+/// Rows of one image's result and their gradient.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Results<'a, E> {
     pub(super) y: &'a [E],
@@ -66,8 +67,8 @@ pub(super) struct Results<'a, E> {
     pub(super) chosen: &'a [u8],
 }
 
-/// Writes rows of the gradient before activation and pooling to a block and, if there is one, to an image, from their
-/// first pixels on, and adds them up in `bias`. Pixels that no window covers are not written.
+/// Writes rows of the gradient before activation and pooling to a block and, if given, to an image, each from its
+/// first pixel on, and adds them to `bias`. Pixels that no window covers are not written.
 #[inline(always)]
 pub(super) fn spread<S: Simd, E: Storage>(
     simd: S,
@@ -75,7 +76,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
     (height, width): (usize, usize),
     from: Results<'_, E>,
     (block, to): (&GradientBlock, &mut [f32]),
-    (bordered, image): (&Bordered, Option<&mut [f32]>),
+    (padded, image): (&PaddedImage, Option<&mut [f32]>),
     bias: &mut [f32],
 ) {
     let channels = bias.len();
@@ -88,14 +89,14 @@ pub(super) fn spread<S: Simd, E: Storage>(
     let len = from.y.len();
     let rows = len / (columns * channels).max(1);
     assert!(len == rows * columns * channels && from.dy.len() == len, "rows of a result");
-    assert!(epilogue.pool.is_none() || from.chosen.len() == len, "choices of a result");
+    assert!(epilogue.pool.is_none() || from.chosen.len() == len, "positions of a result's maxima");
     assert!(rows <= height && height <= rows * each && rows <= block.results, "rows of a gradient");
     assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
     assert!(height * width * block.stride <= block.panel, "pixels of a block of a gradient");
-    let line = bordered.line();
+    let line = padded.line();
     let image = match image {
         Some(image) => {
-            assert!(bordered.channels == channels && image.len() >= (height - 1) * line + width * channels);
+            assert!(padded.channels == channels && image.len() >= (height - 1) * line + width * channels);
             image.as_mut_ptr()
         }
         None => std::ptr::null_mut(),
@@ -128,7 +129,7 @@ pub(super) fn spread<S: Simd, E: Storage>(
                         let (i, j) = (each * row + place / 2, each * column + place % 2);
                         if i < height && j < width {
                             let value = simd.select(simd.equal(chosen, number), gradient, zero);
-                            // Whole vectors: blocks have whole cache lines for a pixel.
+                            // Whole vectors, since a pixel of a block is padded to whole cache lines.
                             simd.store(value, to.as_mut_ptr().add(first + (i * width + j) * block.stride));
                             if !image.is_null() {
                                 let to = image.add(i * line + j * channels + channel);

@@ -1,19 +1,19 @@
-//! The input gradient where channels are few.
+//! The input gradient for layers with few channels.
 //!
-//! As a convolution with C outputs, C of a vector's lanes would work, and a border of zeros would be multiplied on all
-//! sides. Instead each pixel of a row of the result's gradient is multiplied by the K·C weights of a row of the kernel, and
+//! As a convolution with C outputs it would use only C lanes of a vector, and multiply a border of zeros on all
+//! sides. Instead each pixel of a row of the result's gradient is multiplied by the K·C weights of a kernel row, and
 //! the K runs of channels are added to the pixels that they belong to:
 //!
 //! `t[i,j,(v,c)] = Σ_{u,f} dy[i−u+P, j, f] · w[f,c,u,v]`, `dx[i,q,c] = Σ_v t[i, q−v+P, (v,c)]`.
 
-use super::border::Bordered;
+use super::border::PaddedImage;
 use super::lines;
 use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd};
 
-/// Whether the input gradient of `shape` takes less this way.
-pub(super) fn pays(shape: &ConvShape) -> bool {
+/// Whether this computes the input gradient of `shape` faster.
+pub(super) fn is_faster(shape: &ConvShape) -> bool {
     let ConvShape { channels, kernel, .. } = *shape;
     let vectors = |columns: usize| columns.div_ceil(MAX_LANES);
     4 * shape.out_width() * vectors(kernel * channels) < 3 * shape.width * kernel * vectors(channels)
@@ -43,9 +43,9 @@ pub(super) fn pack(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
 }
 
 /// The result's gradient, with a border above and below only.
-pub(super) fn gradient(shape: &ConvShape) -> Bordered {
+pub(super) fn gradient(shape: &ConvShape) -> PaddedImage {
     let above = shape.kernel - 1 - shape.pad();
-    Bordered {
+    PaddedImage {
         height: shape.out_height() + 2 * above,
         width: shape.out_width(),
         channels: shape.filters,
@@ -90,13 +90,13 @@ pub(super) fn input_gradient<S: Simd>(
     product.compute_lines(simd, Lines { count: height, left: line, c: runs * stride }, products, stride);
     assert!(products.len() >= height * runs * stride && dx.len() == height * width * channels, "an image");
     for (i, column) in (0..height * width).map(|at| (at / width, at % width)) {
-        // Those v for which there is a pixel of the result's gradient.
+        // Those v for which the result's gradient has a pixel.
         let place = column + shape.pad();
         let (first, end) = ((place + 1).saturating_sub(runs), kernel.min(place + 1));
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
             let mut sum = simd.splat(0.0);
-            // SAFETY: runs `place − v` exist by the choice of `v`, and channels within the run and the pixel.
+            // SAFETY: runs `place − v` exist for these `v`, and channels lie within the run and the pixel.
             unsafe {
                 for v in first..end {
                     let run = (i * runs + place - v) * stride + v * channels + channel;

@@ -1,17 +1,17 @@
 //! Convolution by its definition, as products of register tiles.
 //!
-//! With channels last, the inputs that one kernel row sees, K·C of them, lie together, and the next kernel row sees those
-//! one row of the image further on. So everything is a [`Product`] whose segments are rows:
+//! With channels last, the K·C inputs that one kernel row covers are contiguous, and the next kernel row covers those
+//! one row of the image further on. So every pass is a [`Product`] whose segments are rows:
 //!
 //! - A row of outputs is the product of W' runs of K·C inputs, C apart, and the filters, summed over K kernel rows.
 //! - The weight gradient of a kernel row is the product of K·C inputs and F gradients, summed over W'·H' pixels.
-//! - The input gradient is a convolution of the result's gradient, with the filters turned by half a turn.
+//! - The input gradient is a convolution of the result's gradient, with the filters rotated by 180°.
 //!
-//! Nothing is gathered into columns. Where the kernel may look over the border, an image is copied into the middle of
-//! zeros first (`border`); what follows a convolution is computed with each row or two of it (`epilogue`). Two backward passes
-//! have shortcuts where channels or filters are too few for a vector (`fold`, `chosen`).
+//! No columns are gathered (no im2col). If the kernel may read beyond the edge, the image is first copied into a
+//! border of zeros (`border`). The epilogue is applied to one or two rows of a convolution at a time (`epilogue`).
+//! For too few channels or filters to fill a vector, two backward passes have faster variants (`fold`, `chosen`).
 //!
-//! Every thread adds up the weight gradient of its images; the sums of the threads are added in their order.
+//! Every thread sums the weight gradients of its images; the threads' sums are added in the order of threads.
 
 mod border;
 mod chosen;
@@ -27,20 +27,20 @@ use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{AlignedVec, Scratch};
 
-use border::{Bordered, GradientBlock};
+use border::{GradientBlock, PaddedImage};
 
 /// A convolution computed directly.
 #[derive(Debug)]
 pub(super) struct Direct {
     shape: ConvShape,
     epilogue: Epilogue,
-    /// The filters as the right operand of the forward pass, or of the input gradient.
+    /// The filters as the right operand of the forward pass or of the input gradient.
     packed: AlignedVec,
-    /// Gradients of the bias, for each thread.
+    /// The gradients of the bias, one for each thread.
     bias: Vec<Vec<f64>>,
 }
 
-/// Cuts `len` elements off scratch memory; the rest begins a cache line again.
+/// Takes `len` elements from scratch memory; the rest begins at a cache line again.
 fn cut<'a>(memory: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
     let (first, rest) = std::mem::take(memory).split_at_mut(lines(len));
     *memory = rest;
@@ -112,14 +112,14 @@ impl Direct {
     ) {
         let (shape, epilogue, result_len) = (self.shape, self.epilogue, self.result_len());
         let packed: &[f32] = if dx.is_some() {
-            if fold::pays(&shape) {
+            if fold::is_faster(&shape) {
                 let packed = self.packed.reserve(fold::packed_len(&shape));
                 fold::pack(&shape, from.weights, packed);
                 packed
             } else {
                 let len = weights::packed_len(shape.filters, shape.channels, shape.kernel);
                 let packed = self.packed.reserve(len);
-                weights::pack_turned(&shape, from.weights, packed);
+                weights::pack_flipped(&shape, from.weights, packed);
                 packed
             }
         } else {
@@ -178,37 +178,37 @@ impl<E: Storage> Task for Forward<'_, E> {
     fn run<S: Simd>(self, simd: S) {
         let Forward { shape, epilogue, images, x, packed, bias, y, chosen, memory } = self;
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
-        let bordered = Bordered::input(&shape);
+        let padded = PaddedImage::input(&shape);
         let line = width * filters;
-        // With pooling the two rows of a row of the result, otherwise all rows at once.
+        // With pooling, the two rows for one row of the result; otherwise all rows at once.
         let (steps, rows_each) =
             if epilogue.pool.is_some() { (epilogue.result(&shape).0, 2) } else { (1, height) };
         let outputs_len = if epilogue.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
-        let mut memory = memory.reserve(lines(bordered.len()) + lines(outputs_len));
-        let (image, outputs) = (cut(&mut memory, bordered.len()), cut(&mut memory, outputs_len));
-        if bordered.above > 0 {
+        let mut memory = memory.reserve(lines(padded.len()) + lines(outputs_len));
+        let (image, outputs) = (cut(&mut memory, padded.len()), cut(&mut memory, outputs_len));
+        if padded.above > 0 {
             image.fill(0.0);
         }
         let (rows, columns) = epilogue.result(&shape);
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x = E::wide(x).filter(|_| bordered.above == 0).unwrap_or_else(|| {
-                bordered.copy(x, image);
+            let x = E::wide(x).filter(|_| padded.above == 0).unwrap_or_else(|| {
+                padded.copy(x, image);
                 image
             });
             let y = &mut y[n * rows * result..(n + 1) * rows * result];
             for row in 0..steps {
                 let count = rows_each.min(height - 2 * row);
                 let (product, lines) = rows_of_convolution(
-                    &bordered,
+                    &padded,
                     shape.kernel,
-                    &x[2 * row * bordered.line()..],
+                    &x[2 * row * padded.line()..],
                     packed,
                     filters,
                     count,
                 );
-                // The largest of four is the same before and after an activation that never falls.
+                // The activation is monotonic, so it can be applied after the maximum.
                 let slope = if epilogue.pool.is_some() { 1.0 } else { epilogue.slope.unwrap_or(1.0) };
                 let product = Product { start: Start::Bias(bias), slope, ..product };
                 if epilogue.pool.is_some() {
@@ -240,10 +240,10 @@ fn image_of<E>(values: &[E], n: usize, len: usize) -> &[E] {
     &values[n * len..(n + 1) * len]
 }
 
-/// The product that gives the first `count` rows of a convolution of a bordered image.
+/// The product that computes the first `count` rows of a convolution of a padded image.
 #[inline(always)]
 fn rows_of_convolution<'a>(
-    image: &Bordered,
+    image: &PaddedImage,
     kernel: usize,
     x: &'a [f32],
     packed: &'a [f32],
@@ -265,7 +265,8 @@ fn rows_of_convolution<'a>(
     (product, Lines { count, left: line, c: product.rows * columns })
 }
 
-/// The backward pass of a thread's images. The weight gradient, \[K, K·C, filters\], is left at the beginning of `memory`.
+/// The backward pass of a thread's images. The weight gradient, \[K, K·C, filters\], remains at the beginning of
+/// `memory`.
 struct Gradients<'a, E> {
     shape: ConvShape,
     epilogue: Epilogue,
@@ -285,13 +286,13 @@ impl<E: Storage> Task for Gradients<'_, E> {
         let Gradients { shape, epilogue, images, from, packed, bias, mut dx, memory } = self;
         let ConvShape { channels, filters, kernel, .. } = shape;
         let (rows, columns) = epilogue.result(&shape);
-        // Pooling may leave nothing of an image one pixel wide.
+        // An image one pixel wide may be empty after pooling.
         let rows = if columns > 0 { rows } else { 0 };
-        let folded = fold::pays(&shape);
-        let input = Bordered::input(&shape);
-        let gradient = if folded { fold::gradient(&shape) } else { Bordered::gradient(&shape) };
+        let folded = fold::is_faster(&shape);
+        let input = PaddedImage::input(&shape);
+        let gradient = if folded { fold::gradient(&shape) } else { PaddedImage::gradient(&shape) };
         let block = GradientBlock::new(&shape, &epilogue);
-        let sparse = chosen::pays::<S>(&shape, &epilogue);
+        let sparse = chosen::is_faster::<S>(&shape, &epilogue);
         let (slack, sums_len) =
             if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };
         let image_len = input.len() + slack;
@@ -316,7 +317,7 @@ impl<E: Storage> Task for Gradients<'_, E> {
                 image
             });
             db.fill(0.0);
-            // The chosen pixels are all that the gradients of weights and bias need.
+            // The gradients of weights and bias need the chosen pixels only.
             let spread = if sparse && dx.is_none() { 0 } else { rows };
             for first in (0..spread).step_by(block.results) {
                 let count = block.results.min(rows - first);

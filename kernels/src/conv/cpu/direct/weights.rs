@@ -1,4 +1,4 @@
-//! The orders of weights: the parameters' own, \[F, C, K, K\], and those of the operands of products.
+//! The layouts of weights: that of the parameters, \[F, C, K, K\], and those of the operands of products.
 
 use std::ops::Range;
 
@@ -26,9 +26,9 @@ pub(super) fn pack(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
     }
 }
 
-/// Writes the filters for the input gradient: turned by half a turn, outputs for inputs, as
+/// Writes the filters for the input gradient: rotated by 180°, with channels and filters exchanged, as
 /// \[panel, u, v, filter, channel within the panel\].
-pub(super) fn pack_turned(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
+pub(super) fn pack_flipped(shape: &ConvShape, weights: &[f32], packed: &mut [f32]) {
     let ConvShape { filters, kernel, .. } = *shape;
     packed.fill(0.0);
     for (f, filter) in weights.chunks_exact(shape.filter_len()).enumerate() {
@@ -46,7 +46,7 @@ pub(super) fn gradient_len(shape: &ConvShape) -> usize {
     shape.filter_len() * lines(shape.filters)
 }
 
-/// Writes the weight gradients of `filters`, summed over threads, in the parameters' order.
+/// Writes the weight gradients of `filters`, summed over threads, in the parameters' layout.
 pub(super) fn sum_parts(shape: &ConvShape, parts: &[AlignedVec], filters: Range<usize>, dw: &mut [f32]) {
     let (places, stride) = (shape.kernel * shape.kernel, lines(shape.filters));
     for (f, dw) in filters.zip(dw.chunks_exact_mut(shape.filter_len())) {

@@ -1,4 +1,4 @@
-//! Convolution on transformed tiles.
+//! Convolution on transformed tiles (Winograd).
 //!
 //! ```text
 //! forward    x ── Bᵀ x B ─→ v ─┐                    backward   dy ── A dz Aᵀ ─→ dm ─┬─ vᵀ · dm, summed ─→ du ── Gᵀ du G ─→ dw
@@ -6,13 +6,13 @@
 //!                                                                                   └─ dm · uᵀ ─→ dv ── B dv Bᵀ ─→ dx
 //! ```
 //!
-//! Images go through in blocks, so that a block's matrices stay in the cache between transforms and products, and the
-//! filters' are read once for many tiles. The backward pass is the transpose of the forward one, step by step: one transform
-//! of the output's gradient serves weights and input, and the transform of the input is made again, since its n²/m² times as
-//! many values are dearer to keep than to compute.
+//! Images are processed in blocks, so that a block's matrices stay in the cache between transforms and products, and
+//! the filters' matrices are read once for many tiles. The backward pass is the transpose of the forward one, step by
+//! step. One transform of the output's gradient serves weights and input. The transform of the input is computed
+//! again, since keeping its n²/m² times as many values would cost more than computing them.
 //!
-//! Points are listed in [`points`], one-dimensional transforms in [`transform`], tiles of images in [`tiles`], filters in
-//! [`weights`].
+//! Points are defined in [`points`], one-dimensional transforms in [`transform`], tiles of images in [`tiles`],
+//! filters in [`weights`].
 
 mod points;
 mod tiles;
@@ -28,13 +28,15 @@ use crate::{Scratch, Storage};
 use tiles::{InputGradients, Inputs, OutputGradients, Outputs, Tiling};
 use weights::{Filters, Orientation, weight_gradients};
 
-/// Extents of the tiles that `shape` should be computed in, forward and backward, if it should: with few channels the
-/// transforms cost more than they save, with few outputs most of a tile lies outside, and vectors are of whole channels.
+/// Extents of the tiles of the forward and the backward passes, or `None` if Winograd is not suitable for `shape`:
+/// with few channels the transforms cost more than they save, with few outputs most of a tile lies outside, and the
+/// channels have to be whole vectors.
 ///
-/// The more points, the fewer products and the more rounding. The forward pass decides which value of a window is the
-/// largest and which are above zero, and where it decides otherwise than exact arithmetic would, whole gradients move; so it
-/// takes tiles that round no more than a direct sum does. With tiles of 4×4 that holds for filters of 3×3, for those of 5×5
-/// they round three times as much (found by simulation, and the golden runs fail), which gradients can take.
+/// More points mean fewer products and more rounding. The forward pass decides which value of a window is the largest
+/// and which values are positive, and a decision that differs from exact arithmetic moves whole gradients; so the
+/// forward pass uses tiles that round no more than a direct sum does. That holds for tiles of 4×4 with filters of
+/// 3×3. With filters of 5×5 such tiles round three times as much (found by simulation, and the golden runs fail),
+/// which is acceptable for gradients only.
 pub(super) fn tiles(shape: &ConvShape) -> Option<(usize, usize)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
@@ -71,16 +73,16 @@ macro_rules! with_points {
 /// A convolution computed on transformed tiles.
 #[derive(Debug)]
 pub(super) struct Winograd {
-    /// The forward pass' tiles, and the filters at their points.
+    /// The forward pass's tiles, and the filters at their points.
     forward: (Tiling, Filters),
-    /// The backward passes' tiles, and the filters at their points, once the input's gradient is asked for.
+    /// The backward passes' tiles, and the filters at their points, if the input's gradient has been requested.
     backward: (Tiling, Option<Filters>),
-    /// Each thread's sums of the bias' gradient.
+    /// Each thread's sums of the bias's gradient.
     sums: Vec<Vec<f64>>,
 }
 
 impl Winograd {
-    /// Forward passes are made in tiles of `forward` rows and columns of outputs, backward passes in tiles of `backward`.
+    /// Forward passes use tiles of `forward` rows and columns of outputs, backward passes tiles of `backward`.
     pub(super) fn new(shape: ConvShape, epilogue: Epilogue, forward: usize, backward: usize) -> Self {
         let tiling = Tiling::new(shape, epilogue, forward);
         let filters = Filters::new(&shape, tiling.points(), Orientation::Forward);
@@ -91,7 +93,7 @@ impl Winograd {
         }
     }
 
-    /// Extents of the tiles, forward and backward.
+    /// Extents of the tiles of the forward and the backward passes.
     pub(super) fn tiles(&self) -> (usize, usize) {
         (self.forward.0.points.tile, self.backward.0.points.tile)
     }
@@ -218,7 +220,7 @@ impl Winograd {
                         slope: 1.0,
                     };
                     product.compute(&mut du[point * gradients..][..gradients], filters);
-                    // The values of the input have served, and make room for their gradient.
+                    // The transformed input is no longer needed: its memory is reused for the gradient.
                     if let Some(backward) = backward.as_ref().filter(|_| input_len > 0) {
                         let (u, panel) = backward.at(point);
                         let product = Product {
@@ -261,7 +263,7 @@ mod tests {
     use crate::pool::Rounding;
     use crate::reference::{assert_close, random};
 
-    /// Everything about a convolution in double precision, from its definition.
+    /// All results of a convolution in double precision, by the definition.
     struct Expected {
         y: Vec<f64>,
         chosen: Vec<u8>,
@@ -322,7 +324,7 @@ mod tests {
         Expected { y, chosen, dw, db, dx }
     }
 
-    /// Within a few roundings of the largest element: transforms mix large and small ones.
+    /// Within a few roundings of the largest element: transforms mix large and small elements.
     #[track_caller]
     fn near(actual: &[f32], expected: &[f64]) {
         let largest = expected.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));

@@ -1,14 +1,15 @@
-//! Tiles of images to values at the points and back: the two-dimensional transforms.
+//! Two-dimensional transforms between tiles of images and values at the points.
 //!
-//! A tile of outputs needs the n×n pixels around it. The transform of a tile is that of its columns, then of the rows of
-//! the result, for a vector of channels at a time. Values at the points lie by point: one matrix \[tiles, channels\] for
-//! each of the n² points, so that all tiles of a block meet all filters in n² matrix products. Matrices are one cache line
-//! further apart than they are long: else the n² places of a tile's values would share a few sets of the cache.
+//! A tile of outputs needs the n×n pixels around it. The transform of a tile is that of its columns, followed by that
+//! of the rows of the result, for a vector of channels at a time. Values at the points are ordered by point: one
+//! matrix \[tiles, channels\] for each of the n² points, so that all tiles of a block are multiplied by all filters
+//! in n² matrix products. The distance between matrices is one cache line more than their length: otherwise the n²
+//! locations of a tile's values would map to a few sets of the cache.
 //!
-//! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image, the
-//! gradient of a pixel is the sum of theirs.
+//! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image,
+//! the gradient of a pixel is the sum of theirs.
 //!
-//! There are no closures around vectors here: one that is not inlined is compiled without the instructions.
+//! No closure here contains vector code: one that is not inlined is compiled without the vector instructions.
 
 #![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
 
@@ -20,7 +21,8 @@ use crate::conv::cpu::Epilogue;
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
-/// Tiles of a block, about: enough that reading the filters' matrices is little beside the arithmetic.
+/// Approximate number of tiles in a block: enough that reading the filters' matrices is little work compared to the
+/// arithmetic.
 const BLOCK_TILES: usize = 128;
 
 /// A tiling of the outputs of a convolution.
@@ -28,7 +30,7 @@ const BLOCK_TILES: usize = 128;
 pub(super) struct Tiling {
     pub(super) shape: ConvShape,
     pub(super) slope: f32,
-    /// Pooling of the outputs; within a tile, since tiles have an even extent.
+    /// Pooling of the outputs. A window lies within one tile, since tiles have an even extent.
     pub(super) pool: Option<pool::PoolShape>,
     pub(super) points: Points,
     /// Tiles of an image, down and across.
@@ -36,7 +38,7 @@ pub(super) struct Tiling {
     columns: usize,
 }
 
-/// The part of a line of positions, from `first`, that lies within `0..extent`.
+/// The part of `count` positions from `first` on that lies within `0..extent`.
 #[inline(always)]
 fn within(first: isize, count: usize, extent: usize) -> std::ops::Range<usize> {
     let start = (-first).clamp(0, count as isize) as usize;
@@ -61,18 +63,18 @@ impl Tiling {
         self.rows * self.columns
     }
 
-    /// Images of a block of a part with `images`: blocks of about equal size.
+    /// Images in a block, for a part of the batch with `images`: blocks of about equal size.
     pub(super) fn block(&self, images: usize) -> usize {
         let blocks = (images * self.tiles()).div_ceil(BLOCK_TILES).clamp(1, images.max(1));
         images.div_ceil(blocks).max(1)
     }
 
-    /// Points in two dimensions, n².
+    /// Number of points in two dimensions, n².
     pub(super) fn points(&self) -> usize {
         self.points.count() * self.points.count()
     }
 
-    /// Elements from one point's matrix of `tiles` rows to the next one's.
+    /// Elements from one point's matrix of `tiles` rows to the next one.
     pub(super) fn stride(tiles: usize, channels: usize) -> usize {
         (tiles * channels).next_multiple_of(16) + 16
     }
@@ -86,7 +88,7 @@ impl Tiling {
         (height, width, height * width * self.shape.filters)
     }
 
-    /// The tiles of `images` images: number, image, first output row and column.
+    /// The tiles of `images` images: index, image, first output row and column.
     #[inline(always)]
     fn each(&self, images: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
         let Tiling { rows, columns, points: Points { tile, .. }, .. } = *self;
@@ -100,7 +102,7 @@ impl Tiling {
 /// Images to values at the points: `v = Bᵀ x B`.
 pub(super) struct Inputs<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
-    /// Whole images.
+    /// All images of the block.
     pub(super) x: &'a [E],
     pub(super) v: &'a mut [f32],
 }
@@ -150,13 +152,13 @@ impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
     }
 }
 
-/// Gradients of values at the points to those of images: `dx = Σ B dv Bᵀ` over tiles.
+/// From gradients of values at the points to those of images: `dx = Σ B dv Bᵀ` over tiles.
 pub(super) struct InputGradients<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) dv: &'a [f32],
-    /// Room for an image.
+    /// Memory for one image.
     pub(super) sums: &'a mut [f32],
-    /// Whole images.
+    /// All images of the block.
     pub(super) dx: &'a mut [E],
 }
 
@@ -224,12 +226,12 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
     }
 }
 
-/// Products at the points to results: `y = pool(activation(Aᵀ m A + bias))`.
+/// From products at the points to results: `y = pool(activation(Aᵀ m A + bias))`.
 pub(super) struct Outputs<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) m: &'a [f32],
     pub(super) bias: &'a [f32],
-    /// Whole images.
+    /// All images of the block.
     pub(super) y: &'a mut [E],
     pub(super) chosen: &'a mut [u8],
 }
@@ -279,7 +281,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
                     for i in 0..TILE.min(out_height - row) {
                         for j in 0..TILE.min(out_width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
-                            // SAFETY: a pixel of one of the images.
+                            // SAFETY: a pixel of one of the images, whose filters are whole vectors.
                             unsafe { E::store(simd, tile[i][j], y.as_mut_ptr().add(at)) };
                         }
                     }
@@ -297,7 +299,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
                             }
                         }
                         let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
-                        // SAFETY: a pixel of one of the images, of which there are as many choices.
+                        // SAFETY: a pixel of one of the images; `chosen` is as long as `y`.
                         unsafe {
                             E::store(simd, best, y.as_mut_ptr().add(pixel * filters + filter));
                             simd.store_bytes(place, chosen.as_mut_ptr().add(pixel * filters + filter));
@@ -321,21 +323,21 @@ unsafe fn before_activation<S: Simd, E: Storage>(
     at: usize,
     slope: S::F32,
 ) -> S::F32 {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let (y, dy) = unsafe { (E::load(simd, y.as_ptr().add(at)), E::load(simd, dy.as_ptr().add(at))) };
     simd.mul(dy, simd.select(simd.greater(y, simd.splat(0.0)), simd.splat(1.0), slope))
 }
 
-/// Gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before activation
-/// and pooling; and the sum of `dz` for each filter.
+/// From gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before
+/// activation and pooling; and the sum of `dz` for each filter.
 pub(super) struct OutputGradients<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
-    /// Whole images.
+    /// All images of the block.
     pub(super) y: &'a [E],
     pub(super) chosen: &'a [u8],
     pub(super) dy: &'a [E],
     pub(super) dm: &'a mut [f32],
-    /// Gets this block's sums added.
+    /// The sums of this block are added to it.
     pub(super) sums: &'a mut [f64],
 }
 
@@ -356,7 +358,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
         for (number, image, row, column) in tiling.each(images) {
-            // By column; what lies outside the image stays zero.
+            // By column; elements outside the image stay zero.
             let mut tile = [[zero; MAX_POINTS]; TILE];
             for filter in (0..filters).step_by(S::LANES) {
                 let mut sum = zero;
@@ -377,7 +379,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
                             let value = unsafe { before_activation(simd, y, dy, at, slope) };
                             sum = simd.add(sum, value);
-                            // SAFETY: there are as many choices as results.
+                            // SAFETY: `chosen` is as long as the result.
                             let place = unsafe { simd.load_bytes(chosen.as_ptr().add(at)) };
                             for (u, v) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
                                 let here = simd.equal(place, simd.splat((2 * u + v) as f32));
@@ -400,7 +402,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                         unsafe { simd.store(line[j], dm.as_mut_ptr().add(at)) };
                     }
                 }
-                // Few terms at a time in single precision.
+                // Only few terms are summed in single precision.
                 let mut lanes = [0.0; MAX_LANES];
                 // SAFETY: no vector has more lanes.
                 unsafe { simd.store(sum, lanes.as_mut_ptr()) };

@@ -1,8 +1,8 @@
 //! The transforms along one axis, on vectors of channels.
 //!
-//! Order of points: 0, then +p and −p of each pair, then infinity. All arrays have room for the most points; with `PAIRS`
-//! pairs, 2·`PAIRS` + 2 of them count. The backward transforms are the transposes of the forward ones: the gradient of a
-//! linear map is its transpose.
+//! Order of points: 0, then +p and −p of each pair, then infinity. All arrays have room for the maximum number of
+//! points; with `PAIRS` pairs, the first 2·`PAIRS` + 2 are used. The backward transforms are the transposes of the
+//! forward ones: the gradient of a linear map is its transpose.
 
 #![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
 
@@ -68,7 +68,7 @@ pub(super) fn input_gradient<S: Simd, const PAIRS: usize>(
     d
 }
 
-/// Outputs from the products at the points, `Aᵀ m`. The first `points.tile` count.
+/// Outputs from the products at the points, `Aᵀ m`. The first `points.tile` are used.
 #[inline(always)]
 pub(super) fn output<S: Simd, const PAIRS: usize, const TILE: usize>(
     simd: S,

@@ -1,7 +1,8 @@
-//! Filters to values at the points and back, packed for the products.
+//! Transforms between filters and values at the points, packed for the products.
 //!
-//! The values of all filters at a point are a matrix \[C, F\]; for the input's gradient its transpose \[F, C\]. Both are
-//! kept in panels of [`PANEL`] columns, all points of a panel together, so that threads make panels of their own.
+//! The values of all filters at a point are a matrix \[C, F\]; for the input's gradient its transpose \[F, C\]. Both
+//! are stored in panels of [`PANEL`] columns, with all points of a panel together, so that each thread computes
+//! panels of its own.
 
 use super::points::{MAX_POINTS, MAX_TAPS, Points};
 use crate::AlignedVec;
@@ -10,7 +11,7 @@ use crate::gemm::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
-/// Which way round the matrices lie.
+/// The orientation of the matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Orientation {
     /// \[C, F\]
@@ -19,7 +20,7 @@ pub(super) enum Orientation {
     Backward,
 }
 
-/// Taps of [`PANEL`] filters for one channel, or of one filter for as many channels.
+/// Taps of [`PANEL`] filters for one channel, or of one filter for [`PANEL`] channels.
 type Taps = [[[f32; PANEL]; MAX_TAPS]; MAX_TAPS];
 
 /// Filters at the points.
@@ -34,7 +35,7 @@ pub(super) struct Filters {
 }
 
 impl Filters {
-    /// Memory for the filters of `shape` at `points` points in all.
+    /// Memory for the filters of `shape` at `points` points in two dimensions.
     pub(super) fn new(shape: &ConvShape, points: usize, orientation: Orientation) -> Self {
         let (depth, columns) = match orientation {
             Orientation::Forward => (shape.channels, shape.filters),
@@ -149,8 +150,8 @@ fn read_taps(shape: &ConvShape, weights: &[f32], orientation: Orientation, first
     taps
 }
 
-/// Gradient of the weights \[F, C, K, K\] from those at the points, `dw = Gᵀ du G`: `parts` are to be added up, each with a
-/// matrix \[C, F\] for every point, `stride` elements from one to the next.
+/// Overwrites the gradient of the weights \[F, C, K, K\] with that computed from the gradients at the points, `dw =
+/// Gᵀ du G`. The `parts` are summed; each has a matrix \[C, F\] for every point, `stride` elements apart.
 pub(super) fn weight_gradients(
     threads: &Threads,
     shape: &ConvShape,
