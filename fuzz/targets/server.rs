@@ -12,7 +12,7 @@ use std::time::Instant;
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use mgpu_control::rendezvous::message::{Decoder, Manifest, Reply, Request, VERSION, encode};
-use mgpu_control::rendezvous::{Departure, Server};
+use mgpu_control::rendezvous::{ProcessEnd, Server};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 
 const RANKS: u32 = 3;
@@ -160,8 +160,8 @@ fn run(steps: &[Step<'_>]) {
             }
             Step::Close { peer } => _ = stream(peer).shutdown(Shutdown::Write),
             Step::Gone { rank, how } => {
-                let how = how.map_or(Departure::Finished, |how| Departure::Failed(how.to_owned()));
-                server.rank_gone(u32::from(rank) % RANKS, how);
+                let how = how.map_or(ProcessEnd::Finished, |how| ProcessEnd::Failed(how.to_owned()));
+                server.rank_ended(u32::from(rank) % RANKS, how);
             }
             Step::Serve => _ = server.service(),
         }

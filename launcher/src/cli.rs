@@ -12,10 +12,10 @@ use mgpu_control::inject::Injection;
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
-use crate::launch::{LONGEST, Launch};
+use crate::launch::{Launch, MAX_DURATION};
 use crate::output::{Color, OutputOptions};
 use crate::placement::Bind;
-use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
+use crate::plan::{BackendChoice, LaunchPlan, Ranks, Request, RunContext};
 use crate::ranks::RankSet;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
@@ -224,7 +224,7 @@ fn parse_ranks(text: &str) -> Result<Ranks, String> {
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().map(Duration::try_from_secs_f64);
     match seconds {
-        Ok(Ok(seconds)) if seconds <= LONGEST => Ok(seconds),
+        Ok(Ok(seconds)) if seconds <= MAX_DURATION => Ok(seconds),
         _ => Err("it should be a number of seconds, such as 5 or 0.5".into()),
     }
 }
@@ -279,13 +279,13 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         .output(output)
         .join_timeout(args.timeout)
         .progress_timeout(args.progress_timeout)
-        .restart(RestartPolicy { most: args.max_restarts, always: args.restart_always })
+        .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
         return stdout::print(&describe(&launch.plan()?), ExitCode::SUCCESS);
     }
-    match guardian::split()? {
+    match guardian::fork_guardian()? {
         Role::Done(code) => Ok(code),
         Role::Launcher { guardian, signals } => {
             launch.take_over(guardian, &signals)?;
@@ -295,11 +295,11 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
 }
 
 /// The plan as shell commands, a block for each rank.
-fn describe(plan: &Plan) -> String {
+fn describe(plan: &LaunchPlan) -> String {
     let mut text: String = plan.notices.iter().map(|notice| format!("# {notice}\n")).collect();
     for rank in &plan.ranks {
         text += &format!("# {}\n", rank.location);
-        for (name, value) in rank.complete(&RunFacts::unknown()) {
+        for (name, value) in rank.full_environment(&RunContext::placeholder()) {
             text += &format!("{name}={} \\\n", quote(&value));
         }
         let words =

@@ -16,7 +16,7 @@ use crate::supervisor::Exit;
 use crate::writer::{LONG_QUEUE, Start, Writer, open};
 
 /// Longest wait at the end of a run for a disk that takes nothing.
-const PATIENCE: Duration = Duration::from_secs(2);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Something that happened.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -175,7 +175,7 @@ impl EventLog {
     /// Waits until all is written, but not for a disk that takes nothing.
     pub(crate) fn flush(&self) {
         if let Some((_, writer)) = &self.file {
-            writer.flush(PATIENCE);
+            writer.flush(FLUSH_TIMEOUT);
         }
     }
 }

@@ -27,7 +27,7 @@ pub const PREFLIGHT_GPU: u8 = 69;
 pub const PREFLIGHT_VERSIONS: u8 = 70;
 
 /// Whoever read standard output has left, as `head` does: what a program has that SIGPIPE ends.
-pub const READER_LEFT: u8 = signalled(13);
+pub const BROKEN_PIPE: u8 = signalled(13);
 
 /// The code of a preflight that fails.
 pub const fn preflight(fault: PreflightFault) -> u8 {

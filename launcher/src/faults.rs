@@ -3,21 +3,21 @@
 //! A test of a fault that never strikes passes for the wrong reason: its step is past the end, or the program does not use
 //! the runtime, which alone commits faults.
 
-use mgpu_control::inject::{Fault, Injection, Moment};
+use mgpu_control::inject::{Fault, Injection, InjectionPoint};
 use mgpu_control::progress::{ProgressPage, RankState};
 
-/// The faults of one life of the ranks that have not happened, each in a line, by what the ranks have noted on `page`.
+/// The faults of one start of the ranks that have not happened, each in a line, by what the ranks have noted on `page`.
 pub(crate) fn missed(injections: &[Injection], page: &ProgressPage) -> Vec<String> {
-    let life = page.run().restarts;
-    let of_this_life = injections.iter().enumerate().filter(|(_, fault)| fault.restart == life);
-    of_this_life
-        .filter(|(number, _)| !page.has_committed(injections[*number].rank, *number))
+    let start = page.run().restarts;
+    let of_this_start = injections.iter().enumerate().filter(|(_, fault)| fault.restart == start);
+    of_this_start
+        .filter(|(number, _)| !page.was_triggered(injections[*number].rank, *number))
         .filter_map(|(_, fault)| Some(format!("the fault {fault} did not happen: {}", why(fault, page)?)))
         .collect()
 }
 
 /// Those of lives that there have not been, after so many `restarts`.
-pub(crate) fn of_later_lives(injections: &[Injection], restarts: u32) -> Vec<String> {
+pub(crate) fn of_later_starts(injections: &[Injection], restarts: u32) -> Vec<String> {
     let later = injections.iter().filter(|fault| fault.restart > restarts);
     let times = if restarts == 1 { "once".to_owned() } else { format!("{restarts} times") };
     later.map(|fault| format!("the fault {fault} did not happen: the ranks were restarted {times}")).collect()
@@ -28,16 +28,16 @@ fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
     let rank = fault.rank;
     let progress = page.progress(rank);
     let has_joined = progress.pid != 0;
-    match fault.moment {
+    match fault.point {
         // Before it joins, a rank cannot note what it commits. It has committed nothing else that ends in exit code 0.
         _ if !has_joined => {
             let ended_well = progress.state == RankState::Left && fault.fault != Fault::Exit(0);
-            let is_later = !matches!(fault.moment, Moment::Start | Moment::Join);
+            let is_later = !matches!(fault.point, InjectionPoint::Start | InjectionPoint::Join);
             (ended_well || is_later).then(|| format!("rank {rank} never joined the run"))
         }
-        Moment::Start | Moment::Join => None,
-        Moment::Step(_) if progress.step == 0 => Some(format!("rank {rank} began no step")),
-        Moment::Step(_) => Some(format!("the last step of rank {rank} was {}", progress.step)),
+        InjectionPoint::Start | InjectionPoint::Join => None,
+        InjectionPoint::Step(_) if progress.step == 0 => Some(format!("rank {rank} began no step")),
+        InjectionPoint::Step(_) => Some(format!("the last step of rank {rank} was {}", progress.step)),
         _ => Some(format!("rank {rank} did not come to that phase")),
     }
 }

@@ -15,7 +15,7 @@ use nix::sys::signal::killpg;
 use nix::unistd::Pid;
 
 /// Longest wait for killed processes. One that hangs in the kernel, on a dead file server for instance, is left to it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
+pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Waits until nothing runs in the process groups, whose processes have been killed.
 pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
@@ -24,7 +24,7 @@ pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
     if groups.is_empty() {
         return;
     }
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + KILL_TIMEOUT;
     let mut left = running_in(&groups);
     while !left.is_empty() {
         let mut fds: Vec<PollFd<'_>> =

@@ -22,7 +22,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, getpid, getppid, setpgid};
 
 use crate::exit_code;
-use crate::interrupt::taken_signals;
+use crate::interrupt::handled_signals;
 use crate::orphans;
 
 /// Name of the launcher's process in `ps` and `top`.
@@ -42,11 +42,11 @@ pub(crate) enum Role {
 }
 
 /// Splits this process, which must not have started a thread. In the guardian it returns when the launcher has ended.
-pub(crate) fn split() -> io::Result<Role> {
+pub(crate) fn fork_guardian() -> io::Result<Role> {
     let guardian = getpid();
     // A shell that became `mgpurun` by exec may have started something before.
     let others = orphans::children();
-    let mut signals = taken_signals();
+    let mut signals = handled_signals();
     signals.add(Signal::SIGCHLD);
     // Blocked and not read: a limit of file sizes then fails a write, as a full disk does, and does not end the process.
     // Ranks start with no signal blocked.
@@ -54,7 +54,7 @@ pub(crate) fn split() -> io::Result<Role> {
     blocked.add(Signal::SIGXFSZ);
     // Before there is a child whose end might be missed. Whoever started us may have ignored it, and then the kernel
     // would not keep the ends of children for us.
-    mgpu_control::process::heed_children()?;
+    mgpu_control::process::reset_sigchld()?;
     blocked.thread_block()?;
     match fork()? {
         Fork::Child => {
@@ -74,13 +74,13 @@ pub(crate) fn split() -> io::Result<Role> {
         }
         Fork::Parent(launcher) => {
             let _ = orphans::adopt();
-            stand_guard(launcher, &others, &signals).map(Role::Done)
+            run_guardian(launcher, &others, &signals).map(Role::Done)
         }
     }
 }
 
 /// Passes signals on until the launcher ends. If it was killed, ends what it has left: all children but `others`.
-fn stand_guard(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<ExitCode> {
+fn run_guardian(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<ExitCode> {
     let source = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC)?;
     let end = loop {
         match source.read_signal()?.map(|info| Signal::try_from(info.ssi_signo as i32)) {

@@ -51,14 +51,14 @@ struct Guardian {
 }
 
 /// Longest time between a signal and its echo.
-const ECHO: Duration = Duration::from_secs(1);
+const FORWARD_DELAY: Duration = Duration::from_secs(1);
 
 impl Guardian {
     /// Whether a signal that ends the run counts.
     fn counts(&self, sender: Pid) -> bool {
         if sender == self.pid {
             self.forwarded.set(true);
-            return self.direct.take().is_none_or(|at| at.elapsed() >= ECHO);
+            return self.direct.take().is_none_or(|at| at.elapsed() >= FORWARD_DELAY);
         }
         let first = self.direct.get().is_none() && !self.forwarded.get();
         if first {
@@ -122,7 +122,7 @@ pub(crate) fn ends_the_run(signal: Signal) -> bool {
 /// are doing, SIGUSR1 and SIGUSR2 are for the ranks. Those that whoever started us has set to be ignored stay ignored:
 /// `nohup mgpurun` is to survive the end of the terminal. But SIGQUIT, which shells let background jobs ignore, does no
 /// harm.
-pub(crate) fn taken_signals() -> SigSet {
+pub(crate) fn handled_signals() -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = ignored_signals(&status);
     let others = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(counted(&[through, direct]), [true, false]);
         assert_eq!(counted(&[direct, direct]), [true, false]);
         // What comes through the guardian much later is no echo.
-        let long_ago = Instant::now().checked_sub(2 * ECHO);
+        let long_ago = Instant::now().checked_sub(2 * FORWARD_DELAY);
         assert!(guardian(long_ago, false).counts(through));
     }
 

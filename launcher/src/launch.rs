@@ -10,12 +10,12 @@ use mgpu_control::rendezvous::Server;
 use nix::sys::signal::SigSet;
 
 use crate::error::LaunchError;
-use crate::event_loop::{Attempt, End, EventLoop, flush, wait_out};
+use crate::event_loop::{Attempt, AttemptEnd, EventLoop, flush, wait_out};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
-use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
+use crate::plan::{BackendChoice, LaunchPlan, Machine, Ranks, Request, RunContext, plan};
 use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{Process, spawn};
@@ -23,7 +23,7 @@ use crate::supervisor::Outcome;
 use crate::{exit_code, faults, nccl, orphans};
 
 /// Thirty years: no clock has a time much further away.
-pub(crate) const LONGEST: Duration = Duration::from_secs(1_000_000_000);
+pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
 
 /// Copies of a program to be started as ranks.
 ///
@@ -122,13 +122,13 @@ impl Launch {
     /// Longest time between the first and the last rank to join (60 s). Programs that never join are not waited
     /// for.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.supervision.join_timeout = timeout.min(LONGEST);
+        self.supervision.join_timeout = timeout.min(MAX_DURATION);
         self
     }
 
     /// Time between SIGTERM and SIGKILL (5 s).
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.supervision.grace = grace.min(LONGEST);
+        self.supervision.grace = grace.min(MAX_DURATION);
         self
     }
 
@@ -182,7 +182,7 @@ impl Launch {
     ///
     /// # Errors
     /// If the request cannot be met.
-    pub fn plan(&self) -> Result<Plan, LaunchError> {
+    pub fn plan(&self) -> Result<LaunchPlan, LaunchError> {
         let mut machine = Machine::detect();
         if self.request.share_gpus {
             machine.nccl = nccl::version();
@@ -225,7 +225,7 @@ impl Launch {
             supervision,
             injections: &request.injections,
         };
-        let result = run.until_over(&mut output, &mut events);
+        let result = run.run_with_restarts(&mut output, &mut events);
         let outcome = result.as_ref().ok();
         events.record(Event::End {
             exit_code: outcome.map_or(exit_code::LAUNCHER, |outcome| outcome.exit_code),
@@ -253,7 +253,7 @@ impl Launch {
 
 /// What stays the same when the ranks are started again.
 struct Run<'a> {
-    plan: &'a Plan,
+    plan: &'a LaunchPlan,
     signals: &'a Signals,
     run_id: String,
     master_port: String,
@@ -263,10 +263,10 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// Starts the ranks, and again as often as the policy says.
-    fn until_over(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
+    fn run_with_restarts(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
         let mut restarts = 0;
         loop {
-            let End { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
+            let AttemptEnd { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
             if output.is_muted() {
                 // As `cat` ends when its reader has left: nobody wants to know, nor to see it restarted.
                 return Ok(Outcome { message: None, ..outcome });
@@ -279,7 +279,7 @@ impl Run<'_> {
             match policy.decide(&outcome, reached, restarts) {
                 Decision::Restart(pause) => {
                     restarts += 1;
-                    let (most, seconds) = (policy.most, pause.as_secs_f64());
+                    let (most, seconds) = (policy.max_restarts, pause.as_secs_f64());
                     output.say(&format!("restart {restarts} of {most} in {seconds} s"));
                     if let Some(signal) = wait_out(pause, self.signals, output) {
                         let outcome = Outcome::interruption(signal);
@@ -289,7 +289,7 @@ impl Run<'_> {
                 }
                 Decision::Stop(why) => {
                     why.into_iter().for_each(|why| output.say(why));
-                    faults::of_later_lives(self.injections, restarts)
+                    faults::of_later_starts(self.injections, restarts)
                         .iter()
                         .for_each(|fault| output.say(fault));
                     return Ok(outcome);
@@ -300,22 +300,27 @@ impl Run<'_> {
 
     /// Starts all ranks and sees them to their end. Nothing of them is left then: what they held, the memory of a GPU
     /// among it, is free for the next attempt, since the kernel closes a process's devices before it reports the end.
-    fn attempt(&self, restarts: u32, output: &mut Output, events: &mut EventLog) -> Result<End, LaunchError> {
+    fn attempt(
+        &self,
+        restarts: u32,
+        output: &mut Output,
+        events: &mut EventLog,
+    ) -> Result<AttemptEnd, LaunchError> {
         let plan = self.plan;
         let ranks = plan.ranks.len() as u32;
         let server = Server::bind(ranks, &self.run_id)?;
         server.describe(&plan.command_line(), restarts);
-        let facts = RunFacts {
+        let context = RunContext {
             rendezvous: server.address().to_owned(),
             run_id: self.run_id.clone(),
             master_port: self.master_port.clone(),
             progress: output.shows_progress(),
             restart_count: restarts,
-            max_restarts: self.supervision.restart.most,
+            max_restarts: self.supervision.restart.max_restarts,
         };
         // All or none: those that were started before one that cannot be are ended when they are dropped.
         let processes: Vec<Process> =
-            plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
+            plan.ranks.iter().map(|rank| spawn(plan, rank, &context)).collect::<Result<_, _>>()?;
         for (process, rank) in processes.iter().zip(0..) {
             server.rank_started(rank, process.pid.as_raw() as u32);
             process.notice.iter().for_each(|notice| output.say(notice));

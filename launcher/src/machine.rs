@@ -30,8 +30,8 @@ impl Machine {
             let share = variable(MGPU_THREADS).and_then(|text| text.trim().parse().ok());
             topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
         }
-        let python_is_told = variable(PYTHONUNBUFFERED).is_some();
-        Machine { gpus, topology, thread_variables, nccl_variables, python_is_told, nccl: None }
+        let python_unbuffered_is_set = variable(PYTHONUNBUFFERED).is_some();
+        Machine { gpus, topology, thread_variables, nccl_variables, python_unbuffered_is_set, nccl: None }
     }
 }
 
@@ -55,6 +55,6 @@ mod tests {
         let odd = machine(&[(MGPU_THREADS, "no"), (MGPU_RENDEZVOUS, "unix:/x")]);
         assert_eq!(odd.topology.usable, 8);
         // An empty value is how a user asks for buffers.
-        assert!(machine(&[(PYTHONUNBUFFERED, "")]).python_is_told && !odd.python_is_told);
+        assert!(machine(&[(PYTHONUNBUFFERED, "")]).python_unbuffered_is_set && !odd.python_unbuffered_is_set);
     }
 }

@@ -16,7 +16,7 @@ pub(crate) const ADVICE: &str = "the ranks use MPI, for which each of them is a 
 const OF_LAUNCHERS: [&str; 4] = ["PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"];
 
 /// First and last time after the start at which rank 0 is looked at; each look is at twice the time of the one before.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
+const CHECK_TIMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
 
 /// When to look at rank 0.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl MpiWatch {
     /// make worlds of another size.
     pub(crate) fn new(ranks: usize) -> Self {
         let has_launcher = OF_LAUNCHERS.into_iter().any(|name| std::env::var_os(name).is_some());
-        MpiWatch { started: Instant::now(), next: (ranks > 1 && !has_launcher).then_some(LOOKS.0) }
+        MpiWatch { started: Instant::now(), next: (ranks > 1 && !has_launcher).then_some(CHECK_TIMES.0) }
     }
 
     /// When the next look is due.
@@ -44,10 +44,10 @@ impl MpiWatch {
     }
 
     /// Looks at rank 0, process `pid`, if a look is due. True once, when it is found to use MPI.
-    pub(crate) fn look(&mut self, pid: i32, now: Instant) -> bool {
+    pub(crate) fn check(&mut self, pid: i32, now: Instant) -> bool {
         let Some(next) = self.next.filter(|next| self.started + *next <= now) else { return false };
         let found = fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| uses_mpi(&maps));
-        self.next = Some(next * 2).filter(|next| !found && *next <= LOOKS.1);
+        self.next = Some(next * 2).filter(|next| !found && *next <= CHECK_TIMES.1);
         found
     }
 }
@@ -97,10 +97,10 @@ mod tests {
 
     #[test]
     fn looks_become_rarer_and_end() {
-        let mut watch = MpiWatch { started: Instant::now(), next: Some(LOOKS.0) };
+        let mut watch = MpiWatch { started: Instant::now(), next: Some(CHECK_TIMES.0) };
         let mut looks = 0;
         while let Some(next) = watch.next_deadline() {
-            assert!(!watch.look(0, next));
+            assert!(!watch.check(0, next));
             looks += 1;
         }
         assert_eq!(looks, 10);

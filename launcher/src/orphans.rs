@@ -17,12 +17,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, getpid};
 
-use crate::group::{PATIENCE, processes};
+use crate::group::{KILL_TIMEOUT, processes};
 
 /// Longest time for processes that keep starting others while they are killed.
-const STORM_PATIENCE: Duration = Duration::from_secs(30);
+const FORK_STORM_TIMEOUT: Duration = Duration::from_secs(30);
 /// Milliseconds after which children are looked at again if none of them has ended.
-const MOMENT: u8 = 50;
+const POLL_INTERVAL_MS: u8 = 50;
 
 /// Makes this process the parent of whatever its descendants leave behind.
 pub(crate) fn adopt() -> nix::Result<()> {
@@ -57,7 +57,7 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
         let left = HashSet::from_iter(left);
         if known != left {
             (known, last_news) = (left, Instant::now());
-        } else if last_news.elapsed() >= PATIENCE {
+        } else if last_news.elapsed() >= KILL_TIMEOUT {
             let count = known.len();
             return Some(format!(
                 "ranks left processes behind that do not end, though they were killed: {count}"
@@ -65,13 +65,13 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
         } else {
             wait_for_one(&known);
         }
-        if started.elapsed() >= STORM_PATIENCE {
+        if started.elapsed() >= FORK_STORM_TIMEOUT {
             let count = known.len();
             return Some(format!(
                 "ranks left processes behind that start others faster than they die: {count}"
             ));
         }
-        if started.elapsed() >= PATIENCE && !std::mem::replace(&mut is_told, true) {
+        if started.elapsed() >= KILL_TIMEOUT && !std::mem::replace(&mut is_told, true) {
             say("still ending processes that ranks left behind");
         }
     }
@@ -82,7 +82,7 @@ fn wait_for_one(children: &HashSet<Pid>) {
     let open = |child: &Pid| mgpu_control::process::pidfd_open(child.as_raw() as u32).ok();
     let ends: Vec<OwnedFd> = children.iter().filter_map(open).collect();
     let mut fds: Vec<PollFd<'_>> = ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
-    let _ = poll(&mut fds, MOMENT);
+    let _ = poll(&mut fds, POLL_INTERVAL_MS);
 }
 
 /// The children of this process, ended ones included.

@@ -6,7 +6,7 @@
 //! are passed on as they are.
 //!
 //! Nothing here blocks: a reader that is slow slows the ranks down (`sink`), and so does a slow disk (`logs`). One that
-//! takes nothing at all for the time of the `patience` costs lines, which are counted and told of, and so does a full
+//! takes nothing at all for the time of the `stall_timeout` costs lines, which are counted and told of, and so does a full
 //! disk: lines, not the run. When the reader has left, as `head` does, the ranks find their pipes closed as they would
 //! without a launcher, unless their output goes to a log as well: whoever wants a run to outlive its reader asks for
 //! one.
@@ -22,20 +22,20 @@ use memchr::memchr_iter;
 use nix::errno::Errno;
 
 mod destination;
+mod formatter;
 mod lines;
 mod logs;
 mod options;
-mod passage;
-mod patience;
 mod prefix;
 mod sink;
+mod stall;
 mod width;
 
 use destination::Destination;
+use formatter::LineFormatter;
 pub use lines::{LineSplitter, Piece};
 use logs::Logs;
 pub use options::{Color, LogError, OutputOptions};
-use passage::Passage;
 use prefix::prefix;
 use sink::Sink;
 
@@ -73,12 +73,12 @@ pub struct Output {
     destinations: [Destination; 2],
     /// Both go to the same place, as after `2>&1`: there is one queue for them, so that a line of one does not come
     /// into the midst of a line of the other.
-    shared: bool,
+    same_target: bool,
     ranks: Vec<RankOutput>,
     logs: Option<Logs>,
     width: usize,
     /// It was said that standard output is lost.
-    told_loss: bool,
+    reported_loss: bool,
     /// Nothing of the ranks is shown any more.
     muted: bool,
 }
@@ -90,19 +90,28 @@ impl Output {
     /// If a log file cannot be made.
     pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
         let destinations = [
-            Destination::new(io::stdout(), options.color, options.patience()),
-            Destination::new(io::stderr(), options.color, options.patience()),
+            Destination::new(io::stdout(), options.color, options.stall_timeout()),
+            Destination::new(io::stderr(), options.color, options.stall_timeout()),
         ];
         Output::to(destinations, ranks, options)
     }
 
     fn to(destinations: [Destination; 2], ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
-        let create = |folder| Logs::create(folder, ranks, options.patience());
+        let create = |folder| Logs::create(folder, ranks, options.stall_timeout());
         let logs = options.log_dir.as_deref().map(create).transpose()?;
         let width = ranks.saturating_sub(1).to_string().len();
         let ranks = (0..ranks).map(|_| RankOutput::default()).collect();
-        let shared = destinations[0].sink.is_same_as(&destinations[1].sink);
-        Ok(Output { options, destinations, shared, ranks, logs, width, told_loss: false, muted: false })
+        let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
+        Ok(Output {
+            options,
+            destinations,
+            same_target,
+            ranks,
+            logs,
+            width,
+            reported_loss: false,
+            muted: false,
+        })
     }
 
     /// True if transient lines are shown.
@@ -111,11 +120,11 @@ impl Output {
     }
 
     fn sink(&self, stream: Stream) -> &Sink {
-        &self.destinations[if self.shared { 0 } else { stream as usize }].sink
+        &self.destinations[if self.same_target { 0 } else { stream as usize }].sink
     }
 
     fn sink_mut(&mut self, stream: Stream) -> &mut Sink {
-        &mut self.destinations[if self.shared { 0 } else { stream as usize }].sink
+        &mut self.destinations[if self.same_target { 0 } else { stream as usize }].sink
     }
 
     /// False while a rank's stream should be left unread, because its reader or its disk is slower than the rank.
@@ -150,9 +159,9 @@ impl Output {
     /// Goes on writing to a stream that has room again.
     pub fn resume(&mut self, stream: Stream) {
         self.sink_mut(stream).write_what_fits();
-        self.tell_loss();
-        if !self.sink(stream).is_stuck() {
-            self.tell_missed();
+        self.report_loss();
+        if !self.sink(stream).is_stalled() {
+            self.report_missed();
         }
     }
 
@@ -184,25 +193,25 @@ impl Output {
             return self.pass_on(rank, stream, bytes, bytes, newlines);
         }
         let mut splitter = std::mem::take(&mut self.ranks[rank as usize].splitters[stream as usize]);
-        let mut passage = self.passage(rank, stream);
-        splitter.push(bytes, |piece| passage.take(piece));
+        let mut formatter = self.formatter(rank, stream);
+        splitter.push(bytes, |piece| formatter.take(piece));
         self.ranks[rank as usize].splitters[stream as usize] = splitter;
-        self.end_passage(rank, stream, passage);
+        self.finish_lines(rank, stream, formatter);
     }
 
     /// Takes the end of a rank's stream.
     pub fn finish(&mut self, rank: u32, stream: Stream) {
         if let Some(rest) = self.ranks[rank as usize].splitters[stream as usize].finish() {
-            let mut passage = self.passage(rank, stream);
-            passage.take(Piece::Line(&rest));
-            self.end_passage(rank, stream, passage);
+            let mut formatter = self.formatter(rank, stream);
+            formatter.take(Piece::Line(&rest));
+            self.finish_lines(rank, stream, formatter);
         }
     }
 
-    fn passage(&mut self, rank: u32, stream: Stream) -> Passage {
+    fn formatter(&mut self, rank: u32, stream: Stream) -> LineFormatter {
         let destination = &mut self.destinations[stream as usize];
         let (erase, color) = (destination.measure(), destination.color);
-        Passage {
+        LineFormatter {
             erase,
             columns: destination.terminal.then(|| destination.columns()),
             prefix: if self.options.prefix { prefix(rank, self.width, color) } else { Vec::new() },
@@ -214,10 +223,10 @@ impl Output {
         }
     }
 
-    fn end_passage(&mut self, rank: u32, stream: Stream, passage: Passage) {
-        self.ranks[rank as usize].last = passage.last;
-        let (shown, logged) = (passage.shown.unwrap_or_default(), passage.logged.unwrap_or_default());
-        self.pass_on(rank, stream, &shown, &logged, passage.lines);
+    fn finish_lines(&mut self, rank: u32, stream: Stream, formatter: LineFormatter) {
+        self.ranks[rank as usize].last = formatter.last;
+        let (shown, logged) = (formatter.shown.unwrap_or_default(), formatter.logged.unwrap_or_default());
+        self.pass_on(rank, stream, &shown, &logged, formatter.lines);
     }
 
     fn shows(&self, rank: u32) -> bool {
@@ -233,7 +242,7 @@ impl Output {
             if !self.sink_mut(stream).push(shown) {
                 self.destinations[stream as usize].missed += lines;
             }
-            self.tell_loss();
+            self.report_loss();
         }
     }
 
@@ -244,18 +253,18 @@ impl Output {
     }
 
     /// Says once that standard output takes no more, unless its reader just left, as `head` does.
-    fn tell_loss(&mut self) {
+    fn report_loss(&mut self) {
         let failure = self.sink(Stream::Stdout).failure();
         if let Some(errno) = failure.filter(|errno| *errno != Errno::EPIPE)
-            && !std::mem::replace(&mut self.told_loss, true)
+            && !std::mem::replace(&mut self.reported_loss, true)
         {
             self.say(&format!("standard output is lost from here on: {}; the run goes on", errno.desc()));
         }
     }
 
     /// Says how many lines were dropped since this was said last.
-    fn tell_missed(&mut self) {
-        let seconds = self.options.patience.as_secs_f64();
+    fn report_missed(&mut self) {
+        let seconds = self.options.stall_timeout.as_secs_f64();
         for stream in STREAMS {
             let missed = std::mem::take(&mut self.destinations[stream as usize].missed);
             // Nobody misses what nobody is left to read.
@@ -279,7 +288,7 @@ impl Output {
     /// A line of the launcher's own, to standard error.
     pub fn say(&mut self, text: &str) {
         // Where lines are missing before it, that comes first.
-        self.tell_missed();
+        self.report_missed();
         self.write_own(text);
     }
 
@@ -315,7 +324,7 @@ impl Output {
 
     /// True while something waits for a reader or a disk.
     pub fn is_pending(&self) -> bool {
-        self.destinations.iter().any(|to| to.sink.has_rest())
+        self.destinations.iter().any(|to| to.sink.has_pending())
             || self.logs.as_ref().is_some_and(Logs::is_pending)
     }
 

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use mgpu_control::inject::{self, Injection};
 use mgpu_control::protocol::{
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_DEVICE, MGPU_INJECT,
-    MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS, MGPU_THREADS,
-    MOST_RANKS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MAX_RANKS, MGPU_BACKEND, MGPU_DEVICE,
+    MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS,
+    MGPU_THREADS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
 };
 
 use crate::nccl;
@@ -73,14 +73,14 @@ pub struct Machine {
     /// Those of the variables for NCCL that the user has set: they stay as they are.
     pub nccl_variables: Vec<&'static str>,
     /// The user has set `PYTHONUNBUFFERED`, be it to nothing: it stays as it is.
-    pub python_is_told: bool,
+    pub python_unbuffered_is_set: bool,
     /// The version of NCCL, where it matters and was found.
     pub nccl: Option<nccl_sys::Version>,
 }
 
 /// What every rank runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plan {
+pub struct LaunchPlan {
     /// The program.
     pub program: PathBuf,
     /// Its arguments.
@@ -106,7 +106,7 @@ pub struct RankPlan {
 
 /// What is known only when the ranks are about to start.
 #[derive(Debug, Clone)]
-pub struct RunFacts {
+pub struct RunContext {
     /// Address of the rendezvous.
     pub rendezvous: String,
     /// Identifier of the run.
@@ -128,7 +128,7 @@ pub enum PlanError {
     #[error("at least one rank is needed, not 0")]
     NoRanks,
     /// A number that cannot be meant.
-    #[error("{0} ranks are more than the {MOST_RANKS} that mgpurun starts")]
+    #[error("{0} ranks are more than the {MAX_RANKS} that mgpurun starts")]
     TooManyRanks(u32),
     /// Some GPUs, but not enough.
     #[error(
@@ -156,10 +156,10 @@ impl fmt::Debug for PlanError {
     }
 }
 
-impl RunFacts {
+impl RunContext {
     /// Stands in for what a dry run does not know.
-    pub fn unknown() -> Self {
-        RunFacts {
+    pub fn placeholder() -> Self {
+        RunContext {
             rendezvous: "unix:(made at the start)".into(),
             run_id: "(made at the start)".into(),
             master_port: "(free port)".into(),
@@ -170,7 +170,7 @@ impl RunFacts {
     }
 }
 
-impl Plan {
+impl LaunchPlan {
     /// Program and arguments, for people.
     pub fn command_line(&self) -> String {
         let name = self.program.file_name().unwrap_or(self.program.as_os_str());
@@ -186,25 +186,25 @@ impl RankPlan {
     /// it, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` looks for the run's identifier.
     /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store that torchrun has and this
     /// launcher has not. Without it rank 0 makes the store, at `MASTER_PORT`.
-    pub fn complete(&self, facts: &RunFacts) -> Vec<(&'static str, String)> {
+    pub fn full_environment(&self, context: &RunContext) -> Vec<(&'static str, String)> {
         let mut environment = self.environment.clone();
         let world_size = self.value(WORLD_SIZE);
         environment.extend([
-            (MGPU_RENDEZVOUS, facts.rendezvous.clone()),
-            (MGPU_RUN_ID, facts.run_id.clone()),
-            (MGPU_RESTART_COUNT, facts.restart_count.to_string()),
+            (MGPU_RENDEZVOUS, context.rendezvous.clone()),
+            (MGPU_RUN_ID, context.run_id.clone()),
+            (MGPU_RESTART_COUNT, context.restart_count.to_string()),
             (MASTER_ADDR, "127.0.0.1".into()),
-            (MASTER_PORT, facts.master_port.clone()),
+            (MASTER_PORT, context.master_port.clone()),
             ("GROUP_RANK", "0".into()),
             ("GROUP_WORLD_SIZE", "1".into()),
             ("ROLE_RANK", self.rank.to_string()),
             ("ROLE_WORLD_SIZE", world_size),
             ("ROLE_NAME", "default".into()),
-            ("TORCHELASTIC_RESTART_COUNT", facts.restart_count.to_string()),
-            ("TORCHELASTIC_MAX_RESTARTS", facts.max_restarts.to_string()),
-            ("TORCHELASTIC_RUN_ID", facts.run_id.clone()),
+            ("TORCHELASTIC_RESTART_COUNT", context.restart_count.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", context.max_restarts.to_string()),
+            ("TORCHELASTIC_RUN_ID", context.run_id.clone()),
         ]);
-        if facts.progress {
+        if context.progress {
             environment.push((MGPU_PROGRESS, "1".into()));
         }
         environment
@@ -221,12 +221,12 @@ impl RankPlan {
 ///
 /// # Errors
 /// If the request cannot be met on this machine; the text says what to ask for instead.
-pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
+pub fn plan(request: &Request, machine: &Machine) -> Result<LaunchPlan, PlanError> {
     let gpus = machine.gpus.len();
     let ranks = match request.ranks {
         Ranks::Auto => gpus.max(1) as u32,
         Ranks::Count(0) => return Err(PlanError::NoRanks),
-        Ranks::Count(count) if count > MOST_RANKS => return Err(PlanError::TooManyRanks(count)),
+        Ranks::Count(count) if count > MAX_RANKS => return Err(PlanError::TooManyRanks(count)),
         Ranks::Count(count) => count,
     };
     let (backend, notice) = choose_backend(request.backend, ranks, gpus, request.share_gpus, NCCL_IS_BUILT)?;
@@ -280,13 +280,13 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
                 environment.push((name, place.threads.to_string()));
             }
         }
-        if !machine.python_is_told {
+        if !machine.python_unbuffered_is_set {
             environment.push((PYTHONUNBUFFERED, "1".into()));
         }
         let location = placement::describe(&machine.topology, rank, &place, gpu(rank));
         RankPlan { rank, environment, cores: place.cores, location }
     };
-    Ok(Plan {
+    Ok(LaunchPlan {
         program: request.program.clone(),
         arguments: request.arguments.clone(),
         ranks: (0..ranks).zip(places).map(rank_plan).collect(),
@@ -404,9 +404,13 @@ mod tests {
     #[test]
     fn a_script_for_torchrun_finds_its_variables() {
         let plan = plan(&request(Ranks::Count(3)), &machine(0)).unwrap();
-        let facts =
-            RunFacts { restart_count: 1, max_restarts: 4, run_id: "run".into(), ..RunFacts::unknown() };
-        let environment = plan.ranks[2].complete(&facts);
+        let context = RunContext {
+            restart_count: 1,
+            max_restarts: 4,
+            run_id: "run".into(),
+            ..RunContext::placeholder()
+        };
+        let environment = plan.ranks[2].full_environment(&context);
         for (name, value) in [
             (RANK, "2"),
             (MGPU_RESTART_COUNT, "1"),
@@ -514,8 +518,8 @@ mod tests {
 
     #[test]
     fn python_is_told_not_to_buffer_unless_the_user_has_said_something() {
-        let value = |python_is_told| {
-            let machine = Machine { python_is_told, ..machine(0) };
+        let value = |python_unbuffered_is_set| {
+            let machine = Machine { python_unbuffered_is_set, ..machine(0) };
             plan(&request(Ranks::Count(1)), &machine).unwrap().ranks.remove(0).value(PYTHONUNBUFFERED)
         };
         assert_eq!([value(false), value(true)], ["1", ""]);

@@ -14,7 +14,7 @@ use std::os::fd::AsRawFd;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, setsockopt, socket, sockopt};
 
 /// What PyTorch takes where nobody says otherwise.
-const USUAL: u16 = 29500;
+const DEFAULT_PORT: u16 = 29500;
 
 /// A port of the loopback interface, held as long as this exists.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl ReservedPort {
         let bound = bind_any().and_then(|socket| Ok((socket.local_addr()?.port(), socket)));
         match bound {
             Ok((number, socket)) => ReservedPort { number, _socket: Some(socket) },
-            Err(_) => ReservedPort { number: USUAL, _socket: None },
+            Err(_) => ReservedPort { number: DEFAULT_PORT, _socket: None },
         }
     }
 

@@ -15,7 +15,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RestartPolicy {
     /// How often at most.
-    pub most: u32,
+    pub max_restarts: u32,
     /// Also if ranks joined and no step was made since the last start.
     pub always: bool,
 }
@@ -43,10 +43,11 @@ pub(crate) enum Decision {
 impl RestartPolicy {
     /// After `restarts` restarts the ranks have ended with this outcome, and `reached` so much since the last one.
     pub(crate) fn decide(self, outcome: &Outcome, reached: Reached, restarts: u32) -> Decision {
-        if outcome.culprit.is_none() || outcome.interrupted || outcome.unfit || self.most == 0 {
+        if outcome.culprit.is_none() || outcome.interrupted || outcome.incompatible || self.max_restarts == 0
+        {
             return Decision::Stop(None);
         }
-        if restarts >= self.most {
+        if restarts >= self.max_restarts {
             return Decision::Stop(Some("no restart is left"));
         }
         if reached == Reached::Join && !self.always {
@@ -64,12 +65,12 @@ mod tests {
     use super::*;
 
     fn failed(exit_code: u8) -> Outcome {
-        Outcome { exit_code, culprit: Some(1), unfit: false, message: None, interrupted: false }
+        Outcome { exit_code, culprit: Some(1), incompatible: false, message: None, interrupted: false }
     }
 
     #[test]
     fn only_what_may_go_better_is_tried_again() {
-        let policy = RestartPolicy { most: 2, always: false };
+        let policy = RestartPolicy { max_restarts: 2, always: false };
         for reached in [Reached::Start, Reached::Step] {
             let decide = |restarts| policy.decide(&failed(137), reached, restarts);
             assert_eq!(decide(0), Decision::Restart(Duration::from_millis(500)));
@@ -77,7 +78,7 @@ mod tests {
             assert_eq!(decide(2), Decision::Stop(Some("no restart is left")));
         }
         assert!(matches!(policy.decide(&failed(137), Reached::Join, 0), Decision::Stop(Some(_))));
-        let always = RestartPolicy { most: 99, always: true };
+        let always = RestartPolicy { max_restarts: 99, always: true };
         // By whatever code a program fails.
         for code in [64, 70] {
             assert_eq!(always.decide(&failed(code), Reached::Join, 40), Decision::Restart(PAUSES.1));
@@ -85,7 +86,7 @@ mod tests {
         for outcome in [
             Outcome { culprit: None, ..failed(0) },
             Outcome { interrupted: true, ..failed(143) },
-            Outcome { unfit: true, ..failed(69) },
+            Outcome { incompatible: true, ..failed(69) },
         ] {
             assert_eq!(always.decide(&outcome, Reached::Step, 0), Decision::Stop(None));
         }

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use mgpu_control::process::GroupLeash;
+use mgpu_control::process::GroupKillGuard;
 use mgpu_control::protocol::{MGPU_INJECT, MGPU_PROGRESS};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -19,7 +19,7 @@ use nix::unistd::Pid;
 
 use crate::error::LaunchError;
 use crate::placement::CoreSet;
-use crate::plan::{Plan, RankPlan, RunFacts};
+use crate::plan::{LaunchPlan, RankPlan, RunContext};
 
 /// What a rank was sent by its launcher, the most that there was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,23 +54,27 @@ pub(crate) struct Process {
     /// Something the user should know about how it was started.
     pub(crate) notice: Option<String>,
     /// Ends its group if this process is killed.
-    _leash: Option<GroupLeash>,
+    _kill_guard: Option<GroupKillGuard>,
 }
 
 /// Descriptors that a launcher needs beside those for its ranks.
 const OWN_DESCRIPTORS: u64 = 32;
-/// Descriptors for each rank, with those of its [`GroupLeash`].
+/// Descriptors for each rank, with those of its [`GroupKillGuard`].
 const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
 /// Starts a rank in a process group of its own, with `/dev/null` as standard input. It dies with the calling thread.
 ///
 /// It starts on its cores, or, should the kernel refuse them (they may have been taken away since the plan was made, or
 /// a sandbox forbids the call), on all of them, with a notice: a run that is slower is better than none.
-pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Process, LaunchError> {
-    let Some(cores) = &rank.cores else { return start(plan, rank, facts, None) };
-    start(plan, rank, facts, Some(cores)).or_else(|refusal| {
+pub(crate) fn spawn(
+    plan: &LaunchPlan,
+    rank: &RankPlan,
+    context: &RunContext,
+) -> Result<Process, LaunchError> {
+    let Some(cores) = &rank.cores else { return start(plan, rank, context, None) };
+    start(plan, rank, context, Some(cores)).or_else(|refusal| {
         // If it does not start without them either, they were not the reason.
-        let mut process = start(plan, rank, facts, None)?;
+        let mut process = start(plan, rank, context, None)?;
         if let LaunchError::Spawn { error, .. } = refusal {
             process.notice = Some(format!("rank {} is not bound to cores {cores}: {error}", rank.rank));
         }
@@ -79,9 +83,9 @@ pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Pr
 }
 
 fn start(
-    plan: &Plan,
+    plan: &LaunchPlan,
     rank: &RankPlan,
-    facts: &RunFacts,
+    context: &RunContext,
     cores: Option<&CoreSet>,
 ) -> Result<Process, LaunchError> {
     let failed = |error: io::Error| LaunchError::Spawn {
@@ -97,12 +101,12 @@ fn start(
         // deserved the other one's faults.
         .env_remove(MGPU_PROGRESS)
         .env_remove(MGPU_INJECT)
-        .envs(rank.complete(facts))
+        .envs(rank.full_environment(context))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
-    mgpu_control::process::tie_to_parent(&mut command);
+    mgpu_control::process::kill_with_parent(&mut command);
     if let Some(cores) = cores {
         mgpu_control::process::bind_to_cores(&mut command, cores.to_cpu_set());
     }
@@ -128,7 +132,7 @@ fn start(
             reaped: false,
             ended: None,
             notice: None,
-            _leash: tie_group(plan, pid),
+            _kill_guard: guard_group(plan, pid),
         }),
         Err(error) => {
             end(pid);
@@ -139,10 +143,10 @@ fn start(
 
 /// Ties a rank's group to this process. That is for the worst case, in which guardian and launcher are killed at once, so
 /// it must not cost descriptors that the run itself needs.
-fn tie_group(plan: &Plan, group: Pid) -> Option<GroupLeash> {
+fn guard_group(plan: &LaunchPlan, group: Pid) -> Option<GroupKillGuard> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let needed = OWN_DESCRIPTORS + DESCRIPTORS_OF_A_RANK * plan.ranks.len() as u64;
-    if limit < needed { None } else { GroupLeash::tie(group).ok() }
+    if limit < needed { None } else { GroupKillGuard::new(group).ok() }
 }
 
 /// What to try when a program that is there does not start.

@@ -32,7 +32,7 @@ pub(crate) fn parse<P: Parser>(
 fn after(printed: io::Result<()>, code: ExitCode) -> Result<ExitCode, Box<dyn Error>> {
     match printed {
         Ok(()) => Ok(code),
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(ExitCode::from(exit_code::READER_LEFT)),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(ExitCode::from(exit_code::BROKEN_PIPE)),
         Err(error) => Err(format!("cannot write to standard output: {error}").into()),
     }
 }

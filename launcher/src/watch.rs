@@ -20,12 +20,12 @@ pub(crate) enum Verdict {
 
 /// A rank's part in it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Watched {
+pub(crate) struct WatchedRank {
     pub(crate) rank: u32,
     pub(crate) progress: Progress,
 }
 
-impl Watched {
+impl WatchedRank {
     fn waits(&self) -> bool {
         self.progress.operation.is_some_and(|last| {
             last.running && (last.waits_for.is_some() || last.operation == Operation::Connect)
@@ -42,15 +42,15 @@ impl Watched {
 }
 
 /// Looks at the members of the run at time `now` (that of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel.
-pub(crate) fn look(
-    ranks: &[Watched],
+pub(crate) fn find_silent_rank(
+    ranks: &[WatchedRank],
     timeout: Duration,
     now: Duration,
     is_stopped: impl Fn(u32) -> bool,
 ) -> Verdict {
-    let (overdue, healthy): (Vec<&Watched>, Vec<&Watched>) =
+    let (overdue, healthy): (Vec<&WatchedRank>, Vec<&WatchedRank>) =
         ranks.iter().partition(|rank| rank.idle(now) >= timeout);
-    let silent = |rank: &Watched| Verdict::Silent(rank.rank, rank.idle(now));
+    let silent = |rank: &WatchedRank| Verdict::Silent(rank.rank, rank.idle(now));
     let not_waiting = overdue.iter().filter(|rank| !rank.waits() || is_stopped(rank.rank));
     if let Some(culprit) = not_waiting.min_by_key(|rank| rank.progress.changed) {
         return silent(culprit);
@@ -71,7 +71,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 
-    fn rank(rank: u32, changed: u64, operation: Option<(u64, Option<u32>)>) -> Watched {
+    fn rank(rank: u32, changed: u64, operation: Option<(u64, Option<u32>)>) -> WatchedRank {
         let last = |(sequence, waits_for)| LastOperation {
             operation: Operation::AllReduce,
             sequence,
@@ -88,43 +88,43 @@ mod tests {
             operation: operation.map(last),
             changed: Duration::from_secs(changed),
         };
-        Watched { rank, progress }
+        WatchedRank { rank, progress }
     }
 
-    fn look_at(ranks: &[Watched], now: u64, stopped: Option<u32>) -> Verdict {
-        look(ranks, TIMEOUT, Duration::from_secs(now), |rank| Some(rank) == stopped)
+    fn check(ranks: &[WatchedRank], now: u64, stopped: Option<u32>) -> Verdict {
+        find_silent_rank(ranks, TIMEOUT, Duration::from_secs(now), |rank| Some(rank) == stopped)
     }
 
     #[test]
     fn the_next_look_is_when_the_first_would_be_overdue() {
         let ranks = [rank(0, 7, None), rank(1, 5, None)];
-        assert_eq!(look_at(&ranks, 8, None), Verdict::Healthy(Some(Duration::from_secs(15))));
-        assert_eq!(look_at(&[], 8, None), Verdict::Healthy(None));
+        assert_eq!(check(&ranks, 8, None), Verdict::Healthy(Some(Duration::from_secs(15))));
+        assert_eq!(check(&[], 8, None), Verdict::Healthy(None));
     }
 
     #[test]
     fn who_waits_is_not_to_blame() {
         let waiting = rank(0, 1, Some((7, Some(1))));
         assert_eq!(
-            look_at(&[waiting, rank(1, 9, None)], 12, None),
+            check(&[waiting, rank(1, 9, None)], 12, None),
             Verdict::Healthy(Some(Duration::from_secs(19)))
         );
         let silent = Verdict::Silent(1, Duration::from_secs(11));
-        assert_eq!(look_at(&[waiting, rank(1, 1, None)], 12, None), silent);
+        assert_eq!(check(&[waiting, rank(1, 1, None)], 12, None), silent);
         // Of two that do nothing, the one that has for longer.
         let ranks = [rank(0, 2, None), rank(1, 1, None)];
-        assert_eq!(look_at(&ranks, 12, None), silent);
+        assert_eq!(check(&ranks, 12, None), silent);
     }
 
     #[test]
     fn a_rank_stopped_while_it_waits_is_to_blame() {
         let ranks = [rank(0, 1, Some((7, Some(1)))), rank(1, 1, Some((7, Some(0))))];
-        assert_eq!(look_at(&ranks, 12, Some(1)), Verdict::Silent(1, Duration::from_secs(11)));
+        assert_eq!(check(&ranks, 12, Some(1)), Verdict::Silent(1, Duration::from_secs(11)));
     }
 
     #[test]
     fn in_a_circle_the_one_with_the_fewest_operations_is() {
         let ranks = [rank(0, 1, Some((8, Some(1)))), rank(1, 1, Some((7, Some(0))))];
-        assert_eq!(look_at(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
+        assert_eq!(check(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
     }
 }

@@ -25,7 +25,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 /// Bytes in the queue from which it is long.
 pub(crate) const LONG_QUEUE: usize = 1 << 20;
 /// Longest write: how finely progress is seen.
-const PIECE: usize = 64 << 10;
+const CHUNK: usize = 64 << 10;
 
 /// Lines for one file.
 struct Batch {
@@ -35,8 +35,8 @@ struct Batch {
 }
 
 /// What filler and writer share.
-struct State {
-    queue: VecDeque<Batch>,
+struct QueueState {
+    batches: VecDeque<Batch>,
     /// Bytes that are not written yet, those in the writer's hands included.
     waiting: usize,
     /// Bytes that have left the queue since the start.
@@ -53,20 +53,20 @@ struct State {
     closed: bool,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct Queue {
+    state: Mutex<QueueState>,
     /// Something has come into the queue, or left it.
     changed: Condvar,
     bell: EventFd,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         // Nothing panics while it holds the lock, and no half-made change could be seen if something did.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ring(&self, state: &mut State) {
+    fn ring(&self, state: &mut QueueState) {
         if !std::mem::replace(&mut state.rung, true) {
             // Fails only if the counter is about to overflow.
             let _ = self.bell.write(1);
@@ -78,14 +78,14 @@ impl Shared {
 ///
 /// Dropping it waits for nothing: what is in the queue is still written if the process lives on.
 pub(crate) struct Writer {
-    shared: Arc<Shared>,
+    queue: Arc<Queue>,
 }
 
 impl Writer {
     /// A thread named `name` for these files.
     pub(crate) fn start(name: &str, files: Vec<File>) -> io::Result<Self> {
-        let state = State {
-            queue: VecDeque::new(),
+        let state = QueueState {
+            batches: VecDeque::new(),
             waiting: 0,
             taken: 0,
             lines: vec![0; files.len()],
@@ -96,15 +96,15 @@ impl Writer {
             closed: false,
         };
         let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), bell });
-        let own = Arc::clone(&shared);
+        let queue = Arc::new(Queue { state: Mutex::new(state), changed: Condvar::new(), bell });
+        let own = Arc::clone(&queue);
         thread::Builder::new().name(name.into()).spawn(move || write_all(&own, files))?;
-        Ok(Writer { shared })
+        Ok(Writer { queue })
     }
 
     /// Puts whole lines into the queue; false if the file has been given up.
     pub(crate) fn push(&self, file: usize, bytes: &[u8], lines: u64) -> bool {
-        let mut state = self.shared.lock();
+        let mut state = self.queue.lock();
         if state.failed[file] {
             return false;
         }
@@ -113,77 +113,77 @@ impl Writer {
         }
         state.waiting += bytes.len();
         state.lines[file] += lines;
-        match state.queue.back_mut() {
-            Some(batch) if batch.file == file && batch.bytes.len() + bytes.len() <= PIECE => {
+        match state.batches.back_mut() {
+            Some(batch) if batch.file == file && batch.bytes.len() + bytes.len() <= CHUNK => {
                 batch.bytes.extend_from_slice(bytes);
                 batch.lines += lines;
             }
-            _ => state.queue.push_back(Batch { file, bytes: bytes.to_vec(), lines }),
+            _ => state.batches.push_back(Batch { file, bytes: bytes.to_vec(), lines }),
         }
-        self.shared.changed.notify_all();
+        self.queue.changed.notify_all();
         true
     }
 
     /// Bytes that are not written yet.
     pub(crate) fn waiting(&self) -> usize {
-        self.shared.lock().waiting
+        self.queue.lock().waiting
     }
 
     /// Bytes that have left the queue since the start: two equal answers mean that nothing moved in between.
     pub(crate) fn taken(&self) -> u64 {
-        self.shared.lock().taken
+        self.queue.lock().taken
     }
 
     /// The files that were given up since the last call.
     pub(crate) fn failures(&self) -> Vec<(usize, io::Error)> {
-        std::mem::take(&mut self.shared.lock().failures)
+        std::mem::take(&mut self.queue.lock().failures)
     }
 
     /// Readable when a long queue has become short, when a file was given up and, once somebody
     /// [asked](Self::ring_when_empty), when nothing is left to be written.
     pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.shared.bell.as_fd()
+        self.queue.bell.as_fd()
     }
 
     /// Takes note that the bell has rung.
     pub(crate) fn silence(&self) {
-        if std::mem::take(&mut self.shared.lock().rung) {
+        if std::mem::take(&mut self.queue.lock().rung) {
             // There is something to read, and if not there is nothing to silence.
-            let _ = self.shared.bell.read();
+            let _ = self.queue.bell.read();
         }
     }
 
     /// Lets the bell ring when nothing is left to be written.
     pub(crate) fn ring_when_empty(&self) {
-        let mut state = self.shared.lock();
+        let mut state = self.queue.lock();
         state.ring_when_empty = true;
         if state.waiting == 0 {
-            self.shared.ring(&mut state);
+            self.queue.ring(&mut state);
         }
     }
 
     /// Gives all files up. The number of lines of each that may not have been written.
     pub(crate) fn abandon(&self) -> Vec<u64> {
-        let mut state = self.shared.lock();
-        state.queue.clear();
+        let mut state = self.queue.lock();
+        state.batches.clear();
         state.waiting = 0;
         state.failed.fill(true);
         state.lines.iter_mut().map(std::mem::take).collect()
     }
 
-    /// Waits until everything is written, or nothing has moved for `patience`.
-    pub(crate) fn flush(&self, patience: Duration) {
-        let mut state = self.shared.lock();
+    /// Waits until everything is written, or no progress has been made for `timeout`.
+    pub(crate) fn flush(&self, timeout: Duration) {
+        let mut state = self.queue.lock();
         let (mut taken, mut since) = (state.taken, Instant::now());
         while state.waiting > 0 {
             if state.taken != taken {
                 (taken, since) = (state.taken, Instant::now());
             }
-            let left = patience.saturating_sub(since.elapsed());
+            let left = timeout.saturating_sub(since.elapsed());
             if left.is_zero() {
                 return;
             }
-            let woken = self.shared.changed.wait_timeout(state, left);
+            let woken = self.queue.changed.wait_timeout(state, left);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -191,28 +191,28 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        self.shared.lock().closed = true;
-        self.shared.changed.notify_all();
+        self.queue.lock().closed = true;
+        self.queue.changed.notify_all();
     }
 }
 
 /// The thread.
-fn write_all(shared: &Shared, mut files: Vec<File>) {
+fn write_all(queue: &Queue, mut files: Vec<File>) {
     loop {
-        let mut state = shared.lock();
+        let mut state = queue.lock();
         let batch = loop {
-            match state.queue.pop_front() {
+            match state.batches.pop_front() {
                 Some(batch) => break batch,
                 None if state.closed => return,
-                None => state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => state = queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         };
         drop(state);
-        let mut pieces = batch.bytes.chunks(PIECE).peekable();
+        let mut pieces = batch.bytes.chunks(CHUNK).peekable();
         while let Some(piece) = pieces.next() {
-            let given_up = shared.lock().failed[batch.file];
+            let given_up = queue.lock().failed[batch.file];
             let written = if given_up { Ok(()) } else { files[batch.file].write_all(piece) };
-            let mut state = shared.lock();
+            let mut state = queue.lock();
             let was_long = state.waiting > LONG_QUEUE;
             // Less than what was counted only if everything was given up meanwhile.
             state.waiting = state.waiting.saturating_sub(piece.len());
@@ -225,13 +225,13 @@ fn write_all(shared: &Shared, mut files: Vec<File>) {
                 && !std::mem::replace(&mut state.failed[batch.file], true)
             {
                 state.failures.push((batch.file, error));
-                shared.ring(&mut state);
+                queue.ring(&mut state);
             }
             if was_long && state.waiting <= LONG_QUEUE || state.ring_when_empty && state.waiting == 0 {
-                shared.ring(&mut state);
+                queue.ring(&mut state);
             }
         }
-        shared.changed.notify_all();
+        queue.changed.notify_all();
     }
 }
 
@@ -301,7 +301,7 @@ mod tests {
             while writer.waiting() > 0 {
                 std::hint::spin_loop();
             }
-            assert_eq!(writer.shared.lock().lines, [0]);
+            assert_eq!(writer.queue.lock().lines, [0]);
         }
     }
 

@@ -29,7 +29,7 @@ use crate::spawn::{Process, send};
 const TIME_TO_FINISH: Duration = Duration::from_secs(2);
 
 /// The number of processes that are named.
-const MOST_NAMES: usize = 8;
+const MAX_NAMES: usize = 8;
 
 impl EventLoop<'_> {
     /// False if no rank has a child that could outlive it.
@@ -49,7 +49,7 @@ impl EventLoop<'_> {
         let groups: Vec<i32> = self.unreaped().map(|(_, rank)| rank.pid.as_raw()).collect();
         let mut time_left = TIME_TO_FINISH;
         let mut left = if groups.is_empty() { Vec::new() } else { running_in(&groups) };
-        while !left.is_empty() && !self.orphaned {
+        while !left.is_empty() && !self.guardian_ended {
             if time_left.is_zero() {
                 self.name_leftovers(&groups);
                 break;
@@ -65,8 +65,8 @@ impl EventLoop<'_> {
                 match source {
                     Source::Exit(index) => ended.push(index),
                     Source::Pipe(rank, stream) => _ = self.read_pipe(rank, stream),
-                    Source::Room(stream) => self.output.resume(stream),
-                    Source::Guardian => self.orphaned = true,
+                    Source::Writable(stream) => self.output.resume(stream),
+                    Source::Guardian => self.guardian_ended = true,
                     Source::Signals => signal = signal.or(self.take_ending_signal()),
                     Source::Server | Source::Log => {}
                 }
@@ -129,9 +129,9 @@ impl EventLoop<'_> {
         let name = |(pid, rank): &(u32, Option<usize>)| {
             format!("{} (pid {pid}, of rank {})", name_of(*pid), rank.unwrap_or_default())
         };
-        let mut names: Vec<String> = left.iter().take(MOST_NAMES).map(name).collect();
-        if left.len() > MOST_NAMES {
-            names.push(format!("{} more", left.len() - MOST_NAMES));
+        let mut names: Vec<String> = left.iter().take(MAX_NAMES).map(name).collect();
+        if left.len() > MAX_NAMES {
+            names.push(format!("{} more", left.len() - MAX_NAMES));
         }
         if !names.is_empty() {
             let seconds = TIME_TO_FINISH.as_secs();

@@ -29,7 +29,7 @@ use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
-use crate::watch::{self, Verdict, Watched};
+use crate::watch::{self, Verdict, WatchedRank};
 use crate::{exit_code, mpi, orphans};
 use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
@@ -38,11 +38,11 @@ pub(crate) use wait::{flush, wait_out};
 const PIPE_CAPACITY: usize = 64 << 10;
 
 /// Time between two looks at the ranks' steps, if somebody records them.
-const STEPS_APART: Duration = Duration::from_secs(1);
+const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Who is so late was not busy but suspended, and the ranks with it, as by a freezer of control groups: their silence
 /// in that time says nothing.
-const OVERSLEPT: Duration = Duration::from_secs(1);
+const SUSPENSION_THRESHOLD: Duration = Duration::from_secs(1);
 
 /// Everything the loop waits for.
 pub(crate) struct EventLoop<'a> {
@@ -54,14 +54,14 @@ pub(crate) struct EventLoop<'a> {
     supervisor: Supervisor,
     supervision: Supervision,
     /// When a rank might have been silent for so long.
-    next_look: Option<Instant>,
+    next_progress_check: Option<Instant>,
     /// When to look for new steps, if somebody records them.
-    next_steps: Option<Instant>,
+    next_step_poll: Option<Instant>,
     mpi: MpiWatch,
     /// Faults that ranks are to commit.
     injections: &'a [Injection],
     /// The guardian has ended.
-    orphaned: bool,
+    guardian_ended: bool,
     /// When this process was last found to have been kept from its work, as [`progress::now`].
     awake_since: Duration,
     /// What was read of a pipe.
@@ -69,7 +69,7 @@ pub(crate) struct EventLoop<'a> {
 }
 
 /// How the ranks ended.
-pub(crate) struct End {
+pub(crate) struct AttemptEnd {
     pub(crate) outcome: Outcome,
     pub(crate) reached: Reached,
     /// Faults that were to be injected and were not, each in a line.
@@ -98,8 +98,8 @@ impl<'a> EventLoop<'a> {
         EventLoop {
             mpi: MpiWatch::new(ranks.len()),
             supervisor: Supervisor::new(ranks.len() as u32, join_timeout, grace, now),
-            next_look: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
-            next_steps: events.is_enabled().then_some(now),
+            next_progress_check: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
+            next_step_poll: events.is_enabled().then_some(now),
             ranks,
             server,
             signals,
@@ -107,21 +107,21 @@ impl<'a> EventLoop<'a> {
             events,
             supervision,
             injections,
-            orphaned: false,
+            guardian_ended: false,
             awake_since: Duration::ZERO,
             bytes: vec![0; PIPE_CAPACITY].into(),
         }
     }
 
     /// Runs until all ranks and their groups have ended and their output has been taken in.
-    pub(crate) fn run(mut self) -> End {
+    pub(crate) fn run(mut self) -> AttemptEnd {
         loop {
             let ready = self.wait();
             // Output first: what a rank wrote before it ended comes before its end.
             for source in &ready {
                 match source {
                     Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
-                    Source::Room(stream) => self.output.resume(*stream),
+                    Source::Writable(stream) => self.output.resume(*stream),
                     Source::Signals | Source::Guardian | Source::Server | Source::Exit(_) | Source::Log => {}
                 }
             }
@@ -140,7 +140,7 @@ impl<'a> EventLoop<'a> {
     }
 
     /// Nothing of the ranks is left when this returns.
-    fn end(&mut self, mut outcome: Outcome) -> End {
+    fn end(&mut self, mut outcome: Outcome) -> AttemptEnd {
         if !outcome.interrupted
             && let Some(signal) = self.wait_for_leftovers()
         {
@@ -151,9 +151,9 @@ impl<'a> EventLoop<'a> {
         self.end_leftovers();
         self.drain_all();
         self.record_steps();
-        for event in self.server.last_refusals() {
-            if let ServerEvent::Refused { group, connections, why } = event {
-                self.say_refused(group, connections, &why);
+        for event in self.server.drain_rejections() {
+            if let ServerEvent::Rejected { group, connections, why } = event {
+                self.say_rejected(group, connections, &why);
             }
         }
         if self.supervision.adopts_orphans {
@@ -171,7 +171,7 @@ impl<'a> EventLoop<'a> {
             false => Reached::Start,
         };
         let missed_faults = faults::missed(self.injections, page);
-        End { outcome, reached, missed_faults }
+        AttemptEnd { outcome, reached, missed_faults }
     }
 
     /// What has happened, the most telling first.
@@ -181,8 +181,8 @@ impl<'a> EventLoop<'a> {
             match source {
                 Source::Signals => events.extend(self.take_signals()),
                 Source::Guardian => {
-                    self.orphaned = true;
-                    events.push(Event::Orphaned);
+                    self.guardian_ended = true;
+                    events.push(Event::GuardianEnded);
                 }
                 // All of its connections at once.
                 Source::Server if !served => {
@@ -191,7 +191,7 @@ impl<'a> EventLoop<'a> {
                 }
                 Source::Server => {}
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
-                Source::Pipe(..) | Source::Room(_) | Source::Log => {}
+                Source::Pipe(..) | Source::Writable(_) | Source::Log => {}
             }
         }
         // Of ranks that ended within one turn, one that blames another failed after it.
@@ -200,12 +200,12 @@ impl<'a> EventLoop<'a> {
         if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
             events.extend(self.serve());
         }
-        if self.next_steps.is_some_and(|at| at <= Instant::now()) {
+        if self.next_step_poll.is_some_and(|at| at <= Instant::now()) {
             self.record_steps();
-            self.next_steps = Some(Instant::now() + STEPS_APART);
+            self.next_step_poll = Some(Instant::now() + STEP_POLL_INTERVAL);
         }
-        self.look_for_mpi();
-        events.extend(self.look_for_silence());
+        self.check_for_mpi();
+        events.extend(self.check_progress());
         events.push(Event::Tick);
         events
     }
@@ -224,43 +224,43 @@ impl<'a> EventLoop<'a> {
     }
 
     /// Tells the user if the ranks seem to expect another launcher.
-    fn look_for_mpi(&mut self) {
+    fn check_for_mpi(&mut self) {
         match self.ranks.first().filter(|rank| !rank.reaped) {
-            Some(rank) if self.mpi.look(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
+            Some(rank) if self.mpi.check(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
             Some(_) => {}
             None => self.mpi.end(),
         }
     }
 
     /// The rank that has been silent for too long, if one could have been by now.
-    fn look_for_silence(&mut self) -> Option<Event> {
+    fn check_progress(&mut self) -> Option<Event> {
         let timeout = self
             .supervision
             .progress_timeout
-            .filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
+            .filter(|_| self.next_progress_check.is_some_and(|at| at <= Instant::now()))?;
         let (page, now) = (self.server.page(), progress::now());
         let watched = |rank: u32| {
             let mut progress = page.progress(rank);
             progress.changed = progress.changed.max(self.awake_since);
-            Watched { rank, progress }
+            WatchedRank { rank, progress }
         };
-        let mut ranks: Vec<Watched> = (0..page.world_size()).map(watched).collect();
+        let mut ranks: Vec<WatchedRank> = (0..page.world_size()).map(watched).collect();
         if ranks.iter().any(|rank| rank.progress.state == RankState::Absent) {
             // Those who have joined wait for those who have not: that is the business of the other deadline.
-            self.next_look = Instant::now().checked_add(timeout);
+            self.next_progress_check = Instant::now().checked_add(timeout);
             return None;
         }
-        let has_ended = |rank: &Watched| self.ranks[rank.rank as usize].ended.is_some();
+        let has_ended = |rank: &WatchedRank| self.ranks[rank.rank as usize].ended.is_some();
         ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank));
         let stopped = |rank: u32| is_stopped(self.pid_of(rank));
-        match watch::look(&ranks, timeout, now, stopped) {
+        match watch::find_silent_rank(&ranks, timeout, now, stopped) {
             Verdict::Healthy(next) => {
                 let wait = next.map_or(timeout, |next| next.saturating_sub(now));
-                self.next_look = Instant::now().checked_add(wait);
+                self.next_progress_check = Instant::now().checked_add(wait);
                 None
             }
             Verdict::Silent(rank, idle) => {
-                self.next_look = None;
+                self.next_progress_check = None;
                 Some(Event::Silent { rank, idle, doing: self.row(rank).doing() })
             }
         }
@@ -302,7 +302,7 @@ impl<'a> EventLoop<'a> {
     fn wait(&mut self) -> Vec<Source> {
         let mut sources = vec![];
         // The guardian's end stays readable: once is enough.
-        let is_news = |source: &Source| !(self.orphaned && matches!(source, Source::Guardian));
+        let is_news = |source: &Source| !(self.guardian_ended && matches!(source, Source::Guardian));
         sources.extend(signal_sources(self.signals).filter(|(source, _)| is_news(source)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
@@ -318,13 +318,13 @@ impl<'a> EventLoop<'a> {
             self.supervisor.next_deadline(),
             self.server.next_deadline(),
             self.output.next_deadline(),
-            self.next_look,
-            self.next_steps,
+            self.next_progress_check,
+            self.next_step_poll,
             self.mpi.next_deadline(),
         ];
         let deadline = deadlines.into_iter().flatten().min();
         let ready = poll_sources(&sources, deadline);
-        if deadline.is_some_and(|deadline| Instant::now() > deadline + OVERSLEPT) {
+        if deadline.is_some_and(|deadline| Instant::now() > deadline + SUSPENSION_THRESHOLD) {
             self.awake_since = progress::now();
         }
         ready
@@ -350,11 +350,11 @@ impl<'a> EventLoop<'a> {
                     events.push(Event::Joined(rank));
                 }
                 ServerEvent::Left { .. } => {}
-                ServerEvent::Unfit { rank, fault, why } => {
-                    events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
+                ServerEvent::Incompatible { rank, fault, why } => {
+                    events.push(Event::Incompatible { rank, exit_code: exit_code::preflight(fault), why });
                 }
-                ServerEvent::Refused { group, connections, why } => {
-                    self.say_refused(group, connections, &why);
+                ServerEvent::Rejected { group, connections, why } => {
+                    self.say_rejected(group, connections, &why);
                 }
             }
         }
@@ -362,7 +362,7 @@ impl<'a> EventLoop<'a> {
     }
 
     /// Tells the user of refused connections. What a rank starts is in its group.
-    fn say_refused(&mut self, group: Option<u32>, connections: u64, why: &str) {
+    fn say_rejected(&mut self, group: Option<u32>, connections: u64, why: &str) {
         let what = match connections {
             1 => "a connection".to_owned(),
             many => format!("{many} connections, the first"),
@@ -447,7 +447,7 @@ impl<'a> EventLoop<'a> {
     fn note_end(&mut self, number: u32, exit: Exit) -> Event {
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
-        rank.ended = Some(if asked { exit.describe_asked() } else { exit.describe() });
+        rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
         self.events.record(events::Event::exit(number, exit, asked));
         self.drain(number);
         self.end_quietly(number, exit);
@@ -459,14 +459,14 @@ impl<'a> EventLoop<'a> {
     fn end_quietly(&mut self, number: u32, exit: Exit) {
         let is_first = self.supervisor.is_undecided();
         let is_unread = !self.output.is_wanted(number, Stream::Stdout);
-        if is_first && is_unread && exit.code() == exit_code::READER_LEFT {
+        if is_first && is_unread && exit.code() == exit_code::BROKEN_PIPE {
             self.output.mute();
         }
     }
 
     fn carry_out(&mut self, action: Action) -> Option<Outcome> {
         match action {
-            Action::Announce(rank, departure) => self.server.rank_gone(rank, departure),
+            Action::Announce(rank, end) => self.server.rank_ended(rank, end),
             Action::Send(number, signal) => {
                 let rank = &mut self.ranks[number as usize];
                 if !rank.reaped {

@@ -17,7 +17,7 @@ pub(super) enum Source {
     Server,
     Exit(u32),
     Pipe(u32, Stream),
-    Room(Stream),
+    Writable(Stream),
     Log,
 }
 
@@ -33,10 +33,10 @@ pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) 
     None
 }
 
-/// Waits until the readers of our output and the logs have taken everything, `patience` has passed or a signal says
+/// Waits until the readers of our output and the logs have taken everything, `timeout` has passed or a signal says
 /// to give up.
-pub(crate) fn flush(output: &mut Output, signals: &Signals, patience: Option<Duration>) {
-    let deadline = patience.map(|patience| Instant::now() + patience);
+pub(crate) fn flush(output: &mut Output, signals: &Signals, timeout: Option<Duration>) {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
     output.close();
     while output.is_pending() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
         if pass_on(output, signals, deadline).is_some() {
@@ -56,7 +56,7 @@ fn pass_on(output: &mut Output, signals: &Signals, deadline: Option<Instant>) ->
     sources.extend(output_sources(output));
     for source in poll_sources(&sources, deadline.into_iter().chain(output.next_deadline()).min()) {
         match source {
-            Source::Room(stream) => output.resume(stream),
+            Source::Writable(stream) => output.resume(stream),
             Source::Signals => end = end.or(signals.take().into_iter().find(|signal| ends_the_run(*signal))),
             Source::Guardian => end = end.or(Some(Signal::SIGKILL)),
             _ => {}
@@ -74,14 +74,14 @@ pub(super) fn signal_sources(signals: &Signals) -> impl Iterator<Item = (Source,
 
 /// What the output waits for.
 pub(super) fn output_sources(output: &Output) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
-    let rooms = output.waiting().map(|(stream, fd)| (Source::Room(stream), fd));
-    rooms.chain(output.log_bell().map(|fd| (Source::Log, fd)))
+    let writable = output.waiting().map(|(stream, fd)| (Source::Writable(stream), fd));
+    writable.chain(output.log_bell().map(|fd| (Source::Log, fd)))
 }
 
 /// The sources that are ready, after a sleep until one is or `deadline` has passed.
 pub(super) fn poll_sources(sources: &[(Source, BorrowedFd<'_>)], deadline: Option<Instant>) -> Vec<Source> {
     let wanted = |source: &Source| match source {
-        Source::Room(_) => PollFlags::POLLOUT,
+        Source::Writable(_) => PollFlags::POLLOUT,
         _ => PollFlags::POLLIN,
     };
     let mut fds: Vec<PollFd<'_>> =

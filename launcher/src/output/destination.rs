@@ -51,7 +51,11 @@ pub(super) struct Destination {
 }
 
 impl Destination {
-    pub(super) fn new(stream: impl AsFd + IsTerminal + 'static, color: Color, patience: Duration) -> Self {
+    pub(super) fn new(
+        stream: impl AsFd + IsTerminal + 'static,
+        color: Color,
+        stall_timeout: Duration,
+    ) -> Self {
         let is_terminal = stream.is_terminal();
         // Open MPI gives its ranks a terminal too: it reads there what it then writes elsewhere.
         let terminal = is_terminal && std::env::var_os("OMPI_COMM_WORLD_RANK").is_none();
@@ -61,7 +65,13 @@ impl Destination {
             Color::Never => false,
             Color::Auto => terminal && !plain,
         };
-        Destination { sink: Sink::new(stream, is_terminal, patience), terminal, color, missed: 0, columns: 0 }
+        Destination {
+            sink: Sink::new(stream, is_terminal, stall_timeout),
+            terminal,
+            color,
+            missed: 0,
+            columns: 0,
+        }
     }
 
     /// Columns that a transient line may have. The last one stays free: a cursor behind it may already be in the next

@@ -7,7 +7,7 @@
 use memchr::memchr2;
 
 /// Longest line; what is longer is passed on in pieces.
-const LONGEST_LINE: usize = 1 << 20;
+const MAX_LINE: usize = 1 << 20;
 
 /// A piece of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,10 +40,10 @@ impl LineSplitter {
                 }
             }
             // Only what comes after the longest line tells whether it was one.
-            if self.begun.len() == LONGEST_LINE && !is_end(*first) {
+            if self.begun.len() == MAX_LINE && !is_end(*first) {
                 take(Piece::Line(&std::mem::take(&mut self.begun)));
             }
-            let room = bytes.len().min(LONGEST_LINE - self.begun.len());
+            let room = bytes.len().min(MAX_LINE - self.begun.len());
             let (text, rest) = bytes.split_at(memchr2(b'\n', b'\r', &bytes[..room]).unwrap_or(room));
             let end = rest.first().copied().filter(|byte| is_end(*byte));
             bytes = if end.is_some() { &rest[1..] } else { rest };
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn endless_lines_are_cut() {
-        let pieces = split(&vec![b'x'; 2 * LONGEST_LINE + 5], 4096);
+        let pieces = split(&vec![b'x'; 2 * MAX_LINE + 5], 4096);
         let lengths: Vec<usize> = pieces
             .iter()
             .map(|piece| match piece {
@@ -147,8 +147,8 @@ mod tests {
                 Owned::Transient(_) => 0,
             })
             .collect();
-        assert_eq!(lengths, [LONGEST_LINE, LONGEST_LINE, 5]);
-        let mut longest = vec![b'x'; LONGEST_LINE];
+        assert_eq!(lengths, [MAX_LINE, MAX_LINE, 5]);
+        let mut longest = vec![b'x'; MAX_LINE];
         longest.extend(b"\r\nnext\n");
         assert_eq!(split(&longest, 4096).len(), 2);
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::LogError;
-use super::patience::Patience;
+use super::stall::StallDetector;
 use crate::writer::{LONG_QUEUE, Start, Writer, open};
 
 /// The name of the writing thread.
@@ -25,7 +25,7 @@ struct Log {
 /// All logs of a run.
 pub(super) struct Logs {
     writer: Writer,
-    patience: Patience,
+    stall: StallDetector,
     /// What [`Writer::taken`] said last.
     taken: u64,
     logs: Vec<Log>,
@@ -35,7 +35,7 @@ pub(super) struct Logs {
 
 impl Logs {
     /// Empty files `rank-N.log` in `folder`, which is made if it is missing.
-    pub(super) fn create(folder: &Path, ranks: u32, patience: Duration) -> Result<Self, LogError> {
+    pub(super) fn create(folder: &Path, ranks: u32, timeout: Duration) -> Result<Self, LogError> {
         let failed = |path: &Path| {
             let path = path.to_owned();
             |error| LogError { path, error }
@@ -47,7 +47,7 @@ impl Logs {
         let files = (0..ranks).map(create).collect::<Result<_, _>>()?;
         let writer = Writer::start(THREAD, files).map_err(failed(folder))?;
         let logs = vec![Log::default(); ranks as usize];
-        Ok(Logs { writer, patience: Patience::new(patience), taken: 0, logs, closing: false })
+        Ok(Logs { writer, stall: StallDetector::new(timeout), taken: 0, logs, closing: false })
     }
 
     /// False once a rank's log could not be written any more.
@@ -57,7 +57,7 @@ impl Logs {
 
     /// False while ranks should wait.
     pub(super) fn has_room(&self) -> bool {
-        !self.patience.is_waiting()
+        !self.stall.is_waiting()
     }
 
     /// Takes a rank's whole lines, or counts them as lost.
@@ -66,17 +66,17 @@ impl Logs {
         if log.ended {
             return;
         }
-        if self.patience.is_stuck() {
+        if self.stall.is_stalled() {
             log.lost += lines;
         } else {
             self.writer.push(rank as usize, bytes, lines);
-            self.look(Instant::now());
+            self.observe_writer(Instant::now());
         }
     }
 
     /// When [`tick`](Self::tick) is due.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.patience.deadline()
+        self.stall.deadline()
     }
 
     /// Readable when [`tick`](Self::tick) has something to do before that.
@@ -92,10 +92,10 @@ impl Logs {
             self.logs[rank].ended = true;
             notices.push(format!("the log of rank {rank} ends here: {error}; the run goes on"));
         }
-        self.look(now);
-        self.patience.expire(now);
-        if !self.patience.is_stuck() {
-            notices.extend(self.tell_losses());
+        self.observe_writer(now);
+        self.stall.expire(now);
+        if !self.stall.is_stalled() {
+            notices.extend(self.report_losses());
         }
         notices
     }
@@ -104,13 +104,13 @@ impl Logs {
     pub(super) fn close(&mut self) {
         if !std::mem::replace(&mut self.closing, true) {
             self.writer.ring_when_empty();
-            self.look(Instant::now());
+            self.observe_writer(Instant::now());
         }
     }
 
     /// True while something is left that may still be written.
     pub(super) fn is_pending(&self) -> bool {
-        !self.patience.is_stuck() && self.writer.waiting() > 0
+        !self.stall.is_stalled() && self.writer.waiting() > 0
     }
 
     /// Gives up what is not written yet. What the user should be told.
@@ -118,18 +118,18 @@ impl Logs {
         for (log, lines) in self.logs.iter_mut().zip(self.writer.abandon()) {
             log.lost += lines;
         }
-        self.tell_losses()
+        self.report_losses()
     }
 
-    fn look(&mut self, now: Instant) {
+    fn observe_writer(&mut self, now: Instant) {
         let taken = self.writer.taken();
         let long = self.writer.waiting() > if self.closing { 0 } else { LONG_QUEUE };
-        self.patience.observe(taken != self.taken, long, now);
+        self.stall.observe(taken != self.taken, long, now);
         self.taken = taken;
     }
 
-    fn tell_losses(&mut self) -> Vec<String> {
-        let seconds = self.patience.limit().as_secs_f64();
+    fn report_losses(&mut self) -> Vec<String> {
+        let seconds = self.stall.limit().as_secs_f64();
         let mut notices = Vec::new();
         for (rank, log) in self.logs.iter_mut().enumerate() {
             let lost = std::mem::take(&mut log.lost);
@@ -159,8 +159,8 @@ mod tests {
         let (reader, pipe) = std::io::pipe().unwrap();
         let file = File::from(OwnedFd::from(pipe));
         let writer = Writer::start(THREAD, vec![file.try_clone().unwrap(), file]).unwrap();
-        let patience = Patience::new(Duration::from_secs(30));
-        (reader, Logs { writer, patience, taken: 0, logs: vec![Log::default(); 2], closing: false })
+        let stall = StallDetector::new(Duration::from_secs(30));
+        (reader, Logs { writer, stall, taken: 0, logs: vec![Log::default(); 2], closing: false })
     }
 
     const LINE: [u8; 1000] = [b'\n'; 1000];
@@ -175,7 +175,7 @@ mod tests {
         }
         // The writer may still fill the pipe; then nothing moves any more.
         let mut now = Instant::now();
-        while !logs.patience.is_stuck() {
+        while !logs.stall.is_stalled() {
             now += Duration::from_secs(60);
             assert_eq!(logs.tick(now), [] as [String; 0]);
         }

@@ -40,7 +40,7 @@ pub struct OutputOptions {
     /// Append what happens to the ranks to this file, as [`Event`](crate::events::Event)s.
     pub events: Option<PathBuf>,
     /// How long ranks wait for a terminal, a pipe or a disk that takes nothing at all; then lines are dropped.
-    pub patience: Duration,
+    pub stall_timeout: Duration,
 }
 
 impl Default for OutputOptions {
@@ -54,15 +54,15 @@ impl Default for OutputOptions {
             tee: false,
             filter: None,
             events: None,
-            patience: Duration::from_secs(30),
+            stall_timeout: Duration::from_secs(30),
         }
     }
 }
 
 impl OutputOptions {
     /// How long ranks wait for whoever takes nothing.
-    pub(super) fn patience(&self) -> Duration {
-        if self.raw { Duration::MAX } else { self.patience }
+    pub(super) fn stall_timeout(&self) -> Duration {
+        if self.raw { Duration::MAX } else { self.stall_timeout }
     }
 
     /// True if a rank's output goes to standard output and error.

@@ -14,7 +14,7 @@ use super::*;
 fn output(ranks: u32, options: OutputOptions) -> (Output, [PipeReader; 2]) {
     let pipe = || {
         let (reader, writer) = std::io::pipe().unwrap();
-        (reader, Destination::new(OwnedFd::from(writer), options.color, options.patience()))
+        (reader, Destination::new(OwnedFd::from(writer), options.color, options.stall_timeout()))
     };
     let ((stdout, to_stdout), (stderr, to_stderr)) = (pipe(), pipe());
     (Output::to([to_stdout, to_stderr], ranks, options).unwrap(), [stdout, stderr])

@@ -54,7 +54,7 @@ fn describe() -> String {
     let mut text = String::new();
     for (run, page) in pages {
         let rows: Vec<Row> = (0..run.world_size)
-            .map(|rank| Row::of(&page, rank, page.process(rank), page.ended(rank)))
+            .map(|rank| Row::of(&page, rank, page.process(rank), page.process_end_description(rank)))
             .collect();
         text += &format!("{}\n{}\n", title(&run), table(&rows, now()));
     }

@@ -9,7 +9,7 @@ use syscalls::Sysno;
 use crate::group::Stat;
 
 /// Kinds of threads that are told apart in a report.
-const MOST_KINDS: usize = 8;
+const MAX_KINDS: usize = 8;
 
 /// What a thread is doing.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -62,9 +62,9 @@ impl Threads {
             *kinds.entry(thread).or_default() += 1;
         }
         let mut lines: Vec<String> =
-            kinds.iter().take(MOST_KINDS).map(|(thread, count)| thread.line(*count)).collect();
-        if kinds.len() > MOST_KINDS {
-            lines.push(format!("… and {} other kinds of threads", kinds.len() - MOST_KINDS));
+            kinds.iter().take(MAX_KINDS).map(|(thread, count)| thread.line(*count)).collect();
+        if kinds.len() > MAX_KINDS {
+            lines.push(format!("… and {} other kinds of threads", kinds.len() - MAX_KINDS));
         }
         lines
     }

@@ -7,14 +7,14 @@
 
 use std::time::{Duration, Instant};
 
-use mgpu_control::rendezvous::{Blame, Departure};
+use mgpu_control::rendezvous::{Blame, ProcessEnd};
 use nix::sys::signal::Signal;
 
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
 
 /// Time between the first failure and SIGTERM to the others: enough for their errors to be printed.
-const NOTICE: Duration = Duration::from_millis(200);
+const ERROR_TIME: Duration = Duration::from_millis(200);
 
 /// How a rank's process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl Exit {
     }
 
     /// As [`describe`](Self::describe), for a rank that was sent signals by its launcher: its end says nothing of its own.
-    pub(crate) fn describe_asked(self) -> String {
+    pub(crate) fn describe_signalled(self) -> String {
         match self {
             Exit::Signal(signal) if Signal::try_from(signal).is_ok_and(ends_the_run) => {
                 format!("{}, which mgpurun sent", self.describe())
@@ -61,7 +61,7 @@ pub enum Event {
     /// A rank joined the rendezvous.
     Joined(u32),
     /// A rank does not go together with the others.
-    Unfit {
+    Incompatible {
         /// The rank.
         rank: u32,
         /// Exit code for this kind of fault.
@@ -79,7 +79,7 @@ pub enum Event {
         doing: String,
     },
     /// The process that stands between the user and the launcher was killed: there is nobody left to launch for.
-    Orphaned,
+    GuardianEnded,
     /// A rank's process ended.
     Exited {
         /// The rank.
@@ -99,7 +99,7 @@ pub enum Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Tell the peers that a rank is gone.
-    Announce(u32, Departure),
+    Announce(u32, ProcessEnd),
     /// Send a signal to a rank's process group.
     Send(u32, Signal),
     /// Tell the user.
@@ -121,7 +121,7 @@ pub struct Outcome {
     /// The rank to blame.
     pub culprit: Option<u32>,
     /// The ranks do not go together: starting them again would not help.
-    pub unfit: bool,
+    pub incompatible: bool,
     /// What happened, in one line; `None` if all ranks finished.
     pub message: Option<String>,
     /// A signal or an [`Interrupter`](crate::Interrupter) asked for the end.
@@ -142,7 +142,7 @@ impl Outcome {
         Outcome {
             exit_code: exit_code::SUCCESS,
             culprit: None,
-            unfit: false,
+            incompatible: false,
             message: None,
             interrupted: false,
         }
@@ -152,7 +152,7 @@ impl Outcome {
         Outcome {
             exit_code,
             culprit: Some(culprit),
-            unfit: false,
+            incompatible: false,
             message: Some(message),
             interrupted: false,
         }
@@ -163,7 +163,7 @@ impl Outcome {
         Outcome {
             exit_code: exit_code::signalled(signal as i32),
             culprit: None,
-            unfit: false,
+            incompatible: false,
             message: Some(format!("stopped by {signal}")),
             interrupted: true,
         }
@@ -171,7 +171,7 @@ impl Outcome {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Life {
+enum RankStatus {
     Running,
     Finished,
     Failed,
@@ -179,7 +179,7 @@ enum Life {
 
 #[derive(Debug, Clone, Copy)]
 struct Rank {
-    life: Life,
+    status: RankStatus,
     joined: bool,
 }
 
@@ -197,9 +197,9 @@ enum Stage {
     /// Nothing is wrong.
     Running,
     /// A rank has failed; SIGTERM follows.
-    Noticed(Instant),
+    Failing(Instant),
     /// The ranks were asked to end; SIGKILL follows.
-    Asked(Instant),
+    Terminating(Instant),
     /// The ranks were killed.
     Killed,
 }
@@ -227,7 +227,7 @@ impl Supervisor {
     /// `ranks` ranks that have just been started.
     pub fn new(ranks: u32, join_timeout: Duration, grace: Duration, now: Instant) -> Self {
         Supervisor {
-            ranks: vec![Rank { life: Life::Running, joined: false }; ranks as usize],
+            ranks: vec![Rank { status: RankStatus::Running, joined: false }; ranks as usize],
             stage: Stage::Running,
             outcome: None,
             accusation: None,
@@ -254,7 +254,7 @@ impl Supervisor {
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.stage {
             Stage::Running => self.join_deadline,
-            Stage::Noticed(at) | Stage::Asked(at) => Some(at),
+            Stage::Failing(at) | Stage::Terminating(at) => Some(at),
             Stage::Killed => None,
         }
     }
@@ -264,12 +264,12 @@ impl Supervisor {
         match event {
             Event::Joined(rank) => self.joined(rank, now),
             Event::Exited { rank, exit, blame } => self.exited(rank, exit, blame, now),
-            Event::Unfit { rank, exit_code, why } => {
+            Event::Incompatible { rank, exit_code, why } => {
                 let how = format!("was refused: {why}");
-                self.stop(Outcome { unfit: true, ..Outcome::failure(exit_code, rank, why) }, how, now)
+                self.stop(Outcome { incompatible: true, ..Outcome::failure(exit_code, rank, why) }, how, now)
             }
             Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
-            Event::Orphaned => self.orphaned(),
+            Event::GuardianEnded => self.guardian_ended(),
             Event::Signalled(signal) => self.signalled(signal, now),
             Event::Tick => self.tick(now),
         }
@@ -303,13 +303,13 @@ impl Supervisor {
         }
         // A rank may claim any number.
         let culprit = outcome.culprit.filter(|rank| (*rank as usize) < self.ranks.len());
-        actions.extend(culprit.map(|rank| Action::Announce(rank, Departure::Failed(how))));
+        actions.extend(culprit.map(|rank| Action::Announce(rank, ProcessEnd::Failed(how))));
         self.outcome = Some(Outcome { culprit, ..outcome });
-        self.stage = Stage::Noticed(now + NOTICE);
+        self.stage = Stage::Failing(now + ERROR_TIME);
         actions
     }
 
-    fn orphaned(&mut self) -> Vec<Action> {
+    fn guardian_ended(&mut self) -> Vec<Action> {
         self.outcome.get_or_insert_with(|| Outcome {
             message: Some("mgpurun was killed: so are its ranks".into()),
             ..Outcome::interruption(Signal::SIGKILL)
@@ -322,21 +322,21 @@ impl Supervisor {
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         let finished = exit == Exit::Code(0);
-        self.ranks[rank as usize].life = if finished { Life::Finished } else { Life::Failed };
-        let departure = match self.stage {
-            _ if finished => Departure::Finished,
-            Stage::Running | Stage::Noticed(_) => Departure::Failed(exit.describe()),
-            Stage::Asked(_) | Stage::Killed => Departure::Failed(exit.describe_asked()),
+        self.ranks[rank as usize].status = if finished { RankStatus::Finished } else { RankStatus::Failed };
+        let end = match self.stage {
+            _ if finished => ProcessEnd::Finished,
+            Stage::Running | Stage::Failing(_) => ProcessEnd::Failed(exit.describe()),
+            Stage::Terminating(_) | Stage::Killed => ProcessEnd::Failed(exit.describe_signalled()),
         };
-        actions.push(Action::Announce(rank, departure));
+        actions.push(Action::Announce(rank, end));
         if !finished && self.outcome.is_none() {
             // The others are still there to be looked at.
             if blame.as_ref().is_some_and(|blame| blame.timed_out) {
                 actions.push(Action::Report);
             }
-            self.condemn(Failure { rank, exit, blame }, now);
-            self.stage = Stage::Noticed(now + NOTICE);
-        } else if let Stage::Noticed(_) = self.stage {
+            self.decide(Failure { rank, exit, blame }, now);
+            self.stage = Stage::Failing(now + ERROR_TIME);
+        } else if let Stage::Failing(_) = self.stage {
             self.reconsider(Failure { rank, exit, blame }, now);
         }
         if self.running().next().is_none() {
@@ -349,16 +349,16 @@ impl Supervisor {
     }
 
     /// Decides the outcome by a failure, for the time being if it was blamed on a rank that is still running.
-    fn condemn(&mut self, failure: Failure, now: Instant) {
+    fn decide(&mut self, failure: Failure, now: Instant) {
         let Failure { rank, exit, blame } = &failure;
-        self.outcome = Some(self.judge(*rank, *exit, blame.clone(), now));
-        self.accusation = self.accused(&failure).is_some().then_some(failure);
+        self.outcome = Some(self.outcome_of(*rank, *exit, blame.clone(), now));
+        self.accusation = self.running_culprit(&failure).is_some().then_some(failure);
     }
 
     /// Takes in the end of a rank soon after the first failure, before anybody was asked to end.
     ///
     /// Processes end in another order than they fail: a rank that panics has told its peers so before it has unwound
-    /// and exited, and a peer may be faster. If the accused ends by itself within the notice, it was the cause.
+    /// and exited, and a peer may be faster. If the running_culprit ends by itself within the notice, it was the cause.
     fn reconsider(&mut self, ended: Failure, now: Instant) {
         let is_accused =
             |accusation: &Failure| accusation.blame.as_ref().map(|blame| blame.culprit) == Some(ended.rank);
@@ -369,26 +369,26 @@ impl Supervisor {
         // One that blames a rank that had failed before is a victim like the first.
         let is_victim = ended.blame.as_ref().is_some_and(|blame| {
             !blame.timed_out
-                && self.ranks.get(blame.culprit as usize).map(|rank| rank.life) == Some(Life::Failed)
+                && self.ranks.get(blame.culprit as usize).map(|rank| rank.status) == Some(RankStatus::Failed)
         });
         if ended.exit == Exit::Code(0) {
-            self.condemn(accusation, now);
+            self.decide(accusation, now);
         } else if !is_victim {
-            self.condemn(ended, now);
+            self.decide(ended, now);
         }
     }
 
     /// The running rank that a failure is blamed on.
-    fn accused(&self, failure: &Failure) -> Option<u32> {
+    fn running_culprit(&self, failure: &Failure) -> Option<u32> {
         let blame = failure.blame.as_ref().filter(|blame| !blame.timed_out)?;
         self.running().find(|rank| *rank == blame.culprit)
     }
 
     /// The outcome if `rank` is the first to fail.
-    fn judge(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
+    fn outcome_of(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
         let others = if self.running().next().is_some() { "; the other ranks are stopped" } else { "" };
         let after = (now - self.started).as_secs_f64();
-        let life = |rank: u32| self.ranks.get(rank as usize).map(|rank| rank.life);
+        let status = |rank: u32| self.ranks.get(rank as usize).map(|rank| rank.status);
         // A rank that nobody started cannot be to blame, whatever is written in shared memory.
         match blame.filter(|blame| (blame.culprit as usize) < self.ranks.len()) {
             Some(blame) if blame.timed_out => Outcome::failure(
@@ -396,7 +396,7 @@ impl Supervisor {
                 blame.culprit,
                 format!("rank {} made no progress: {}{others}", blame.culprit, blame.message),
             ),
-            Some(blame) if life(blame.culprit) == Some(Life::Finished) => Outcome::failure(
+            Some(blame) if status(blame.culprit) == Some(RankStatus::Finished) => Outcome::failure(
                 exit.code(),
                 blame.culprit,
                 format!(
@@ -418,13 +418,13 @@ impl Supervisor {
             Signal::SIGQUIT => return vec![Action::Report],
             _ => {}
         }
-        if let Stage::Asked(_) | Stage::Killed = self.stage {
+        if let Stage::Terminating(_) | Stage::Killed = self.stage {
             self.stage = Stage::Killed;
             return self.to_all(Signal::SIGKILL);
         }
         self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
         self.interrupted = true;
-        self.stage = Stage::Asked(now + self.grace);
+        self.stage = Stage::Terminating(now + self.grace);
         [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
     }
 
@@ -439,8 +439,8 @@ impl Supervisor {
                 let how = format!("did not join within {} s", self.join_timeout.as_secs_f64());
                 return self.stop(outcome, how, now);
             }
-            Stage::Noticed(_) => {}
-            Stage::Asked(_) | Stage::Killed => {
+            Stage::Failing(_) => {}
+            Stage::Terminating(_) | Stage::Killed => {
                 self.stage = Stage::Killed;
                 let names = name_ranks(self.running());
                 let seconds = self.grace.as_secs_f64();
@@ -450,7 +450,7 @@ impl Supervisor {
                 return actions;
             }
         }
-        self.stage = Stage::Asked(now + self.grace);
+        self.stage = Stage::Terminating(now + self.grace);
         let mut actions = self.settle();
         actions.extend(self.running().flat_map(|rank| self.ask_to_end(rank)));
         actions
@@ -489,7 +489,11 @@ impl Supervisor {
     }
 
     fn running(&self) -> impl Iterator<Item = u32> + '_ {
-        self.ranks.iter().zip(0..).filter(|(rank, _)| rank.life == Life::Running).map(|(_, number)| number)
+        self.ranks
+            .iter()
+            .zip(0..)
+            .filter(|(rank, _)| rank.status == RankStatus::Running)
+            .map(|(_, number)| number)
     }
 
     fn to_all(&self, signal: Signal) -> Vec<Action> {

@@ -87,16 +87,16 @@ proptest! {
 fn a_failure_stops_the_others_in_three_steps() {
     let (mut supervisor, now) = supervisor(3);
     let actions = supervisor.handle(exited(1, 3), now);
-    assert_eq!(actions, [Action::Announce(1, Departure::Failed("exited with code 3".into()))]);
+    assert_eq!(actions, [Action::Announce(1, ProcessEnd::Failed("exited with code 3".into()))]);
     let at = supervisor.next_deadline().unwrap();
-    assert_eq!(at, now + NOTICE);
+    assert_eq!(at, now + ERROR_TIME);
     let asked = |rank| [Action::Send(rank, Signal::SIGTERM), Action::Send(rank, Signal::SIGCONT)];
     let message = "rank 1 exited with code 3 after 0.0 s; the other ranks are stopped";
     let settled = [Action::Settle(Outcome::failure(3, 1, message.into()))];
     assert_eq!(supervisor.handle(Event::Tick, at), [&settled[..], &asked(0), &asked(2)].concat());
     let end = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
     let sent = "was killed by SIGTERM, which mgpurun sent".into();
-    assert_eq!(supervisor.handle(end, at), [Action::Announce(0, Departure::Failed(sent))]);
+    assert_eq!(supervisor.handle(end, at), [Action::Announce(0, ProcessEnd::Failed(sent))]);
     let at = supervisor.next_deadline().unwrap();
     let said = Action::Say("rank 2 did not end within 5 s: killed".into());
     assert_eq!(supervisor.handle(Event::Tick, at), [said, Action::Send(2, Signal::SIGKILL)]);
@@ -182,8 +182,8 @@ fn a_rank_that_never_joins_is_waited_for_once_another_has() {
     supervisor.handle(Event::Joined(2), now + JOIN / 2);
     let at = supervisor.next_deadline().unwrap();
     assert_eq!(at, now + JOIN);
-    let departure = Departure::Failed("did not join within 60 s".into());
-    assert_eq!(supervisor.handle(Event::Tick, at), [Action::Report, Action::Announce(1, departure)]);
+    let end = ProcessEnd::Failed("did not join within 60 s".into());
+    assert_eq!(supervisor.handle(Event::Tick, at), [Action::Report, Action::Announce(1, end)]);
     let at = supervisor.next_deadline().unwrap();
     let sent = supervisor.handle(Event::Tick, at);
     // Whoever does nothing any more is not asked.
@@ -214,7 +214,7 @@ fn the_second_signal_kills() {
 fn a_rank_that_the_watch_finds_silent_is_shown_and_announced() {
     let (mut supervisor, now) = supervisor(2);
     let silent = Event::Silent { rank: 1, idle: Duration::from_secs(7), doing: "in step 3".into() };
-    let announced = Action::Announce(1, Departure::Failed("made no progress for 7.0 s".into()));
+    let announced = Action::Announce(1, ProcessEnd::Failed("made no progress for 7.0 s".into()));
     assert_eq!(supervisor.handle(silent.clone(), now), [Action::Report, announced]);
     // Once is enough.
     assert_eq!(supervisor.handle(silent, now), []);
@@ -229,9 +229,12 @@ fn a_rank_that_the_watch_finds_silent_is_shown_and_announced() {
 #[test]
 fn a_rank_that_does_not_belong_ends_the_run() {
     let (mut supervisor, now) = supervisor(2);
-    let unfit =
-        Event::Unfit { rank: 9, exit_code: exit_code::PREFLIGHT_WORLD_SIZE, why: "rank 9 of 10".into() };
-    assert_eq!(supervisor.handle(unfit, now), []);
+    let incompatible = Event::Incompatible {
+        rank: 9,
+        exit_code: exit_code::PREFLIGHT_WORLD_SIZE,
+        why: "rank 9 of 10".into(),
+    };
+    assert_eq!(supervisor.handle(incompatible, now), []);
     let at = supervisor.next_deadline().unwrap();
     assert_eq!(supervisor.handle(Event::Tick, at).len(), 5);
     supervisor.handle(exited(0, 1), at);
@@ -242,7 +245,7 @@ fn a_rank_that_does_not_belong_ends_the_run() {
 #[test]
 fn an_orphan_kills_at_once() {
     let (mut supervisor, now) = supervisor(2);
-    let actions = supervisor.handle(Event::Orphaned, now);
+    let actions = supervisor.handle(Event::GuardianEnded, now);
     assert!(matches!(&actions[0], Action::Settle(outcome) if outcome.exit_code == 137), "{actions:?}");
     assert_eq!(actions[1..], [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)]);
     assert_eq!(supervisor.next_deadline(), None);

@@ -1,7 +1,7 @@
 //! Faults on request: how a job behaves when a rank goes wrong can be tried before it happens.
 //!
 //! `mgpurun --inject rank=3,step=100,fault=sigkill` hands the text to the rank in `MGPU_INJECT`; the runtime commits the
-//! fault when the rank comes to the moment. This is the one place where the runtime ends its host process, and only
+//! fault when the rank comes to the point. This is the one place where the runtime ends its host process, and only
 //! because it was asked to. A fault strikes in the first life of a rank, so that a job that is restarted can go on;
 //! `restart=1` means the second.
 
@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 
 /// When a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum InjectionPoint {
     /// Before the rank joins the run.
     Start,
     /// Connected to the launcher, but not yet known to it.
@@ -59,7 +59,7 @@ pub struct Injection {
     /// The rank.
     pub rank: u32,
     /// When.
-    pub moment: Moment,
+    pub point: InjectionPoint,
     /// What.
     pub fault: Fault,
     /// In which of the rank's lives, from 0.
@@ -68,19 +68,19 @@ pub struct Injection {
 
 /// A fault that this rank is to commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Planned {
+pub struct ScheduledInjection {
     /// Its place in the list of all ranks' faults.
     pub number: usize,
     /// The fault itself.
     pub injection: Injection,
 }
 
-const MOMENTS: [(&str, Moment); 5] = [
-    ("start", Moment::Start),
-    ("join", Moment::Join),
-    ("collective", Moment::Collective),
-    ("checkpoint", Moment::Checkpoint),
-    ("finalise", Moment::Finalise),
+const POINTS: [(&str, InjectionPoint); 5] = [
+    ("start", InjectionPoint::Start),
+    ("join", InjectionPoint::Join),
+    ("collective", InjectionPoint::Collective),
+    ("checkpoint", InjectionPoint::Checkpoint),
+    ("finalise", InjectionPoint::Finalise),
 ];
 
 const FAULTS: [(&str, Fault); 9] = [
@@ -119,17 +119,17 @@ impl FromStr for Injection {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (mut rank, mut moment, mut fault, mut restart) = (None, None, None, 0);
+        let (mut rank, mut point, mut fault, mut restart) = (None, None, None, 0);
         for part in text.split(',') {
             let (key, value) = part.split_once('=').ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
             let number = || value.parse::<u32>().map_err(|_| format!("{key} `{value}` is no number"));
             match key.trim() {
                 "rank" => rank = Some(number()?),
-                "step" => moment = Some(Moment::Step(u64::from(number()?.max(1)))),
+                "step" => point = Some(InjectionPoint::Step(u64::from(number()?.max(1)))),
                 "phase" => {
                     let problem =
-                        || format!("`{value}` is no phase; known are {}, or step=N", names(&MOMENTS));
-                    moment = Some(named(&MOMENTS, value).ok_or_else(problem)?);
+                        || format!("`{value}` is no phase; known are {}, or step=N", names(&POINTS));
+                    point = Some(named(&POINTS, value).ok_or_else(problem)?);
                 }
                 "fault" => fault = Some(value.parse()?),
                 "restart" => restart = number()?,
@@ -141,19 +141,19 @@ impl FromStr for Injection {
         let missing = |what: &str| format!("no {what}; write for example rank=1,step=100,fault=sigkill");
         Ok(Injection {
             rank: rank.ok_or_else(|| missing("rank"))?,
-            moment: moment.ok_or_else(|| missing("step or phase"))?,
+            point: point.ok_or_else(|| missing("step or phase"))?,
             fault: fault.ok_or_else(|| missing("fault"))?,
             restart,
         })
     }
 }
 
-impl fmt::Display for Moment {
+impl fmt::Display for InjectionPoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Moment::Step(step) => write!(f, "step={step}"),
+            InjectionPoint::Step(step) => write!(f, "step={step}"),
             other => {
-                let name = MOMENTS.iter().find(|(_, moment)| moment == other).map_or("", |(name, _)| name);
+                let name = POINTS.iter().find(|(_, point)| point == other).map_or("", |(name, _)| name);
                 write!(f, "phase={name}")
             }
         }
@@ -175,7 +175,7 @@ impl fmt::Display for Fault {
 /// As [`FromStr`] reads it.
 impl fmt::Display for Injection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank={},{},fault={}", self.rank, self.moment, self.fault)?;
+        write!(f, "rank={},{},fault={}", self.rank, self.point, self.fault)?;
         if self.restart > 0 {
             write!(f, ",restart={}", self.restart)?;
         }
@@ -185,7 +185,7 @@ impl fmt::Display for Injection {
 
 impl Fault {
     /// Does it to this process. Returns only from what leaves the process as it was.
-    pub fn commit(self) {
+    pub fn trigger(self) {
         match self {
             Fault::Abort => std::process::abort(),
             Fault::Exit(code) => std::process::exit(code.into()),

@@ -23,7 +23,7 @@ use nix::unistd::{Pid, getpid, getppid};
 /// The kernel sends SIGKILL to the child when the *thread* that spawned it ends, so spawn from a thread that
 /// outlives the child. If this process is already gone when the child gets to ask for that, the child does not
 /// start.
-pub fn tie_to_parent(command: &mut Command) {
+pub fn kill_with_parent(command: &mut Command) {
     let parent = getpid();
     let in_child = move || {
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
@@ -95,7 +95,7 @@ pub fn fork() -> io::Result<Fork> {
 ///
 /// # Errors
 /// The kernel has none to give.
-pub fn heed_children() -> io::Result<()> {
+pub fn reset_sigchld() -> io::Result<()> {
     // SAFETY: the default action runs no code of ours.
     unsafe { nix::sys::signal::signal(Signal::SIGCHLD, nix::sys::signal::SigHandler::SigDfl) }?;
     Ok(())
@@ -123,7 +123,7 @@ pub fn bind_to_cores(command: &mut Command, cores: CpuSet) {
 
 /// Lets a write beyond the limit of file sizes (`ulimit -f`) fail, as one to a full disk does: SIGXFSZ, which would end the
 /// process, is blocked in this thread and in those that it starts.
-pub fn survive_file_limit() {
+pub fn block_sigxfsz() {
     let mut blocked = SigSet::empty();
     blocked.add(Signal::SIGXFSZ);
     // Fails for masks that do not exist only.
@@ -141,22 +141,22 @@ const F_SETSIG: libc::c_int = 10;
 /// here, and both ask for it, because a process that ends closes them in an order of the kernel's choice. The kernel holds
 /// on to the group, not to its number, so no later group of that number is hit.
 #[derive(Debug)]
-pub struct GroupLeash {
+pub struct GroupKillGuard {
     _ends: [UnixStream; 2],
 }
 
-impl GroupLeash {
+impl GroupKillGuard {
     /// For the group `group`.
     ///
     /// # Errors
     /// If there is no such group, descriptors run out, or the kernel does not offer this.
-    pub fn tie(group: Pid) -> io::Result<Self> {
+    pub fn new(group: Pid) -> io::Result<Self> {
         let (first, second) = UnixStream::pair()?;
         let ends = [first, second];
         for end in &ends {
             kill_when_closed(end.as_fd(), group)?;
         }
-        Ok(GroupLeash { _ends: ends })
+        Ok(GroupKillGuard { _ends: ends })
     }
 }
 
@@ -206,22 +206,22 @@ pub fn state(pid: u32) -> Option<char> {
 /// It is asked in every collective, where a system call would be felt, so it is a page of memory that the kernel clears in
 /// children (`MADV_WIPEONFORK`, since Linux 4.14). Where there is none, the process's number decides.
 #[derive(Debug)]
-pub struct Origin {
+pub struct ForkDetector {
     process: u32,
     page: Option<NonNull<AtomicBool>>,
 }
 
 // SAFETY: the page belongs to this value alone, lives as long as it, and holds an atomic.
-unsafe impl Send for Origin {}
+unsafe impl Send for ForkDetector {}
 // SAFETY: as above.
-unsafe impl Sync for Origin {}
+unsafe impl Sync for ForkDetector {}
 
 const PAGE: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
-impl Origin {
+impl ForkDetector {
     /// This process.
-    pub fn here() -> Self {
-        Origin { process: std::process::id(), page: Self::marked_page().ok() }
+    pub fn for_this_process() -> Self {
+        ForkDetector { process: std::process::id(), page: Self::marked_page().ok() }
     }
 
     fn marked_page() -> nix::Result<NonNull<AtomicBool>> {
@@ -242,7 +242,7 @@ impl Origin {
 
     /// True in the process that has made this, false in its children.
     #[inline]
-    pub fn is_here(&self) -> bool {
+    pub fn is_original_process(&self) -> bool {
         match self.page {
             // SAFETY: the page is mapped as long as `self`; a child has one of zeros in its place.
             Some(mark) => unsafe { mark.as_ref() }.load(Ordering::Relaxed),
@@ -251,7 +251,7 @@ impl Origin {
     }
 }
 
-impl Drop for Origin {
+impl Drop for ForkDetector {
     fn drop(&mut self) {
         if let Some(mark) = self.page {
             // SAFETY: the range is the one mapped at the construction, and no reference into it outlives `self`.
@@ -272,9 +272,9 @@ mod tests {
     fn a_group_goes_with_its_leash() {
         let mut child =
             Command::new("sh").args(["-c", "sleep 1000 & wait"]).process_group(0).spawn().unwrap();
-        let leash = GroupLeash::tie(Pid::from_raw(child.id() as i32)).unwrap();
+        let guard = GroupKillGuard::new(Pid::from_raw(child.id() as i32)).unwrap();
         assert!(child.try_wait().unwrap().is_none());
-        drop(leash);
+        drop(guard);
         assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
     }
 
@@ -294,10 +294,10 @@ mod tests {
 
     #[test]
     fn a_forked_child_is_not_the_process_that_it_is_a_copy_of() {
-        let own = Origin::here();
-        assert!(own.is_here() && own.page.is_some());
-        let by_number = Origin { process: own.process + 1, page: None };
-        assert!(!by_number.is_here());
+        let own = ForkDetector::for_this_process();
+        assert!(own.is_original_process() && own.page.is_some());
+        let by_number = ForkDetector { process: own.process + 1, page: None };
+        assert!(!by_number.is_original_process());
     }
 
     #[test]

@@ -38,7 +38,7 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 pub const MASTER_PORT: &str = "MASTER_PORT";
 
 /// Most ranks of a run: more than any machine has cores or GPUs for.
-pub const MOST_RANKS: u32 = 4096;
+pub const MAX_RANKS: u32 = 4096;
 
 /// A fresh identifier of a run: 128 random bits as 32 hexadecimal digits.
 ///

@@ -16,7 +16,7 @@ use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
-use crate::process::{Origin, has_ended, pidfd_open};
+use crate::process::{ForkDetector, has_ended, pidfd_open};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
 
@@ -24,10 +24,10 @@ use crate::{Error, Result};
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
 
 /// How long a rank waits for the others to join. The launcher, which knows who is missing, ends the run long before.
-const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// Longest wait for anything: an instant further away may not exist.
-pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(1 << 30);
 
 /// The operation of a hello, in errors.
 const JOIN: &str = "join";
@@ -54,32 +54,32 @@ pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
 
 /// Who serves the rendezvous, and is gone when it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Host {
+pub enum ServedBy {
     /// The launcher, whose ranks end with it.
     Launcher,
     /// Rank 0, one of those that may die.
     RankZero {
         /// How long it waits for the ranks of the run.
-        patience: Duration,
+        join_timeout: Duration,
     },
 }
 
 /// The key/value store of a run, and its barriers.
 #[derive(Debug)]
 pub struct Store {
-    origin: Origin,
-    host: Host,
+    fork_detector: ForkDetector,
+    served_by: ServedBy,
     rank: u32,
     world_size: u32,
     connection: Mutex<Connection>,
     /// Whether this side has closed the connection, whose end then says nothing of the other one.
     closed: AtomicBool,
     /// Readable when the rank that serves the rendezvous has ended: a child that it has forked holds the connection open.
-    host_end: Option<OwnedFd>,
+    server_pidfd: Option<OwnedFd>,
 }
 
 /// A request that was sent, and how long its reply is waited for.
-struct Exchange {
+struct PendingRequest {
     operation: String,
     started: Instant,
     deadline: Instant,
@@ -87,15 +87,15 @@ struct Exchange {
 }
 
 /// A rank that has said hello.
-pub struct Application {
+pub struct PendingJoin {
     store: Store,
-    hello: Exchange,
+    hello: PendingRequest,
 }
 
-impl Application {
+impl PendingJoin {
     /// Waits until all ranks have said hello and go together.
-    pub fn admission(self) -> Result<(Store, ProgressPage)> {
-        let Application { store, hello } = self;
+    pub fn wait(self) -> Result<(Store, ProgressPage)> {
+        let PendingJoin { store, hello } = self;
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match store.finish(&mut connection, hello)? {
             Reply::Welcome => {}
@@ -125,14 +125,14 @@ impl Store {
     }
 
     /// Says hello over a connected stream.
-    pub fn apply(
+    pub fn send_hello(
         stream: UnixStream,
-        host: Host,
+        served_by: ServedBy,
         run_id: &str,
         rank: u32,
         world_size: u32,
         manifest: Manifest,
-    ) -> Result<Application> {
+    ) -> Result<PendingJoin> {
         let refused = |problem: String| Error::Join { rank, problem };
         if run_id.len() > MAX_NAME {
             return Err(refused(format!(
@@ -140,22 +140,23 @@ impl Store {
                 run_id.len()
             )));
         }
-        let server = getsockopt(&stream, sockopt::PeerCredentials).ok().filter(|_| host != Host::Launcher);
-        let host_end = server.and_then(|server| pidfd_open(server.pid() as u32).ok());
+        let server =
+            getsockopt(&stream, sockopt::PeerCredentials).ok().filter(|_| served_by != ServedBy::Launcher);
+        let server_pidfd = server.and_then(|server| pidfd_open(server.pid() as u32).ok());
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
         let connection = Mutex::new(connection);
-        let (origin, closed) = (Origin::here(), AtomicBool::new(false));
-        let store = Store { origin, host, rank, world_size, connection, closed, host_end };
+        let (fork_detector, closed) = (ForkDetector::for_this_process(), AtomicBool::new(false));
+        let store = Store { fork_detector, served_by, rank, world_size, connection, closed, server_pidfd };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let patience = match host {
-            Host::Launcher => JOIN_PATIENCE,
-            Host::RankZero { patience } => patience,
+        let join_timeout = match served_by {
+            ServedBy::Launcher => JOIN_TIMEOUT,
+            ServedBy::RankZero { join_timeout } => join_timeout,
         };
-        let hello = store.begin(&mut connection, &request, &[], JOIN, patience)?;
+        let hello = store.begin(&mut connection, &request, &[], JOIN, join_timeout)?;
         drop(connection);
-        Ok(Application { store, hello })
+        Ok(PendingJoin { store, hello })
     }
 
     /// Joins over a connected stream: for tests of this side against any other.
@@ -166,7 +167,7 @@ impl Store {
         rank: u32,
         world_size: u32,
     ) -> Result<(Self, ProgressPage)> {
-        Self::apply(stream, Host::Launcher, run_id, rank, world_size, Manifest::default())?.admission()
+        Self::send_hello(stream, ServedBy::Launcher, run_id, rank, world_size, Manifest::default())?.wait()
     }
 
     /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key is
@@ -237,14 +238,14 @@ impl Store {
 
     /// True under another launcher than `mgpurun`.
     pub fn is_served_by_a_rank(&self) -> bool {
-        self.host != Host::Launcher
+        self.served_by != ServedBy::Launcher
     }
 
     /// An error in a child that the rank has forked. It shares the connection: what it sent or read would be the parent's
     /// requests and replies.
     #[inline]
     pub fn check_process(&self) -> Result<()> {
-        match self.origin.is_here() {
+        match self.fork_detector.is_original_process() {
             true => Ok(()),
             false => Err(self.forked()),
         }
@@ -264,8 +265,8 @@ impl Store {
         operation: &str,
         timeout: Duration,
     ) -> Result<Reply> {
-        let exchange = self.begin(connection, request, fds, operation, timeout)?;
-        self.finish(connection, exchange)
+        let pending = self.begin(connection, request, fds, operation, timeout)?;
+        self.finish(connection, pending)
     }
 
     /// Sends a request.
@@ -276,30 +277,30 @@ impl Store {
         fds: &[BorrowedFd<'_>],
         operation: &str,
         timeout: Duration,
-    ) -> Result<Exchange> {
+    ) -> Result<PendingRequest> {
         self.check_process()?;
         if self.closed.load(Ordering::Relaxed) {
             let problem = "this rank has closed its connection to the rendezvous because of an earlier error";
             return Err(self.unserved(operation, problem.into()));
         }
         let started = Instant::now();
-        let deadline = started + timeout.min(LONGEST_WAIT) + SERVER_MARGIN;
-        connection.settle().map_err(|problem| self.bad_message(connection, problem))?;
+        let deadline = started + timeout.min(MAX_WAIT) + SERVER_MARGIN;
+        connection.check_no_surplus_fds().map_err(|problem| self.bad_message(connection, problem))?;
         // It has to be read at once, whenever it will be answered.
         let sent = connection.send_before(&encode(request), fds, started + SERVER_MARGIN);
-        let exchange = Exchange { operation: operation.to_owned(), started, deadline, sent };
-        if exchange.sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
-            return Err(self.silent(connection, &exchange));
+        let pending = PendingRequest { operation: operation.to_owned(), started, deadline, sent };
+        if pending.sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
+            return Err(self.silent(connection, &pending));
         }
-        Ok(exchange)
+        Ok(pending)
     }
 
     /// True if another rank serves the rendezvous and has ended: that rank is 0.
-    pub fn host_is_gone(&self) -> bool {
-        if self.host == Host::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
+    pub fn rank_zero_is_gone(&self) -> bool {
+        if self.served_by == ServedBy::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
             return false;
         }
-        if self.host_end.as_ref().is_some_and(has_ended) {
+        if self.server_pidfd.as_ref().is_some_and(has_ended) {
             return true;
         }
         // Who holds the connection now waits for an answer, and is told by the kernel.
@@ -308,8 +309,8 @@ impl Store {
 
     /// The error of a server that is gone.
     fn gone(&self, operation: &str, reason: &str) -> Error {
-        match self.host {
-            Host::RankZero { .. } if self.rank != 0 => Error::PeerLost {
+        match self.served_by {
+            ServedBy::RankZero { .. } if self.rank != 0 => Error::PeerLost {
                 rank: self.rank,
                 peer: 0,
                 operation: operation.to_owned(),
@@ -321,12 +322,12 @@ impl Store {
     }
 
     /// The error of a server that does not answer.
-    fn silent(&self, connection: &Connection, exchange: &Exchange) -> Error {
+    fn silent(&self, connection: &Connection, pending: &PendingRequest) -> Error {
         // A late answer would be taken for that to the next request.
         self.close(connection);
-        let (operation, after) = (&exchange.operation, exchange.started.elapsed());
-        match self.host {
-            Host::RankZero { .. } if self.rank != 0 => {
+        let (operation, after) = (&pending.operation, pending.started.elapsed());
+        match self.served_by {
+            ServedBy::RankZero { .. } if self.rank != 0 => {
                 let operation = operation.clone();
                 Error::Timeout { rank: self.rank, waited_for: vec![0], operation, after }
             }
@@ -344,16 +345,16 @@ impl Store {
 
     /// Who serves this rank, where that is no other rank.
     fn server(&self) -> &'static str {
-        match self.host {
-            Host::Launcher => "the launcher",
-            Host::RankZero { .. } => "its own rendezvous thread",
+        match self.served_by {
+            ServedBy::Launcher => "the launcher",
+            ServedBy::RankZero { .. } => "its own rendezvous thread",
         }
     }
 
     /// Waits for the reply to a request.
-    fn finish(&self, connection: &mut Connection, exchange: Exchange) -> Result<Reply> {
-        let Exchange { sent, deadline, .. } = &exchange;
-        let gone = |reason: String| self.gone(&exchange.operation, &reason);
+    fn finish(&self, connection: &mut Connection, pending: PendingRequest) -> Result<Reply> {
+        let PendingRequest { sent, deadline, .. } = &pending;
+        let gone = |reason: String| self.gone(&pending.operation, &reason);
         let reply = loop {
             let reply = connection.next_message().map_err(|problem| self.bad_message(connection, problem))?;
             match (reply, sent) {
@@ -365,7 +366,7 @@ impl Store {
             }
             match connection.receive_before(*deadline).map_err(|error| gone(error.to_string()))? {
                 Received::Bytes => {}
-                Received::Nothing => return Err(self.silent(connection, &exchange)),
+                Received::Nothing => return Err(self.silent(connection, &pending)),
                 Received::End => {
                     sent.as_ref().map_err(|error| gone(error.to_string()))?;
                     return Err(gone("its end of the connection is closed".into()));
@@ -377,12 +378,12 @@ impl Store {
                 Err(Error::Timeout {
                     rank: self.rank,
                     waited_for: missing,
-                    operation: exchange.operation,
-                    after: exchange.started.elapsed(),
+                    operation: pending.operation,
+                    after: pending.started.elapsed(),
                 })
             }
             Reply::PeerGone { peer, how } if peer < self.world_size => {
-                let (rank, operation) = (self.rank, exchange.operation);
+                let (rank, operation) = (self.rank, pending.operation);
                 Err(Error::PeerLost { rank, peer, operation, how, silent: false })
             }
             reply => {
@@ -405,8 +406,8 @@ impl Store {
     /// request: the connection is not used any more.
     fn bad_message(&self, connection: &Connection, problem: String) -> Error {
         self.close(connection);
-        let peer = match self.host {
-            Host::RankZero { .. } if self.rank != 0 => "rank 0",
+        let peer = match self.served_by {
+            ServedBy::RankZero { .. } if self.rank != 0 => "rank 0",
             _ => self.server(),
         };
         Error::Protocol { peer: peer.into(), problem }
@@ -435,8 +436,20 @@ mod tests {
             theirs.write_all(&encode(reply)).unwrap();
         }
         let connection = Mutex::new(Connection::new(ours).unwrap());
-        let (origin, host, closed) = (Origin::here(), Host::Launcher, AtomicBool::new(false));
-        (Store { origin, host, rank: 0, world_size: 2, connection, closed, host_end: None }, theirs)
+        let (fork_detector, served_by, closed) =
+            (ForkDetector::for_this_process(), ServedBy::Launcher, AtomicBool::new(false));
+        (
+            Store {
+                fork_detector,
+                served_by,
+                rank: 0,
+                world_size: 2,
+                connection,
+                closed,
+                server_pidfd: None,
+            },
+            theirs,
+        )
     }
 
     #[test]
@@ -444,13 +457,14 @@ mod tests {
         let refusal = Reply::Refused { why: "no room".into() };
         for (reply, is_gone) in [(Some(Reply::Done), false), (Some(refusal), false), (None, true)] {
             let (store, rank_0) = store(reply.as_slice());
-            let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, ..store };
-            assert!(!store.host_is_gone());
+            let store =
+                Store { served_by: ServedBy::RankZero { join_timeout: Duration::ZERO }, rank: 1, ..store };
+            assert!(!store.rank_zero_is_gone());
             if reply.is_some() {
                 store.get("a", 0, Duration::ZERO).unwrap_err();
             }
             drop(rank_0);
-            assert_eq!(store.host_is_gone(), is_gone);
+            assert_eq!(store.rank_zero_is_gone(), is_gone);
         }
     }
 
@@ -459,12 +473,17 @@ mod tests {
         let (store, _held_by_a_child) = store(&[]);
         let mut rank_0 =
             std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
-        let host_end = pidfd_open(rank_0.id()).ok();
-        let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, host_end, ..store };
-        assert!(!store.host_is_gone());
+        let server_pidfd = pidfd_open(rank_0.id()).ok();
+        let store = Store {
+            served_by: ServedBy::RankZero { join_timeout: Duration::ZERO },
+            rank: 1,
+            server_pidfd,
+            ..store
+        };
+        assert!(!store.rank_zero_is_gone());
         rank_0.kill().unwrap();
         rank_0.wait().unwrap();
-        assert!(store.host_is_gone());
+        assert!(store.rank_zero_is_gone());
     }
 
     #[test]

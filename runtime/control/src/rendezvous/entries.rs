@@ -7,30 +7,30 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Most values of one rank that wait for readers.
-pub(super) const MOST_KEYS: usize = 1024;
+pub(super) const MAX_KEYS_PER_RANK: usize = 1024;
 /// Most descriptors among them.
-pub(super) const MOST_FDS: usize = 256;
+pub(super) const MAX_FDS_PER_RANK: usize = 256;
 /// Most bytes of them, with their keys.
-pub(super) const MOST_BYTES: usize = 4 << 20;
+pub(super) const MAX_BYTES_PER_RANK: usize = 4 << 20;
 /// Most bytes of all ranks' values.
-pub(super) const MOST_BYTES_IN_ALL: usize = 64 << 20;
+pub(super) const MAX_BYTES_TOTAL: usize = 64 << 20;
 
 /// What a rank, or all of them, have lying about.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct Load {
+struct Usage {
     keys: usize,
     fds: usize,
     bytes: usize,
 }
 
-impl Load {
-    fn add(&mut self, other: Load) {
+impl Usage {
+    fn add(&mut self, other: Usage) {
         self.keys += other.keys;
         self.fds += other.fds;
         self.bytes += other.bytes;
     }
 
-    fn remove(&mut self, other: Load) {
+    fn remove(&mut self, other: Usage) {
         self.keys -= other.keys;
         self.fds -= other.fds;
         self.bytes -= other.bytes;
@@ -45,21 +45,21 @@ struct Entry<F> {
 }
 
 impl<F> Entry<F> {
-    fn load(&self, key: &str) -> Load {
-        Load { keys: 1, fds: self.fds.len(), bytes: key.len() + self.value.len() }
+    fn usage(&self, key: &str) -> Usage {
+        Usage { keys: 1, fds: self.fds.len(), bytes: key.len() + self.value.len() }
     }
 }
 
 /// Values by their keys, with descriptors of type `F`.
 pub(super) struct Entries<F> {
     by_key: HashMap<String, Entry<F>>,
-    by_owner: HashMap<u32, Load>,
-    all: Load,
+    by_owner: HashMap<u32, Usage>,
+    all: Usage,
 }
 
 impl<F> Default for Entries<F> {
     fn default() -> Self {
-        Entries { by_key: HashMap::new(), by_owner: HashMap::new(), all: Load::default() }
+        Entries { by_key: HashMap::new(), by_owner: HashMap::new(), all: Usage::default() }
     }
 }
 
@@ -91,14 +91,14 @@ impl<F> Entries<F> {
             return Ok(());
         }
         let entry = Entry { owner, value, fds: fds.into(), readers };
-        let load = entry.load(&key);
+        let usage = entry.usage(&key);
         let (mut own, mut all) = (self.by_owner.get(&owner).copied().unwrap_or_default(), self.all);
-        own.add(load);
-        all.add(load);
+        own.add(usage);
+        all.add(usage);
         let bounds = [
-            (own.keys, MOST_KEYS, "keys"),
-            (own.fds, MOST_FDS, "descriptors"),
-            (own.bytes, MOST_BYTES, "bytes"),
+            (own.keys, MAX_KEYS_PER_RANK, "keys"),
+            (own.fds, MAX_FDS_PER_RANK, "descriptors"),
+            (own.bytes, MAX_BYTES_PER_RANK, "bytes"),
         ];
         if let Some((count, most, what)) = bounds.into_iter().find(|(count, most, _)| count > most) {
             return Err(format!(
@@ -106,10 +106,10 @@ impl<F> Entries<F> {
                  are the most"
             ));
         }
-        if all.bytes > MOST_BYTES_IN_ALL {
+        if all.bytes > MAX_BYTES_TOTAL {
             return Err(format!(
                 "with key `{key}` of rank {owner} all ranks would have set {} bytes that nobody has read yet, where \
-                 {MOST_BYTES_IN_ALL} are the most",
+                 {MAX_BYTES_TOTAL} are the most",
                 all.bytes
             ));
         }
@@ -127,11 +127,11 @@ impl<F> Entries<F> {
             return Some((entry.value.clone(), entry.fds.clone()));
         }
         let entry = self.by_key.remove(key)?;
-        let load = entry.load(key);
-        self.all.remove(load);
+        let usage = entry.usage(key);
+        self.all.remove(usage);
         if let Some(own) = self.by_owner.get_mut(&entry.owner) {
-            own.remove(load);
-            if *own == Load::default() {
+            own.remove(usage);
+            if *own == Usage::default() {
                 self.by_owner.remove(&entry.owner);
             }
         }
@@ -188,7 +188,7 @@ mod tests {
                 prop_assert!(model.keys().all(|key| entries.contains(key)));
                 let bytes = model.iter().map(|(key, (value, _, _))| key.len() + value.len()).sum();
                 let fds = model.values().map(|(_, fds, _)| fds).sum();
-                prop_assert_eq!(entries.all, Load { keys: model.len(), fds, bytes });
+                prop_assert_eq!(entries.all, Usage { keys: model.len(), fds, bytes });
                 prop_assert_eq!(entries.by_owner.values().map(|own| own.keys).sum::<usize>(), model.len());
             }
         }
@@ -208,8 +208,8 @@ mod tests {
     #[test]
     fn a_rank_cannot_leave_any_amount_lying_about() {
         for (bytes, fds, most, what) in [
-            (0, 0, MOST_KEYS, "1025 keys"),
-            (0, 4, MOST_FDS / 4, "260 descriptors"),
+            (0, 0, MAX_KEYS_PER_RANK, "1025 keys"),
+            (0, 4, MAX_FDS_PER_RANK / 4, "260 descriptors"),
             (12 << 10, 0, 341, "bytes"),
         ] {
             let mut entries = Entries::default();

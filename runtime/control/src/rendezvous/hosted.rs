@@ -12,7 +12,7 @@
 //!
 //! Nobody watches these ranks as `mgpurun` would. A connection that ends without a goodbye is the end of its rank, which
 //! the server notes on the progress page; the end of rank 0, and of the server with it, the others notice by their own
-//! connections ([`Store::host_is_gone`](super::Store)).
+//! connections ([`Store::rank_zero_is_gone`](super::Store)).
 
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Write, pipe};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -26,14 +26,14 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use nix::unistd::geteuid;
 
 use super::client;
-use super::door::Door;
+use super::listener::Listener;
 use super::server::Server;
 use crate::process::start_failure;
 use crate::{Error, Result};
 
-/// First pause between two attempts to reach rank 0; later ones are up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(1);
-const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+/// First pause between two attempts to reach rank 0; later ones are up to [`MAX_RETRY_DELAY`].
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(1);
+const MAX_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// A run as its ranks know it without having spoken to each other.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub struct HostedRun<'a> {
     /// How often its launcher has restarted the ranks.
     pub restart_count: u32,
     /// How long its ranks wait for each other.
-    pub patience: Duration,
+    pub join_timeout: Duration,
 }
 
 impl HostedRun<'_> {
@@ -55,42 +55,42 @@ impl HostedRun<'_> {
     ///
     /// # Errors
     /// If another run of this name is being started, or the system refuses a socket, memory or a thread.
-    pub fn serve(&self) -> Result<Serving> {
+    pub fn serve(&self) -> Result<HostedServer> {
         let name = self.name();
-        let door = Door::open_abstract(&name).map_err(|error| match error.kind() {
+        let listener = Listener::bind_abstract(&name).map_err(|error| match error.kind() {
             ErrorKind::AddrInUse => Error::Join { rank: 0, problem: self.taken() },
             _ => Error::system(format!("listen on the abstract socket {name}"), error),
         })?;
-        let join_by = Instant::now() + self.patience.min(client::LONGEST_WAIT);
-        let server = Server::unattended(self.world_size, self.run_id, door, join_by)?;
+        let join_by = Instant::now() + self.join_timeout.min(client::MAX_WAIT);
+        let server = Server::unattended(self.world_size, self.run_id, listener, join_by)?;
         let program = std::env::args_os().next().unwrap_or_default();
         server.describe(&program.to_string_lossy(), self.restart_count);
         let (attempt, alive) = pipe().map_err(|error| Error::system("make a pipe", error))?;
         spawn(server, Some(attempt))?;
-        Ok(Serving { alive })
+        Ok(HostedServer { alive })
     }
 
     /// Connects to rank 0, as soon as it serves.
     ///
     /// # Errors
-    /// If that takes longer than the run's patience, or the socket belongs to another user.
+    /// If that takes longer than the run's join_timeout, or the socket belongs to another user.
     pub fn connect(&self, rank: u32) -> Result<UnixStream> {
         let started = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let mut pause = FIRST_RETRY_DELAY;
         let stream = loop {
-            match self.knock() {
+            match self.connect_once() {
                 Ok(stream) => break stream,
                 // Nobody listens yet, or there are more callers than the system lets queue.
                 Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::Other) => {}
                 Err(error) => return Err(Error::system("connect to rank 0", error)),
             }
             let after = started.elapsed();
-            if after >= self.patience {
+            if after >= self.join_timeout {
                 let operation = format!("join ({}; all its ranks have to be on this host)", self.title);
                 return Err(Error::Timeout { rank, waited_for: vec![0], operation, after });
             }
-            std::thread::sleep(pause.min(self.patience - after));
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            std::thread::sleep(pause.min(self.join_timeout - after));
+            pause = (pause * 2).min(MAX_RETRY_DELAY);
         };
         match owner(&stream) {
             Ok((_, uid)) if uid == geteuid().as_raw() => Ok(stream),
@@ -107,13 +107,13 @@ impl HostedRun<'_> {
         format!("mgpu-{}-{}", geteuid(), self.run_id)
     }
 
-    fn knock(&self) -> io::Result<UnixStream> {
+    fn connect_once(&self) -> io::Result<UnixStream> {
         client::connect(&UnixAddr::new_abstract(self.name().as_bytes())?)
     }
 
     /// Why the name cannot be had.
     fn taken(&self) -> String {
-        let by = match self.knock().ok().and_then(|stream| owner(&stream).ok()) {
+        let by = match self.connect_once().ok().and_then(|stream| owner(&stream).ok()) {
             Some((pid, uid)) => format!("process {pid} of user {uid}"),
             None => "another process".into(),
         };
@@ -127,13 +127,13 @@ impl HostedRun<'_> {
 /// The rendezvous that this process serves and has not joined yet. If it never does, the rendezvous ends when this is
 /// dropped: the next attempt needs its name.
 #[derive(Debug)]
-pub struct Serving {
+pub struct HostedServer {
     alive: PipeWriter,
 }
 
-impl Serving {
+impl HostedServer {
     /// From now on the rendezvous lasts as long as its ranks.
-    pub fn has_joined(mut self) {
+    pub fn keep_running(mut self) {
         // Fails only if the thread has ended, since a pipe has room for a byte.
         let _ = self.alive.write(&[1]);
     }
@@ -186,8 +186,9 @@ mod tests {
     #[test]
     fn an_attempt_that_rank_0_gives_up_leaves_the_name_free() {
         let run_id = format!("test-attempts-{}", std::process::id());
-        let patience = Duration::from_secs(3600);
-        let run = HostedRun { run_id: &run_id, title: "a test", world_size: 2, restart_count: 0, patience };
+        let join_timeout = Duration::from_secs(3600);
+        let run =
+            HostedRun { run_id: &run_id, title: "a test", world_size: 2, restart_count: 0, join_timeout };
         let serving = run.serve().unwrap();
         let waiting = run.connect(1).unwrap();
         let error = run.serve().unwrap_err().to_string();
@@ -203,7 +204,7 @@ mod tests {
         // Who waited finds its connection ended, and the second attempt is not tied to the first.
         let end = (&waiting).read(&mut [0]).map_err(|error| error.kind());
         assert!(matches!(end, Ok(0) | Err(ErrorKind::ConnectionReset)), "{end:?}");
-        again.has_joined();
+        again.keep_running();
         run.connect(0).unwrap();
     }
 }

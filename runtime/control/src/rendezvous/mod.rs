@@ -21,25 +21,25 @@
 
 mod client;
 mod directory;
-mod door;
 mod entries;
 mod hosted;
+mod listener;
 pub mod message;
 mod peer;
 mod preflight;
-mod refusals;
+mod read_budget;
+mod rejections;
 mod rights;
 mod server;
 mod socket;
 mod threads;
-mod turn;
 mod waits;
 
 pub use crate::progress::Blame;
 pub use client::Store;
-pub use client::{Application, Host};
+pub use client::{PendingJoin, ServedBy};
 pub use directory::remove_abandoned;
-pub use hosted::{HostedRun, Serving};
+pub use hosted::{HostedRun, HostedServer};
 pub use preflight::PreflightFault;
-pub use server::{Departure, Server, ServerEvent};
+pub use server::{ProcessEnd, Server, ServerEvent};
 pub use threads::in_process;

@@ -14,7 +14,7 @@ use super::socket::Connection;
 use crate::process::has_ended;
 
 /// How long a connection may be silent before it has said hello.
-pub(super) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Somebody who has connected.
 pub(super) struct Peer {

@@ -30,7 +30,7 @@ pub enum PreflightFault {
 
 /// A rank that wants to join.
 #[derive(Debug, Clone)]
-pub(super) struct Applicant {
+pub(super) struct JoiningRank {
     pub(super) rank: u32,
     pub(super) manifest: Manifest,
     pub(super) program: Option<Program>,
@@ -88,7 +88,7 @@ impl fmt::Display for Program {
 }
 
 /// Does `new` go together with `old`, one that has been let in?
-pub(super) fn compare(old: &Applicant, new: &Applicant) -> Result<(), (PreflightFault, String)> {
+pub(super) fn compare(old: &JoiningRank, new: &JoiningRank) -> Result<(), (PreflightFault, String)> {
     let (first, second) = (old.rank, new.rank);
     if let (Some(ours), Some(theirs)) = (&old.program, &new.program)
         && !ours.is_same(theirs)
@@ -136,35 +136,35 @@ mod tests {
 
     use super::*;
 
-    fn applicant(rank: u32, gpu: &str, driver: &str, nccl: &str) -> Applicant {
+    fn joining(rank: u32, gpu: &str, driver: &str, nccl: &str) -> JoiningRank {
         let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
         let manifest = Manifest { gpu: some(gpu), driver: some(driver), nccl: some(nccl), shares_gpu: false };
-        Applicant { rank, manifest, program: None }
+        JoiningRank { rank, manifest, program: None }
     }
 
     #[test]
     fn what_does_not_go_together_names_both_ranks() {
-        let first = applicant(0, "GPU-aa", "570.1", "2.27.3");
-        let fault = |new: Applicant| compare(&first, &new).unwrap_err();
-        assert_eq!(compare(&first, &applicant(3, "GPU-bb", "570.1", "2.27.3")), Ok(()));
-        let (kind, why) = fault(applicant(3, "GPU-aa", "570.1", "2.27.3"));
+        let first = joining(0, "GPU-aa", "570.1", "2.27.3");
+        let fault = |new: JoiningRank| compare(&first, &new).unwrap_err();
+        assert_eq!(compare(&first, &joining(3, "GPU-bb", "570.1", "2.27.3")), Ok(()));
+        let (kind, why) = fault(joining(3, "GPU-aa", "570.1", "2.27.3"));
         assert_eq!(kind, PreflightFault::Gpu);
         assert!(why.starts_with("rank 0 and rank 3 both use GPU-aa"), "{why}");
-        let sharing = |mut applicant: Applicant| {
-            applicant.manifest.shares_gpu = true;
-            applicant
+        let sharing = |mut joining: JoiningRank| {
+            joining.manifest.shares_gpu = true;
+            joining
         };
-        let second = applicant(3, "GPU-aa", "570.1", "2.27.3");
+        let second = joining(3, "GPU-aa", "570.1", "2.27.3");
         assert!(compare(&first, &sharing(second.clone())).is_err(), "both have to");
         assert_eq!(compare(&sharing(first.clone()), &sharing(second)), Ok(()));
-        let (kind, why) = fault(applicant(1, "GPU-bb", "570.2", "2.27.3"));
+        let (kind, why) = fault(joining(1, "GPU-bb", "570.2", "2.27.3"));
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NVIDIA driver 570.1 and rank 1 570.2"), "{why}");
-        let (kind, why) = fault(applicant(1, "", "570.1", ""));
+        let (kind, why) = fault(joining(1, "", "570.1", ""));
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NCCL 2.27.3 and rank 1 none"), "{why}");
         // On the CPU there is nothing to compare.
-        assert_eq!(compare(&applicant(0, "", "", ""), &applicant(1, "", "", "")), Ok(()));
+        assert_eq!(compare(&joining(0, "", "", ""), &joining(1, "", "", "")), Ok(()));
     }
 
     struct Sleeper(Child);
@@ -188,7 +188,7 @@ mod tests {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
             let child = Sleeper(Command::new(&path).arg("1000").spawn().unwrap());
             let program = Program::of(child.0.id()).unwrap();
-            (child, Applicant { program: Some(program), ..applicant(0, "", "", "") })
+            (child, JoiningRank { program: Some(program), ..joining(0, "", "", "") })
         };
         let (first, one) = start("one", b"");
         let (_second, copy) = start("copy", b"");

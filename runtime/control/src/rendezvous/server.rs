@@ -7,18 +7,18 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::door::{Door, Knock, refuse};
 use super::entries::Entries;
+use super::listener::{ConnectionAttempt, Listener, refuse};
 use super::message::{MAX_VALUE, Reply, Request, VERSION, check_name, encode};
-use super::peer::{HELLO_PATIENCE, Peer};
-use super::preflight::{Applicant, PreflightFault, Program, compare};
-use super::refusals::{Refusal, Refusals};
+use super::peer::{HELLO_TIMEOUT, Peer};
+use super::preflight::{JoiningRank, PreflightFault, Program, compare};
+use super::read_budget::{MessageHandler, serve_within_budget};
+use super::rejections::{Rejection, Rejections};
 use super::socket::Received;
-use super::turn::{Conversation, take_turn};
 use super::waits::{WaitFor, Waits};
 use crate::process::pidfd_open;
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
-use crate::protocol::MOST_RANKS;
+use crate::protocol::MAX_RANKS;
 use crate::{Error, Result};
 
 /// Something the launcher wants to know.
@@ -37,7 +37,7 @@ pub enum ServerEvent {
         rank: u32,
     },
     /// A rank does not go together with the others, and was refused: the run cannot be.
-    Unfit {
+    Incompatible {
         /// The rank.
         rank: u32,
         /// In what respect.
@@ -46,7 +46,7 @@ pub enum ServerEvent {
         why: String,
     },
     /// Connections were refused or broken off.
-    Refused {
+    Rejected {
         /// The process group that had made them; `None` if it is not known, or if they were several.
         group: Option<u32>,
         /// Their number.
@@ -56,15 +56,15 @@ pub enum ServerEvent {
     },
 }
 
-impl From<Refusal> for ServerEvent {
-    fn from(Refusal { group, count, why }: Refusal) -> Self {
-        ServerEvent::Refused { group, connections: count, why }
+impl From<Rejection> for ServerEvent {
+    fn from(Rejection { group, count, why }: Rejection) -> Self {
+        ServerEvent::Rejected { group, connections: count, why }
     }
 }
 
 /// How a rank's process ended, as its launcher saw it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Departure {
+pub enum ProcessEnd {
     /// Exit code 0.
     Finished,
     /// Anything else, as a predicate: "exited with code 3", "was killed by SIGKILL".
@@ -72,9 +72,9 @@ pub enum Departure {
 }
 
 /// Connections without a hello, beyond one for each rank.
-const SPARE_STRANGERS: usize = 16;
+const SPARE_UNAUTHENTICATED: usize = 16;
 /// Connections that are taken in before it is the others' turn: whoever goes on connecting keeps nobody waiting.
-const MOST_CONNECTIONS: usize = 64;
+const MAX_ACCEPTS_PER_CALL: usize = 64;
 
 /// The rendezvous of one run.
 ///
@@ -86,7 +86,7 @@ const MOST_CONNECTIONS: usize = 64;
 /// [`next_deadline`]: Server::next_deadline
 pub struct Server {
     /// Where ranks connect; gone as soon as all have joined, so that nothing is left should this process be killed.
-    door: Option<Door>,
+    listener: Option<Listener>,
     address: String,
     run_id: String,
     world_size: u32,
@@ -97,14 +97,14 @@ pub struct Server {
     entries: Entries<OwnedFd>,
     waits: Waits,
     /// The ranks that have said hello; they are let in together.
-    applicants: Vec<Applicant>,
+    joining: Vec<JoiningRank>,
     /// The first rank whose process ended.
-    first_gone: Option<u32>,
+    first_ended: Option<u32>,
     /// No launcher tells how ranks end.
     unattended: bool,
     /// When those who have joined are told that others have not.
     join_by: Option<Instant>,
-    refusals: Refusals,
+    rejections: Rejections,
     events: Vec<ServerEvent>,
 }
 
@@ -114,16 +114,21 @@ impl Server {
     /// # Errors
     /// If the directory, the socket or the progress page cannot be made.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
-        let door = Door::open()?;
-        Self::new(world_size, run_id, door.address().to_owned(), Some(door))
+        let listener = Listener::bind()?;
+        Self::new(world_size, run_id, listener.address().to_owned(), Some(listener))
     }
 
-    /// The rendezvous that rank 0 serves where no launcher does: at `door`, and with nobody who would end the run of a
+    /// The rendezvous that rank 0 serves where no launcher does: at `listener`, and with nobody who would end the run of a
     /// rank that never comes, or tell how one has ended. So the ranks that are here at `join_by` are told who is missing,
     /// and a connection that ends without a goodbye is the end of its rank.
-    pub(super) fn unattended(world_size: u32, run_id: &str, door: Door, join_by: Instant) -> Result<Self> {
-        let address = door.address().to_owned();
-        let server = Self::new(world_size, run_id, address, Some(door))?;
+    pub(super) fn unattended(
+        world_size: u32,
+        run_id: &str,
+        listener: Listener,
+        join_by: Instant,
+    ) -> Result<Self> {
+        let address = listener.address().to_owned();
+        let server = Self::new(world_size, run_id, address, Some(listener))?;
         Ok(Server { unattended: true, join_by: Some(join_by), ..server })
     }
 
@@ -142,15 +147,15 @@ impl Server {
         Ok((server, ends))
     }
 
-    fn new(world_size: u32, run_id: &str, address: String, door: Option<Door>) -> Result<Self> {
+    fn new(world_size: u32, run_id: &str, address: String, listener: Option<Listener>) -> Result<Self> {
         // Replies that name many ranks have to fit a frame.
-        if world_size > MOST_RANKS {
-            let problem = format!("{world_size} ranks, where {MOST_RANKS} are the most");
+        if world_size > MAX_RANKS {
+            let problem = format!("{world_size} ranks, where {MAX_RANKS} are the most");
             return Err(Error::InvalidArgument { operation: "rendezvous", problem });
         }
         let (page, page_fd) = ProgressPage::create(world_size)?;
         Ok(Server {
-            door,
+            listener,
             address,
             run_id: run_id.to_owned(),
             world_size,
@@ -160,11 +165,11 @@ impl Server {
             peers: Vec::new(),
             entries: Entries::default(),
             waits: Waits::default(),
-            applicants: Vec::new(),
-            first_gone: None,
+            joining: Vec::new(),
+            first_ended: None,
             unattended: false,
             join_by: None,
-            refusals: Refusals::default(),
+            rejections: Rejections::default(),
             events: Vec::new(),
         })
     }
@@ -196,23 +201,23 @@ impl Server {
 
     /// Descriptors to poll for reading.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        let door = self.door.as_ref().and_then(Door::fd);
+        let listener = self.listener.as_ref().and_then(Listener::fd);
         let connections = self.peers.iter().map(|peer| peer.connection.as_fd());
         let ends = self.peers.iter().filter_map(|peer| peer.end.as_ref().map(AsFd::as_fd));
-        door.into_iter().chain(connections).chain(ends).collect()
+        listener.into_iter().chain(connections).chain(ends).collect()
     }
 
     /// True while some rank may come, or its connection is open.
     pub(super) fn is_needed(&self) -> bool {
-        self.door.is_some() || !self.peers.is_empty()
+        self.listener.is_some() || !self.peers.is_empty()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.
     pub fn next_deadline(&self) -> Option<Instant> {
         let hellos = self.peers.iter().filter_map(Peer::hello_deadline);
-        let door = self.door.as_ref().and_then(Door::opens_at);
-        let refusals = self.refusals.next_deadline();
-        hellos.chain(door).chain(self.waits.next_deadline()).chain(self.join_by).chain(refusals).min()
+        let listener = self.listener.as_ref().and_then(Listener::resumes_at);
+        let rejections = self.rejections.next_deadline();
+        hellos.chain(listener).chain(self.waits.next_deadline()).chain(self.join_by).chain(rejections).min()
     }
 
     /// Accepts, reads and answers whatever is there, and gives up on waits whose deadline has passed.
@@ -222,45 +227,45 @@ impl Server {
         while index < self.peers.len() {
             // Looked at first: what a process has sent before its end counts.
             let has_ended = self.peers[index].has_ended();
-            match take_turn(&mut Visit { server: self, index }) {
+            match serve_within_budget(&mut ServedPeer { server: self, index }) {
                 Ok(true) if !has_ended => index += 1,
                 Ok(_) => self.forget(index),
-                Err(problem) => self.expel(index, &problem),
+                Err(problem) => self.disconnect(index, &problem),
             }
         }
         self.expire(Instant::now());
-        let refusals = self.refusals.take_due(Instant::now());
+        let rejections = self.rejections.take_due(Instant::now());
         let events = std::mem::take(&mut self.events);
-        events.into_iter().chain(refusals.into_iter().map(ServerEvent::from)).collect()
+        events.into_iter().chain(rejections.into_iter().map(ServerEvent::from)).collect()
     }
 
-    /// Refusals that were to be told a little later, together with more of their kind: for the end of a run.
-    pub fn last_refusals(&mut self) -> Vec<ServerEvent> {
-        self.refusals.take().into_iter().map(ServerEvent::from).collect()
+    /// Rejections that were to be told a little later, together with more of their kind: for the end of a run.
+    pub fn drain_rejections(&mut self) -> Vec<ServerEvent> {
+        self.rejections.take().into_iter().map(ServerEvent::from).collect()
     }
 
     /// Records how a rank's process ended, and tells those who wait for it.
-    pub fn rank_gone(&mut self, rank: u32, how: Departure) {
-        self.page.depart(
+    pub fn rank_ended(&mut self, rank: u32, how: ProcessEnd) {
+        self.page.record_end(
             rank,
             match &how {
-                Departure::Finished => Ending::Finished,
-                Departure::Failed(how) => Ending::Failed(how),
+                ProcessEnd::Finished => Ending::Finished,
+                ProcessEnd::Failed(how) => Ending::Failed(how),
             },
         );
-        self.give_up_on(rank);
-        let first = *self.first_gone.get_or_insert(rank);
-        self.turn_away(first);
+        self.fail_waiters_for(rank);
+        let first = *self.first_ended.get_or_insert(rank);
+        self.fail_pending_joins(first);
     }
 
     /// True once all ranks have joined.
     fn is_complete(&self) -> bool {
-        self.applicants.len() == self.world_size as usize
+        self.joining.len() == self.world_size as usize
     }
 
     /// Answers those who wait to be let in: without rank `gone` that will never be.
-    fn turn_away(&mut self, gone: u32) {
-        let how = self.page.departure(gone);
+    fn fail_pending_joins(&mut self, gone: u32) {
+        let how = self.page.end_description(gone);
         for peer in in_order_of_exit(&mut self.peers) {
             let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
             peer.admitted = true;
@@ -275,18 +280,18 @@ impl Server {
     }
 
     /// Answers those who wait in vain for a rank that has ended. After a failure that is everybody.
-    fn give_up_on(&mut self, rank: u32) {
-        let (state, how) = (self.page.state(rank), self.page.departure(rank));
-        for peer in self.waits.take_hopeless(rank, state == RankState::Failed) {
+    fn fail_waiters_for(&mut self, rank: u32) {
+        let (state, how) = (self.page.state(rank), self.page.end_description(rank));
+        for peer in self.waits.take_unsatisfiable(rank, state == RankState::Failed) {
             self.answer(peer, &Reply::PeerGone { peer: rank, how: how.clone() }, &[]);
         }
     }
 
     fn accept(&mut self, now: Instant) {
-        for _ in 0..MOST_CONNECTIONS {
-            let Some(door) = &mut self.door else { return };
-            let (group, why) = match door.answer(now) {
-                Knock::Stream(stream) => match self.admit(stream, Some(now + HELLO_PATIENCE)) {
+        for _ in 0..MAX_ACCEPTS_PER_CALL {
+            let Some(listener) = &mut self.listener else { return };
+            let (group, why) = match listener.accept(now) {
+                ConnectionAttempt::Accepted(stream) => match self.admit(stream, Some(now + HELLO_TIMEOUT)) {
                     Ok(()) => continue,
                     Err((stream, why)) => {
                         let group = Peer::group_behind(&stream);
@@ -294,11 +299,11 @@ impl Server {
                         (group, why)
                     }
                 },
-                Knock::Refused(Some(why)) => (None, why),
-                Knock::Refused(None) => continue,
-                Knock::Nobody => return,
+                ConnectionAttempt::Rejected(Some(why)) => (None, why),
+                ConnectionAttempt::Rejected(None) => continue,
+                ConnectionAttempt::None => return,
             };
-            self.refusals.add(group, format!("a connection that {why}"), now);
+            self.rejections.add(group, format!("a connection that {why}"), now);
         }
     }
 
@@ -308,29 +313,32 @@ impl Server {
     fn admit(&mut self, stream: UnixStream, hello_by: Option<Instant>) -> Result<(), (UnixStream, String)> {
         self.peers.push(Peer::admit(stream, self.next_id, hello_by)?);
         self.next_id += 1;
-        let strangers = self.peers.iter().filter(|peer| peer.rank.is_none());
-        if strangers.clone().count() <= self.world_size as usize + SPARE_STRANGERS {
+        let unauthenticated = self.peers.iter().filter(|peer| peer.rank.is_none());
+        if unauthenticated.clone().count() <= self.world_size as usize + SPARE_UNAUTHENTICATED {
             return Ok(());
         }
         let mut counts: HashMap<Option<u32>, usize> = HashMap::new();
-        strangers.for_each(|peer| *counts.entry(peer.pid()).or_default() += 1);
-        let strangers = self.peers.iter().enumerate().filter(|(_, peer)| peer.rank.is_none());
+        unauthenticated.for_each(|peer| *counts.entry(peer.pid()).or_default() += 1);
+        let unauthenticated = self.peers.iter().enumerate().filter(|(_, peer)| peer.rank.is_none());
         // Of several processes that have equally many, the one that has been silent for longest.
-        let intruder = strangers.max_by_key(|(_, peer)| (counts[&peer.pid()], Reverse(peer.id)));
-        if let Some((index, peer)) = intruder {
+        let candidate = unauthenticated.max_by_key(|(_, peer)| (counts[&peer.pid()], Reverse(peer.id)));
+        if let Some((index, peer)) = candidate {
             let (own, all) = (counts[&peer.pid()], counts.values().sum::<usize>());
-            self.expel(index, &format!("has {own} of {all} silent connections, and no process has more"));
+            self.disconnect(
+                index,
+                &format!("has {own} of {all} silent connections, and no process has more"),
+            );
         }
         Ok(())
     }
 
     /// Tells a peer why it has to go, and forgets it.
-    fn expel(&mut self, index: usize, problem: &str) {
-        // It may quote what the peer sent: cut, so that the refusal fits a frame.
+    fn disconnect(&mut self, index: usize, problem: &str) {
+        // It may quote what the peer sent: cut, so that the rejection fits a frame.
         let problem: String = problem.chars().take(1000).collect();
         let why = format!("{}: {problem}", self.peers[index].name());
         let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
-        self.refusals.add(self.peers[index].group(), why, Instant::now());
+        self.rejections.add(self.peers[index].group(), why, Instant::now());
         self.forget(index);
     }
 
@@ -339,11 +347,11 @@ impl Server {
         self.waits.forget(peer.id);
         let Some(rank) = peer.rank.filter(|_| self.unattended) else { return };
         if self.page.state(rank) == RankState::Joined {
-            self.rank_gone(rank, Departure::Failed("ended without a goodbye".into()));
+            self.rank_ended(rank, ProcessEnd::Failed("ended without a goodbye".into()));
         }
         if rank == 0 {
             // It has given up; its next attempt may be of the same name.
-            self.door = None;
+            self.listener = None;
         }
     }
 
@@ -374,11 +382,11 @@ impl Server {
                     self.answer(id, &Reply::Denied { why }, &[]);
                     return Ok(());
                 }
-                let hopeless = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
+                let unsatisfiable = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
                 if !self.entries.contains(&key)
-                    && let Some(gone) = self.gone_ranks().find(hopeless)
+                    && let Some(gone) = self.ended_ranks().find(unsatisfiable)
                 {
-                    let how = self.page.departure(gone);
+                    let how = self.page.end_description(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
@@ -387,9 +395,9 @@ impl Server {
             }
             Request::Barrier { name, timeout_ms } => {
                 check_name(&name)?;
-                let gone = self.gone_ranks().next();
+                let gone = self.ended_ranks().next();
                 if let Some(gone) = gone {
-                    let how = self.page.departure(gone);
+                    let how = self.page.end_description(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
@@ -397,9 +405,9 @@ impl Server {
                 self.open_barrier(&name);
             }
             Request::Leave => {
-                self.page.depart(rank, Ending::Left);
+                self.page.record_end(rank, Ending::Left);
                 self.answer(id, &Reply::Done, &[]);
-                self.give_up_on(rank);
+                self.fail_waiters_for(rank);
                 self.events.push(ServerEvent::Left { rank });
             }
         }
@@ -416,19 +424,19 @@ impl Server {
         }
         // A rank in a process namespace of its own knows itself by another number than the launcher does.
         let pid = self.peers[index].pid().unwrap_or(pid);
-        let applicant = Applicant { rank, manifest, program: Program::of(pid) };
-        if let Err((fault, why)) = self.examine(version, world_size, &applicant) {
+        let joining = JoiningRank { rank, manifest, program: Program::of(pid) };
+        if let Err((fault, why)) = self.check_compatible(version, world_size, &joining) {
             // As in `in_order_of_exit`: rank 0 is told last.
             if rank != 0 {
                 self.peers[index].refuse(&why);
             }
             if self.unattended && rank < self.world_size && self.page.state(rank) == RankState::Absent {
-                self.rank_gone(rank, Departure::Failed(format!("was refused: {why}")));
+                self.rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
             }
             if rank == 0 {
                 self.peers[index].refuse(&why);
             }
-            self.events.push(ServerEvent::Unfit { rank, fault, why });
+            self.events.push(ServerEvent::Incompatible { rank, fault, why });
             return Ok(());
         }
         if self.page.state(rank) != RankState::Absent {
@@ -443,10 +451,10 @@ impl Server {
             // By the number that the kernel knows it by here, not by its own.
             self.peers[index].end = self.peers[index].pid().and_then(|pid| pidfd_open(pid).ok());
         }
-        self.applicants.push(applicant);
+        self.joining.push(joining);
         self.events.push(ServerEvent::Joined { rank, pid });
-        if let Some(gone) = self.first_gone {
-            self.turn_away(gone);
+        if let Some(gone) = self.first_ended {
+            self.fail_pending_joins(gone);
         } else if self.is_complete() {
             self.welcome();
         }
@@ -454,11 +462,11 @@ impl Server {
     }
 
     /// Does this rank go together with the run and with the ranks that are here already?
-    fn examine(
+    fn check_compatible(
         &self,
         version: u32,
         world_size: u32,
-        new: &Applicant,
+        new: &JoiningRank,
     ) -> Result<(), (PreflightFault, String)> {
         let rank = new.rank;
         if version != VERSION {
@@ -475,12 +483,12 @@ impl Server {
             );
             return Err((PreflightFault::WorldSize, why));
         }
-        self.applicants.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
+        self.joining.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
     }
 
-    /// Lets all ranks in. The door is closed first: who has been let in may open one of the same name.
+    /// Lets all ranks in. The listener is closed first: who has been let in may open one of the same name.
     fn welcome(&mut self) {
-        self.door = None;
+        self.listener = None;
         self.join_by = None;
         let (welcome, page) = (encode(&Reply::Welcome), self.page_fd.as_fd());
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
@@ -493,9 +501,9 @@ impl Server {
 
     /// Tells the ranks that have joined which ones have not, and lets nobody in any more.
     fn give_up_joining(&mut self) {
-        self.door = None;
+        self.listener = None;
         self.join_by = None;
-        let has_come = |rank: &u32| self.applicants.iter().any(|applicant| applicant.rank == *rank);
+        let has_come = |rank: &u32| self.joining.iter().any(|joining| joining.rank == *rank);
         let missing: Vec<u32> = (0..self.world_size).filter(|rank| !has_come(rank)).collect();
         let reply = encode(&Reply::TimedOut { missing });
         for peer in in_order_of_exit(&mut self.peers).filter(|peer| peer.rank.is_some() && !peer.admitted) {
@@ -504,7 +512,7 @@ impl Server {
         }
     }
 
-    fn gone_ranks(&self) -> impl Iterator<Item = u32> + '_ {
+    fn ended_ranks(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.world_size)
             .filter(|rank| matches!(self.page.state(*rank), RankState::Left | RankState::Failed))
     }
@@ -537,15 +545,15 @@ impl Server {
     /// Answers those whose deadline has passed with the ranks that did not come, and gives up on connections that have
     /// not said hello.
     fn expire(&mut self, now: Instant) {
-        for (peer, missing) in self.waits.take_late(now, self.world_size) {
+        for (peer, missing) in self.waits.take_expired(now, self.world_size) {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
         }
         if self.join_by.is_some_and(|deadline| deadline <= now) {
             self.give_up_joining();
         }
-        let is_late = |peer: &Peer| peer.hello_deadline().is_some_and(|deadline| deadline <= now);
-        while let Some(index) = self.peers.iter().position(is_late) {
-            self.expel(index, &format!("was silent for {HELLO_PATIENCE:?} after it had connected"));
+        let is_expired = |peer: &Peer| peer.hello_deadline().is_some_and(|deadline| deadline <= now);
+        while let Some(index) = self.peers.iter().position(is_expired) {
+            self.disconnect(index, &format!("was silent for {HELLO_TIMEOUT:?} after it had connected"));
         }
     }
 
@@ -560,12 +568,12 @@ impl Server {
 }
 
 /// The turn of the peer of this index.
-struct Visit<'a> {
+struct ServedPeer<'a> {
     server: &'a mut Server,
     index: usize,
 }
 
-impl Conversation for Visit<'_> {
+impl MessageHandler for ServedPeer<'_> {
     fn receive(&mut self) -> Result<Received, String> {
         self.server.peers[self.index].connection.receive().map_err(|error| error.to_string())
     }
@@ -574,7 +582,7 @@ impl Conversation for Visit<'_> {
         while let Some(request) = self.server.peers[self.index].connection.next_message::<Request>()? {
             self.server.handle(self.index, request)?;
         }
-        self.server.peers[self.index].connection.settle()
+        self.server.peers[self.index].connection.check_no_surplus_fds()
     }
 }
 

@@ -175,7 +175,7 @@ impl Connection {
 
     /// Checks that no descriptor is left over once all messages have been taken: it would be mistaken for one of a
     /// later message, and enough of them would use up this process's.
-    pub(super) fn settle(&mut self) -> Result<(), String> {
+    pub(super) fn check_no_surplus_fds(&mut self) -> Result<(), String> {
         if self.fds.is_empty() || !self.decoder.is_empty() {
             return Ok(());
         }
@@ -236,10 +236,13 @@ mod tests {
         let (mut receiver, sender) = pair();
         let reader = send_pipe(&sender, 2);
         assert_eq!(receiver.receive().unwrap(), Received::Bytes);
-        assert_eq!(receiver.settle(), Ok(()), "its message may announce them");
+        assert_eq!(receiver.check_no_surplus_fds(), Ok(()), "its message may announce them");
         assert_eq!(receiver.next_message(), Ok(Some(Reply::Done)));
         assert_eq!(receiver.take_fds(1).unwrap().len(), 1);
-        assert_eq!(receiver.settle(), Err("sent 1 descriptors that no message announced".into()));
+        assert_eq!(
+            receiver.check_no_surplus_fds(),
+            Err("sent 1 descriptors that no message announced".into())
+        );
         assert_all_closed(&reader);
     }
 

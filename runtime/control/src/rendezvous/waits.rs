@@ -65,7 +65,7 @@ impl Waits {
 
     /// Takes out those who wait in vain now that `gone` has ended: for its values, in any barrier, or, after a failure,
     /// for anything.
-    pub(super) fn take_hopeless(&mut self, gone: u32, failed: bool) -> Vec<u64> {
+    pub(super) fn take_unsatisfiable(&mut self, gone: u32, failed: bool) -> Vec<u64> {
         self.take(|wait| {
             failed
                 || match wait.what {
@@ -77,7 +77,7 @@ impl Waits {
 
     /// Takes out those whose deadline has passed, with the ranks that did not come. All are looked at before any is
     /// taken out: two that wait in the same barrier are both there.
-    pub(super) fn take_late(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
+    pub(super) fn take_expired(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
         let missing = |wait: &Wait| match &wait.what {
             WaitFor::Key { from, .. } => vec![*from],
             WaitFor::Barrier { name, .. } => {
@@ -125,7 +125,7 @@ mod tests {
             prop_assert_eq!(pending.next_deadline(), next);
 
             let mut seen: Vec<u64> = Vec::new();
-            for (peer, missing) in pending.take_late(start + Duration::from_secs(now), 5) {
+            for (peer, missing) in pending.take_expired(start + Duration::from_secs(now), 5) {
                 let (is_key, name, from, seconds) = &waits[peer as usize];
                 prop_assert!(*seconds <= now);
                 let inside = |rank: &u32| waits.get(*rank as usize).is_some_and(|wait| !wait.0 && wait.1 == *name);
@@ -142,12 +142,12 @@ mod tests {
             }
             prop_assert_eq!(pending.in_barrier("1").len(), pending.take_barrier("1").len());
             prop_assert!(pending.in_barrier("1").is_empty());
-            for peer in pending.take_hopeless(gone, false) {
+            for peer in pending.take_unsatisfiable(gone, false) {
                 prop_assert!(!waits[peer as usize].0 || waits[peer as usize].2 == gone);
                 prop_assert!(!seen.contains(&peer) && !pending.has(peer));
                 seen.push(peer);
             }
-            let left = pending.take_hopeless(gone, true);
+            let left = pending.take_unsatisfiable(gone, true);
             prop_assert!(left.iter().all(|peer| waits[*peer as usize].0 && !seen.contains(peer)));
             prop_assert!(pending.next_deadline().is_none());
         }

@@ -9,7 +9,7 @@ use std::process::Command;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::super::entries::MOST_KEYS;
+use super::super::entries::MAX_KEYS_PER_RANK;
 use super::super::message::{Decoder, MAX_NAME, Manifest};
 use super::*;
 use crate::rendezvous::in_process;
@@ -55,11 +55,11 @@ fn read_reply(mut stream: &UnixStream) -> Reply {
 }
 
 /// Why connections were refused in a turn, and how many for each reason that is told.
-fn refusals(server: &mut Server) -> Vec<(u64, String)> {
+fn rejections(server: &mut Server) -> Vec<(u64, String)> {
     let mut events = server.service();
-    events.extend(server.last_refusals());
+    events.extend(server.drain_rejections());
     let why = |event| match event {
-        ServerEvent::Refused { connections, why, .. } => Some((connections, why)),
+        ServerEvent::Rejected { connections, why, .. } => Some((connections, why)),
         _ => None,
     };
     events.into_iter().filter_map(why).collect()
@@ -93,11 +93,11 @@ fn a_key_that_is_set_already_fails_that_request_only() {
 #[test]
 fn keys_that_nobody_reads_are_bounded() {
     let (mut server, streams) = Server::in_process(1, RUN).unwrap();
-    let keys = (0..=MOST_KEYS).map(|key| set(&key.to_string()));
+    let keys = (0..=MAX_KEYS_PER_RANK).map(|key| set(&key.to_string()));
     let requests: Vec<Request> = [hello(0, 1)].into_iter().chain(keys).collect();
     let replies = ask(&mut server, &streams[0], &requests);
-    assert!(replies[1..=MOST_KEYS].iter().all(|reply| *reply == Reply::Done));
-    let Reply::Denied { why } = &replies[MOST_KEYS + 1] else { panic!("{:?}", replies.last()) };
+    assert!(replies[1..=MAX_KEYS_PER_RANK].iter().all(|reply| *reply == Reply::Done));
+    let Reply::Denied { why } = &replies[MAX_KEYS_PER_RANK + 1] else { panic!("{:?}", replies.last()) };
     assert!(why.contains("rank 0 would have set 1025 keys"), "{why}");
 }
 
@@ -121,7 +121,7 @@ fn descriptors_that_no_request_announces_are_refused() {
     ask(&mut server, &streams[0], &[hello(0, 1)]);
     let sender = super::super::socket::Connection::new(streams[0].try_clone().unwrap()).unwrap();
     sender.send(&encode(&set("a")), &[streams[0].as_fd(); 3]).unwrap();
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told, [(1, "rank 0: sent 3 descriptors that no message announced".into())]);
     sender.stream().shutdown(Shutdown::Both).unwrap();
 }
@@ -145,10 +145,10 @@ fn a_flood_of_connections_is_one_line_and_keeps_nobody_out() {
     server.service();
     // Its connection is the oldest, and this process has most of them: it goes.
     let silent: Vec<UnixStream> = (0..400).map(|_| connect()).collect();
-    for _ in 0..400 / MOST_CONNECTIONS {
+    for _ in 0..400 / MAX_ACCEPTS_PER_CALL {
         server.service();
     }
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!((told.len(), told[0].0), (1, 401 - 18), "{told:?}");
     let own =
         format!("process {}, which has not said hello: has 19 of 19 silent connections", std::process::id());
@@ -175,7 +175,7 @@ fn a_process_that_floods_the_rendezvous_is_in_its_own_way_alone() {
     server.service();
     server.peers[0].pid = 1;
     let _silent: Vec<UnixStream> = (0..40).map(|_| connect()).collect();
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told.len(), 1);
     assert!(told[0].1.contains("has 17 of 18 silent connections"), "{told:?}");
     let of_another = server.peers.iter().filter(|peer| peer.pid == 1);
@@ -193,7 +193,7 @@ fn silence_after_connecting_has_an_end() {
     for peer in &mut server.peers {
         peer.hello_by = Some(Instant::now());
     }
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told.len(), 1);
     assert!(told[0].1.ends_with("was silent for 10s after it had connected"), "{}", told[0].1);
     assert!(refused(read_reply(&silent)).contains("silent for 10s"));
@@ -215,11 +215,11 @@ fn is_readable(server: &Server) -> bool {
 
 /// Limits on descriptors belong to the process: this test starts itself as a process of its own.
 #[test]
-fn without_descriptors_the_door_is_quiet() {
+fn without_descriptors_the_listener_does_not_spin() {
     const ALONE: &str = "MGPU_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let mut alone = Command::new(std::env::current_exe().unwrap());
-        alone.args(["--exact", "rendezvous::server::tests::without_descriptors_the_door_is_quiet"]);
+        alone.args(["--exact", "rendezvous::server::tests::without_descriptors_the_listener_does_not_spin"]);
         let output = alone.env(ALONE, "1").output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
         return;
@@ -234,7 +234,7 @@ fn without_descriptors_the_door_is_quiet() {
     let first_free = std::os::fd::AsRawFd::as_raw_fd(&free) as u64;
     drop(free);
     limit(first_free);
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told.len(), 1, "{told:?}");
     assert!(told[0].1.contains("os error 24") && told[0].1.contains("ulimit -n"), "{}", told[0].1);
     for stream in &streams {
@@ -242,7 +242,7 @@ fn without_descriptors_the_door_is_quiet() {
     }
     assert!(!is_readable(&server));
 
-    // Not even that one: the door is shut for a while, and there is a time to look again.
+    // Not even that one: the listener is shut for a while, and there is a time to look again.
     limit(hard);
     let late = connect();
     limit(3);
@@ -252,7 +252,7 @@ fn without_descriptors_the_door_is_quiet() {
 
     // As soon as there are some again, whoever waits gets in.
     limit(hard);
-    server.door.as_mut().unwrap().open_now();
+    server.listener.as_mut().unwrap().end_pause();
     assert_eq!(server.service(), []);
     assert_eq!((server.peers.len(), server.fds().len()), (1, 2));
     drop(late);
@@ -262,11 +262,11 @@ fn without_descriptors_the_door_is_quiet() {
 fn unattended(
     name: &str,
     world_size: u32,
-    patience: Duration,
+    join_timeout: Duration,
 ) -> (Server, impl Fn() -> io::Result<UnixStream>) {
     let name = format!("mgpu-test-{name}-{}", std::process::id());
-    let door = Door::open_abstract(&name).unwrap();
-    let server = Server::unattended(world_size, RUN, door, Instant::now() + patience).unwrap();
+    let listener = Listener::bind_abstract(&name).unwrap();
+    let server = Server::unattended(world_size, RUN, listener, Instant::now() + join_timeout).unwrap();
     (server, move || UnixStream::connect_addr(&SocketAddr::from_abstract_name(&name)?))
 }
 

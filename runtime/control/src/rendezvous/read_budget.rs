@@ -7,10 +7,10 @@
 use super::socket::Received;
 
 /// Reads from one peer before it is the others' turn.
-const MOST_READS: usize = 16;
+const MAX_READS_PER_CALL: usize = 16;
 
 /// A connection, and what is to happen to its messages.
-pub(super) trait Conversation {
+pub(super) trait MessageHandler {
     /// Reads once.
     fn receive(&mut self) -> Result<Received, String>;
 
@@ -19,10 +19,10 @@ pub(super) trait Conversation {
 }
 
 /// Handles what a peer has sent. `false`: it is gone.
-pub(super) fn take_turn(conversation: &mut impl Conversation) -> Result<bool, String> {
-    for _ in 0..MOST_READS {
-        match conversation.receive()? {
-            Received::Bytes => conversation.handle_messages()?,
+pub(super) fn serve_within_budget(handler: &mut impl MessageHandler) -> Result<bool, String> {
+    for _ in 0..MAX_READS_PER_CALL {
+        match handler.receive()? {
+            Received::Bytes => handler.handle_messages()?,
             Received::Nothing => return Ok(true),
             Received::End => return Ok(false),
         }
@@ -70,7 +70,7 @@ mod tests {
         }
     }
 
-    impl Conversation for Model {
+    impl MessageHandler for Model {
         fn receive(&mut self) -> Result<Received, String> {
             if self.socket.is_empty() {
                 let is_over = self.requests.is_empty() && self.decoder.is_empty();
@@ -102,7 +102,7 @@ mod tests {
                 keys.into_iter().map(|key| Request::Get { key, from: 0, timeout_ms: 1 }).collect();
             let mut model = Model::new(&requests, reads);
             while !model.socket.is_empty() {
-                take_turn(&mut model).unwrap();
+                serve_within_budget(&mut model).unwrap();
             }
             prop_assert_eq!(model.answered, requests);
         }

@@ -9,10 +9,10 @@ use super::width::cut;
 /// Lines of each rank that are kept, to be repeated if it is to blame.
 const LAST_LINES: usize = 10;
 /// Bytes kept of each of them.
-const KEPT_OF_A_LINE: usize = 4096;
+const MAX_KEPT_BYTES: usize = 4096;
 
 /// Lines of one stream of a rank on their way.
-pub(super) struct Passage {
+pub(super) struct LineFormatter {
     /// The time, if that is asked for.
     pub(super) stamp: Vec<u8>,
     pub(super) prefix: Vec<u8>,
@@ -30,7 +30,7 @@ pub(super) struct Passage {
     pub(super) lines: u64,
 }
 
-impl Passage {
+impl LineFormatter {
     pub(super) fn take(&mut self, piece: Piece<'_>) {
         match piece {
             Piece::Line(line) => self.take_line(line),
@@ -55,7 +55,7 @@ impl Passage {
         // Its memory serves once more.
         let mut kept = if is_full { self.last.pop_front() } else { None }.unwrap_or_default();
         kept.clear();
-        extend(&mut kept, &[&self.stamp, b"    ", &line[..line.len().min(KEPT_OF_A_LINE)]]);
+        extend(&mut kept, &[&self.stamp, b"    ", &line[..line.len().min(MAX_KEPT_BYTES)]]);
         self.last.push_back(kept);
     }
 }

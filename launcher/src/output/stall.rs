@@ -9,35 +9,35 @@ use std::time::{Duration, Instant};
 
 /// How one destination is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Flow {
     /// The queue is short.
     Open,
     /// The queue is long: ranks wait, and nothing was taken since then.
     Waiting(Instant),
     /// Ranks do not wait any more: what they write is dropped.
-    Stuck,
+    Stalled,
 }
 
 /// Tells a slow destination from a stuck one.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct StallDetector {
     limit: Duration,
-    state: State,
+    state: Flow,
 }
 
-impl Patience {
+impl StallDetector {
     /// Ranks wait for `limit` while nothing is taken.
     pub(super) fn new(limit: Duration) -> Self {
-        Patience { limit, state: State::Open }
+        StallDetector { limit, state: Flow::Open }
     }
 
     /// Takes in what was seen at `now`: whether something was taken since the last look, and whether the queue is
     /// long.
     pub(super) fn observe(&mut self, taken: bool, long: bool, now: Instant) {
         self.state = match self.state {
-            _ if !long => State::Open,
-            _ if taken => State::Waiting(now),
-            State::Open => State::Waiting(now),
+            _ if !long => Flow::Open,
+            _ if taken => Flow::Waiting(now),
+            Flow::Open => Flow::Waiting(now),
             unchanged => unchanged,
         };
     }
@@ -45,7 +45,7 @@ impl Patience {
     /// Gives up if the time has passed.
     pub(super) fn expire(&mut self, now: Instant) {
         if self.deadline().is_some_and(|deadline| deadline <= now) {
-            self.state = State::Stuck;
+            self.state = Flow::Stalled;
         }
     }
 
@@ -53,19 +53,19 @@ impl Patience {
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self.state {
             // A time beyond all clocks is for ever.
-            State::Waiting(since) => since.checked_add(self.limit),
-            State::Open | State::Stuck => None,
+            Flow::Waiting(since) => since.checked_add(self.limit),
+            Flow::Open | Flow::Stalled => None,
         }
     }
 
     /// Ranks should wait.
     pub(super) fn is_waiting(&self) -> bool {
-        matches!(self.state, State::Waiting(_))
+        matches!(self.state, Flow::Waiting(_))
     }
 
     /// What ranks write should be dropped.
-    pub(super) fn is_stuck(&self) -> bool {
-        self.state == State::Stuck
+    pub(super) fn is_stalled(&self) -> bool {
+        self.state == Flow::Stalled
     }
 
     /// The time that ranks wait.
@@ -85,16 +85,16 @@ mod tests {
     #[test]
     fn a_stuck_reader_is_given_up_and_comes_back() {
         let start = Instant::now();
-        let mut patience = Patience::new(LIMIT);
-        patience.observe(false, true, start);
-        assert!(patience.is_waiting());
-        assert_eq!(patience.deadline(), Some(start + LIMIT));
-        patience.expire(start + LIMIT);
-        assert!(patience.is_stuck() && patience.deadline().is_none());
-        patience.observe(true, true, start + 2 * LIMIT);
-        assert_eq!(patience.deadline(), Some(start + 3 * LIMIT));
-        patience.observe(true, false, start + 2 * LIMIT);
-        assert!(!patience.is_waiting() && !patience.is_stuck());
+        let mut stall = StallDetector::new(LIMIT);
+        stall.observe(false, true, start);
+        assert!(stall.is_waiting());
+        assert_eq!(stall.deadline(), Some(start + LIMIT));
+        stall.expire(start + LIMIT);
+        assert!(stall.is_stalled() && stall.deadline().is_none());
+        stall.observe(true, true, start + 2 * LIMIT);
+        assert_eq!(stall.deadline(), Some(start + 3 * LIMIT));
+        stall.observe(true, false, start + 2 * LIMIT);
+        assert!(!stall.is_waiting() && !stall.is_stalled());
     }
 
     proptest! {
@@ -103,15 +103,15 @@ mod tests {
         #[test]
         fn slow_is_not_stuck(gaps in prop::collection::vec((0u64..80, any::<bool>()), 1..60)) {
             let start = Instant::now();
-            let mut patience = Patience::new(LIMIT);
+            let mut stall = StallDetector::new(LIMIT);
             let (mut now, mut last) = (start, start);
-            patience.observe(false, true, now);
+            stall.observe(false, true, now);
             for (gap, taken) in gaps {
                 now += Duration::from_millis(gap);
-                patience.expire(now);
-                prop_assert_eq!(patience.is_stuck(), now - last >= LIMIT);
-                prop_assert_ne!(patience.is_stuck(), patience.is_waiting());
-                patience.observe(taken, true, now);
+                stall.expire(now);
+                prop_assert_eq!(stall.is_stalled(), now - last >= LIMIT);
+                prop_assert_ne!(stall.is_stalled(), stall.is_waiting());
+                stall.observe(taken, true, now);
                 if taken {
                     last = now;
                 }

@@ -4,8 +4,8 @@
 //! know without being told (`hosted`), and no file.
 //!
 //! A connection that cannot be accepted because too many files are open stays in the queue, and the socket stays
-//! readable: whoever polls it would turn in circles. So the door keeps a descriptor in reserve, which makes room to
-//! accept such a connection and to tell it why it cannot stay. Where even that fails, the door is not polled for a
+//! readable: whoever polls it would turn in circles. So the listener keeps a descriptor in reserve, which makes room to
+//! accept such a connection and to tell it why it cannot stay. Where even that fails, the listener is not polled for a
 //! while. The launcher is told once, until a connection gets through again.
 
 use std::fs::File;
@@ -22,35 +22,35 @@ use super::message::{Reply, encode};
 use super::socket::Connection;
 use crate::{Error, Result};
 
-/// How long a door is left alone where nothing can be accepted.
+/// How long a listener is left alone where nothing can be accepted.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// The listening socket and its folder, if it has one; both are gone when this is dropped.
-pub(super) struct Door {
+pub(super) struct Listener {
     listener: UnixListener,
     address: String,
     _directory: Option<PrivateDirectory>,
     /// Any open file.
     reserve: Option<File>,
     /// Not to be polled before.
-    shut_until: Option<Instant>,
+    paused_until: Option<Instant>,
     /// The launcher knows that connections cannot be accepted.
-    is_told: bool,
+    is_reported: bool,
 }
 
-/// What is at the door.
-pub(super) enum Knock {
+/// What is at the listener.
+pub(super) enum ConnectionAttempt {
     /// A connection.
-    Stream(UnixStream),
+    Accepted(UnixStream),
     /// One that could not be accepted; the launcher should know why, unless it does already.
-    Refused(Option<String>),
+    Rejected(Option<String>),
     /// Nothing more for now.
-    Nobody,
+    None,
 }
 
-impl Door {
+impl Listener {
     /// Listens in a new folder.
-    pub(super) fn open() -> Result<Self> {
+    pub(super) fn bind() -> Result<Self> {
         let directory = PrivateDirectory::create()?;
         let path = directory.socket();
         let failed = |error| Error::system(format!("listen on {}", path.display()), error);
@@ -60,7 +60,7 @@ impl Door {
     }
 
     /// Listens under the abstract `name`.
-    pub(super) fn open_abstract(name: &str) -> io::Result<Self> {
+    pub(super) fn bind_abstract(name: &str) -> io::Result<Self> {
         let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)?;
         Self::new(listener, format!("abstract:{name}"), None)
     }
@@ -68,7 +68,14 @@ impl Door {
     fn new(listener: UnixListener, address: String, directory: Option<PrivateDirectory>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let reserve = File::open("/dev/null").ok();
-        Ok(Door { listener, address, _directory: directory, reserve, shut_until: None, is_told: false })
+        Ok(Listener {
+            listener,
+            address,
+            _directory: directory,
+            reserve,
+            paused_until: None,
+            is_reported: false,
+        })
     }
 
     /// The value of `MGPU_RENDEZVOUS`.
@@ -78,58 +85,58 @@ impl Door {
 
     /// To be polled, unless it is shut for a while.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.shut_until.is_none().then(|| self.listener.as_fd())
+        self.paused_until.is_none().then(|| self.listener.as_fd())
     }
 
-    /// When a door that is shut is to be looked at again.
-    pub(super) fn opens_at(&self) -> Option<Instant> {
-        self.shut_until
+    /// When a listener that is shut is to be looked at again.
+    pub(super) fn resumes_at(&self) -> Option<Instant> {
+        self.paused_until
     }
 
-    /// Ends the pause of a door that is shut.
+    /// Ends the pause of a listener that is shut.
     #[cfg(test)]
-    pub(super) fn open_now(&mut self) {
-        self.shut_until = None;
+    pub(super) fn end_pause(&mut self) {
+        self.paused_until = None;
     }
 
     /// Takes the next connection in.
-    pub(super) fn answer(&mut self, now: Instant) -> Knock {
-        if self.shut_until.is_some_and(|until| now < until) {
-            return Knock::Nobody;
+    pub(super) fn accept(&mut self, now: Instant) -> ConnectionAttempt {
+        if self.paused_until.is_some_and(|until| now < until) {
+            return ConnectionAttempt::None;
         }
-        self.shut_until = None;
+        self.paused_until = None;
         loop {
             let error = match self.listener.accept() {
                 Ok((stream, _)) => {
-                    self.is_told = false;
-                    return Knock::Stream(stream);
+                    self.is_reported = false;
+                    return ConnectionAttempt::Accepted(stream);
                 }
                 Err(error) => error,
             };
             match error.kind() {
-                ErrorKind::WouldBlock => return Knock::Nobody,
+                ErrorKind::WouldBlock => return ConnectionAttempt::None,
                 ErrorKind::Interrupted | ErrorKind::ConnectionAborted => continue,
                 // The kernel looks for a descriptor first, and for a connection only if there is one.
-                _ if !self.has_caller() => return Knock::Nobody,
-                _ => self.turn_away(&error, now),
+                _ if !self.has_pending_connection() => return ConnectionAttempt::None,
+                _ => self.reject(&error, now),
             }
-            let why = (!std::mem::replace(&mut self.is_told, true)).then(|| explain(&error));
-            return Knock::Refused(why);
+            let why = (!std::mem::replace(&mut self.is_reported, true)).then(|| explain(&error));
+            return ConnectionAttempt::Rejected(why);
         }
     }
 
     /// True if a connection waits to be accepted.
-    fn has_caller(&self) -> bool {
+    fn has_pending_connection(&self) -> bool {
         let mut fds = [PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
-    /// Refuses the connection that could not be accepted, with the reserved descriptor, or shuts the door for a while.
-    fn turn_away(&mut self, error: &io::Error, now: Instant) {
+    /// Refuses the connection that could not be accepted, with the reserved descriptor, or shuts the listener for a while.
+    fn reject(&mut self, error: &io::Error, now: Instant) {
         drop(self.reserve.take());
         match self.listener.accept() {
             Ok((stream, _)) => refuse(stream, explain(error)),
-            Err(_) => self.shut_until = Some(now + PAUSE),
+            Err(_) => self.paused_until = Some(now + PAUSE),
         }
         self.reserve = File::open("/dev/null").ok();
     }
