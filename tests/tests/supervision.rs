@@ -468,7 +468,7 @@ fn a_forked_child_harms_nobody() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(launcher(folder.path()).args(["-n", "3", env!("CARGO_BIN_EXE_t-fork")]));
     finished.expect(0, &["[0] 3 ranks went on", "[2] 3 ranks went on", "a forked child cannot use"]);
-    let child = |line: &&str| line.contains("was forked by rank 1 and is no rank itself");
+    let child = |line: &&str| line.contains("was forked by rank 1 and is not a rank");
     assert_eq!(finished.stdout.lines().filter(child).count(), 3, "{finished:#?}");
 }
 
