@@ -1,10 +1,10 @@
 //! The progress page: what every rank of a run is doing, in memory that all of them and the launcher map.
 //!
-//! The server of the rendezvous makes the page and hands it to each rank that joins. A rank writes its own record;
-//! the server writes how a rank ended. A rank that waits for a peer looks here whether the peer is still there:
-//! no message, no thread and no signal is needed to learn of a death, and what a rank did last can be read after
-//! it has been killed or stopped. An outsider of the same user can look at a run, too ([`ProgressPage::inspect`]):
-//! the page has no name, but its launcher's descriptors are in `/proc`.
+//! The rendezvous server creates the page and passes it to each rank that joins. A rank writes its own record; the server
+//! writes how a rank ended. A rank that waits for a peer polls the page to see whether the peer is still alive: it needs
+//! no message, thread or signal to learn of a death, and the last action of a rank can be read after it has been killed or
+//! stopped. Other processes of the same user can inspect a run, too ([`ProgressPage::inspect`]): the page has no name, but
+//! the launcher's descriptors are listed in `/proc`.
 
 mod text;
 mod view;
@@ -20,10 +20,10 @@ pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now}
 use crate::shm::{Shared, SharedMemory, reserve};
 use crate::{Error, Result};
 
-/// Name of the page's memory, as `/proc/PID/fd` shows it.
+/// Name of the page's memory in `/proc/PID/fd`.
 pub const PAGE_NAME: &str = "mgpu-progress";
 
-// The numbers of a record's state.
+// Values of a record's state.
 const JOINED: u32 = 1;
 const LEFT: u32 = 2;
 const FINISHED: u32 = 3;
@@ -38,7 +38,7 @@ fn state_of(number: u32) -> RankState {
     }
 }
 
-/// What the page is of. Its bytes change with the layout of the page, so that no other version misreads it.
+/// Describes the run. The magic number changes with the layout of the page, so that no other version misreads it.
 #[repr(C, align(128))]
 struct Header {
     magic: AtomicU64,
@@ -52,10 +52,10 @@ struct Header {
     program: SharedText,
 }
 
-/// Tells a page of this layout from other memory.
+/// Distinguishes a page of this layout from other memory.
 const MAGIC: u64 = 0x6d67_7075_0000_0005;
 
-/// One rank's record: a multiple of the cache line, so that no rank's writes disturb another's.
+/// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
 struct RankRecord {
     /// Last collective entered: its number in its communicator, from 1.
@@ -64,20 +64,20 @@ struct RankRecord {
     bytes: AtomicU64,
     /// Its [`Operation`], with [`RUNNING`] while the rank is in it; 0 before the first.
     operation: AtomicU32,
-    /// The rank it waits for, plus one; 0 while it does not.
+    /// The rank it waits for, plus one; 0 while it does not wait.
     waits_for: AtomicU32,
-    /// The [`CollectiveCounter`] that it waits for a peer in; 0 while it does not.
+    /// The [`CollectiveCounter`] of the collective in which it waits for a peer; 0 while it does not wait.
     waiting_collective: AtomicU64,
-    /// The [`CollectiveCounter`] of the message that it waits for a peer in; 0 while it does not.
+    /// The [`CollectiveCounter`] of the message in which it waits for a peer; 0 while it does not wait.
     waiting_message: AtomicU64,
-    /// The [`CollectiveCounter`] at which it came to the end of a communicator last; 0 before the first.
+    /// The [`CollectiveCounter`] at which it finalised a communicator last; 0 before the first.
     finalised_at: AtomicU64,
-    /// When something changed last, in milliseconds of [`now`].
+    /// Time of the last change, in milliseconds of [`now`].
     changed: AtomicU64,
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
-    /// Injected faults that the rank has come to: a bit for each, by its counter in the list of them.
+    /// Injected faults that the rank has triggered: a bit for each, by its index in the list of injections.
     faults: AtomicU64,
     phase: AtomicU32,
     state: AtomicU32,
@@ -85,7 +85,7 @@ struct RankRecord {
     pid: AtomicU32,
     /// The process that the launcher started.
     started: AtomicU32,
-    /// Culprit's rank plus one, 0 while nobody is blamed; bit 31 marks a timeout.
+    /// The culprit's rank plus one, 0 while no rank is blamed; bit 31 marks a timeout.
     blamed: AtomicU32,
     blame: SharedText,
     failure: SharedText,
@@ -96,16 +96,17 @@ unsafe impl Shared for Header {}
 // SAFETY: as above.
 unsafe impl Shared for RankRecord {}
 
-/// Bit of a record's operation.
+/// Bit of a record's `operation`: the rank is still in it.
 const RUNNING: u32 = 1 << 31;
+/// Bit of a record's `blamed`.
 const TIMED_OUT: u32 = 1 << 31;
 
-/// How far a rank is in a communicator whose peers cannot see that for themselves.
+/// Progress counter of a rank in a communicator whose peers cannot observe it themselves (NCCL).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CollectiveCounter {
     /// The communicator's number, from 1.
     pub communicator: u32,
-    /// Collectives that the rank has begun in it; of a message, those exchanged with that peer.
+    /// Collectives that the rank has begun in it; for a message, the messages exchanged with that peer.
     pub count: u32,
 }
 
@@ -120,14 +121,14 @@ impl CollectiveCounter {
     }
 }
 
-/// The slots of all ranks.
+/// The progress page: a header and a record for each rank.
 #[derive(Debug)]
 pub struct ProgressPage {
     memory: SharedMemory,
     world_size: u32,
 }
 
-/// Which run a page is of.
+/// The run that a page describes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunInfo {
     /// The launcher's process.
@@ -136,9 +137,9 @@ pub struct RunInfo {
     pub world_size: u32,
     /// How often the ranks have been restarted.
     pub restarts: u32,
-    /// When the ranks were started, as [`now`].
+    /// Start time of the ranks, as [`now`].
     pub started: Duration,
-    /// What they run.
+    /// The command that they run.
     pub program: String,
 }
 
@@ -147,7 +148,7 @@ impl ProgressPage {
         (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(4096)
     }
 
-    /// A page for `world_size` ranks, and the descriptor to hand to them.
+    /// Creates a page for `world_size` ranks; also returns the descriptor to pass to them.
     pub fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
         let (memory, fd) = SharedMemory::create(PAGE_NAME, Self::bytes(world_size))?;
         reserve("the progress page", &memory, fd.as_fd(), 0, memory.size())?;
@@ -165,13 +166,13 @@ impl ProgressPage {
         Ok(ProgressPage { memory, world_size })
     }
 
-    /// Maps the page of a run that this process does not belong to, for reading.
+    /// Maps the page of a run that this process does not belong to, read-only.
     ///
     /// # Errors
-    /// If the descriptor is not of a page, or of one of another version.
+    /// If the descriptor does not refer to a progress page, or to one of another version.
     pub fn inspect(fd: BorrowedFd<'_>) -> Result<Self> {
         let memory = SharedMemory::open_for_reading("a progress page", fd)?;
-        let other = || Error::system("read a progress page", "it is of another version of mgpurun");
+        let other = || Error::system("read a progress page", "it was made by another version of mgpurun");
         if memory.size() < size_of::<Header>() {
             return Err(other());
         }
@@ -193,13 +194,13 @@ impl ProgressPage {
         self.memory.view(size_of::<Header>() + rank as usize * size_of::<RankRecord>())
     }
 
-    /// Notes what the ranks run, and how often they have been restarted.
+    /// Sets the command that the ranks run and their number of restarts.
     pub fn describe(&self, program: &str, restarts: u32) {
         self.header().restarts.store(restarts, Ordering::Relaxed);
         self.header().program.set_once(program);
     }
 
-    /// Which run this is.
+    /// The run that this page describes.
     pub fn run(&self) -> RunInfo {
         let header = self.header();
         RunInfo {
@@ -216,7 +217,7 @@ impl ProgressPage {
         self.world_size
     }
 
-    /// What `rank` was last seen doing.
+    /// The last known progress of `rank`.
     ///
     /// # Panics
     /// If there is no such rank.
@@ -246,28 +247,28 @@ impl ProgressPage {
         state_of(self.record(rank).state.load(Ordering::Acquire))
     }
 
-    /// Notes the process that was started as `rank`, which may never join.
+    /// Sets the process that was started as `rank`; it may never join.
     pub fn start(&self, rank: u32, pid: u32) {
         self.record(rank).started.store(pid, Ordering::Relaxed);
     }
 
-    /// The process of `rank`: the one that joined, or else the one that its launcher started, if it told.
+    /// The process of `rank`: the one that joined, or else the one that its launcher started, if it is known.
     pub fn process(&self, rank: u32) -> Option<u32> {
         let record = self.record(rank);
         let processes = [&record.pid, &record.started].map(|pid| pid.load(Ordering::Relaxed));
         processes.into_iter().find(|pid| *pid != 0)
     }
 
-    /// Notes that `rank` has joined, as this process.
+    /// Notes that `rank` has joined as process `pid`.
     pub fn join(&self, rank: u32, pid: u32) {
         let record = self.record(rank);
         record.pid.store(pid, Ordering::Relaxed);
         record.touch();
-        // A rank that the launcher has already seen end does not come back to life.
+        // A rank whose end the launcher has already recorded stays ended.
         let _ = record.state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Records that `rank` ended. Of two failures the first stays.
+    /// Records how `rank` ended. The first failure is kept.
     pub fn record_end(&self, rank: u32, ending: Ending<'_>) {
         let record = self.record(rank);
         let number = match ending {
@@ -283,13 +284,13 @@ impl ProgressPage {
         record.state.fetch_max(number, Ordering::AcqRel);
     }
 
-    /// The rank that failed before all others: what became of those may be its doing.
+    /// The first rank that failed: it may be the cause of the other failures.
     pub fn first_failed(&self) -> Option<u32> {
         let rank = self.header().first_failed.load(Ordering::Acquire).checked_sub(1)?;
         (rank < self.world_size && self.state(rank) == RankState::Failed).then_some(rank)
     }
 
-    /// How `rank` ended, as a predicate; empty if it has not.
+    /// How `rank` ended, as a predicate; empty if it has not ended.
     pub fn end_description(&self, rank: u32) -> String {
         let record = self.record(rank);
         match record.state.load(Ordering::Acquire) {
@@ -300,7 +301,7 @@ impl ProgressPage {
         }
     }
 
-    /// How the process of `rank` ended, as a predicate; `None` if it has not, as far as its launcher knows.
+    /// How the process of `rank` ended, as a predicate; `None` if it has not ended as far as its launcher knows.
     pub fn process_end_description(&self, rank: u32) -> Option<String> {
         let has_ended = matches!(self.record(rank).state.load(Ordering::Acquire), FINISHED | FAILED);
         has_ended.then(|| self.end_description(rank))
@@ -316,48 +317,48 @@ impl ProgressPage {
         record.touch();
     }
 
-    /// Notes that `rank` has begun another part of its operation.
+    /// Updates the time of the last change: `rank` has begun another part of its operation.
     #[inline]
     pub fn touch(&self, rank: u32) {
         self.record(rank).touch();
     }
 
-    /// Notes that `rank` has waited for `peer` for more than a moment.
+    /// Notes that `rank` waits for `peer`; called only if the wait takes longer than usual.
     pub fn wait(&self, rank: u32, peer: u32) {
         self.record(rank).waits_for.store(peer + 1, Ordering::Relaxed);
     }
 
-    /// Notes how far `rank` is in the communicator that it [waits](Self::wait) in.
+    /// Notes the progress counter of `rank` in the communicator in which it [waits](Self::wait).
     pub fn note_waiting_collective(&self, rank: u32, counter: CollectiveCounter) {
         self.record(rank).waiting_collective.store(counter.to_number(), Ordering::Relaxed);
     }
 
-    /// How far `rank` is in the communicator that it has waited in for more than a moment.
+    /// The progress counter of `rank` in the communicator in which it [waits](Self::wait), if it waits.
     pub fn waiting_collective(&self, rank: u32) -> Option<CollectiveCounter> {
         CollectiveCounter::from_number(self.record(rank).waiting_collective.load(Ordering::Relaxed))
     }
 
-    /// Notes which message, of those with the peer that `rank` [waits](Self::wait) for, it waits in.
+    /// Notes the message in which `rank` [waits](Self::wait) for its peer.
     pub fn note_waiting_message(&self, rank: u32, counter: CollectiveCounter) {
         self.record(rank).waiting_message.store(counter.to_number(), Ordering::Release);
     }
 
-    /// The message with `peer` that `rank` has waited in for more than a moment, if it does.
+    /// The message in which `rank` [waits](Self::wait) for `peer`, if it does.
     pub fn waiting_message(&self, rank: u32, peer: u32) -> Option<CollectiveCounter> {
         let record = self.record(rank);
         let message = record.waiting_message.load(Ordering::Acquire);
         let is_for_peer = record.waits_for.load(Ordering::Acquire) == peer + 1;
-        // Read twice: of one wait, and not of two.
+        // Read twice: message and peer must belong to the same wait.
         let is_same = record.waiting_message.load(Ordering::Relaxed) == message;
         CollectiveCounter::from_number(message).filter(|_| is_for_peer && is_same)
     }
 
-    /// Notes that `rank` has come to the end of a communicator: it begins no more operations in it.
+    /// Notes that `rank` finalises a communicator: it begins no more operations in it.
     pub fn note_finalised(&self, rank: u32, counter: CollectiveCounter) {
         self.record(rank).finalised_at.store(counter.to_number(), Ordering::Relaxed);
     }
 
-    /// Where `rank` came to the end of a communicator last.
+    /// The progress counter at which `rank` last finalised a communicator.
     pub fn finalised_at(&self, rank: u32) -> Option<CollectiveCounter> {
         CollectiveCounter::from_number(self.record(rank).finalised_at.load(Ordering::Relaxed))
     }
@@ -367,7 +368,7 @@ impl ProgressPage {
     pub fn leave(&self, rank: u32) {
         let record = self.record(rank);
         record.operation.store(record.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
-        // A short operation was entered a moment ago: the clock need not be read again.
+        // A short operation was entered just now: the clock need not be read again.
         if record.waits_for.load(Ordering::Relaxed) != 0 {
             record.waiting_message.store(0, Ordering::Relaxed);
             record.waits_for.store(0, Ordering::Release);
@@ -384,26 +385,26 @@ impl ProgressPage {
         self.set_phase(rank, Phase::Step);
     }
 
-    /// Notes that `rank` commits the fault of this number. Those past the 64th are not noted.
+    /// Notes that `rank` triggers the fault with this index. Faults after the 64th are not noted.
     pub fn note_fault(&self, rank: u32, number: usize) {
         if number < u64::BITS as usize {
             self.record(rank).faults.fetch_or(1 << number, Ordering::Relaxed);
         }
     }
 
-    /// True if `rank` has committed the injected fault of this number, and for numbers past the 64th.
+    /// True if `rank` has triggered the injected fault with this index; always true after the 64th.
     pub fn was_triggered(&self, rank: u32, number: usize) -> bool {
         number >= u64::BITS as usize || self.record(rank).faults.load(Ordering::Relaxed) >> number & 1 == 1
     }
 
-    /// Notes that `rank` begins another part of its work.
+    /// Notes that `rank` begins another phase.
     pub fn set_phase(&self, rank: u32, phase: Phase) {
         let record = self.record(rank);
         record.phase.store(phase as u32, Ordering::Relaxed);
         record.touch();
     }
 
-    /// Records whom `rank` holds responsible, and why, because it is about to fail. The first one stays.
+    /// Records which rank a failing `rank` blames, and why. The first blame is kept.
     pub fn blame(&self, rank: u32, blame: &Blame) {
         let record = self.record(rank);
         record.blame.set_once(&blame.message);
@@ -412,7 +413,7 @@ impl ProgressPage {
         let _ = record.blamed.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Whom `rank` held responsible before it failed.
+    /// The rank that `rank` blamed before it failed.
     pub fn blame_of(&self, rank: u32) -> Option<Blame> {
         let record = self.record(rank);
         let blamed = record.blamed.load(Ordering::Acquire);
@@ -443,7 +444,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worst_ending_and_the_first_blame_stay() {
+    fn the_first_failure_and_the_first_blame_are_kept() {
         let (page, fd) = ProgressPage::create(3).unwrap();
         let other = ProgressPage::open(fd.as_fd(), 3).unwrap();
         page.join(2, 41);
@@ -506,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn other_memory_is_no_page() {
+    fn other_memory_is_rejected() {
         let (_memory, fd) = SharedMemory::create("x", 4096).unwrap();
         assert!(ProgressPage::inspect(fd.as_fd()).unwrap_err().to_string().contains("another version"));
         let file = std::fs::File::open("/proc/self/status").unwrap();
@@ -514,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn long_texts_are_cut_between_characters() {
+    fn long_texts_are_truncated_at_a_character_boundary() {
         let (page, _fd) = ProgressPage::create(1).unwrap();
         page.record_end(0, Ending::Failed(&"é".repeat(300)));
         assert_eq!(page.end_description(0), "é".repeat(SharedText::CAPACITY / 2));
