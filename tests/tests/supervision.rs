@@ -319,7 +319,7 @@ fn ranks_that_do_not_go_together_are_told_apart() {
     for (lists, code, said) in [
         (["2,2", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
         (["2,2", "2,2", "-,-", "-,-", "-,-"], 0, ""),
-        (["2,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 speaks version 1 of the protocol"),
+        (["2,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 uses version 1 of the protocol"),
         (["2,2", "2,3", "-,-", "-,-", "-,-"], 68, "claims to be rank 1 of 3 in a world of 2"),
         (["2,2", "2,2", "GPU-a,GPU-a", "-,-", "-,-"], 69, "both use GPU-a: give each rank a GPU of its own"),
         (["2,2", "2,2", "GPU-a,GPU-b", "570,550", "-,-"], 70, "uses NVIDIA driver 5"),

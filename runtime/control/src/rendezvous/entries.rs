@@ -1,21 +1,21 @@
-//! The values that ranks have set and that others have not read yet: pure.
+//! The values that ranks have set and that others have not read yet. Pure: no I/O.
 //!
-//! A value stays until as many ranks have read it as its owner said. Nothing makes them come, so what one rank may
-//! leave lying about is bounded: a rank that is out of its mind gets an error and the launcher stays what it is.
+//! A value is kept until as many ranks have read it as its owner said. Nothing forces them to read it, so the unread values
+//! of each rank are bounded: a misbehaving rank gets an error and cannot exhaust the launcher's memory or descriptors.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Most values of one rank that wait for readers.
+/// Maximum number of unread values of one rank.
 pub(super) const MAX_KEYS_PER_RANK: usize = 1024;
-/// Most descriptors among them.
+/// Maximum number of descriptors in the unread values of one rank.
 pub(super) const MAX_FDS_PER_RANK: usize = 256;
-/// Most bytes of them, with their keys.
+/// Maximum number of bytes in the unread values of one rank, with their keys.
 pub(super) const MAX_BYTES_PER_RANK: usize = 4 << 20;
-/// Most bytes of all ranks' values.
+/// Maximum number of bytes in the unread values of all ranks.
 pub(super) const MAX_BYTES_TOTAL: usize = 64 << 20;
 
-/// What a rank, or all of them, have lying about.
+/// Size of the unread values of one rank, or of all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Usage {
     keys: usize,
@@ -64,7 +64,7 @@ impl<F> Default for Entries<F> {
 }
 
 impl<F> Entries<F> {
-    /// True if somebody may read `key`.
+    /// True if `key` is set.
     pub(super) fn contains(&self, key: &str) -> bool {
         self.by_key.contains_key(key)
     }
@@ -72,7 +72,7 @@ impl<F> Entries<F> {
     /// Keeps a value of rank `owner` until `readers` ranks have read it.
     ///
     /// # Errors
-    /// If the key is set already, or the rank has too much lying about. Nothing changes then.
+    /// If the key is already set, or a bound on unread values is exceeded. Nothing changes then.
     pub(super) fn set(
         &mut self,
         owner: u32,
@@ -83,7 +83,7 @@ impl<F> Entries<F> {
     ) -> Result<(), String> {
         if let Some(entry) = self.by_key.get(&key) {
             return Err(format!(
-                "key `{key}` is already set by rank {}, and {} more ranks are to read it",
+                "key `{key}` is already set by rank {}, and {} more ranks have to read it",
                 entry.owner, entry.readers
             ));
         }
@@ -102,14 +102,13 @@ impl<F> Entries<F> {
         ];
         if let Some((count, most, what)) = bounds.into_iter().find(|(count, most, _)| count > most) {
             return Err(format!(
-                "with key `{key}` rank {owner} would have set {count} {what} that nobody has read yet, where {most} \
-                 are the most"
+                "with key `{key}` rank {owner} would have {count} unread {what}; the maximum is {most}"
             ));
         }
         if all.bytes > MAX_BYTES_TOTAL {
             return Err(format!(
-                "with key `{key}` of rank {owner} all ranks would have set {} bytes that nobody has read yet, where \
-                 {MAX_BYTES_TOTAL} are the most",
+                "with key `{key}` of rank {owner} all ranks would have {} unread bytes; the maximum is \
+                 {MAX_BYTES_TOTAL}",
                 all.bytes
             ));
         }
@@ -119,7 +118,7 @@ impl<F> Entries<F> {
         Ok(())
     }
 
-    /// Reads a value for one of its readers; the last one takes it away.
+    /// Reads a value for one of its readers. The last reader removes it.
     pub(super) fn read(&mut self, key: &str) -> Option<(Vec<u8>, Arc<[F]>)> {
         let entry = self.by_key.get_mut(key)?;
         entry.readers -= 1;
@@ -160,9 +159,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_value_is_read_as_often_as_was_said(steps in steps()) {
+        fn a_value_is_read_by_as_many_readers_as_announced(steps in steps()) {
             let mut entries = Entries::default();
-            // Key → value and readings left.
+            // Key → value and remaining reads.
             let mut model: HashMap<String, (Vec<u8>, usize, u32)> = HashMap::new();
             for (number, step) in steps.into_iter().enumerate() {
                 match step {
@@ -194,7 +193,7 @@ mod tests {
         }
     }
 
-    /// Sets keys of rank 3 until one is refused; returns how many were taken and why the last was not.
+    /// Sets keys of rank `owner` until one is denied; returns the number of keys set and the reason of the denial.
     fn fill(entries: &mut Entries<()>, owner: u32, bytes: usize, fds: usize) -> (usize, String) {
         for number in 0.. {
             let key = format!("{owner}/{number:05}");
@@ -206,17 +205,17 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_cannot_leave_any_amount_lying_about() {
+    fn the_unread_values_of_a_rank_are_bounded() {
         for (bytes, fds, most, what) in [
-            (0, 0, MAX_KEYS_PER_RANK, "1025 keys"),
-            (0, 4, MAX_FDS_PER_RANK / 4, "260 descriptors"),
+            (0, 0, MAX_KEYS_PER_RANK, "1025 unread keys"),
+            (0, 4, MAX_FDS_PER_RANK / 4, "260 unread descriptors"),
             (12 << 10, 0, 341, "bytes"),
         ] {
             let mut entries = Entries::default();
             let (taken, why) = fill(&mut entries, 3, bytes, fds);
             assert_eq!(taken, most);
             assert!(why.contains("rank 3") && why.contains(what), "{why}");
-            // It is the others' turn all the same, and its own again once somebody has read.
+            // Other ranks can still set values, and so can this one after a value was read.
             assert!(entries.set(4, "other".into(), vec![], vec![], 1).is_ok());
             assert!(entries.read("3/00000").is_some());
             assert!(entries.set(3, "again".into(), vec![0; bytes], vec![(); fds], 1).is_ok());
@@ -224,9 +223,9 @@ mod tests {
     }
 
     #[test]
-    fn all_ranks_together_are_bounded() {
+    fn the_unread_values_of_all_ranks_are_bounded() {
         let mut entries = Entries::default();
         let refusals: Vec<String> = (0..17).map(|owner| fill(&mut entries, owner, 12 << 10, 0).1).collect();
-        assert!(refusals[16].contains("of rank 16 all ranks would have set"), "{}", refusals[16]);
+        assert!(refusals[16].contains("of rank 16 all ranks would have "), "{}", refusals[16]);
     }
 }

@@ -1,12 +1,12 @@
-//! Where ranks connect: a listening socket, which stays quiet when descriptors run out.
+//! The listening socket that ranks connect to. It does not cause a busy loop when descriptors run out.
 //!
-//! A launcher's socket lies in a private folder, and its ranks are told the path. One of rank 0 has a name that all ranks
-//! know without being told (`hosted`), and no file.
+//! A launcher's socket lies in a private folder, and its ranks get the path. A socket of rank 0 is abstract: all ranks derive
+//! its name (`hosted`), and there is no file.
 //!
-//! A connection that cannot be accepted because too many files are open stays in the queue, and the socket stays
-//! readable: whoever polls it would turn in circles. So the listener keeps a descriptor in reserve, which makes room to
-//! accept such a connection and to tell it why it cannot stay. Where even that fails, the listener is not polled for a
-//! while. The launcher is told once, until a connection gets through again.
+//! A connection that cannot be accepted because too many files are open stays in the backlog, and the socket stays
+//! readable: a poll loop would spin. So the listener keeps a descriptor in reserve. It closes that descriptor to accept such
+//! a connection and to send it the reason for its rejection. If even that fails, the listener is not polled for a while. The
+//! problem is reported once, until a connection is accepted again.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -22,29 +22,29 @@ use super::message::{Reply, encode};
 use super::socket::Connection;
 use crate::{Error, Result};
 
-/// How long a listener is left alone where nothing can be accepted.
+/// How long the listener is not polled if no connection can be accepted.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The listening socket and its folder, if it has one; both are gone when this is dropped.
+/// The listening socket and its folder, if it has one. Dropping it closes the socket and removes the folder.
 pub(super) struct Listener {
     listener: UnixListener,
     address: String,
     _directory: Option<PrivateDirectory>,
-    /// Any open file.
+    /// An open file, closed to free a descriptor.
     reserve: Option<File>,
-    /// Not to be polled before.
+    /// Not polled before this time.
     paused_until: Option<Instant>,
-    /// The launcher knows that connections cannot be accepted.
+    /// It was reported that connections cannot be accepted.
     is_reported: bool,
 }
 
-/// What is at the listener.
+/// The result of accepting a connection.
 pub(super) enum ConnectionAttempt {
-    /// A connection.
+    /// A new connection.
     Accepted(UnixStream),
-    /// One that could not be accepted; the launcher should know why, unless it does already.
+    /// A connection could not be accepted; the reason, unless it was reported before.
     Rejected(Option<String>),
-    /// Nothing more for now.
+    /// There is no connection for now.
     None,
 }
 
@@ -83,23 +83,23 @@ impl Listener {
         &self.address
     }
 
-    /// To be polled, unless it is shut for a while.
+    /// The descriptor to poll, unless the listener is paused.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.paused_until.is_none().then(|| self.listener.as_fd())
     }
 
-    /// When a listener that is shut is to be looked at again.
+    /// When a paused listener is polled again.
     pub(super) fn resumes_at(&self) -> Option<Instant> {
         self.paused_until
     }
 
-    /// Ends the pause of a listener that is shut.
+    /// Ends the pause.
     #[cfg(test)]
     pub(super) fn end_pause(&mut self) {
         self.paused_until = None;
     }
 
-    /// Takes the next connection in.
+    /// Accepts the next connection.
     pub(super) fn accept(&mut self, now: Instant) -> ConnectionAttempt {
         if self.paused_until.is_some_and(|until| now < until) {
             return ConnectionAttempt::None;
@@ -116,7 +116,7 @@ impl Listener {
             match error.kind() {
                 ErrorKind::WouldBlock => return ConnectionAttempt::None,
                 ErrorKind::Interrupted | ErrorKind::ConnectionAborted => continue,
-                // The kernel looks for a descriptor first, and for a connection only if there is one.
+                // The kernel allocates a descriptor before it looks for a connection, so there may be none.
                 _ if !self.has_pending_connection() => return ConnectionAttempt::None,
                 _ => self.reject(&error, now),
             }
@@ -131,7 +131,7 @@ impl Listener {
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
-    /// Refuses the connection that could not be accepted, with the reserved descriptor, or shuts the listener for a while.
+    /// Rejects the connection that could not be accepted, using the reserved descriptor, or pauses the listener.
     fn reject(&mut self, error: &io::Error, now: Instant) {
         drop(self.reserve.take());
         match self.listener.accept() {
@@ -146,7 +146,7 @@ fn explain(error: &io::Error) -> String {
     format!("cannot be accepted by the launcher: {error}; raise `ulimit -n` or start fewer ranks")
 }
 
-/// Tells a connection why it cannot stay. Nothing was sent on it before, so there is room for the text.
+/// Sends a connection the reason for its rejection. Nothing was sent on it before, so its buffer has room for the text.
 pub(super) fn refuse(stream: UnixStream, why: String) {
     if let Ok(connection) = Connection::new(stream) {
         let _ = connection.send(&encode(&Reply::Refused { why }), &[]);

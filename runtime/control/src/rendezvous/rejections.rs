@@ -1,7 +1,8 @@
-//! Refused connections, summed up: whoever floods the rendezvous is one line of its launcher, not thousands. Pure.
+//! Aggregates rejected connections, so that a flood of connections causes one line of output instead of thousands. Pure: no
+//! I/O.
 //!
-//! They are counted for each process group, which a rank shares with the processes that it starts. Rejections are collected for
-//! a moment and reported together. Each time the next moment is twice as long, so a flood that goes on does not fill a screen
+//! Rejections are counted per process group, which a rank shares with the processes that it starts. They are collected for a
+//! while and reported together. The collection time doubles after each report, so a long flood does not fill the screen
 //! either.
 
 use std::time::{Duration, Instant};
@@ -9,16 +10,16 @@ use std::time::{Duration, Instant};
 /// First and longest time for which rejections are collected.
 const COLLECTION_TIME: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
 
-/// Process groups that are reported apart at a time; the others are counted together.
+/// Maximum number of process groups that are counted separately; the others are counted together.
 const MAX_GROUPS: usize = 8;
 
-/// Connections of one process group that were refused.
+/// The rejected connections of one process group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Rejection {
-    /// `None` where it is not known, or for several groups.
+    /// `None` if it is not known, or for several groups.
     pub(super) group: Option<u32>,
     pub(super) count: u64,
-    /// Who the first one was, and why it was refused.
+    /// The first one, and why it was rejected.
     pub(super) why: String,
 }
 
@@ -27,7 +28,7 @@ pub(super) struct Rejection {
 pub(super) struct Rejections {
     collected: Vec<Rejection>,
     report_at: Option<Instant>,
-    /// How often rejections have been reported.
+    /// Number of reports.
     reported: u32,
 }
 
@@ -35,7 +36,7 @@ impl Rejections {
     pub(super) fn add(&mut self, group: Option<u32>, why: String, now: Instant) {
         let (first, longest) = COLLECTION_TIME;
         self.report_at.get_or_insert_with(|| now + longest.min(first * (1 << self.reported.min(16))));
-        // Beyond that many, groups are counted as if they were not known.
+        // Beyond the maximum, groups are counted like unknown ones.
         let known = |group| self.collected.iter().position(|rejection| rejection.group == group);
         let is_full = self.collected.len() >= MAX_GROUPS;
         let group = group.filter(|_| known(group).is_some() || !is_full);
@@ -45,7 +46,7 @@ impl Rejections {
         }
     }
 
-    /// When [`take_due`](Self::take_due) has something, if nothing else happens.
+    /// When the next report is due.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.report_at
     }
@@ -73,7 +74,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_refusal_is_counted_once(groups in prop::collection::vec(prop::option::of(0u32..20), 0..200)) {
+        fn every_rejection_is_counted_once(groups in prop::collection::vec(prop::option::of(0u32..20), 0..200)) {
             let (mut rejections, now) = (Rejections::default(), Instant::now());
             for (number, group) in groups.iter().enumerate() {
                 rejections.add(*group, number.to_string(), now);
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_that_goes_on_is_told_less_and_less_often() {
+    fn a_long_flood_is_reported_less_and_less_often() {
         let (mut rejections, start) = (Rejections::default(), Instant::now());
         let mut now = start;
         let mut lines = 0;

@@ -1,7 +1,6 @@
-//! Who waits for what, and until when: pure.
+//! The pending waits of ranks, with their deadlines. Pure: no I/O.
 //!
-//! A rank waits for one thing at a time, so there are never more waits than ranks, and looking through all of them is
-//! fast enough.
+//! A rank waits for one thing at a time, so there are never more waits than ranks, and a linear search is fast enough.
 
 use std::time::Instant;
 
@@ -10,7 +9,7 @@ use std::time::Instant;
 pub(super) enum WaitFor {
     /// A value that rank `from` will set.
     Key { key: String, from: u32 },
-    /// The others, as rank `rank`.
+    /// All other ranks, as rank `rank`.
     Barrier { name: String, rank: u32 },
 }
 
@@ -42,7 +41,7 @@ impl Waits {
         self.0.iter().map(|wait| wait.deadline).min()
     }
 
-    /// Takes out the one that has waited longest for `key`.
+    /// Removes and returns the peer that has waited longest for `key`.
     pub(super) fn take_reader(&mut self, wanted: &str) -> Option<u64> {
         let is_reader = |wait: &Wait| matches!(&wait.what, WaitFor::Key { key, .. } if key == wanted);
         let position = self.0.iter().position(is_reader)?;
@@ -58,13 +57,13 @@ impl Waits {
         self.0.iter().filter_map(rank_of).collect()
     }
 
-    /// Takes out everybody in the barrier `wanted`.
+    /// Removes and returns all peers in the barrier `wanted`.
     pub(super) fn take_barrier(&mut self, wanted: &str) -> Vec<u64> {
         self.take(|wait| matches!(&wait.what, WaitFor::Barrier { name, .. } if name == wanted))
     }
 
-    /// Takes out those who wait in vain now that `gone` has ended: for its values, in any barrier, or, after a failure,
-    /// for anything.
+    /// Removes and returns the peers whose waits cannot be satisfied because `gone` has ended: waits for its values, in any
+    /// barrier, or, after a failure, all waits.
     pub(super) fn take_unsatisfiable(&mut self, gone: u32, failed: bool) -> Vec<u64> {
         self.take(|wait| {
             failed
@@ -75,8 +74,8 @@ impl Waits {
         })
     }
 
-    /// Takes out those whose deadline has passed, with the ranks that did not come. All are looked at before any is
-    /// taken out: two that wait in the same barrier are both there.
+    /// Removes and returns the peers whose deadline has passed, with the ranks that did not arrive. The missing ranks are
+    /// determined before any wait is removed: two ranks that time out in the same barrier have both arrived.
     pub(super) fn take_expired(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
         let missing = |wait: &Wait| match &wait.what {
             WaitFor::Key { from, .. } => vec![*from],
@@ -111,7 +110,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn everybody_is_taken_out_once(waits in prop::collection::vec(wait(), 0..5), gone in 0..5u32, now in 0..4u64) {
+        fn every_wait_is_removed_exactly_once(waits in prop::collection::vec(wait(), 0..5), gone in 0..5u32, now in 0..4u64) {
             let start = Instant::now();
             let mut pending = Waits::default();
             for (rank, (is_key, name, from, seconds)) in waits.iter().enumerate() {
