@@ -360,7 +360,7 @@ mod tests {
             (&["--grace=-1", "true"], "a number of seconds"),
             (&["--grace", "soon", "true"], "a number of seconds"),
             (&["--timeout", "1e19", "true"], "a number of seconds"),
-            (&["--rank-filter", "x", "true"], "no set of ranks"),
+            (&["--rank-filter", "x", "true"], "not a set of ranks"),
             (&["--raw", "--timestamps", "true"], "'--raw' cannot be used with '--timestamps'"),
             (&["--no-prefix", "--raw", "true"], "cannot be used with"),
             (&["--raw", "--color", "auto", "true"], "cannot be used with"),

@@ -169,7 +169,7 @@ impl EventLog {
     pub(crate) fn failure(&self) -> Option<String> {
         let (path, writer) = self.file.as_ref()?;
         let (_, error) = writer.failures().pop()?;
-        Some(format!("the events in {} end here: {error}; the run goes on", path.display()))
+        Some(format!("the events in {} end here: {error}; the run continues", path.display()))
     }
 
     /// Waits until all is written, but not for a disk that takes nothing.

@@ -38,6 +38,6 @@ fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
         InjectionPoint::Start | InjectionPoint::Join => None,
         InjectionPoint::Step(_) if progress.step == 0 => Some(format!("rank {rank} began no step")),
         InjectionPoint::Step(_) => Some(format!("the last step of rank {rank} was {}", progress.step)),
-        _ => Some(format!("rank {rank} did not come to that phase")),
+        _ => Some(format!("rank {rank} did not reach that phase")),
     }
 }

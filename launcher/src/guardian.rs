@@ -104,7 +104,7 @@ fn run_guardian(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<E
             let say = |text: &str| _ = writeln!(io::stderr(), "mgpurun: {text}");
             orphans::end_all(others, say).iter().for_each(|problem| say(problem));
             mgpu_control::rendezvous::remove_abandoned();
-            let line = format!("mgpurun: the launcher was killed by {signal}: so are its ranks\n");
+            let line = format!("mgpurun: the launcher was killed by {signal}, and its ranks with it\n");
             let _ = io::stderr().write_all(line.as_bytes());
             ExitCode::from(exit_code::signalled(signal as i32))
         }

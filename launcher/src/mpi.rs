@@ -9,8 +9,8 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 /// What is said.
-pub(crate) const ADVICE: &str = "the ranks use MPI, for which each of them is a world of one here: start them with mpirun \
-                                 (mgpurun connects programs that use mgpu, or PyTorch's own backends)";
+pub(crate) const ADVICE: &str = "the ranks use MPI, and each of them is an MPI world of size 1 here: start them with mpirun \
+                                 (mgpurun is for programs that use mgpu, or PyTorch's own backends)";
 
 /// Variables by which launchers of MPI tell a process its rank.
 const OF_LAUNCHERS: [&str; 4] = ["PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"];

@@ -60,7 +60,7 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
         } else if last_news.elapsed() >= KILL_TIMEOUT {
             let count = known.len();
             return Some(format!(
-                "ranks left processes behind that do not end, though they were killed: {count}"
+                "{count} leftover processes of the ranks have not ended after SIGKILL"
             ));
         } else {
             wait_for_one(&known);
@@ -68,11 +68,11 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
         if started.elapsed() >= FORK_STORM_TIMEOUT {
             let count = known.len();
             return Some(format!(
-                "ranks left processes behind that start others faster than they die: {count}"
+                "{count} leftover processes of the ranks start others faster than they are killed"
             ));
         }
         if started.elapsed() >= KILL_TIMEOUT && !std::mem::replace(&mut is_told, true) {
-            say("still ending processes that ranks left behind");
+            say("still killing leftover processes of the ranks");
         }
     }
 }

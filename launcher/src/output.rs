@@ -258,7 +258,7 @@ impl Output {
         if let Some(errno) = failure.filter(|errno| *errno != Errno::EPIPE)
             && !std::mem::replace(&mut self.reported_loss, true)
         {
-            self.say(&format!("standard output is lost from here on: {}; the run goes on", errno.desc()));
+            self.say(&format!("standard output is lost from here on: {}; the run continues", errno.desc()));
         }
     }
 
@@ -271,7 +271,7 @@ impl Output {
             if missed > 0 && self.sink(stream).failure() != Some(Errno::EPIPE) {
                 let name = stream.name();
                 self.write_own(&format!(
-                    "{missed} lines of {name} are not shown: nobody took any for {seconds} s"
+                    "{missed} lines of {name} were dropped: the reader accepted nothing for {seconds} s"
                 ));
             }
         }
@@ -306,7 +306,7 @@ impl Output {
         }
         let last = std::mem::take(&mut self.ranks[rank as usize].last);
         if last.is_empty() {
-            return self.say(&format!("rank {rank} had written nothing"));
+            return self.say(&format!("rank {rank} has written nothing"));
         }
         self.say(&format!("the last lines of rank {rank}:"));
         let end = self.destinations[Stream::Stderr as usize].measure().line_end();

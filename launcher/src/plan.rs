@@ -322,7 +322,7 @@ fn choose_backend(
 }
 
 fn sharing(ranks: u32, gpus: &str) -> String {
-    format!("{ranks} ranks share {gpus}: no timing of this run means anything")
+    format!("{ranks} ranks share {gpus}: timings of this run are meaningless")
 }
 
 #[cfg(test)]
@@ -500,7 +500,7 @@ mod tests {
         assert_eq!(free[1].cores, None);
         let many = Request { bind: Bind::Core, backend: BackendChoice::Cpu, ..request(Ranks::Count(5)) };
         let notice = plan(&many, &two_nodes()).unwrap().notices.remove(0);
-        assert!(notice.starts_with("ranks are not bound: 5 ranks are more than the 4 cores"), "{notice}");
+        assert!(notice.starts_with("ranks are not bound: 5 ranks are more than the 4 available cores"), "{notice}");
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub enum ProgramError {
     #[error("{} is a folder, not a program", .0.display())]
     Folder(PathBuf),
     /// No run permission.
-    #[error("{path} may not be run; try: chmod +x {path}", path = .0.display())]
+    #[error("{path} is not executable; try: chmod +x {path}", path = .0.display())]
     NotExecutable(PathBuf),
 }
 

@@ -20,7 +20,7 @@ impl FromStr for RankSet {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no set of ranks; write 0 or 1-3 or 1- or 0,2-3");
+        let wrong = || format!("`{text}` is not a set of ranks; write 0 or 1-3 or 1- or 0,2-3");
         let number = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
         let range = |part: &str| match part.split_once('-') {
             None => number(part).map(|rank| (rank, rank)),

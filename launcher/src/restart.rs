@@ -52,7 +52,7 @@ impl RestartPolicy {
         }
         if reached == Reached::Join && !self.always {
             return Decision::Stop(Some(
-                "not restarted, since no training step was made (--restart-always does all the same)",
+                "not restarted, since no training step was completed (--restart-always restarts anyway)",
             ));
         }
         let (first, longest) = PAUSES;

@@ -154,7 +154,7 @@ fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error().map(Errno::from_raw) {
         Some(Errno::ENOENT) => "; the interpreter in its first line, or its loader, is missing",
         Some(Errno::ENOEXEC) => "; a script needs a first line such as #!/bin/sh",
-        Some(Errno::EACCES) => "; look at the permissions of its folder and at the mount option noexec",
+        Some(Errno::EACCES) => "; check the permissions of its folder and the mount option noexec",
         Some(Errno::EMFILE | Errno::ENFILE) => {
             "; a rank takes four descriptors of the launcher: raise `ulimit -n` or start fewer ranks"
         }

@@ -57,7 +57,7 @@ const LIBRARIES: [Library; 6] = [
     Library {
         names: &["libnvidia-ml.so.1"],
         wheels: &[],
-        purpose: "the driver's figures",
+        purpose: "the driver's management library",
         install: "it comes with the driver",
         pip: [""; 2],
     },
@@ -98,7 +98,7 @@ pub(super) fn section(host: &Host) -> Section {
     let cuda = driver_cuda(host);
     let mut items: Vec<Item> =
         LIBRARIES.iter().map(|library| look(host, &sites, &toolkits, library, cuda)).collect();
-    items.push(Item::new(Mark::Note, "looked in", places(host, &sites, &toolkits)));
+    items.push(Item::new(Mark::Note, "searched", places(host, &sites, &toolkits)));
     Section { title: "Libraries for GPUs", items }
 }
 
@@ -120,7 +120,7 @@ fn look(
             let found = match place.source {
                 Source::SystemLoader => loaded(host, name),
                 Source::Explicit if !host.path(&file).is_file() => {
-                    let text = format!("MGPU_NCCL_LIBRARY is {}, where no file is", file.display());
+                    let text = format!("MGPU_NCCL_LIBRARY is {}, which does not exist", file.display());
                     return Item::new(Mark::Missing, name, text);
                 }
                 _ => Some(file).filter(|file| host.path(file).is_file()),
@@ -141,7 +141,7 @@ fn look(
         let Some(file) = loaded(host, name).or_else(in_folders) else { continue };
         if nccl {
             let file = file.display();
-            let text = format!("{file} is not where it is looked for in a run: set MGPU_NCCL_LIBRARY={file}");
+            let text = format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
             return Item::new(Mark::Note, name, text);
         }
         return Item::new(Mark::Ok, name, file.display().to_string());

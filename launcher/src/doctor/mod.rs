@@ -72,7 +72,7 @@ fn examine(host: &Host) -> (Report, bool) {
         (true, lacks) => format!("nccl cannot be used (missing: {})", lacks.join(", ")),
         (false, []) => "nccl is not part of this build, though the machine has what it needs".to_owned(),
         (false, lacks) => {
-            format!("nccl is not part of this build (and here is missing: {})", lacks.join(", "))
+            format!("nccl is not part of this build (also missing: {})", lacks.join(", "))
         }
     };
     let verdict = format!("Backends: {cpu}; {nccl}");

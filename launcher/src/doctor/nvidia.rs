@@ -13,7 +13,7 @@ pub(super) fn section(host: &Host) -> (Section, usize) {
     let gpus = list_gpus(&host.root);
     let mut items = vec![driver(host)];
     if gpus.is_empty() {
-        let text = "none that the driver knows; in a container, start it with them (docker run --gpus all)";
+        let text = "the driver lists none; in a container, start it with GPUs (docker run --gpus all)";
         items.push(Item::new(Mark::Missing, "GPUs", text));
     } else {
         items.extend(gpus.iter().enumerate().map(|(index, gpu)| describe(index, gpu)));
@@ -24,8 +24,8 @@ pub(super) fn section(host: &Host) -> (Section, usize) {
 
 fn driver(host: &Host) -> Item {
     let Some(text) = host.read("/proc/driver/nvidia/version") else {
-        let text = "no /proc/driver/nvidia/version: without a GPU there is none; with one, install the package of your \
-                    distribution (nvidia-driver) or the one from nvidia.com";
+        let text = "no /proc/driver/nvidia/version: on a machine with a GPU, install the package of your distribution \
+                    (nvidia-driver) or the one from nvidia.com";
         return Item::new(Mark::Missing, "driver", text);
     };
     let line = text.lines().next().unwrap_or_default();
@@ -69,7 +69,7 @@ fn device_files(host: &Host) -> Item {
         entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(gpu).collect();
     names.sort_unstable();
     if names.is_empty() {
-        let text = "no /dev/nvidia0: run nvidia-modprobe, or start the container with its GPUs (--gpus all)";
+        let text = "no /dev/nvidia0: run nvidia-modprobe, or start the container with GPUs (--gpus all)";
         return Item::new(Mark::Missing, "device files", text);
     }
     names.extend(["nvidiactl".to_owned(), "nvidia-uvm".to_owned()]);
@@ -85,7 +85,7 @@ fn device_files(host: &Host) -> Item {
     let usable = |name: &String| access(&path(name), AccessFlags::R_OK | AccessFlags::W_OK).is_ok();
     let closed: Vec<&String> = names.iter().filter(|name| !usable(name)).collect();
     if !closed.is_empty() {
-        let text = format!("may not be opened: {}; ask to be put into their group (ls -l)", shown(closed));
+        let text = format!("cannot be opened: {}; ask to be added to their group (see ls -l)", shown(closed));
         return Item::new(Mark::Missing, "device files", text);
     }
     Item::new(Mark::Ok, "device files", shown(names.iter().collect()))

@@ -100,7 +100,7 @@ fn probes() -> Vec<Probe> {
     vec![
         Probe {
             name: "/proc",
-            purpose: "the kernel's view of processes, to find what ranks leave behind",
+            purpose: "the kernel's view of processes, to find leftover processes of ranks",
             outcome: threads.map_err(|error| error.to_string()),
             remedy: "in a container or chroot, mount it: mount -t proc proc /proc",
         },
@@ -112,9 +112,9 @@ fn probes() -> Vec<Probe> {
         },
         Probe {
             name: "rendezvous",
-            purpose: "a private folder with a socket, in XDG_RUNTIME_DIR or the folder of temporary files",
+            purpose: "a private folder with a socket, in XDG_RUNTIME_DIR or the folder for temporary files",
             outcome: rendezvous.map(drop).map_err(|error| error.to_string()),
-            remedy: "set TMPDIR to a folder that may be written to",
+            remedy: "set TMPDIR to a writable folder",
         },
         Probe {
             name: "pidfd",
@@ -188,7 +188,7 @@ fn processor(host: &Host) -> Option<Item> {
     let (mark, vectors) = match () {
         () if has("avx512f") => (Mark::Ok, "AVX-512"),
         () if has("avx2") && has("fma") => (Mark::Ok, "AVX2"),
-        () => (Mark::Note, "neither AVX2 nor AVX-512: arithmetic is slow"),
+        () => (Mark::Note, "neither AVX2 nor AVX-512: computation is slow"),
     };
     Some(Item::new(mark, "processor", format!("{}, {vectors}", field("model name").unwrap_or("unknown"))))
 }
@@ -200,12 +200,12 @@ fn cores(topology: &Topology) -> Vec<Item> {
         text += &format!(" ({physical} physical, with hyper-threads)");
     }
     let mut items = vec![match all.len() {
-        0 => Item::new(Mark::Note, "cores", format!("{}; which, the system does not tell", topology.usable)),
+        0 => Item::new(Mark::Note, "cores", format!("{}, of unknown numbers", topology.usable)),
         _ => Item::new(Mark::Ok, "cores", text),
     }];
     if topology.usable < all.len() {
         let text = format!(
-            "a control group allows as much time as {} of them have; more threads than that get in each other's way",
+            "a control group limits CPU time to {} cores; more threads than that slow each other down",
             topology.usable
         );
         items.push(Item::new(Mark::Note, "quota", text));
@@ -231,7 +231,7 @@ fn memory(host: &Host) -> Item {
         (Some(total), Some(free)) => {
             Item::new(Mark::Ok, "memory", format!("{}, {} available", size(total), size(free)))
         }
-        _ => Item::new(Mark::Note, "memory", "the system does not tell"),
+        _ => Item::new(Mark::Note, "memory", "unknown"),
     }
 }
 

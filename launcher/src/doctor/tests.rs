@@ -117,7 +117,7 @@ fn nccl_is_looked_for_where_a_run_looks() {
     // Python's folders are found through the real file system, so they carry the root.
     assert_eq!(line(&host), (Mark::Ok, format!("/{wheel}")));
     host.search.explicit = Some("/opt/libnccl.so".into());
-    assert_eq!(line(&host), (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, where no file is".into()));
+    assert_eq!(line(&host), (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, which does not exist".into()));
     write(root.path(), "opt/libnccl.so", "");
     assert_eq!(line(&host), (Mark::Ok, "/opt/libnccl.so".into()));
 }

@@ -370,7 +370,7 @@ impl<'a> EventLoop<'a> {
         let is_its = |rank: &Process| group == u32::try_from(rank.pid.as_raw()).ok();
         let rank = self.ranks.iter().position(is_its);
         let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
-        self.output.say(&format!("refused {what}{whose}: {why}"));
+        self.output.say(&format!("rejected {what}{whose}: {why}"));
     }
 
     /// Reads once; the number of bytes, 0 when there are none for now or for ever.

@@ -90,7 +90,7 @@ impl Logs {
         let mut notices = Vec::new();
         for (rank, error) in self.writer.failures() {
             self.logs[rank].ended = true;
-            notices.push(format!("the log of rank {rank} ends here: {error}; the run goes on"));
+            notices.push(format!("the log of rank {rank} ends here: {error}; the run continues"));
         }
         self.observe_writer(now);
         self.stall.expire(now);
@@ -136,7 +136,7 @@ impl Logs {
             if lost > 0 && !log.ended {
                 self.writer.push(rank, format!("mgpurun: {lost} lines are missing here\n").as_bytes(), 0);
                 notices.push(format!(
-                    "the log of rank {rank} lost {lost} lines: its disk took nothing for {seconds} s"
+                    "the log of rank {rank} lost {lost} lines: its disk accepted nothing for {seconds} s"
                 ));
             }
         }
@@ -199,7 +199,7 @@ mod tests {
             std::thread::yield_now();
         };
         let told =
-            |rank, lost| format!("the log of rank {rank} lost {lost} lines: its disk took nothing for 30 s");
+            |rank, lost| format!("the log of rank {rank} lost {lost} lines: its disk accepted nothing for 30 s");
         assert_eq!(notices, [told(0, 2), told(1, 2)]);
         logs.push(1, b"after\n", 1);
         logs.close();

@@ -96,7 +96,7 @@ fn a_reader_that_stopped_is_told_what_it_missed() {
     let [rest, told] = read(output, [stdout, stderr]);
     let shown = String::from_utf8(shown).unwrap() + &rest;
     assert!(shown == "[0] \n".repeat(pushed) + "[1] cut short\n");
-    assert_eq!(told, "mgpurun: 3 lines of standard output are not shown: nobody took any for 30 s\n");
+    assert_eq!(told, "mgpurun: 3 lines of standard output were dropped: the reader accepted nothing for 30 s\n");
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn the_last_lines_are_repeated_for_hidden_ranks_too() {
     let [stdout, stderr] = read(output, readers);
     let lines: String = (5..15).map(|line| format!("    line {line}\n")).collect();
     assert_eq!(stdout, "");
-    let heads = ["mgpurun: the last lines of rank 0:\n", "mgpurun: rank 1 had written nothing\n"];
+    let heads = ["mgpurun: the last lines of rank 0:\n", "mgpurun: rank 1 has written nothing\n"];
     assert_eq!(stderr, format!("{}{lines}{}", heads[0], heads[1]));
 }
 

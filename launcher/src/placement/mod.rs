@@ -177,7 +177,7 @@ pub(crate) fn unmet(topology: &Topology, bind: Bind, places: &[Placement]) -> Op
     let wanted = matches!(bind, Bind::Core | Bind::Numa);
     let (ranks, cores) = (places.len(), topology.all().len());
     (wanted && places.iter().any(|place| place.cores.is_none())).then(|| {
-        format!("ranks are not bound: {ranks} ranks are more than the {cores} cores there are for them")
+        format!("ranks are not bound: {ranks} ranks are more than the {cores} available cores")
     })
 }
 

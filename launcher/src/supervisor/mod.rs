@@ -311,7 +311,7 @@ impl Supervisor {
 
     fn guardian_ended(&mut self) -> Vec<Action> {
         self.outcome.get_or_insert_with(|| Outcome {
-            message: Some("mgpurun was killed: so are its ranks".into()),
+            message: Some("mgpurun was killed, and its ranks with it".into()),
             ..Outcome::interruption(Signal::SIGKILL)
         });
         self.interrupted = true;
