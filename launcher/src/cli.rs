@@ -239,14 +239,14 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().collect();
-    // Commands of the launcher's own; a program of such a name can be started after `--`.
+    // Subcommands; a program of the same name can be started after `--`.
     let done = match arguments.get(1).and_then(|word| word.to_str()) {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
         _ => stdout::parse(arguments).and_then(|args| args.map_or_else(Ok, run)),
     };
     done.unwrap_or_else(|error| {
-        // Whoever closed standard error does not want to know.
+        // Ignored: standard error may be closed.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
         let refused = error.downcast_ref::<LaunchError>();
         ExitCode::from(refused.map_or(exit_code::LAUNCHER, LaunchError::exit_code))
@@ -317,7 +317,7 @@ fn describe(plan: &LaunchPlan) -> String {
     text
 }
 
-/// A word as a shell would read it back.
+/// A word, quoted for a shell.
 fn quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn options_after_the_program_are_its_own() {
+    fn options_after_the_program_belong_to_it() {
         let args = Args::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
         assert_eq!(args.ranks, Ranks::Count(2));
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
