@@ -1,7 +1,7 @@
-//! The one place where the launcher waits: exits, output, messages, signals and deadlines come out of one `poll`.
+//! The event loop: one `poll` waits for exits, output, messages, signals and deadlines.
 //!
-//! Nothing here decides anything. Events go to the [`Supervisor`], and its actions are carried out. Nothing here blocks
-//! either, except in `poll`: not on a rank's pipe, and not on the reader of our own output.
+//! The loop makes no decisions: it passes events to the [`Supervisor`] and carries out its actions. It never blocks outside
+//! of `poll`, neither on a rank's pipe nor on the reader of the launcher's own output.
 
 mod leftovers;
 mod wait;
@@ -34,17 +34,17 @@ use crate::{exit_code, mpi, orphans};
 use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
 
-/// Longest read, and the capacity of a pipe where the kernel does not tell.
+/// Size of the read buffer, and the assumed capacity of a pipe if the kernel does not tell it.
 const PIPE_CAPACITY: usize = 64 << 10;
 
-/// Time between two looks at the ranks' steps, if somebody records them.
+/// Interval at which the ranks' steps are polled if events are recorded.
 const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Who is so late was not busy but suspended, and the ranks with it, as by a freezer of control groups: their silence
-/// in that time says nothing.
+/// If the loop wakes so much later than its deadline, the launcher was suspended, and the ranks with it (by the cgroup
+/// freezer, for instance). Their lack of progress in that time is ignored.
 const SUSPENSION_THRESHOLD: Duration = Duration::from_secs(1);
 
-/// Everything the loop waits for.
+/// The state of the event loop.
 pub(crate) struct EventLoop<'a> {
     ranks: Vec<Process>,
     server: Server,
@@ -53,34 +53,34 @@ pub(crate) struct EventLoop<'a> {
     events: &'a mut EventLog,
     supervisor: Supervisor,
     supervision: Supervision,
-    /// When a rank might have been silent for so long.
+    /// Earliest time at which a rank may have exceeded the progress timeout.
     next_progress_check: Option<Instant>,
-    /// When to look for new steps, if somebody records them.
+    /// When to poll the ranks' steps, if events are recorded.
     next_step_poll: Option<Instant>,
     mpi: MpiWatch,
-    /// Faults that ranks are to commit.
+    /// Faults to inject.
     injections: &'a [Injection],
     /// The guardian has ended.
     guardian_ended: bool,
-    /// When this process was last found to have been kept from its work, as [`progress::now`].
+    /// End of the last suspension of this process, as [`progress::now`].
     awake_since: Duration,
-    /// What was read of a pipe.
+    /// Read buffer.
     bytes: Box<[u8]>,
 }
 
-/// How the ranks ended.
+/// The end of an attempt.
 pub(crate) struct AttemptEnd {
     pub(crate) outcome: Outcome,
     pub(crate) reached: Reached,
-    /// Faults that were to be injected and were not, each in a line.
+    /// Injected faults that have not happened, one line each.
     pub(crate) missed_faults: Vec<String>,
 }
 
-/// The ranks of one start, and how they are supervised.
+/// One start of the ranks, and how they are supervised.
 pub(crate) struct Attempt<'a> {
     pub(crate) processes: Vec<Process>,
     pub(crate) server: Server,
-    /// Faults that ranks are to commit; at the end it is told which have not happened.
+    /// Faults to inject; those that have not happened are reported at the end.
     pub(crate) injections: &'a [Injection],
     pub(crate) supervision: Supervision,
 }
@@ -113,11 +113,11 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Runs until all ranks and their groups have ended and their output has been taken in.
+    /// Runs until all ranks and their groups have ended and all their output has been read.
     pub(crate) fn run(mut self) -> AttemptEnd {
         loop {
             let ready = self.wait();
-            // Output first: what a rank wrote before it ended comes before its end.
+            // Output first: what a rank wrote before it ended is shown before its end is reported.
             for source in &ready {
                 match source {
                     Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
@@ -139,7 +139,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Nothing of the ranks is left when this returns.
+    /// Cleans up: no process of the ranks is left when this returns.
     fn end(&mut self, mut outcome: Outcome) -> AttemptEnd {
         if !outcome.interrupted
             && let Some(signal) = self.wait_for_leftovers()
@@ -174,7 +174,7 @@ impl<'a> EventLoop<'a> {
         AttemptEnd { outcome, reached, missed_faults }
     }
 
-    /// What has happened, the most telling first.
+    /// The events of the ready sources, in the order in which the supervisor should see them.
     fn events(&mut self, ready: &[Source]) -> Vec<Event> {
         let (mut events, mut exits, mut served) = (Vec::new(), Vec::new(), false);
         for source in ready {
@@ -184,7 +184,7 @@ impl<'a> EventLoop<'a> {
                     self.guardian_ended = true;
                     events.push(Event::GuardianEnded);
                 }
-                // All of its connections at once.
+                // One call serves all connections.
                 Source::Server if !served => {
                     served = true;
                     events.extend(self.serve());
@@ -194,7 +194,7 @@ impl<'a> EventLoop<'a> {
                 Source::Pipe(..) | Source::Writable(_) | Source::Log => {}
             }
         }
-        // Of ranks that ended within one turn, one that blames another failed after it.
+        // If several ranks ended in one iteration, a rank that blames another one failed after it.
         exits.sort_by_key(|exit| matches!(exit, Event::Exited { blame: Some(_), .. }));
         events.extend(exits);
         if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
@@ -214,7 +214,7 @@ impl<'a> EventLoop<'a> {
         let (children, signals): (Vec<Signal>, Vec<Signal>) =
             self.signals.take().into_iter().partition(|signal| *signal == Signal::SIGCHLD);
         if !children.is_empty() && self.supervision.adopts_orphans {
-            // Ranks are waited for when their pidfds say so.
+            // Ranks are reaped when their pidfds become readable.
             orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
         }
         for signal in signals.iter().filter(|signal| ends_the_run(**signal)) {
@@ -223,7 +223,7 @@ impl<'a> EventLoop<'a> {
         signals.into_iter().map(Event::Signalled).collect()
     }
 
-    /// Tells the user if the ranks seem to expect another launcher.
+    /// Tells the user if the ranks are MPI programs.
     fn check_for_mpi(&mut self) {
         match self.ranks.first().filter(|rank| !rank.reaped) {
             Some(rank) if self.mpi.check(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
@@ -232,7 +232,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// The rank that has been silent for too long, if one could have been by now.
+    /// The event of a rank that has exceeded the progress timeout, if a check is due.
     fn check_progress(&mut self) -> Option<Event> {
         let timeout = self
             .supervision
@@ -246,7 +246,7 @@ impl<'a> EventLoop<'a> {
         };
         let mut ranks: Vec<WatchedRank> = (0..page.world_size()).map(watched).collect();
         if ranks.iter().any(|rank| rank.progress.state == RankState::Absent) {
-            // Those who have joined wait for those who have not: that is the business of the other deadline.
+            // The ranks that have joined wait for the others: the join timeout covers this.
             self.next_progress_check = Instant::now().checked_add(timeout);
             return None;
         }
@@ -276,13 +276,13 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// What a rank is doing.
+    /// The row of a rank in the table.
     fn row(&self, rank: u32) -> Row {
         let ended = self.ranks[rank as usize].ended.clone();
         Row::of(self.server.page(), rank, Some(self.pid_of(rank)), ended)
     }
 
-    /// The process that does a rank's work: the one that has joined, which a shell may have started.
+    /// The process of a rank: the one that has joined, which may be a child of the started process.
     fn pid_of(&self, rank: u32) -> u32 {
         match self.server.page().progress(rank).pid {
             0 => self.ranks[rank as usize].pid.as_raw() as u32,
@@ -290,7 +290,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Shows what every rank is doing.
+    /// Prints the table of what every rank is doing.
     fn report(&mut self) {
         let rows: Vec<Row> = (0..self.ranks.len() as u32).map(|rank| self.row(rank)).collect();
         for line in table(&rows, progress::now()).lines() {
@@ -298,16 +298,16 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Sleeps until something is ready or due.
+    /// Sleeps until a source is ready or a deadline has passed.
     fn wait(&mut self) -> Vec<Source> {
         let mut sources = vec![];
-        // The guardian's end stays readable: once is enough.
+        // The guardian's pidfd stays readable; it is handled once.
         let is_news = |source: &Source| !(self.guardian_ended && matches!(source, Source::Guardian));
         sources.extend(signal_sources(self.signals).filter(|(source, _)| is_news(source)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
             if rank.ended.is_none() {
-                // Of a rank that has ended, what is left of its group.
+                // For a rank that has ended: the remaining processes of its group.
                 let end = rank.group.first().unwrap_or(&rank.pidfd);
                 sources.push((Source::Exit(number), end.as_fd()));
             }
@@ -330,7 +330,7 @@ impl<'a> EventLoop<'a> {
         ready
     }
 
-    /// The ranks' pipes that may be read: their readers and disks have room.
+    /// The ranks' pipes to read: those whose output has room at its reader and its disk.
     fn pipes(&self) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
         let all = (0..).zip(&self.ranks).flat_map(|(number, rank)| {
             STREAMS.map(|stream| (number, stream, rank.pipes[stream as usize].as_ref()))
@@ -361,7 +361,7 @@ impl<'a> EventLoop<'a> {
         events
     }
 
-    /// Tells the user of refused connections. What a rank starts is in its group.
+    /// Reports rejected connections. The processes that a rank starts are in its group.
     fn say_rejected(&mut self, group: Option<u32>, connections: u64, why: &str) {
         let what = match connections {
             1 => "a connection".to_owned(),
@@ -373,7 +373,7 @@ impl<'a> EventLoop<'a> {
         self.output.say(&format!("rejected {what}{whose}: {why}"));
     }
 
-    /// Reads once; the number of bytes, 0 when there are none for now or for ever.
+    /// Reads once. Returns the number of bytes; 0 if there are none now or the pipe is closed.
     fn read_pipe(&mut self, number: u32, stream: Stream) -> usize {
         let pipe = &mut self.ranks[number as usize].pipes[stream as usize];
         let Some(open) = pipe else { return 0 };
@@ -394,8 +394,8 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Reads all that a rank has written before it ended. That is at most what its pipes hold: a process that left
-    /// its group may go on writing for ever.
+    /// Reads everything that a rank wrote before it ended. That is at most the capacity of its pipes; the limit matters
+    /// because a process that left the rank's group may continue to write.
     fn drain(&mut self, number: u32) {
         for stream in STREAMS {
             let pipe = self.ranks[number as usize].pipes[stream as usize].as_ref();
@@ -410,40 +410,40 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Takes in a process that has ended.
+    /// Handles a process that has ended.
     fn reap(&mut self, number: u32) -> Option<Event> {
         let (pid, may_have_leftovers) = (self.ranks[number as usize].pid, self.may_have_leftovers());
         let rank = &mut self.ranks[number as usize];
-        // Look without reaping: while the zombie is there, the number of its group cannot be anybody else's.
+        // Check without reaping (WNOWAIT): while the zombie exists, the number of its group is not reused.
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
         match waitid(Id::Pid(pid), look) {
             Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
-            // A shell that was asked to end does so at once, while the program it runs uses its time.
+            // A shell ends at once when asked to, while the program that it runs may need its grace time.
             Ok(_) if rank.sent == Sent::Request => {
                 rank.group = running_in(&[pid.as_raw()]);
                 if !rank.group.is_empty() {
                     return None;
                 }
             }
-            // Its children may still be writing: they are seen to at the end of the run.
+            // Its children may still be writing; they are handled at the end of the run.
             Ok(WaitStatus::Exited(_, 0)) if rank.sent == Sent::Nothing && may_have_leftovers => {
                 return Some(self.note_end(number, Exit::Code(0)));
             }
             Ok(_) => _ = killpg(pid, Signal::SIGKILL),
-            // Somebody else in this process has waited for our child: its group's number is not ours any more.
+            // Another part of this process has reaped our child: its group's number may have been reused.
             Err(_) => {}
         }
         let exit = match waitpid(pid, None) {
             Ok(WaitStatus::Exited(_, code)) => Exit::Code(code),
             Ok(WaitStatus::Signaled(_, signal, _)) => Exit::Signal(signal as i32),
-            // Its code is lost as well.
+            // Its exit code is lost, too.
             Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
         };
         rank.reaped = true;
         Some(self.note_end(number, exit))
     }
 
-    /// Takes in what a rank that has ended has written, and says how it ended.
+    /// Reads the remaining output of a rank that has ended, and returns the event of its end.
     fn note_end(&mut self, number: u32, exit: Exit) -> Event {
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
@@ -454,8 +454,8 @@ impl<'a> EventLoop<'a> {
         Event::Exited { rank: number, exit, blame: self.server.blame(number) }
     }
 
-    /// Our reader has left, as `head` does, so the rank found its pipe closed and ended. What the others have to say
-    /// about that is no news to anybody.
+    /// Mutes the output if the rank ended because the launcher's own reader has exited, as `head` does. The errors of the
+    /// other ranks about that are of no use.
     fn end_quietly(&mut self, number: u32, exit: Exit) {
         let is_first = self.supervisor.is_undecided();
         let is_unread = !self.output.is_wanted(number, Stream::Stdout);
@@ -486,23 +486,23 @@ impl<'a> EventLoop<'a> {
         None
     }
 
-    /// Tells the user how the run ends, and the record who is to blame.
+    /// Prints how the run ends, and records the culprit as an event.
     fn settle(&mut self, outcome: Outcome) {
         if self.ranks.iter().all(|rank| rank.reaped) {
-            // What they have written comes first.
+            // Their output comes first.
             self.drain_all();
         }
         if let Some(rank) = outcome.culprit {
             let cause = outcome.message.clone().unwrap_or_default();
             self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
         }
-        // As `cat` ends when its reader has left: nobody wants to know.
+        // If the reader has exited, the run ends quietly, as `cat` would.
         if !self.output.is_muted() {
             outcome.message.iter().for_each(|message| self.output.say(message));
         }
     }
 
-    /// Takes in what is left in the pipes. A process that left its group and holds a pipe open is not waited for.
+    /// Reads what is left in the pipes. Does not wait for a process that left its group and holds a pipe open.
     fn drain_all(&mut self) {
         for number in 0..self.ranks.len() as u32 {
             self.drain(number);
