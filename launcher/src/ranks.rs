@@ -1,11 +1,11 @@
-//! Sets of ranks as typed: `0`, `1-`, `0,2-3`.
+//! Sets of ranks on the command line: `0`, `1-`, `0,2-3`.
 
 use std::str::FromStr;
 
 /// A set of ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RankSet {
-    /// Inclusive ranges; the end is `u32::MAX` where it was left open.
+    /// Inclusive ranges; an open end is `u32::MAX`.
     ranges: Vec<(u32, u32)>,
 }
 
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_are_what_they_say() {
+    fn rank_sets_are_parsed() {
         for (text, inside, outside) in [
             ("0", &[0][..], &[1, 2][..]),
             ("1-", &[1, 2, 99], &[0]),

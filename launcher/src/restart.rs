@@ -1,8 +1,8 @@
-//! Once more? A pure decision.
+//! Decides whether ranks are restarted. Pure: no I/O.
 //!
-//! A run that broke in its midst is worth another try: a GPU that fell off the bus, a machine short of memory. One whose
-//! ranks joined and never made a step is broken by its start, and would only break again. Of ranks that never join, such
-//! as a PyTorch script's, nobody can tell how far they came: they are given the benefit of the doubt.
+//! A run that failed after some steps is worth a restart: a GPU may have fallen off the bus, or the machine was short of
+//! memory. If ranks joined and completed no step, the failure is likely to repeat, so there is no restart. For ranks that
+//! never join, such as a PyTorch script's, it is unknown how far they came: they are restarted.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from
 /// When ranks are restarted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RestartPolicy {
-    /// How often at most.
+    /// Maximum number of restarts.
     pub max_restarts: u32,
-    /// Also if ranks joined and no step was made since the last start.
+    /// Restart even if ranks joined and completed no step since the last start.
     pub always: bool,
 }
 
@@ -27,21 +27,21 @@ pub(crate) enum Reached {
     Start,
     /// Some rank has joined.
     Join,
-    /// Some rank has made a training step.
+    /// Some rank has completed a training step.
     Step,
 }
 
-/// What to do after an end.
+/// What to do after the end of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// Restart after this pause.
     Restart(Duration),
-    /// This was the end. The user may want to know why there is no restart.
+    /// Do not restart; a reason to print, if any.
     Stop(Option<&'static str>),
 }
 
 impl RestartPolicy {
-    /// After `restarts` restarts the ranks have ended with this outcome, and `reached` so much since the last one.
+    /// Decides after `restarts` restarts, for the outcome of the last start and what it `reached`.
     pub(crate) fn decide(self, outcome: &Outcome, reached: Reached, restarts: u32) -> Decision {
         if outcome.culprit.is_none() || outcome.interrupted || outcome.incompatible || self.max_restarts == 0
         {
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_may_go_better_is_tried_again() {
+    fn only_runs_that_may_succeed_are_restarted() {
         let policy = RestartPolicy { max_restarts: 2, always: false };
         for reached in [Reached::Start, Reached::Step] {
             let decide = |restarts| policy.decide(&failed(137), reached, restarts);
@@ -79,7 +79,7 @@ mod tests {
         }
         assert!(matches!(policy.decide(&failed(137), Reached::Join, 0), Decision::Stop(Some(_))));
         let always = RestartPolicy { max_restarts: 99, always: true };
-        // By whatever code a program fails.
+        // Whatever code a program fails with.
         for code in [64, 70] {
             assert_eq!(always.decide(&failed(code), Reached::Join, 40), Decision::Restart(PAUSES.1));
         }

@@ -1,24 +1,24 @@
-//! Who is silent? Pure: what the ranks last did, and when, in; the culprit out.
+//! Finds a stuck rank from the last actions of all ranks and their times. Pure: no I/O.
 //!
-//! A rank that waits for others is not to blame for its silence; one that does nothing else is. A collective that hangs
-//! makes all ranks silent within moments, and only the one that all wait for is not waiting itself. If each waits for
-//! another, they have called different things: the one with the fewest operations behind it holds up the rest. A rank
-//! that was stopped (SIGSTOP) in the midst of waiting looks as if it still did; the kernel knows better.
+//! A rank without progress is the culprit only if it does not wait for another rank. When a collective hangs, all ranks soon
+//! make no progress, and the rank that the others wait for is the only one that does not wait. If each rank waits for
+//! another one, their calls do not match: the rank with the fewest operations holds up the others. A rank that was stopped
+//! (SIGSTOP) while it waited still appears to wait on the progress page; the kernel reports that it is stopped.
 
 use std::time::Duration;
 
 use mgpu_control::progress::{Operation, Progress};
 
-/// What the watch found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Nobody is silent; look again at this time, if at all.
+    /// No rank is stuck; the time of the next check, if one is needed.
     Healthy(Option<Duration>),
-    /// This rank holds up the run, for this long.
+    /// This rank is stuck, for this long.
     Silent(u32, Duration),
 }
 
-/// A rank's part in it.
+/// A rank and its progress.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WatchedRank {
     pub(crate) rank: u32,
@@ -41,7 +41,8 @@ impl WatchedRank {
     }
 }
 
-/// Looks at the members of the run at time `now` (that of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel.
+/// Checks the joined ranks at time `now` (of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel whether a rank
+/// is stopped.
 pub(crate) fn find_silent_rank(
     ranks: &[WatchedRank],
     timeout: Duration,
@@ -96,14 +97,14 @@ mod tests {
     }
 
     #[test]
-    fn the_next_look_is_when_the_first_would_be_overdue() {
+    fn the_next_check_is_when_the_first_rank_would_be_overdue() {
         let ranks = [rank(0, 7, None), rank(1, 5, None)];
         assert_eq!(check(&ranks, 8, None), Verdict::Healthy(Some(Duration::from_secs(15))));
         assert_eq!(check(&[], 8, None), Verdict::Healthy(None));
     }
 
     #[test]
-    fn who_waits_is_not_to_blame() {
+    fn a_waiting_rank_is_not_the_culprit() {
         let waiting = rank(0, 1, Some((7, Some(1))));
         assert_eq!(
             check(&[waiting, rank(1, 9, None)], 12, None),
@@ -111,19 +112,19 @@ mod tests {
         );
         let silent = Verdict::Silent(1, Duration::from_secs(11));
         assert_eq!(check(&[waiting, rank(1, 1, None)], 12, None), silent);
-        // Of two that do nothing, the one that has for longer.
+        // Of two idle ranks, the one that has been idle longer.
         let ranks = [rank(0, 2, None), rank(1, 1, None)];
         assert_eq!(check(&ranks, 12, None), silent);
     }
 
     #[test]
-    fn a_rank_stopped_while_it_waits_is_to_blame() {
+    fn a_rank_stopped_while_it_waits_is_the_culprit() {
         let ranks = [rank(0, 1, Some((7, Some(1)))), rank(1, 1, Some((7, Some(0))))];
         assert_eq!(check(&ranks, 12, Some(1)), Verdict::Silent(1, Duration::from_secs(11)));
     }
 
     #[test]
-    fn in_a_circle_the_one_with_the_fewest_operations_is() {
+    fn in_a_cycle_of_waits_the_rank_with_the_fewest_operations_is_the_culprit() {
         let ranks = [rank(0, 1, Some((8, Some(1)))), rank(1, 1, Some((7, Some(0))))];
         assert_eq!(check(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
     }
