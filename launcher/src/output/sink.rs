@@ -1,13 +1,13 @@
-//! Where lines end up: standard output or error, which may be slow, stuck or gone.
+//! A destination of lines: standard output or error, which may be slow, stalled or closed.
 //!
-//! A pager that nobody scrolls, or a full pipe, must not stop the launcher from noticing a dead rank or a Ctrl-C, so
-//! a write may never block. The descriptor is shared with the shell and cannot be made non-blocking without doing
-//! that to the shell as well. A pipe or a terminal is opened a second time, which gives a descriptor of our own that can.
-//! Where that is not possible (it belongs to another user, or is a socket), the kernel is asked before every write, and
-//! a write is no longer than what a pipe that has room takes at once. The pending waits in a queue until the event loop
-//! finds room. When the queue is long, the ranks' pipes are left unread: a rank that writes faster than its reader reads is slowed down, as it
-//! would be without a launcher. A reader that has stopped for good is given up after a while (`patience`): what comes
-//! then is not put into the queue any more, until the reader goes on.
+//! A pager that is not scrolled, or a full pipe, must not keep the launcher from noticing a dead rank or a Ctrl-C, so a write
+//! must never block. The descriptor is shared with the shell and cannot be made non-blocking without making the shell's
+//! non-blocking, too. So a pipe or a terminal is opened a second time, which gives a separate, non-blocking descriptor. If
+//! that is not possible (it belongs to another user, or is a socket), every write is preceded by a poll, and is no longer than
+//! what a writable pipe accepts without blocking. The remaining bytes wait in a queue until the event loop finds the
+//! descriptor writable. When the queue is long, the ranks' pipes are not read: a rank that writes faster than its reader reads
+//! is slowed down, as it would be without a launcher. A reader that has stalled is given up after a timeout (`stall`): new
+//! output is then dropped until the reader continues.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -22,38 +22,38 @@ use nix::unistd::write;
 
 use super::stall::StallDetector;
 
-/// Bytes in the queue from which ranks have to wait.
+/// Number of queued bytes above which ranks have to wait.
 const LONG_QUEUE: usize = 256 << 10;
-/// Bytes that the launcher's own lines may add to a queue that is stuck.
+/// Bytes that the launcher's own lines may add to a stalled queue.
 const RESERVE: usize = 64 << 10;
-/// What a pipe that reports room takes without blocking (`PIPE_BUF`).
+/// Number of bytes that a writable pipe accepts without blocking (`PIPE_BUF`).
 const PIPE_CHUNK: usize = 4096;
-/// Longest write to a pipe of our own: it takes what has room.
+/// Maximum size of a write to a pipe that was opened a second time: it is non-blocking and accepts what fits.
 const OWN_PIPE_CHUNK: usize = 1 << 20;
-/// What is risked at a terminal that cannot be opened a second time, because it belongs to another user.
+/// Maximum size of a write to a terminal that cannot be opened a second time, because it belongs to another user.
 const TERMINAL_CHUNK: usize = 64;
-/// A terminal may report room and still take nothing: a line's end needs two bytes. Time until it is asked again.
+/// A terminal may be reported as writable and still accept nothing: the end of a line needs two bytes. Time until the next try.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
-/// A file takes anything.
+/// Maximum size of a write to a regular file, which is always writable.
 const FILE_CHUNK: usize = 64 << 10;
 
-/// A destination that may be slow and may go away.
+/// A destination that may be slow and may be closed.
 pub(crate) struct Sink {
     target: Box<dyn AsFd>,
     piece: usize,
     queue: Vec<u8>,
-    /// Bytes of the queue that are written already.
+    /// Number of bytes at the front of the queue that are already written.
     written: usize,
     stall: StallDetector,
-    /// Bytes of important lines that came since the reader was given up.
+    /// Bytes of important lines that were queued since the reader stalled.
     reserved: usize,
-    /// Room was promised in vain: until then it is not asked for.
+    /// A write failed although the descriptor was writable: it is not polled before this time.
     pause: Option<Instant>,
-    /// Why nothing is written any more.
+    /// The error after which nothing is written any more.
     failure: Option<Errno>,
 }
 
-/// A descriptor of our own to the pipe or terminal behind `target`. Fails for a pipe that nobody reads any more.
+/// Opens the pipe or terminal of `target` a second time. Fails for a pipe without a reader.
 fn reopen(target: BorrowedFd<'_>) -> Option<File> {
     let flags = (OFlag::O_NONBLOCK | OFlag::O_NOCTTY).bits();
     let path = format!("/proc/self/fd/{}", target.as_raw_fd());
@@ -83,8 +83,8 @@ impl Sink {
         Sink { target, piece, queue: Vec::new(), written: 0, stall, reserved: 0, pause: None, failure: None }
     }
 
-    /// Writes what finds room now, and keeps the pending. False if it is dropped: while the reader is stuck.
-    /// After a failure everything is dropped, and nobody need count it.
+    /// Writes as much as possible without blocking and queues the rest. False if the bytes are dropped because the reader has
+    /// stalled. After a failure everything is dropped and need not be counted.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> bool {
         let stuck = self.stall.is_stalled();
         if !stuck {
@@ -93,7 +93,7 @@ impl Sink {
         !stuck
     }
 
-    /// As [`push`](Self::push), for the few lines that are worth some more room.
+    /// As [`push`](Self::push), for the few important lines, which are also queued while the reader is stalled.
     pub(crate) fn push_important(&mut self, bytes: &[u8]) {
         self.reserved = if self.stall.is_stalled() { self.reserved + bytes.len() } else { 0 };
         if self.reserved <= RESERVE {
@@ -105,13 +105,13 @@ impl Sink {
         if self.failure.is_some() {
             return;
         }
-        // Where nothing waits, only what finds no room has to be copied.
+        // If nothing is queued, only the bytes that cannot be written have to be copied.
         let written = if self.has_pending() { 0 } else { self.write_to_target(bytes) };
         self.queue.extend_from_slice(&bytes[written..]);
         self.write_what_fits();
     }
 
-    /// Writes as much as finds room, and returns how much. After a failure that is all.
+    /// Writes as much as possible without blocking and returns the number of bytes; all of them after a failure.
     fn write_to_target(&mut self, bytes: &[u8]) -> usize {
         let mut written = 0;
         while written < bytes.len() && self.has_room() {
@@ -119,7 +119,7 @@ impl Sink {
             match write(&self.target, &bytes[written..end]) {
                 Ok(count) => written += count,
                 Err(Errno::EINTR) => {}
-                // Somebody else writes to the same pipe, or a terminal has less room than is needed.
+                // Another process writes to the same pipe, or a terminal has less room than needed.
                 Err(Errno::EAGAIN) => {
                     self.pause = Some(Instant::now() + RETRY_DELAY);
                     break;
@@ -133,7 +133,7 @@ impl Sink {
         written
     }
 
-    /// Goes on writing what is kept.
+    /// Writes queued bytes.
     pub(crate) fn write_what_fits(&mut self) {
         let before = self.pending();
         let queue = std::mem::take(&mut self.queue);
@@ -143,7 +143,7 @@ impl Sink {
         if !self.has_pending() {
             self.queue.clear();
             self.written = 0;
-            // One long line should not cost its memory for the pending of the run.
+            // One long line should not keep its memory for the rest of the run.
             self.queue.shrink_to(LONG_QUEUE);
         } else if self.written > LONG_QUEUE {
             self.queue.drain(..std::mem::take(&mut self.written));
@@ -162,13 +162,13 @@ impl Sink {
         self.stall.deadline().into_iter().chain(self.pause).min()
     }
 
-    /// Gives the reader up if it has taken nothing for too long.
+    /// Treats the reader as stalled if it has accepted nothing for the stall timeout.
     pub(crate) fn expire(&mut self, now: Instant) {
         self.stall.expire(now);
         self.pause = self.pause.filter(|until| *until > now);
     }
 
-    /// True while what is pushed is dropped.
+    /// True while pushed bytes are dropped.
     pub(crate) fn is_stalled(&self) -> bool {
         self.stall.is_stalled()
     }
@@ -177,12 +177,12 @@ impl Sink {
         self.queue.len() - self.written
     }
 
-    /// True while it is worth while to be told of room.
+    /// True if the descriptor should be polled for writing.
     pub(crate) fn wants_room(&self) -> bool {
         self.has_pending() && self.pause.is_none()
     }
 
-    /// True while something waits for room.
+    /// True while bytes are queued.
     pub(crate) fn has_pending(&self) -> bool {
         self.written < self.queue.len()
     }
@@ -199,7 +199,7 @@ impl Sink {
 
     fn has_room(&self) -> bool {
         let mut fds = [PollFd::new(self.as_fd(), PollFlags::POLLOUT)];
-        // A reader that is gone counts as room: the write then says so.
+        // A closed reader counts as writable: the write then fails.
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1))
     }
 }
@@ -219,7 +219,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(30);
 
     #[test]
-    fn a_stuck_reader_does_not_block() {
+    fn a_reader_that_does_not_read_does_not_block() {
         let (mut reader, writer) = std::io::pipe().unwrap();
         let mut sink = Sink::new(writer, false, LIMIT);
         let input: Vec<u8> = (0..400_000u32).map(|index| index as u8).collect();
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_is_gone_costs_its_lines_only() {
+    fn a_closed_reader_is_a_failure_and_blocks_nothing() {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
         let mut sink = Sink::new(writer, false, LIMIT);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_stopped_costs_what_comes_then() {
+    fn output_is_dropped_while_the_reader_is_stalled() {
         let (mut reader, writer) = std::io::pipe().unwrap();
         let mut sink = Sink::new(writer, false, LIMIT);
         assert!(sink.push(&[b'a'; 400_000]));

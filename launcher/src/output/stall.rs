@@ -1,24 +1,24 @@
-//! How long ranks wait for whoever takes their output: pure.
+//! Distinguishes a slow destination of output from a stalled one. Pure: no I/O.
 //!
-//! A reader that is slow should slow the ranks down, and lose nothing: that is what a pipe does. A reader that has
-//! stopped for good, a terminal after Ctrl-S or a disk that hangs, should not: a training run is worth more than its
-//! output. The two differ in one thing, whether anything is taken now and then, so that is what is watched. The time
-//! counts from the moment in which ranks had to wait; whatever is taken starts it again.
+//! A slow reader should slow the ranks down and lose nothing, as a pipe does. A reader that has stopped for good, such as a
+//! terminal after Ctrl-S or a disk that hangs, should not stop the ranks: a training run is worth more than its output. The
+//! difference is whether the destination accepts anything from time to time. The timeout starts when ranks have to wait, and
+//! restarts whenever something is accepted.
 
 use std::time::{Duration, Instant};
 
-/// How one destination is doing.
+/// The state of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flow {
     /// The queue is short.
     Open,
-    /// The queue is long: ranks wait, and nothing was taken since then.
+    /// The queue is long: ranks wait, and nothing was accepted since then.
     Waiting(Instant),
-    /// Ranks do not wait any more: what they write is dropped.
+    /// Ranks do not wait any more: their output is dropped.
     Stalled,
 }
 
-/// Tells a slow destination from a stuck one.
+/// Detects that a destination has stalled.
 #[derive(Debug)]
 pub(super) struct StallDetector {
     limit: Duration,
@@ -26,13 +26,12 @@ pub(super) struct StallDetector {
 }
 
 impl StallDetector {
-    /// Ranks wait for `limit` while nothing is taken.
+    /// A detector for which ranks wait for `limit` while nothing is accepted.
     pub(super) fn new(limit: Duration) -> Self {
         StallDetector { limit, state: Flow::Open }
     }
 
-    /// Takes in what was seen at `now`: whether something was taken since the last look, and whether the queue is
-    /// long.
+    /// Updates the state at `now`: whether something was accepted since the last call, and whether the queue is long.
     pub(super) fn observe(&mut self, taken: bool, long: bool, now: Instant) {
         self.state = match self.state {
             _ if !long => Flow::Open,
@@ -42,7 +41,7 @@ impl StallDetector {
         };
     }
 
-    /// Gives up if the time has passed.
+    /// Changes to stalled if the timeout has passed.
     pub(super) fn expire(&mut self, now: Instant) {
         if self.deadline().is_some_and(|deadline| deadline <= now) {
             self.state = Flow::Stalled;
@@ -52,23 +51,23 @@ impl StallDetector {
     /// When [`expire`](Self::expire) is due.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self.state {
-            // A time beyond all clocks is for ever.
+            // If the deadline is not representable, there is none.
             Flow::Waiting(since) => since.checked_add(self.limit),
             Flow::Open | Flow::Stalled => None,
         }
     }
 
-    /// Ranks should wait.
+    /// True while ranks should wait.
     pub(super) fn is_waiting(&self) -> bool {
         matches!(self.state, Flow::Waiting(_))
     }
 
-    /// What ranks write should be dropped.
+    /// True while the ranks' output should be dropped.
     pub(super) fn is_stalled(&self) -> bool {
         self.state == Flow::Stalled
     }
 
-    /// The time that ranks wait.
+    /// The stall timeout.
     pub(super) fn limit(&self) -> Duration {
         self.limit
     }
@@ -83,7 +82,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_millis(30);
 
     #[test]
-    fn a_stuck_reader_is_given_up_and_comes_back() {
+    fn a_stalled_reader_is_detected_and_may_recover() {
         let start = Instant::now();
         let mut stall = StallDetector::new(LIMIT);
         stall.observe(false, true, start);
@@ -98,10 +97,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the times at which something is taken: a queue that moves often enough is never given up, and
-        /// nobody waits longer than the limit for one that does not.
+        /// Whenever something is accepted: a queue that makes progress often enough never counts as stalled, and ranks never
+        /// wait longer than the limit for one that does not.
         #[test]
-        fn slow_is_not_stuck(gaps in prop::collection::vec((0u64..80, any::<bool>()), 1..60)) {
+        fn a_slow_reader_is_not_stalled(gaps in prop::collection::vec((0u64..80, any::<bool>()), 1..60)) {
             let start = Instant::now();
             let mut stall = StallDetector::new(LIMIT);
             let (mut now, mut last) = (start, start);

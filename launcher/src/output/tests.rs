@@ -1,4 +1,4 @@
-//! The output as a whole, on pipes instead of the process's own streams.
+//! Tests of the whole output, on pipes instead of the process's own streams.
 
 use std::fs;
 use std::io::{PipeReader, Read};
@@ -20,7 +20,7 @@ fn output(ranks: u32, options: OutputOptions) -> (Output, [PipeReader; 2]) {
     (Output::to([to_stdout, to_stderr], ranks, options).unwrap(), [stdout, stderr])
 }
 
-/// What arrives once nothing more is written.
+/// The whole output, after it was closed.
 fn read(mut output: Output, readers: [PipeReader; 2]) -> [String; 2] {
     output.close();
     while output.logs.as_ref().is_some_and(Logs::is_pending) {
@@ -38,7 +38,7 @@ fn read(mut output: Output, readers: [PipeReader; 2]) -> [String; 2] {
 }
 
 #[test]
-fn logs_take_the_place_of_the_terminal() {
+fn logs_replace_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
     for tee in [false, true] {
         let options = OutputOptions {
@@ -66,7 +66,7 @@ fn logs_take_the_place_of_the_terminal() {
 }
 
 #[test]
-fn a_reader_that_stopped_is_told_what_it_missed() {
+fn lines_dropped_for_a_stalled_reader_are_reported() {
     let (mut output, [mut stdout, stderr]) = output(2, OutputOptions::default());
     let mut pushed = 0;
     while output.has_room(0, Stream::Stdout) {
@@ -116,7 +116,7 @@ fn the_last_lines_are_repeated_for_hidden_ranks_too() {
 }
 
 #[test]
-fn every_line_has_its_time() {
+fn every_line_has_a_timestamp() {
     let options = OutputOptions { timestamps: true, prefix: false, ..OutputOptions::default() };
     let (mut output, readers) = output(1, options);
     output.push(0, Stream::Stderr, b"one\n\ntwo\n");
@@ -136,9 +136,9 @@ fn every_line_has_its_time() {
 }
 
 proptest! {
-    /// Whatever the ranks write, in whatever bits: each line arrives whole, as it was, in its rank's order.
+    /// Whatever the ranks write, in whatever chunks: each line arrives complete and unchanged, in the order of its rank.
     #[test]
-    fn lines_of_each_rank_arrive_whole_and_in_order(
+    fn lines_of_each_rank_arrive_complete_and_in_order(
         writes in prop::collection::vec((0u32..3, prop::collection::vec(prop_oneof![Just(b'\n'), any::<u8>()], 0..40)), 0..40)
     ) {
         let (mut output, readers) = output(3, OutputOptions::default());
