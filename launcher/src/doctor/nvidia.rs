@@ -1,4 +1,4 @@
-//! The NVIDIA driver and its GPUs, from the files that the driver's kernel module makes.
+//! The NVIDIA driver and its GPUs, from the files of the driver's kernel module.
 
 use std::path::{Path, PathBuf};
 
@@ -34,8 +34,8 @@ fn driver(host: &Host) -> Item {
     Item::new(Mark::Ok, "driver", version.map_or(line.to_owned(), |version| format!("{version}{kind}")))
 }
 
-/// The number in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`. The open kernel module has
-/// more words.
+/// The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`. The line of the open kernel
+/// module has more words.
 fn driver_version(line: &str) -> Option<&str> {
     let number =
         |word: &&str| word.split('.').count() > 1 && word.split('.').all(|part| part.parse::<u32>().is_ok());
@@ -57,7 +57,7 @@ fn describe(index: usize, gpu: &Listed) -> Item {
     Item::new(Mark::Ok, format!("GPU {index}"), format!("{model}, at {}, {node}, {uuid}", gpu.bus))
 }
 
-/// Programs open these; a container or udev may have forgotten one.
+/// The device files that programs open; in a container, or without udev rules, some may be missing.
 fn device_files(host: &Host) -> Item {
     let folder = host.path(Path::new("/dev"));
     let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
