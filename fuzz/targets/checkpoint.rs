@@ -1,5 +1,5 @@
-//! Opens a folder with arbitrary contents as a checkpoint. The result is values, or an error that names the file. Memory stays
-//! within the size of the model and the bounds of headers and manifests.
+//! Opens a folder with arbitrary contents as a checkpoint. The result is values, or an error that names the file.
+//! Memory stays within the size of the model and the bounds of headers and manifests.
 #![no_main]
 
 use std::fs;

@@ -1,5 +1,5 @@
-//! Tests the client against an arbitrary server: the replies may be anything. Every call returns an error or a value, and no
-//! descriptor is leaked.
+//! Tests the client against an arbitrary server: the replies may be anything. Every call returns an error or a value,
+//! and no descriptor is leaked.
 #![no_main]
 
 use std::os::fd::{AsFd, AsRawFd};

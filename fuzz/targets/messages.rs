@@ -1,5 +1,5 @@
-//! Decodes arbitrary bytes, in chunks of any size, as a stream of messages. The result is messages or an error; memory stays
-//! within a frame and a chunk. A decoded message survives encoding and decoding unchanged.
+//! Decodes arbitrary bytes, in chunks of any size, as a stream of messages. The result is messages or an error; memory
+//! stays within a frame and a chunk. A decoded message survives encoding and decoding unchanged.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

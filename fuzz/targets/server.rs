@@ -1,5 +1,6 @@
-//! Tests the server against arbitrary peers: several connections that send anything in any order, with announced or unannounced
-//! descriptors, that close, and whose ranks end. The server answers or refuses, leaks no descriptor and never stops serving.
+//! Tests the server against arbitrary peers: several connections that send anything in any order, with announced or
+//! unannounced descriptors, that close, and whose ranks end. The server answers or refuses, leaks no descriptor and
+//! never stops serving.
 #![no_main]
 
 use std::io::{Read, Write};

@@ -1,6 +1,7 @@
 //! The exit codes of `mgpurun`.
 //!
-//! The exit code of a failed rank is passed on unchanged. A rank killed by a signal counts as 128 + its number, as in a shell.
+//! The exit code of a failed rank is passed on unchanged. A rank killed by a signal counts as 128 + its number, as in a
+//! shell.
 
 use mgpu_control::rendezvous::PreflightFault;
 

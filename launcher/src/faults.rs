@@ -1,7 +1,7 @@
 //! Reports injected faults that have not happened.
 //!
-//! A test whose fault never happens passes for the wrong reason: the step is past the end of the run, or the program does not
-//! use the runtime, which triggers the faults.
+//! A test whose fault never happens passes for the wrong reason: the step is past the end of the run, or the program
+//! does not use the runtime, which triggers the faults.
 
 use mgpu_control::inject::{Fault, Injection, InjectionPoint};
 use mgpu_control::progress::{ProgressPage, RankState};
@@ -29,7 +29,8 @@ fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
     let progress = page.progress(rank);
     let has_joined = progress.pid != 0;
     match fault.point {
-        // Before it joins, a rank cannot note its faults. If it left normally, no fault but exit code 0 can have happened.
+        // Before it joins, a rank cannot note its faults. If it left normally, no fault but exit code 0 can have
+        // happened.
         _ if !has_joined => {
             let ended_well = progress.state == RankState::Left && fault.fault != Fault::Exit(0);
             let is_later = !matches!(fault.point, InjectionPoint::Start | InjectionPoint::Join);

@@ -1,9 +1,9 @@
 //! Waits for the end of process groups.
 //!
-//! A killed process does not end at once: the kernel takes milliseconds to tear down a large one. A rank's children are not
-//! children of the launcher, so it cannot wait for them with `waitpid`. Instead it lists the remaining processes of a group
-//! and waits on their pidfds. This is done once, at the end of a run, and only for groups that are not empty; their
-//! processes got SIGKILL when their rank ended.
+//! A killed process does not end at once: the kernel takes milliseconds to tear down a large one. A rank's children are
+//! not children of the launcher, so it cannot wait for them with `waitpid`. Instead it lists the remaining processes of
+//! a group and waits on their pidfds. This is done once, at the end of a run, and only for groups that are not empty;
+//! their processes got SIGKILL when their rank ended.
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,8 +14,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::killpg;
 use nix::unistd::Pid;
 
-/// Longest wait for killed processes. A process stuck in the kernel, on a dead file server for instance, is not waited for
-/// any longer.
+/// Longest wait for killed processes. A process stuck in the kernel, on a dead file server for instance, is not waited
+/// for any longer.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Waits until no process runs in these groups, whose processes have been killed.

@@ -1,14 +1,14 @@
 //! Two processes that monitor each other, so that SIGKILL to either of them leaves no process behind.
 //!
-//! `mgpurun` forks before it does anything. The process that the user started becomes the *guardian*: it forwards signals,
-//! waits, and exits with the launcher's exit code. Its child is the launcher. If the launcher is killed, the kernel kills
-//! its ranks and everything in their process groups; processes that have left these groups become children of the guardian,
-//! which kills them. If the guardian is killed, the launcher notices at once and kills everything itself. Only SIGKILL to
-//! both at the same time leaves processes: those that had left the process group of their rank.
+//! `mgpurun` forks before it does anything. The process that the user started becomes the *guardian*: it forwards
+//! signals, waits, and exits with the launcher's exit code. Its child is the launcher. If the launcher is killed, the
+//! kernel kills its ranks and everything in their process groups; processes that have left these groups become children
+//! of the guardian, which kills them. If the guardian is killed, the launcher notices at once and kills everything
+//! itself. Only SIGKILL to both at the same time leaves processes: those that had left the process group of their rank.
 //!
-//! The launcher gets its own process group, so that a signal from the terminal or to the whole group arrives once, through
-//! the guardian, which alone decides what it means. The launcher also gets its own process name, so that killing by name,
-//! as `killall -9 mgpurun` does, hits only the guardian.
+//! The launcher gets its own process group, so that a signal from the terminal or to the whole group arrives once,
+//! through the guardian, which alone decides what it means. The launcher also gets its own process name, so that
+//! killing by name, as `killall -9 mgpurun` does, hits only the guardian.
 
 use std::ffi::CStr;
 use std::io::{self, Write};
@@ -48,12 +48,12 @@ pub(crate) fn fork_guardian() -> io::Result<Role> {
     let others = orphans::children();
     let mut signals = handled_signals();
     signals.add(Signal::SIGCHLD);
-    // SIGXFSZ is blocked and never read: at the limit on file sizes a write then fails, as on a full disk, and the process
-    // is not killed. Ranks start with no signal blocked.
+    // SIGXFSZ is blocked and never read: at the limit on file sizes a write then fails, as on a full disk, and the
+    // process is not killed. Ranks start with no signal blocked.
     let mut blocked = signals;
     blocked.add(Signal::SIGXFSZ);
-    // Before the fork, so that no end of a child is missed. If the parent of this process ignored SIGCHLD, the kernel would
-    // discard the exit statuses of our children.
+    // Before the fork, so that no end of a child is missed. If the parent of this process ignored SIGCHLD, the kernel
+    // would discard the exit statuses of our children.
     mgpu_control::process::reset_sigchld()?;
     blocked.thread_block()?;
     match fork()? {
@@ -65,8 +65,8 @@ pub(crate) fn fork_guardian() -> io::Result<Role> {
             }
             setpgid(Pid::from_raw(0), Pid::from_raw(0))?;
             nix::sys::prctl::set_name(LAUNCHER_NAME)?;
-            // With `stty tostop`, a process outside the terminal's foreground group is stopped when it writes to the terminal,
-            // unless it blocks SIGTTOU.
+            // With `stty tostop`, a process outside the terminal's foreground group is stopped when it writes to the
+            // terminal, unless it blocks SIGTTOU.
             let mut background = SigSet::empty();
             background.add(Signal::SIGTTOU);
             background.thread_block()?;

@@ -10,8 +10,8 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, getppid};
 
-/// Asks the ranks of a running launch to end, as SIGTERM would. Works from any thread and from signal handlers that run on a
-/// thread (the `ctrlc` crate). A second call kills the ranks.
+/// Asks the ranks of a running launch to end, as SIGTERM would. Works from any thread and from signal handlers that run
+/// on a thread (the `ctrlc` crate). A second call kills the ranks.
 #[derive(Debug, Clone)]
 pub struct Interrupter {
     event: Arc<EventFd>,
@@ -118,16 +118,16 @@ pub(crate) fn ends_the_run(signal: Signal) -> bool {
     matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP | Signal::SIGKILL)
 }
 
-/// The signals that the launcher handles: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT shows what the ranks are doing,
-/// SIGUSR1 and SIGUSR2 are forwarded to the ranks. Signals that the parent process has set to be ignored stay ignored, so
-/// that `nohup mgpurun` survives the end of the terminal. SIGQUIT is handled in any case: shells make background jobs ignore
-/// it, and it does no harm.
+/// The signals that the launcher handles: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT shows what the ranks are
+/// doing, SIGUSR1 and SIGUSR2 are forwarded to the ranks. Signals that the parent process has set to be ignored stay
+/// ignored, so that `nohup mgpurun` survives the end of the terminal. SIGQUIT is handled in any case: shells make
+/// background jobs ignore it, and it does no harm.
 pub(crate) fn handled_signals() -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = ignored_signals(&status);
     let others = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
-    let heeded = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
-    heeded.chain([Signal::SIGQUIT]).collect()
+    let handled = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
+    handled.chain([Signal::SIGQUIT]).collect()
 }
 
 /// The signals that a process ignores, bit n − 1 for signal n, from its `/proc/PID/status`.

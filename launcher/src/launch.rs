@@ -119,7 +119,8 @@ impl Launch {
         self
     }
 
-    /// Longest time between the first and the last rank to join (default 60 s). Programs that never join are not waited for.
+    /// Longest time between the first and the last rank to join (default 60 s). Programs that never join are not waited
+    /// for.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.supervision.join_timeout = timeout.min(MAX_DURATION);
         self
@@ -150,9 +151,9 @@ impl Launch {
         self
     }
 
-    /// Kills all leftover processes of the ranks, whatever process group they are in: this process adopts orphans among its
-    /// descendants (it becomes a *subreaper*) and kills all its children at the end of a run. Only for a process without
-    /// other children. Without this, processes that have left their rank's process group survive.
+    /// Kills all leftover processes of the ranks, whatever process group they are in: this process adopts orphans among
+    /// its descendants (it becomes a *subreaper*) and kills all its children at the end of a run. Only for a process
+    /// without other children. Without this, processes that have left their rank's process group survive.
     pub fn adopt_orphans(mut self) -> Self {
         self.supervision.adopts_orphans = true;
         self
@@ -171,7 +172,8 @@ impl Launch {
         self
     }
 
-    /// Handles the process's `signals`, which are blocked, and ends the run when the process of the pidfd `guardian` ends.
+    /// Handles the process's `signals`, which are blocked, and ends the run when the process of the pidfd `guardian`
+    /// ends.
     pub(crate) fn take_over(&mut self, guardian: OwnedFd, signals: &SigSet) -> Result<(), LaunchError> {
         self.signals.as_mut().map_err(|errno| *errno)?.take_over(guardian, signals)?;
         Ok(())
@@ -189,8 +191,8 @@ impl Launch {
         Ok(plan(&self.request, &machine)?)
     }
 
-    /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the ranks
-    /// when it ends.
+    /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the
+    /// ranks when it ends.
     ///
     /// The ranks' output goes to this process's standard output and error, according to the [`OutputOptions`]. After a
     /// failure, a line about it and the last lines of the culprit are printed, too.
@@ -298,8 +300,8 @@ impl Run<'_> {
         }
     }
 
-    /// Starts all ranks and supervises them to their end. No process of theirs is left then, and their resources, such as GPU
-    /// memory, are free for the next attempt: the kernel closes a process's devices before it reports its end.
+    /// Starts all ranks and supervises them to their end. No process of theirs is left then, and their resources, such
+    /// as GPU memory, are free for the next attempt: the kernel closes a process's devices before it reports its end.
     fn attempt(
         &self,
         restarts: u32,

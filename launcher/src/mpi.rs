@@ -1,9 +1,9 @@
 //! Detects MPI programs, which `mgpurun` cannot start as the ranks of one MPI world.
 //!
-//! An MPI program that was not started by an MPI launcher silently becomes an MPI world of size 1: each of N copies does the
-//! whole work. So the user gets a message. It is printed only if the case is certain: no rank has joined, and rank 0 has
-//! loaded the extension of mpi4py, whose import initialises MPI, or is an executable that has loaded libmpi. Python and
-//! PyTorch alone do not count: some builds of PyTorch are linked with libmpi and do not use it.
+//! An MPI program that was not started by an MPI launcher silently becomes an MPI world of size 1: each of N copies
+//! does the whole work. So the user gets a message. It is printed only if the case is certain: no rank has joined, and
+//! rank 0 has loaded the extension of mpi4py, whose import initialises MPI, or is an executable that has loaded libmpi.
+//! Python and PyTorch alone do not count: some builds of PyTorch are linked with libmpi and do not use it.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -26,8 +26,8 @@ pub(crate) struct MpiWatch {
 }
 
 impl MpiWatch {
-    /// For `ranks` ranks that have just been started. If an MPI launcher has started `mgpurun` itself, its variables define
-    /// the MPI world, and nothing is checked.
+    /// For `ranks` ranks that have just been started. If an MPI launcher has started `mgpurun` itself, its variables
+    /// define the MPI world, and nothing is checked.
     pub(crate) fn new(ranks: usize) -> Self {
         let has_launcher = OF_LAUNCHERS.into_iter().any(|name| std::env::var_os(name).is_some());
         MpiWatch { started: Instant::now(), next: (ranks > 1 && !has_launcher).then_some(CHECK_TIMES.0) }

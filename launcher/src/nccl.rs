@@ -1,14 +1,15 @@
 //! The environment variables that configure NCCL.
 //!
-//! All ranks are on this machine: they bootstrap over its loopback interface and need no network. (The payload does not use
-//! this interface; it goes from GPU to GPU.)
+//! All ranks are on this machine: they bootstrap over its loopback interface and need no network. (The payload does not
+//! use this interface; it goes from GPU to GPU.)
 //!
-//! By default NCCL refuses several ranks on one GPU: kernels of two ranks that wait for each other may never run at the same
-//! time. With few thread blocks per kernel they do run together, slowly. So this is for tests on machines with one GPU, never
-//! for timings.
+//! By default NCCL refuses several ranks on one GPU: kernels of two ranks that wait for each other may never run at the
+//! same time. With few thread blocks per kernel they do run together, slowly. So this is for tests on machines with one
+//! GPU, never for timings.
 //!
-//! Up to version 2.29 NCCL compares host and device. Ranks with different host ids pass this check, and then communicate over
-//! sockets, because they do not use the connections between GPUs of one host. Since 2.30 there is a variable that allows it.
+//! Up to version 2.29 NCCL compares host and device. Ranks with different host ids pass this check, and then
+//! communicate over sockets, because they do not use the connections between GPUs of one host. Since 2.30 there is a
+//! variable that allows it.
 
 use nccl_sys::{Library, Version};
 

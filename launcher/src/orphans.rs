@@ -1,10 +1,11 @@
 //! Kills leftover processes of the ranks that have left their process group.
 //!
-//! A rank's ordinary children are in its process group. A child that starts its own session leaves the group, and when its
-//! parents have ended nothing seems to link it to the run any more. But an orphan becomes the child of its nearest ancestor
-//! that is a *subreaper*, and that is `mgpurun`. So at the end of a run every leftover process is a child of this process, or
-//! becomes one as soon as its parent is killed. Killing children until there are none needs no list from which a process
-//! could escape, and never hits an unrelated process: the pid of a child is not reused before its parent has reaped it.
+//! A rank's ordinary children are in its process group. A child that starts its own session leaves the group, and when
+//! its parents have ended nothing seems to link it to the run any more. But an orphan becomes the child of its nearest
+//! ancestor that is a *subreaper*, and that is `mgpurun`. So at the end of a run every leftover process is a child of
+//! this process, or becomes one as soon as its parent is killed. Killing children until there are none needs no list
+//! from which a process could escape, and never hits an unrelated process: the pid of a child is not reused before its
+//! parent has reaped it.
 
 use std::collections::HashSet;
 use std::fs;
@@ -35,11 +36,11 @@ pub(crate) fn reap(is_ours: impl Fn(Pid) -> bool) {
     }
 }
 
-/// Kills this process's children except `others`, and their descendants, until there are none. Returns an error text if some
-/// remain. Calls `say` if it takes long.
+/// Kills this process's children except `others`, and their descendants, until there are none. Returns an error text if
+/// some remain. Calls `say` if it takes long.
 ///
-/// Processes that keep starting others do not win: some are killed before they have started the next one, so there are fewer
-/// each time.
+/// Processes that keep starting others do not win: some are killed before they have started the next one, so there are
+/// fewer each time.
 pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<String> {
     let started = Instant::now();
     let (mut known, mut last_news) = (HashSet::new(), started);
@@ -58,9 +59,7 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
             (known, last_news) = (left, Instant::now());
         } else if last_news.elapsed() >= KILL_TIMEOUT {
             let count = known.len();
-            return Some(format!(
-                "{count} leftover processes of the ranks have not ended after SIGKILL"
-            ));
+            return Some(format!("{count} leftover processes of the ranks have not ended after SIGKILL"));
         } else {
             wait_for_one(&known);
         }

@@ -1,14 +1,15 @@
 //! The ranks' output: complete lines, each with its rank in front.
 //!
-//! A line is passed on when it is complete, so lines of different ranks are never interleaved within a line. Text that ends
-//! in a carriage return is transient, such as a progress line: on a terminal it is shown, cut to the terminal's width, and
-//! overwritten by the next one; elsewhere it is dropped, unless it is the last text that a rank writes. With
+//! A line is passed on when it is complete, so lines of different ranks are never interleaved within a line. Text that
+//! ends in a carriage return is transient, such as a progress line: on a terminal it is shown, cut to the terminal's
+//! width, and overwritten by the next one; elsewhere it is dropped, unless it is the last text that a rank writes. With
 //! [`OutputOptions::raw`] bytes are passed on unchanged.
 //!
-//! Nothing here blocks. A slow reader (`sink`) or a slow disk (`logs`) slows the ranks down. If it accepts nothing at all for
-//! the stall timeout (`stall`), lines are dropped, counted and reported. On a full disk, too, lines are lost but the run
-//! continues. When the reader has exited, as `head` does, the ranks find their pipes closed as they would without a launcher,
-//! unless their output is also logged: a user who wants the run to outlive the reader asks for a log.
+//! Nothing here blocks. A slow reader (`sink`) or a slow disk (`logs`) slows the ranks down. If it accepts nothing at
+//! all for the stall timeout (`stall`), lines are dropped, counted and reported. On a full disk, too, lines are lost
+//! but the run continues. When the reader has exited, as `head` does, the ranks find their pipes closed as they would
+//! without a launcher, unless their output is also logged: a user who wants the run to outlive the reader asks for a
+//! log.
 //!
 //! Memory per rank: one incomplete line of each stream, at most 1 MiB, and the last lines.
 
@@ -70,8 +71,8 @@ struct RankOutput {
 pub struct Output {
     options: OutputOptions,
     destinations: [Destination; 2],
-    /// Both destinations are the same file, as after `2>&1`: they share one queue, so that a line of one is not inserted into a
-    /// line of the other.
+    /// Both destinations are the same file, as after `2>&1`: they share one queue, so that a line of one is not
+    /// inserted into a line of the other.
     same_target: bool,
     ranks: Vec<RankOutput>,
     logs: Option<Logs>,
@@ -164,8 +165,8 @@ impl Output {
         }
     }
 
-    /// Handles stall timeouts of readers and disks, and reports problems of the logs. To be called in every iteration of the
-    /// event loop.
+    /// Handles stall timeouts of readers and disks, and reports problems of the logs. To be called in every iteration
+    /// of the event loop.
     pub fn tick(&mut self, now: Instant) {
         for to in &mut self.destinations {
             to.sink.expire(now);

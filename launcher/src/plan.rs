@@ -182,10 +182,10 @@ impl LaunchPlan {
 impl RankPlan {
     /// All environment variables that are set for the rank.
     ///
-    /// They include those that torchrun sets for the ranks of one machine, which form one group with one role. Scripts read
-    /// them, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` checks for the run's identifier.
-    /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store in the launcher, as torchrun has.
-    /// Without it rank 0 creates the store, at `MASTER_PORT`.
+    /// They include those that torchrun sets for the ranks of one machine, which form one group with one role. Scripts
+    /// read them, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` checks for the run's identifier.
+    /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store in the launcher, as torchrun
+    /// has. Without it rank 0 creates the store, at `MASTER_PORT`.
     pub fn full_environment(&self, context: &RunContext) -> Vec<(&'static str, String)> {
         let mut environment = self.environment.clone();
         let world_size = self.value(WORLD_SIZE);
@@ -233,8 +233,8 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<LaunchPlan, PlanErro
     if let Some(wrong) = request.injections.iter().find(|injection| injection.rank >= ranks) {
         return Err(PlanError::NoRankToInject(*wrong, ranks));
     }
-    // A rank uses device LOCAL_RANK, modulo the number of GPUs if they are shared. With fewer GPUs than ranks and no sharing
-    // it is unknown which rank uses which GPU.
+    // A rank uses device LOCAL_RANK, modulo the number of GPUs if they are shared. With fewer GPUs than ranks and no
+    // sharing it is unknown which rank uses which GPU.
     let uses_gpus =
         request.backend != BackendChoice::Cpu && gpus > 0 && (gpus >= ranks as usize || request.share_gpus);
     let gpu = |rank: u32| machine.gpus.get(rank as usize % gpus.max(1)).filter(|_| uses_gpus);
@@ -500,7 +500,10 @@ mod tests {
         assert_eq!(free[1].cores, None);
         let many = Request { bind: Bind::Core, backend: BackendChoice::Cpu, ..request(Ranks::Count(5)) };
         let notice = plan(&many, &two_nodes()).unwrap().notices.remove(0);
-        assert!(notice.starts_with("ranks are not bound: 5 ranks are more than the 4 available cores"), "{notice}");
+        assert!(
+            notice.starts_with("ranks are not bound: 5 ranks are more than the 4 available cores"),
+            "{notice}"
+        );
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! Reserves a TCP port for programs with their own rendezvous, PyTorch above all.
 //!
 //! A port that was free may be taken by another process a moment later, by another launch for instance. So the launcher
-//! holds it during the run with a socket that is bound to it and does not listen. While this socket exists, the kernel does
-//! not assign the port to a process that asks for any port. A process can still bind it by number: several sockets may be
-//! bound to a port if all of them set `SO_REUSEADDR` and none listens yet, and connections go to the first one that listens.
-//! PyTorch's store sets the option, as do gRPC (and so JAX), Go, asyncio and Rust's standard library. A server that does not
-//! set it gets "address already in use". This is the drawback: such a server, which could not be restarted at once on a
-//! fixed port either, has to use another port here.
+//! holds it during the run with a socket that is bound to it and does not listen. While this socket exists, the kernel
+//! does not assign the port to a process that asks for any port. A process can still bind it by number: several sockets
+//! may be bound to a port if all of them set `SO_REUSEADDR` and none listens yet, and connections go to the first one
+//! that listens. PyTorch's store sets the option, as do gRPC (and so JAX), Go, asyncio and Rust's standard library. A
+//! server that does not set it gets "address already in use". This is the drawback: such a server, which could not be
+//! restarted at once on a fixed port either, has to use another port here.
 
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;

@@ -1,7 +1,7 @@
 //! Finds the program.
 //!
-//! The program is looked up before anything is started, so that a typing error causes one line that says where was searched,
-//! and not one line from every rank.
+//! The program is looked up before anything is started, so that a typing error causes one line that says where was
+//! searched, and not one line from every rank.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -38,8 +38,8 @@ impl fmt::Debug for ProgramError {
     }
 }
 
-/// Finds the program `name`. A name with a slash is a path; any other name is looked up in `search` (PATH), then in `beside`,
-/// the folder of the launcher itself.
+/// Finds the program `name`. A name with a slash is a path; any other name is looked up in `search` (PATH), then in
+/// `beside`, the folder of the launcher itself.
 ///
 /// # Errors
 /// If there is no executable file.

@@ -1,7 +1,8 @@
-//! Starts a rank: a process that cannot outlive the launcher, in its own process group, so that its children are killed, too.
+//! Starts a rank: a process that cannot outlive the launcher, in its own process group, so that its children are
+//! killed, too.
 //!
-//! Dropping a [`Process`] that has not been reaped kills it. So no path through the launcher, such as an early return or a
-//! panic, leaves a process running.
+//! Dropping a [`Process`] that has not been reaped kills it. So no path through the launcher, such as an early return
+//! or a panic, leaves a process running.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -62,11 +63,11 @@ const OWN_DESCRIPTORS: u64 = 32;
 /// Descriptors for each rank, with those of its [`GroupKillGuard`].
 const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
-/// Starts a rank in its own process group, with `/dev/null` as standard input. The kernel kills it when the calling thread
-/// ends.
+/// Starts a rank in its own process group, with `/dev/null` as standard input. The kernel kills it when the calling
+/// thread ends.
 ///
-/// The rank is bound to its cores. If the kernel refuses that (the cores may have been removed since the plan was made, or a
-/// sandbox forbids the call), it starts unbound, with a notice: a slower run is better than none.
+/// The rank is bound to its cores. If the kernel refuses that (the cores may have been removed since the plan was made,
+/// or a sandbox forbids the call), it starts unbound, with a notice: a slower run is better than none.
 pub(crate) fn spawn(
     plan: &LaunchPlan,
     rank: &RankPlan,
@@ -171,8 +172,8 @@ impl Drop for Process {
     }
 }
 
-/// Sends a signal to the group of a rank that has not been reaped. Sends it to the process itself if that fails, and SIGKILL
-/// in any case, since the process may have left its group.
+/// Sends a signal to the group of a rank that has not been reaped. Sends it to the process itself if that fails, and
+/// SIGKILL in any case, since the process may have left its group.
 pub(crate) fn send(pid: Pid, signal: Signal) {
     if killpg(pid, signal).is_err() || signal == Signal::SIGKILL {
         let _ = kill(pid, signal);

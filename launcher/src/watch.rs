@@ -1,9 +1,9 @@
 //! Finds a stuck rank from the last actions of all ranks and their times. Pure: no I/O.
 //!
-//! A rank without progress is the culprit only if it does not wait for another rank. When a collective hangs, all ranks soon
-//! make no progress, and the rank that the others wait for is the only one that does not wait. If each rank waits for
-//! another one, their calls do not match: the rank with the fewest operations holds up the others. A rank that was stopped
-//! (SIGSTOP) while it waited still appears to wait on the progress page; the kernel reports that it is stopped.
+//! A rank without progress is the culprit only if it does not wait for another rank. When a collective hangs, all ranks
+//! soon make no progress, and the rank that the others wait for is the only one that does not wait. If each rank waits
+//! for another one, their calls do not match: the rank with the fewest operations holds up the others. A rank that was
+//! stopped (SIGSTOP) while it waited still appears to wait on the progress page; the kernel reports that it is stopped.
 
 use std::time::Duration;
 
@@ -41,8 +41,8 @@ impl WatchedRank {
     }
 }
 
-/// Checks the joined ranks at time `now` (of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel whether a rank
-/// is stopped.
+/// Checks the joined ranks at time `now` (of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel whether a
+/// rank is stopped.
 pub(crate) fn find_silent_rank(
     ranks: &[WatchedRank],
     timeout: Duration,

@@ -1,13 +1,13 @@
 //! Writes files on a separate thread.
 //!
-//! No system call tells in advance whether a write to a file will block: on a dead file server it blocks forever, on a busy
-//! disk for seconds. The event loop, which must notice dead ranks, cannot block, so a thread writes the files. A queue
-//! connects the two; the loop can query the number of bytes in the queue and the number of bytes that have left it. The
-//! producer decides what to do when the queue is long (`output::logs`, `events`).
+//! No system call tells in advance whether a write to a file will block: on a dead file server it blocks forever, on a
+//! busy disk for seconds. The event loop, which must notice dead ranks, cannot block, so a thread writes the files. A
+//! queue connects the two; the loop can query the number of bytes in the queue and the number of bytes that have left
+//! it. The producer decides what to do when the queue is long (`output::logs`, `events`).
 //!
-//! A file that cannot be written any more, on a full disk for instance, is abandoned: further data for it is dropped, and the
-//! error can be queried once. The *bell* is a descriptor to poll; it becomes readable on the events that a producer may wait
-//! for.
+//! A file that cannot be written any more, on a full disk for instance, is abandoned: further data for it is dropped,
+//! and the error can be queried once. The *bell* is a descriptor to poll; it becomes readable on the events that a
+//! producer may wait for.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -244,8 +244,8 @@ pub(crate) enum Start {
     Append,
 }
 
-/// Opens a file for appending (`O_APPEND`: another process may truncate it while it is written). A named pipe without a reader
-/// is an error; opening it does not block.
+/// Opens a file for appending (`O_APPEND`: another process may truncate it while it is written). A named pipe without a
+/// reader is an error; opening it does not block.
 pub(crate) fn open(path: &Path, start: Start) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.append(true).create(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;

@@ -1,8 +1,8 @@
 //! Finds NVIDIA's libraries. They are searched as files, in the folders of the system's loader, of CUDA toolkits and of
 //! Python packages; none is opened.
 //!
-//! NCCL is searched in the same folders and order as in a run (crate nvidia-libraries). The other libraries are searched in
-//! the same order and also in `/usr/local/cuda*`.
+//! NCCL is searched in the same folders and order as in a run (crate nvidia-libraries). The other libraries are
+//! searched in the same order and also in `/usr/local/cuda*`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use super::nvidia::driver_cuda;
 use super::report::{Item, Mark, Section};
 use super::system::Host;
 
-/// Default folders of loaders, and folders in which container runtimes put the driver's libraries. `{architecture}` is replaced
-/// by the processor's architecture.
+/// Default folders of loaders, and folders in which container runtimes put the driver's libraries. `{architecture}` is
+/// replaced by the processor's architecture.
 const SYSTEM: [&str; 9] = [
     "/lib/{architecture}-linux-gnu",
     "/usr/lib/{architecture}-linux-gnu",
@@ -141,7 +141,8 @@ fn look(
         let Some(file) = loaded(host, name).or_else(in_folders) else { continue };
         if nccl {
             let file = file.display();
-            let text = format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
+            let text =
+                format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
             return Item::new(Mark::Note, name, text);
         }
         return Item::new(Mark::Ok, name, file.display().to_string());

@@ -11,8 +11,8 @@ pub(super) fn cache() -> Option<Vec<PathBuf>> {
     Some(cached_files(&String::from_utf8_lossy(&output.stdout), std::env::consts::ARCH))
 }
 
-/// Parses lines such as `libz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1`. Leaves out those of other processors
-/// than `architecture`.
+/// Parses lines such as `libz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1`. Leaves out those of other
+/// processors than `architecture`.
 fn cached_files(listing: &str, architecture: &str) -> Vec<PathBuf> {
     let word = match architecture {
         "x86_64" => "x86-64",

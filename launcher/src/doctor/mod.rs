@@ -1,7 +1,7 @@
 //! `mgpurun doctor`: reports what this machine has of what ranks may need, and what to install for the rest.
 //!
-//! It checks files and queries the kernel. It opens no library, because a broken library may crash while it is loaded. All its
-//! inputs are in [`Host`], including the root of the file system, so that tests can fake machines.
+//! It checks files and queries the kernel. It opens no library, because a broken library may crash while it is loaded.
+//! All its inputs are in [`Host`], including the root of the file system, so that tests can fake machines.
 //!
 //! | module | part |
 //! |---|---|

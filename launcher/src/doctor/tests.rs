@@ -117,7 +117,10 @@ fn nccl_is_searched_where_a_run_searches() {
     // Python's folders are found through the real file system, so their paths include the root.
     assert_eq!(line(&host), (Mark::Ok, format!("/{wheel}")));
     host.search.explicit = Some("/opt/libnccl.so".into());
-    assert_eq!(line(&host), (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, which does not exist".into()));
+    assert_eq!(
+        line(&host),
+        (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, which does not exist".into())
+    );
     write(root.path(), "opt/libnccl.so", "");
     assert_eq!(line(&host), (Mark::Ok, "/opt/libnccl.so".into()));
 }

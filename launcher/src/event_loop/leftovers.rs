@@ -1,9 +1,9 @@
 //! Leftover processes: those that a rank leaves running in its process group when it exits with code 0.
 //!
-//! A shell script may end while the filter of its output is still running (`exec > >(tee log)`), and a program may leave a
-//! child that still writes its last file. Their output belongs to the run, so they get time to finish. For the supervisor
-//! the rank has finished. While other ranks run, leftover processes may run, too. After the end of the last rank they have
-//! [`TIME_TO_FINISH`]; then they are named and killed.
+//! A shell script may end while the filter of its output is still running (`exec > >(tee log)`), and a program may
+//! leave a child that still writes its last file. Their output belongs to the run, so they get time to finish. For the
+//! supervisor the rank has finished. While other ranks run, leftover processes may run, too. After the end of the last
+//! rank they have [`TIME_TO_FINISH`]; then they are named and killed.
 //!
 //! The launcher waits until the group is empty. Closed pipes are not enough, because a process that has closed its output
 //! may still be writing a file. A process that has left the group is not waited for: `orphans` kills it.
@@ -24,8 +24,8 @@ use crate::orphans;
 use crate::output::STREAMS;
 use crate::spawn::{Process, send};
 
-/// Time to finish after the end of the last rank. Time during which the reader of our output accepts nothing is not counted:
-/// the leftover processes may be blocked by it.
+/// Time to finish after the end of the last rank. Time during which the reader of our output accepts nothing is not
+/// counted: the leftover processes may be blocked by it.
 const TIME_TO_FINISH: Duration = Duration::from_secs(2);
 
 /// Maximum number of processes that are named.

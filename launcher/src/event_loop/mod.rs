@@ -1,7 +1,7 @@
 //! The event loop: one `poll` waits for exits, output, messages, signals and deadlines.
 //!
-//! The loop makes no decisions: it passes events to the [`Supervisor`] and carries out its actions. It never blocks outside
-//! of `poll`, neither on a rank's pipe nor on the reader of the launcher's own output.
+//! The loop makes no decisions: it passes events to the [`Supervisor`] and carries out its actions. It never blocks
+//! outside of `poll`, neither on a rank's pipe nor on the reader of the launcher's own output.
 
 mod leftovers;
 mod wait;
@@ -266,7 +266,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Writes down the steps that ranks have come to since the last time.
+    /// Records the steps that have changed since the last call.
     fn record_steps(&mut self) {
         for (rank, process) in (0..).zip(&mut self.ranks) {
             let step = self.server.page().progress(rank).step;

@@ -1,8 +1,8 @@
 //! Splits bytes into lines. Pure: no I/O.
 //!
-//! A rank's output arrives in chunks of arbitrary size. A line is complete at its line feed; carriage returns that no line
-//! feed follows end a transient line, such as a progress bar. The last text that a rank writes is a line, however it ends:
-//! nothing overwrites it, and before a crash it may be important.
+//! A rank's output arrives in chunks of arbitrary size. A line is complete at its line feed; carriage returns that no
+//! line feed follows end a transient line, such as a progress bar. The last text that a rank writes is a line, however
+//! it ends: nothing overwrites it, and before a crash it may be important.
 
 use memchr::memchr2;
 

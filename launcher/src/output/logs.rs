@@ -1,7 +1,7 @@
 //! The ranks' logs: a file for each, written by a thread.
 //!
-//! A slow disk slows the ranks down. A disk that hangs causes dropped lines after the stall timeout, and a full disk ends the
-//! log. Both are reported, and the log itself says where lines are missing.
+//! A slow disk slows the ranks down. A disk that hangs causes dropped lines after the stall timeout, and a full disk
+//! ends the log. Both are reported, and the log itself says where lines are missing.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -198,8 +198,9 @@ mod tests {
             }
             std::thread::yield_now();
         };
-        let told =
-            |rank, lost| format!("the log of rank {rank} lost {lost} lines: its disk accepted nothing for 30 s");
+        let told = |rank, lost| {
+            format!("the log of rank {rank} lost {lost} lines: its disk accepted nothing for 30 s")
+        };
         assert_eq!(notices, [told(0, 2), told(1, 2)]);
         logs.push(1, b"after\n", 1);
         logs.close();

@@ -22,8 +22,8 @@ pub enum Color {
 /// How output is shown and logged.
 #[derive(Debug, Clone)]
 pub struct OutputOptions {
-    /// Pass bytes on unchanged as they arrive, to logs, too. Nothing is put in front of them and no byte is ever dropped: if a
-    /// reader or a disk stalls, ranks wait without a limit.
+    /// Pass bytes on unchanged as they arrive, to logs, too. Nothing is put in front of them and no byte is ever
+    /// dropped: if a reader or a disk stalls, ranks wait without a limit.
     pub raw: bool,
     /// Put `[rank] ` in front of each line.
     pub prefix: bool,

@@ -1,6 +1,7 @@
 //! The prefix of a rank's lines.
 
-/// Colours of the prefixes in the 256-colour palette: legible on black and on white, and none is red, which suggests an error.
+/// Colours of the prefixes in the 256-colour palette: legible on black and on white, and none is red, which suggests an
+/// error.
 const COLORS: [u8; 6] = [30, 133, 136, 33, 64, 99];
 
 /// `[7] `, with the number padded to `width`.

@@ -1,13 +1,13 @@
 //! A destination of lines: standard output or error, which may be slow, stalled or closed.
 //!
-//! A pager that is not scrolled, or a full pipe, must not keep the launcher from noticing a dead rank or a Ctrl-C, so a write
-//! must never block. The descriptor is shared with the shell and cannot be made non-blocking without making the shell's
-//! non-blocking, too. So a pipe or a terminal is opened a second time, which gives a separate, non-blocking descriptor. If
-//! that is not possible (it belongs to another user, or is a socket), every write is preceded by a poll, and is no longer than
-//! what a writable pipe accepts without blocking. The remaining bytes wait in a queue until the event loop finds the
-//! descriptor writable. When the queue is long, the ranks' pipes are not read: a rank that writes faster than its reader reads
-//! is slowed down, as it would be without a launcher. A reader that has stalled is given up after a timeout (`stall`): new
-//! output is then dropped until the reader continues.
+//! A pager that is not scrolled, or a full pipe, must not keep the launcher from noticing a dead rank or a Ctrl-C, so a
+//! write must never block. The descriptor is shared with the shell and cannot be made non-blocking without making the
+//! shell's non-blocking, too. So a pipe or a terminal is opened a second time, which gives a separate, non-blocking
+//! descriptor. If that is not possible (it belongs to another user, or is a socket), every write is preceded by a poll,
+//! and is no longer than what a writable pipe accepts without blocking. The remaining bytes wait in a queue until the
+//! event loop finds the descriptor writable. When the queue is long, the ranks' pipes are not read: a rank that writes
+//! faster than its reader reads is slowed down, as it would be without a launcher. A reader that has stalled is given
+//! up after a timeout (`stall`): new output is then dropped until the reader continues.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -32,7 +32,8 @@ const PIPE_CHUNK: usize = 4096;
 const OWN_PIPE_CHUNK: usize = 1 << 20;
 /// Maximum size of a write to a terminal that cannot be opened a second time, because it belongs to another user.
 const TERMINAL_CHUNK: usize = 64;
-/// A terminal may be reported as writable and still accept nothing: the end of a line needs two bytes. Time until the next try.
+/// A terminal may be reported as writable and still accept nothing: the end of a line needs two bytes. Time until the
+/// next try.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// Maximum size of a write to a regular file, which is always writable.
 const FILE_CHUNK: usize = 64 << 10;
@@ -83,8 +84,8 @@ impl Sink {
         Sink { target, piece, queue: Vec::new(), written: 0, stall, reserved: 0, pause: None, failure: None }
     }
 
-    /// Writes as much as possible without blocking and queues the rest. False if the bytes are dropped because the reader has
-    /// stalled. After a failure everything is dropped and need not be counted.
+    /// Writes as much as possible without blocking and queues the rest. False if the bytes are dropped because the
+    /// reader has stalled. After a failure everything is dropped and need not be counted.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> bool {
         let stuck = self.stall.is_stalled();
         if !stuck {

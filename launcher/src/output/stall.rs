@@ -1,9 +1,9 @@
 //! Distinguishes a slow destination of output from a stalled one. Pure: no I/O.
 //!
-//! A slow reader should slow the ranks down and lose nothing, as a pipe does. A reader that has stopped for good, such as a
-//! terminal after Ctrl-S or a disk that hangs, should not stop the ranks: a training run is worth more than its output. The
-//! difference is whether the destination accepts anything from time to time. The timeout starts when ranks have to wait, and
-//! restarts whenever something is accepted.
+//! A slow reader should slow the ranks down and lose nothing, as a pipe does. A reader that has stopped for good, such
+//! as a terminal after Ctrl-S or a disk that hangs, should not stop the ranks: a training run is worth more than its
+//! output. The difference is whether the destination accepts anything from time to time. The timeout starts when ranks
+//! have to wait, and restarts whenever something is accepted.
 
 use std::time::{Duration, Instant};
 
@@ -97,8 +97,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whenever something is accepted: a queue that makes progress often enough never counts as stalled, and ranks never
-        /// wait longer than the limit for one that does not.
+        /// Whenever something is accepted: a queue that makes progress often enough never counts as stalled, and ranks
+        /// never wait longer than the limit for one that does not.
         #[test]
         fn a_slow_reader_is_not_stalled(gaps in prop::collection::vec((0u64..80, any::<bool>()), 1..60)) {
             let start = Instant::now();

@@ -96,7 +96,10 @@ fn lines_dropped_for_a_stalled_reader_are_reported() {
     let [rest, told] = read(output, [stdout, stderr]);
     let shown = String::from_utf8(shown).unwrap() + &rest;
     assert!(shown == "[0] \n".repeat(pushed) + "[1] cut short\n");
-    assert_eq!(told, "mgpurun: 3 lines of standard output were dropped: the reader accepted nothing for 30 s\n");
+    assert_eq!(
+        told,
+        "mgpurun: 3 lines of standard output were dropped: the reader accepted nothing for 30 s\n"
+    );
 }
 
 #[test]

@@ -1,15 +1,15 @@
 //! Cuts text to the width of a terminal. Pure: no I/O.
 //!
-//! A transient line that is longer than a row would wrap, and the carriage return after it would return to its last row only:
-//! each update would leave a row on the screen.
+//! A transient line that is longer than a row would wrap, and the carriage return after it would return to its last row
+//! only: each update would leave a row on the screen.
 
 use unicode_width::UnicodeWidthChar;
 
 /// Distance of tab stops.
 const TAB: usize = 8;
 
-/// As much of `text` as fits into `columns`. Escape sequences have no width. Those after the cut are dropped, except colours:
-/// one of them may reset a colour.
+/// As much of `text` as fits into `columns`. Escape sequences have no width. Those after the cut are dropped, except
+/// colours: one of them may reset a colour.
 pub(super) fn cut(text: &[u8], columns: usize) -> Vec<u8> {
     let mut kept = Vec::with_capacity(text.len().min(columns.saturating_mul(8)));
     let (mut used, mut is_full, mut rest) = (0, false, text);

@@ -7,8 +7,8 @@ use nix::sched::CpuSet;
 
 /// A set of cores by their kernel numbers (logical CPUs): every hyper-thread has one.
 ///
-/// Numbers above the maximum of the affinity call are left out when a list is parsed, so an absurd list (`0-4000000000`) costs
-/// nothing.
+/// Numbers above the maximum of the affinity call are left out when a list is parsed, so an absurd list
+/// (`0-4000000000`) costs nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CoreSet(BTreeSet<usize>);
 

@@ -1,8 +1,8 @@
 //! The GPUs that the driver lists, and the NUMA node of each. Opens no NVIDIA library.
 //!
-//! The driver has a folder for each GPU, named by its PCI address. CUDA numbers GPUs from 0, in the order of their addresses if
-//! all GPUs are of one model or `CUDA_DEVICE_ORDER=PCI_BUS_ID` is set. With mixed models CUDA puts the fastest first, and a
-//! rank may be placed near another GPU than its own: that costs some speed, nothing else.
+//! The driver has a folder for each GPU, named by its PCI address. CUDA numbers GPUs from 0, in the order of their
+//! addresses if all GPUs are of one model or `CUDA_DEVICE_ORDER=PCI_BUS_ID` is set. With mixed models CUDA puts the
+//! fastest first, and a rank may be placed near another GPU than its own: that costs some speed, nothing else.
 
 use std::fs;
 use std::path::Path;
@@ -29,8 +29,8 @@ pub(crate) struct Listed {
     pub(crate) model: Option<String>,
     /// NUMA node, if the machine tells.
     pub(crate) node: Option<u32>,
-    /// Whether its device file exists: a container sees all GPUs of the machine in `/proc`, but may have access to some or
-    /// none of them.
+    /// Whether its device file exists: a container sees all GPUs of the machine in `/proc`, but may have access to some
+    /// or none of them.
     pub(crate) reachable: bool,
 }
 
@@ -58,8 +58,8 @@ pub(crate) fn list(root: &Path) -> Vec<Listed> {
     buses.into_iter().map(listed).collect()
 }
 
-/// The GPUs that a program may use, in CUDA's order. As in the CUDA runtime, the list in `CUDA_VISIBLE_DEVICES` ends at the
-/// first invalid entry.
+/// The GPUs that a program may use, in CUDA's order. As in the CUDA runtime, the list in `CUDA_VISIBLE_DEVICES` ends at
+/// the first invalid entry.
 pub(crate) fn visible(present: &[Listed], visible: Option<&str>) -> Vec<Gpu> {
     let gpu = |name: &str, listed: Option<&Listed>| Gpu {
         name: name.to_owned(),

@@ -1,7 +1,8 @@
 //! Placement: which cores each rank may use.
 //!
-//! At any moment the kernel's scheduler knows better than a static list which core is free, but it cannot know which memory a
-//! rank will use for hours. So ranks are kept on the NUMA node of their memory or their GPU, and are not bound within it:
+//! At any moment the kernel's scheduler knows better than a static list which core is free, but it cannot know which
+//! memory a rank will use for hours. So ranks are kept on the NUMA node of their memory or their GPU, and are not bound
+//! within it:
 //!
 //! | `--bind` | a rank gets |
 //! |---|---|
@@ -10,23 +11,25 @@
 //! | `core` | a share of the cores that no other rank has |
 //! | `auto` | `numa` if ranks have GPUs whose node is known, or fill several nodes of the same size evenly; `core` if each rank's share is several whole nodes; else `none` |
 //!
-//! **Why `auto` does not bind on one node.** A bound rank cannot leave a core on which another process wants to run, and its
-//! peers wait for it. Measured with 2 ranks on 2 cores while other processes were compiling there: a training step took 3.2 to
-//! 3.4 ms bound and 2.4 to 2.5 ms unbound; with two such jobs at once 5.7 and 4.1 ms; with several compilers (a load of 5)
-//! 3.5 ms either way. The time of an all-reduce was the same within the noise (0.36 and 0.35 µs for 4 bytes, 162 µs for
-//! 4 MiB). So binding gained nothing and lost up to a third. Ranks that start on the same core separate by themselves (see the
-//! runtime's `comm/cpu/cores.rs`). Machines with several nodes could not be measured; there the location of memory decides.
+//! **Why `auto` does not bind on one node.** A bound rank cannot leave a core on which another process wants to run,
+//! and its peers wait for it. Measured with 2 ranks on 2 cores while other processes were compiling there: a training
+//! step took 3.2 to 3.4 ms bound and 2.4 to 2.5 ms unbound; with two such jobs at once 5.7 and 4.1 ms; with several
+//! compilers (a load of 5) 3.5 ms either way. The time of an all-reduce was the same within the noise (0.36 and 0.35 µs
+//! for 4 bytes, 162 µs for 4 MiB). So binding gained nothing and lost up to a third. Ranks that start on the same core
+//! separate by themselves (see the runtime's `comm/cpu/cores.rs`). Machines with several nodes could not be measured;
+//! there the location of memory decides.
 //!
-//! **Shares.** With `core` the ranks divide *all* cores, in the order of the nodes: two jobs at once then both use the whole
-//! machine, whereas jobs that took the first few cores would share the same ones. Shares differ by at most one physical core,
-//! and hyper-threads of a core stay together unless there are more ranks than physical cores. Ranks near a GPU divide the
-//! cores of its node. If more ranks are near a node than it has cores, each of them gets the whole node.
+//! **Shares.** With `core` the ranks divide *all* cores, in the order of the nodes: two jobs at once then both use the
+//! whole machine, whereas jobs that took the first few cores would share the same ones. Shares differ by at most one
+//! physical core, and hyper-threads of a core stay together unless there are more ranks than physical cores. Ranks near
+//! a GPU divide the cores of its node. If more ranks are near a node than it has cores, each of them gets the whole
+//! node.
 //!
 //! **More ranks than cores** are never bound: two ranks bound to one core would wait for each other while another core is
 //! idle.
 //!
-//! A rank also gets the number of threads it should use (`MGPU_THREADS`, `OMP_NUM_THREADS`): its cores, divided by the number
-//! of ranks on the same cores, and never more than its share of the control group's quota.
+//! A rank also gets the number of threads it should use (`MGPU_THREADS`, `OMP_NUM_THREADS`): its cores, divided by the
+//! number of ranks on the same cores, and never more than its share of the control group's quota.
 //!
 //! Only cores in the launcher's own affinity mask are used, so `taskset` and batch systems can restrict them.
 
@@ -64,7 +67,8 @@ pub struct Placement {
     pub threads: usize,
 }
 
-/// Places one rank for each entry of `gpus`: the NUMA node of the rank's GPU, `None` if it has no GPU or the node is unknown.
+/// Places one rank for each entry of `gpus`: the NUMA node of the rank's GPU, `None` if it has no GPU or the node is
+/// unknown.
 ///
 /// ```
 /// use mgpurun::placement::{Bind, Topology, place};
@@ -117,8 +121,8 @@ fn choose(topology: &Topology, near: &[Option<usize>]) -> Bind {
     }
 }
 
-/// The node of each rank: that of its GPU, or the node with the most cores per rank so far. Ranks without a GPU are placed on
-/// the nodes in ascending order, so that consecutive ranks are on the same node.
+/// The node of each rank: that of its GPU, or the node with the most cores per rank so far. Ranks without a GPU are
+/// placed on the nodes in ascending order, so that consecutive ranks are on the same node.
 fn homes(topology: &Topology, near: &[Option<usize>]) -> Vec<usize> {
     let mut ranks_on: Vec<usize> = (0..topology.nodes.len())
         .map(|node| near.iter().filter(|home| **home == Some(node)).count())
@@ -174,9 +178,8 @@ fn divide(nodes: &[&Node], ranks: usize) -> Vec<CoreSet> {
 pub(crate) fn unmet(topology: &Topology, bind: Bind, places: &[Placement]) -> Option<String> {
     let wanted = matches!(bind, Bind::Core | Bind::Numa);
     let (ranks, cores) = (places.len(), topology.all().len());
-    (wanted && places.iter().any(|place| place.cores.is_none())).then(|| {
-        format!("ranks are not bound: {ranks} ranks are more than the {cores} available cores")
-    })
+    (wanted && places.iter().any(|place| place.cores.is_none()))
+        .then(|| format!("ranks are not bound: {ranks} ranks are more than the {cores} available cores"))
 }
 
 /// One line about the cores, threads and GPU of a rank.

@@ -1,8 +1,8 @@
 //! The cores that this process may use, grouped by physical core and NUMA node.
 //!
-//! The topology is read from `/sys/devices/system`. Containers often hide parts of it. Missing or invalid files mean the
-//! simplest topology: a core without siblings, one node for all cores. Whatever the files contain, every core of the affinity
-//! mask is in exactly one physical core of exactly one node, because the other code relies on it.
+//! The topology is read from `/sys/devices/system`. Containers often hide parts of it. Missing or invalid files mean
+//! the simplest topology: a core without siblings, one node for all cores. Whatever the files contain, every core of
+//! the affinity mask is in exactly one physical core of exactly one node, because the other code relies on it.
 
 use std::fs;
 use std::path::Path;

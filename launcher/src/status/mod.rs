@@ -1,7 +1,8 @@
 //! The table of what every rank is doing: for a stuck run, for SIGQUIT, and for `mgpurun ps`.
 //!
-//! The progress page has the last action of a rank, whether it is alive or not. The kernel reports what its process is doing
-//! now, as far as permissions allow: the state of each thread, the kernel function it sleeps in and its system call.
+//! The progress page has the last action of a rank, whether it is alive or not. The kernel reports what its process is
+//! doing now, as far as permissions allow: the state of each thread, the kernel function it sleeps in and its system
+//! call.
 
 pub(crate) mod runs;
 mod threads;

@@ -1,8 +1,8 @@
 //! `mgpurun ps`: finds the runs of this user.
 //!
-//! A run registers no name that could become stale. But its launcher holds the progress page open, and `/proc` lists the
-//! descriptors of a user's own processes. So the page can be opened through `/proc` and read without the launcher's help, even
-//! if the launcher is stopped.
+//! A run registers no name that could become stale. But its launcher holds the progress page open, and `/proc` lists
+//! the descriptors of a user's own processes. So the page can be opened through `/proc` and read without the launcher's
+//! help, even if the launcher is stopped.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -20,8 +20,8 @@ use crate::stdout;
 
 /// Show the runs of this user and what each rank is doing.
 ///
-/// For every rank: its process and its state (running, sleeping, stopped), the last known step and collective and the time
-/// since then, the rank it waits for, and what its threads are doing in the kernel.
+/// For every rank: its process and its state (running, sleeping, stopped), the last known step and collective and the
+/// time since then, the rank it waits for, and what its threads are doing in the kernel.
 ///
 /// To start a program named ps: mgpurun -- ps
 #[derive(Debug, Parser)]

@@ -1,9 +1,9 @@
 //! The supervisor: a pure state machine that determines the culprit of a failure and ends the other ranks.
 //!
 //! The event loop passes events one at a time; each returns a list of actions. The first rank that fails determines the
-//! outcome. Its peers first get 200 ms (`ERROR_TIME`), in which their collectives return an error that names it and they can
-//! print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to end blames
-//! another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
+//! outcome. Its peers first get 200 ms (`ERROR_TIME`), in which their collectives return an error that names it and
+//! they can print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to
+//! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
 
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,8 @@ impl Exit {
         }
     }
 
-    /// As [`describe`](Self::describe), for a rank to which the launcher has sent signals: says so, because the end is not the
-    /// rank's own failure.
+    /// As [`describe`](Self::describe), for a rank to which the launcher has sent signals: says so, because the end is
+    /// not the rank's own failure.
     pub(crate) fn describe_signalled(self) -> String {
         match self {
             Exit::Signal(signal) if Signal::try_from(signal).is_ok_and(ends_the_run) => {
@@ -105,7 +105,8 @@ pub enum Action {
     Send(u32, Signal),
     /// Print a message.
     Say(String),
-    /// The outcome is final, though ranks may still run: print it. Occurs once, before the end of a run that did not succeed.
+    /// The outcome is final, though ranks may still run: print it. Occurs once, before the end of a run that did not
+    /// succeed.
     Settle(Outcome),
     /// Print the table of what every rank is doing.
     Report,
@@ -291,8 +292,8 @@ impl Supervisor {
         self.stop(Outcome::failure(exit_code::NO_PROGRESS, rank, message), how, now)
     }
 
-    /// Ends a run that cannot continue although no rank has ended. The other ranks get [`ERROR_TIME`], in which they learn
-    /// `how` the culprit failed.
+    /// Ends a run that cannot continue although no rank has ended. The other ranks get [`ERROR_TIME`], in which they
+    /// learn `how` the culprit failed.
     fn stop(&mut self, outcome: Outcome, how: String, now: Instant) -> Vec<Action> {
         if self.outcome.is_some() || self.stage != Stage::Running {
             return Vec::new();
@@ -357,8 +358,8 @@ impl Supervisor {
 
     /// Handles the end of a rank soon after the first failure, before any rank was asked to end.
     ///
-    /// Processes may end in another order than they fail: a rank that panics tells its peers before it has unwound and exited,
-    /// and a peer may exit earlier. If the blamed rank fails by itself within [`ERROR_TIME`], it was the cause.
+    /// Processes may end in another order than they fail: a rank that panics tells its peers before it has unwound and
+    /// exited, and a peer may exit earlier. If the blamed rank fails by itself within [`ERROR_TIME`], it was the cause.
     fn reconsider(&mut self, ended: Failure, now: Instant) {
         let is_accused =
             |accusation: &Failure| accusation.blame.as_ref().map(|blame| blame.culprit) == Some(ended.rank);
@@ -456,8 +457,8 @@ impl Supervisor {
         actions
     }
 
-    /// Returns the action that prints the outcome, once. The outcome does not change any more: ranks that end from now on were
-    /// asked to.
+    /// Returns the action that prints the outcome, once. The outcome does not change any more: ranks that end from now
+    /// on were asked to.
     fn settle(&mut self) -> Vec<Action> {
         if std::mem::replace(&mut self.is_settled, true) {
             return Vec::new();

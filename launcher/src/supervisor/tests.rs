@@ -26,7 +26,8 @@ fn any_event(ranks: u32) -> impl Strategy<Value = (u8, u32, i32)> {
 }
 
 proptest! {
-    /// For any events in any order: there is one end, determined by the first failure, and no signal goes to an ended rank.
+    /// For any events in any order: there is one end, determined by the first failure, and no signal goes to an ended
+    /// rank.
     #[test]
     fn there_is_one_outcome_and_no_signal_to_an_ended_rank(
         events in prop::collection::vec(any_event(4), 0..60), steps in prop::collection::vec(0u64..3000, 60)

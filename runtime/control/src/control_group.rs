@@ -1,8 +1,9 @@
 //! The control groups (cgroups) of this process, and their CPU quota.
 //!
-//! With cgroup v2, all limits of a group are in one folder; with v1, each controller has its own tree. A limit applies to
-//! all groups below it, so the parents of a group are checked too. Inside a container, the path that the kernel reports may
-//! lie outside the mount; then the root of the mount, which is always among the parents, has the container's limits.
+//! With cgroup v2, all limits of a group are in one folder; with v1, each controller has its own tree. A limit applies
+//! to all groups below it, so the parents of a group are checked too. Inside a container, the path that the kernel
+//! reports may lie outside the mount; then the root of the mount, which is always among the parents, has the
+//! container's limits.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,8 @@ pub fn folders(controller: &str) -> Vec<PathBuf> {
     folders_of(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default(), controller)
 }
 
-/// Number of cores that all processes of this process's groups may keep busy together, at least 1; `None` without a limit.
+/// Number of cores that all processes of this process's groups may keep busy together, at least 1; `None` without a
+/// limit.
 ///
 /// Unlike `std::thread::available_parallelism` it ignores the affinity mask of the calling thread.
 pub fn cpu_quota() -> Option<usize> {

@@ -1,9 +1,9 @@
 //! Fault injection: tests how a job behaves when a rank fails.
 //!
-//! `mgpurun --inject rank=3,step=100,fault=sigkill` passes the text to the rank in `MGPU_INJECT`. The runtime triggers the
-//! fault when the rank reaches the injection point. This is the only place where the runtime ends its host process, and
-//! only because the user asked for it. By default a fault is triggered after the first start of the ranks only, so a
-//! restarted job can continue; `restart=1` selects the start after the first restart.
+//! `mgpurun --inject rank=3,step=100,fault=sigkill` passes the text to the rank in `MGPU_INJECT`. The runtime triggers
+//! the fault when the rank reaches the injection point. This is the only place where the runtime ends its host process,
+//! and only because the user asked for it. By default a fault is triggered after the first start of the ranks only, so
+//! a restarted job can continue; `restart=1` selects the start after the first restart.
 
 use std::fmt;
 use std::process::Command;
@@ -108,7 +108,10 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(code) = text.strip_prefix("exit:") {
-            return code.parse().map(Fault::Exit).map_err(|_| format!("`{code}` is not an exit code (0 to 255)"));
+            return code
+                .parse()
+                .map(Fault::Exit)
+                .map_err(|_| format!("`{code}` is not an exit code (0 to 255)"));
         }
         named(&FAULTS, text)
             .ok_or_else(|| format!("`{text}` is not a fault; choose one of {} or exit:N", names(&FAULTS)))
@@ -134,7 +137,9 @@ impl FromStr for Injection {
                 "fault" => fault = Some(value.parse()?),
                 "restart" => restart = number()?,
                 other => {
-                    return Err(format!("unknown key `{other}`; the keys are rank, step, phase, fault and restart"));
+                    return Err(format!(
+                        "unknown key `{other}`; the keys are rank, step, phase, fault and restart"
+                    ));
                 }
             }
         }

@@ -39,8 +39,8 @@ pub fn kill_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(in_child) };
 }
 
-/// What to try if a process or thread could not be started; empty if `error` says enough. The kernel does not say which of
-/// its limits was reached.
+/// What to try if a process or thread could not be started; empty if `error` says enough. The kernel does not say which
+/// of its limits was reached.
 pub fn start_hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EAGAIN) => {
@@ -110,8 +110,8 @@ pub fn detach(command: &mut Command) {
 
 /// Binds the child of `command`, and all its threads and children, to `cores`.
 ///
-/// Starting the child fails with the kernel's error if the kernel refuses, as it does if none of the cores is available any
-/// more.
+/// Starting the child fails with the kernel's error if the kernel refuses, as it does if none of the cores is available
+/// any more.
 pub fn bind_to_cores(command: &mut Command, cores: CpuSet) {
     let in_child = move || {
         sched_setaffinity(Pid::from_raw(0), &cores)?;
@@ -137,10 +137,11 @@ const F_SETSIG: libc::c_int = 10;
 /// Makes the kernel kill a process group when this guard is dropped or when this process ends, however it ends.
 ///
 /// `PR_SET_PDEATHSIG` reaches only the child that requested it (unless it has changed its user since) and none of that
-/// child's own children. This guard reaches all members of the group that this process may signal: when one end of a socket
-/// pair is closed, the kernel sends SIGKILL to the group (`O_ASYNC` on the other end). This process holds both ends, and
-/// both request the signal, because the kernel closes the descriptors of an ending process in an order of its choice. The
-/// kernel keeps a reference to the group, not its number, so a later group with the same number is never hit.
+/// child's own children. This guard reaches all members of the group that this process may signal: when one end of a
+/// socket pair is closed, the kernel sends SIGKILL to the group (`O_ASYNC` on the other end). This process holds both
+/// ends, and both request the signal, because the kernel closes the descriptors of an ending process in an order of its
+/// choice. The kernel keeps a reference to the group, not its number, so a later group with the same number is never
+/// hit.
 #[derive(Debug)]
 pub struct GroupKillGuard {
     _ends: [UnixStream; 2],

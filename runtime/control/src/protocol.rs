@@ -10,8 +10,8 @@ pub const LOCAL_RANK: &str = "LOCAL_RANK";
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
 /// Address of the launcher's socket, `unix:PATH`.
 pub const MGPU_RENDEZVOUS: &str = "MGPU_RENDEZVOUS";
-/// Identifier of the run, and the token with which a rank joins it. Under another launcher the user may set it, to the same
-/// value for all ranks of a run, as the name of their rendezvous.
+/// Identifier of the run, and the token with which a rank joins it. Under another launcher the user may set it, to the
+/// same value for all ranks of a run, as the name of their rendezvous.
 pub const MGPU_RUN_ID: &str = "MGPU_RUN_ID";
 /// How often the launcher has restarted the ranks, from 0.
 pub const MGPU_RESTART_COUNT: &str = "MGPU_RESTART_COUNT";

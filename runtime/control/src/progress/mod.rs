@@ -1,10 +1,10 @@
 //! The progress page: what every rank of a run is doing, in memory that all of them and the launcher map.
 //!
-//! The rendezvous server creates the page and passes it to each rank that joins. A rank writes its own record; the server
-//! writes how a rank ended. A rank that waits for a peer polls the page to see whether the peer is still alive: it needs
-//! no message, thread or signal to learn of a death, and the last action of a rank can be read after it has been killed or
-//! stopped. Other processes of the same user can inspect a run, too ([`ProgressPage::inspect`]): the page has no name, but
-//! the launcher's descriptors are listed in `/proc`.
+//! The rendezvous server creates the page and passes it to each rank that joins. A rank writes its own record; the
+//! server writes how a rank ended. A rank that waits for a peer polls the page to see whether the peer is still alive:
+//! it needs no message, thread or signal to learn of a death, and the last action of a rank can be read after it has
+//! been killed or stopped. Other processes of the same user can inspect a run, too ([`ProgressPage::inspect`]): the
+//! page has no name, but the launcher's descriptors are listed in `/proc`.
 
 mod text;
 mod view;

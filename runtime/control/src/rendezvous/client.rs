@@ -23,7 +23,8 @@ use crate::{Error, Result};
 /// Time that the server has beyond a request's own deadline before it counts as gone.
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
 
-/// How long a rank waits for the others to join. The launcher, which knows which ranks are missing, ends the run much earlier.
+/// How long a rank waits for the others to join. The launcher, which knows which ranks are missing, ends the run much
+/// earlier.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// Upper bound of every wait: a later `Instant` may not be representable.
@@ -37,8 +38,8 @@ fn milliseconds(timeout: Duration) -> u64 {
     timeout.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// Connects to a socket. A stopped launcher (SIGSTOP) accepts no connections, and once its backlog is full `connect` blocks:
-/// the send timeout bounds that wait.
+/// Connects to a socket. A stopped launcher (SIGSTOP) accepts no connections, and once its backlog is full `connect`
+/// blocks: the send timeout bounds that wait.
 pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
     let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     setsockopt(&stream, sockopt::SendTimeout, &TimeVal::new(SERVER_MARGIN.as_secs() as i64, 0))?;
@@ -171,8 +172,8 @@ impl Store {
         Self::send_hello(stream, ServedBy::Launcher, run_id, rank, world_size, Manifest::default())?.wait()
     }
 
-    /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key can be set again
-    /// only after all its readers have read it.
+    /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key can be set
+    /// again only after all its readers have read it.
     ///
     /// # Errors
     /// If the value is larger than 12 KiB, the key is already set, this rank has set more than 1,024 keys, 256 descriptors
@@ -242,8 +243,8 @@ impl Store {
         self.served_by != ServedBy::Launcher
     }
 
-    /// Returns an error in a forked child of the rank. The child shares the connection: it would send requests of the parent
-    /// and read its replies.
+    /// Returns an error in a forked child of the rank. The child shares the connection: it would send requests of the
+    /// parent and read its replies.
     #[inline]
     pub fn check_process(&self) -> Result<()> {
         match self.fork_detector.is_original_process() {

@@ -12,13 +12,14 @@
 //! - The owner locks it first, and the name still refers to it. From then on no other process can lock it, and so none
 //!   removes it.
 //!
-//! The remover also checks that the name refers to the folder that it has locked before it removes anything. No process ever
-//! waits for a lock. If the file system does not support locks, no process gets one, and abandoned folders stay.
+//! The remover also checks that the name refers to the folder that it has locked before it removes anything. No process
+//! ever waits for a lock. If the file system does not support locks, no process gets one, and abandoned folders stay.
 //!
 //! These folders lie in places where users keep their own files, some of which may have similar names. So a folder is
 //! removed only if nothing but a launcher can have created it: its name is the prefix and 16 hexadecimal digits, it is
-//! private to this user, and it is empty or holds the socket alone. Only the socket is unlinked, and then the empty folder
-//! is removed. No removal is recursive, so a file that another process adds at the last moment is kept, with the folder.
+//! private to this user, and it is empty or holds the socket alone. Only the socket is unlinked, and then the empty
+//! folder is removed. No removal is recursive, so a file that another process adds at the last moment is kept, with the
+//! folder.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -104,14 +105,14 @@ impl Drop for PrivateDirectory {
 
 /// Removes the folders that killed launchers of this user have left. Returns their number.
 ///
-/// Every launcher does this when it starts. It does not touch folders of launchers that are running or starting, and it does
-/// not block.
+/// Every launcher does this when it starts. It does not touch folders of launchers that are running or starting, and it
+/// does not block.
 pub fn remove_abandoned() -> usize {
     bases().iter().map(|base| remove_abandoned_in(base)).sum()
 }
 
-/// Where folders are created, the preferred place first. The paths are absolute, since the working directory of a rank may
-/// differ from the launcher's.
+/// Where folders are created, the preferred place first. The paths are absolute, since the working directory of a rank
+/// may differ from the launcher's.
 fn bases() -> Vec<PathBuf> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|base| !base.is_empty()).map(PathBuf::from);
     let bases = runtime.into_iter().chain([std::env::temp_dir()]);

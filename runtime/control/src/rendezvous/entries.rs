@@ -1,7 +1,8 @@
 //! The values that ranks have set and that others have not read yet. Pure: no I/O.
 //!
-//! A value is kept until as many ranks have read it as its owner said. Nothing forces them to read it, so the unread values
-//! of each rank are bounded: a misbehaving rank gets an error and cannot exhaust the launcher's memory or descriptors.
+//! A value is kept until as many ranks have read it as its owner said. Nothing forces them to read it, so the unread
+//! values of each rank are bounded: a misbehaving rank gets an error and cannot exhaust the launcher's memory or
+//! descriptors.
 
 use std::collections::HashMap;
 use std::sync::Arc;

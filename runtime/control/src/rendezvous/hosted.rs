@@ -1,18 +1,19 @@
 //! The rendezvous of ranks that another launcher has started: rank 0 runs the server on a thread.
 //!
 //! All ranks derive the same name from their launcher's identifier of the job. Rank 0 listens under this name until all
-//! ranks have joined, and the others retry to connect until it listens. The name belongs to an *abstract* socket, which has
-//! no file: nothing is left when rank 0 is killed, there are no stale files, and a name is in use exactly as long as its
-//! socket exists. (A path would be safe only in a folder private to this user, and ranks may disagree about that folder:
-//! `XDG_RUNTIME_DIR` is often missing in a batch job.) Abstract names belong to a network namespace: ranks in containers
-//! have to share one.
+//! ranks have joined, and the others retry to connect until it listens. The name belongs to an *abstract* socket, which
+//! has no file: nothing is left when rank 0 is killed, there are no stale files, and a name is in use exactly as long
+//! as its socket exists. (A path would be safe only in a folder private to this user, and ranks may disagree about that
+//! folder: `XDG_RUNTIME_DIR` is often missing in a batch job.) Abstract names belong to a network namespace: ranks in
+//! containers have to share one.
 //!
-//! Other users can see the name and could bind it first. They gain nothing: the server rejects peers of other users, and a
-//! rank asks the kernel for the owner of the socket before it sends anything. The only effect is an error that names them.
+//! Other users can see the name and could bind it first. They gain nothing: the server rejects peers of other users,
+//! and a rank asks the kernel for the owner of the socket before it sends anything. The only effect is an error that
+//! names them.
 //!
-//! No launcher supervises these ranks as `mgpurun` would. If a connection ends without a goodbye, the server records on the
-//! progress page that its rank has ended. The other ranks notice the end of rank 0, and with it of the server, by their own
-//! connections ([`Store::rank_zero_is_gone`](super::Store)).
+//! No launcher supervises these ranks as `mgpurun` would. If a connection ends without a goodbye, the server records on
+//! the progress page that its rank has ended. The other ranks notice the end of rank 0, and with it of the server, by
+//! their own connections ([`Store::rank_zero_is_gone`](super::Store)).
 
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Write, pipe};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -144,8 +145,8 @@ fn owner(stream: &UnixStream) -> nix::Result<(i32, u32)> {
     getsockopt(stream, PeerCredentials).map(|owner| (owner.pid(), owner.uid()))
 }
 
-/// Runs `server` on its own thread, which ends with the last rank's connection, or when the writer of the pipe `attempt` is
-/// dropped without having written.
+/// Runs `server` on its own thread, which ends with the last rank's connection, or when the writer of the pipe
+/// `attempt` is dropped without having written.
 pub(super) fn spawn(server: Server, attempt: Option<PipeReader>) -> Result<()> {
     std::thread::Builder::new()
         .name("mgpu-rendezvous".into())

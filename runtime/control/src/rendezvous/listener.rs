@@ -1,12 +1,12 @@
 //! The listening socket that ranks connect to. It does not cause a busy loop when descriptors run out.
 //!
-//! A launcher's socket lies in a private folder, and its ranks get the path. A socket of rank 0 is abstract: all ranks derive
-//! its name (`hosted`), and there is no file.
+//! A launcher's socket lies in a private folder, and its ranks get the path. A socket of rank 0 is abstract: all ranks
+//! derive its name (`hosted`), and there is no file.
 //!
 //! A connection that cannot be accepted because too many files are open stays in the backlog, and the socket stays
-//! readable: a poll loop would spin. So the listener keeps a descriptor in reserve. It closes that descriptor to accept such
-//! a connection and to send it the reason for its rejection. If even that fails, the listener is not polled for a while. The
-//! problem is reported once, until a connection is accepted again.
+//! readable: a poll loop would spin. So the listener keeps a descriptor in reserve. It closes that descriptor to accept
+//! such a connection and to send it the reason for its rejection. If even that fails, the listener is not polled for a
+//! while. The problem is reported once, until a connection is accepted again.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};

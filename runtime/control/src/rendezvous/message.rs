@@ -1,8 +1,9 @@
 //! The messages between a rank and the server, and their encoding.
 //!
 //! A frame is a little-endian `u32` length followed by that many bytes of JSON. JSON, because a rank of another version
-//! must still be able to read why it was refused. Frames are bounded: a length above [`MAX_FRAME`] is an error and causes
-//! no allocation. Descriptors are sent with the first byte of their frame (SCM_RIGHTS); the message contains their number.
+//! must still be able to read why it was refused. Frames are bounded: a length above [`MAX_FRAME`] is an error and
+//! causes no allocation. Descriptors are sent with the first byte of their frame (SCM_RIGHTS); the message contains
+//! their number.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -1,9 +1,10 @@
 //! How ranks find each other: a small key/value store with deadlines over a Unix socket.
 //!
-//! The launcher runs the [`Server`]; if another launcher started the ranks, rank 0 runs it. Each rank has a [`Store`]. The
-//! server accepts connections only from processes of the same user (SO_PEERCRED) that present the token of the run. Ranks
-//! exchange small values: the descriptor of a shared-memory region, an NCCL unique id. Bulk data goes through the
-//! communicator. Every wait has a deadline, and its error says which rank waited for which, in what operation and how long.
+//! The launcher runs the [`Server`]; if another launcher started the ranks, rank 0 runs it. Each rank has a [`Store`].
+//! The server accepts connections only from processes of the same user (SO_PEERCRED) that present the token of the run.
+//! Ranks exchange small values: the descriptor of a shared-memory region, an NCCL unique id. Bulk data goes through the
+//! communicator. Every wait has a deadline, and its error says which rank waited for which, in what operation and how
+//! long.
 //!
 //! ```
 //! # fn main() -> mgpu_control::Result<()> {

@@ -34,7 +34,8 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    /// Accepts a connection from a process of the same user. Returns any other connection with the reason, as a predicate.
+    /// Accepts a connection from a process of the same user. Returns any other connection with the reason, as a
+    /// predicate.
     pub(super) fn admit(
         stream: UnixStream,
         id: u64,

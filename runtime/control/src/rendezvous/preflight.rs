@@ -1,7 +1,7 @@
 //! Preflight check: are the ranks compatible? They are compared before any of them starts its own work.
 //!
-//! A run whose ranks were built from different sources, or share a GPU by mistake, fails sooner or later with an error that
-//! does not point to the cause. Here it fails at once, with one line that names both ranks.
+//! A run whose ranks were built from different sources, or share a GPU by mistake, fails sooner or later with an error
+//! that does not point to the cause. Here it fails at once, with one line that names both ranks.
 
 use std::fmt;
 use std::fs::{File, Metadata};

@@ -1,8 +1,8 @@
 //! Fairness between peers: limits how much is read from one peer before the server serves the next one.
 //!
-//! Poll reports bytes in the socket, not bytes that the server has already read. A complete message left in the decoder would
-//! be handled only after the peer's next message, but the peer sends none before it gets its reply: a deadlock. So after
-//! every read all complete messages are handled, and only the number of reads is limited.
+//! Poll reports bytes in the socket, not bytes that the server has already read. A complete message left in the decoder
+//! would be handled only after the peer's next message, but the peer sends none before it gets its reply: a deadlock.
+//! So after every read all complete messages are handled, and only the number of reads is limited.
 
 use super::socket::Received;
 
@@ -39,8 +39,8 @@ mod tests {
     use super::*;
     use crate::rendezvous::message::{Decoder, Request, encode};
 
-    /// A peer that sends its next request as soon as the last one was answered, and a socket that returns its bytes in parts
-    /// of any length. Like a real socket, it wakes the server only for unread bytes.
+    /// A peer that sends its next request as soon as the last one was answered, and a socket that returns its bytes in
+    /// parts of any length. Like a real socket, it wakes the server only for unread bytes.
     struct Model {
         requests: VecDeque<Request>,
         /// Lengths of the reads, repeated cyclically.

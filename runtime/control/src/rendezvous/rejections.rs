@@ -1,9 +1,9 @@
-//! Aggregates rejected connections, so that a flood of connections causes one line of output instead of thousands. Pure: no
-//! I/O.
+//! Aggregates rejected connections, so that a flood of connections causes one line of output instead of thousands.
+//! Pure: no I/O.
 //!
-//! Rejections are counted per process group, which a rank shares with the processes that it starts. They are collected for a
-//! while and reported together. The collection time doubles after each report, so a long flood does not fill the screen
-//! either.
+//! Rejections are counted per process group, which a rank shares with the processes that it starts. They are collected
+//! for a while and reported together. The collection time doubles after each report, so a long flood does not fill the
+//! screen either.
 
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,9 @@
 //! Receives descriptors (SCM_RIGHTS): the only place where descriptor numbers from the kernel become owned.
 //!
-//! A message may carry more descriptors than its buffer holds, or than this process may open. The kernel then installs those
-//! that fit, closes the others and marks the message as truncated. `nix` returns an error for such a message and leaks the
-//! installed descriptors: a peer could send enough of them to exhaust the receiver's descriptors. So the system call is made
-//! here, and every installed descriptor is owned before anything else is checked.
+//! A message may carry more descriptors than its buffer holds, or than this process may open. The kernel then installs
+//! those that fit, closes the others and marks the message as truncated. `nix` returns an error for such a message and
+//! leaks the installed descriptors: a peer could send enough of them to exhaust the receiver's descriptors. So the
+//! system call is made here, and every installed descriptor is owned before anything else is checked.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 

@@ -118,9 +118,9 @@ impl Server {
         Self::new(world_size, run_id, listener.address().to_owned(), Some(listener))
     }
 
-    /// The rendezvous that rank 0 serves at `listener` if no launcher does. No launcher ends the run if a rank never joins,
-    /// or reports how a rank ended. So at `join_by` the ranks that have joined are told which ranks are missing, and a
-    /// connection that ends without a goodbye counts as the end of its rank.
+    /// The rendezvous that rank 0 serves at `listener` if no launcher does. No launcher ends the run if a rank never
+    /// joins, or reports how a rank ended. So at `join_by` the ranks that have joined are told which ranks are missing,
+    /// and a connection that ends without a goodbye counts as the end of its rank.
     pub(super) fn unattended(
         world_size: u32,
         run_id: &str,
@@ -132,8 +132,8 @@ impl Server {
         Ok(Server { unattended: true, join_by: Some(join_by), ..server })
     }
 
-    /// A rendezvous without a listening socket: its ranks are in this process and hold the other ends of the streams. Public
-    /// for tests of the server against arbitrary peers.
+    /// A rendezvous without a listening socket: its ranks are in this process and hold the other ends of the streams.
+    /// Public for tests of the server against arbitrary peers.
     #[doc(hidden)]
     pub fn in_process(world_size: u32, run_id: &str) -> Result<(Self, Vec<UnixStream>)> {
         let mut server = Self::new(world_size, run_id, "in this process".into(), None)?;
@@ -184,7 +184,8 @@ impl Server {
         self.page.describe(program, restarts);
     }
 
-    /// Sets the process that was started as `rank` on the progress page, for processes that inspect the run before it joins.
+    /// Sets the process that was started as `rank` on the progress page, for processes that inspect the run before it
+    /// joins.
     pub fn rank_started(&self, rank: u32, pid: u32) {
         self.page.start(rank, pid);
     }
@@ -307,9 +308,9 @@ impl Server {
         }
     }
 
-    /// Adds a new connection, or returns it with the reason of its rejection, as a predicate. If there are then too many
-    /// unauthenticated connections, the oldest one of the process with the most of them is closed: so a process that floods
-    /// the rendezvous only blocks itself.
+    /// Adds a new connection, or returns it with the reason of its rejection, as a predicate. If there are then too
+    /// many unauthenticated connections, the oldest one of the process with the most of them is closed: so a process
+    /// that floods the rendezvous only blocks itself.
     fn admit(&mut self, stream: UnixStream, hello_by: Option<Instant>) -> Result<(), (UnixStream, String)> {
         self.peers.push(Peer::admit(stream, self.next_id, hello_by)?);
         self.next_id += 1;
@@ -542,8 +543,8 @@ impl Server {
         }
     }
 
-    /// Answers the peers whose deadline has passed with the ranks that did not arrive, and closes connections that have not
-    /// said hello in time.
+    /// Answers the peers whose deadline has passed with the ranks that did not arrive, and closes connections that have
+    /// not said hello in time.
     fn expire(&mut self, now: Instant) {
         for (peer, missing) in self.waits.take_expired(now, self.world_size) {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
@@ -586,8 +587,8 @@ impl MessageHandler for ServedPeer<'_> {
     }
 }
 
-/// Peers in the order in which they are told that the run cannot start. Rank 0 comes last: its process may end as soon as it
-/// is told, an unattended server ends with it, and the other ranks would not be told.
+/// Peers in the order in which they are told that the run cannot start. Rank 0 comes last: its process may end as soon
+/// as it is told, an unattended server ends with it, and the other ranks would not be told.
 fn in_order_of_exit(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
     let mut order: Vec<&mut Peer> = peers.iter_mut().collect();
     order.sort_by_key(|peer| peer.rank == Some(0));

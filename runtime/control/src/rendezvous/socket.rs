@@ -1,7 +1,7 @@
 //! One end of a connection: assembles received bytes and descriptors into messages, and sends frames with descriptors.
 //!
-//! The socket is non-blocking. The server reads the available bytes and continues with the next peer. A rank waits in `poll`
-//! until its deadline; a signal only makes it check the clock again.
+//! The socket is non-blocking. The server reads the available bytes and continues with the next peer. A rank waits in
+//! `poll` until its deadline; a signal only makes it check the clock again.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -208,8 +208,8 @@ mod tests {
         (Connection::new(one).unwrap(), Connection::new(other).unwrap())
     }
 
-    /// Sends a frame with `count` descriptors of a pipe's write end. Returns the read end, which is at end of file once all
-    /// of them are closed.
+    /// Sends a frame with `count` descriptors of a pipe's write end. Returns the read end, which is at end of file once
+    /// all of them are closed.
     fn send_pipe(sender: &Connection, count: usize) -> OwnedFd {
         let (reader, writer) = pipe().unwrap();
         sender.send(&encode(&Reply::Done), &vec![writer.as_fd(); count]).unwrap();

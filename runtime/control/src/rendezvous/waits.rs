@@ -62,8 +62,8 @@ impl Waits {
         self.take(|wait| matches!(&wait.what, WaitFor::Barrier { name, .. } if name == wanted))
     }
 
-    /// Removes and returns the peers whose waits cannot be satisfied because `gone` has ended: waits for its values, in any
-    /// barrier, or, after a failure, all waits.
+    /// Removes and returns the peers whose waits cannot be satisfied because `gone` has ended: waits for its values, in
+    /// any barrier, or, after a failure, all waits.
     pub(super) fn take_unsatisfiable(&mut self, gone: u32, failed: bool) -> Vec<u64> {
         self.take(|wait| {
             failed
