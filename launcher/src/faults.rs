@@ -23,7 +23,7 @@ pub(crate) fn of_later_starts(injections: &[Injection], restarts: u32) -> Vec<St
     later.map(|fault| format!("the fault {fault} did not happen: the ranks were restarted {times}")).collect()
 }
 
-/// Why a fault that its rank has not noted did not happen; `None` if it may have.
+/// Why a fault that its rank has not noted did not happen; `None` if it may have happened.
 fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
     let rank = fault.rank;
     let progress = page.progress(rank);

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | [`cli`] | arguments → request |
 //! | [`program`] | name → path |
-//! | [`placement`] | ranks + topology → the cores of each rank (pure, but for reading the topology) |
+//! | [`placement`] | ranks + topology → the cores of each rank (pure except for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
 //! | `port` | reserves a TCP port for PyTorch |
 //! | `spawn` | plan → processes, each in its own process group, killed with this process |

@@ -130,13 +130,13 @@ pub enum PlanError {
     /// More ranks than [`MAX_RANKS`].
     #[error("{0} ranks are more than the {MAX_RANKS} that mgpurun starts")]
     TooManyRanks(u32),
-    /// Some GPUs, but not enough.
+    /// There are GPUs, but fewer than ranks.
     #[error(
         "{ranks} ranks and {gpus} GPU{}: choose -n {gpus} for one rank on each GPU, or --backend cpu for {ranks} ranks without GPUs (for tests only, --share-gpus)",
         if *gpus == 1 { "" } else { "s" }
     )]
     TooFewGpus {
-        /// Ranks asked for.
+        /// Requested ranks.
         ranks: u32,
         /// Visible GPUs.
         gpus: usize,
@@ -220,7 +220,7 @@ impl RankPlan {
 /// Makes the launch plan.
 ///
 /// # Errors
-/// If the request cannot be met on this machine; the text says what to ask for instead.
+/// If the request cannot be met on this machine; the text says what to request instead.
 pub fn plan(request: &Request, machine: &Machine) -> Result<LaunchPlan, PlanError> {
     let gpus = machine.gpus.len();
     let ranks = match request.ranks {

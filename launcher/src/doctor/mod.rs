@@ -5,9 +5,9 @@
 //!
 //! | module | part |
 //! |---|---|
-//! | `system` | kernel, cores, memory, limits, and what the CPU backend needs of the kernel |
+//! | `system` | kernel, cores, memory, limits, and the kernel features that the CPU backend needs |
 //! | `nvidia` | driver, GPUs, device files |
-//! | `libraries` | where the NVIDIA libraries are |
+//! | `libraries` | the NVIDIA libraries |
 //! | `report` | findings → text |
 //!
 //! The exit code is 0 if the CPU backend can be used, which works on every machine unless something is broken. A machine

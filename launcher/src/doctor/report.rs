@@ -11,7 +11,7 @@ const MARK: usize = 9;
 /// The kind of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mark {
-    /// As it should be.
+    /// Usable.
     Ok,
     /// Worth knowing; does not prevent a run.
     Note,

@@ -32,7 +32,7 @@ const TIME_TO_FINISH: Duration = Duration::from_secs(2);
 const MAX_NAMES: usize = 8;
 
 impl EventLoop<'_> {
-    /// False if no rank has a child that could outlive it.
+    /// False if no rank can have a child that outlives it.
     pub(super) fn may_have_leftovers(&self) -> bool {
         // When a rank's end is noticed, its children have already become children of this process.
         let ranks = self.ranks.iter().filter(|rank| !rank.reaped).count();

@@ -9,7 +9,7 @@
 //! | [`progress`] | what is every rank doing, and which rank does it blame for its failure? |
 //! | [`process`] | how are child processes started, monitored and killed with their parent? |
 //! | [`control_group`] | which cgroup limits apply to this process? |
-//! | [`shm`] | how do processes share memory that leaves nothing behind? |
+//! | [`shm`] | how do processes share memory that the kernel always cleans up? |
 //! | [`inject`] | how are faults injected for tests? |
 //!
 //! Training programs use `mgpu` instead: the interfaces here change with the launcher and the runtime, which always come

@@ -228,7 +228,7 @@ impl ForkDetector {
 
     fn marked_page() -> nix::Result<NonNull<AtomicBool>> {
         let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing of ours.
+        // SAFETY: a new mapping at an address that the kernel chooses overlaps no other mapping.
         let page = unsafe { mmap_anonymous(None, PAGE, access, MapFlags::MAP_PRIVATE) }?;
         // SAFETY: the range is the mapping just made, which nothing uses yet.
         if let Err(errno) = unsafe { madvise(page, PAGE.get(), MmapAdvise::MADV_WIPEONFORK) } {
