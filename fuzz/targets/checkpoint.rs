@@ -1,5 +1,5 @@
-//! A folder with anything in it as a checkpoint: values, or an error that names the file; and never more memory than the model and
-//! the bounds of headers and manifests take.
+//! Opens a folder with arbitrary contents as a checkpoint. The result is values, or an error that names the file.
+//! Memory stays within the size of the model and the bounds of headers and manifests.
 #![no_main]
 
 use std::fs;
@@ -15,14 +15,14 @@ use xxhash_rust::xxh3::xxh3_64;
 const ARENA: &str = "weights";
 const FILE: &str = "weights.safetensors";
 
-/// Bytes of `manifest.json`. Checksums that are right let more of the rest be seen.
+/// Bytes of `manifest.json`. Valid checksums let the fuzzer reach more code.
 #[derive(Debug, Arbitrary)]
 enum Manifest<'a> {
-    /// Any bytes.
+    /// Arbitrary bytes.
     Bytes(&'a [u8]),
-    /// Any bytes behind their checksum, from the one that follows the comma.
+    /// Arbitrary bytes after their checksum, starting with the byte after the comma.
     Sealed(&'a [u8]),
-    /// One that knows the file there is, in a format and with a state and what else may be.
+    /// A manifest that lists the existing file, with an arbitrary format, state and further entries.
     True {
         format: u8,
         step: u64,
@@ -37,12 +37,12 @@ enum Manifest<'a> {
 enum Tensors<'a> {
     Missing,
     Bytes(&'a [u8]),
-    /// A header behind its length, and what follows it.
+    /// A header after its length, followed by data.
     Header {
         header: &'a str,
         data: &'a [u8],
     },
-    /// One that is as it should be, but for where its two tensors lie.
+    /// A valid header except for the offsets of its two tensors.
     Offsets {
         first: (u64, u64),
         second: (u64, u64),
@@ -61,7 +61,7 @@ fn hexadecimal(bytes: &[u8]) -> String {
     format!("{:016x}", xxh3_64(bytes))
 }
 
-/// A JSON value of any text.
+/// The JSON value of a text, or the text as a JSON string.
 fn value(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| text.into())
 }
@@ -113,12 +113,12 @@ impl Tensors<'_> {
     }
 }
 
-/// What was read, unless it was refused with a word about where.
+/// The value, or `None` after an error, which must name `path`.
 fn accepted<T>(result: mgpu::Result<T>, path: &Path) -> Option<T> {
     result
         .inspect_err(|error| {
             let text = error.to_string();
-            assert!(text.contains(path.to_str().expect("a path of ours")), "{text}");
+            assert!(text.contains(path.to_str().expect("a UTF-8 path")), "{text}");
         })
         .ok()
 }

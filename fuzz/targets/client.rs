@@ -1,5 +1,5 @@
-//! A rank and any server: what was sent as an answer to each of its calls may be anything. Every call ends, with an error
-//! or a value, and no descriptor is left open.
+//! Tests the client against an arbitrary server: the replies may be anything. Every call returns an error or a value,
+//! and no descriptor is leaked.
 #![no_main]
 
 use std::os::fd::{AsFd, AsRawFd};
@@ -13,7 +13,7 @@ use mgpu_control::rendezvous::message::{Reply, encode};
 use mgpu_control::rendezvous::{Server, Store};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 
-/// What the server sends.
+/// A message of the server.
 #[derive(Debug, Arbitrary)]
 enum Answer<'a> {
     Welcome { fds: u8 },
@@ -27,7 +27,7 @@ enum Answer<'a> {
     Bytes { bytes: &'a [u8], fds: u8 },
 }
 
-/// A real progress page: what an honest server hands out with its welcome.
+/// A real progress page, which a correct server sends with its welcome.
 fn page() -> &'static std::os::fd::OwnedFd {
     static PAGE: OnceLock<std::os::fd::OwnedFd> = OnceLock::new();
     PAGE.get_or_init(|| {
@@ -54,7 +54,7 @@ fn page() -> &'static std::os::fd::OwnedFd {
         let Some(ControlMessageOwned::ScmRights(fds)) = message.cmsgs().expect("a page").next() else {
             panic!("no page")
         };
-        // SAFETY: the kernel has just installed this descriptor for us alone.
+        // SAFETY: the kernel has just installed this descriptor, and nothing else owns it.
         unsafe { OwnedFd::from_raw_fd(fds[0]) }
     })
 }
@@ -77,7 +77,7 @@ fn run(answers: &[Answer<'_>]) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     theirs.set_nonblocking(true).expect("a socket");
     for answer in answers {
-        // No server sends longer texts: what does not fit a frame cannot be made one.
+        // No server sends longer texts: `encode` panics if a message does not fit into a frame.
         let cut = |text: &str| -> String { text.chars().take(1000).collect() };
         let (reply, fds) = match answer {
             Answer::Welcome { fds } => (Reply::Welcome, if *fds < 200 { 1 } else { *fds }),
@@ -103,7 +103,7 @@ fn run(answers: &[Answer<'_>]) {
         };
         send(&theirs, &encode(&reply), fds);
     }
-    // It has said all that it will: a rank that waits for more learns so.
+    // The server sends no more: a client that waits for more gets end of file.
     theirs.shutdown(std::net::Shutdown::Write).expect("a socket");
     let Ok((store, _page)) = Store::join_through(ours, "run", 0, 1) else { return };
     for number in 0.. {
@@ -115,7 +115,7 @@ fn run(answers: &[Answer<'_>]) {
             _ => store.set("key", b"value", &[page().as_fd()], 1),
         };
         if number > answers.len() {
-            assert!(result.is_err(), "an answer that nobody gave: call {number} after {answers:?}");
+            assert!(result.is_err(), "a reply that was never sent: call {number} after {answers:?}");
             return;
         }
     }

@@ -1,4 +1,4 @@
-//! Any bytes as an IDX file: images and labels, or an error.
+//! Reads arbitrary bytes as an IDX file. The result is images or labels, or an error.
 #![no_main]
 
 use std::fs::File;

@@ -1,11 +1,11 @@
-//! What the launcher reads: sets of ranks as typed, and the output of ranks.
+//! Parsers of the launcher: sets of ranks from the command line, and the output of ranks.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use mgpurun::output::{LineSplitter, Piece};
 use mgpurun::ranks::RankSet;
 
-/// The pieces of `bytes` that arrive in chunks of `chunk`, and whether each is a whole line.
+/// The pieces of `bytes` that arrive in chunks of `chunk` bytes, and whether each is a complete line.
 fn split(bytes: &[u8], chunk: usize) -> Vec<(bool, Vec<u8>)> {
     let (mut splitter, mut pieces) = (LineSplitter::default(), Vec::new());
     for bytes in bytes.chunks(chunk) {
@@ -29,7 +29,7 @@ fuzz_target!(|input: (u8, u32, &[u8])| {
         assert!(!listed || set.contains(rank), "{rank} is in `{text}`");
     }
     let pieces = split(bytes, 1 + usize::from(chunk));
-    assert_eq!(pieces, split(bytes, usize::MAX), "chunks matter");
+    assert_eq!(pieces, split(bytes, usize::MAX), "the pieces depend on the chunks");
     let is_text = |byte: &u8| !matches!(byte, b'\n' | b'\r');
     let kept: Vec<u8> = pieces.into_iter().flat_map(|(_, text)| text).collect();
     let expected: Vec<u8> = bytes.iter().copied().filter(is_text).collect();

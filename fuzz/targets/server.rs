@@ -1,6 +1,6 @@
-//! The launcher's server and any peers: several connections that say anything in any order, with descriptors that they
-//! announce or not, that close, and whose ranks end. The server answers or refuses, keeps no descriptor it does not need
-//! and never stops to serve.
+//! Tests the server against arbitrary peers: several connections that send anything in any order, with announced or
+//! unannounced descriptors, that close, and whose ranks end. The server answers or refuses, leaks no descriptor and
+//! never stops serving.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -12,20 +12,20 @@ use std::time::Instant;
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use mgpu_control::rendezvous::message::{Decoder, Manifest, Reply, Request, VERSION, encode};
-use mgpu_control::rendezvous::{Departure, Server};
+use mgpu_control::rendezvous::{ProcessEnd, Server};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 
 const RANKS: u32 = 3;
 const RUN: &str = "run";
 
-/// Something that happens to connection `peer`.
+/// An action of connection `peer`, or an event of the run.
 #[derive(Debug, Arbitrary)]
 enum Step<'a> {
-    /// It says hello as it should.
+    /// It says a valid hello.
     Hello {
         peer: u8,
     },
-    /// It says hello as somebody.
+    /// It says hello with arbitrary contents.
     Claim {
         peer: u8,
         version: u32,
@@ -55,18 +55,18 @@ enum Step<'a> {
     Leave {
         peer: u8,
     },
-    /// It sends any bytes with any descriptors.
+    /// It sends arbitrary bytes with arbitrary descriptors.
     Bytes {
         peer: u8,
         bytes: &'a [u8],
         fds: u8,
     },
-    /// A frame of any text.
+    /// It sends a frame with an arbitrary text.
     Frame {
         peer: u8,
         text: &'a str,
     },
-    /// It reads what was sent to it.
+    /// It reads the replies.
     Read {
         peer: u8,
     },
@@ -79,16 +79,16 @@ enum Step<'a> {
         rank: u8,
         how: Option<&'a str>,
     },
-    /// The server gets its turn.
+    /// The server is called.
     Serve,
 }
 
-/// A timeout in milliseconds: none at all, or longer than anything here takes.
+/// A timeout in milliseconds: zero, or longer than anything here takes.
 fn timeout(choice: u8) -> u64 {
     if choice % 2 == 0 { 0 } else { u64::MAX - u64::from(choice) }
 }
 
-/// Sends bytes with `fds` descriptors; a peer that is not read any more loses them.
+/// Sends bytes with `fds` descriptors; they are lost if the peer's buffer is full.
 fn send(stream: &UnixStream, bytes: &[u8], fds: u8) {
     let raw = vec![stream.as_raw_fd(); usize::from(fds % 8)];
     let rights = [ControlMessage::ScmRights(&raw)];
@@ -160,29 +160,29 @@ fn run(steps: &[Step<'_>]) {
             }
             Step::Close { peer } => _ = stream(peer).shutdown(Shutdown::Write),
             Step::Gone { rank, how } => {
-                let how = how.map_or(Departure::Finished, |how| Departure::Failed(how.to_owned()));
-                server.rank_gone(u32::from(rank) % RANKS, how);
+                let how = how.map_or(ProcessEnd::Finished, |how| ProcessEnd::Failed(how.to_owned()));
+                server.rank_ended(u32::from(rank) % RANKS, how);
             }
             Step::Serve => _ = server.service(),
         }
     }
     let fds: Vec<BorrowedFd<'_>> = server.fds();
     assert!(fds.len() <= streams.len());
-    // After two more turns nobody is left whose deadline has passed.
+    // After another call no deadline has passed.
     let now = Instant::now();
     server.service();
     assert!(server.next_deadline().is_none_or(|deadline| deadline > now));
     for stream in &streams {
         stream.shutdown(Shutdown::Both).expect("a socket");
     }
-    // 16 reads a turn and peer.
+    // The server makes at most 16 reads per call and peer.
     for _ in 0..1000 {
         if server.fds().is_empty() {
             return;
         }
         server.service();
     }
-    panic!("the server keeps peers that are gone");
+    panic!("the server keeps peers that have disconnected");
 }
 
 fuzz_target!(|steps: Vec<Step<'_>>| {

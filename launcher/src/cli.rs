@@ -12,10 +12,10 @@ use mgpu_control::inject::Injection;
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
-use crate::launch::{LONGEST, Launch};
+use crate::launch::{Launch, MAX_DURATION};
 use crate::output::{Color, OutputOptions};
 use crate::placement::Bind;
-use crate::plan::{BackendChoice, Plan, Ranks, Request, RunFacts};
+use crate::plan::{BackendChoice, LaunchPlan, Ranks, Request, RunContext};
 use crate::ranks::RankSet;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
@@ -26,21 +26,25 @@ Example:
   mgpurun -n 2 train_mnist --net lenet5
 
 Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (reserved
-for the run), what else torchrun sets, the MGPU_* variables of the rendezvous, and, unless you have
-set these, its share of the cores as MGPU_THREADS and OMP_NUM_THREADS, and PYTHONUNBUFFERED=1, so
-that Python's output is shown when it is printed; --dry-run shows them all.
+for the run), the other variables of torchrun and the MGPU_* variables of the rendezvous. Unless you
+have set them, it also gets MGPU_THREADS and OMP_NUM_THREADS (its share of the cores) and
+PYTHONUNBUFFERED=1 (Python's output is shown when it is printed). --dry-run shows all of them.
 
-The standard input of every rank is /dev/null: a rank that reads it finds the end of a file.
+The standard input of every rank is /dev/null: a rank that reads it gets end of file.
 
-A process that a rank leaves running in its process group when it exits with code 0, such as tee at
-the end of a pipe, has until 2 s after the end of the last rank. Then it is named and killed.
+Every line of a rank's output starts with its rank, such as [0], also a line of JSON (`--json` of
+train_mnist): a program that reads the output needs --no-prefix.
 
-Commands of mgpurun itself (after -- the word is a program's name):
-  mgpurun doctor   what this machine has of cores, memory, GPUs, drivers and libraries
-  mgpurun ps       what the ranks of this user's runs are doing
+If a rank exits with code 0 and leaves a process running in its process group, such as tee at the
+end of a pipe, that process may run until 2 s after the last rank has ended. Then mgpurun names it
+and kills it.
 
-SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run goes on. SIGUSR1 and
-SIGUSR2 are passed on to the ranks. A second SIGINT or SIGTERM kills.
+Commands of mgpurun itself (write -- in front to start a program of that name):
+  mgpurun doctor   show this machine's cores, memory, GPUs, drivers and libraries
+  mgpurun ps       show what the ranks of this user's runs are doing
+
+SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGUSR1 and
+SIGUSR2 are forwarded to the ranks. A second SIGINT or SIGTERM kills the ranks.
 
 Exit codes:
   0              all ranks finished
@@ -48,12 +52,12 @@ Exit codes:
   2              wrong usage
   64             a rank never joined in time
   65             a rank stopped making progress
-  66             a rank speaks another version of the protocol than mgpurun
+  66             a rank uses another version of the protocol than mgpurun
   67             ranks run different programs
-  68             a rank believes in another world size
+  68             a rank expects another world size
   69             two ranks use one GPU
   70             ranks use different versions of the NVIDIA driver or of NCCL
-  141            whoever read the output has left
+  141            the reader of the output exited (SIGPIPE)
   129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
   other          the first failing rank's own code, or 128 + its signal";
 
@@ -64,74 +68,75 @@ Exit codes:
 struct Args {
     /// Number of ranks, or auto: one for each GPU.
     ///
-    /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and is 1 on a machine without any.
+    /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and is 1 on a machine without GPUs.
     #[arg(short = 'n', long = "ranks", value_name = "N|auto", default_value = "auto", value_parser = parse_ranks, allow_negative_numbers = true)]
     ranks: Ranks,
 
-    /// Where collectives run: auto, nccl or cpu.
+    /// Backend of the collectives: auto, nccl or cpu.
     ///
-    /// `auto` is NCCL where there are at least N GPUs and the CPU where there is none; in between it is an error, since
-    /// silently using some of the GPUs is never what was meant. `nccl` where the driver lists no GPU leaves it to the
-    /// ranks to find them.
+    /// `auto` is NCCL if there are at least N GPUs, and the CPU if there are none. Fewer than N GPUs are an error,
+    /// since silently using only some of the GPUs is never what was meant. `nccl` is also accepted if the driver lists
+    /// no GPU: the ranks then look for GPUs themselves.
     #[arg(long, value_enum, value_name = "NAME", default_value_t = BackendChoice::Auto, hide_possible_values = true)]
     backend: BackendChoice,
 
-    /// Seconds for all ranks to join once one has.
+    /// Seconds for all ranks to join after the first.
     ///
-    /// Counted from the first rank that joins, so that a slow disk at the start does not matter; a program that never
-    /// joins (`mgpurun -n 8 hostname`) is not waited for. Exit code 64 when it passes.
+    /// The time counts from the first rank that joins, so a slow disk at the start does not matter. A program that
+    /// never joins (`mgpurun -n 8 hostname`) is not waited for. Exit code 64 if a rank does not join in time.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
     timeout: Duration,
 
-    /// Seconds that a rank may be silent; unlimited if absent.
+    /// Seconds that a rank may make no progress; unlimited if absent.
     ///
-    /// Silent is a rank that has joined and neither begins a step nor a collective nor another part of its work, and
-    /// does not wait for another rank either. It is named, the state of all ranks is shown, and the run ends with exit
-    /// code 65. (A rank in a collective that waits for a silent one gives up after MGPU_TIMEOUT seconds, 300 by default,
-    /// with the same exit code.)
+    /// A rank that has joined makes progress when it begins a step, a collective or another phase. A rank that waits
+    /// for another one is not stuck. mgpurun names the stuck rank, shows the state of all ranks, and ends the run with
+    /// exit code 65. (A rank that waits for a stuck rank in a collective gives up after MGPU_TIMEOUT seconds, 300 by
+    /// default, with the same exit code.)
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     progress_timeout: Option<Duration>,
 
     /// Restart all ranks up to N times when one fails.
     ///
-    /// Ranks that joined the rendezvous are restarted only if a training step was made since the last start: a broken
-    /// start is not repeated. Programs that never join, PyTorch scripts for one, are restarted in any case. The ranks
-    /// get MGPU_RESTART_COUNT; train_mnist goes on from its last checkpoint. There is a pause before each restart, from
-    /// 0.5 to 30 s.
+    /// Ranks that joined the rendezvous are restarted only if a training step was completed since the last start: a run
+    /// that fails before its first step would fail again. Programs that never join, such as PyTorch scripts, are
+    /// restarted in any case. The ranks get MGPU_RESTART_COUNT; train_mnist resumes from its last checkpoint. There is
+    /// a pause of 0.5 to 30 s before each restart.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     max_restarts: u32,
 
-    /// Restart also if ranks have joined and made no step.
+    /// Restart even if the ranks have joined and completed no step.
     #[arg(long, requires = "max_restarts")]
     restart_always: bool,
 
-    /// Let a rank go wrong, to see what the job makes of it.
+    /// Inject a fault into a rank, to test how the job handles it.
     ///
-    /// rank=R, step=N or phase=PHASE, and fault=FAULT, separated by commas; may be repeated. PHASE is start (before the
-    /// rank joins), join, collective (its first), checkpoint or finalise. FAULT is abort, exit:N, exit0, sigkill,
-    /// sigstop, hang, segv, oom, panic or leak-child. restart=K makes it happen after the K-th restart. A fault that has
-    /// not happened by the end is told.
+    /// FAULT is rank=R, step=N or phase=PHASE, and fault=KIND, separated by commas. The option may be repeated. PHASE
+    /// is start (before the rank joins), join, collective (its first), checkpoint or finalise. KIND is abort, exit:N,
+    /// exit0, sigkill, sigstop, hang, segv, oom, panic or leak-child. restart=K injects the fault after the K-th
+    /// restart. A fault that has not happened by the end of the run is reported.
     #[arg(long, value_name = "FAULT")]
     inject: Vec<Injection>,
 
     /// Seconds between SIGTERM and SIGKILL.
     ///
-    /// When a rank fails or the launcher is interrupted, the other ranks are asked to end and get this long for it.
+    /// When a rank fails or mgpurun is interrupted, the other ranks are asked to end. Those that are still running
+    /// after this time are killed.
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_seconds)]
     grace: Duration,
 
-    /// Pass output on without the rank in front.
+    /// Do not put the rank in front of each line.
     ///
-    /// For output that a program reads, such as `train_mnist --json`.
+    /// For output that a program reads. By default a line of `train_mnist --json` arrives as `[0] {...}`.
     #[arg(long)]
     no_prefix: bool,
 
-    /// Pass output on byte by byte, as it is and when it comes.
+    /// Pass output on unchanged, byte by byte, as it arrives.
     ///
     /// For binary data and for a single rank's carriage returns: no prefix, no line feed that the rank has not written,
-    /// no byte dropped, however long a reader or a disk takes nothing. Bytes of several ranks are mixed as they come;
-    /// --rank-filter shows one rank's, --log-dir puts them apart. The last lines of a rank that fails are not repeated.
-    /// Not compatible with --no-prefix, --color and --timestamps.
+    /// and no dropped byte, however long a reader or a disk stalls. The bytes of several ranks are interleaved as they
+    /// arrive; --rank-filter shows one rank's, --log-dir separates them. The last lines of a failed rank are not
+    /// repeated. Incompatible with --no-prefix, --color and --timestamps.
     #[arg(long, conflicts_with_all = ["no_prefix", "color", "timestamps"])]
     raw: bool,
 
@@ -143,60 +148,62 @@ struct Args {
 
     /// Write each rank's output to DIR/rank-N.log instead of showing it.
     ///
-    /// Both streams in the order they arrive, without prefix. The folder is made if it is missing; logs of an earlier
-    /// run in it are overwritten. The last lines of a rank that fails are shown all the same.
+    /// A log holds both streams in the order in which they arrive, without prefix. DIR is created if it is missing;
+    /// logs of an earlier run are overwritten. The last lines of a failed rank are still shown.
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
 
-    /// Show what is logged too.
+    /// Show the output that is logged, too.
     ///
-    /// Ranks that are logged go on when whoever reads mgpurun's own output leaves, as `head` does; others find it
-    /// closed.
+    /// A rank whose output is logged continues after the reader of mgpurun's own output exits, as `head` does. Without
+    /// a log it finds its output closed.
     #[arg(long, requires = "log_dir")]
     tee: bool,
 
     /// Show only these ranks' output: 0 or 1- or 0,2-3.
     ///
-    /// The others' is still logged, and the last lines of a rank that fails are shown all the same.
+    /// The output of the other ranks is still logged. The last lines of a failed rank are shown in any case.
     #[arg(long, value_name = "RANKS")]
     rank_filter: Option<RankSet>,
 
     /// Put the time in front of each line, in logs too.
     ///
-    /// The time in UTC at which mgpurun read the line's end, as in 2026-11-21T08:15:30.123Z.
+    /// The time is that at which mgpurun read the end of the line, in UTC, such as 2026-11-21T08:15:30.123Z.
     #[arg(long)]
     timestamps: bool,
 
-    /// Append what happens to FILE, one JSON object a line.
+    /// Append the run's events to FILE, one JSON object a line.
     ///
-    /// The key `event` says what: start, join, step, fault, exit, end. Each has `time` (UTC) and `elapsed_s`, seconds
+    /// The key `event` is start, join, step, fault, exit, end or lost. Steps are sampled once a second. `lost` counts
+    /// events that were dropped because the disk was too slow. Each object has `time` (UTC) and `elapsed_s`, seconds
     /// since mgpurun's start.
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
 
-    /// Let each rank see its own GPU only.
+    /// Let each rank see only its own GPU.
     ///
-    /// Narrows CUDA_VISIBLE_DEVICES for each rank and sets MGPU_DEVICE=0. Not needed by programs that pick device
-    /// LOCAL_RANK.
+    /// Sets CUDA_VISIBLE_DEVICES to one GPU for each rank, and MGPU_DEVICE=0. Programs that use device LOCAL_RANK do
+    /// not need it.
     #[arg(long)]
     isolate_gpus: bool,
 
     /// Let several ranks use one GPU: for tests, never for timings.
     ///
-    /// Rank r uses GPU r modulo their number, and NCCL is told to bear it, in a way that depends on its version: see
-    /// --dry-run. NCCL_* variables that you have set stay as they are.
+    /// Rank r uses GPU r modulo the number of GPUs. NCCL gets the variables that make it allow this; they depend on its
+    /// version, and --dry-run shows them. NCCL_* variables that you have set stay as they are.
     #[arg(long)]
     share_gpus: bool,
 
     /// Bind ranks to cores: auto, none, core or numa.
     ///
-    /// `core` gives each rank a share of the cores, `numa` all of a NUMA node; ranks with a GPU are put near it. `auto`
-    /// is `numa` on machines of several nodes where GPUs or ranks fit them, else `none`: within a node the kernel does
-    /// better. More ranks than cores are never bound. All within the cores that mgpurun itself may use.
+    /// `core` gives each rank a share of the cores, `numa` all cores of one NUMA node. Ranks with a GPU are placed on
+    /// its node. `auto` binds to NUMA nodes if there are several and the GPUs or the ranks match them; otherwise it
+    /// does not bind, since the kernel schedules better within a node. More ranks than cores are never bound. Only the
+    /// cores in mgpurun's own affinity mask are used.
     #[arg(long, value_enum, value_name = "TO", default_value_t = Bind::Auto, hide_possible_values = true)]
     bind: Bind,
 
-    /// Say at the start which cores and GPU each rank has.
+    /// Print the cores and the GPU of each rank at the start.
     #[arg(long)]
     report_bindings: bool,
 
@@ -206,8 +213,8 @@ struct Args {
 
     /// The program and its arguments.
     ///
-    /// With a slash it is a path; else it is looked for in PATH, then beside mgpurun itself. Everything after it is
-    /// passed to it.
+    /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself.
+    /// Everything after the program is passed to it.
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM [ARGS]")]
     command: Vec<OsString>,
 }
@@ -224,7 +231,7 @@ fn parse_ranks(text: &str) -> Result<Ranks, String> {
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().map(Duration::try_from_secs_f64);
     match seconds {
-        Ok(Ok(seconds)) if seconds <= LONGEST => Ok(seconds),
+        Ok(Ok(seconds)) if seconds <= MAX_DURATION => Ok(seconds),
         _ => Err("it should be a number of seconds, such as 5 or 0.5".into()),
     }
 }
@@ -232,14 +239,14 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().collect();
-    // Commands of the launcher's own; a program of such a name can be started after `--`.
+    // Subcommands; a program of the same name can be started after `--`.
     let done = match arguments.get(1).and_then(|word| word.to_str()) {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
         _ => stdout::parse(arguments).and_then(|args| args.map_or_else(Ok, run)),
     };
     done.unwrap_or_else(|error| {
-        // Whoever closed standard error does not want to know.
+        // Ignored: standard error may be closed.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
         let refused = error.downcast_ref::<LaunchError>();
         ExitCode::from(refused.map_or(exit_code::LAUNCHER, LaunchError::exit_code))
@@ -279,13 +286,13 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         .output(output)
         .join_timeout(args.timeout)
         .progress_timeout(args.progress_timeout)
-        .restart(RestartPolicy { most: args.max_restarts, always: args.restart_always })
+        .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
         return stdout::print(&describe(&launch.plan()?), ExitCode::SUCCESS);
     }
-    match guardian::split()? {
+    match guardian::fork_guardian()? {
         Role::Done(code) => Ok(code),
         Role::Launcher { guardian, signals } => {
             launch.take_over(guardian, &signals)?;
@@ -295,11 +302,11 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
 }
 
 /// The plan as shell commands, a block for each rank.
-fn describe(plan: &Plan) -> String {
+fn describe(plan: &LaunchPlan) -> String {
     let mut text: String = plan.notices.iter().map(|notice| format!("# {notice}\n")).collect();
     for rank in &plan.ranks {
         text += &format!("# {}\n", rank.location);
-        for (name, value) in rank.complete(&RunFacts::unknown()) {
+        for (name, value) in rank.full_environment(&RunContext::placeholder()) {
             text += &format!("{name}={} \\\n", quote(&value));
         }
         let words =
@@ -310,7 +317,7 @@ fn describe(plan: &Plan) -> String {
     text
 }
 
-/// A word as a shell would read it back.
+/// A word, quoted for a shell.
 fn quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -336,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn options_after_the_program_are_its_own() {
+    fn options_after_the_program_belong_to_it() {
         let args = Args::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
         assert_eq!(args.ranks, Ranks::Count(2));
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
@@ -353,7 +360,7 @@ mod tests {
             (&["--grace=-1", "true"], "a number of seconds"),
             (&["--grace", "soon", "true"], "a number of seconds"),
             (&["--timeout", "1e19", "true"], "a number of seconds"),
-            (&["--rank-filter", "x", "true"], "no set of ranks"),
+            (&["--rank-filter", "x", "true"], "not a set of ranks"),
             (&["--raw", "--timestamps", "true"], "'--raw' cannot be used with '--timestamps'"),
             (&["--no-prefix", "--raw", "true"], "cannot be used with"),
             (&["--raw", "--color", "auto", "true"], "cannot be used with"),

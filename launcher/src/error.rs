@@ -1,4 +1,4 @@
-//! Why a launch does not come about.
+//! Errors of a launch.
 
 use std::fmt;
 use std::io;
@@ -17,22 +17,22 @@ pub enum LaunchError {
     /// The rendezvous could not be opened.
     #[error(transparent)]
     Rendezvous(#[from] mgpu_control::Error),
-    /// A log file could not be made.
+    /// A log file could not be created.
     #[error(transparent)]
     Log(#[from] LogError),
-    /// A rank's process could not be made. Those before it have been ended.
+    /// A rank's process could not be started. The ranks started before it have been killed.
     #[error("cannot start rank {rank} ({}): {error}{hint}", program.display())]
     Spawn {
         /// The rank.
         rank: u32,
-        /// What it should have run.
+        /// Its program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
         /// What to try next; may be empty.
         hint: &'static str,
     },
-    /// The system refused something.
+    /// Signals could not be set up.
     #[error("cannot wait for signals: {0}")]
     Signals(#[from] nix::Error),
 }
@@ -49,7 +49,7 @@ impl LaunchError {
     }
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// Same text as [`Display`](fmt::Display): `main` prints the error that it returns by its `Debug` text.
 impl fmt::Debug for LaunchError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_main_prints_of_a_returned_error_is_its_text() {
+    fn the_debug_text_of_an_error_is_its_display_text() {
         let path = PathBuf::from("/x/rank-0.log");
         let errors = [
             LaunchError::Plan(PlanError::NoRanks),

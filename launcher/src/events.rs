@@ -1,9 +1,9 @@
-//! What happens to a run, for programs: one JSON object a line.
+//! The events of a run for programs: one JSON object per line.
 //!
-//! Lines for people say the same in words that may change; these keep their names. They are appended, so that a file
-//! may hold several runs, told apart by the `run_id` of their `start`. Each line is written as soon as it is
-//! recorded, by a thread of its own: whoever follows the file sees a fault when it happens, and a disk that hangs
-//! holds up nobody. It costs events instead, whose number is recorded as `lost` once the disk goes on.
+//! Messages for people may change their words; the keys here are stable. Events are appended, so a file may hold several
+//! runs, distinguished by the `run_id` of their `start`. A separate thread writes each line as soon as it is recorded: a
+//! program that follows the file sees a fault when it happens, and a disk that hangs does not block the run. Events are
+//! dropped then, and their number is recorded as `lost` once the disk works again.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,74 +15,74 @@ use crate::output::LogError;
 use crate::supervisor::Exit;
 use crate::writer::{LONG_QUEUE, Start, Writer, open};
 
-/// Longest wait at the end of a run for a disk that takes nothing.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Longest wait without progress for the disk at the end of a run.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Something that happened.
+/// An event of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
     /// The ranks' processes were started.
     Start {
-        /// How many.
+        /// Number of ranks.
         ranks: u32,
-        /// What they run.
+        /// Their program.
         program: String,
         /// Its arguments.
         arguments: Vec<String>,
         /// Identifier of the run, as in `MGPU_RUN_ID`.
         run_id: String,
-        /// How often they had been started before, as in `MGPU_RESTART_COUNT`.
+        /// Number of restarts before, as in `MGPU_RESTART_COUNT`.
         restart: u32,
     },
     /// A rank joined the rendezvous.
     Join {
         /// The rank.
         rank: u32,
-        /// The process that joined: the rank's own or a child of it.
+        /// The process that joined: the started process or a child of it.
         pid: u32,
     },
-    /// A rank has come to a step. Looked at once a second: not every step is recorded.
+    /// The step of a rank has changed. Sampled once a second: not every step is recorded.
     Step {
         /// The rank.
         rank: u32,
-        /// The step it is in, from 1.
+        /// Its current step, from 1.
         step: u64,
     },
-    /// It is decided which rank is to blame; once for each start.
+    /// The culprit of a failure is determined; at most once for each start.
     Fault {
         /// The rank.
         rank: u32,
-        /// What it did, in words.
+        /// What it did, as text.
         cause: String,
-        /// What the shell would get.
+        /// The exit code of mgpurun, unless the ranks are restarted.
         exit_code: u8,
     },
     /// A rank's process ended.
     Exit {
         /// The rank.
         rank: u32,
-        /// Its exit code, unless a signal ended it.
+        /// Its exit code, unless a signal killed it.
         #[serde(skip_serializing_if = "Option::is_none")]
         code: Option<i32>,
-        /// The signal that ended it.
+        /// The signal that killed it.
         #[serde(skip_serializing_if = "Option::is_none")]
         signal: Option<i32>,
-        /// The launcher had asked it to end, or forced it.
+        /// The launcher had asked it to end or killed it.
         by_launcher: bool,
     },
     /// The run is over.
     End {
-        /// What the shell gets.
+        /// The exit code of mgpurun.
         exit_code: u8,
-        /// What happened, in words; null if all ranks finished.
+        /// What happened, as text; null if all ranks finished.
         message: Option<String>,
-        /// The rank to blame.
+        /// The culprit.
         culprit: Option<u32>,
     },
-    /// So many events could not be written down in time.
+    /// Events were dropped because the disk was too slow.
     Lost {
-        /// How many.
+        /// Number of dropped events.
         events: u64,
     },
 }
@@ -98,20 +98,20 @@ impl Event {
     }
 }
 
-/// A line.
+/// A line of the file.
 #[derive(Debug, Serialize)]
 struct Record<'a> {
     /// RFC 3339, UTC, milliseconds.
     time: String,
-    /// Since the launcher's start, by a clock that nobody sets.
+    /// Seconds since the launcher's start, by the monotonic clock.
     elapsed_s: f64,
     #[serde(flatten)]
     event: &'a Event,
 }
 
-/// Where events are written down.
+/// The file of events.
 pub(crate) struct EventLog {
-    /// `None` if nobody asked for them.
+    /// `None` if events are not recorded.
     file: Option<(PathBuf, Writer)>,
     started: Instant,
     lost: u64,
@@ -123,7 +123,7 @@ impl EventLog {
         EventLog { file: None, started: Instant::now(), lost: 0 }
     }
 
-    /// Records behind what is in the file, which is made if it is missing. Its clock starts here.
+    /// Appends to the file, which is created if it is missing. The clock of `elapsed_s` starts here.
     ///
     /// # Errors
     /// If the file cannot be opened.
@@ -136,12 +136,12 @@ impl EventLog {
         Ok(EventLog { file: Some(file), ..EventLog::disabled() })
     }
 
-    /// True if anybody wants to know.
+    /// True if events are recorded.
     pub(crate) fn is_enabled(&self) -> bool {
         self.file.is_some()
     }
 
-    /// Writes an event down, without waiting for it.
+    /// Records an event without blocking.
     pub(crate) fn record(&mut self, event: Event) {
         let Some((_, writer)) = &self.file else { return };
         if writer.waiting() > LONG_QUEUE {
@@ -165,17 +165,17 @@ impl EventLog {
         writer.push(0, &line, 1);
     }
 
-    /// Why events are not written down any more; said once.
+    /// Why events are not written any more; returned once.
     pub(crate) fn failure(&self) -> Option<String> {
         let (path, writer) = self.file.as_ref()?;
         let (_, error) = writer.failures().pop()?;
-        Some(format!("the events in {} end here: {error}; the run goes on", path.display()))
+        Some(format!("the events in {} end here: {error}; the run continues", path.display()))
     }
 
-    /// Waits until all is written, but not for a disk that takes nothing.
+    /// Waits until everything is written, or the disk has accepted nothing for [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
         if let Some((_, writer)) = &self.file {
-            writer.flush(PATIENCE);
+            writer.flush(FLUSH_TIMEOUT);
         }
     }
 }
@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_are_objects_with_a_time() {
+    fn events_are_json_objects_with_a_time() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         std::fs::write(&path, "{\"earlier\":\"run\"}\n").unwrap();
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_hangs_costs_events_which_are_counted() {
+    fn events_dropped_because_of_a_hanging_disk_are_counted() {
         let (mut reader, pipe) = io::pipe().unwrap();
         let file = std::fs::File::from(std::os::fd::OwnedFd::from(pipe));
         let mut events = EventLog::disabled();
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_said_once() {
+    fn a_write_error_is_reported_once() {
         let mut events = EventLog::open(Path::new("/dev/full")).unwrap();
         events.record(Event::Lost { events: 1 });
         events.flush();

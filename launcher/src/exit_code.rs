@@ -1,6 +1,7 @@
 //! The exit codes of `mgpurun`.
 //!
-//! A rank's own code is passed on as it is; a rank ended by a signal counts as 128 + its number, as in a shell.
+//! The exit code of a failed rank is passed on unchanged. A rank killed by a signal counts as 128 + its number, as in a
+//! shell.
 
 use mgpu_control::rendezvous::PreflightFault;
 
@@ -8,28 +9,28 @@ use mgpu_control::rendezvous::PreflightFault;
 pub const SUCCESS: u8 = 0;
 /// The launcher itself failed: no such program, no rendezvous, no process.
 pub const LAUNCHER: u8 = 1;
-/// The command line makes no sense.
+/// The command line is invalid.
 pub const USAGE: u8 = 2;
-/// A rank never joined in time, while others had.
+/// A rank did not join in time, while others had.
 pub const NEVER_JOINED: u8 = 64;
 /// A rank stopped making progress.
 pub const NO_PROGRESS: u8 = 65;
 
-/// Preflight: a rank speaks another version of the protocol than the launcher.
+/// Preflight: a rank uses another version of the protocol than the launcher.
 pub const PREFLIGHT_PROTOCOL: u8 = 66;
 /// Preflight: ranks run different programs.
 pub const PREFLIGHT_PROGRAM: u8 = 67;
-/// Preflight: a rank believes in another world size.
+/// Preflight: a rank expects another world size.
 pub const PREFLIGHT_WORLD_SIZE: u8 = 68;
 /// Preflight: two ranks use one GPU.
 pub const PREFLIGHT_GPU: u8 = 69;
 /// Preflight: ranks use different versions of the NVIDIA driver or of NCCL.
 pub const PREFLIGHT_VERSIONS: u8 = 70;
 
-/// Whoever read standard output has left, as `head` does: what a program has that SIGPIPE ends.
-pub const READER_LEFT: u8 = signalled(13);
+/// The reader of standard output has exited, as `head` does: the code of a program that SIGPIPE kills.
+pub const BROKEN_PIPE: u8 = signalled(13);
 
-/// The code of a preflight that fails.
+/// The code of a failed preflight check.
 pub const fn preflight(fault: PreflightFault) -> u8 {
     match fault {
         PreflightFault::Protocol => PREFLIGHT_PROTOCOL,
@@ -40,7 +41,7 @@ pub const fn preflight(fault: PreflightFault) -> u8 {
     }
 }
 
-/// The code of a process that signal number `signal` ended: 130 for SIGINT, 143 for SIGTERM, 137 for SIGKILL.
+/// The code of a process that signal number `signal` killed: 130 for SIGINT, 143 for SIGTERM, 137 for SIGKILL.
 pub const fn signalled(signal: i32) -> u8 {
     128u8.wrapping_add(signal as u8)
 }

@@ -1,43 +1,44 @@
-//! Which of the faults that were to be injected have not happened?
+//! Reports injected faults that have not happened.
 //!
-//! A test of a fault that never strikes passes for the wrong reason: its step is past the end, or the program does not use
-//! the runtime, which alone commits faults.
+//! A test whose fault never happens passes for the wrong reason: the step is past the end of the run, or the program
+//! does not use the runtime, which triggers the faults.
 
-use mgpu_control::inject::{Fault, Injection, Moment};
+use mgpu_control::inject::{Fault, Injection, InjectionPoint};
 use mgpu_control::progress::{ProgressPage, RankState};
 
-/// The faults of one life of the ranks that have not happened, each in a line, by what the ranks have noted on `page`.
+/// One line for each fault of this start of the ranks that has not happened, according to the progress `page`.
 pub(crate) fn missed(injections: &[Injection], page: &ProgressPage) -> Vec<String> {
-    let life = page.run().restarts;
-    let of_this_life = injections.iter().enumerate().filter(|(_, fault)| fault.restart == life);
-    of_this_life
-        .filter(|(number, _)| !page.has_committed(injections[*number].rank, *number))
+    let start = page.run().restarts;
+    let of_this_start = injections.iter().enumerate().filter(|(_, fault)| fault.restart == start);
+    of_this_start
+        .filter(|(number, _)| !page.was_triggered(injections[*number].rank, *number))
         .filter_map(|(_, fault)| Some(format!("the fault {fault} did not happen: {}", why(fault, page)?)))
         .collect()
 }
 
-/// Those of lives that there have not been, after so many `restarts`.
-pub(crate) fn of_later_lives(injections: &[Injection], restarts: u32) -> Vec<String> {
+/// One line for each fault of a later restart than the last one.
+pub(crate) fn of_later_starts(injections: &[Injection], restarts: u32) -> Vec<String> {
     let later = injections.iter().filter(|fault| fault.restart > restarts);
     let times = if restarts == 1 { "once".to_owned() } else { format!("{restarts} times") };
     later.map(|fault| format!("the fault {fault} did not happen: the ranks were restarted {times}")).collect()
 }
 
-/// Why a fault that its rank has not noted did not happen; `None` if it may have.
+/// Why a fault that its rank has not noted did not happen; `None` if it may have happened.
 fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
     let rank = fault.rank;
     let progress = page.progress(rank);
     let has_joined = progress.pid != 0;
-    match fault.moment {
-        // Before it joins, a rank cannot note what it commits. It has committed nothing else that ends in exit code 0.
+    match fault.point {
+        // Before it joins, a rank cannot note its faults. If it left normally, no fault but exit code 0 can have
+        // happened.
         _ if !has_joined => {
             let ended_well = progress.state == RankState::Left && fault.fault != Fault::Exit(0);
-            let is_later = !matches!(fault.moment, Moment::Start | Moment::Join);
+            let is_later = !matches!(fault.point, InjectionPoint::Start | InjectionPoint::Join);
             (ended_well || is_later).then(|| format!("rank {rank} never joined the run"))
         }
-        Moment::Start | Moment::Join => None,
-        Moment::Step(_) if progress.step == 0 => Some(format!("rank {rank} began no step")),
-        Moment::Step(_) => Some(format!("the last step of rank {rank} was {}", progress.step)),
-        _ => Some(format!("rank {rank} did not come to that phase")),
+        InjectionPoint::Start | InjectionPoint::Join => None,
+        InjectionPoint::Step(_) if progress.step == 0 => Some(format!("rank {rank} began no step")),
+        InjectionPoint::Step(_) => Some(format!("the last step of rank {rank} was {}", progress.step)),
+        _ => Some(format!("rank {rank} did not reach that phase")),
     }
 }

@@ -1,9 +1,9 @@
-//! The end of a process group.
+//! Waits for the end of process groups.
 //!
-//! A killed process is not gone at once: the kernel takes milliseconds to tear a large one down, and a rank's
-//! children are not the launcher's, so it cannot wait for them as it does for ranks. What it can do is to look which
-//! processes of a group are left and to wait on their pidfds. That is done once, at the end of a run, and only for a
-//! group that is not empty; its processes were sent SIGKILL when their rank ended.
+//! A killed process does not end at once: the kernel takes milliseconds to tear down a large one. A rank's children are
+//! not children of the launcher, so it cannot wait for them with `waitpid`. Instead it lists the remaining processes of
+//! a group and waits on their pidfds. This is done once, at the end of a run, and only for groups that are not empty;
+//! their processes got SIGKILL when their rank ended.
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,17 +14,18 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::killpg;
 use nix::unistd::Pid;
 
-/// Longest wait for killed processes. One that hangs in the kernel, on a dead file server for instance, is left to it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
+/// Longest wait for killed processes. A process stuck in the kernel, on a dead file server for instance, is not waited
+/// for any longer.
+pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits until nothing runs in the process groups, whose processes have been killed.
+/// Waits until no process runs in these groups, whose processes have been killed.
 pub(crate) fn wait_for_end(groups: impl Iterator<Item = Pid>) {
-    // Without a signal: is there anybody?
+    // Signal 0 only checks whether the group has processes.
     let groups: Vec<i32> = groups.filter(|group| killpg(*group, None).is_ok()).map(Pid::as_raw).collect();
     if groups.is_empty() {
         return;
     }
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + KILL_TIMEOUT;
     let mut left = running_in(&groups);
     while !left.is_empty() {
         let mut fds: Vec<PollFd<'_>> =
@@ -46,13 +47,13 @@ pub(crate) fn running_in(groups: &[i32]) -> Vec<OwnedFd> {
     members(groups).filter_map(|(pid, _)| mgpu_control::process::pidfd_open(pid).ok()).collect()
 }
 
-/// The processes of these groups. Zombies have ended: they wait for whoever adopted them.
+/// The running processes of these groups. Zombies are left out: they have ended.
 pub(crate) fn members(groups: &[i32]) -> impl Iterator<Item = (u32, Stat)> {
     let is_left = |stat: &Stat| !matches!(stat.state, 'Z' | 'X') && groups.contains(&stat.group);
     processes().filter(move |(_, stat)| is_left(stat))
 }
 
-/// The name of a process, for people; `?` if it is gone.
+/// The name of a process, for people; `?` if it has ended.
 pub(crate) fn name_of(pid: u32) -> String {
     let name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_else(|_| b"?".to_vec());
     String::from_utf8_lossy(name.trim_ascii_end()).escape_debug().to_string()
@@ -65,7 +66,7 @@ pub(crate) fn processes() -> impl Iterator<Item = (u32, Stat)> {
     numbers.filter_map(|pid: u32| Some((pid, Stat::of(&Path::new("/proc").join(pid.to_string()))?)))
 }
 
-/// What a `/proc/PID/stat` tells of a process.
+/// Fields of `/proc/PID/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stat {
     /// One letter, as `ps` shows it.
@@ -75,13 +76,13 @@ pub(crate) struct Stat {
 }
 
 impl Stat {
-    /// That of the process or thread whose folder in `/proc` this is; `None` if it is gone.
+    /// Reads it for the process or thread with this folder in `/proc`; `None` if it has ended.
     pub(crate) fn of(folder: &Path) -> Option<Self> {
         parse_stat(&fs::read(folder.join("stat")).ok()?)
     }
 }
 
-/// Reads `PID (NAME) STATE PPID PGRP …`, where NAME may hold anything.
+/// Parses `PID (NAME) STATE PPID PGRP …`, where NAME may contain any bytes.
 fn parse_stat(stat: &[u8]) -> Option<Stat> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
     let fields = str::from_utf8(&stat[name_end + 1..]).ok()?;
@@ -101,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_may_hold_anything() {
+    fn process_names_may_contain_any_bytes() {
         let stat = |state, parent, group| Some(Stat { state, parent, group });
         assert_eq!(parse_stat(b"7 (sh) S 1 42 42 0"), stat('S', 1, 42));
         assert_eq!(parse_stat(b"7 (a) Z 9 9 (b \xff) R 1 42 42 0"), stat('R', 1, 42));
@@ -111,13 +112,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_survived(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
             let _ = parse_stat(&bytes);
         }
     }
 
     #[test]
-    fn a_killed_group_is_waited_for() {
+    fn the_end_of_a_killed_group_is_waited_for() {
         let mut child = Command::new("sleep").arg("1000").process_group(0).spawn().unwrap();
         let group = Pid::from_raw(child.id() as i32);
         assert_eq!(running_in(&[group.as_raw()]).len(), 1);

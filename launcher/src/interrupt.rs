@@ -1,4 +1,4 @@
-//! Where signals come from: the launcher's own, or the program's that embeds it.
+//! Sources of signals: the process's own signals for `mgpurun`, an [`Interrupter`] for a program that embeds the library.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,8 +10,8 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, getppid};
 
-/// Asks the ranks of a running launch to end, as SIGTERM would. Works from any thread and from signal handlers that
-/// run as threads (the `ctrlc` crate); a second call kills.
+/// Asks the ranks of a running launch to end, as SIGTERM would. Works from any thread and from signal handlers that run
+/// on a thread (the `ctrlc` crate). A second call kills the ranks.
 #[derive(Debug, Clone)]
 pub struct Interrupter {
     event: Arc<EventFd>,
@@ -28,37 +28,37 @@ impl Interrupter {
 /// All sources of signals of one launch.
 #[derive(Debug)]
 pub(crate) struct Signals {
-    /// The process's own signals, where the launcher owns them.
+    /// The process's own signals, if the launcher handles them.
     own: Option<SignalFd>,
     guardian: Option<Guardian>,
     event: Arc<EventFd>,
 }
 
-/// The process that passes the user's signals on.
+/// The guardian process, which forwards the user's signals.
 ///
-/// Whoever signals all processes, as service managers do, signals this one and the guardian, which passes the same
-/// signal on once more. Only what comes from the guardian is counted, then: a signal that comes directly begins the end,
-/// but does not hasten it, and that signal's echo does not either.
+/// A sender that signals all processes, as service managers do, signals this process and the guardian, and the guardian
+/// forwards the same signal again. The pair must count as one signal: a direct signal starts the shutdown, but neither a
+/// second direct one nor its forwarded copy kills the ranks. Only signals from the guardian count as second ones.
 #[derive(Debug)]
 struct Guardian {
     pid: Pid,
     /// Readable when it has ended.
     end: OwnedFd,
-    /// When a signal came directly whose echo has not come.
+    /// Arrival of a direct signal whose forwarded copy has not arrived.
     direct: Cell<Option<Instant>>,
-    /// A signal has come through the guardian.
+    /// A signal has arrived from the guardian.
     forwarded: Cell<bool>,
 }
 
-/// Longest time between a signal and its echo.
-const ECHO: Duration = Duration::from_secs(1);
+/// Longest time between a direct signal and its forwarded copy.
+const FORWARD_DELAY: Duration = Duration::from_secs(1);
 
 impl Guardian {
-    /// Whether a signal that ends the run counts.
+    /// True if a signal that ends the run counts.
     fn counts(&self, sender: Pid) -> bool {
         if sender == self.pid {
             self.forwarded.set(true);
-            return self.direct.take().is_none_or(|at| at.elapsed() >= ECHO);
+            return self.direct.take().is_none_or(|at| at.elapsed() >= FORWARD_DELAY);
         }
         let first = self.direct.get().is_none() && !self.forwarded.get();
         if first {
@@ -74,8 +74,8 @@ impl Signals {
         Ok(Signals { own: None, guardian: None, event: Arc::new(EventFd::from_value_and_flags(0, flags)?) })
     }
 
-    /// Reads the process's `signals`, which have been blocked since before there was a second thread, and ends the run
-    /// when the process behind `guardian`, this one's parent, ends.
+    /// Handles the process's `signals`, which were blocked before a second thread was started, and ends the run when the
+    /// process of the pidfd `guardian`, the parent of this one, ends.
     pub(crate) fn take_over(&mut self, guardian: OwnedFd, signals: &SigSet) -> nix::Result<()> {
         self.own = Some(SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?);
         let (direct, forwarded) = (Cell::new(None), Cell::new(false));
@@ -95,7 +95,7 @@ impl Signals {
         self.own.iter().map(AsFd::as_fd).chain([self.event.as_fd()])
     }
 
-    /// The signals that have come.
+    /// The signals that have arrived.
     pub(crate) fn take(&self) -> Vec<Signal> {
         let mut signals = Vec::new();
         while let Some(Ok(Some(info))) = self.own.as_ref().map(SignalFd::read_signal) {
@@ -113,24 +113,24 @@ impl Signals {
     }
 }
 
-/// True for what a process is asked or made to end by.
+/// True for signals that ask a process to end or kill it.
 pub(crate) fn ends_the_run(signal: Signal) -> bool {
     matches!(signal, Signal::SIGINT | Signal::SIGTERM | Signal::SIGHUP | Signal::SIGKILL)
 }
 
-/// The signals that mean something to a launcher: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT asks what the ranks
-/// are doing, SIGUSR1 and SIGUSR2 are for the ranks. Those that whoever started us has set to be ignored stay ignored:
-/// `nohup mgpurun` is to survive the end of the terminal. But SIGQUIT, which shells let background jobs ignore, does no
-/// harm.
-pub(crate) fn taken_signals() -> SigSet {
+/// The signals that the launcher handles: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT shows what the ranks are
+/// doing, SIGUSR1 and SIGUSR2 are forwarded to the ranks. Signals that the parent process has set to be ignored stay
+/// ignored, so that `nohup mgpurun` survives the end of the terminal. SIGQUIT is handled in any case: shells make
+/// background jobs ignore it, and it does no harm.
+pub(crate) fn handled_signals() -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = ignored_signals(&status);
     let others = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
-    let heeded = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
-    heeded.chain([Signal::SIGQUIT]).collect()
+    let handled = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
+    handled.chain([Signal::SIGQUIT]).collect()
 }
 
-/// The signals that a process ignores, bit n − 1 for signal n, by its `/proc/PID/status`.
+/// The signals that a process ignores, bit n − 1 for signal n, from its `/proc/PID/status`.
 fn ignored_signals(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
@@ -157,13 +157,13 @@ mod tests {
         assert_eq!(counted(&[direct, through, through]), [true, false, true]);
         assert_eq!(counted(&[through, direct]), [true, false]);
         assert_eq!(counted(&[direct, direct]), [true, false]);
-        // What comes through the guardian much later is no echo.
-        let long_ago = Instant::now().checked_sub(2 * ECHO);
+        // A signal from the guardian that arrives much later is not a forwarded copy.
+        let long_ago = Instant::now().checked_sub(2 * FORWARD_DELAY);
         assert!(guardian(long_ago, false).counts(through));
     }
 
     #[test]
-    fn ignored_signals_are_read() {
+    fn ignored_signals_are_parsed() {
         let status = "Name:\tx\nSigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n";
         assert_eq!(ignored_signals(status), 1 << 12 | 1);
         assert_eq!(ignored_signals("nothing"), 0);

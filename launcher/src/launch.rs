@@ -10,20 +10,20 @@ use mgpu_control::rendezvous::Server;
 use nix::sys::signal::SigSet;
 
 use crate::error::LaunchError;
-use crate::event_loop::{Attempt, End, EventLoop, flush, wait_out};
+use crate::event_loop::{Attempt, AttemptEnd, EventLoop, flush, wait_out};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
-use crate::plan::{BackendChoice, Machine, Plan, Ranks, Request, RunFacts, plan};
+use crate::plan::{BackendChoice, LaunchPlan, Machine, Ranks, Request, RunContext, plan};
 use crate::port::ReservedPort;
 use crate::restart::{Decision, RestartPolicy};
 use crate::spawn::{Process, spawn};
 use crate::supervisor::Outcome;
 use crate::{exit_code, faults, nccl, orphans};
 
-/// Thirty years: no clock has a time much further away.
-pub(crate) const LONGEST: Duration = Duration::from_secs(1_000_000_000);
+/// About 30 years: an `Instant` much further away may not be representable.
+pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
 
 /// Copies of a program to be started as ranks.
 ///
@@ -42,17 +42,17 @@ pub struct Launch {
     signals: Result<Signals, nix::Error>,
 }
 
-/// How long ranks are waited for, and what becomes of them: handed on from the command line to the event loop.
+/// Timeouts and policies of supervision, passed from the command line to the event loop.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Supervision {
     /// Longest time between the first and the last rank to join.
     pub(crate) join_timeout: Duration,
-    /// Longest silence of a rank that has joined.
+    /// Longest time without progress of a rank that has joined.
     pub(crate) progress_timeout: Option<Duration>,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
     pub(crate) restart: RestartPolicy,
-    /// This process is the parent of whatever the ranks leave behind, and of nothing else.
+    /// This process adopts the leftover processes of the ranks, and has no other children.
     pub(crate) adopts_orphans: bool,
 }
 
@@ -107,53 +107,53 @@ impl Launch {
         self
     }
 
-    /// Says at the start where each rank is.
+    /// Prints the cores and the GPU of each rank at the start.
     pub fn report_bindings(mut self, report: bool) -> Self {
         self.report_bindings = report;
         self
     }
 
-    /// Chooses what happens to the ranks' output.
+    /// Sets the options of the ranks' output.
     pub fn output(mut self, options: OutputOptions) -> Self {
         self.output = options;
         self
     }
 
-    /// Longest time between the first and the last rank to join (60 s). Programs that never join are not waited
+    /// Longest time between the first and the last rank to join (default 60 s). Programs that never join are not waited
     /// for.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.supervision.join_timeout = timeout.min(LONGEST);
+        self.supervision.join_timeout = timeout.min(MAX_DURATION);
         self
     }
 
-    /// Time between SIGTERM and SIGKILL (5 s).
+    /// Time between SIGTERM and SIGKILL (default 5 s).
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.supervision.grace = grace.min(LONGEST);
+        self.supervision.grace = grace.min(MAX_DURATION);
         self
     }
 
-    /// Longest silence of a rank that has joined: time without a step, a collective or a
-    /// phase (`World::report_phase`) in which it does not wait for another rank. By default any.
+    /// Longest time without progress of a rank that has joined: time without beginning a step, a collective or a phase
+    /// (`World::report_phase`) while it does not wait for another rank. No limit by default.
     pub fn progress_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.supervision.progress_timeout = timeout;
         self
     }
 
-    /// Whether ranks that failed are restarted (they are not).
+    /// When failed ranks are restarted (never by default).
     pub fn restart(mut self, policy: RestartPolicy) -> Self {
         self.supervision.restart = policy;
         self
     }
 
-    /// Faults that ranks commit, to see what the job makes of them.
+    /// Faults to inject into ranks, to test how the job handles them.
     pub fn inject(mut self, injections: Vec<Injection>) -> Self {
         self.request.injections = injections;
         self
     }
 
-    /// Ends whatever the ranks leave behind, wherever it has gone: this process becomes the parent of orphans among its
-    /// descendants (a *subreaper*) and kills all its children at the end of a run. Only for a process that has no
-    /// children of its own. Without it, what has left its rank's process group survives.
+    /// Kills all leftover processes of the ranks, whatever process group they are in: this process adopts orphans among
+    /// its descendants (it becomes a *subreaper*) and kills all its children at the end of a run. Only for a process
+    /// without other children. Without this, processes that have left their rank's process group survive.
     pub fn adopt_orphans(mut self) -> Self {
         self.supervision.adopts_orphans = true;
         self
@@ -162,7 +162,7 @@ impl Launch {
     /// A handle that asks the ranks to end.
     ///
     /// # Panics
-    /// If the system could not make an event descriptor; [`run`](Self::run) reports that as an error.
+    /// If the system could not create an event descriptor; [`run`](Self::run) reports that as an error.
     pub fn interrupter(&self) -> Interrupter {
         self.signals.as_ref().expect("an event descriptor").interrupter()
     }
@@ -172,7 +172,8 @@ impl Launch {
         self
     }
 
-    /// Takes the process's `signals` over, which are blocked, and ends the run when the process behind `guardian` ends.
+    /// Handles the process's `signals`, which are blocked, and ends the run when the process of the pidfd `guardian`
+    /// ends.
     pub(crate) fn take_over(&mut self, guardian: OwnedFd, signals: &SigSet) -> Result<(), LaunchError> {
         self.signals.as_mut().map_err(|errno| *errno)?.take_over(guardian, signals)?;
         Ok(())
@@ -182,7 +183,7 @@ impl Launch {
     ///
     /// # Errors
     /// If the request cannot be met.
-    pub fn plan(&self) -> Result<Plan, LaunchError> {
+    pub fn plan(&self) -> Result<LaunchPlan, LaunchError> {
         let mut machine = Machine::detect();
         if self.request.share_gpus {
             machine.nccl = nccl::version();
@@ -190,13 +191,14 @@ impl Launch {
         Ok(plan(&self.request, &machine)?)
     }
 
-    /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: ranks die with it.
+    /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the
+    /// ranks when it ends.
     ///
-    /// The ranks' output goes to this process's standard output and error, as [`OutputOptions`] say; so does a line
-    /// about a failure, with the last lines of the rank to blame.
+    /// The ranks' output goes to this process's standard output and error, according to the [`OutputOptions`]. After a
+    /// failure, a line about it and the last lines of the culprit are printed, too.
     ///
     /// # Errors
-    /// If they cannot be started; none is left running then.
+    /// If the ranks cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
         let plan = self.plan()?;
         let Launch { request, output, signals, supervision, report_bindings } = self;
@@ -225,7 +227,7 @@ impl Launch {
             supervision,
             injections: &request.injections,
         };
-        let result = run.until_over(&mut output, &mut events);
+        let result = run.run_with_restarts(&mut output, &mut events);
         let outcome = result.as_ref().ok();
         events.record(Event::End {
             exit_code: outcome.map_or(exit_code::LAUNCHER, |outcome| outcome.exit_code),
@@ -235,7 +237,7 @@ impl Launch {
             },
             culprit: outcome.and_then(|outcome| outcome.culprit),
         });
-        // A pager may take its time over the end of a run, but not over one that somebody wants to be over.
+        // A slow reader, such as a pager, may delay the end of the run, but not of an interrupted one.
         let is_over = outcome.is_some_and(|outcome| outcome.interrupted);
         flush(&mut output, &signals, is_over.then_some(supervision.grace));
         events.flush();
@@ -251,9 +253,9 @@ impl Launch {
     }
 }
 
-/// What stays the same when the ranks are started again.
+/// The parts of a run that stay the same over restarts.
 struct Run<'a> {
-    plan: &'a Plan,
+    plan: &'a LaunchPlan,
     signals: &'a Signals,
     run_id: String,
     master_port: String,
@@ -262,13 +264,13 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Starts the ranks, and again as often as the policy says.
-    fn until_over(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
+    /// Starts the ranks, and restarts them as often as the policy allows.
+    fn run_with_restarts(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
         let mut restarts = 0;
         loop {
-            let End { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
+            let AttemptEnd { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
             if output.is_muted() {
-                // As `cat` ends when its reader has left: nobody wants to know, nor to see it restarted.
+                // The reader has exited, so the run ends quietly and without a restart, as `cat` would.
                 return Ok(Outcome { message: None, ..outcome });
             }
             missed_faults.iter().for_each(|fault| output.say(fault));
@@ -279,7 +281,7 @@ impl Run<'_> {
             match policy.decide(&outcome, reached, restarts) {
                 Decision::Restart(pause) => {
                     restarts += 1;
-                    let (most, seconds) = (policy.most, pause.as_secs_f64());
+                    let (most, seconds) = (policy.max_restarts, pause.as_secs_f64());
                     output.say(&format!("restart {restarts} of {most} in {seconds} s"));
                     if let Some(signal) = wait_out(pause, self.signals, output) {
                         let outcome = Outcome::interruption(signal);
@@ -289,7 +291,7 @@ impl Run<'_> {
                 }
                 Decision::Stop(why) => {
                     why.into_iter().for_each(|why| output.say(why));
-                    faults::of_later_lives(self.injections, restarts)
+                    faults::of_later_starts(self.injections, restarts)
                         .iter()
                         .for_each(|fault| output.say(fault));
                     return Ok(outcome);
@@ -298,24 +300,29 @@ impl Run<'_> {
         }
     }
 
-    /// Starts all ranks and sees them to their end. Nothing of them is left then: what they held, the memory of a GPU
-    /// among it, is free for the next attempt, since the kernel closes a process's devices before it reports the end.
-    fn attempt(&self, restarts: u32, output: &mut Output, events: &mut EventLog) -> Result<End, LaunchError> {
+    /// Starts all ranks and supervises them to their end. No process of theirs is left then, and their resources, such
+    /// as GPU memory, are free for the next attempt: the kernel closes a process's devices before it reports its end.
+    fn attempt(
+        &self,
+        restarts: u32,
+        output: &mut Output,
+        events: &mut EventLog,
+    ) -> Result<AttemptEnd, LaunchError> {
         let plan = self.plan;
         let ranks = plan.ranks.len() as u32;
         let server = Server::bind(ranks, &self.run_id)?;
         server.describe(&plan.command_line(), restarts);
-        let facts = RunFacts {
+        let context = RunContext {
             rendezvous: server.address().to_owned(),
             run_id: self.run_id.clone(),
             master_port: self.master_port.clone(),
             progress: output.shows_progress(),
             restart_count: restarts,
-            max_restarts: self.supervision.restart.most,
+            max_restarts: self.supervision.restart.max_restarts,
         };
-        // All or none: those that were started before one that cannot be are ended when they are dropped.
+        // All or none: if one rank cannot be started, dropping the others kills them.
         let processes: Vec<Process> =
-            plan.ranks.iter().map(|rank| spawn(plan, rank, &facts)).collect::<Result<_, _>>()?;
+            plan.ranks.iter().map(|rank| spawn(plan, rank, &context)).collect::<Result<_, _>>()?;
         for (process, rank) in processes.iter().zip(0..) {
             server.rank_started(rank, process.pid.as_raw() as u32);
             process.notice.iter().for_each(|notice| output.say(notice));

@@ -1,34 +1,34 @@
-//! `mgpurun`: starts a program once per GPU, with rank and world size, and sees it through.
+//! `mgpurun`: starts a program once per GPU, with rank and world size, and supervises it to its end.
 //!
-//! The program is a thin `main` over this library, so that other programs can start their own ranks ([`Launch`]).
+//! The program is a thin `main` on top of this library, so other programs can start ranks, too ([`Launch`]).
 //! A launch goes through these modules:
 //!
 //! | module | job |
 //! |---|---|
 //! | [`cli`] | arguments → request |
 //! | [`program`] | name → path |
-//! | [`placement`] | ranks + topology → the cores of each rank (pure, but for reading the topology) |
+//! | [`placement`] | ranks + topology → the cores of each rank (pure except for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
-//! | `port` | a TCP port that nobody else gets, for PyTorch |
-//! | `spawn` | plan → processes, each in a group of its own, tied to this one |
-//! | `event_loop` | one queue of exits, output, messages, signals and deadlines |
-//! | [`supervisor`] | (state, event) → actions: who is to blame, what happens to the others (pure) |
-//! | `watch` | who is silent? (pure) |
+//! | `port` | reserves a TCP port for PyTorch |
+//! | `spawn` | plan → processes, each in its own process group, killed with this process |
+//! | `event_loop` | one loop for exits, output, messages, signals and deadlines |
+//! | [`supervisor`] | (state, event) → actions: which rank is the culprit, what happens to the others (pure) |
+//! | `watch` | which rank is stuck? (pure) |
 //! | `status` | what is every rank doing? |
-//! | `mpi` | are the ranks programs of MPI? |
+//! | `mpi` | are the ranks MPI programs? |
 //! | `faults` | which injected faults have not happened? |
-//! | `group`, `orphans`, `guardian` | nothing of a rank is left, whoever is killed |
-//! | `restart` | outcome → once more? (pure) |
-//! | [`output`] | bytes → whole lines with their rank |
-//! | [`events`] | what happens → JSON |
-//! | `writer` | files that are written without waiting for them |
-//! | `doctor` | what the machine has; a command of its own |
-//! | `stdout` | what mgpurun itself prints |
-//! | [`exit_code`] | what the shell gets |
+//! | `group`, `orphans`, `guardian` | no process of a rank survives, whichever process is killed |
+//! | `restart` | outcome → restart or not (pure) |
+//! | [`output`] | bytes → complete lines with their rank |
+//! | [`events`] | events of the run → JSON |
+//! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
+//! | `doctor` | the command that reports the machine's hardware and libraries |
+//! | `stdout` | mgpurun's own standard output |
+//! | [`exit_code`] | the exit codes of mgpurun |
 //!
-//! The library neither installs signal handlers nor ends the process; both are done by `cli` for `mgpurun` alone.
+//! The library neither installs signal handlers nor ends the process; only `cli` does both, for `mgpurun`.
 #![forbid(unsafe_code)]
-// They panic when a write fails.
+// These macros panic when a write fails.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cli;

@@ -1,4 +1,4 @@
-//! What this machine has, read from the kernel: no NVIDIA library is opened for it.
+//! Detects cores, GPUs and environment of this machine. Opens no NVIDIA library.
 
 use std::path::Path;
 
@@ -9,14 +9,14 @@ use crate::placement::{Topology, list_gpus, visible_gpus};
 use crate::plan::{Machine, PYTHONUNBUFFERED};
 
 impl Machine {
-    /// The machine as it is, narrowed by `CUDA_VISIBLE_DEVICES` as the CUDA runtime would.
+    /// This machine. `CUDA_VISIBLE_DEVICES` narrows its GPUs as in the CUDA runtime.
     pub fn detect() -> Self {
         Self::new(Topology::detect(), |name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
     }
 
     fn new(mut topology: Topology, variable: impl Fn(&str) -> Option<String>) -> Self {
         let mut present = list_gpus(Path::new("/"));
-        // As CUDA, which counts those that it can open.
+        // CUDA, too, counts only the GPUs that it can open.
         present.retain(|gpu| gpu.reachable);
         let gpus = visible_gpus(&present, variable("CUDA_VISIBLE_DEVICES").as_deref());
         let set = |name: &&str| variable(name).is_some_and(|value| !value.is_empty());
@@ -24,14 +24,14 @@ impl Machine {
             [MGPU_THREADS, OMP_NUM_THREADS].into_iter().filter(set).collect();
         let mut nccl_variables: Vec<&'static str> = nccl::NAMES.into_iter().filter(set).collect();
         if set(&MGPU_RENDEZVOUS) {
-            // This launcher is a rank of another one, which has set them: they say what there is to divide.
+            // This launcher is a rank of another launcher, which has set them: they give the share to divide.
             thread_variables.clear();
             nccl_variables.clear();
             let share = variable(MGPU_THREADS).and_then(|text| text.trim().parse().ok());
             topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
         }
-        let python_is_told = variable(PYTHONUNBUFFERED).is_some();
-        Machine { gpus, topology, thread_variables, nccl_variables, python_is_told, nccl: None }
+        let python_unbuffered_is_set = variable(PYTHONUNBUFFERED).is_some();
+        Machine { gpus, topology, thread_variables, nccl_variables, python_unbuffered_is_set, nccl: None }
     }
 }
 
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_user_has_set_stays_and_what_a_launcher_has_set_is_divided() {
+    fn variables_set_by_the_user_are_kept_and_those_set_by_a_launcher_are_divided() {
         let machine = |pairs: &[(&str, &str)]| {
             let topology = Topology { nodes: Vec::new(), usable: 8 };
             Machine::new(topology, |name| {
@@ -54,7 +54,7 @@ mod tests {
         assert_eq!((nested.thread_variables.len(), nested.topology.usable), (0, 4));
         let odd = machine(&[(MGPU_THREADS, "no"), (MGPU_RENDEZVOUS, "unix:/x")]);
         assert_eq!(odd.topology.usable, 8);
-        // An empty value is how a user asks for buffers.
-        assert!(machine(&[(PYTHONUNBUFFERED, "")]).python_is_told && !odd.python_is_told);
+        // An empty value is how a user asks for buffered output.
+        assert!(machine(&[(PYTHONUNBUFFERED, "")]).python_unbuffered_is_set && !odd.python_unbuffered_is_set);
     }
 }

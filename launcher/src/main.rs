@@ -1,4 +1,4 @@
-//! See the library.
+//! The program `mgpurun`: see the library.
 #![forbid(unsafe_code)]
 
 fn main() -> std::process::ExitCode {

@@ -1,24 +1,24 @@
-//! Are the ranks programs of MPI, which `mgpurun` does not start as such?
+//! Detects MPI programs, which `mgpurun` cannot start as the ranks of one MPI world.
 //!
-//! An MPI program that no MPI launcher has started is a world of one and says nothing: N of them each do the whole work.
-//! That is what happens to it here, so the user should know. It is told only where it is sure: no rank has joined, and rank
-//! 0 has the extension of mpi4py loaded, whose import initialises MPI, or is an executable that has libmpi loaded. Python and
-//! PyTorch alone do not count: some builds of PyTorch are linked with libmpi and do not use it.
+//! An MPI program that was not started by an MPI launcher silently becomes an MPI world of size 1: each of N copies
+//! does the whole work. So the user gets a message. It is printed only if the case is certain: no rank has joined, and
+//! rank 0 has loaded the extension of mpi4py, whose import initialises MPI, or is an executable that has loaded libmpi.
+//! Python and PyTorch alone do not count: some builds of PyTorch are linked with libmpi and do not use it.
 
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// What is said.
-pub(crate) const ADVICE: &str = "the ranks use MPI, for which each of them is a world of one here: start them with mpirun \
-                                 (mgpurun connects programs that use mgpu, or PyTorch's own backends)";
+/// The message.
+pub(crate) const ADVICE: &str = "the ranks use MPI, and each of them is an MPI world of size 1 here: start them with mpirun \
+                                 (mgpurun is for programs that use mgpu, or PyTorch's own backends)";
 
-/// Variables by which launchers of MPI tell a process its rank.
+/// Variables in which MPI launchers pass the rank to a process.
 const OF_LAUNCHERS: [&str; 4] = ["PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"];
 
-/// First and last time after the start at which rank 0 is looked at; each look is at twice the time of the one before.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
+/// Times after the start of the first and the last check of rank 0; each check is at twice the time of the previous one.
+const CHECK_TIMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
 
-/// When to look at rank 0.
+/// The schedule of the checks.
 #[derive(Debug)]
 pub(crate) struct MpiWatch {
     started: Instant,
@@ -26,33 +26,33 @@ pub(crate) struct MpiWatch {
 }
 
 impl MpiWatch {
-    /// Of `ranks` ranks that have just been started. A launcher of MPI may have started `mgpurun` itself: then its variables
-    /// make worlds of another size.
+    /// For `ranks` ranks that have just been started. If an MPI launcher has started `mgpurun` itself, its variables
+    /// define the MPI world, and nothing is checked.
     pub(crate) fn new(ranks: usize) -> Self {
         let has_launcher = OF_LAUNCHERS.into_iter().any(|name| std::env::var_os(name).is_some());
-        MpiWatch { started: Instant::now(), next: (ranks > 1 && !has_launcher).then_some(LOOKS.0) }
+        MpiWatch { started: Instant::now(), next: (ranks > 1 && !has_launcher).then_some(CHECK_TIMES.0) }
     }
 
-    /// When the next look is due.
+    /// When the next check is due.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         self.next.map(|next| self.started + next)
     }
 
-    /// There is no need to look any more.
+    /// Ends the checks.
     pub(crate) fn end(&mut self) {
         self.next = None;
     }
 
-    /// Looks at rank 0, process `pid`, if a look is due. True once, when it is found to use MPI.
-    pub(crate) fn look(&mut self, pid: i32, now: Instant) -> bool {
+    /// Checks rank 0, process `pid`, if a check is due. True once, when it is found to use MPI.
+    pub(crate) fn check(&mut self, pid: i32, now: Instant) -> bool {
         let Some(next) = self.next.filter(|next| self.started + *next <= now) else { return false };
         let found = fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| uses_mpi(&maps));
-        self.next = Some(next * 2).filter(|next| !found && *next <= LOOKS.1);
+        self.next = Some(next * 2).filter(|next| !found && *next <= CHECK_TIMES.1);
         found
     }
 }
 
-/// True if a process with these mappings, the text of a `/proc/PID/maps`, is sure to use MPI.
+/// True if a process with these mappings, the text of `/proc/PID/maps`, certainly uses MPI.
 fn uses_mpi(maps: &str) -> bool {
     // Address, permissions, offset, device, inode, path.
     let paths = || maps.lines().filter_map(|line| line.split_ascii_whitespace().nth(5));
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_sure_counts() {
+    fn only_certain_cases_count() {
         for (paths, expected) in [
             (&["/home/me/a.out", "/usr/lib/x86_64-linux-gnu/libmpi.so.40.30.4"][..], true),
             (&["/home/me/a.out", "/opt/mpich/lib/libmpich.so.12"], true),
@@ -96,13 +96,13 @@ mod tests {
     }
 
     #[test]
-    fn looks_become_rarer_and_end() {
-        let mut watch = MpiWatch { started: Instant::now(), next: Some(LOOKS.0) };
-        let mut looks = 0;
+    fn checks_become_rarer_and_end() {
+        let mut watch = MpiWatch { started: Instant::now(), next: Some(CHECK_TIMES.0) };
+        let mut checks = 0;
         while let Some(next) = watch.next_deadline() {
-            assert!(!watch.look(0, next));
-            looks += 1;
+            assert!(!watch.check(0, next));
+            checks += 1;
         }
-        assert_eq!(looks, 10);
+        assert_eq!(checks, 10);
     }
 }

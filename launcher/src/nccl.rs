@@ -1,21 +1,22 @@
-//! What NCCL is told by its environment.
+//! The environment variables that configure NCCL.
 //!
-//! All ranks are on this machine: they find each other over its loopback interface, and need no network. (The payload
-//! does not go that way, but from GPU to GPU.)
+//! All ranks are on this machine: they bootstrap over its loopback interface and need no network. (The payload does not
+//! use this interface; it goes from GPU to GPU.)
 //!
-//! Several ranks on one GPU it refuses by itself: kernels of two ranks that wait for each other may never run at the same time. With few
-//! thread blocks each they do, slowly. So this is for tests on machines with one GPU, never for timings.
+//! By default NCCL refuses several ranks on one GPU: kernels of two ranks that wait for each other may never run at the
+//! same time. With few thread blocks per kernel they do run together, slowly. So this is for tests on machines with one
+//! GPU, never for timings.
 //!
-//! Up to 2.29 the refusal is a comparison of host and device. Ranks that claim to be on hosts of their own pass it, and
-//! then speak to each other over sockets, since what connects GPUs within a host makes no sense to them. From 2.30 on
-//! there is a switch.
+//! Up to version 2.29 NCCL compares host and device. Ranks with different host ids pass this check, and then
+//! communicate over sockets, because they do not use the connections between GPUs of one host. Since 2.30 there is a
+//! variable that allows it.
 
 use nccl_sys::{Library, Version};
 
-/// First release that allows it when asked.
+/// First version with a variable that allows it.
 const SWITCH: Version = Version { major: 2, minor: 30, patch: 0 };
 
-/// The version that ranks will find, if they find one.
+/// The version of the NCCL that ranks will load, if they find one.
 pub(crate) fn version() -> Option<Version> {
     Library::open().ok()?.version().ok()
 }
@@ -25,7 +26,7 @@ pub(crate) fn on_one_host() -> Vec<(&'static str, String)> {
     vec![("NCCL_SOCKET_IFNAME", "lo".to_owned())]
 }
 
-/// The variables of `rank` besides, where ranks share a GPU.
+/// Additional variables of `rank` if ranks share a GPU.
 pub(crate) fn on_one_gpu(rank: u32, nccl: Option<Version>) -> Vec<(&'static str, String)> {
     let fixed: &[(&str, &str)] = match nccl {
         Some(version) if version >= SWITCH => {
@@ -49,7 +50,7 @@ pub(crate) fn on_one_gpu(rank: u32, nccl: Option<Version>) -> Vec<(&'static str,
     variables
 }
 
-/// All variables that a launcher may set for NCCL. Those that the user has set stay as they are.
+/// All NCCL variables that the launcher may set. Variables that the user has set are kept.
 pub(crate) const NAMES: [&str; 10] = [
     "NCCL_HOSTID",
     "NCCL_IB_DISABLE",
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_version_is_told_what_it_understands() {
+    fn each_version_gets_the_variables_that_it_supports() {
         let value = |nccl: Option<Version>, name: &str| {
             on_one_gpu(3, nccl).into_iter().find(|(key, _)| *key == name).map(|(_, value)| value)
         };

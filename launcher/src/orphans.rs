@@ -1,11 +1,11 @@
-//! What ranks leave behind, wherever it has gone.
+//! Kills leftover processes of the ranks that have left their process group.
 //!
-//! A process group holds a rank's ordinary children. A child that starts a session of its own leaves the group, and
-//! when its parents have ended nothing seems to tie it to the run any more. But a process that loses its parent becomes
-//! the child of its nearest ancestor that is a *subreaper*, and that is `mgpurun`: so at the end of a run whatever is
-//! left of it is among our own children, or becomes one as soon as its parent is killed. Killing children until there
-//! are none needs no list that somebody might slip out of, and cannot hit a stranger: the number of a child is not
-//! given to anybody else before its parent has waited for it.
+//! A rank's ordinary children are in its process group. A child that starts its own session leaves the group, and when
+//! its parents have ended nothing seems to link it to the run any more. But an orphan becomes the child of its nearest
+//! ancestor that is a *subreaper*, and that is `mgpurun`. So at the end of a run every leftover process is a child of
+//! this process, or becomes one as soon as its parent is killed. Killing children until there are none needs no list
+//! from which a process could escape, and never hits an unrelated process: the pid of a child is not reused before its
+//! parent has reaped it.
 
 use std::collections::HashSet;
 use std::fs;
@@ -17,29 +17,29 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, getpid};
 
-use crate::group::{PATIENCE, processes};
+use crate::group::{KILL_TIMEOUT, processes};
 
-/// Longest time for processes that keep starting others while they are killed.
-const STORM_PATIENCE: Duration = Duration::from_secs(30);
-/// Milliseconds after which children are looked at again if none of them has ended.
-const MOMENT: u8 = 50;
+/// Longest time for killing processes that keep starting others.
+const FORK_STORM_TIMEOUT: Duration = Duration::from_secs(30);
+/// Milliseconds after which the children are listed again if none of them has ended.
+const POLL_INTERVAL_MS: u8 = 50;
 
-/// Makes this process the parent of whatever its descendants leave behind.
+/// Makes this process adopt orphans among its descendants (it becomes a subreaper).
 pub(crate) fn adopt() -> nix::Result<()> {
     nix::sys::prctl::set_child_subreaper(true)
 }
 
-/// Waits for those children that have ended and that `is_ours` does not claim.
+/// Reaps the children that have ended, except those for which `is_ours` is true.
 pub(crate) fn reap(is_ours: impl Fn(Pid) -> bool) {
     for child in children().into_iter().filter(|child| !is_ours(*child)) {
         let _ = waitpid(child, Some(WaitPidFlag::WNOHANG));
     }
 }
 
-/// Kills this process's children but for `others`, and theirs, until there are none. Returns what is wrong with those
-/// that are left, if any; `say` is told when it takes long.
+/// Kills this process's children except `others`, and their descendants, until there are none. Returns an error text if
+/// some remain. Calls `say` if it takes long.
 ///
-/// Daemons that keep starting others do not win: some are killed before they have started the next one, and so there are
+/// Processes that keep starting others do not win: some are killed before they have started the next one, so there are
 /// fewer each time.
 pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<String> {
     let started = Instant::now();
@@ -57,35 +57,33 @@ pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<Strin
         let left = HashSet::from_iter(left);
         if known != left {
             (known, last_news) = (left, Instant::now());
-        } else if last_news.elapsed() >= PATIENCE {
+        } else if last_news.elapsed() >= KILL_TIMEOUT {
             let count = known.len();
-            return Some(format!(
-                "ranks left processes behind that do not end, though they were killed: {count}"
-            ));
+            return Some(format!("{count} leftover processes of the ranks have not ended after SIGKILL"));
         } else {
             wait_for_one(&known);
         }
-        if started.elapsed() >= STORM_PATIENCE {
+        if started.elapsed() >= FORK_STORM_TIMEOUT {
             let count = known.len();
             return Some(format!(
-                "ranks left processes behind that start others faster than they die: {count}"
+                "{count} leftover processes of the ranks start others faster than they are killed"
             ));
         }
-        if started.elapsed() >= PATIENCE && !std::mem::replace(&mut is_told, true) {
-            say("still ending processes that ranks left behind");
+        if started.elapsed() >= KILL_TIMEOUT && !std::mem::replace(&mut is_told, true) {
+            say("still killing leftover processes of the ranks");
         }
     }
 }
 
-/// Waits until one of these children has ended, for a moment.
+/// Waits until one of these children has ended, at most [`POLL_INTERVAL_MS`].
 fn wait_for_one(children: &HashSet<Pid>) {
     let open = |child: &Pid| mgpu_control::process::pidfd_open(child.as_raw() as u32).ok();
     let ends: Vec<OwnedFd> = children.iter().filter_map(open).collect();
     let mut fds: Vec<PollFd<'_>> = ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
-    let _ = poll(&mut fds, MOMENT);
+    let _ = poll(&mut fds, POLL_INTERVAL_MS);
 }
 
-/// The children of this process, ended ones included.
+/// The children of this process, including zombies.
 pub(crate) fn children() -> Vec<Pid> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let lists: Result<Vec<String>, _> =
@@ -100,7 +98,7 @@ pub(crate) fn children() -> Vec<Pid> {
     }
 }
 
-/// The same, from every process's own entry.
+/// The same, from the `/proc` entries of all processes.
 fn children_by_parent(parent: Pid) -> Vec<Pid> {
     let children = processes().filter(|(_, stat)| stat.parent == parent.as_raw());
     children.map(|(pid, _)| Pid::from_raw(pid as i32)).collect()
@@ -113,10 +111,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ways_find_a_child() {
+    fn both_methods_find_a_child() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = Pid::from_raw(child.id() as i32);
-        // The kernel may leave one out of its lists while another ends, as those of tests beside this one do.
+        // The kernel may omit a child from its list while another child ends, as those of concurrent tests do.
         assert!((0..100).any(|_| children().contains(&pid)));
         assert!(children_by_parent(getpid()).contains(&pid));
         child.kill().unwrap();

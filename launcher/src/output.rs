@@ -1,17 +1,17 @@
-//! The ranks' output: whole lines, each with its rank in front.
+//! The ranks' output: complete lines, each with its rank in front.
 //!
-//! A line is passed on when it is complete, so that lines of different ranks are never cut into each other. What
-//! ends in a carriage return is transient, a progress line: shown on a terminal, cut to its width, where the next one
-//! overwrites it, and dropped elsewhere, unless it is the last thing a rank writes. With [`OutputOptions::raw`] bytes
-//! are passed on as they are.
+//! A line is passed on when it is complete, so lines of different ranks are never interleaved within a line. Text that
+//! ends in a carriage return is transient, such as a progress line: on a terminal it is shown, cut to the terminal's
+//! width, and overwritten by the next one; elsewhere it is dropped, unless it is the last text that a rank writes. With
+//! [`OutputOptions::raw`] bytes are passed on unchanged.
 //!
-//! Nothing here blocks: a reader that is slow slows the ranks down (`sink`), and so does a slow disk (`logs`). One that
-//! takes nothing at all for the time of the `patience` costs lines, which are counted and told of, and so does a full
-//! disk: lines, not the run. When the reader has left, as `head` does, the ranks find their pipes closed as they would
-//! without a launcher, unless their output goes to a log as well: whoever wants a run to outlive its reader asks for
-//! one.
+//! Nothing here blocks. A slow reader (`sink`) or a slow disk (`logs`) slows the ranks down. If it accepts nothing at
+//! all for the stall timeout (`stall`), lines are dropped, counted and reported. On a full disk, too, lines are lost
+//! but the run continues. When the reader has exited, as `head` does, the ranks find their pipes closed as they would
+//! without a launcher, unless their output is also logged: a user who wants the run to outlive the reader asks for a
+//! log.
 //!
-//! What is held in memory for a rank: of each stream one line that is not complete, at most 1 MiB, and its last lines.
+//! Memory per rank: one incomplete line of each stream, at most 1 MiB, and the last lines.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,20 +22,20 @@ use memchr::memchr_iter;
 use nix::errno::Errno;
 
 mod destination;
+mod formatter;
 mod lines;
 mod logs;
 mod options;
-mod passage;
-mod patience;
 mod prefix;
 mod sink;
+mod stall;
 mod width;
 
 use destination::Destination;
+use formatter::LineFormatter;
 pub use lines::{LineSplitter, Piece};
 use logs::Logs;
 pub use options::{Color, LogError, OutputOptions};
-use passage::Passage;
 use prefix::prefix;
 use sink::Sink;
 
@@ -48,7 +48,7 @@ pub enum Stream {
     Stderr,
 }
 
-/// Both, in the order in which they are kept.
+/// Both streams, in the order of arrays indexed by stream.
 pub(crate) const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
 impl Stream {
@@ -60,104 +60,113 @@ impl Stream {
     }
 }
 
-/// One rank's part.
+/// The state of one rank's output.
 #[derive(Debug, Default)]
 struct RankOutput {
     splitters: [LineSplitter; 2],
     last: VecDeque<Vec<u8>>,
 }
 
-/// Where all output goes.
+/// The output of all ranks and of the launcher.
 pub struct Output {
     options: OutputOptions,
     destinations: [Destination; 2],
-    /// Both go to the same place, as after `2>&1`: there is one queue for them, so that a line of one does not come
-    /// into the midst of a line of the other.
-    shared: bool,
+    /// Both destinations are the same file, as after `2>&1`: they share one queue, so that a line of one is not
+    /// inserted into a line of the other.
+    same_target: bool,
     ranks: Vec<RankOutput>,
     logs: Option<Logs>,
     width: usize,
-    /// It was said that standard output is lost.
-    told_loss: bool,
-    /// Nothing of the ranks is shown any more.
+    /// The loss of standard output was reported.
+    reported_loss: bool,
+    /// The ranks' output is not shown any more.
     muted: bool,
 }
 
 impl Output {
-    /// For `ranks` ranks, to this process's standard output and error.
+    /// The output of `ranks` ranks, to this process's standard output and error.
     ///
     /// # Errors
-    /// If a log file cannot be made.
+    /// If a log file cannot be created.
     pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
         let destinations = [
-            Destination::new(io::stdout(), options.color, options.patience()),
-            Destination::new(io::stderr(), options.color, options.patience()),
+            Destination::new(io::stdout(), options.color, options.stall_timeout()),
+            Destination::new(io::stderr(), options.color, options.stall_timeout()),
         ];
         Output::to(destinations, ranks, options)
     }
 
     fn to(destinations: [Destination; 2], ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
-        let create = |folder| Logs::create(folder, ranks, options.patience());
+        let create = |folder| Logs::create(folder, ranks, options.stall_timeout());
         let logs = options.log_dir.as_deref().map(create).transpose()?;
         let width = ranks.saturating_sub(1).to_string().len();
         let ranks = (0..ranks).map(|_| RankOutput::default()).collect();
-        let shared = destinations[0].sink.is_same_as(&destinations[1].sink);
-        Ok(Output { options, destinations, shared, ranks, logs, width, told_loss: false, muted: false })
+        let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
+        Ok(Output {
+            options,
+            destinations,
+            same_target,
+            ranks,
+            logs,
+            width,
+            reported_loss: false,
+            muted: false,
+        })
     }
 
-    /// True if transient lines are shown.
+    /// True if progress lines are shown.
     pub fn shows_progress(&self) -> bool {
         self.destinations[Stream::Stdout as usize].terminal && !self.options.raw
     }
 
     fn sink(&self, stream: Stream) -> &Sink {
-        &self.destinations[if self.shared { 0 } else { stream as usize }].sink
+        &self.destinations[if self.same_target { 0 } else { stream as usize }].sink
     }
 
     fn sink_mut(&mut self, stream: Stream) -> &mut Sink {
-        &mut self.destinations[if self.shared { 0 } else { stream as usize }].sink
+        &mut self.destinations[if self.same_target { 0 } else { stream as usize }].sink
     }
 
-    /// False while a rank's stream should be left unread, because its reader or its disk is slower than the rank.
+    /// False while a rank's stream should not be read, because the reader or the disk is slower than the rank.
     pub fn has_room(&self, rank: u32, stream: Stream) -> bool {
         let shown = !self.options.shows(rank) || !self.sink(stream).is_behind();
         shown && self.logs.as_ref().is_none_or(|logs| logs.has_room() || !logs.is_open(rank))
     }
 
-    /// False once the reader of a rank's stream has left and no log takes its place.
+    /// False once the reader of a rank's stream has exited and the stream is not logged.
     pub fn is_wanted(&self, rank: u32, stream: Stream) -> bool {
         let seen = !self.options.shows(rank) || self.sink(stream).failure() != Some(Errno::EPIPE);
         seen || self.logs.as_ref().is_some_and(|logs| logs.is_open(rank))
     }
 
-    /// The streams that wait for room, to be polled for writing.
+    /// The streams with pending output, to be polled for writing.
     pub fn waiting(&self) -> impl Iterator<Item = (Stream, BorrowedFd<'_>)> {
         let both = STREAMS.into_iter().zip(&self.destinations);
         both.filter(|(_, to)| to.sink.wants_room()).map(|(stream, to)| (stream, to.sink.as_fd()))
     }
 
-    /// To be polled for reading: the logs want a [`tick`](Self::tick).
+    /// The descriptor to poll for reading: the logs need a [`tick`](Self::tick).
     pub fn log_bell(&self) -> Option<BorrowedFd<'_>> {
         self.logs.as_ref().map(Logs::fd)
     }
 
-    /// When [`tick`](Self::tick) is due at the latest, so that no rank waits too long.
+    /// When the next [`tick`](Self::tick) is due.
     pub fn next_deadline(&self) -> Option<Instant> {
         let streams = self.destinations.iter().filter_map(|to| to.sink.deadline());
         streams.chain(self.logs.as_ref().and_then(Logs::next_deadline)).min()
     }
 
-    /// Goes on writing to a stream that has room again.
+    /// Continues to write to a stream that is writable again.
     pub fn resume(&mut self, stream: Stream) {
         self.sink_mut(stream).write_what_fits();
-        self.tell_loss();
-        if !self.sink(stream).is_stuck() {
-            self.tell_missed();
+        self.report_loss();
+        if !self.sink(stream).is_stalled() {
+            self.report_missed();
         }
     }
 
-    /// Gives up readers and disks that were waited for long enough, and says what became of the logs. To be called
-    /// in every turn of the event loop.
+    /// Handles stall timeouts of readers and disks, and reports problems of the logs. To be called in every iteration
+    /// of the event loop.
     pub fn tick(&mut self, now: Instant) {
         for to in &mut self.destinations {
             to.sink.expire(now);
@@ -167,42 +176,42 @@ impl Output {
         }
     }
 
-    /// From now on nothing of the ranks is shown any more; logs go on.
+    /// Stops showing the ranks' output; logging continues.
     pub fn mute(&mut self) {
         self.muted = true;
     }
 
-    /// True once nothing of the ranks is shown any more.
+    /// True after [`mute`](Self::mute).
     pub fn is_muted(&self) -> bool {
         self.muted
     }
 
-    /// Takes what a rank has written.
+    /// Processes bytes that a rank has written.
     pub fn push(&mut self, rank: u32, stream: Stream, bytes: &[u8]) {
         if self.options.raw {
             let newlines = memchr_iter(b'\n', bytes).count() as u64;
             return self.pass_on(rank, stream, bytes, bytes, newlines);
         }
         let mut splitter = std::mem::take(&mut self.ranks[rank as usize].splitters[stream as usize]);
-        let mut passage = self.passage(rank, stream);
-        splitter.push(bytes, |piece| passage.take(piece));
+        let mut formatter = self.formatter(rank, stream);
+        splitter.push(bytes, |piece| formatter.take(piece));
         self.ranks[rank as usize].splitters[stream as usize] = splitter;
-        self.end_passage(rank, stream, passage);
+        self.finish_lines(rank, stream, formatter);
     }
 
-    /// Takes the end of a rank's stream.
+    /// Processes the end of a rank's stream.
     pub fn finish(&mut self, rank: u32, stream: Stream) {
         if let Some(rest) = self.ranks[rank as usize].splitters[stream as usize].finish() {
-            let mut passage = self.passage(rank, stream);
-            passage.take(Piece::Line(&rest));
-            self.end_passage(rank, stream, passage);
+            let mut formatter = self.formatter(rank, stream);
+            formatter.take(Piece::Line(&rest));
+            self.finish_lines(rank, stream, formatter);
         }
     }
 
-    fn passage(&mut self, rank: u32, stream: Stream) -> Passage {
+    fn formatter(&mut self, rank: u32, stream: Stream) -> LineFormatter {
         let destination = &mut self.destinations[stream as usize];
         let (erase, color) = (destination.measure(), destination.color);
-        Passage {
+        LineFormatter {
             erase,
             columns: destination.terminal.then(|| destination.columns()),
             prefix: if self.options.prefix { prefix(rank, self.width, color) } else { Vec::new() },
@@ -214,17 +223,17 @@ impl Output {
         }
     }
 
-    fn end_passage(&mut self, rank: u32, stream: Stream, passage: Passage) {
-        self.ranks[rank as usize].last = passage.last;
-        let (shown, logged) = (passage.shown.unwrap_or_default(), passage.logged.unwrap_or_default());
-        self.pass_on(rank, stream, &shown, &logged, passage.lines);
+    fn finish_lines(&mut self, rank: u32, stream: Stream, formatter: LineFormatter) {
+        self.ranks[rank as usize].last = formatter.last;
+        let (shown, logged) = (formatter.shown.unwrap_or_default(), formatter.logged.unwrap_or_default());
+        self.pass_on(rank, stream, &shown, &logged, formatter.lines);
     }
 
     fn shows(&self, rank: u32) -> bool {
         self.options.shows(rank) && !self.muted
     }
 
-    /// Passes on what is shown and what is logged of a rank.
+    /// Writes a rank's `shown` bytes to its stream and its `logged` bytes to its log.
     fn pass_on(&mut self, rank: u32, stream: Stream, shown: &[u8], logged: &[u8], lines: u64) {
         if let Some(logs) = &mut self.logs {
             logs.push(rank, logged, lines);
@@ -233,42 +242,42 @@ impl Output {
             if !self.sink_mut(stream).push(shown) {
                 self.destinations[stream as usize].missed += lines;
             }
-            self.tell_loss();
+            self.report_loss();
         }
     }
 
-    /// True if bytes were lost that should have come through as they were.
+    /// True if bytes of raw output were lost.
     pub fn is_incomplete(&self) -> bool {
         let is_lost = |stream| self.sink(stream).failure().is_some_and(|errno| errno != Errno::EPIPE);
         self.options.raw && STREAMS.into_iter().any(is_lost)
     }
 
-    /// Says once that standard output takes no more, unless its reader just left, as `head` does.
-    fn tell_loss(&mut self) {
+    /// Reports once that writing to standard output fails, unless its reader has exited, as `head` does.
+    fn report_loss(&mut self) {
         let failure = self.sink(Stream::Stdout).failure();
         if let Some(errno) = failure.filter(|errno| *errno != Errno::EPIPE)
-            && !std::mem::replace(&mut self.told_loss, true)
+            && !std::mem::replace(&mut self.reported_loss, true)
         {
-            self.say(&format!("standard output is lost from here on: {}; the run goes on", errno.desc()));
+            self.say(&format!("standard output is lost from here on: {}; the run continues", errno.desc()));
         }
     }
 
-    /// Says how many lines were dropped since this was said last.
-    fn tell_missed(&mut self) {
-        let seconds = self.options.patience.as_secs_f64();
+    /// Reports how many lines were dropped since the last report.
+    fn report_missed(&mut self) {
+        let seconds = self.options.stall_timeout.as_secs_f64();
         for stream in STREAMS {
             let missed = std::mem::take(&mut self.destinations[stream as usize].missed);
-            // Nobody misses what nobody is left to read.
+            // Not reported if the reader has exited.
             if missed > 0 && self.sink(stream).failure() != Some(Errno::EPIPE) {
                 let name = stream.name();
                 self.write_own(&format!(
-                    "{missed} lines of {name} are not shown: nobody took any for {seconds} s"
+                    "{missed} lines of {name} were dropped: the reader accepted nothing for {seconds} s"
                 ));
             }
         }
     }
 
-    /// The time, to be put in front of lines if that is asked for.
+    /// The timestamp in front of lines; empty unless requested.
     fn stamp(&self) -> Vec<u8> {
         match self.options.timestamps {
             true => format!("{} ", humantime::format_rfc3339_millis(SystemTime::now())).into_bytes(),
@@ -276,10 +285,10 @@ impl Output {
         }
     }
 
-    /// A line of the launcher's own, to standard error.
+    /// Writes a line of the launcher itself to standard error.
     pub fn say(&mut self, text: &str) {
-        // Where lines are missing before it, that comes first.
-        self.tell_missed();
+        // Dropped lines before it are reported first.
+        self.report_missed();
         self.write_own(text);
     }
 
@@ -290,14 +299,14 @@ impl Output {
         self.sink_mut(Stream::Stderr).push_important(&line);
     }
 
-    /// Repeats the last lines of a rank on standard error, if output passes in lines.
+    /// Repeats the last lines of a rank on standard error, unless output is raw.
     pub fn repeat_last_lines(&mut self, rank: u32) {
         if self.options.raw {
             return;
         }
         let last = std::mem::take(&mut self.ranks[rank as usize].last);
         if last.is_empty() {
-            return self.say(&format!("rank {rank} had written nothing"));
+            return self.say(&format!("rank {rank} has written nothing"));
         }
         self.say(&format!("the last lines of rank {rank}:"));
         let end = self.destinations[Stream::Stderr as usize].measure().line_end();
@@ -306,20 +315,20 @@ impl Output {
         }
     }
 
-    /// No rank writes any more. [`tick`](Self::tick) is due until nothing [is pending](Self::is_pending).
+    /// Ends the output: no rank writes any more. Call [`tick`](Self::tick) until nothing [is pending](Self::is_pending).
     pub fn close(&mut self) {
         if let Some(logs) = &mut self.logs {
             logs.close();
         }
     }
 
-    /// True while something waits for a reader or a disk.
+    /// True while output waits for a reader or a disk.
     pub fn is_pending(&self) -> bool {
-        self.destinations.iter().any(|to| to.sink.has_rest())
+        self.destinations.iter().any(|to| to.sink.has_pending())
             || self.logs.as_ref().is_some_and(Logs::is_pending)
     }
 
-    /// Gives up what the logs have not taken yet, and says so.
+    /// Drops log data that is not written yet, and reports it.
     pub fn abandon_logs(&mut self) {
         for notice in self.logs.as_mut().map(Logs::abandon).unwrap_or_default() {
             self.say(&notice);

@@ -1,4 +1,4 @@
-//! From arguments and machine to what every rank runs and sees. Pure: nothing is started, looked up or printed.
+//! The launch plan: what every rank runs and sees, from the arguments and the machine. Pure: no I/O.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use mgpu_control::inject::{self, Injection};
 use mgpu_control::protocol::{
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_DEVICE, MGPU_INJECT,
-    MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS, MGPU_THREADS,
-    MOST_RANKS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, MAX_RANKS, MGPU_BACKEND, MGPU_DEVICE,
+    MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, MGPU_SHARE_GPUS,
+    MGPU_THREADS, OMP_NUM_THREADS, RANK, WORLD_SIZE,
 };
 
 use crate::nccl;
@@ -17,22 +17,22 @@ use crate::placement::{self, Bind, CoreSet, Gpu, Topology, place};
 /// Whether ranks of this build can use NCCL.
 pub(crate) const NCCL_IS_BUILT: bool = cfg!(feature = "cuda");
 
-/// Python holds back what it writes to a pipe, and loses it in a crash, unless this variable has a value.
+/// Python buffers output to a pipe, and loses it in a crash, unless this variable has a value.
 pub(crate) const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
 
-/// How many ranks.
+/// The requested number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ranks {
-    /// One for each GPU, or one.
+    /// One for each GPU; one without GPUs.
     Auto,
     /// This many.
     Count(u32),
 }
 
-/// Which backend, as asked for.
+/// The requested backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum BackendChoice {
-    /// NCCL where there are enough GPUs, the CPU where there is none.
+    /// NCCL if there are enough GPUs, the CPU if there are none.
     Auto,
     /// NVIDIA GPUs.
     Nccl,
@@ -40,63 +40,63 @@ pub enum BackendChoice {
     Cpu,
 }
 
-/// What the user wants.
+/// The user's request.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// The program, found already.
+    /// The path of the program.
     pub program: PathBuf,
     /// Its arguments.
     pub arguments: Vec<OsString>,
-    /// How many copies of it.
+    /// The number of ranks.
     pub ranks: Ranks,
-    /// On what.
+    /// The backend.
     pub backend: BackendChoice,
-    /// Show each rank only its own GPU.
+    /// Make only its own GPU visible to each rank.
     pub isolate_gpus: bool,
     /// Let several ranks use one GPU.
     pub share_gpus: bool,
-    /// Faults that ranks commit.
+    /// Faults to inject.
     pub injections: Vec<Injection>,
     /// Which cores each rank may use.
     pub bind: Bind,
 }
 
-/// What there is.
+/// The machine.
 #[derive(Debug, Clone, Default)]
 pub struct Machine {
     /// The visible GPUs.
     pub gpus: Vec<Gpu>,
     /// The cores that may be used.
     pub topology: Topology,
-    /// Those of the variables that tell a number of threads which the user has set: they stay as they are.
+    /// Variables for the number of threads that the user has set; they are kept.
     pub thread_variables: Vec<&'static str>,
-    /// Those of the variables for NCCL that the user has set: they stay as they are.
+    /// NCCL variables that the user has set; they are kept.
     pub nccl_variables: Vec<&'static str>,
-    /// The user has set `PYTHONUNBUFFERED`, be it to nothing: it stays as it is.
-    pub python_is_told: bool,
-    /// The version of NCCL, where it matters and was found.
+    /// The user has set `PYTHONUNBUFFERED`, possibly to an empty value; it is kept.
+    pub python_unbuffered_is_set: bool,
+    /// The version of NCCL, if it matters and was found.
     pub nccl: Option<nccl_sys::Version>,
 }
 
-/// What every rank runs.
+/// The launch plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plan {
+pub struct LaunchPlan {
     /// The program.
     pub program: PathBuf,
     /// Its arguments.
     pub arguments: Vec<OsString>,
     /// The ranks, in order.
     pub ranks: Vec<RankPlan>,
-    /// What the user should know before it starts.
+    /// Messages to print before the start.
     pub notices: Vec<String>,
 }
 
-/// What sets a rank apart from the others.
+/// The part of the plan for one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankPlan {
-    /// Number of the rank.
+    /// The rank.
     pub rank: u32,
-    /// Variables that are known before the start, in the order of the contract.
+    /// The environment variables that are known before the start, in documented order.
     pub environment: Vec<(&'static str, String)>,
     /// The cores it is bound to, if it is.
     pub cores: Option<CoreSet>,
@@ -104,9 +104,9 @@ pub struct RankPlan {
     pub location: String,
 }
 
-/// What is known only when the ranks are about to start.
+/// Values that are known only when the ranks are about to start.
 #[derive(Debug, Clone)]
-pub struct RunFacts {
+pub struct RunContext {
     /// Address of the rendezvous.
     pub rendezvous: String,
     /// Identifier of the run.
@@ -117,49 +117,49 @@ pub struct RunFacts {
     pub restart_count: u32,
     /// How often they may be.
     pub max_restarts: u32,
-    /// Whether transient lines are shown.
+    /// Whether progress lines are shown.
     pub progress: bool,
 }
 
 /// Why there is no plan.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// No rank at all.
+    /// Zero ranks.
     #[error("at least one rank is needed, not 0")]
     NoRanks,
-    /// A number that cannot be meant.
-    #[error("{0} ranks are more than the {MOST_RANKS} that mgpurun starts")]
+    /// More ranks than [`MAX_RANKS`].
+    #[error("{0} ranks are more than the {MAX_RANKS} that mgpurun starts")]
     TooManyRanks(u32),
-    /// Some GPUs, but not enough.
+    /// There are GPUs, but fewer than ranks.
     #[error(
         "{ranks} ranks and {gpus} GPU{}: choose -n {gpus} for one rank on each GPU, or --backend cpu for {ranks} ranks without GPUs (for tests only, --share-gpus)",
         if *gpus == 1 { "" } else { "s" }
     )]
     TooFewGpus {
-        /// Ranks asked for.
+        /// Requested ranks.
         ranks: u32,
-        /// GPUs there are.
+        /// Visible GPUs.
         gpus: usize,
     },
-    /// A fault for a rank that there is not.
+    /// A fault for a rank that does not exist.
     #[error("--inject {0}: there is no rank {rank} among {1} (ranks count from 0)", rank = .0.rank)]
     NoRankToInject(Injection, u32),
-    /// NCCL was asked for.
+    /// NCCL was requested, and this build does not support it.
     #[error("the nccl backend is not part of this build (feature cuda); use --backend cpu")]
     NoNccl,
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// Same text as [`Display`](fmt::Display): `main` prints the error that it returns by its `Debug` text.
 impl fmt::Debug for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl RunFacts {
-    /// Stands in for what a dry run does not know.
-    pub fn unknown() -> Self {
-        RunFacts {
+impl RunContext {
+    /// Placeholders for a dry run.
+    pub fn placeholder() -> Self {
+        RunContext {
             rendezvous: "unix:(made at the start)".into(),
             run_id: "(made at the start)".into(),
             master_port: "(free port)".into(),
@@ -170,8 +170,8 @@ impl RunFacts {
     }
 }
 
-impl Plan {
-    /// Program and arguments, for people.
+impl LaunchPlan {
+    /// Program and arguments as one line, for people.
     pub fn command_line(&self) -> String {
         let name = self.program.file_name().unwrap_or(self.program.as_os_str());
         let words = std::iter::once(name).chain(self.arguments.iter().map(OsString::as_os_str));
@@ -180,31 +180,31 @@ impl Plan {
 }
 
 impl RankPlan {
-    /// The whole environment that is added for the rank.
+    /// All environment variables that are set for the rank.
     ///
-    /// It ends with what torchrun sets for the ranks of one machine, where they are one group with one role. Scripts read
-    /// it, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` looks for the run's identifier.
-    /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store that torchrun has and this
-    /// launcher has not. Without it rank 0 makes the store, at `MASTER_PORT`.
-    pub fn complete(&self, facts: &RunFacts) -> Vec<(&'static str, String)> {
+    /// They include those that torchrun sets for the ranks of one machine, which form one group with one role. Scripts
+    /// read them, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` checks for the run's identifier.
+    /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store in the launcher, as torchrun
+    /// has. Without it rank 0 creates the store, at `MASTER_PORT`.
+    pub fn full_environment(&self, context: &RunContext) -> Vec<(&'static str, String)> {
         let mut environment = self.environment.clone();
         let world_size = self.value(WORLD_SIZE);
         environment.extend([
-            (MGPU_RENDEZVOUS, facts.rendezvous.clone()),
-            (MGPU_RUN_ID, facts.run_id.clone()),
-            (MGPU_RESTART_COUNT, facts.restart_count.to_string()),
+            (MGPU_RENDEZVOUS, context.rendezvous.clone()),
+            (MGPU_RUN_ID, context.run_id.clone()),
+            (MGPU_RESTART_COUNT, context.restart_count.to_string()),
             (MASTER_ADDR, "127.0.0.1".into()),
-            (MASTER_PORT, facts.master_port.clone()),
+            (MASTER_PORT, context.master_port.clone()),
             ("GROUP_RANK", "0".into()),
             ("GROUP_WORLD_SIZE", "1".into()),
             ("ROLE_RANK", self.rank.to_string()),
             ("ROLE_WORLD_SIZE", world_size),
             ("ROLE_NAME", "default".into()),
-            ("TORCHELASTIC_RESTART_COUNT", facts.restart_count.to_string()),
-            ("TORCHELASTIC_MAX_RESTARTS", facts.max_restarts.to_string()),
-            ("TORCHELASTIC_RUN_ID", facts.run_id.clone()),
+            ("TORCHELASTIC_RESTART_COUNT", context.restart_count.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", context.max_restarts.to_string()),
+            ("TORCHELASTIC_RUN_ID", context.run_id.clone()),
         ]);
-        if facts.progress {
+        if context.progress {
             environment.push((MGPU_PROGRESS, "1".into()));
         }
         environment
@@ -217,24 +217,24 @@ impl RankPlan {
     }
 }
 
-/// Decides everything that can be decided before the start.
+/// Makes the launch plan.
 ///
 /// # Errors
-/// If the request cannot be met on this machine; the text says what to ask for instead.
-pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
+/// If the request cannot be met on this machine; the text says what to request instead.
+pub fn plan(request: &Request, machine: &Machine) -> Result<LaunchPlan, PlanError> {
     let gpus = machine.gpus.len();
     let ranks = match request.ranks {
         Ranks::Auto => gpus.max(1) as u32,
         Ranks::Count(0) => return Err(PlanError::NoRanks),
-        Ranks::Count(count) if count > MOST_RANKS => return Err(PlanError::TooManyRanks(count)),
+        Ranks::Count(count) if count > MAX_RANKS => return Err(PlanError::TooManyRanks(count)),
         Ranks::Count(count) => count,
     };
     let (backend, notice) = choose_backend(request.backend, ranks, gpus, request.share_gpus, NCCL_IS_BUILT)?;
     if let Some(wrong) = request.injections.iter().find(|injection| injection.rank >= ranks) {
         return Err(PlanError::NoRankToInject(*wrong, ranks));
     }
-    // The rank picks device LOCAL_RANK, or the rest of it where GPUs are shared. Where there are fewer GPUs than ranks
-    // and they are not, nobody knows who uses which.
+    // A rank uses device LOCAL_RANK, modulo the number of GPUs if they are shared. With fewer GPUs than ranks and no
+    // sharing it is unknown which rank uses which GPU.
     let uses_gpus =
         request.backend != BackendChoice::Cpu && gpus > 0 && (gpus >= ranks as usize || request.share_gpus);
     let gpu = |rank: u32| machine.gpus.get(rank as usize % gpus.max(1)).filter(|_| uses_gpus);
@@ -246,7 +246,7 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
         "nccl" => format!("--share-gpus has no effect: {gpus} GPUs are enough for {ranks} ranks"),
         _ => "--share-gpus has no effect: no GPU is used".to_owned(),
     });
-    // CUDA shows a process the first part of a GPU only, of whatever list.
+    // CUDA lets a process use only the first MIG instance in its list, so each rank gets a list of one.
     let isolates = request.isolate_gpus || machine.gpus.iter().any(|gpu| gpu.name.starts_with("MIG-"));
     let faults = request.injections.iter().map(|injection| format!("a fault will be injected: {injection}"));
     let notices = notice.into_iter().chain(idle).chain(unmet).chain(faults).collect();
@@ -260,7 +260,7 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
         ];
         let isolated = if uses_gpus { gpu(rank) } else { machine.gpus.get(rank as usize) };
         if isolates && let Some(gpu) = isolated {
-            // It sees that one alone, whatever its rank.
+            // The rank sees this GPU only, so its index is 0.
             environment.extend([("CUDA_VISIBLE_DEVICES", gpu.name.clone()), (MGPU_DEVICE, "0".into())]);
         }
         if backend == "nccl" {
@@ -280,13 +280,13 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
                 environment.push((name, place.threads.to_string()));
             }
         }
-        if !machine.python_is_told {
+        if !machine.python_unbuffered_is_set {
             environment.push((PYTHONUNBUFFERED, "1".into()));
         }
         let location = placement::describe(&machine.topology, rank, &place, gpu(rank));
         RankPlan { rank, environment, cores: place.cores, location }
     };
-    Ok(Plan {
+    Ok(LaunchPlan {
         program: request.program.clone(),
         arguments: request.arguments.clone(),
         ranks: (0..ranks).zip(places).map(rank_plan).collect(),
@@ -294,7 +294,7 @@ pub fn plan(request: &Request, machine: &Machine) -> Result<Plan, PlanError> {
     })
 }
 
-/// The backend's name for the ranks, and a notice where it may not be what the user expects.
+/// The name of the backend for the ranks, and a notice if it may differ from what the user expects.
 fn choose_backend(
     choice: BackendChoice,
     ranks: u32,
@@ -310,7 +310,7 @@ fn choose_backend(
             let notice = format!("{gpus} GPU(s) are not used: this build has the cpu backend only");
             Ok(("cpu", Some(notice)))
         }
-        // There are machines whose driver lists no GPU where others do, and CUDA has them all the same: each rank asks it.
+        // On some machines the driver lists no GPU in /proc although CUDA finds them: each rank asks CUDA.
         BackendChoice::Nccl if gpus == 0 => Ok(("nccl", share_gpus.then(|| sharing(ranks, "GPUs")))),
         BackendChoice::Auto | BackendChoice::Nccl if gpus >= ranks as usize => Ok(("nccl", None)),
         BackendChoice::Auto | BackendChoice::Nccl if share_gpus => {
@@ -322,7 +322,7 @@ fn choose_backend(
 }
 
 fn sharing(ranks: u32, gpus: &str) -> String {
-    format!("{ranks} ranks share {gpus}: no timing of this run means anything")
+    format!("{ranks} ranks share {gpus}: timings of this run are meaningless")
 }
 
 #[cfg(test)]
@@ -366,7 +366,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_rank_knows_its_place(count in 1u32..100, gpus in 0usize..10, isolate: bool) {
+        fn every_rank_gets_its_variables(count in 1u32..100, gpus in 0usize..10, isolate: bool) {
             let cpu = BackendChoice::Cpu;
             let request = Request { isolate_gpus: isolate, backend: cpu, ..request(Ranks::Count(count)) };
             let plan = plan(&request, &machine(gpus)).unwrap();
@@ -383,7 +383,7 @@ mod tests {
         }
 
         #[test]
-        fn the_rule_of_the_backend(ranks in 1u32..20, gpus in 0usize..20) {
+        fn the_backend_depends_on_ranks_and_gpus(ranks in 1u32..20, gpus in 0usize..20) {
             let nccl = choose_backend(BackendChoice::Nccl, ranks, gpus, false, true);
             prop_assert_eq!(nccl.is_ok(), gpus == 0 || gpus >= ranks as usize);
             let shared = choose_backend(BackendChoice::Nccl, ranks, gpus, true, true).unwrap();
@@ -402,11 +402,15 @@ mod tests {
     }
 
     #[test]
-    fn a_script_for_torchrun_finds_its_variables() {
+    fn the_variables_of_torchrun_are_set() {
         let plan = plan(&request(Ranks::Count(3)), &machine(0)).unwrap();
-        let facts =
-            RunFacts { restart_count: 1, max_restarts: 4, run_id: "run".into(), ..RunFacts::unknown() };
-        let environment = plan.ranks[2].complete(&facts);
+        let context = RunContext {
+            restart_count: 1,
+            max_restarts: 4,
+            run_id: "run".into(),
+            ..RunContext::placeholder()
+        };
+        let environment = plan.ranks[2].full_environment(&context);
         for (name, value) in [
             (RANK, "2"),
             (MGPU_RESTART_COUNT, "1"),
@@ -430,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_one_rank_a_gpu_or_one() {
+    fn auto_is_one_rank_per_gpu_or_one_rank() {
         assert_eq!(plan(&request(Ranks::Auto), &machine(0)).unwrap().ranks.len(), 1);
         let planned = plan(&request(Ranks::Auto), &machine(8)).unwrap();
         assert_eq!(planned.ranks.len(), 8);
@@ -443,7 +447,7 @@ mod tests {
 
     #[cfg(feature = "cuda")]
     #[test]
-    fn ranks_that_share_a_gpu_are_told_and_what_the_user_has_set_stays() {
+    fn ranks_that_share_a_gpu_get_nccl_variables_that_the_user_has_not_set() {
         let request = Request { share_gpus: true, ..request(Ranks::Count(3)) };
         let machine = Machine { nccl_variables: vec!["NCCL_NET"], ..machine(2) };
         let plan = plan(&request, &machine).unwrap();
@@ -459,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn sharing_that_is_not_needed_is_said_and_changes_nothing() {
+    fn share_gpus_without_need_has_no_effect_but_a_notice() {
         let request = Request { share_gpus: true, ..request(Ranks::Count(2)) };
         for (gpus, text) in [(2, "2 GPUs are enough for 2 ranks"), (0, "no GPU is used")] {
             let plan = plan(&request, &machine(gpus)).unwrap();
@@ -469,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_sees_its_own_part_of_a_gpu_alone() {
+    fn a_rank_sees_only_its_own_mig_instance() {
         let gpu = |name: &str| Gpu { name: name.into(), ..Gpu::default() };
         let machine = Machine { gpus: vec![gpu("MIG-a"), gpu("MIG-b")], ..Machine::default() };
         let plan = plan(&request(Ranks::Count(2)), &machine).unwrap();
@@ -481,12 +485,12 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_near_their_gpu() {
+    fn ranks_are_bound_to_the_node_of_their_gpu() {
         let ranks = |request: &Request| plan(request, &two_nodes()).unwrap().ranks;
         let near = ranks(&request(Ranks::Auto));
         assert_eq!(near[0].location, "rank 0: cores 2-3 (NUMA node 1), 2 threads, GPU 0 at 0000:00:00.0");
         assert_eq!(near[1].location, "rank 1: cores 0-1 (NUMA node 0), 2 threads, GPU 1 at 0000:01:00.0");
-        // Ranks that use no GPU, or nobody knows which, are in the order of the nodes.
+        // Ranks without a known GPU are placed in the order of the nodes.
         let cpu = ranks(&Request { backend: BackendChoice::Cpu, ..request(Ranks::Count(2)) });
         assert_eq!(cpu[0].location, "rank 0: cores 0-1 (NUMA node 0), 2 threads");
         let cpu = Request { backend: BackendChoice::Cpu, ..request(Ranks::Count(4)) };
@@ -496,11 +500,14 @@ mod tests {
         assert_eq!(free[1].cores, None);
         let many = Request { bind: Bind::Core, backend: BackendChoice::Cpu, ..request(Ranks::Count(5)) };
         let notice = plan(&many, &two_nodes()).unwrap().notices.remove(0);
-        assert!(notice.starts_with("ranks are not bound: 5 ranks are more than the 4 cores"), "{notice}");
+        assert!(
+            notice.starts_with("ranks are not bound: 5 ranks are more than the 4 available cores"),
+            "{notice}"
+        );
     }
 
     #[test]
-    fn threads_that_the_user_has_set_stay() {
+    fn thread_variables_set_by_the_user_are_kept() {
         let values = |machine: &Machine| {
             let rank = plan(&request(Ranks::Count(1)), machine).unwrap().ranks.remove(0);
             let value = |name| rank.environment.iter().find(|(key, _)| *key == name).map(|(_, v)| v.clone());
@@ -513,16 +520,16 @@ mod tests {
     }
 
     #[test]
-    fn python_is_told_not_to_buffer_unless_the_user_has_said_something() {
-        let value = |python_is_told| {
-            let machine = Machine { python_is_told, ..machine(0) };
+    fn pythonunbuffered_is_set_unless_the_user_has_set_it() {
+        let value = |python_unbuffered_is_set| {
+            let machine = Machine { python_unbuffered_is_set, ..machine(0) };
             plan(&request(Ranks::Count(1)), &machine).unwrap().ranks.remove(0).value(PYTHONUNBUFFERED)
         };
         assert_eq!([value(false), value(true)], ["1", ""]);
     }
 
     #[test]
-    fn what_cannot_be_met_is_said() {
+    fn requests_that_cannot_be_met_are_errors() {
         assert_eq!(plan(&request(Ranks::Count(0)), &machine(0)), Err(PlanError::NoRanks));
         assert_eq!(plan(&request(Ranks::Count(5000)), &machine(0)), Err(PlanError::TooManyRanks(5000)));
         let nccl = Request { backend: BackendChoice::Nccl, ..request(Ranks::Count(2)) };

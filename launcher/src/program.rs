@@ -1,7 +1,7 @@
-//! Finding the program.
+//! Finds the program.
 //!
-//! It is found before anything is started, so that a typing error is one line that says where was looked, instead of
-//! the same line from every rank.
+//! The program is looked up before anything is started, so that a typing error causes one line that says where was
+//! searched, and not one line from every rank.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -12,37 +12,37 @@ use nix::unistd::{AccessFlags, access};
 /// Why a program cannot be started.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProgramError {
-    /// Nothing of that name.
+    /// There is no program of that name.
     #[error("no program `{name}`: looked in {}; a program of the current folder needs a path, such as ./{name}", looked.join(", "))]
     NotFound {
-        /// What was asked for.
+        /// The name.
         name: String,
-        /// Where it was looked for.
+        /// The searched places.
         looked: Vec<String>,
     },
-    /// Nothing at that path.
+    /// There is no file at that path.
     #[error("no program at {}", .0.display())]
     NoFile(PathBuf),
-    /// A folder.
+    /// The path is a folder.
     #[error("{} is a folder, not a program", .0.display())]
     Folder(PathBuf),
-    /// No run permission.
-    #[error("{path} may not be run; try: chmod +x {path}", path = .0.display())]
+    /// The file is not executable.
+    #[error("{path} is not executable; try: chmod +x {path}", path = .0.display())]
     NotExecutable(PathBuf),
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// Same text as [`Display`](fmt::Display): `main` prints the error that it returns by its `Debug` text.
 impl fmt::Debug for ProgramError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// Finds `name`: with a slash it is a path; else it is looked for in `search` (PATH), then in `beside`, the folder of
-/// the launcher itself.
+/// Finds the program `name`. A name with a slash is a path; any other name is looked up in `search` (PATH), then in
+/// `beside`, the folder of the launcher itself.
 ///
 /// # Errors
-/// If there is none that may be run.
+/// If there is no executable file.
 pub fn find(name: &OsStr, search: &[PathBuf], beside: Option<&Path>) -> Result<PathBuf, ProgramError> {
     let path = Path::new(name);
     if name.as_encoded_bytes().contains(&b'/') {
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_order_is_path_then_beside() {
+    fn path_is_searched_before_the_folder_of_the_launcher() {
         let (first, beside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let search = [first.path().to_owned()];
         let file = |folder: &Path, mode| {
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slash_makes_it_a_path() {
+    fn a_name_with_a_slash_is_a_path() {
         let folder = tempfile::tempdir().unwrap();
         let at = |path: &Path| find(path.as_os_str(), &[], None).unwrap_err();
         assert!(matches!(at(folder.path()), ProgramError::Folder(_)));

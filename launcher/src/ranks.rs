@@ -1,11 +1,11 @@
-//! Sets of ranks as typed: `0`, `1-`, `0,2-3`.
+//! Sets of ranks on the command line: `0`, `1-`, `0,2-3`.
 
 use std::str::FromStr;
 
 /// A set of ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RankSet {
-    /// Inclusive ranges; the end is `u32::MAX` where it was left open.
+    /// Inclusive ranges; an open end is `u32::MAX`.
     ranges: Vec<(u32, u32)>,
 }
 
@@ -20,7 +20,7 @@ impl FromStr for RankSet {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no set of ranks; write 0 or 1-3 or 1- or 0,2-3");
+        let wrong = || format!("`{text}` is not a set of ranks; write 0 or 1-3 or 1- or 0,2-3");
         let number = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
         let range = |part: &str| match part.split_once('-') {
             None => number(part).map(|rank| (rank, rank)),
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_are_what_they_say() {
+    fn rank_sets_are_parsed() {
         for (text, inside, outside) in [
             ("0", &[0][..], &[1, 2][..]),
             ("1-", &[1, 2, 99], &[0]),

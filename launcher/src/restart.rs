@@ -1,8 +1,8 @@
-//! Once more? A pure decision.
+//! Decides whether ranks are restarted. Pure: no I/O.
 //!
-//! A run that broke in its midst is worth another try: a GPU that fell off the bus, a machine short of memory. One whose
-//! ranks joined and never made a step is broken by its start, and would only break again. Of ranks that never join, such
-//! as a PyTorch script's, nobody can tell how far they came: they are given the benefit of the doubt.
+//! A run that failed after some steps is worth a restart: a GPU may have fallen off the bus, or the machine was short of
+//! memory. If ranks joined and completed no step, the failure is likely to repeat, so there is no restart. For ranks that
+//! never join, such as a PyTorch script's, it is unknown how far they came: they are restarted.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from
 /// When ranks are restarted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RestartPolicy {
-    /// How often at most.
-    pub most: u32,
-    /// Also if ranks joined and no step was made since the last start.
+    /// Maximum number of restarts.
+    pub max_restarts: u32,
+    /// Restart even if ranks joined and completed no step since the last start.
     pub always: bool,
 }
 
@@ -27,31 +27,32 @@ pub(crate) enum Reached {
     Start,
     /// Some rank has joined.
     Join,
-    /// Some rank has made a training step.
+    /// Some rank has completed a training step.
     Step,
 }
 
-/// What to do after an end.
+/// What to do after the end of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// Restart after this pause.
     Restart(Duration),
-    /// This was the end. The user may want to know why there is no restart.
+    /// Do not restart; a reason to print, if any.
     Stop(Option<&'static str>),
 }
 
 impl RestartPolicy {
-    /// After `restarts` restarts the ranks have ended with this outcome, and `reached` so much since the last one.
+    /// Decides after `restarts` restarts, for the outcome of the last start and what it `reached`.
     pub(crate) fn decide(self, outcome: &Outcome, reached: Reached, restarts: u32) -> Decision {
-        if outcome.culprit.is_none() || outcome.interrupted || outcome.unfit || self.most == 0 {
+        if outcome.culprit.is_none() || outcome.interrupted || outcome.incompatible || self.max_restarts == 0
+        {
             return Decision::Stop(None);
         }
-        if restarts >= self.most {
+        if restarts >= self.max_restarts {
             return Decision::Stop(Some("no restart is left"));
         }
         if reached == Reached::Join && !self.always {
             return Decision::Stop(Some(
-                "not restarted, since no training step was made (--restart-always does all the same)",
+                "not restarted, since no training step was completed (--restart-always restarts anyway)",
             ));
         }
         let (first, longest) = PAUSES;
@@ -64,12 +65,12 @@ mod tests {
     use super::*;
 
     fn failed(exit_code: u8) -> Outcome {
-        Outcome { exit_code, culprit: Some(1), unfit: false, message: None, interrupted: false }
+        Outcome { exit_code, culprit: Some(1), incompatible: false, message: None, interrupted: false }
     }
 
     #[test]
-    fn only_what_may_go_better_is_tried_again() {
-        let policy = RestartPolicy { most: 2, always: false };
+    fn only_runs_that_may_succeed_are_restarted() {
+        let policy = RestartPolicy { max_restarts: 2, always: false };
         for reached in [Reached::Start, Reached::Step] {
             let decide = |restarts| policy.decide(&failed(137), reached, restarts);
             assert_eq!(decide(0), Decision::Restart(Duration::from_millis(500)));
@@ -77,15 +78,15 @@ mod tests {
             assert_eq!(decide(2), Decision::Stop(Some("no restart is left")));
         }
         assert!(matches!(policy.decide(&failed(137), Reached::Join, 0), Decision::Stop(Some(_))));
-        let always = RestartPolicy { most: 99, always: true };
-        // By whatever code a program fails.
+        let always = RestartPolicy { max_restarts: 99, always: true };
+        // Whatever code a program fails with.
         for code in [64, 70] {
             assert_eq!(always.decide(&failed(code), Reached::Join, 40), Decision::Restart(PAUSES.1));
         }
         for outcome in [
             Outcome { culprit: None, ..failed(0) },
             Outcome { interrupted: true, ..failed(143) },
-            Outcome { unfit: true, ..failed(69) },
+            Outcome { incompatible: true, ..failed(69) },
         ] {
             assert_eq!(always.decide(&outcome, Reached::Step, 0), Decision::Stop(None));
         }

@@ -1,14 +1,15 @@
-//! Starting a rank: a process that cannot outlive its launcher, in a group of its own so that its children go too.
+//! Starts a rank: a process that cannot outlive the launcher, in its own process group, so that its children are
+//! killed, too.
 //!
-//! Whatever happens afterwards, an early return or a panic, dropping a [`Process`] that has not been waited for ends
-//! it, so no path through the launcher leaves one behind.
+//! Dropping a [`Process`] that has not been reaped kills it. So no path through the launcher, such as an early return
+//! or a panic, leaves a process running.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use mgpu_control::process::GroupLeash;
+use mgpu_control::process::GroupKillGuard;
 use mgpu_control::protocol::{MGPU_INJECT, MGPU_PROGRESS};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -19,14 +20,14 @@ use nix::unistd::Pid;
 
 use crate::error::LaunchError;
 use crate::placement::CoreSet;
-use crate::plan::{Plan, RankPlan, RunFacts};
+use crate::plan::{LaunchPlan, RankPlan, RunContext};
 
-/// What a rank was sent by its launcher, the most that there was.
+/// The strongest signal that the launcher has sent to a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Sent {
-    /// Nothing that ends it.
+    /// None that ends it.
     Nothing,
-    /// The request to end.
+    /// A request to end.
     Request,
     /// SIGKILL.
     Kill,
@@ -35,42 +36,47 @@ pub(crate) enum Sent {
 /// A rank's process.
 #[derive(Debug)]
 pub(crate) struct Process {
-    /// The process, and its process group.
+    /// Its pid, which is also the number of its process group.
     pub(crate) pid: Pid,
     /// Readable when the process has ended.
     pub(crate) pidfd: OwnedFd,
-    /// Its standard output and error, to be read without blocking; `None` once they are closed.
+    /// Its standard output and error, non-blocking; `None` once they are closed.
     pub(crate) pipes: [Option<OwnedFd>; 2],
-    /// What is left of its group after it has ended, while that may take its time.
+    /// Pidfds of the remaining processes of its group after it has ended, while they have time to end.
     pub(crate) group: Vec<OwnedFd>,
-    /// What it was sent.
+    /// The strongest signal sent to it.
     pub(crate) sent: Sent,
-    /// Its last step that was recorded.
+    /// Its last recorded step.
     pub(crate) step: u64,
-    /// It has been waited for: its number may belong to somebody else by now.
+    /// It has been reaped: its pid may have been reused.
     pub(crate) reaped: bool,
-    /// How it ended, as a predicate. If it has not been waited for, its group still has its number and may be running.
+    /// How it ended, as a predicate. If it has not been reaped, its group may still have processes.
     pub(crate) ended: Option<String>,
-    /// Something the user should know about how it was started.
+    /// A message for the user about its start.
     pub(crate) notice: Option<String>,
-    /// Ends its group if this process is killed.
-    _leash: Option<GroupLeash>,
+    /// Kills its group if this process is killed.
+    _kill_guard: Option<GroupKillGuard>,
 }
 
-/// Descriptors that a launcher needs beside those for its ranks.
+/// Descriptors that the launcher needs besides those for its ranks.
 const OWN_DESCRIPTORS: u64 = 32;
-/// Descriptors for each rank, with those of its [`GroupLeash`].
+/// Descriptors for each rank, with those of its [`GroupKillGuard`].
 const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
-/// Starts a rank in a process group of its own, with `/dev/null` as standard input. It dies with the calling thread.
+/// Starts a rank in its own process group, with `/dev/null` as standard input. The kernel kills it when the calling
+/// thread ends.
 ///
-/// It starts on its cores, or, should the kernel refuse them (they may have been taken away since the plan was made, or
-/// a sandbox forbids the call), on all of them, with a notice: a run that is slower is better than none.
-pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Process, LaunchError> {
-    let Some(cores) = &rank.cores else { return start(plan, rank, facts, None) };
-    start(plan, rank, facts, Some(cores)).or_else(|refusal| {
-        // If it does not start without them either, they were not the reason.
-        let mut process = start(plan, rank, facts, None)?;
+/// The rank is bound to its cores. If the kernel refuses that (the cores may have been removed since the plan was made,
+/// or a sandbox forbids the call), it starts unbound, with a notice: a slower run is better than none.
+pub(crate) fn spawn(
+    plan: &LaunchPlan,
+    rank: &RankPlan,
+    context: &RunContext,
+) -> Result<Process, LaunchError> {
+    let Some(cores) = &rank.cores else { return start(plan, rank, context, None) };
+    start(plan, rank, context, Some(cores)).or_else(|refusal| {
+        // If it does not start unbound either, the binding was not the reason.
+        let mut process = start(plan, rank, context, None)?;
         if let LaunchError::Spawn { error, .. } = refusal {
             process.notice = Some(format!("rank {} is not bound to cores {cores}: {error}", rank.rank));
         }
@@ -79,9 +85,9 @@ pub(crate) fn spawn(plan: &Plan, rank: &RankPlan, facts: &RunFacts) -> Result<Pr
 }
 
 fn start(
-    plan: &Plan,
+    plan: &LaunchPlan,
     rank: &RankPlan,
-    facts: &RunFacts,
+    context: &RunContext,
     cores: Option<&CoreSet>,
 ) -> Result<Process, LaunchError> {
     let failed = |error: io::Error| LaunchError::Spawn {
@@ -93,16 +99,16 @@ fn start(
     let mut command = Command::new(&plan.program);
     command
         .args(&plan.arguments)
-        // A launcher that is itself a rank of another one has its own idea of where output goes, and its ranks have not
-        // deserved the other one's faults.
+        // If this launcher is a rank of another launcher: its own output settings apply to its ranks, and the other
+        // launcher's faults do not.
         .env_remove(MGPU_PROGRESS)
         .env_remove(MGPU_INJECT)
-        .envs(rank.complete(facts))
+        .envs(rank.full_environment(context))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
-    mgpu_control::process::tie_to_parent(&mut command);
+    mgpu_control::process::kill_with_parent(&mut command);
     if let Some(cores) = cores {
         mgpu_control::process::bind_to_cores(&mut command, cores.to_cpu_set());
     }
@@ -128,7 +134,7 @@ fn start(
             reaped: false,
             ended: None,
             notice: None,
-            _leash: tie_group(plan, pid),
+            _kill_guard: guard_group(plan, pid),
         }),
         Err(error) => {
             end(pid);
@@ -137,20 +143,20 @@ fn start(
     }
 }
 
-/// Ties a rank's group to this process. That is for the worst case, in which guardian and launcher are killed at once, so
-/// it must not cost descriptors that the run itself needs.
-fn tie_group(plan: &Plan, group: Pid) -> Option<GroupLeash> {
+/// Makes the kernel kill a rank's group when this process ends. This matters only if guardian and launcher are killed at
+/// once, so it must not use descriptors that the run itself needs.
+fn guard_group(plan: &LaunchPlan, group: Pid) -> Option<GroupKillGuard> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let needed = OWN_DESCRIPTORS + DESCRIPTORS_OF_A_RANK * plan.ranks.len() as u64;
-    if limit < needed { None } else { GroupLeash::tie(group).ok() }
+    if limit < needed { None } else { GroupKillGuard::new(group).ok() }
 }
 
-/// What to try when a program that is there does not start.
+/// What to try if an existing program does not start.
 fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error().map(Errno::from_raw) {
         Some(Errno::ENOENT) => "; the interpreter in its first line, or its loader, is missing",
         Some(Errno::ENOEXEC) => "; a script needs a first line such as #!/bin/sh",
-        Some(Errno::EACCES) => "; look at the permissions of its folder and at the mount option noexec",
+        Some(Errno::EACCES) => "; check the permissions of its folder and the mount option noexec",
         Some(Errno::EMFILE | Errno::ENFILE) => {
             "; a rank takes four descriptors of the launcher: raise `ulimit -n` or start fewer ranks"
         }
@@ -166,14 +172,15 @@ impl Drop for Process {
     }
 }
 
-/// Sends a signal to a rank that has not been waited for, and to its group; to itself also if it has left that.
+/// Sends a signal to the group of a rank that has not been reaped. Sends it to the process itself if that fails, and
+/// SIGKILL in any case, since the process may have left its group.
 pub(crate) fn send(pid: Pid, signal: Signal) {
     if killpg(pid, signal).is_err() || signal == Signal::SIGKILL {
         let _ = kill(pid, signal);
     }
 }
 
-/// Kills a process with its group and waits for it.
+/// Kills a process with its group and reaps it.
 fn end(pid: Pid) {
     send(pid, Signal::SIGKILL);
     let _ = waitpid(pid, None);

@@ -1,4 +1,4 @@
-//! What `mgpurun` itself prints on standard output: help, reports, dry runs.
+//! `mgpurun`'s own standard output: help, reports, dry runs.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -9,13 +9,13 @@ use clap::Parser;
 
 use crate::exit_code;
 
-/// Prints `text`. Returns `code`, or quietly that of a program whose reader has left.
+/// Prints `text`. Returns `code`, or [`exit_code::BROKEN_PIPE`] without a message if the reader has exited.
 pub(crate) fn print(text: &str, code: ExitCode) -> Result<ExitCode, Box<dyn Error>> {
     let mut stdout = io::stdout().lock();
     after(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()), code)
 }
 
-/// The arguments of a command; where they are not all that is asked for, such as help, the exit code.
+/// Parses the arguments of a command. Returns an exit code if help was printed or the arguments are wrong.
 pub(crate) fn parse<P: Parser>(
     arguments: impl IntoIterator<Item = OsString>,
 ) -> Result<Result<P, ExitCode>, Box<dyn Error>> {
@@ -25,14 +25,14 @@ pub(crate) fn parse<P: Parser>(
     };
     let printed = error.print();
     let code = ExitCode::from(error.exit_code() as u8);
-    // There is nobody to be told that standard error takes nothing.
+    // Errors of writing to standard error cannot be reported.
     if error.use_stderr() { Ok(Err(code)) } else { after(printed, code).map(Err) }
 }
 
 fn after(printed: io::Result<()>, code: ExitCode) -> Result<ExitCode, Box<dyn Error>> {
     match printed {
         Ok(()) => Ok(code),
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(ExitCode::from(exit_code::READER_LEFT)),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(ExitCode::from(exit_code::BROKEN_PIPE)),
         Err(error) => Err(format!("cannot write to standard output: {error}").into()),
     }
 }

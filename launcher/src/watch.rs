@@ -1,31 +1,31 @@
-//! Who is silent? Pure: what the ranks last did, and when, in; the culprit out.
+//! Finds a stuck rank from the last actions of all ranks and their times. Pure: no I/O.
 //!
-//! A rank that waits for others is not to blame for its silence; one that does nothing else is. A collective that hangs
-//! makes all ranks silent within moments, and only the one that all wait for is not waiting itself. If each waits for
-//! another, they have called different things: the one with the fewest operations behind it holds up the rest. A rank
-//! that was stopped (SIGSTOP) in the midst of waiting looks as if it still did; the kernel knows better.
+//! A rank without progress is the culprit only if it does not wait for another rank. When a collective hangs, all ranks
+//! soon make no progress, and the rank that the others wait for is the only one that does not wait. If each rank waits
+//! for another one, their calls do not match: the rank with the fewest operations holds up the others. A rank that was
+//! stopped (SIGSTOP) while it waited still appears to wait on the progress page; the kernel reports that it is stopped.
 
 use std::time::Duration;
 
 use mgpu_control::progress::{Operation, Progress};
 
-/// What the watch found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Nobody is silent; look again at this time, if at all.
+    /// No rank is stuck; the time of the next check, if one is needed.
     Healthy(Option<Duration>),
-    /// This rank holds up the run, for this long.
+    /// This rank is stuck, for this long.
     Silent(u32, Duration),
 }
 
-/// A rank's part in it.
+/// A rank and its progress.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Watched {
+pub(crate) struct WatchedRank {
     pub(crate) rank: u32,
     pub(crate) progress: Progress,
 }
 
-impl Watched {
+impl WatchedRank {
     fn waits(&self) -> bool {
         self.progress.operation.is_some_and(|last| {
             last.running && (last.waits_for.is_some() || last.operation == Operation::Connect)
@@ -41,16 +41,17 @@ impl Watched {
     }
 }
 
-/// Looks at the members of the run at time `now` (that of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel.
-pub(crate) fn look(
-    ranks: &[Watched],
+/// Checks the joined ranks at time `now` (of [`mgpu_control::progress::now`]). `is_stopped` asks the kernel whether a
+/// rank is stopped.
+pub(crate) fn find_silent_rank(
+    ranks: &[WatchedRank],
     timeout: Duration,
     now: Duration,
     is_stopped: impl Fn(u32) -> bool,
 ) -> Verdict {
-    let (overdue, healthy): (Vec<&Watched>, Vec<&Watched>) =
+    let (overdue, healthy): (Vec<&WatchedRank>, Vec<&WatchedRank>) =
         ranks.iter().partition(|rank| rank.idle(now) >= timeout);
-    let silent = |rank: &Watched| Verdict::Silent(rank.rank, rank.idle(now));
+    let silent = |rank: &WatchedRank| Verdict::Silent(rank.rank, rank.idle(now));
     let not_waiting = overdue.iter().filter(|rank| !rank.waits() || is_stopped(rank.rank));
     if let Some(culprit) = not_waiting.min_by_key(|rank| rank.progress.changed) {
         return silent(culprit);
@@ -71,7 +72,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 
-    fn rank(rank: u32, changed: u64, operation: Option<(u64, Option<u32>)>) -> Watched {
+    fn rank(rank: u32, changed: u64, operation: Option<(u64, Option<u32>)>) -> WatchedRank {
         let last = |(sequence, waits_for)| LastOperation {
             operation: Operation::AllReduce,
             sequence,
@@ -88,43 +89,43 @@ mod tests {
             operation: operation.map(last),
             changed: Duration::from_secs(changed),
         };
-        Watched { rank, progress }
+        WatchedRank { rank, progress }
     }
 
-    fn look_at(ranks: &[Watched], now: u64, stopped: Option<u32>) -> Verdict {
-        look(ranks, TIMEOUT, Duration::from_secs(now), |rank| Some(rank) == stopped)
+    fn check(ranks: &[WatchedRank], now: u64, stopped: Option<u32>) -> Verdict {
+        find_silent_rank(ranks, TIMEOUT, Duration::from_secs(now), |rank| Some(rank) == stopped)
     }
 
     #[test]
-    fn the_next_look_is_when_the_first_would_be_overdue() {
+    fn the_next_check_is_when_the_first_rank_would_be_overdue() {
         let ranks = [rank(0, 7, None), rank(1, 5, None)];
-        assert_eq!(look_at(&ranks, 8, None), Verdict::Healthy(Some(Duration::from_secs(15))));
-        assert_eq!(look_at(&[], 8, None), Verdict::Healthy(None));
+        assert_eq!(check(&ranks, 8, None), Verdict::Healthy(Some(Duration::from_secs(15))));
+        assert_eq!(check(&[], 8, None), Verdict::Healthy(None));
     }
 
     #[test]
-    fn who_waits_is_not_to_blame() {
+    fn a_waiting_rank_is_not_the_culprit() {
         let waiting = rank(0, 1, Some((7, Some(1))));
         assert_eq!(
-            look_at(&[waiting, rank(1, 9, None)], 12, None),
+            check(&[waiting, rank(1, 9, None)], 12, None),
             Verdict::Healthy(Some(Duration::from_secs(19)))
         );
         let silent = Verdict::Silent(1, Duration::from_secs(11));
-        assert_eq!(look_at(&[waiting, rank(1, 1, None)], 12, None), silent);
-        // Of two that do nothing, the one that has for longer.
+        assert_eq!(check(&[waiting, rank(1, 1, None)], 12, None), silent);
+        // Of two idle ranks, the one that has been idle longer.
         let ranks = [rank(0, 2, None), rank(1, 1, None)];
-        assert_eq!(look_at(&ranks, 12, None), silent);
+        assert_eq!(check(&ranks, 12, None), silent);
     }
 
     #[test]
-    fn a_rank_stopped_while_it_waits_is_to_blame() {
+    fn a_rank_stopped_while_it_waits_is_the_culprit() {
         let ranks = [rank(0, 1, Some((7, Some(1)))), rank(1, 1, Some((7, Some(0))))];
-        assert_eq!(look_at(&ranks, 12, Some(1)), Verdict::Silent(1, Duration::from_secs(11)));
+        assert_eq!(check(&ranks, 12, Some(1)), Verdict::Silent(1, Duration::from_secs(11)));
     }
 
     #[test]
-    fn in_a_circle_the_one_with_the_fewest_operations_is() {
+    fn in_a_cycle_of_waits_the_rank_with_the_fewest_operations_is_the_culprit() {
         let ranks = [rank(0, 1, Some((8, Some(1)))), rank(1, 1, Some((7, Some(0))))];
-        assert_eq!(look_at(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
+        assert_eq!(check(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
     }
 }

@@ -1,13 +1,13 @@
-//! Files that are written without waiting for them.
+//! Writes files on a separate thread.
 //!
-//! No system call tells beforehand whether a write to a file will return: a file server that is gone keeps it for
-//! ever, and a disk that is busy for seconds. The loop that notices dead ranks cannot afford either, so a thread does
-//! the writing. Between the two is a queue, and what is known of it: how many bytes it holds, how many have left it.
-//! What to do when it is long is the business of whoever fills it (`output::logs`, `events`).
+//! No system call tells in advance whether a write to a file will block: on a dead file server it blocks forever, on a
+//! busy disk for seconds. The event loop, which must notice dead ranks, cannot block, so a thread writes the files. A
+//! queue connects the two; the loop can query the number of bytes in the queue and the number of bytes that have left
+//! it. The producer decides what to do when the queue is long (`output::logs`, `events`).
 //!
-//! A file that cannot be written any more, on a full disk for instance, is given up: what comes for it is dropped, and
-//! the reason can be asked for once. A *bell*, a descriptor that can be polled, rings when something has happened that
-//! somebody may wait for.
+//! A file that cannot be written any more, on a full disk for instance, is abandoned: further data for it is dropped,
+//! and the error can be queried once. The *bell* is a descriptor to poll; it becomes readable on the events that a
+//! producer may wait for.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -22,53 +22,53 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Bytes in the queue from which it is long.
+/// Number of bytes above which the queue is long.
 pub(crate) const LONG_QUEUE: usize = 1 << 20;
-/// Longest write: how finely progress is seen.
-const PIECE: usize = 64 << 10;
+/// Maximum size of one write; determines how finely progress is observed.
+const CHUNK: usize = 64 << 10;
 
-/// Lines for one file.
+/// Complete lines for one file.
 struct Batch {
     file: usize,
     bytes: Vec<u8>,
     lines: u64,
 }
 
-/// What filler and writer share.
-struct State {
-    queue: VecDeque<Batch>,
-    /// Bytes that are not written yet, those in the writer's hands included.
+/// The state shared between the producer and the writing thread.
+struct QueueState {
+    batches: VecDeque<Batch>,
+    /// Bytes that are not written yet, including those that are being written.
     waiting: usize,
     /// Bytes that have left the queue since the start.
     taken: u64,
     /// Lines of each file that are not written yet.
     lines: Vec<u64>,
-    /// Files that are given up, and why, until somebody has asked.
+    /// Errors of abandoned files that were not queried yet.
     failures: Vec<(usize, io::Error)>,
     failed: Vec<bool>,
-    /// Somebody waits for the queue's end.
+    /// The producer waits until the queue is empty.
     ring_when_empty: bool,
     rung: bool,
-    /// Nobody fills the queue any more.
+    /// The producer has ended.
     closed: bool,
 }
 
-struct Shared {
-    state: Mutex<State>,
-    /// Something has come into the queue, or left it.
+struct Queue {
+    state: Mutex<QueueState>,
+    /// Signalled when the queue changes.
     changed: Condvar,
     bell: EventFd,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock, and no half-made change could be seen if something did.
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        // No code panics while it holds the lock, so a poisoned lock has consistent state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ring(&self, state: &mut State) {
+    fn ring(&self, state: &mut QueueState) {
         if !std::mem::replace(&mut state.rung, true) {
-            // Fails only if the counter is about to overflow.
+            // Fails only if the counter would overflow.
             let _ = self.bell.write(1);
         }
     }
@@ -76,16 +76,16 @@ impl Shared {
 
 /// A thread that writes files, and its queue.
 ///
-/// Dropping it waits for nothing: what is in the queue is still written if the process lives on.
+/// Dropping it does not block: the queue is still written if the process continues.
 pub(crate) struct Writer {
-    shared: Arc<Shared>,
+    queue: Arc<Queue>,
 }
 
 impl Writer {
-    /// A thread named `name` for these files.
+    /// Starts a thread named `name` for these files.
     pub(crate) fn start(name: &str, files: Vec<File>) -> io::Result<Self> {
-        let state = State {
-            queue: VecDeque::new(),
+        let state = QueueState {
+            batches: VecDeque::new(),
             waiting: 0,
             taken: 0,
             lines: vec![0; files.len()],
@@ -96,15 +96,15 @@ impl Writer {
             closed: false,
         };
         let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), bell });
-        let own = Arc::clone(&shared);
+        let queue = Arc::new(Queue { state: Mutex::new(state), changed: Condvar::new(), bell });
+        let own = Arc::clone(&queue);
         thread::Builder::new().name(name.into()).spawn(move || write_all(&own, files))?;
-        Ok(Writer { shared })
+        Ok(Writer { queue })
     }
 
-    /// Puts whole lines into the queue; false if the file has been given up.
+    /// Puts complete lines into the queue; false if the file was abandoned.
     pub(crate) fn push(&self, file: usize, bytes: &[u8], lines: u64) -> bool {
-        let mut state = self.shared.lock();
+        let mut state = self.queue.lock();
         if state.failed[file] {
             return false;
         }
@@ -113,77 +113,77 @@ impl Writer {
         }
         state.waiting += bytes.len();
         state.lines[file] += lines;
-        match state.queue.back_mut() {
-            Some(batch) if batch.file == file && batch.bytes.len() + bytes.len() <= PIECE => {
+        match state.batches.back_mut() {
+            Some(batch) if batch.file == file && batch.bytes.len() + bytes.len() <= CHUNK => {
                 batch.bytes.extend_from_slice(bytes);
                 batch.lines += lines;
             }
-            _ => state.queue.push_back(Batch { file, bytes: bytes.to_vec(), lines }),
+            _ => state.batches.push_back(Batch { file, bytes: bytes.to_vec(), lines }),
         }
-        self.shared.changed.notify_all();
+        self.queue.changed.notify_all();
         true
     }
 
     /// Bytes that are not written yet.
     pub(crate) fn waiting(&self) -> usize {
-        self.shared.lock().waiting
+        self.queue.lock().waiting
     }
 
-    /// Bytes that have left the queue since the start: two equal answers mean that nothing moved in between.
+    /// Bytes that have left the queue since the start: two equal results mean no progress in between.
     pub(crate) fn taken(&self) -> u64 {
-        self.shared.lock().taken
+        self.queue.lock().taken
     }
 
-    /// The files that were given up since the last call.
+    /// The files that were abandoned since the last call, with their errors.
     pub(crate) fn failures(&self) -> Vec<(usize, io::Error)> {
-        std::mem::take(&mut self.shared.lock().failures)
+        std::mem::take(&mut self.queue.lock().failures)
     }
 
-    /// Readable when a long queue has become short, when a file was given up and, once somebody
-    /// [asked](Self::ring_when_empty), when nothing is left to be written.
+    /// Readable when a long queue has become short, when a file was abandoned and, after
+    /// [`ring_when_empty`](Self::ring_when_empty), when the queue is empty.
     pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.shared.bell.as_fd()
+        self.queue.bell.as_fd()
     }
 
-    /// Takes note that the bell has rung.
+    /// Resets the bell.
     pub(crate) fn silence(&self) {
-        if std::mem::take(&mut self.shared.lock().rung) {
-            // There is something to read, and if not there is nothing to silence.
-            let _ = self.shared.bell.read();
+        if std::mem::take(&mut self.queue.lock().rung) {
+            // Cannot block: the descriptor is non-blocking.
+            let _ = self.queue.bell.read();
         }
     }
 
-    /// Lets the bell ring when nothing is left to be written.
+    /// Makes the bell ring when the queue is empty.
     pub(crate) fn ring_when_empty(&self) {
-        let mut state = self.shared.lock();
+        let mut state = self.queue.lock();
         state.ring_when_empty = true;
         if state.waiting == 0 {
-            self.shared.ring(&mut state);
+            self.queue.ring(&mut state);
         }
     }
 
-    /// Gives all files up. The number of lines of each that may not have been written.
+    /// Abandons all files. Returns, for each, the number of lines that may not have been written.
     pub(crate) fn abandon(&self) -> Vec<u64> {
-        let mut state = self.shared.lock();
-        state.queue.clear();
+        let mut state = self.queue.lock();
+        state.batches.clear();
         state.waiting = 0;
         state.failed.fill(true);
         state.lines.iter_mut().map(std::mem::take).collect()
     }
 
-    /// Waits until everything is written, or nothing has moved for `patience`.
-    pub(crate) fn flush(&self, patience: Duration) {
-        let mut state = self.shared.lock();
+    /// Waits until everything is written, or no progress has been made for `timeout`.
+    pub(crate) fn flush(&self, timeout: Duration) {
+        let mut state = self.queue.lock();
         let (mut taken, mut since) = (state.taken, Instant::now());
         while state.waiting > 0 {
             if state.taken != taken {
                 (taken, since) = (state.taken, Instant::now());
             }
-            let left = patience.saturating_sub(since.elapsed());
+            let left = timeout.saturating_sub(since.elapsed());
             if left.is_zero() {
                 return;
             }
-            let woken = self.shared.changed.wait_timeout(state, left);
+            let woken = self.queue.changed.wait_timeout(state, left);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -191,61 +191,61 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        self.shared.lock().closed = true;
-        self.shared.changed.notify_all();
+        self.queue.lock().closed = true;
+        self.queue.changed.notify_all();
     }
 }
 
-/// The thread.
-fn write_all(shared: &Shared, mut files: Vec<File>) {
+/// The writing thread.
+fn write_all(queue: &Queue, mut files: Vec<File>) {
     loop {
-        let mut state = shared.lock();
+        let mut state = queue.lock();
         let batch = loop {
-            match state.queue.pop_front() {
+            match state.batches.pop_front() {
                 Some(batch) => break batch,
                 None if state.closed => return,
-                None => state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => state = queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         };
         drop(state);
-        let mut pieces = batch.bytes.chunks(PIECE).peekable();
+        let mut pieces = batch.bytes.chunks(CHUNK).peekable();
         while let Some(piece) = pieces.next() {
-            let given_up = shared.lock().failed[batch.file];
+            let given_up = queue.lock().failed[batch.file];
             let written = if given_up { Ok(()) } else { files[batch.file].write_all(piece) };
-            let mut state = shared.lock();
+            let mut state = queue.lock();
             let was_long = state.waiting > LONG_QUEUE;
-            // Less than what was counted only if everything was given up meanwhile.
+            // Saturates only if everything was abandoned meanwhile.
             state.waiting = state.waiting.saturating_sub(piece.len());
             state.taken += piece.len() as u64;
             if pieces.peek().is_none() {
-                // At once with the last bytes: when none wait any more, `abandon` must not count these lines as lost.
+                // Together with the last bytes: once none wait, `abandon` must not count these lines as lost.
                 state.lines[batch.file] = state.lines[batch.file].saturating_sub(batch.lines);
             }
             if let Err(error) = written
                 && !std::mem::replace(&mut state.failed[batch.file], true)
             {
                 state.failures.push((batch.file, error));
-                shared.ring(&mut state);
+                queue.ring(&mut state);
             }
             if was_long && state.waiting <= LONG_QUEUE || state.ring_when_empty && state.waiting == 0 {
-                shared.ring(&mut state);
+                queue.ring(&mut state);
             }
         }
-        shared.changed.notify_all();
+        queue.changed.notify_all();
     }
 }
 
-/// How a file is begun.
+/// How a file is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Start {
-    /// What was in it is gone.
+    /// Truncated.
     Empty,
-    /// Behind what is in it.
+    /// Appended to.
     Append,
 }
 
-/// Opens a file for lines at its end, wherever that is by then: somebody may shorten it while it is written. A named
-/// pipe that nobody reads is an error, not something to wait for.
+/// Opens a file for appending (`O_APPEND`: another process may truncate it while it is written). A named pipe without a
+/// reader is an error; opening it does not block.
 pub(crate) fn open(path: &Path, start: Start) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.append(true).create(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn when_no_bytes_wait_no_lines_do() {
+    fn no_lines_are_pending_when_no_bytes_are() {
         let writer =
             Writer::start("test", vec![open(Path::new("/dev/null"), Start::Append).unwrap()]).unwrap();
         for _ in 0..50_000 {
@@ -301,12 +301,12 @@ mod tests {
             while writer.waiting() > 0 {
                 std::hint::spin_loop();
             }
-            assert_eq!(writer.shared.lock().lines, [0]);
+            assert_eq!(writer.queue.lock().lines, [0]);
         }
     }
 
     #[test]
-    fn a_full_disk_ends_its_file_only() {
+    fn a_write_error_abandons_only_its_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("good");
         let files =
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stuck_file_is_not_waited_for() {
+    fn flush_and_drop_do_not_wait_for_a_stuck_file() {
         let (mut reader, pipe) = io::pipe().unwrap();
         let writer = Writer::start("test", vec![File::from(OwnedFd::from(pipe))]).unwrap();
         let line = vec![b'x'; LONG_QUEUE];
@@ -333,7 +333,7 @@ mod tests {
         assert_eq!(writer.abandon(), [3]);
         assert_eq!(writer.waiting(), 0);
         drop(writer);
-        // If the writer is held up in a piece, it still finishes that.
+        // A blocked write still finishes.
         let mut bytes = Vec::new();
         reader.read_to_end(&mut bytes).unwrap();
         assert!(bytes.len() < line.len() && line.starts_with(&bytes));

@@ -1,6 +1,6 @@
 //! What a rank holds as long as it belongs to the run.
 
-use crate::inject::{Moment, Planned};
+use crate::inject::{InjectionPoint, ScheduledInjection};
 use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
 use crate::survivor::let_the_culprit_be_seen;
@@ -13,15 +13,22 @@ pub(crate) struct Membership {
     store: Store,
     page: ProgressPage,
     /// Faults this rank is to commit.
-    injections: Vec<Planned>,
+    injections: Vec<ScheduledInjection>,
     /// How it stands with this rank's communicators on the GPU.
     #[cfg(feature = "cuda")]
     pub(crate) standing: crate::comm::nccl::Standing,
 }
 
 impl Membership {
-    pub(crate) fn new(rank: u32, store: Store, page: ProgressPage, injections: Vec<Planned>) -> Self {
-        let is_past = |planned: &&Planned| matches!(planned.injection.moment, Moment::Start | Moment::Join);
+    pub(crate) fn new(
+        rank: u32,
+        store: Store,
+        page: ProgressPage,
+        injections: Vec<ScheduledInjection>,
+    ) -> Self {
+        let is_past = |planned: &&ScheduledInjection| {
+            matches!(planned.injection.point, InjectionPoint::Start | InjectionPoint::Join)
+        };
         injections.iter().filter(is_past).for_each(|planned| page.note_fault(rank, planned.number));
         Membership {
             rank,
@@ -65,7 +72,7 @@ impl Membership {
             return;
         }
         self.page.begin_step(self.rank, step);
-        self.come_to(Moment::Step(step));
+        self.come_to(InjectionPoint::Step(step));
     }
 
     /// Notes that another part of the work begins.
@@ -75,7 +82,7 @@ impl Membership {
         }
         self.page.set_phase(self.rank, phase);
         if phase == Phase::Checkpoint {
-            self.come_to(Moment::Checkpoint);
+            self.come_to(InjectionPoint::Checkpoint);
         }
     }
 
@@ -94,10 +101,10 @@ impl Membership {
     }
 
     /// Commits the faults of this moment.
-    pub(crate) fn come_to(&self, moment: Moment) {
+    pub(crate) fn come_to(&self, moment: InjectionPoint) {
         for planned in due(&self.injections, moment) {
             self.page.note_fault(self.rank, planned.number);
-            planned.injection.fault.commit();
+            planned.injection.fault.trigger();
         }
     }
 
@@ -105,15 +112,15 @@ impl Membership {
     /// left. It names the rank where the trouble began.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
         // The server notes how ranks end, but not its own end.
-        if self.store.host_is_gone() && self.page.state(0) == RankState::Joined {
-            self.page.depart(0, Ending::Failed("ended without a goodbye"));
+        if self.store.rank_zero_is_gone() && self.page.state(0) == RankState::Joined {
+            self.page.record_end(0, Ending::Failed("ended without a goodbye"));
         }
         let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;
         let (peer, accusation) = self.origin(peer);
         let silent = accusation.as_ref().is_some_and(|blame| blame.timed_out);
-        let departure = self.page.departure(peer);
+        let departure = self.page.end_description(peer);
         let how = match (self.page.blame_of(peer), accusation) {
             (_, Some(accusation)) if silent => format!("made no progress ({})", accusation.message),
             (Some(own), _) if !departure.is_empty() => format!("{departure} ({})", own.message),
@@ -138,13 +145,16 @@ impl Membership {
 }
 
 /// Those of `injections` that are due at `moment`.
-fn due(injections: &[Planned], moment: Moment) -> impl Iterator<Item = &Planned> {
-    injections.iter().filter(move |planned| planned.injection.moment == moment)
+fn due(
+    injections: &[ScheduledInjection],
+    moment: InjectionPoint,
+) -> impl Iterator<Item = &ScheduledInjection> {
+    injections.iter().filter(move |planned| planned.injection.point == moment)
 }
 
 /// Commits the faults of a moment at which there is no progress page yet.
-pub(crate) fn commit(injections: &[Planned], moment: Moment) {
-    due(injections, moment).for_each(|planned| planned.injection.fault.commit());
+pub(crate) fn commit(injections: &[ScheduledInjection], moment: InjectionPoint) {
+    due(injections, moment).for_each(|planned| planned.injection.fault.trigger());
 }
 
 impl Drop for Membership {
@@ -154,10 +164,10 @@ impl Drop for Membership {
             return;
         }
         if std::thread::panicking() {
-            self.page.depart(self.rank, Ending::Failed("panicked"));
+            self.page.record_end(self.rank, Ending::Failed("panicked"));
         } else {
             self.begin_phase(Phase::Finalise);
-            self.come_to(Moment::Finalise);
+            self.come_to(InjectionPoint::Finalise);
         }
         self.store.leave();
     }

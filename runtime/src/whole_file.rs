@@ -23,7 +23,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
 use nix::unistd::{AccessFlags, faccessat};
 
-pub use mgpu_control::process::survive_file_limit;
+pub use mgpu_control::process::block_sigxfsz;
 
 /// Symbolic links in a row that the kernel follows.
 const MOST_LINKS: usize = 40;

@@ -116,7 +116,7 @@ fn programs_that_cannot_be_run_are_the_launchers_failure() {
     let start = |program: &str| run(mgpurun().args(["-n", "2", program]));
     start("no-such-program").expect(1, &["no program `no-such-program`: looked in PATH"]);
     start("./no/such/file").expect(1, &["no program at ./no/such/file"]);
-    start(file.to_str().unwrap()).expect(1, &["may not be run; try: chmod +x"]);
+    start(file.to_str().unwrap()).expect(1, &["is not executable; try: chmod +x"]);
     start(folder.path().to_str().unwrap()).expect(1, &["is a folder, not a program"]);
     fs::write(&file, "#!/no/such/interpreter\n").unwrap();
     fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();

@@ -116,7 +116,7 @@ fn shared_memory_beyond_the_limit_of_file_sizes_is_an_error_that_names_it() {
     let folder = tempfile::tempdir().unwrap();
     let named = "raise the limit with `ulimit -f`";
     let finished = limited(folder.path(), "ulimit -f 1", &["-n", "2", "true"]);
-    finished.expect(1, &["files may have 1024 bytes at most", named]);
+    finished.expect(1, &["files are limited to 1024 bytes", named]);
     let finished = limited(folder.path(), "ulimit -f 64", &["-n", "2", env!("CARGO_BIN_EXE_t-job")]);
     assert!(!finished.stderr.contains("SIGXFSZ") && finished.stderr.contains(named), "{finished:#?}");
     assert_ne!(finished.code, Some(0));

@@ -283,8 +283,8 @@ fn nobody_waits_for_a_reader_that_never_reads() {
     assert_eq!(finished.code, Some(0));
     let told = |line: &str| {
         let line = line.strip_prefix("mgpurun: ")?;
-        let count =
-            line.strip_suffix(" lines of standard output are not shown: nobody took any for 0.05 s")?;
+        let count = line
+            .strip_suffix(" lines of standard output were dropped: the reader accepted nothing for 0.05 s")?;
         count.parse::<usize>().ok()
     };
     let missed: usize = finished.stderr.lines().filter_map(told).sum();

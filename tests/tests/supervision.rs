@@ -181,7 +181,7 @@ fn nothing_survives_a_killed_launcher() {
     let folder = tempfile::tempdir().unwrap();
     let (mut child, launcher) = start_stubborn(folder.path());
     kill(launcher, Signal::SIGKILL).unwrap();
-    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL: so are its ranks"]);
+    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL, and its ranks with it"]);
     assert_eq!(left_of(folder.path()), [] as [u32; 0]);
     let folders = fs::read_dir(folder.path()).unwrap().flatten().filter(|entry| entry.path().is_dir());
     assert_eq!(folders.count(), 0);
@@ -319,7 +319,7 @@ fn ranks_that_do_not_go_together_are_told_apart() {
     for (lists, code, said) in [
         (["2,2", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
         (["2,2", "2,2", "-,-", "-,-", "-,-"], 0, ""),
-        (["2,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 speaks version 1 of the protocol"),
+        (["2,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 uses version 1 of the protocol"),
         (["2,2", "2,3", "-,-", "-,-", "-,-"], 68, "claims to be rank 1 of 3 in a world of 2"),
         (["2,2", "2,2", "GPU-a,GPU-a", "-,-", "-,-"], 69, "both use GPU-a: give each rank a GPU of its own"),
         (["2,2", "2,2", "GPU-a,GPU-b", "570,550", "-,-"], 70, "uses NVIDIA driver 5"),
@@ -364,7 +364,7 @@ fn a_failed_rank_is_restarted_with_all_others() {
     // A broken start is not repeated.
     let early = "rank=1,phase=collective,fault=exit:6";
     restart(&["--max-restarts", "3"], &[early])
-        .expect(6, &["not restarted, since no training step was made"]);
+        .expect(6, &["not restarted, since no training step was completed"]);
     restart(&["--max-restarts", "3", "--restart-always"], &[early]).expect(0, &["[0] life 1"]);
 }
 
@@ -430,12 +430,12 @@ fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
     let mut job = launcher(folder.path());
     let finished = run(job.args(["-n", "2", env!("CARGO_BIN_EXE_t-flood"), "1", "3000"]));
     finished.expect(0, &["[0] 2 ranks are here", "[1] 2 ranks are here"]);
-    let refused: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("refused")).collect();
+    let rejected: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("rejected")).collect();
     // What comes within a moment is one line.
-    assert!((1..=5).contains(&refused.len()), "{finished:#?}");
-    for line in refused {
+    assert!((1..=5).contains(&rejected.len()), "{finished:#?}");
+    for line in rejected {
         let parts = [
-            "mgpurun: refused ",
+            "mgpurun: rejected ",
             " connections, the first of rank 1: process ",
             " silent connections, and no process has more",
         ];
@@ -468,7 +468,7 @@ fn a_forked_child_harms_nobody() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(launcher(folder.path()).args(["-n", "3", env!("CARGO_BIN_EXE_t-fork")]));
     finished.expect(0, &["[0] 3 ranks went on", "[2] 3 ranks went on", "a forked child cannot use"]);
-    let child = |line: &&str| line.contains("was forked by rank 1 and is no rank itself");
+    let child = |line: &&str| line.contains("was forked by rank 1 and is not a rank");
     assert_eq!(finished.stdout.lines().filter(child).count(), 3, "{finished:#?}");
 }
 

@@ -44,7 +44,7 @@ const SPANS: usize = 65_536;
 /// The program.
 pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
-    mgpu::whole_file::survive_file_limit();
+    mgpu::whole_file::block_sigxfsz();
     let refused = crate::exit::refuse("train_mnist", args.precision);
     // It outlives the report of an error: a checkpoint that is being written then may take longer than a launcher waits.
     let mut trainer = None;

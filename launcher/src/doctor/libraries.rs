@@ -1,8 +1,8 @@
-//! Where NVIDIA's libraries are. They are looked for as files, in the places where the system's loader, a CUDA toolkit
-//! and Python's packages put them; none is opened.
+//! Finds NVIDIA's libraries. They are searched as files, in the folders of the system's loader, of CUDA toolkits and of
+//! Python packages; none is opened.
 //!
-//! The places for NCCL are those of nvidia-libraries, where a run looks for it, in its order. The other libraries are
-//! looked for in the same order and in `/usr/local/cuda*` besides.
+//! NCCL is searched in the same folders and order as in a run (crate nvidia-libraries). The other libraries are
+//! searched in the same order and also in `/usr/local/cuda*`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use super::nvidia::driver_cuda;
 use super::report::{Item, Mark, Section};
 use super::system::Host;
 
-/// Folders that loaders look into without being told, and where container runtimes put the driver's libraries;
-/// `{architecture}` stands for the processor's.
+/// Default folders of loaders, and folders in which container runtimes put the driver's libraries. `{architecture}` is
+/// replaced by the processor's architecture.
 const SYSTEM: [&str; 9] = [
     "/lib/{architecture}-linux-gnu",
     "/usr/lib/{architecture}-linux-gnu",
@@ -35,14 +35,14 @@ fn system_folders(host: &Host) -> impl Iterator<Item = String> + use<> {
 
 /// A library.
 struct Library {
-    /// Its name, and those of other versions that serve as well.
+    /// Its name, and the names of other usable versions.
     names: &'static [&'static str],
     /// Its folders in a Python environment.
     wheels: &'static [&'static str],
     purpose: &'static str,
-    /// How to get it; `{pip}` stands for pip's package.
+    /// How to install it; `{pip}` is replaced by the pip package.
     install: &'static str,
-    /// Its package for drivers of CUDA 13 and newer, and for those of CUDA 12.
+    /// Its pip package for drivers of CUDA 13 and newer, and for those of CUDA 12.
     pip: [&'static str; 2],
 }
 
@@ -57,7 +57,7 @@ const LIBRARIES: [Library; 6] = [
     Library {
         names: &["libnvidia-ml.so.1"],
         wheels: &[],
-        purpose: "the driver's figures",
+        purpose: "the driver's management library",
         install: "it comes with the driver",
         pip: [""; 2],
     },
@@ -98,7 +98,7 @@ pub(super) fn section(host: &Host) -> Section {
     let cuda = driver_cuda(host);
     let mut items: Vec<Item> =
         LIBRARIES.iter().map(|library| look(host, &sites, &toolkits, library, cuda)).collect();
-    items.push(Item::new(Mark::Note, "looked in", places(host, &sites, &toolkits)));
+    items.push(Item::new(Mark::Note, "searched", places(host, &sites, &toolkits)));
     Section { title: "Libraries for GPUs", items }
 }
 
@@ -109,7 +109,7 @@ fn look(
     library: &Library,
     cuda: Option<u32>,
 ) -> Item {
-    // A driver of CUDA 12 does not load what the libraries of CUDA 13 make.
+    // A driver of CUDA 12 does not load code that libraries of CUDA 13 generate.
     let serves = |name: &&&str| cuda != Some(12) || !name.ends_with(".so.13");
     let names: Vec<&str> = library.names.iter().filter(serves).copied().collect();
     let name = names[0];
@@ -120,7 +120,7 @@ fn look(
             let found = match place.source {
                 Source::SystemLoader => loaded(host, name),
                 Source::Explicit if !host.path(&file).is_file() => {
-                    let text = format!("MGPU_NCCL_LIBRARY is {}, where no file is", file.display());
+                    let text = format!("MGPU_NCCL_LIBRARY is {}, which does not exist", file.display());
                     return Item::new(Mark::Missing, name, text);
                 }
                 _ => Some(file).filter(|file| host.path(file).is_file()),
@@ -141,7 +141,8 @@ fn look(
         let Some(file) = loaded(host, name).or_else(in_folders) else { continue };
         if nccl {
             let file = file.display();
-            let text = format!("{file} is not where it is looked for in a run: set MGPU_NCCL_LIBRARY={file}");
+            let text =
+                format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
             return Item::new(Mark::Note, name, text);
         }
         return Item::new(Mark::Ok, name, file.display().to_string());
@@ -149,7 +150,7 @@ fn look(
     Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, how_to_install(library, cuda)))
 }
 
-/// What to do about a library that is missing, for a driver of this CUDA version if there is one.
+/// How to install a missing library, for a driver of this CUDA version if there is one.
 fn how_to_install(library: &Library, cuda: Option<u32>) -> String {
     let [newest, for_cuda_12] = library.pip;
     let pip = match cuda {
@@ -160,7 +161,7 @@ fn how_to_install(library: &Library, cuda: Option<u32>) -> String {
     library.install.replace("{pip}", &pip).replace("{cuda}", &cuda.unwrap_or(13).to_string())
 }
 
-/// The file that the system's loader would take for `name`.
+/// The file that the system's loader would load for `name`.
 fn loaded(host: &Host, name: &str) -> Option<PathBuf> {
     let in_folder = |folder: &Path| Some(folder.join(name)).filter(|file| host.path(file).is_file());
     let told = host.loader_path.iter().flatten().find_map(|folder| in_folder(folder));
@@ -171,7 +172,7 @@ fn loaded(host: &Host, name: &str) -> Option<PathBuf> {
     told.or_else(cached).or_else(|| system_folders(host).find_map(|folder| in_folder(Path::new(&folder))))
 }
 
-/// `lib64` of the toolkits in `/usr/local`: `cuda` itself, which is a link to the one in use, then the newest.
+/// `lib64` of the toolkits in `/usr/local`: first `cuda`, a link to the one in use, then the others, newest first.
 fn toolkits(host: &Host) -> Vec<PathBuf> {
     let entries = fs::read_dir(host.path(Path::new("/usr/local"))).into_iter().flatten().flatten();
     let version = |name: &str| -> Option<Vec<u32>> {
@@ -186,7 +187,7 @@ fn toolkits(host: &Host) -> Vec<PathBuf> {
     found.into_iter().map(|(_, name)| Path::new("/usr/local").join(name).join("lib64")).collect()
 }
 
-/// The places in words, in their order.
+/// The searched places as text, in order.
 fn places(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf]) -> String {
     let list = |folders: &[PathBuf]| -> String {
         folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ")

@@ -1,9 +1,9 @@
-//! The files that the system's loader knows.
+//! The files in the cache of the system's loader.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What `ldconfig -p` prints, where there is one.
+/// The files that `ldconfig -p` lists; `None` without ldconfig.
 pub(super) fn cache() -> Option<Vec<PathBuf>> {
     let programs = ["/sbin/ldconfig", "/usr/sbin/ldconfig"];
     let program = programs.into_iter().find(|program| Path::new(program).is_file())?;
@@ -11,8 +11,8 @@ pub(super) fn cache() -> Option<Vec<PathBuf>> {
     Some(cached_files(&String::from_utf8_lossy(&output.stdout), std::env::consts::ARCH))
 }
 
-/// Lines such as `libz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1`. Those of other processors than
-/// `architecture` are left out.
+/// Parses lines such as `libz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1`. Leaves out those of other
+/// processors than `architecture`.
 fn cached_files(listing: &str, architecture: &str) -> Vec<PathBuf> {
     let word = match architecture {
         "x86_64" => "x86-64",
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_loader_tells_its_files() {
+    fn the_listing_of_ldconfig_is_parsed() {
         let listing = "2 libs found in cache `/etc/ld.so.cache'\n\
             \tlibz.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libz.so.1\n\
             \tlibz.so.1 (libc6) => /lib/i386-linux-gnu/libz.so.1\n\

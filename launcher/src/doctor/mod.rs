@@ -1,18 +1,17 @@
-//! `mgpurun doctor`: what this machine has of what ranks may need, and what to install for the rest.
+//! `mgpurun doctor`: reports what this machine has of what ranks may need, and what to install for the rest.
 //!
-//! It looks for files and asks the kernel. It opens no library: one that crashes while it is opened is among the things
-//! that somebody who asks a doctor may have. What it is told about the machine is in [`Host`], with the root of the file
-//! system, so that tests can make up machines.
+//! It checks files and queries the kernel. It opens no library, because a broken library may crash while it is loaded.
+//! All its inputs are in [`Host`], including the root of the file system, so that tests can fake machines.
 //!
 //! | module | part |
 //! |---|---|
-//! | `system` | kernel, cores, memory, limits, and what the CPU backend needs of the kernel |
+//! | `system` | kernel, cores, memory, limits, and the kernel features that the CPU backend needs |
 //! | `nvidia` | driver, GPUs, device files |
-//! | `libraries` | where the NVIDIA libraries are |
+//! | `libraries` | the NVIDIA libraries |
 //! | `report` | findings → text |
 //!
-//! The exit code is 0 if the CPU backend can be used, which works everywhere unless something is broken; a machine
-//! without GPUs is not ill.
+//! The exit code is 0 if the CPU backend can be used, which works on every machine unless something is broken. A machine
+//! without GPUs is healthy.
 
 mod libraries;
 mod loader;
@@ -30,10 +29,11 @@ use crate::{exit_code, stdout};
 use report::{Item, Mark, Report, Section};
 pub(crate) use system::Host;
 
-/// Show what this machine has of what ranks may need: cores, memory, GPUs, drivers, libraries.
+/// Show this machine's cores, memory, GPUs, drivers and libraries, and what is missing for ranks.
 ///
-/// Nothing is started or changed. The exit code is 0 if the cpu backend can be used, else 1. To start a program of the
-/// name doctor: mgpurun -- doctor
+/// Nothing is started or changed. The exit code is 0 if the cpu backend can be used, else 1.
+///
+/// To start a program named doctor: mgpurun -- doctor
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun doctor", bin_name = "mgpurun doctor", max_term_width = 100)]
 struct Args {}
@@ -72,7 +72,7 @@ fn examine(host: &Host) -> (Report, bool) {
         (true, lacks) => format!("nccl cannot be used (missing: {})", lacks.join(", ")),
         (false, []) => "nccl is not part of this build, though the machine has what it needs".to_owned(),
         (false, lacks) => {
-            format!("nccl is not part of this build (and here is missing: {})", lacks.join(", "))
+            format!("nccl is not part of this build (also missing: {})", lacks.join(", "))
         }
     };
     let verdict = format!("Backends: {cpu}; {nccl}");

@@ -1,4 +1,4 @@
-//! The NVIDIA driver and its GPUs, from the files that the driver's kernel module makes.
+//! The NVIDIA driver and its GPUs, from the files of the driver's kernel module.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ pub(super) fn section(host: &Host) -> (Section, usize) {
     let gpus = list_gpus(&host.root);
     let mut items = vec![driver(host)];
     if gpus.is_empty() {
-        let text = "none that the driver knows; in a container, start it with them (docker run --gpus all)";
+        let text = "the driver lists none; in a container, start it with GPUs (docker run --gpus all)";
         items.push(Item::new(Mark::Missing, "GPUs", text));
     } else {
         items.extend(gpus.iter().enumerate().map(|(index, gpu)| describe(index, gpu)));
@@ -24,8 +24,8 @@ pub(super) fn section(host: &Host) -> (Section, usize) {
 
 fn driver(host: &Host) -> Item {
     let Some(text) = host.read("/proc/driver/nvidia/version") else {
-        let text = "no /proc/driver/nvidia/version: without a GPU there is none; with one, install the package of your \
-                    distribution (nvidia-driver) or the one from nvidia.com";
+        let text = "no /proc/driver/nvidia/version: on a machine with a GPU, install the package of your distribution \
+                    (nvidia-driver) or the one from nvidia.com";
         return Item::new(Mark::Missing, "driver", text);
     };
     let line = text.lines().next().unwrap_or_default();
@@ -34,8 +34,8 @@ fn driver(host: &Host) -> Item {
     Item::new(Mark::Ok, "driver", version.map_or(line.to_owned(), |version| format!("{version}{kind}")))
 }
 
-/// The number in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`. The open kernel module has
-/// more words.
+/// The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 …`. The line of the open kernel
+/// module has more words.
 fn driver_version(line: &str) -> Option<&str> {
     let number =
         |word: &&str| word.split('.').count() > 1 && word.split('.').all(|part| part.parse::<u32>().is_ok());
@@ -57,7 +57,7 @@ fn describe(index: usize, gpu: &Listed) -> Item {
     Item::new(Mark::Ok, format!("GPU {index}"), format!("{model}, at {}, {node}, {uuid}", gpu.bus))
 }
 
-/// Programs open these; a container or udev may have forgotten one.
+/// The device files that programs open; in a container, or without udev rules, some may be missing.
 fn device_files(host: &Host) -> Item {
     let folder = host.path(Path::new("/dev"));
     let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
@@ -69,7 +69,7 @@ fn device_files(host: &Host) -> Item {
         entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(gpu).collect();
     names.sort_unstable();
     if names.is_empty() {
-        let text = "no /dev/nvidia0: run nvidia-modprobe, or start the container with its GPUs (--gpus all)";
+        let text = "no /dev/nvidia0: run nvidia-modprobe, or start the container with GPUs (--gpus all)";
         return Item::new(Mark::Missing, "device files", text);
     }
     names.extend(["nvidiactl".to_owned(), "nvidia-uvm".to_owned()]);
@@ -85,7 +85,7 @@ fn device_files(host: &Host) -> Item {
     let usable = |name: &String| access(&path(name), AccessFlags::R_OK | AccessFlags::W_OK).is_ok();
     let closed: Vec<&String> = names.iter().filter(|name| !usable(name)).collect();
     if !closed.is_empty() {
-        let text = format!("may not be opened: {}; ask to be put into their group (ls -l)", shown(closed));
+        let text = format!("cannot be opened: {}; ask to be added to their group (see ls -l)", shown(closed));
         return Item::new(Mark::Missing, "device files", text);
     }
     Item::new(Mark::Ok, "device files", shown(names.iter().collect()))

@@ -1,21 +1,21 @@
-//! Findings as text: a mark, a name and what there is to say, in columns.
+//! Formats findings as text in columns: a mark, a name and a text.
 
 use std::fmt;
 
-/// Columns of a line, unless a single word is longer.
+/// Width of a line, unless a single word is longer.
 const WIDTH: usize = 96;
 /// Spaces in front of an item, and the width of its mark.
 const MARGIN: usize = 2;
 const MARK: usize = 9;
 
-/// How it stands with something.
+/// The kind of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mark {
-    /// As it should be.
+    /// Usable.
     Ok,
-    /// Worth knowing; works all the same.
+    /// Worth knowing; does not prevent a run.
     Note,
-    /// Not there.
+    /// Missing.
     Missing,
 }
 
@@ -43,14 +43,14 @@ impl Item {
     }
 }
 
-/// Findings of one kind.
+/// Findings on one topic.
 #[derive(Debug)]
 pub(super) struct Section {
     pub(super) title: &'static str,
     pub(super) items: Vec<Item>,
 }
 
-/// All of them.
+/// The report.
 #[derive(Debug)]
 pub(super) struct Report {
     pub(super) sections: Vec<Section>,
@@ -74,10 +74,10 @@ impl fmt::Display for Report {
     }
 }
 
-/// Text that begins in column `start`, broken between words where a line gets too long.
+/// Wraps text that begins in column `start`.
 fn fold(text: &str, start: usize) -> String {
     let (mut folded, mut column) = (String::new(), start);
-    // What a file says may hold anything; a report holds characters that can be seen.
+    // Files may contain anything: control characters are removed.
     let words = text.split_whitespace();
     for word in words.map(|word| word.chars().filter(|c| !c.is_control()).collect::<String>()) {
         let length = word.chars().count();
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_lines_are_folded_under_their_column() {
+    fn long_lines_are_wrapped_and_indented() {
         let words = "word ".repeat(40);
         let folded = fold(&words, 20);
         assert!(folded.lines().skip(1).all(|line| line.starts_with(&" ".repeat(20)) && line.len() <= WIDTH));

@@ -14,31 +14,31 @@ use super::loader;
 use super::report::{Item, Mark, Section};
 use crate::placement::Topology;
 
-/// What is known of the machine besides its files.
+/// The inputs of the report: the root of the files, and results of system calls.
 #[derive(Debug)]
 pub(crate) struct Host {
-    /// Where its file system begins.
+    /// The root of its file system.
     pub(super) root: PathBuf,
     /// Its processor's architecture: `x86_64`, `aarch64`.
     pub(super) architecture: &'static str,
     /// Its cores.
     pub(super) topology: Topology,
-    /// Bytes of `/dev/shm`, in all and free.
+    /// Bytes of `/dev/shm`: total and free.
     pub(super) shm: Option<(u64, u64)>,
     /// Soft limits of open files and of locked memory.
     pub(super) open_files: Option<u64>,
     pub(super) locked_memory: Option<u64>,
-    /// What the CPU backend needs, by name, with the kernel's answer and what to do about a refusal.
+    /// Checks of what the CPU backend needs.
     pub(super) probes: Vec<Probe>,
-    /// The environment that decides where libraries are looked for.
+    /// The environment variables that determine where libraries are searched.
     pub(super) search: SearchEnv,
     /// `LD_LIBRARY_PATH`, if it is set.
     pub(super) loader_path: Option<Vec<PathBuf>>,
-    /// The files that the loader knows, if it tells.
+    /// The files in the loader's cache, if there is one.
     pub(super) loader_cache: Option<Vec<PathBuf>>,
 }
 
-/// Something that was tried.
+/// A check of a feature of the kernel.
 #[derive(Debug)]
 pub(super) struct Probe {
     pub(super) name: &'static str,
@@ -79,7 +79,7 @@ impl Host {
         fs::read_to_string(self.path(Path::new(path))).ok()
     }
 
-    /// Where an absolute path of the machine is. One that was found below the root stays as it is.
+    /// The location of an absolute path of the machine. A path below the root is returned unchanged.
     pub(super) fn path(&self, path: &Path) -> PathBuf {
         if path.starts_with(&self.root) {
             return path.to_owned();
@@ -88,7 +88,7 @@ impl Host {
     }
 }
 
-/// Tries what a run does at its start.
+/// Tries the operations of the start of a run.
 fn probes() -> Vec<Probe> {
     let sealed = || {
         let memory = memfd_create(c"mgpurun-doctor", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
@@ -100,7 +100,7 @@ fn probes() -> Vec<Probe> {
     vec![
         Probe {
             name: "/proc",
-            purpose: "the kernel's view of processes, to find what ranks leave behind",
+            purpose: "the kernel's view of processes, to find leftover processes of ranks",
             outcome: threads.map_err(|error| error.to_string()),
             remedy: "in a container or chroot, mount it: mount -t proc proc /proc",
         },
@@ -112,9 +112,9 @@ fn probes() -> Vec<Probe> {
         },
         Probe {
             name: "rendezvous",
-            purpose: "a private folder with a socket, in XDG_RUNTIME_DIR or the folder of temporary files",
+            purpose: "a private folder with a socket, in XDG_RUNTIME_DIR or the folder for temporary files",
             outcome: rendezvous.map(drop).map_err(|error| error.to_string()),
-            remedy: "set TMPDIR to a folder that may be written to",
+            remedy: "set TMPDIR to a writable folder",
         },
         Probe {
             name: "pidfd",
@@ -160,7 +160,7 @@ pub(super) fn section(host: &Host) -> Section {
         Some((all, free)) => Item::new(Mark::Ok, "/dev/shm", format!("{}, {} free", size(all), size(free))),
     });
     items.extend(host.open_files.map(|files| {
-        // Four of the launcher's for each rank, and its own.
+        // The launcher needs four descriptors for each rank, and its own.
         let (mark, hint) =
             if files < 128 { (Mark::Note, "; raise it with ulimit -n") } else { (Mark::Ok, "") };
         let ranks = files.saturating_sub(32) / 4;
@@ -188,7 +188,7 @@ fn processor(host: &Host) -> Option<Item> {
     let (mark, vectors) = match () {
         () if has("avx512f") => (Mark::Ok, "AVX-512"),
         () if has("avx2") && has("fma") => (Mark::Ok, "AVX2"),
-        () => (Mark::Note, "neither AVX2 nor AVX-512: arithmetic is slow"),
+        () => (Mark::Note, "neither AVX2 nor AVX-512: computation is slow"),
     };
     Some(Item::new(mark, "processor", format!("{}, {vectors}", field("model name").unwrap_or("unknown"))))
 }
@@ -200,12 +200,12 @@ fn cores(topology: &Topology) -> Vec<Item> {
         text += &format!(" ({physical} physical, with hyper-threads)");
     }
     let mut items = vec![match all.len() {
-        0 => Item::new(Mark::Note, "cores", format!("{}; which, the system does not tell", topology.usable)),
+        0 => Item::new(Mark::Note, "cores", format!("{}, of unknown numbers", topology.usable)),
         _ => Item::new(Mark::Ok, "cores", text),
     }];
     if topology.usable < all.len() {
         let text = format!(
-            "a control group allows as much time as {} of them have; more threads than that get in each other's way",
+            "a control group limits CPU time to {} cores; more threads than that slow each other down",
             topology.usable
         );
         items.push(Item::new(Mark::Note, "quota", text));
@@ -231,7 +231,7 @@ fn memory(host: &Host) -> Item {
         (Some(total), Some(free)) => {
             Item::new(Mark::Ok, "memory", format!("{}, {} available", size(total), size(free)))
         }
-        _ => Item::new(Mark::Note, "memory", "the system does not tell"),
+        _ => Item::new(Mark::Note, "memory", "unknown"),
     }
 }
 
@@ -244,7 +244,7 @@ fn group_limit(host: &Host) -> Option<Item> {
     let limit = |folder: &PathBuf| {
         number(folder.join("memory.max")).or_else(|| number(folder.join("memory.limit_in_bytes")))
     };
-    // The first version of control groups writes "no limit" as the largest number of whole pages.
+    // Cgroup v1 represents "no limit" as the largest number of whole pages.
     let limit = folders.iter().filter_map(limit).filter(|bytes| *bytes < 1 << 60).min()?;
     Some(Item::new(
         Mark::Note,
@@ -253,7 +253,7 @@ fn group_limit(host: &Host) -> Option<Item> {
     ))
 }
 
-/// Bytes for people.
+/// Formats a number of bytes for people.
 pub(super) fn size(bytes: u64) -> String {
     let scaled = |unit: u64, name: &str| format!("{:.1} {name}", bytes as f64 / unit as f64);
     match bytes {

@@ -13,7 +13,7 @@ fn write(root: &Path, path: &str, text: &str) {
     fs::write(path, text).unwrap();
 }
 
-/// A machine of two cores with nothing on it but the root's files.
+/// A machine with nothing but the files in `root`.
 fn host(root: &Path) -> Host {
     let probe =
         Probe { name: "pidfd", purpose: "to notice an end", outcome: Ok(()), remedy: "a newer kernel" };
@@ -55,7 +55,7 @@ fn machine_with_gpus(root: &Path) {
     write(root, "usr/local/cuda-12.10/lib64/libnvrtc.so.12", "");
 }
 
-/// The report with the root of the machine left out.
+/// The report without the path of the root.
 fn shown(host: &Host) -> (String, bool) {
     let (report, healthy) = examine(host);
     (report.to_string().replace(host.root.to_str().unwrap(), ""), healthy)
@@ -69,7 +69,7 @@ fn a_machine_with_a_gpu() {
 }
 
 #[test]
-fn a_machine_with_nothing_is_not_ill() {
+fn a_machine_without_gpus_is_healthy() {
     let root = tempfile::tempdir().unwrap();
     let (text, healthy) = shown(&host(root.path()));
     assert!(healthy, "{text}");
@@ -85,7 +85,7 @@ fn a_machine_with_nothing_is_not_ill() {
 }
 
 #[test]
-fn what_every_run_needs_decides() {
+fn a_failed_probe_makes_the_machine_unhealthy() {
     let root = tempfile::tempdir().unwrap();
     let mut host = host(root.path());
     host.probes[0].outcome = Err("ENOSYS".into());
@@ -96,7 +96,7 @@ fn what_every_run_needs_decides() {
 }
 
 #[test]
-fn nccl_is_looked_for_where_a_run_looks() {
+fn nccl_is_searched_where_a_run_searches() {
     let root = tempfile::tempdir().unwrap();
     let line = |host: &Host| {
         let section = libraries::section(host);
@@ -114,17 +114,20 @@ fn nccl_is_looked_for_where_a_run_looks() {
     write(root.path(), "usr/bin/python3", "");
     let wheel = "usr/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2";
     write(root.path(), wheel, "");
-    // Python's folders are found through the real file system, so they carry the root.
+    // Python's folders are found through the real file system, so their paths include the root.
     assert_eq!(line(&host), (Mark::Ok, format!("/{wheel}")));
     host.search.explicit = Some("/opt/libnccl.so".into());
-    assert_eq!(line(&host), (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, where no file is".into()));
+    assert_eq!(
+        line(&host),
+        (Mark::Missing, "MGPU_NCCL_LIBRARY is /opt/libnccl.so, which does not exist".into())
+    );
     write(root.path(), "opt/libnccl.so", "");
     assert_eq!(line(&host), (Mark::Ok, "/opt/libnccl.so".into()));
 }
 
-/// A driver of CUDA 12 is not told to get what it cannot load, and what it cannot load does not count.
+/// For a driver of CUDA 12, libraries that it cannot use are neither recommended nor counted as found.
 #[test]
-fn what_is_recommended_is_what_the_driver_takes() {
+fn recommended_packages_match_the_driver() {
     let root = tempfile::tempdir().unwrap();
     machine_with_gpus(root.path());
     let item = |host: &Host, beginning: &str| {
@@ -156,7 +159,7 @@ fn device_files_that_are_absent_are_named() {
 }
 
 #[test]
-fn files_of_any_content_do_no_harm() {
+fn files_with_arbitrary_content_are_tolerated() {
     let root = tempfile::tempdir().unwrap();
     machine_with_gpus(root.path());
     for path in [

@@ -1,14 +1,14 @@
-//! Processes that a rank leaves running in its group when it exits with code 0.
+//! Leftover processes: those that a rank leaves running in its process group when it exits with code 0.
 //!
-//! A shell script ends while the filter behind its output still works (`exec > >(tee log)`), and a program may leave a
-//! child that is writing its last file. Their output belongs to the run, so they get time to finish. For supervision
-//! the rank has finished, and while other ranks run nothing is in a hurry. Once all have ended, what is left has
-//! [`TIME_TO_FINISH`]; then it is named and killed.
+//! A shell script may end while the filter of its output is still running (`exec > >(tee log)`), and a program may
+//! leave a child that still writes its last file. Their output belongs to the run, so they get time to finish. For the
+//! supervisor the rank has finished. While other ranks run, leftover processes may run, too. After the end of the last
+//! rank they have [`TIME_TO_FINISH`]; then they are named and killed.
 //!
-//! The group must be empty; closed pipes do not suffice, because a process that has closed its output may still be
-//! writing a file. A process that has left the group is not waited for: `orphans` ends it.
+//! The launcher waits until the group is empty. Closed pipes are not enough, because a process that has closed its output
+//! may still be writing a file. A process that has left the group is not waited for: `orphans` kills it.
 //!
-//! Until then the rank is not waited for: its zombie holds the number of the group.
+//! The rank is not reaped before its group is empty: its zombie keeps the number of the group from being reused.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -24,32 +24,32 @@ use crate::orphans;
 use crate::output::STREAMS;
 use crate::spawn::{Process, send};
 
-/// Time to finish, counted from the end of the last rank. The time in which our own reader takes no output is not
-/// counted: it is not the fault of whoever waits for it.
+/// Time to finish after the end of the last rank. Time during which the reader of our output accepts nothing is not
+/// counted: the leftover processes may be blocked by it.
 const TIME_TO_FINISH: Duration = Duration::from_secs(2);
 
-/// The number of processes that are named.
-const MOST_NAMES: usize = 8;
+/// Maximum number of processes that are named.
+const MAX_NAMES: usize = 8;
 
 impl EventLoop<'_> {
-    /// False if no rank has a child that could outlive it.
+    /// False if no rank can have a child that outlives it.
     pub(super) fn may_have_leftovers(&self) -> bool {
-        // By the time a rank's end is seen, its children have become children of this process.
+        // When a rank's end is noticed, its children have already become children of this process.
         let ranks = self.ranks.iter().filter(|rank| !rank.reaped).count();
         !self.supervision.adopts_orphans || orphans::children().len() > ranks
     }
 
-    /// Passes a signal on to what ranks have left running.
+    /// Forwards a signal to leftover processes.
     pub(super) fn signal_leftovers(&self, signal: Signal) {
         self.unreaped().for_each(|(_, rank)| send(rank.pid, signal));
     }
 
-    /// Gives what ranks have left running its time to finish. Returns a signal that ends the run and came meanwhile.
+    /// Gives leftover processes time to finish. Returns a signal that ends the run, if one arrives meanwhile.
     pub(super) fn wait_for_leftovers(&mut self) -> Option<Signal> {
         let groups: Vec<i32> = self.unreaped().map(|(_, rank)| rank.pid.as_raw()).collect();
         let mut time_left = TIME_TO_FINISH;
         let mut left = if groups.is_empty() { Vec::new() } else { running_in(&groups) };
-        while !left.is_empty() && !self.orphaned {
+        while !left.is_empty() && !self.guardian_ended {
             if time_left.is_zero() {
                 self.name_leftovers(&groups);
                 break;
@@ -65,8 +65,8 @@ impl EventLoop<'_> {
                 match source {
                     Source::Exit(index) => ended.push(index),
                     Source::Pipe(rank, stream) => _ = self.read_pipe(rank, stream),
-                    Source::Room(stream) => self.output.resume(stream),
-                    Source::Guardian => self.orphaned = true,
+                    Source::Writable(stream) => self.output.resume(stream),
+                    Source::Guardian => self.guardian_ended = true,
                     Source::Signals => signal = signal.or(self.take_ending_signal()),
                     Source::Server | Source::Log => {}
                 }
@@ -78,7 +78,7 @@ impl EventLoop<'_> {
             let mut index = 0..;
             left.retain(|_| index.next().is_none_or(|index| !ended.contains(&index)));
             if left.is_empty() {
-                // They may have started others.
+                // They may have started other processes.
                 left = running_in(&groups);
             }
             if !is_held_up {
@@ -88,22 +88,22 @@ impl EventLoop<'_> {
         None
     }
 
-    /// Kills what ranks have left running. Its end is waited for with that of all other processes.
+    /// Kills leftover processes. Their end is waited for later, with that of all other processes.
     pub(super) fn end_leftovers(&mut self) {
         for rank in self.ranks.iter_mut().filter(|rank| rank.ended.is_some() && !rank.reaped) {
-            // While its zombie is there, the number of its group cannot be anybody else's.
+            // While its zombie exists, the number of its group is not reused.
             let _ = killpg(rank.pid, Signal::SIGKILL);
             let _ = waitpid(rank.pid, None);
             rank.reaped = true;
         }
     }
 
-    /// The ranks that have ended and whose groups may still be running.
+    /// The ranks that have ended and whose groups may still have processes.
     fn unreaped(&self) -> impl Iterator<Item = (u32, &Process)> {
         (0..).zip(&self.ranks).filter(|(_, rank)| rank.ended.is_some() && !rank.reaped)
     }
 
-    /// True while output of such a group is left unread because our own reader is behind.
+    /// True while output of such a group is not read because our own reader is too slow.
     fn holds_up_leftovers(&self) -> bool {
         let is_unread = |number, rank: &Process| {
             STREAMS.iter().any(|stream| {
@@ -113,7 +113,7 @@ impl EventLoop<'_> {
         self.unreaped().any(|(number, rank)| is_unread(number, rank))
     }
 
-    /// The first signal that ends the run, of those that have come.
+    /// The first pending signal that ends the run.
     fn take_ending_signal(&mut self) -> Option<Signal> {
         let signals = self.signals.take();
         if signals.contains(&Signal::SIGQUIT) {
@@ -129,9 +129,9 @@ impl EventLoop<'_> {
         let name = |(pid, rank): &(u32, Option<usize>)| {
             format!("{} (pid {pid}, of rank {})", name_of(*pid), rank.unwrap_or_default())
         };
-        let mut names: Vec<String> = left.iter().take(MOST_NAMES).map(name).collect();
-        if left.len() > MOST_NAMES {
-            names.push(format!("{} more", left.len() - MOST_NAMES));
+        let mut names: Vec<String> = left.iter().take(MAX_NAMES).map(name).collect();
+        if left.len() > MAX_NAMES {
+            names.push(format!("{} more", left.len() - MAX_NAMES));
         }
         if !names.is_empty() {
             let seconds = TIME_TO_FINISH.as_secs();

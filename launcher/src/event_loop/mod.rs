@@ -1,7 +1,7 @@
-//! The one place where the launcher waits: exits, output, messages, signals and deadlines come out of one `poll`.
+//! The event loop: one `poll` waits for exits, output, messages, signals and deadlines.
 //!
-//! Nothing here decides anything. Events go to the [`Supervisor`], and its actions are carried out. Nothing here blocks
-//! either, except in `poll`: not on a rank's pipe, and not on the reader of our own output.
+//! The loop makes no decisions: it passes events to the [`Supervisor`] and carries out its actions. It never blocks
+//! outside of `poll`, neither on a rank's pipe nor on the reader of the launcher's own output.
 
 mod leftovers;
 mod wait;
@@ -29,22 +29,22 @@ use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
-use crate::watch::{self, Verdict, Watched};
+use crate::watch::{self, Verdict, WatchedRank};
 use crate::{exit_code, mpi, orphans};
 use wait::{Source, output_sources, poll_sources, signal_sources};
 pub(crate) use wait::{flush, wait_out};
 
-/// Longest read, and the capacity of a pipe where the kernel does not tell.
+/// Size of the read buffer, and the assumed capacity of a pipe if the kernel does not tell it.
 const PIPE_CAPACITY: usize = 64 << 10;
 
-/// Time between two looks at the ranks' steps, if somebody records them.
-const STEPS_APART: Duration = Duration::from_secs(1);
+/// Interval at which the ranks' steps are polled if events are recorded.
+const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Who is so late was not busy but suspended, and the ranks with it, as by a freezer of control groups: their silence
-/// in that time says nothing.
-const OVERSLEPT: Duration = Duration::from_secs(1);
+/// If the loop wakes so much later than its deadline, the launcher was suspended, and the ranks with it (by the cgroup
+/// freezer, for instance). Their lack of progress in that time is ignored.
+const SUSPENSION_THRESHOLD: Duration = Duration::from_secs(1);
 
-/// Everything the loop waits for.
+/// The state of the event loop.
 pub(crate) struct EventLoop<'a> {
     ranks: Vec<Process>,
     server: Server,
@@ -53,34 +53,34 @@ pub(crate) struct EventLoop<'a> {
     events: &'a mut EventLog,
     supervisor: Supervisor,
     supervision: Supervision,
-    /// When a rank might have been silent for so long.
-    next_look: Option<Instant>,
-    /// When to look for new steps, if somebody records them.
-    next_steps: Option<Instant>,
+    /// Earliest time at which a rank may have exceeded the progress timeout.
+    next_progress_check: Option<Instant>,
+    /// When to poll the ranks' steps, if events are recorded.
+    next_step_poll: Option<Instant>,
     mpi: MpiWatch,
-    /// Faults that ranks are to commit.
+    /// Faults to inject.
     injections: &'a [Injection],
     /// The guardian has ended.
-    orphaned: bool,
-    /// When this process was last found to have been kept from its work, as [`progress::now`].
+    guardian_ended: bool,
+    /// End of the last suspension of this process, as [`progress::now`].
     awake_since: Duration,
-    /// What was read of a pipe.
+    /// Read buffer.
     bytes: Box<[u8]>,
 }
 
-/// How the ranks ended.
-pub(crate) struct End {
+/// The end of an attempt.
+pub(crate) struct AttemptEnd {
     pub(crate) outcome: Outcome,
     pub(crate) reached: Reached,
-    /// Faults that were to be injected and were not, each in a line.
+    /// Injected faults that have not happened, one line each.
     pub(crate) missed_faults: Vec<String>,
 }
 
-/// The ranks of one start, and how they are supervised.
+/// One start of the ranks, and how they are supervised.
 pub(crate) struct Attempt<'a> {
     pub(crate) processes: Vec<Process>,
     pub(crate) server: Server,
-    /// Faults that ranks are to commit; at the end it is told which have not happened.
+    /// Faults to inject; those that have not happened are reported at the end.
     pub(crate) injections: &'a [Injection],
     pub(crate) supervision: Supervision,
 }
@@ -98,8 +98,8 @@ impl<'a> EventLoop<'a> {
         EventLoop {
             mpi: MpiWatch::new(ranks.len()),
             supervisor: Supervisor::new(ranks.len() as u32, join_timeout, grace, now),
-            next_look: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
-            next_steps: events.is_enabled().then_some(now),
+            next_progress_check: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
+            next_step_poll: events.is_enabled().then_some(now),
             ranks,
             server,
             signals,
@@ -107,21 +107,21 @@ impl<'a> EventLoop<'a> {
             events,
             supervision,
             injections,
-            orphaned: false,
+            guardian_ended: false,
             awake_since: Duration::ZERO,
             bytes: vec![0; PIPE_CAPACITY].into(),
         }
     }
 
-    /// Runs until all ranks and their groups have ended and their output has been taken in.
-    pub(crate) fn run(mut self) -> End {
+    /// Runs until all ranks and their groups have ended and all their output has been read.
+    pub(crate) fn run(mut self) -> AttemptEnd {
         loop {
             let ready = self.wait();
-            // Output first: what a rank wrote before it ended comes before its end.
+            // Output first: what a rank wrote before it ended is shown before its end is reported.
             for source in &ready {
                 match source {
                     Source::Pipe(rank, stream) => _ = self.read_pipe(*rank, *stream),
-                    Source::Room(stream) => self.output.resume(*stream),
+                    Source::Writable(stream) => self.output.resume(*stream),
                     Source::Signals | Source::Guardian | Source::Server | Source::Exit(_) | Source::Log => {}
                 }
             }
@@ -139,8 +139,8 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Nothing of the ranks is left when this returns.
-    fn end(&mut self, mut outcome: Outcome) -> End {
+    /// Cleans up: no process of the ranks is left when this returns.
+    fn end(&mut self, mut outcome: Outcome) -> AttemptEnd {
         if !outcome.interrupted
             && let Some(signal) = self.wait_for_leftovers()
         {
@@ -151,9 +151,9 @@ impl<'a> EventLoop<'a> {
         self.end_leftovers();
         self.drain_all();
         self.record_steps();
-        for event in self.server.last_refusals() {
-            if let ServerEvent::Refused { group, connections, why } = event {
-                self.say_refused(group, connections, &why);
+        for event in self.server.drain_rejections() {
+            if let ServerEvent::Rejected { group, connections, why } = event {
+                self.say_rejected(group, connections, &why);
             }
         }
         if self.supervision.adopts_orphans {
@@ -171,41 +171,41 @@ impl<'a> EventLoop<'a> {
             false => Reached::Start,
         };
         let missed_faults = faults::missed(self.injections, page);
-        End { outcome, reached, missed_faults }
+        AttemptEnd { outcome, reached, missed_faults }
     }
 
-    /// What has happened, the most telling first.
+    /// The events of the ready sources, in the order in which the supervisor should see them.
     fn events(&mut self, ready: &[Source]) -> Vec<Event> {
         let (mut events, mut exits, mut served) = (Vec::new(), Vec::new(), false);
         for source in ready {
             match source {
                 Source::Signals => events.extend(self.take_signals()),
                 Source::Guardian => {
-                    self.orphaned = true;
-                    events.push(Event::Orphaned);
+                    self.guardian_ended = true;
+                    events.push(Event::GuardianEnded);
                 }
-                // All of its connections at once.
+                // One call serves all connections.
                 Source::Server if !served => {
                     served = true;
                     events.extend(self.serve());
                 }
                 Source::Server => {}
                 Source::Exit(rank) => exits.extend(self.reap(*rank)),
-                Source::Pipe(..) | Source::Room(_) | Source::Log => {}
+                Source::Pipe(..) | Source::Writable(_) | Source::Log => {}
             }
         }
-        // Of ranks that ended within one turn, one that blames another failed after it.
+        // If several ranks ended in one iteration, a rank that blames another one failed after it.
         exits.sort_by_key(|exit| matches!(exit, Event::Exited { blame: Some(_), .. }));
         events.extend(exits);
         if self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
             events.extend(self.serve());
         }
-        if self.next_steps.is_some_and(|at| at <= Instant::now()) {
+        if self.next_step_poll.is_some_and(|at| at <= Instant::now()) {
             self.record_steps();
-            self.next_steps = Some(Instant::now() + STEPS_APART);
+            self.next_step_poll = Some(Instant::now() + STEP_POLL_INTERVAL);
         }
-        self.look_for_mpi();
-        events.extend(self.look_for_silence());
+        self.check_for_mpi();
+        events.extend(self.check_progress());
         events.push(Event::Tick);
         events
     }
@@ -214,7 +214,7 @@ impl<'a> EventLoop<'a> {
         let (children, signals): (Vec<Signal>, Vec<Signal>) =
             self.signals.take().into_iter().partition(|signal| *signal == Signal::SIGCHLD);
         if !children.is_empty() && self.supervision.adopts_orphans {
-            // Ranks are waited for when their pidfds say so.
+            // Ranks are reaped when their pidfds become readable.
             orphans::reap(|child| self.ranks.iter().any(|rank| rank.pid == child && !rank.reaped));
         }
         for signal in signals.iter().filter(|signal| ends_the_run(**signal)) {
@@ -223,50 +223,50 @@ impl<'a> EventLoop<'a> {
         signals.into_iter().map(Event::Signalled).collect()
     }
 
-    /// Tells the user if the ranks seem to expect another launcher.
-    fn look_for_mpi(&mut self) {
+    /// Tells the user if the ranks are MPI programs.
+    fn check_for_mpi(&mut self) {
         match self.ranks.first().filter(|rank| !rank.reaped) {
-            Some(rank) if self.mpi.look(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
+            Some(rank) if self.mpi.check(rank.pid.as_raw(), Instant::now()) => self.output.say(mpi::ADVICE),
             Some(_) => {}
             None => self.mpi.end(),
         }
     }
 
-    /// The rank that has been silent for too long, if one could have been by now.
-    fn look_for_silence(&mut self) -> Option<Event> {
+    /// The event of a rank that has exceeded the progress timeout, if a check is due.
+    fn check_progress(&mut self) -> Option<Event> {
         let timeout = self
             .supervision
             .progress_timeout
-            .filter(|_| self.next_look.is_some_and(|at| at <= Instant::now()))?;
+            .filter(|_| self.next_progress_check.is_some_and(|at| at <= Instant::now()))?;
         let (page, now) = (self.server.page(), progress::now());
         let watched = |rank: u32| {
             let mut progress = page.progress(rank);
             progress.changed = progress.changed.max(self.awake_since);
-            Watched { rank, progress }
+            WatchedRank { rank, progress }
         };
-        let mut ranks: Vec<Watched> = (0..page.world_size()).map(watched).collect();
+        let mut ranks: Vec<WatchedRank> = (0..page.world_size()).map(watched).collect();
         if ranks.iter().any(|rank| rank.progress.state == RankState::Absent) {
-            // Those who have joined wait for those who have not: that is the business of the other deadline.
-            self.next_look = Instant::now().checked_add(timeout);
+            // The ranks that have joined wait for the others: the join timeout covers this.
+            self.next_progress_check = Instant::now().checked_add(timeout);
             return None;
         }
-        let has_ended = |rank: &Watched| self.ranks[rank.rank as usize].ended.is_some();
+        let has_ended = |rank: &WatchedRank| self.ranks[rank.rank as usize].ended.is_some();
         ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank));
         let stopped = |rank: u32| is_stopped(self.pid_of(rank));
-        match watch::look(&ranks, timeout, now, stopped) {
+        match watch::find_silent_rank(&ranks, timeout, now, stopped) {
             Verdict::Healthy(next) => {
                 let wait = next.map_or(timeout, |next| next.saturating_sub(now));
-                self.next_look = Instant::now().checked_add(wait);
+                self.next_progress_check = Instant::now().checked_add(wait);
                 None
             }
             Verdict::Silent(rank, idle) => {
-                self.next_look = None;
+                self.next_progress_check = None;
                 Some(Event::Silent { rank, idle, doing: self.row(rank).doing() })
             }
         }
     }
 
-    /// Writes down the steps that ranks have come to since the last time.
+    /// Records the steps that have changed since the last call.
     fn record_steps(&mut self) {
         for (rank, process) in (0..).zip(&mut self.ranks) {
             let step = self.server.page().progress(rank).step;
@@ -276,13 +276,13 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// What a rank is doing.
+    /// The row of a rank in the table.
     fn row(&self, rank: u32) -> Row {
         let ended = self.ranks[rank as usize].ended.clone();
         Row::of(self.server.page(), rank, Some(self.pid_of(rank)), ended)
     }
 
-    /// The process that does a rank's work: the one that has joined, which a shell may have started.
+    /// The process of a rank: the one that has joined, which may be a child of the started process.
     fn pid_of(&self, rank: u32) -> u32 {
         match self.server.page().progress(rank).pid {
             0 => self.ranks[rank as usize].pid.as_raw() as u32,
@@ -290,7 +290,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Shows what every rank is doing.
+    /// Prints the table of what every rank is doing.
     fn report(&mut self) {
         let rows: Vec<Row> = (0..self.ranks.len() as u32).map(|rank| self.row(rank)).collect();
         for line in table(&rows, progress::now()).lines() {
@@ -298,16 +298,16 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Sleeps until something is ready or due.
+    /// Sleeps until a source is ready or a deadline has passed.
     fn wait(&mut self) -> Vec<Source> {
         let mut sources = vec![];
-        // The guardian's end stays readable: once is enough.
-        let is_news = |source: &Source| !(self.orphaned && matches!(source, Source::Guardian));
+        // The guardian's pidfd stays readable; it is handled once.
+        let is_news = |source: &Source| !(self.guardian_ended && matches!(source, Source::Guardian));
         sources.extend(signal_sources(self.signals).filter(|(source, _)| is_news(source)));
         sources.extend(self.server.fds().into_iter().map(|fd| (Source::Server, fd)));
         for (rank, number) in self.ranks.iter().zip(0..) {
             if rank.ended.is_none() {
-                // Of a rank that has ended, what is left of its group.
+                // For a rank that has ended: the remaining processes of its group.
                 let end = rank.group.first().unwrap_or(&rank.pidfd);
                 sources.push((Source::Exit(number), end.as_fd()));
             }
@@ -318,19 +318,19 @@ impl<'a> EventLoop<'a> {
             self.supervisor.next_deadline(),
             self.server.next_deadline(),
             self.output.next_deadline(),
-            self.next_look,
-            self.next_steps,
+            self.next_progress_check,
+            self.next_step_poll,
             self.mpi.next_deadline(),
         ];
         let deadline = deadlines.into_iter().flatten().min();
         let ready = poll_sources(&sources, deadline);
-        if deadline.is_some_and(|deadline| Instant::now() > deadline + OVERSLEPT) {
+        if deadline.is_some_and(|deadline| Instant::now() > deadline + SUSPENSION_THRESHOLD) {
             self.awake_since = progress::now();
         }
         ready
     }
 
-    /// The ranks' pipes that may be read: their readers and disks have room.
+    /// The ranks' pipes to read: those whose output has room at its reader and its disk.
     fn pipes(&self) -> impl Iterator<Item = (Source, BorrowedFd<'_>)> {
         let all = (0..).zip(&self.ranks).flat_map(|(number, rank)| {
             STREAMS.map(|stream| (number, stream, rank.pipes[stream as usize].as_ref()))
@@ -350,19 +350,19 @@ impl<'a> EventLoop<'a> {
                     events.push(Event::Joined(rank));
                 }
                 ServerEvent::Left { .. } => {}
-                ServerEvent::Unfit { rank, fault, why } => {
-                    events.push(Event::Unfit { rank, exit_code: exit_code::preflight(fault), why });
+                ServerEvent::Incompatible { rank, fault, why } => {
+                    events.push(Event::Incompatible { rank, exit_code: exit_code::preflight(fault), why });
                 }
-                ServerEvent::Refused { group, connections, why } => {
-                    self.say_refused(group, connections, &why);
+                ServerEvent::Rejected { group, connections, why } => {
+                    self.say_rejected(group, connections, &why);
                 }
             }
         }
         events
     }
 
-    /// Tells the user of refused connections. What a rank starts is in its group.
-    fn say_refused(&mut self, group: Option<u32>, connections: u64, why: &str) {
+    /// Reports rejected connections. The processes that a rank starts are in its group.
+    fn say_rejected(&mut self, group: Option<u32>, connections: u64, why: &str) {
         let what = match connections {
             1 => "a connection".to_owned(),
             many => format!("{many} connections, the first"),
@@ -370,10 +370,10 @@ impl<'a> EventLoop<'a> {
         let is_its = |rank: &Process| group == u32::try_from(rank.pid.as_raw()).ok();
         let rank = self.ranks.iter().position(is_its);
         let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
-        self.output.say(&format!("refused {what}{whose}: {why}"));
+        self.output.say(&format!("rejected {what}{whose}: {why}"));
     }
 
-    /// Reads once; the number of bytes, 0 when there are none for now or for ever.
+    /// Reads once. Returns the number of bytes; 0 if there are none now or the pipe is closed.
     fn read_pipe(&mut self, number: u32, stream: Stream) -> usize {
         let pipe = &mut self.ranks[number as usize].pipes[stream as usize];
         let Some(open) = pipe else { return 0 };
@@ -394,8 +394,8 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Reads all that a rank has written before it ended. That is at most what its pipes hold: a process that left
-    /// its group may go on writing for ever.
+    /// Reads everything that a rank wrote before it ended. That is at most the capacity of its pipes; the limit matters
+    /// because a process that left the rank's group may continue to write.
     fn drain(&mut self, number: u32) {
         for stream in STREAMS {
             let pipe = self.ranks[number as usize].pipes[stream as usize].as_ref();
@@ -410,63 +410,63 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// Takes in a process that has ended.
+    /// Handles a process that has ended.
     fn reap(&mut self, number: u32) -> Option<Event> {
         let (pid, may_have_leftovers) = (self.ranks[number as usize].pid, self.may_have_leftovers());
         let rank = &mut self.ranks[number as usize];
-        // Look without reaping: while the zombie is there, the number of its group cannot be anybody else's.
+        // Check without reaping (WNOWAIT): while the zombie exists, the number of its group is not reused.
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
         match waitid(Id::Pid(pid), look) {
             Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
-            // A shell that was asked to end does so at once, while the program it runs uses its time.
+            // A shell ends at once when asked to, while the program that it runs may need its grace time.
             Ok(_) if rank.sent == Sent::Request => {
                 rank.group = running_in(&[pid.as_raw()]);
                 if !rank.group.is_empty() {
                     return None;
                 }
             }
-            // Its children may still be writing: they are seen to at the end of the run.
+            // Its children may still be writing; they are handled at the end of the run.
             Ok(WaitStatus::Exited(_, 0)) if rank.sent == Sent::Nothing && may_have_leftovers => {
                 return Some(self.note_end(number, Exit::Code(0)));
             }
             Ok(_) => _ = killpg(pid, Signal::SIGKILL),
-            // Somebody else in this process has waited for our child: its group's number is not ours any more.
+            // Another part of this process has reaped our child: its group's number may have been reused.
             Err(_) => {}
         }
         let exit = match waitpid(pid, None) {
             Ok(WaitStatus::Exited(_, code)) => Exit::Code(code),
             Ok(WaitStatus::Signaled(_, signal, _)) => Exit::Signal(signal as i32),
-            // Its code is lost as well.
+            // Its exit code is lost, too.
             Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
         };
         rank.reaped = true;
         Some(self.note_end(number, exit))
     }
 
-    /// Takes in what a rank that has ended has written, and says how it ended.
+    /// Reads the remaining output of a rank that has ended, and returns the event of its end.
     fn note_end(&mut self, number: u32, exit: Exit) -> Event {
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
-        rank.ended = Some(if asked { exit.describe_asked() } else { exit.describe() });
+        rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
         self.events.record(events::Event::exit(number, exit, asked));
         self.drain(number);
         self.end_quietly(number, exit);
         Event::Exited { rank: number, exit, blame: self.server.blame(number) }
     }
 
-    /// Our reader has left, as `head` does, so the rank found its pipe closed and ended. What the others have to say
-    /// about that is no news to anybody.
+    /// Mutes the output if the rank ended because the launcher's own reader has exited, as `head` does. The errors of the
+    /// other ranks about that are of no use.
     fn end_quietly(&mut self, number: u32, exit: Exit) {
         let is_first = self.supervisor.is_undecided();
         let is_unread = !self.output.is_wanted(number, Stream::Stdout);
-        if is_first && is_unread && exit.code() == exit_code::READER_LEFT {
+        if is_first && is_unread && exit.code() == exit_code::BROKEN_PIPE {
             self.output.mute();
         }
     }
 
     fn carry_out(&mut self, action: Action) -> Option<Outcome> {
         match action {
-            Action::Announce(rank, departure) => self.server.rank_gone(rank, departure),
+            Action::Announce(rank, end) => self.server.rank_ended(rank, end),
             Action::Send(number, signal) => {
                 let rank = &mut self.ranks[number as usize];
                 if !rank.reaped {
@@ -486,23 +486,23 @@ impl<'a> EventLoop<'a> {
         None
     }
 
-    /// Tells the user how the run ends, and the record who is to blame.
+    /// Prints how the run ends, and records the culprit as an event.
     fn settle(&mut self, outcome: Outcome) {
         if self.ranks.iter().all(|rank| rank.reaped) {
-            // What they have written comes first.
+            // Their output comes first.
             self.drain_all();
         }
         if let Some(rank) = outcome.culprit {
             let cause = outcome.message.clone().unwrap_or_default();
             self.events.record(events::Event::Fault { rank, cause, exit_code: outcome.exit_code });
         }
-        // As `cat` ends when its reader has left: nobody wants to know.
+        // If the reader has exited, the run ends quietly, as `cat` would.
         if !self.output.is_muted() {
             outcome.message.iter().for_each(|message| self.output.say(message));
         }
     }
 
-    /// Takes in what is left in the pipes. A process that left its group and holds a pipe open is not waited for.
+    /// Reads what is left in the pipes. Does not wait for a process that left its group and holds a pipe open.
     fn drain_all(&mut self) {
         for number in 0..self.ranks.len() as u32 {
             self.drain(number);

@@ -1,4 +1,4 @@
-//! One of this process's own streams, with what is known of whoever reads it.
+//! Standard output or error of this process, with the properties of its terminal.
 
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
@@ -7,14 +7,14 @@ use std::time::Duration;
 use super::options::Color;
 use super::sink::Sink;
 
-/// How the rest of a transient line is erased that is on the screen where something else is to be.
+/// How to erase the rest of a transient line that the next line overwrites.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Erase {
-    /// There is no terminal.
+    /// Nothing to erase: it is not a terminal.
     Nothing,
     /// To the end of the row.
     Row,
-    /// To the end of the screen: the terminal has become narrower, and has put the line on two rows.
+    /// To the end of the screen: the terminal has become narrower and has wrapped the line to two rows.
     Screen,
 }
 
@@ -41,19 +41,23 @@ impl Erase {
 /// Standard output or error.
 pub(super) struct Destination {
     pub(super) sink: Sink,
-    /// A terminal, which shows transient lines.
+    /// It is a terminal that shows transient lines.
     pub(super) terminal: bool,
     pub(super) color: bool,
-    /// Lines that were dropped and not told of yet.
+    /// Dropped lines that were not reported yet.
     pub(super) missed: u64,
-    /// Columns of the terminal when it was asked last.
+    /// Width of the terminal at the last query.
     columns: usize,
 }
 
 impl Destination {
-    pub(super) fn new(stream: impl AsFd + IsTerminal + 'static, color: Color, patience: Duration) -> Self {
+    pub(super) fn new(
+        stream: impl AsFd + IsTerminal + 'static,
+        color: Color,
+        stall_timeout: Duration,
+    ) -> Self {
         let is_terminal = stream.is_terminal();
-        // Open MPI gives its ranks a terminal too: it reads there what it then writes elsewhere.
+        // Open MPI gives its ranks a pseudo-terminal and forwards what it reads from it.
         let terminal = is_terminal && std::env::var_os("OMPI_COMM_WORLD_RANK").is_none();
         let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let color = match color {
@@ -61,21 +65,26 @@ impl Destination {
             Color::Never => false,
             Color::Auto => terminal && !plain,
         };
-        Destination { sink: Sink::new(stream, is_terminal, patience), terminal, color, missed: 0, columns: 0 }
+        Destination {
+            sink: Sink::new(stream, is_terminal, stall_timeout),
+            terminal,
+            color,
+            missed: 0,
+            columns: 0,
+        }
     }
 
-    /// Columns that a transient line may have. The last one stays free: a cursor behind it may already be in the next
-    /// row.
+    /// Maximum width of a transient line. The last column stays free: after it the cursor may already be in the next row.
     pub(super) fn columns(&self) -> usize {
         self.columns - 1
     }
 
-    /// Asks for the width of the terminal, and says how to erase what may be under the next line.
+    /// Queries the width of the terminal, and returns how to erase what the next line overwrites.
     pub(super) fn measure(&mut self) -> Erase {
         if !self.terminal {
             return Erase::Nothing;
         }
-        // A launcher gets no signal about it: it is not in the foreground.
+        // The launcher gets no SIGWINCH: it is not in the foreground process group.
         let width = terminal_size::terminal_size_of(&self.sink).map(|(width, _)| usize::from(width.0));
         let columns = width.unwrap_or(usize::MAX);
         if columns < std::mem::replace(&mut self.columns, columns) { Erase::Screen } else { Erase::Row }

@@ -1,37 +1,37 @@
-//! Bytes to lines: pure.
+//! Splits bytes into lines. Pure: no I/O.
 //!
-//! What a rank writes arrives in pieces that the kernel chose. A line is complete at its line feed; carriage returns
-//! that no line feed follows end a transient one, such as a progress bar. The last thing a rank writes is a line,
-//! however it ends: nothing will overwrite it, and before a crash it may be what one wants to know.
+//! A rank's output arrives in chunks of arbitrary size. A line is complete at its line feed; carriage returns that no
+//! line feed follows end a transient line, such as a progress bar. The last text that a rank writes is a line, however
+//! it ends: nothing overwrites it, and before a crash it may be important.
 
 use memchr::memchr2;
 
-/// Longest line; what is longer is passed on in pieces.
-const LONGEST_LINE: usize = 1 << 20;
+/// Maximum length of a line; longer lines are passed on in pieces.
+const MAX_LINE: usize = 1 << 20;
 
 /// A piece of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Piece<'a> {
     /// A line, without its end.
     Line(&'a [u8]),
-    /// A line that a carriage return ended; not empty.
+    /// A line that ended with a carriage return; not empty.
     Transient(&'a [u8]),
 }
 
-/// Puts bytes together into lines.
+/// Assembles bytes into lines.
 #[derive(Debug, Default)]
 pub struct LineSplitter {
-    /// What has come of a line that is not complete.
+    /// The incomplete line.
     begun: Vec<u8>,
-    /// A carriage return has come after it; what follows decides what kind of a line it is.
+    /// A carriage return follows it; the next byte decides whether it is transient.
     returned: bool,
 }
 
 impl LineSplitter {
-    /// Takes bytes and passes on the pieces they complete.
+    /// Processes bytes and passes the completed pieces to `take`.
     pub fn push(&mut self, mut bytes: &[u8], mut take: impl FnMut(Piece<'_>)) {
         while let Some(first) = bytes.first() {
-            // Carriage returns before a line feed belong to the line's end.
+            // Carriage returns in front of a line feed belong to the end of the line.
             if self.returned && !is_end(*first) {
                 self.returned = false;
                 let line = std::mem::take(&mut self.begun);
@@ -39,11 +39,11 @@ impl LineSplitter {
                     take(Piece::Transient(&line));
                 }
             }
-            // Only what comes after the longest line tells whether it was one.
-            if self.begun.len() == LONGEST_LINE && !is_end(*first) {
+            // Only the next byte tells whether a line of the maximum length is complete.
+            if self.begun.len() == MAX_LINE && !is_end(*first) {
                 take(Piece::Line(&std::mem::take(&mut self.begun)));
             }
-            let room = bytes.len().min(LONGEST_LINE - self.begun.len());
+            let room = bytes.len().min(MAX_LINE - self.begun.len());
             let (text, rest) = bytes.split_at(memchr2(b'\n', b'\r', &bytes[..room]).unwrap_or(room));
             let end = rest.first().copied().filter(|byte| is_end(*byte));
             bytes = if end.is_some() { &rest[1..] } else { rest };
@@ -59,7 +59,7 @@ impl LineSplitter {
         }
     }
 
-    /// What is left at the end of the stream: a line without its end.
+    /// The incomplete line at the end of the stream.
     pub fn finish(&mut self) -> Option<Vec<u8>> {
         self.returned = false;
         Some(std::mem::take(&mut self.begun)).filter(|rest| !rest.is_empty())
@@ -99,7 +99,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn lines_are_the_input_whatever_the_chunks(
+        fn lines_do_not_depend_on_chunks(
             input in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'a'), any::<u8>()], 0..300), chunk in 1usize..50
         ) {
             let input: Vec<u8> = input.into_iter().filter(|byte| *byte != b'\r').collect();
@@ -118,7 +118,7 @@ mod tests {
         }
 
         #[test]
-        fn chunks_do_not_matter(
+        fn pieces_do_not_depend_on_chunks(
             input in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'\r'), Just(b'x')], 0..60), chunk in 1usize..9
         ) {
             prop_assert_eq!(split(&input, chunk), split(&input, 1000));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn carriage_returns() {
+    fn carriage_returns_end_transient_lines() {
         let line = |text: &str| Owned::Line(text.into());
         let transient = |text: &str| Owned::Transient(text.into());
         assert_eq!(split(b"10%\r20%\rdone\n", 4), [transient("10%"), transient("20%"), line("done")]);
@@ -138,8 +138,8 @@ mod tests {
     }
 
     #[test]
-    fn endless_lines_are_cut() {
-        let pieces = split(&vec![b'x'; 2 * LONGEST_LINE + 5], 4096);
+    fn long_lines_are_cut() {
+        let pieces = split(&vec![b'x'; 2 * MAX_LINE + 5], 4096);
         let lengths: Vec<usize> = pieces
             .iter()
             .map(|piece| match piece {
@@ -147,8 +147,8 @@ mod tests {
                 Owned::Transient(_) => 0,
             })
             .collect();
-        assert_eq!(lengths, [LONGEST_LINE, LONGEST_LINE, 5]);
-        let mut longest = vec![b'x'; LONGEST_LINE];
+        assert_eq!(lengths, [MAX_LINE, MAX_LINE, 5]);
+        let mut longest = vec![b'x'; MAX_LINE];
         longest.extend(b"\r\nnext\n");
         assert_eq!(split(&longest, 4096).len(), 2);
     }

@@ -1,14 +1,14 @@
 //! The ranks' logs: a file for each, written by a thread.
 //!
-//! A disk that is slow slows the ranks down. One that hangs costs lines, after the ranks have waited for it for a
-//! while; a full one ends the log. Both are said, and where lines are missing the log says so itself.
+//! A slow disk slows the ranks down. A disk that hangs causes dropped lines after the stall timeout, and a full disk
+//! ends the log. Both are reported, and the log itself says where lines are missing.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::LogError;
-use super::patience::Patience;
+use super::stall::StallDetector;
 use crate::writer::{LONG_QUEUE, Start, Writer, open};
 
 /// The name of the writing thread.
@@ -18,24 +18,24 @@ const THREAD: &str = "mgpurun-log";
 #[derive(Debug, Clone, Copy, Default)]
 struct Log {
     ended: bool,
-    /// Lines that were dropped and not told of yet.
+    /// Dropped lines that were not reported yet.
     lost: u64,
 }
 
 /// All logs of a run.
 pub(super) struct Logs {
     writer: Writer,
-    patience: Patience,
-    /// What [`Writer::taken`] said last.
+    stall: StallDetector,
+    /// Last value of [`Writer::taken`].
     taken: u64,
     logs: Vec<Log>,
-    /// Nothing comes any more: all that is left should be written.
+    /// No more lines come; the queue should be emptied.
     closing: bool,
 }
 
 impl Logs {
-    /// Empty files `rank-N.log` in `folder`, which is made if it is missing.
-    pub(super) fn create(folder: &Path, ranks: u32, patience: Duration) -> Result<Self, LogError> {
+    /// Creates empty files `rank-N.log` in `folder`, which is created if it is missing.
+    pub(super) fn create(folder: &Path, ranks: u32, timeout: Duration) -> Result<Self, LogError> {
         let failed = |path: &Path| {
             let path = path.to_owned();
             |error| LogError { path, error }
@@ -47,96 +47,96 @@ impl Logs {
         let files = (0..ranks).map(create).collect::<Result<_, _>>()?;
         let writer = Writer::start(THREAD, files).map_err(failed(folder))?;
         let logs = vec![Log::default(); ranks as usize];
-        Ok(Logs { writer, patience: Patience::new(patience), taken: 0, logs, closing: false })
+        Ok(Logs { writer, stall: StallDetector::new(timeout), taken: 0, logs, closing: false })
     }
 
-    /// False once a rank's log could not be written any more.
+    /// False once writing a rank's log has failed.
     pub(super) fn is_open(&self, rank: u32) -> bool {
         !self.logs[rank as usize].ended
     }
 
     /// False while ranks should wait.
     pub(super) fn has_room(&self) -> bool {
-        !self.patience.is_waiting()
+        !self.stall.is_waiting()
     }
 
-    /// Takes a rank's whole lines, or counts them as lost.
+    /// Queues complete lines of a rank, or counts them as lost.
     pub(super) fn push(&mut self, rank: u32, bytes: &[u8], lines: u64) {
         let log = &mut self.logs[rank as usize];
         if log.ended {
             return;
         }
-        if self.patience.is_stuck() {
+        if self.stall.is_stalled() {
             log.lost += lines;
         } else {
             self.writer.push(rank as usize, bytes, lines);
-            self.look(Instant::now());
+            self.observe_writer(Instant::now());
         }
     }
 
-    /// When [`tick`](Self::tick) is due.
+    /// When the next [`tick`](Self::tick) is due.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.patience.deadline()
+        self.stall.deadline()
     }
 
-    /// Readable when [`tick`](Self::tick) has something to do before that.
+    /// Readable if [`tick`](Self::tick) should be called earlier.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.writer.bell()
     }
 
-    /// Sees how far the writer is. What the user should be told.
+    /// Checks the progress of the writer. Returns messages for the user.
     pub(super) fn tick(&mut self, now: Instant) -> Vec<String> {
         self.writer.silence();
         let mut notices = Vec::new();
         for (rank, error) in self.writer.failures() {
             self.logs[rank].ended = true;
-            notices.push(format!("the log of rank {rank} ends here: {error}; the run goes on"));
+            notices.push(format!("the log of rank {rank} ends here: {error}; the run continues"));
         }
-        self.look(now);
-        self.patience.expire(now);
-        if !self.patience.is_stuck() {
-            notices.extend(self.tell_losses());
+        self.observe_writer(now);
+        self.stall.expire(now);
+        if !self.stall.is_stalled() {
+            notices.extend(self.report_losses());
         }
         notices
     }
 
-    /// From now on nothing comes any more.
+    /// Notes that no more lines come.
     pub(super) fn close(&mut self) {
         if !std::mem::replace(&mut self.closing, true) {
             self.writer.ring_when_empty();
-            self.look(Instant::now());
+            self.observe_writer(Instant::now());
         }
     }
 
-    /// True while something is left that may still be written.
+    /// True while queued data may still be written.
     pub(super) fn is_pending(&self) -> bool {
-        !self.patience.is_stuck() && self.writer.waiting() > 0
+        !self.stall.is_stalled() && self.writer.waiting() > 0
     }
 
-    /// Gives up what is not written yet. What the user should be told.
+    /// Drops queued data. Returns messages for the user.
     pub(super) fn abandon(&mut self) -> Vec<String> {
         for (log, lines) in self.logs.iter_mut().zip(self.writer.abandon()) {
             log.lost += lines;
         }
-        self.tell_losses()
+        self.report_losses()
     }
 
-    fn look(&mut self, now: Instant) {
+    fn observe_writer(&mut self, now: Instant) {
         let taken = self.writer.taken();
         let long = self.writer.waiting() > if self.closing { 0 } else { LONG_QUEUE };
-        self.patience.observe(taken != self.taken, long, now);
+        self.stall.observe(taken != self.taken, long, now);
         self.taken = taken;
     }
 
-    fn tell_losses(&mut self) -> Vec<String> {
-        let seconds = self.patience.limit().as_secs_f64();
+    fn report_losses(&mut self) -> Vec<String> {
+        let seconds = self.stall.limit().as_secs_f64();
         let mut notices = Vec::new();
         for (rank, log) in self.logs.iter_mut().enumerate() {
             let lost = std::mem::take(&mut log.lost);
             if lost > 0 && !log.ended {
                 self.writer.push(rank, format!("mgpurun: {lost} lines are missing here\n").as_bytes(), 0);
                 notices.push(format!(
-                    "the log of rank {rank} lost {lost} lines: its disk took nothing for {seconds} s"
+                    "the log of rank {rank} lost {lost} lines: its disk accepted nothing for {seconds} s"
                 ));
             }
         }
@@ -154,28 +154,28 @@ mod tests {
 
     use super::*;
 
-    /// The logs of two ranks on a disk that hangs until somebody reads from the other end.
+    /// The logs of two ranks on a disk that hangs until the other end is read.
     fn hanging() -> (impl Read, Logs) {
         let (reader, pipe) = std::io::pipe().unwrap();
         let file = File::from(OwnedFd::from(pipe));
         let writer = Writer::start(THREAD, vec![file.try_clone().unwrap(), file]).unwrap();
-        let patience = Patience::new(Duration::from_secs(30));
-        (reader, Logs { writer, patience, taken: 0, logs: vec![Log::default(); 2], closing: false })
+        let stall = StallDetector::new(Duration::from_secs(30));
+        (reader, Logs { writer, stall, taken: 0, logs: vec![Log::default(); 2], closing: false })
     }
 
     const LINE: [u8; 1000] = [b'\n'; 1000];
 
     #[test]
-    fn a_disk_that_hangs_costs_lines_which_are_counted() {
+    fn lines_dropped_because_of_a_hanging_disk_are_counted() {
         let (mut reader, mut logs) = hanging();
         let mut pushed = 0;
         while logs.has_room() {
             logs.push(0, &LINE, 1);
             pushed += 1;
         }
-        // The writer may still fill the pipe; then nothing moves any more.
+        // The writer may still fill the pipe; then there is no more progress.
         let mut now = Instant::now();
-        while !logs.patience.is_stuck() {
+        while !logs.stall.is_stalled() {
             now += Duration::from_secs(60);
             assert_eq!(logs.tick(now), [] as [String; 0]);
         }
@@ -185,7 +185,7 @@ mod tests {
         logs.push(0, &LINE, 1);
         assert_eq!(logs.tick(now), [] as [String; 0]);
 
-        // It goes on: everything arrives, and the gap is marked.
+        // The disk works again: everything queued is written, and the gap is marked.
         let reading = std::thread::spawn(move || {
             let mut bytes = Vec::new();
             reader.read_to_end(&mut bytes).unwrap();
@@ -198,8 +198,9 @@ mod tests {
             }
             std::thread::yield_now();
         };
-        let told =
-            |rank, lost| format!("the log of rank {rank} lost {lost} lines: its disk took nothing for 30 s");
+        let told = |rank, lost| {
+            format!("the log of rank {rank} lost {lost} lines: its disk accepted nothing for 30 s")
+        };
         assert_eq!(notices, [told(0, 2), told(1, 2)]);
         logs.push(1, b"after\n", 1);
         logs.close();
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_at_the_end_is_told() {
+    fn lines_not_written_at_the_end_are_reported() {
         let (_reader, mut logs) = hanging();
         while logs.has_room() {
             logs.push(1, &LINE, 1);

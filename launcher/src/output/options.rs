@@ -1,4 +1,4 @@
-//! What may be asked of the output.
+//! Options of the output.
 
 use std::fmt;
 use std::io;
@@ -19,28 +19,28 @@ pub enum Color {
     Never,
 }
 
-/// How output is passed on, and what is written down of the run.
+/// How output is shown and logged.
 #[derive(Debug, Clone)]
 pub struct OutputOptions {
-    /// Pass bytes on as they are and when they come, to logs too. Nothing is put in front of them, and no byte is ever
-    /// dropped: ranks wait for a reader or a disk that takes nothing for as long as it does.
+    /// Pass bytes on unchanged as they arrive, to logs, too. Nothing is put in front of them and no byte is ever
+    /// dropped: if a reader or a disk stalls, ranks wait without a limit.
     pub raw: bool,
     /// Put `[rank] ` in front of each line.
     pub prefix: bool,
     /// Put the time in front of each line, in logs too.
     pub timestamps: bool,
-    /// Colour the prefix.
+    /// When to colour the prefix.
     pub color: Color,
     /// Write each rank's output to a file in this folder instead of showing it.
     pub log_dir: Option<PathBuf>,
-    /// Show what is logged too.
+    /// Show the output that is logged, too.
     pub tee: bool,
-    /// The ranks that are shown, all if `None`.
+    /// The ranks whose output is shown; `None`: all.
     pub filter: Option<RankSet>,
-    /// Append what happens to the ranks to this file, as [`Event`](crate::events::Event)s.
+    /// Append the [`Event`](crate::events::Event)s of the run to this file.
     pub events: Option<PathBuf>,
-    /// How long ranks wait for a terminal, a pipe or a disk that takes nothing at all; then lines are dropped.
-    pub patience: Duration,
+    /// How long ranks wait for a terminal, a pipe or a disk that accepts nothing at all; then lines are dropped.
+    pub stall_timeout: Duration,
 }
 
 impl Default for OutputOptions {
@@ -54,15 +54,15 @@ impl Default for OutputOptions {
             tee: false,
             filter: None,
             events: None,
-            patience: Duration::from_secs(30),
+            stall_timeout: Duration::from_secs(30),
         }
     }
 }
 
 impl OutputOptions {
-    /// How long ranks wait for whoever takes nothing.
-    pub(super) fn patience(&self) -> Duration {
-        if self.raw { Duration::MAX } else { self.patience }
+    /// The effective stall timeout.
+    pub(super) fn stall_timeout(&self) -> Duration {
+        if self.raw { Duration::MAX } else { self.stall_timeout }
     }
 
     /// True if a rank's output goes to standard output and error.
@@ -72,17 +72,17 @@ impl OutputOptions {
     }
 }
 
-/// Why there is no log.
+/// A log file could not be created.
 #[derive(thiserror::Error)]
 #[error("cannot write the log {}: {error}", path.display())]
 pub struct LogError {
     /// The file.
     pub path: PathBuf,
-    /// What the system said.
+    /// The system's error.
     pub error: io::Error,
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// Same text as [`Display`](fmt::Display): `main` prints the error that it returns by its `Debug` text.
 impl fmt::Debug for LogError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -1,10 +1,10 @@
-//! What stands in front of a rank's line.
+//! The prefix of a rank's lines.
 
-/// Colours of the prefixes, of the palette of 256: legible on black and on white, and none is red, which reads as an
+/// Colours of the prefixes in the 256-colour palette: legible on black and on white, and none is red, which suggests an
 /// error.
 const COLORS: [u8; 6] = [30, 133, 136, 33, 64, 99];
 
-/// `[7] `, with the number as wide as `width`.
+/// `[7] `, with the number padded to `width`.
 pub(super) fn prefix(rank: u32, width: usize, color: bool) -> Vec<u8> {
     let text = format!("[{rank:>width$}]");
     if !color {
@@ -38,7 +38,7 @@ mod tests {
             assert!(red <= 1.5 * f64::max(green, blue), "{color} is red");
             let luminance = luminance([red, green, blue]);
             let (on_black, on_white) = ((luminance + 0.05) / 0.05, 1.05 / (luminance + 0.05));
-            // What WCAG asks of large text and of graphics.
+            // The contrast that WCAG requires for large text and graphics.
             assert!(on_black >= 3.0 && on_white >= 3.0, "{color}: {on_black:.1}, {on_white:.1}");
         }
     }

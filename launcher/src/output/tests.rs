@@ -1,4 +1,4 @@
-//! The output as a whole, on pipes instead of the process's own streams.
+//! Tests of the whole output, on pipes instead of the process's own streams.
 
 use std::fs;
 use std::io::{PipeReader, Read};
@@ -14,13 +14,13 @@ use super::*;
 fn output(ranks: u32, options: OutputOptions) -> (Output, [PipeReader; 2]) {
     let pipe = || {
         let (reader, writer) = std::io::pipe().unwrap();
-        (reader, Destination::new(OwnedFd::from(writer), options.color, options.patience()))
+        (reader, Destination::new(OwnedFd::from(writer), options.color, options.stall_timeout()))
     };
     let ((stdout, to_stdout), (stderr, to_stderr)) = (pipe(), pipe());
     (Output::to([to_stdout, to_stderr], ranks, options).unwrap(), [stdout, stderr])
 }
 
-/// What arrives once nothing more is written.
+/// The whole output, after it was closed.
 fn read(mut output: Output, readers: [PipeReader; 2]) -> [String; 2] {
     output.close();
     while output.logs.as_ref().is_some_and(Logs::is_pending) {
@@ -38,7 +38,7 @@ fn read(mut output: Output, readers: [PipeReader; 2]) -> [String; 2] {
 }
 
 #[test]
-fn logs_take_the_place_of_the_terminal() {
+fn logs_replace_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
     for tee in [false, true] {
         let options = OutputOptions {
@@ -66,7 +66,7 @@ fn logs_take_the_place_of_the_terminal() {
 }
 
 #[test]
-fn a_reader_that_stopped_is_told_what_it_missed() {
+fn lines_dropped_for_a_stalled_reader_are_reported() {
     let (mut output, [mut stdout, stderr]) = output(2, OutputOptions::default());
     let mut pushed = 0;
     while output.has_room(0, Stream::Stdout) {
@@ -96,7 +96,10 @@ fn a_reader_that_stopped_is_told_what_it_missed() {
     let [rest, told] = read(output, [stdout, stderr]);
     let shown = String::from_utf8(shown).unwrap() + &rest;
     assert!(shown == "[0] \n".repeat(pushed) + "[1] cut short\n");
-    assert_eq!(told, "mgpurun: 3 lines of standard output are not shown: nobody took any for 30 s\n");
+    assert_eq!(
+        told,
+        "mgpurun: 3 lines of standard output were dropped: the reader accepted nothing for 30 s\n"
+    );
 }
 
 #[test]
@@ -111,12 +114,12 @@ fn the_last_lines_are_repeated_for_hidden_ranks_too() {
     let [stdout, stderr] = read(output, readers);
     let lines: String = (5..15).map(|line| format!("    line {line}\n")).collect();
     assert_eq!(stdout, "");
-    let heads = ["mgpurun: the last lines of rank 0:\n", "mgpurun: rank 1 had written nothing\n"];
+    let heads = ["mgpurun: the last lines of rank 0:\n", "mgpurun: rank 1 has written nothing\n"];
     assert_eq!(stderr, format!("{}{lines}{}", heads[0], heads[1]));
 }
 
 #[test]
-fn every_line_has_its_time() {
+fn every_line_has_a_timestamp() {
     let options = OutputOptions { timestamps: true, prefix: false, ..OutputOptions::default() };
     let (mut output, readers) = output(1, options);
     output.push(0, Stream::Stderr, b"one\n\ntwo\n");
@@ -136,9 +139,9 @@ fn every_line_has_its_time() {
 }
 
 proptest! {
-    /// Whatever the ranks write, in whatever bits: each line arrives whole, as it was, in its rank's order.
+    /// Whatever the ranks write, in whatever chunks: each line arrives complete and unchanged, in the order of its rank.
     #[test]
-    fn lines_of_each_rank_arrive_whole_and_in_order(
+    fn lines_of_each_rank_arrive_complete_and_in_order(
         writes in prop::collection::vec((0u32..3, prop::collection::vec(prop_oneof![Just(b'\n'), any::<u8>()], 0..40)), 0..40)
     ) {
         let (mut output, readers) = output(3, OutputOptions::default());

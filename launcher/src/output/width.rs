@@ -1,15 +1,15 @@
-//! Text cut to the width of a terminal: pure.
+//! Cuts text to the width of a terminal. Pure: no I/O.
 //!
-//! A transient line that is longer than a row would wrap, and the carriage return that follows would go back to its
-//! last row only: each update would leave a row behind.
+//! A transient line that is longer than a row would wrap, and the carriage return after it would return to its last row
+//! only: each update would leave a row on the screen.
 
 use unicode_width::UnicodeWidthChar;
 
-/// Distance of the tabulator stops.
+/// Distance of tab stops.
 const TAB: usize = 8;
 
-/// As much of `text` as fits `columns`. Escape sequences take no room. Those behind the cut are dropped, except for
-/// colours: one of them may switch a colour off.
+/// As much of `text` as fits into `columns`. Escape sequences have no width. Those after the cut are dropped, except
+/// colours: one of them may reset a colour.
 pub(super) fn cut(text: &[u8], columns: usize) -> Vec<u8> {
     let mut kept = Vec::with_capacity(text.len().min(columns.saturating_mul(8)));
     let (mut used, mut is_full, mut rest) = (0, false, text);
@@ -36,7 +36,7 @@ pub(super) fn cut(text: &[u8], columns: usize) -> Vec<u8> {
     kept
 }
 
-/// Bytes of the escape sequence that `text` begins with; 0 if it begins with none.
+/// Length in bytes of the escape sequence at the start of `text`; 0 if there is none.
 fn escape_length(text: &[u8]) -> usize {
     let find = |from: usize, is_end: fn(u8) -> bool| {
         text.iter().skip(from).position(|byte| is_end(*byte)).map(|position| position + from)
@@ -63,7 +63,7 @@ fn escape_length(text: &[u8]) -> usize {
     }
 }
 
-/// The first character, or the first byte if it does not begin one, and the rest.
+/// The first character, or the first byte if it is invalid UTF-8, and the rest.
 fn split_character(text: &[u8]) -> (&[u8], &[u8]) {
     let valid = text.utf8_chunks().next().map_or("", |chunk| chunk.valid());
     text.split_at(valid.chars().next().map_or(1, char::len_utf8))
@@ -73,7 +73,7 @@ fn split_character(text: &[u8]) -> (&[u8], &[u8]) {
 fn width_of(character: &[u8], at: usize) -> usize {
     match str::from_utf8(character).ok().and_then(|text| text.chars().next()) {
         Some('\t') => TAB - at % TAB,
-        // Control characters have no width; they move the cursor at most back.
+        // Control characters have no width; at most they move the cursor back.
         Some(character) => character.width().unwrap_or(0),
         // Shown as a replacement character.
         None => 1,
@@ -94,7 +94,7 @@ mod tests {
     fn characters_count_by_their_width() {
         assert_eq!(cut_text("0123456789", 4), "0123");
         assert_eq!(cut_text("0123", 4), "0123");
-        // A wide character that does not fit ends the line, also if a narrow one would.
+        // A wide character that does not fit ends the line, even if a later narrow one would fit.
         assert_eq!(cut_text("a訓練b", 4), "a訓");
         assert_eq!(cut_text("e\u{301}e\u{301}e\u{301}", 2), "e\u{301}e\u{301}");
         assert_eq!(cut_text("a\tb", 8), "a\t");
@@ -115,7 +115,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the bytes: what is kept fits, and cutting it again changes nothing.
+        /// For any bytes: the result fits, and cutting it again changes nothing.
         #[test]
         fn the_cut_fits(
             text in prop::collection::vec(prop_oneof![any::<u8>(), Just(b'x'), Just(0x1b), Just(b'['), Just(b'm')], 0..80),

@@ -1,19 +1,19 @@
-//! Sets of cores, as the kernel writes them: `0-3,8,10-11`.
+//! Sets of cores in the kernel's notation: `0-3,8,10-11`.
 
 use std::collections::BTreeSet;
 use std::fmt;
 
 use nix::sched::CpuSet;
 
-/// Cores by the numbers that the kernel gives them: every hyper-thread has one.
+/// A set of cores by their kernel numbers (logical CPUs): every hyper-thread has one.
 ///
-/// Numbers past the largest that the affinity call knows are left out when a list is read, so a list that nobody could
-/// mean (`0-4000000000`) costs nothing.
+/// Numbers above the maximum of the affinity call are left out when a list is parsed, so an absurd list
+/// (`0-4000000000`) costs nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CoreSet(BTreeSet<usize>);
 
 impl CoreSet {
-    /// Reads the kernel's notation. `None` if it is anything else; an empty list is the empty set.
+    /// Parses the kernel's notation. `None` if the text is invalid; an empty list is the empty set.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
         if text.is_empty() {
@@ -36,41 +36,41 @@ impl CoreSet {
         self.0.len()
     }
 
-    /// True if there is none.
+    /// True if the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// True if `core` is one of them.
+    /// True if the set contains `core`.
     pub fn contains(&self, core: usize) -> bool {
         self.0.contains(&core)
     }
 
-    /// The lowest.
+    /// The lowest core.
     pub fn first(&self) -> Option<usize> {
         self.0.first().copied()
     }
 
-    /// In ascending order.
+    /// The cores in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = usize> + '_ {
         self.0.iter().copied()
     }
 
-    /// Those in both.
+    /// The cores in both sets.
     pub fn intersection(&self, other: &CoreSet) -> CoreSet {
         CoreSet(&self.0 & &other.0)
     }
 
-    /// Those that are not in `other`.
+    /// The cores that are not in `other`.
     pub fn without(&self, other: &CoreSet) -> CoreSet {
         CoreSet(&self.0 - &other.0)
     }
 
-    /// As the affinity call takes it.
+    /// The set for the affinity call.
     pub(crate) fn to_cpu_set(&self) -> CpuSet {
         let mut set = CpuSet::new();
         for core in self.iter() {
-            // A number it does not know cannot be in the set: see `parse` and `From`.
+            // Cannot fail: the set holds only numbers that the call accepts (see `parse` and `From`).
             let _ = set.set(core);
         }
         set
@@ -122,20 +122,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(cores in proptest::collection::btree_set(0usize..1024, 0..40)) {
+        fn core_sets_round_trip_through_text(cores in proptest::collection::btree_set(0usize..1024, 0..40)) {
             let set: CoreSet = cores.iter().copied().collect();
             prop_assert_eq!(CoreSet::parse(&set.to_string()), Some(set.clone()));
             prop_assert_eq!(CoreSet::from(set.to_cpu_set()), set);
         }
 
         #[test]
-        fn nothing_makes_the_reader_panic(text in ".{0,40}", list in "[0-9,\\-\n ]{0,40}") {
+        fn arbitrary_text_never_panics(text in ".{0,40}", list in "[0-9,\\-\n ]{0,40}") {
             let _ = (CoreSet::parse(&text), CoreSet::parse(&list));
         }
     }
 
     #[test]
-    fn the_kernels_notation() {
+    fn the_kernels_notation_is_parsed() {
         let cores = |text: &str| CoreSet::parse(text).map(|set| set.iter().collect::<Vec<_>>());
         assert_eq!(cores("0-3,8\n"), Some(vec![0, 1, 2, 3, 8]));
         assert_eq!(cores(" \n"), Some(vec![]));

@@ -1,8 +1,8 @@
-//! The GPUs as the driver lists them, and the NUMA node that each hangs on. No NVIDIA library is opened for it.
+//! The GPUs that the driver lists, and the NUMA node of each. Opens no NVIDIA library.
 //!
-//! The driver makes a folder for each GPU, named by its PCI address. CUDA counts GPUs from 0; which is which is the
-//! order of the addresses where all GPUs are of one kind or `CUDA_DEVICE_ORDER=PCI_BUS_ID` is set. On a machine of mixed
-//! GPUs CUDA puts the fastest first and a rank may be taken for its neighbour: that costs some speed, nothing else.
+//! The driver has a folder for each GPU, named by its PCI address. CUDA numbers GPUs from 0, in the order of their
+//! addresses if all GPUs are of one model or `CUDA_DEVICE_ORDER=PCI_BUS_ID` is set. With mixed models CUDA puts the
+//! fastest first, and a rank may be placed near another GPU than its own: that costs some speed, nothing else.
 
 use std::fs;
 use std::path::Path;
@@ -14,27 +14,27 @@ pub struct Gpu {
     pub name: String,
     /// PCI address, such as `0000:3b:00.0`.
     pub bus: Option<String>,
-    /// NUMA node, where the machine tells.
+    /// NUMA node, if the machine tells.
     pub node: Option<u32>,
 }
 
-/// What the driver says about a GPU.
+/// The driver's information about a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Listed {
     /// PCI address.
     pub(crate) bus: String,
     /// Its identifier, `GPU-` and hexadecimal digits.
     pub(crate) uuid: Option<String>,
-    /// What it is sold as.
+    /// Product name.
     pub(crate) model: Option<String>,
-    /// NUMA node, where the machine tells.
+    /// NUMA node, if the machine tells.
     pub(crate) node: Option<u32>,
-    /// Whether its device file is there: a container sees all GPUs of the machine in `/proc`, and has been given some or
-    /// none of them.
+    /// Whether its device file exists: a container sees all GPUs of the machine in `/proc`, but may have access to some
+    /// or none of them.
     pub(crate) reachable: bool,
 }
 
-/// All GPUs of the machine whose file system begins at `root`, in the order of their addresses.
+/// All GPUs of the machine whose root folder is `root`, in the order of their addresses.
 pub(crate) fn list(root: &Path) -> Vec<Listed> {
     let folder = root.join("proc/driver/nvidia/gpus");
     let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
@@ -47,10 +47,10 @@ pub(crate) fn list(root: &Path) -> Vec<Listed> {
             Some(value.trim_start_matches(':').trim().to_owned()).filter(|value| !value.is_empty())
         };
         let device = root.join("sys/bus/pci/devices").join(bus.to_ascii_lowercase());
-        // -1 where the firmware does not say.
+        // -1 if the firmware does not tell.
         let node =
             fs::read_to_string(device.join("numa_node")).ok().and_then(|text| text.trim().parse().ok());
-        // Drivers that do not tell the number are taken at their word.
+        // If the driver does not tell the minor number, the GPU counts as reachable.
         let file = field("Device Minor").map(|minor| root.join(format!("dev/nvidia{minor}")));
         let reachable = file.is_none_or(|file| file.exists());
         Listed { uuid: field("GPU UUID"), model: field("Model"), node, reachable, bus }
@@ -58,8 +58,8 @@ pub(crate) fn list(root: &Path) -> Vec<Listed> {
     buses.into_iter().map(listed).collect()
 }
 
-/// The GPUs that a program may use, in CUDA's order. As for the CUDA runtime, the list in `CUDA_VISIBLE_DEVICES` ends at
-/// the first entry that names none.
+/// The GPUs that a program may use, in CUDA's order. As in the CUDA runtime, the list in `CUDA_VISIBLE_DEVICES` ends at
+/// the first invalid entry.
 pub(crate) fn visible(present: &[Listed], visible: Option<&str>) -> Vec<Gpu> {
     let gpu = |name: &str, listed: Option<&Listed>| Gpu {
         name: name.to_owned(),
@@ -77,7 +77,7 @@ pub(crate) fn visible(present: &[Listed], visible: Option<&str>) -> Vec<Gpu> {
         }
         Err(_) if name.is_empty() || present.is_empty() => None,
         Err(_) => {
-            // An abbreviation is enough for CUDA, so it is here. A part of a GPU (`MIG-…`) has a name of its own.
+            // CUDA accepts an abbreviated UUID. A MIG instance (`MIG-…`) has its own name.
             let is = |listed: &&Listed| listed.uuid.as_ref().is_some_and(|uuid| uuid.starts_with(name));
             Some(gpu(name, present.iter().find(is)))
         }
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn visibility_narrows() {
+    fn cuda_visible_devices_narrows_the_list() {
         let names = |count, list| -> Vec<String> {
             visible(&present(count), list).into_iter().map(|gpu| gpu.name).collect()
         };
@@ -115,14 +115,14 @@ mod tests {
     }
 
     #[test]
-    fn a_name_leads_to_the_place() {
+    fn names_are_resolved_to_bus_and_node() {
         let gpus = visible(&present(4), Some("3, GPU-1,MIG-77"));
         let places: Vec<_> = gpus.iter().map(|gpu| (gpu.bus.as_deref(), gpu.node)).collect();
         assert_eq!(places, [(Some("0000:03:00.0"), Some(1)), (Some("0000:01:00.0"), Some(0)), (None, None)]);
     }
 
     #[test]
-    fn the_driver_lists_them() {
+    fn the_driver_files_are_read() {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {
             let path = root.path().join(path);

@@ -1,36 +1,37 @@
-//! Which cores each rank may use.
+//! Placement: which cores each rank may use.
 //!
-//! The kernel knows better than any list made beforehand which core is free this moment, and worse which memory a rank
-//! will use for the next hours. So ranks are kept on the NUMA node where their memory or their GPU is, and left alone
+//! At any moment the kernel's scheduler knows better than a static list which core is free, but it cannot know which
+//! memory a rank will use for hours. So ranks are kept on the NUMA node of their memory or their GPU, and are not bound
 //! within it:
 //!
 //! | `--bind` | a rank gets |
 //! |---|---|
 //! | `none` | all cores |
-//! | `numa` | every core of one NUMA node: that of its GPU, else nodes in turn, filled in proportion to their cores |
+//! | `numa` | every core of one NUMA node: the node of its GPU, else nodes in turn, filled in proportion to their cores |
 //! | `core` | a share of the cores that no other rank has |
-//! | `auto` | `numa` where ranks have GPUs whose node is known, or fill several nodes of the same size evenly; `core` where each rank's share is several whole nodes; else `none` |
+//! | `auto` | `numa` if ranks have GPUs whose node is known, or fill several nodes of the same size evenly; `core` if each rank's share is several whole nodes; else `none` |
 //!
-//! **Why `auto` does not bind on one node.** A bound rank cannot leave the core on which something else wants to run, and
-//! its peers wait for it. Measured with 2 ranks on 2 cores while others were compiling there: a training step took 3.2 to
-//! 3.4 ms bound and 2.4 to 2.5 ms unbound; with two such jobs at once 5.7 and 4.1 ms; with several compilers (a load of 5)
-//! 3.5 ms either way. The time of an all-reduce was the same within the noise (0.36 and 0.35 µs for 4 bytes, 162 µs for
-//! 4 MiB). So binding won nothing and lost up to a third. Ranks that start on the same core part by themselves (see the
-//! runtime's `comm/cpu/cores.rs`). Several nodes could not be measured; there the memory decides.
+//! **Why `auto` does not bind on one node.** A bound rank cannot leave a core on which another process wants to run,
+//! and its peers wait for it. Measured with 2 ranks on 2 cores while other processes were compiling there: a training
+//! step took 3.2 to 3.4 ms bound and 2.4 to 2.5 ms unbound; with two such jobs at once 5.7 and 4.1 ms; with several
+//! compilers (a load of 5) 3.5 ms either way. The time of an all-reduce was the same within the noise (0.36 and 0.35 µs
+//! for 4 bytes, 162 µs for 4 MiB). So binding gained nothing and lost up to a third. Ranks that start on the same core
+//! separate by themselves (see the runtime's `comm/cpu/cores.rs`). Machines with several nodes could not be measured;
+//! there the location of memory decides.
 //!
 //! **Shares.** With `core` the ranks divide *all* cores, in the order of the nodes: two jobs at once then both use the
-//! whole machine, where a job that took the first few cores would sit on those of the other. Shares differ by one
-//! physical core at most, and hyper-threads of a core stay together unless there are more ranks than physical cores.
-//! Ranks near a GPU divide the cores of its node. Where more ranks are near a node than it has cores, each of them gets
-//! the whole node.
+//! whole machine, whereas jobs that took the first few cores would share the same ones. Shares differ by at most one
+//! physical core, and hyper-threads of a core stay together unless there are more ranks than physical cores. Ranks near
+//! a GPU divide the cores of its node. If more ranks are near a node than it has cores, each of them gets the whole
+//! node.
 //!
-//! **More ranks than cores** are never bound: two ranks bound to one core would wait for each other while another core
-//! is idle.
+//! **More ranks than cores** are never bound: two ranks bound to one core would wait for each other while another core is
+//! idle.
 //!
-//! A rank also learns how many threads it should use (`MGPU_THREADS`, `OMP_NUM_THREADS`): the cores it has been given,
-//! divided by the ranks that have the same, and never more than its part of a control group's quota.
+//! A rank also gets the number of threads it should use (`MGPU_THREADS`, `OMP_NUM_THREADS`): its cores, divided by the
+//! number of ranks on the same cores, and never more than its share of the control group's quota.
 //!
-//! Everything stays within the affinity mask of the launcher itself, so `taskset` and batch systems have the last word.
+//! Only cores in the launcher's own affinity mask are used, so `taskset` and batch systems can restrict them.
 
 mod core_set;
 mod gpu;
@@ -46,7 +47,7 @@ pub use topology::{Node, Topology};
 /// How ranks are bound to cores.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Bind {
-    /// To NUMA nodes where that helps, else not.
+    /// To NUMA nodes if that helps, else not.
     #[default]
     Auto,
     /// Not at all.
@@ -57,20 +58,21 @@ pub enum Bind {
     Numa,
 }
 
-/// The place of a rank.
+/// The cores and the number of threads of a rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Placement {
     /// The cores it is bound to; `None`: all that the launcher may use.
     pub cores: Option<CoreSet>,
-    /// The threads it should use.
+    /// Number of threads it should use.
     pub threads: usize,
 }
 
-/// Places a rank for each entry of `gpus`, the NUMA nodes of the ranks' GPUs where they have one and it is known.
+/// Places one rank for each entry of `gpus`: the NUMA node of the rank's GPU, `None` if it has no GPU or the node is
+/// unknown.
 ///
 /// ```
 /// use mgpurun::placement::{Bind, Topology, place};
-/// // Nothing is known of the machine: nobody is bound, one thread each.
+/// // Nothing is known about the machine: no rank is bound, and each gets one thread.
 /// let places = place(&Topology::default(), Bind::Core, &[None, None]);
 /// assert!(places.iter().all(|place| place.cores.is_none() && place.threads == 1));
 /// ```
@@ -95,7 +97,7 @@ pub fn place(topology: &Topology, bind: Bind, gpus: &[Option<u32>]) -> Vec<Place
             homes(topology, &near).into_iter().map(|home| Some(topology.nodes[home].all())).collect()
         }
     };
-    // Without a quota the cores alone decide, however they could be divided.
+    // Without a quota only the cores limit the number of threads.
     let quota = if topology.usable < available { topology.usable / ranks.max(1) } else { usize::MAX };
     let threads = |set: &Option<CoreSet>| {
         let sharing = sets.iter().filter(|other| *other == set).count();
@@ -105,7 +107,7 @@ pub fn place(topology: &Topology, bind: Bind, gpus: &[Option<u32>]) -> Vec<Place
     sets.iter().map(|set| Placement { cores: set.clone(), threads: threads(set) }).collect()
 }
 
-/// What `auto` is for these ranks.
+/// The binding that `auto` chooses for these ranks.
 fn choose(topology: &Topology, near: &[Option<usize>]) -> Bind {
     let (ranks, nodes) = (near.len(), topology.nodes.len());
     let even = topology.nodes.windows(2).all(|pair| pair[0].cores.len() == pair[1].cores.len());
@@ -119,15 +121,15 @@ fn choose(topology: &Topology, near: &[Option<usize>]) -> Bind {
     }
 }
 
-/// The node each rank belongs to: near its GPU, or where there are most cores for each rank so far. Ranks without a GPU
-/// are put on the nodes in ascending order, so that neighbours are neighbours.
+/// The node of each rank: that of its GPU, or the node with the most cores per rank so far. Ranks without a GPU are
+/// placed on the nodes in ascending order, so that consecutive ranks are on the same node.
 fn homes(topology: &Topology, near: &[Option<usize>]) -> Vec<usize> {
     let mut ranks_on: Vec<usize> = (0..topology.nodes.len())
         .map(|node| near.iter().filter(|home| **home == Some(node)).count())
         .collect();
     let mut rest = Vec::new();
     for _ in near.iter().filter(|home| home.is_none()) {
-        // Cores for each rank if one more came, compared as fractions; the first of equals.
+        // Cores per rank with one more rank, compared as fractions; the first of equals.
         let better = |best: usize, node: usize| {
             let cores = |node: usize| topology.nodes[node].cores.len();
             let (left, right) = (cores(node) * (ranks_on[best] + 1), cores(best) * (ranks_on[node] + 1));
@@ -141,7 +143,7 @@ fn homes(topology: &Topology, near: &[Option<usize>]) -> Vec<usize> {
     near.iter().map(|home| home.or_else(|| rest.pop()).unwrap_or(0)).collect()
 }
 
-/// The ranks of each node divide its cores, or have all of them where they are too many.
+/// The ranks of each node divide its cores. If there are more ranks than cores, each of them gets all cores of the node.
 fn shares_of_homes(topology: &Topology, homes: &[usize]) -> Vec<Option<CoreSet>> {
     let mut sets = vec![None; homes.len()];
     for (index, node) in topology.nodes.iter().enumerate() {
@@ -158,7 +160,7 @@ fn shares_of_homes(topology: &Topology, homes: &[usize]) -> Vec<Option<CoreSet>>
     sets
 }
 
-/// Contiguous shares for `ranks` ranks, at most as many as there are hyper-threads.
+/// Contiguous shares for `ranks` ranks; there must be at least one hyper-thread for each.
 fn divide(nodes: &[&Node], ranks: usize) -> Vec<CoreSet> {
     let physical: Vec<&CoreSet> = nodes.iter().flat_map(|node| &node.cores).collect();
     let share = |rank: usize, of: usize| rank * of / ranks..(rank + 1) * of / ranks;
@@ -167,21 +169,20 @@ fn divide(nodes: &[&Node], ranks: usize) -> Vec<CoreSet> {
             .map(|rank| physical[share(rank, physical.len())].iter().copied().collect())
             .collect();
     }
-    // Hyper-threads of a core next to each other, so that a share has few cores in common with others.
+    // Hyper-threads of a core are adjacent, so that shares have few cores in common.
     let threads: Vec<usize> = physical.iter().flat_map(|core| core.iter()).collect();
     (0..ranks).map(|rank| threads[share(rank, threads.len())].iter().copied().collect()).collect()
 }
 
-/// Why ranks that should be bound are not.
+/// The reason if the requested binding was not possible.
 pub(crate) fn unmet(topology: &Topology, bind: Bind, places: &[Placement]) -> Option<String> {
     let wanted = matches!(bind, Bind::Core | Bind::Numa);
     let (ranks, cores) = (places.len(), topology.all().len());
-    (wanted && places.iter().any(|place| place.cores.is_none())).then(|| {
-        format!("ranks are not bound: {ranks} ranks are more than the {cores} cores there are for them")
-    })
+    (wanted && places.iter().any(|place| place.cores.is_none()))
+        .then(|| format!("ranks are not bound: {ranks} ranks are more than the {cores} available cores"))
 }
 
-/// One line about where a rank is.
+/// One line about the cores, threads and GPU of a rank.
 pub(crate) fn describe(topology: &Topology, rank: u32, placement: &Placement, gpu: Option<&Gpu>) -> String {
     let cores = match &placement.cores {
         Some(cores) => {

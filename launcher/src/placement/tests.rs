@@ -2,7 +2,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Nodes of so many physical cores with so many hyper-threads each, numbered as Linux does: first hyper-threads first.
+/// Nodes with the given numbers of physical cores and `threads` hyper-threads per core, numbered as in Linux: the first
+/// hyper-thread of every core first.
 fn machine(nodes: &[usize], threads: usize) -> Topology {
     let all: usize = nodes.iter().sum();
     let mut first = 0;
@@ -69,7 +70,7 @@ proptest! {
         let home = |place: &Placement| nodes.iter().position(|node| Some(node) == place.cores.as_ref());
         let homes: Vec<usize> = places.iter().map(|place| home(place).unwrap()).collect();
         prop_assert!(homes.is_sorted());
-        // Even: no rank would have more cores to itself if it moved to another node.
+        // Balanced: no rank would have more cores if it moved to another node.
         let on = |node: usize| homes.iter().filter(|home| **home == node).count();
         for node in 0..nodes.len() {
             for other in (0..nodes.len()).filter(|_| on(node) > 0) {
@@ -80,7 +81,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_leaves_the_machine_or_a_quota(
+    fn placements_respect_the_mask_and_the_quota(
         topology in machines(), bind in binds(), usable in 1usize..80,
         gpus in proptest::collection::vec(proptest::option::of(0u32..6), 1..40),
     ) {
@@ -95,7 +96,7 @@ proptest! {
             let node = topology.nodes.iter().find(|node| Some(node.number) == *gpu);
             prop_assert!(node.is_none_or(|node| cores.without(&node.all()).is_empty()));
         }
-        // Nobody has less than one thread; but for that, no more than there are cores.
+        // Every rank has at least one thread; apart from that, there are no more threads than cores.
         let threads: usize = places.iter().map(|place| place.threads).filter(|threads| *threads > 1).sum();
         prop_assert!(threads <= topology.usable);
     }
@@ -147,7 +148,7 @@ fn auto_binds_where_it_helps() {
     }
     assert_eq!(sets(&two, Bind::Auto, &[Some(1)]), "4-7");
     assert_eq!(sets(&two, Bind::Auto, &[Some(1), Some(1), Some(0)]), "4-7 4-7 0-3");
-    // A node of the GPU that is outside the mask, and one that the firmware does not tell.
+    // The node of one GPU is outside the mask, and that of another is unknown.
     assert_eq!(sets(&two, Bind::Auto, &[Some(7), Some(1), None]), "0-3 4-7 0-3");
     assert_eq!(sets(&one, Bind::Auto, &[Some(0), Some(0)]), "all all");
 }
@@ -169,7 +170,7 @@ fn threads_are_the_share() {
 }
 
 #[test]
-fn a_line_says_where_a_rank_is() {
+fn a_placement_is_described_in_one_line() {
     let topology = machine(&[4, 4], 1);
     let line = |cores: Option<&str>, threads, gpu: Option<&Gpu>| {
         let cores = cores.map(|cores| CoreSet::parse(cores).unwrap());

@@ -1,8 +1,8 @@
-//! The cores of this machine, as far as this process may use them: which belong together, and to which NUMA node.
+//! The cores that this process may use, grouped by physical core and NUMA node.
 //!
-//! The kernel tells in `/sys/devices/system`. Containers often hide parts of it; what is missing or makes no sense is
-//! taken as "nothing special": a core without siblings, one node for all cores. Every core of the affinity mask is in
-//! exactly one physical core of exactly one node whatever the files say, because everything after this relies on it.
+//! The topology is read from `/sys/devices/system`. Containers often hide parts of it. Missing or invalid files mean
+//! the simplest topology: a core without siblings, one node for all cores. Whatever the files contain, every core of
+//! the affinity mask is in exactly one physical core of exactly one node, because the other code relies on it.
 
 use std::fs;
 use std::path::Path;
@@ -12,12 +12,12 @@ use nix::unistd::Pid;
 
 use super::CoreSet;
 
-/// What a launch may use.
+/// The cores that a launch may use.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Topology {
     /// Nodes that have cores for this process, in the order of their numbers.
     pub nodes: Vec<Node>,
-    /// How many cores the process may keep busy at a time: fewer than there are where a control group has a quota.
+    /// Number of cores that the process may keep busy at a time: fewer than all if a control group has a quota.
     pub usable: usize,
 }
 
@@ -26,7 +26,7 @@ pub struct Topology {
 pub struct Node {
     /// The kernel's number.
     pub number: u32,
-    /// Its physical cores, each the set of its hyper-threads that may be used, in the order of their first.
+    /// Its physical cores, each the set of its usable hyper-threads, ordered by the first one.
     pub cores: Vec<CoreSet>,
 }
 
@@ -45,7 +45,7 @@ impl Topology {
         Self::read(Path::new("/"), &allowed, usable)
     }
 
-    /// The machine whose file system begins at `root`, within `allowed`.
+    /// The machine whose root folder is `root`, within `allowed`.
     pub fn read(root: &Path, allowed: &CoreSet, usable: usize) -> Self {
         let system = root.join("sys/devices/system");
         let list = |path: &Path| CoreSet::parse(&fs::read_to_string(path).ok()?);
@@ -60,7 +60,7 @@ impl Topology {
             }
         }
         if !left.is_empty() {
-            // Cores of no node, or no nodes at all.
+            // Cores without a node, or no nodes at all.
             match nodes.first_mut() {
                 Some((_, first)) => *first = [&*first, &left].into_iter().collect(),
                 None => nodes.push((0, left)),
@@ -92,7 +92,7 @@ impl Topology {
         self.nodes.iter().map(|node| node.cores.len()).sum()
     }
 
-    /// The nodes that `cores` lie on, as `NUMA node 0` or `NUMA nodes 0-1`.
+    /// The nodes of `cores`, as `NUMA node 0` or `NUMA nodes 0-1`.
     pub(super) fn name_nodes(&self, cores: &CoreSet) -> String {
         let touched = self.nodes.iter().filter(|node| !node.all().intersection(cores).is_empty());
         let numbers: CoreSet = touched.map(|node| node.number as usize).collect();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn siblings_and_nodes_within_the_mask() {
+    fn siblings_and_nodes_are_restricted_to_the_mask() {
         let root = tree(&[
             ("node/node0/cpulist", "0-1,4-5\n"),
             ("node/node1/cpulist", "2-3,6-7\n"),
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_has_the_cores_it_may_use() {
+    fn this_machine_has_exactly_the_allowed_cores() {
         let topology = Topology::detect();
         let allowed = CoreSet::from(sched_getaffinity(Pid::from_raw(0)).unwrap());
         assert_eq!(topology.all(), allowed);
@@ -172,7 +172,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn whatever_the_files_say_every_core_is_somewhere_once(
+        fn every_core_is_in_exactly_one_node_for_any_files(
             nodes in proptest::collection::vec("([0-9]{1,2}[,\\-]){0,4}[0-9x]{0,2}\n?", 0..4),
             siblings in proptest::collection::vec("([0-9]{1,2}[,\\-]){0,3}[0-9x]{0,2}\n?", 0..8),
             mask in proptest::collection::btree_set(0usize..16, 0..12),

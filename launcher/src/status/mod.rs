@@ -1,7 +1,8 @@
-//! What every rank is doing, in one table: for a run that has come to a stop, for SIGQUIT, and for `mgpurun ps`.
+//! The table of what every rank is doing: for a stuck run, for SIGQUIT, and for `mgpurun ps`.
 //!
-//! What a rank did last stands on its progress page, dead or alive. What its process does now the kernel tells, as far
-//! as it lets one see: the state of each thread, the kernel function it sleeps in and the system call it made.
+//! The progress page has the last action of a rank, whether it is alive or not. The kernel reports what its process is
+//! doing now, as far as permissions allow: the state of each thread, the kernel function it sleeps in and its system
+//! call.
 
 pub(crate) mod runs;
 mod threads;
@@ -12,12 +13,12 @@ use mgpu_control::progress::{Phase, Progress, ProgressPage, RankState};
 use threads::Threads;
 pub(crate) use threads::is_stopped;
 
-/// One rank's row.
+/// The row of one rank.
 #[derive(Debug)]
 pub(crate) struct Row {
     rank: u32,
     progress: Progress,
-    /// Its process, where the launcher knows it although the rank has not joined.
+    /// Its process id; 0 if unknown. Known to the launcher even before the rank joins.
     pid: u32,
     /// How it ended.
     ended: Option<String>,
@@ -25,7 +26,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Looks at a rank: at its page, and at process `pid` if it has not `ended`.
+    /// Reads the progress of a rank from its page, and the state of process `pid` unless it has `ended`.
     pub(crate) fn of(page: &ProgressPage, rank: u32, pid: Option<u32>, ended: Option<String>) -> Self {
         let progress = page.progress(rank);
         let pid = pid.unwrap_or(progress.pid);
@@ -33,7 +34,7 @@ impl Row {
         Row { rank, progress, pid, ended, threads }
     }
 
-    /// What it was last seen doing, as a phrase.
+    /// Its last known action, as a phrase.
     pub(crate) fn doing(&self) -> String {
         let Progress { state, phase, step, operation, .. } = &self.progress;
         let place = match phase {
@@ -79,7 +80,7 @@ impl Row {
 
 const TITLES: [&str; 6] = ["rank", "pid", "state", "last seen", "since", "waits for"];
 
-/// The table, a line for each rank and under it one for each kind of thread it has.
+/// The table: a line for each rank, followed by one for each kind of its threads.
 pub(crate) fn table(rows: &[Row], now: Duration) -> String {
     let cells: Vec<[String; 6]> = rows.iter().map(|row| row.cells(now)).collect();
     let widths: [usize; 6] = std::array::from_fn(|column| {
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_says_who_waits_for_whom() {
+    fn the_table_shows_who_waits_for_whom() {
         let last = |running, waits_for| {
             let operation = Operation::AllReduce;
             Some(LastOperation { operation, sequence: 2041, bytes: 4_200_000, running, waits_for })

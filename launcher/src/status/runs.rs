@@ -1,8 +1,8 @@
-//! Finding the runs of this user: `mgpurun ps`.
+//! `mgpurun ps`: finds the runs of this user.
 //!
-//! A run leaves no name anywhere that could go stale. But its launcher holds the progress page open, and `/proc` shows a
-//! user the descriptors of their own processes, so the page can be opened through there and read without the launcher's
-//! help: also when it is stopped.
+//! A run registers no name that could become stale. But its launcher holds the progress page open, and `/proc` lists
+//! the descriptors of a user's own processes. So the page can be opened through `/proc` and read without the launcher's
+//! help, even if the launcher is stopped.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -18,23 +18,24 @@ use mgpu_control::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
 use super::{Row, table};
 use crate::stdout;
 
-/// Show the runs of this user, and what each of their ranks is doing.
+/// Show the runs of this user and what each rank is doing.
 ///
-/// For every rank: its process, whether that runs, sleeps or was stopped, the step and the collective it was last seen
-/// in and since when, which rank it waits for, and what its threads are doing in the kernel. To start a program of the
-/// name ps: mgpurun -- ps
+/// For every rank: its process and its state (running, sleeping, stopped), the last known step and collective and the
+/// time since then, the rank it waits for, and what its threads are doing in the kernel.
+///
+/// To start a program named ps: mgpurun -- ps
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun ps", bin_name = "mgpurun ps", max_term_width = 100)]
 struct Args {}
 
-/// What is there wherever /proc is.
+/// An entry that exists wherever /proc is mounted.
 const OWN_ENTRY: &str = "/proc/self";
 
 /// The command, with the arguments from `ps` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     match stdout::parse(arguments.iter().cloned())? {
         Ok(Args {}) => {
-            // Without /proc no run is found, which does not mean that there is none.
+            // Without /proc no run can be found, although there may be some.
             fs::read_link(OWN_ENTRY).map_err(|error| {
                 format!("cannot print the runs: cannot read {OWN_ENTRY}: {error}; is /proc mounted?")
             })?;
@@ -44,7 +45,7 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     }
 }
 
-/// Every run with the table of its ranks, the oldest first.
+/// Every run with the table of its ranks, oldest first.
 fn describe() -> String {
     let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
     pages.sort_by_key(|(run, _)| run.started);
@@ -54,7 +55,7 @@ fn describe() -> String {
     let mut text = String::new();
     for (run, page) in pages {
         let rows: Vec<Row> = (0..run.world_size)
-            .map(|rank| Row::of(&page, rank, page.process(rank), page.ended(rank)))
+            .map(|rank| Row::of(&page, rank, page.process(rank), page.process_end_description(rank)))
             .collect();
         text += &format!("{}\n{}\n", title(&run), table(&rows, now()));
     }
@@ -77,7 +78,7 @@ fn pages() -> impl Iterator<Item = ProgressPage> {
         };
         let path = descriptors.map(|entry| entry.path()).find(is_page)?;
         let page = ProgressPage::inspect(File::open(path).ok()?.as_fd()).ok()?;
-        // A rank that is about to map the page holds it open for a moment, too.
+        // A rank that is mapping the page also holds it open for a short time.
         let launcher: u32 = process.file_name()?.to_str()?.parse().ok()?;
         (page.run().launcher == launcher).then_some(page)
     })
@@ -109,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn titles_count() {
+    fn titles_have_age_and_restarts() {
         let run = RunInfo {
             launcher: 7,
             world_size: 2,

@@ -1,4 +1,4 @@
-//! The threads of a process, as the kernel shows them.
+//! The threads of a process, as the kernel reports them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,25 +8,25 @@ use syscalls::Sysno;
 
 use crate::group::Stat;
 
-/// Kinds of threads that are told apart in a report.
-const MOST_KINDS: usize = 8;
+/// Maximum number of kinds of threads in a report.
+const MAX_KINDS: usize = 8;
 
-/// What a thread is doing.
+/// The state of a thread. Threads with equal values are one kind.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Thread {
     name: String,
     /// One letter, as `ps` shows it.
     state: char,
-    /// The kernel function it sleeps in; empty where the kernel does not tell.
+    /// The kernel function it sleeps in; empty if the kernel does not tell.
     sleeps_in: String,
-    /// The system call it is in; empty where it is in none, or the kernel does not tell.
+    /// Its current system call; empty if there is none or the kernel does not tell.
     call: String,
 }
 
 /// All threads of a process.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
-    /// State of the process; `None` if there is none.
+    /// State of the process; `None` if it does not exist.
     process: Option<char>,
     threads: Vec<Thread>,
 }
@@ -49,7 +49,7 @@ impl Threads {
     /// The state of the process in a word.
     pub(super) fn state(&self) -> &'static str {
         match self.process {
-            // One that computes in one thread while another sleeps is running.
+            // A process with one running thread is running, even if its main thread sleeps.
             Some('S') if self.threads.iter().any(|thread| thread.state == 'R') => "running",
             state => state.map_or("gone", word),
         }
@@ -62,9 +62,9 @@ impl Threads {
             *kinds.entry(thread).or_default() += 1;
         }
         let mut lines: Vec<String> =
-            kinds.iter().take(MOST_KINDS).map(|(thread, count)| thread.line(*count)).collect();
-        if kinds.len() > MOST_KINDS {
-            lines.push(format!("… and {} other kinds of threads", kinds.len() - MOST_KINDS));
+            kinds.iter().take(MAX_KINDS).map(|(thread, count)| thread.line(*count)).collect();
+        if kinds.len() > MAX_KINDS {
+            lines.push(format!("… and {} other kinds of threads", kinds.len() - MAX_KINDS));
         }
         lines
     }
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_shows_little_is_enough() {
+    fn missing_files_in_proc_are_tolerated() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("stat"), "7 (train) S 1 7 7 0").unwrap();
         for (name, call) in [("7", "202 0x7f 0x80"), ("8", "202 0x7f 0x80"), ("9", "")] {

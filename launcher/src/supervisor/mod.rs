@@ -1,27 +1,27 @@
-//! Who is to blame, and what happens to the others: a pure state machine.
+//! The supervisor: a pure state machine that determines the culprit of a failure and ends the other ranks.
 //!
-//! Events come in one line from the event loop; each gives a list of actions. The first rank to fail decides the
-//! outcome. Its peers first get a moment in which their collectives return an error that names it, so that they
-//! can say what they were doing; then they are asked to end, and after the grace time they are made to. A rank that a
-//! faster peer blames, and that ends by itself in that moment, counts as the first.
+//! The event loop passes events one at a time; each returns a list of actions. The first rank that fails determines the
+//! outcome. Its peers first get 200 ms (`ERROR_TIME`), in which their collectives return an error that names it and
+//! they can print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to
+//! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
 
 use std::time::{Duration, Instant};
 
-use mgpu_control::rendezvous::{Blame, Departure};
+use mgpu_control::rendezvous::{Blame, ProcessEnd};
 use nix::sys::signal::Signal;
 
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
 
-/// Time between the first failure and SIGTERM to the others: enough for their errors to be printed.
-const NOTICE: Duration = Duration::from_millis(200);
+/// Time between the first failure and SIGTERM to the others: enough to print their errors.
+const ERROR_TIME: Duration = Duration::from_millis(200);
 
 /// How a rank's process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// By itself, with this code.
+    /// It exited with this code.
     Code(i32),
-    /// By this signal.
+    /// It was killed by this signal.
     Signal(i32),
 }
 
@@ -33,8 +33,9 @@ impl Exit {
         }
     }
 
-    /// As [`describe`](Self::describe), for a rank that was sent signals by its launcher: its end says nothing of its own.
-    pub(crate) fn describe_asked(self) -> String {
+    /// As [`describe`](Self::describe), for a rank to which the launcher has sent signals: says so, because the end is
+    /// not the rank's own failure.
+    pub(crate) fn describe_signalled(self) -> String {
         match self {
             Exit::Signal(signal) if Signal::try_from(signal).is_ok_and(ends_the_run) => {
                 format!("{}, which mgpurun sent", self.describe())
@@ -55,38 +56,38 @@ impl Exit {
     }
 }
 
-/// Something that happened.
+/// An input of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// A rank joined the rendezvous.
     Joined(u32),
-    /// A rank does not go together with the others.
-    Unfit {
+    /// A rank is incompatible with the run.
+    Incompatible {
         /// The rank.
         rank: u32,
-        /// Exit code for this kind of fault.
+        /// Exit code for this kind of incompatibility.
         exit_code: u8,
-        /// What was found.
+        /// The difference.
         why: String,
     },
-    /// A rank has made no progress for longer than it may.
+    /// A rank has exceeded the progress timeout.
     Silent {
         /// The rank.
         rank: u32,
         /// For how long.
         idle: Duration,
-        /// What it was last seen doing.
+        /// Its last known action.
         doing: String,
     },
-    /// The process that stands between the user and the launcher was killed: there is nobody left to launch for.
-    Orphaned,
+    /// The guardian was killed.
+    GuardianEnded,
     /// A rank's process ended.
     Exited {
         /// The rank.
         rank: u32,
         /// How.
         exit: Exit,
-        /// Whom it held responsible.
+        /// The rank that it blamed.
         blame: Option<Blame>,
     },
     /// The launcher got a signal.
@@ -95,21 +96,21 @@ pub enum Event {
     Tick,
 }
 
-/// Something to do.
+/// An output of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Tell the peers that a rank is gone.
-    Announce(u32, Departure),
+    /// Tell the peers that a rank has ended or failed.
+    Announce(u32, ProcessEnd),
     /// Send a signal to a rank's process group.
     Send(u32, Signal),
-    /// Tell the user.
+    /// Print a message.
     Say(String),
-    /// It is settled how the run ends, though ranks may still run: tell the user. Comes once, before the end of a run that
-    /// did not succeed.
+    /// The outcome is final, though ranks may still run: print it. Occurs once, before the end of a run that did not
+    /// succeed.
     Settle(Outcome),
-    /// Show the user what every rank is doing.
+    /// Print the table of what every rank is doing.
     Report,
-    /// Everything is over.
+    /// All ranks have ended.
     Finish(Outcome),
 }
 
@@ -118,10 +119,10 @@ pub enum Action {
 pub struct Outcome {
     /// Exit code of the launcher; see [`crate::exit_code`].
     pub exit_code: u8,
-    /// The rank to blame.
+    /// The culprit.
     pub culprit: Option<u32>,
-    /// The ranks do not go together: starting them again would not help.
-    pub unfit: bool,
+    /// The ranks are incompatible: a restart would not help.
+    pub incompatible: bool,
     /// What happened, in one line; `None` if all ranks finished.
     pub message: Option<String>,
     /// A signal or an [`Interrupter`](crate::Interrupter) asked for the end.
@@ -129,7 +130,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// `signal` came after all ranks had ended, and cut short what they had left running.
+    /// Changes the outcome for a `signal` that arrived after all ranks had ended, while leftover processes were running.
     pub(crate) fn interrupt(&mut self, signal: Signal) {
         self.interrupted = true;
         if self.exit_code == exit_code::SUCCESS {
@@ -142,7 +143,7 @@ impl Outcome {
         Outcome {
             exit_code: exit_code::SUCCESS,
             culprit: None,
-            unfit: false,
+            incompatible: false,
             message: None,
             interrupted: false,
         }
@@ -152,18 +153,18 @@ impl Outcome {
         Outcome {
             exit_code,
             culprit: Some(culprit),
-            unfit: false,
+            incompatible: false,
             message: Some(message),
             interrupted: false,
         }
     }
 
-    /// The outcome of a run that `signal` ends.
+    /// The outcome of a run that `signal` interrupts.
     pub(crate) fn interruption(signal: Signal) -> Self {
         Outcome {
             exit_code: exit_code::signalled(signal as i32),
             culprit: None,
-            unfit: false,
+            incompatible: false,
             message: Some(format!("stopped by {signal}")),
             interrupted: true,
         }
@@ -171,7 +172,7 @@ impl Outcome {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Life {
+enum RankStatus {
     Running,
     Finished,
     Failed,
@@ -179,11 +180,11 @@ enum Life {
 
 #[derive(Debug, Clone, Copy)]
 struct Rank {
-    life: Life,
+    status: RankStatus,
     joined: bool,
 }
 
-/// The end of a rank, and whom it held responsible.
+/// The end of a rank, and the rank that it blamed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Failure {
     rank: u32,
@@ -191,15 +192,15 @@ struct Failure {
     blame: Option<Blame>,
 }
 
-/// How far the end of the ranks has come.
+/// The stage of the shutdown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Nothing is wrong.
+    /// No failure so far.
     Running,
-    /// A rank has failed; SIGTERM follows.
-    Noticed(Instant),
-    /// The ranks were asked to end; SIGKILL follows.
-    Asked(Instant),
+    /// A rank has failed; SIGTERM follows at this time.
+    Failing(Instant),
+    /// The ranks were asked to end; SIGKILL follows at this time.
+    Terminating(Instant),
     /// The ranks were killed.
     Killed,
 }
@@ -209,25 +210,25 @@ enum Stage {
 pub struct Supervisor {
     ranks: Vec<Rank>,
     stage: Stage,
-    /// Decided by the first cause, complete at the end.
+    /// Determined by the first cause; final when it is settled.
     outcome: Option<Outcome>,
-    /// The failure that decided the outcome, while the rank it is blamed on has not ended.
+    /// The failure that determined the outcome, while the rank that it blames has not ended.
     accusation: Option<Failure>,
     interrupted: bool,
-    /// The outcome was told.
+    /// The outcome was printed.
     is_settled: bool,
     join_timeout: Duration,
-    /// Set by the first rank that joins.
+    /// Set when the first rank joins.
     join_deadline: Option<Instant>,
     grace: Duration,
     started: Instant,
 }
 
 impl Supervisor {
-    /// `ranks` ranks that have just been started.
+    /// The state for `ranks` ranks that have just been started.
     pub fn new(ranks: u32, join_timeout: Duration, grace: Duration, now: Instant) -> Self {
         Supervisor {
-            ranks: vec![Rank { life: Life::Running, joined: false }; ranks as usize],
+            ranks: vec![Rank { status: RankStatus::Running, joined: false }; ranks as usize],
             stage: Stage::Running,
             outcome: None,
             accusation: None,
@@ -245,31 +246,31 @@ impl Supervisor {
         self.ranks.iter().any(|rank| rank.joined)
     }
 
-    /// True until something has decided how the run ends.
+    /// True until the outcome is determined.
     pub(crate) fn is_undecided(&self) -> bool {
         self.outcome.is_none()
     }
 
-    /// When [`Event::Tick`] is due at the latest.
+    /// When the next [`Event::Tick`] is due.
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.stage {
             Stage::Running => self.join_deadline,
-            Stage::Noticed(at) | Stage::Asked(at) => Some(at),
+            Stage::Failing(at) | Stage::Terminating(at) => Some(at),
             Stage::Killed => None,
         }
     }
 
-    /// Takes an event and says what to do.
+    /// Handles an event and returns the actions to carry out.
     pub fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
             Event::Joined(rank) => self.joined(rank, now),
             Event::Exited { rank, exit, blame } => self.exited(rank, exit, blame, now),
-            Event::Unfit { rank, exit_code, why } => {
+            Event::Incompatible { rank, exit_code, why } => {
                 let how = format!("was refused: {why}");
-                self.stop(Outcome { unfit: true, ..Outcome::failure(exit_code, rank, why) }, how, now)
+                self.stop(Outcome { incompatible: true, ..Outcome::failure(exit_code, rank, why) }, how, now)
             }
             Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
-            Event::Orphaned => self.orphaned(),
+            Event::GuardianEnded => self.guardian_ended(),
             Event::Signalled(signal) => self.signalled(signal, now),
             Event::Tick => self.tick(now),
         }
@@ -291,8 +292,8 @@ impl Supervisor {
         self.stop(Outcome::failure(exit_code::NO_PROGRESS, rank, message), how, now)
     }
 
-    /// Ends a run that cannot go on although no rank has ended. The others get a moment in which they learn `how` the
-    /// culprit failed.
+    /// Ends a run that cannot continue although no rank has ended. The other ranks get [`ERROR_TIME`], in which they
+    /// learn `how` the culprit failed.
     fn stop(&mut self, outcome: Outcome, how: String, now: Instant) -> Vec<Action> {
         if self.outcome.is_some() || self.stage != Stage::Running {
             return Vec::new();
@@ -301,17 +302,17 @@ impl Supervisor {
         if matches!(outcome.exit_code, exit_code::NO_PROGRESS | exit_code::NEVER_JOINED) {
             actions.push(Action::Report);
         }
-        // A rank may claim any number.
+        // A process may claim to be any rank.
         let culprit = outcome.culprit.filter(|rank| (*rank as usize) < self.ranks.len());
-        actions.extend(culprit.map(|rank| Action::Announce(rank, Departure::Failed(how))));
+        actions.extend(culprit.map(|rank| Action::Announce(rank, ProcessEnd::Failed(how))));
         self.outcome = Some(Outcome { culprit, ..outcome });
-        self.stage = Stage::Noticed(now + NOTICE);
+        self.stage = Stage::Failing(now + ERROR_TIME);
         actions
     }
 
-    fn orphaned(&mut self) -> Vec<Action> {
+    fn guardian_ended(&mut self) -> Vec<Action> {
         self.outcome.get_or_insert_with(|| Outcome {
-            message: Some("mgpurun was killed: so are its ranks".into()),
+            message: Some("mgpurun was killed, and its ranks with it".into()),
             ..Outcome::interruption(Signal::SIGKILL)
         });
         self.interrupted = true;
@@ -322,43 +323,43 @@ impl Supervisor {
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         let finished = exit == Exit::Code(0);
-        self.ranks[rank as usize].life = if finished { Life::Finished } else { Life::Failed };
-        let departure = match self.stage {
-            _ if finished => Departure::Finished,
-            Stage::Running | Stage::Noticed(_) => Departure::Failed(exit.describe()),
-            Stage::Asked(_) | Stage::Killed => Departure::Failed(exit.describe_asked()),
+        self.ranks[rank as usize].status = if finished { RankStatus::Finished } else { RankStatus::Failed };
+        let end = match self.stage {
+            _ if finished => ProcessEnd::Finished,
+            Stage::Running | Stage::Failing(_) => ProcessEnd::Failed(exit.describe()),
+            Stage::Terminating(_) | Stage::Killed => ProcessEnd::Failed(exit.describe_signalled()),
         };
-        actions.push(Action::Announce(rank, departure));
+        actions.push(Action::Announce(rank, end));
         if !finished && self.outcome.is_none() {
-            // The others are still there to be looked at.
+            // The other ranks still run, so the table shows their state.
             if blame.as_ref().is_some_and(|blame| blame.timed_out) {
                 actions.push(Action::Report);
             }
-            self.condemn(Failure { rank, exit, blame }, now);
-            self.stage = Stage::Noticed(now + NOTICE);
-        } else if let Stage::Noticed(_) = self.stage {
+            self.decide(Failure { rank, exit, blame }, now);
+            self.stage = Stage::Failing(now + ERROR_TIME);
+        } else if let Stage::Failing(_) = self.stage {
             self.reconsider(Failure { rank, exit, blame }, now);
         }
         if self.running().next().is_none() {
             actions.extend(self.settle());
             let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
-            // Somebody may be waiting for the end that another cause had begun.
+            // A signal may have interrupted a run that was already failing.
             actions.push(Action::Finish(Outcome { interrupted: self.interrupted, ..outcome }));
         }
         actions
     }
 
-    /// Decides the outcome by a failure, for the time being if it was blamed on a rank that is still running.
-    fn condemn(&mut self, failure: Failure, now: Instant) {
+    /// Determines the outcome from a failure; provisional if the failure blames a rank that is still running.
+    fn decide(&mut self, failure: Failure, now: Instant) {
         let Failure { rank, exit, blame } = &failure;
-        self.outcome = Some(self.judge(*rank, *exit, blame.clone(), now));
-        self.accusation = self.accused(&failure).is_some().then_some(failure);
+        self.outcome = Some(self.outcome_of(*rank, *exit, blame.clone(), now));
+        self.accusation = self.running_culprit(&failure).is_some().then_some(failure);
     }
 
-    /// Takes in the end of a rank soon after the first failure, before anybody was asked to end.
+    /// Handles the end of a rank soon after the first failure, before any rank was asked to end.
     ///
-    /// Processes end in another order than they fail: a rank that panics has told its peers so before it has unwound
-    /// and exited, and a peer may be faster. If the accused ends by itself within the notice, it was the cause.
+    /// Processes may end in another order than they fail: a rank that panics tells its peers before it has unwound and
+    /// exited, and a peer may exit earlier. If the blamed rank fails by itself within [`ERROR_TIME`], it was the cause.
     fn reconsider(&mut self, ended: Failure, now: Instant) {
         let is_accused =
             |accusation: &Failure| accusation.blame.as_ref().map(|blame| blame.culprit) == Some(ended.rank);
@@ -366,37 +367,37 @@ impl Supervisor {
             return;
         }
         let Some(accusation) = self.accusation.take() else { return };
-        // One that blames a rank that had failed before is a victim like the first.
+        // A rank that blames a rank that had failed before is a victim, too.
         let is_victim = ended.blame.as_ref().is_some_and(|blame| {
             !blame.timed_out
-                && self.ranks.get(blame.culprit as usize).map(|rank| rank.life) == Some(Life::Failed)
+                && self.ranks.get(blame.culprit as usize).map(|rank| rank.status) == Some(RankStatus::Failed)
         });
         if ended.exit == Exit::Code(0) {
-            self.condemn(accusation, now);
+            self.decide(accusation, now);
         } else if !is_victim {
-            self.condemn(ended, now);
+            self.decide(ended, now);
         }
     }
 
-    /// The running rank that a failure is blamed on.
-    fn accused(&self, failure: &Failure) -> Option<u32> {
+    /// The rank that a failure blames, if it is still running.
+    fn running_culprit(&self, failure: &Failure) -> Option<u32> {
         let blame = failure.blame.as_ref().filter(|blame| !blame.timed_out)?;
         self.running().find(|rank| *rank == blame.culprit)
     }
 
     /// The outcome if `rank` is the first to fail.
-    fn judge(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
+    fn outcome_of(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
         let others = if self.running().next().is_some() { "; the other ranks are stopped" } else { "" };
         let after = (now - self.started).as_secs_f64();
-        let life = |rank: u32| self.ranks.get(rank as usize).map(|rank| rank.life);
-        // A rank that nobody started cannot be to blame, whatever is written in shared memory.
+        let status = |rank: u32| self.ranks.get(rank as usize).map(|rank| rank.status);
+        // Shared memory may contain anything: a rank that does not exist cannot be the culprit.
         match blame.filter(|blame| (blame.culprit as usize) < self.ranks.len()) {
             Some(blame) if blame.timed_out => Outcome::failure(
                 exit_code::NO_PROGRESS,
                 blame.culprit,
                 format!("rank {} made no progress: {}{others}", blame.culprit, blame.message),
             ),
-            Some(blame) if life(blame.culprit) == Some(Life::Finished) => Outcome::failure(
+            Some(blame) if status(blame.culprit) == Some(RankStatus::Finished) => Outcome::failure(
                 exit.code(),
                 blame.culprit,
                 format!(
@@ -418,13 +419,13 @@ impl Supervisor {
             Signal::SIGQUIT => return vec![Action::Report],
             _ => {}
         }
-        if let Stage::Asked(_) | Stage::Killed = self.stage {
+        if let Stage::Terminating(_) | Stage::Killed = self.stage {
             self.stage = Stage::Killed;
             return self.to_all(Signal::SIGKILL);
         }
         self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
         self.interrupted = true;
-        self.stage = Stage::Asked(now + self.grace);
+        self.stage = Stage::Terminating(now + self.grace);
         [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
     }
 
@@ -439,8 +440,8 @@ impl Supervisor {
                 let how = format!("did not join within {} s", self.join_timeout.as_secs_f64());
                 return self.stop(outcome, how, now);
             }
-            Stage::Noticed(_) => {}
-            Stage::Asked(_) | Stage::Killed => {
+            Stage::Failing(_) => {}
+            Stage::Terminating(_) | Stage::Killed => {
                 self.stage = Stage::Killed;
                 let names = name_ranks(self.running());
                 let seconds = self.grace.as_secs_f64();
@@ -450,13 +451,14 @@ impl Supervisor {
                 return actions;
             }
         }
-        self.stage = Stage::Asked(now + self.grace);
+        self.stage = Stage::Terminating(now + self.grace);
         let mut actions = self.settle();
         actions.extend(self.running().flat_map(|rank| self.ask_to_end(rank)));
         actions
     }
 
-    /// Tells the outcome, which does not change any more: ranks that end from now on were asked to. Once.
+    /// Returns the action that prints the outcome, once. The outcome does not change any more: ranks that end from now
+    /// on were asked to.
     fn settle(&mut self) -> Vec<Action> {
         if std::mem::replace(&mut self.is_settled, true) {
             return Vec::new();
@@ -464,8 +466,7 @@ impl Supervisor {
         self.outcome.clone().map(Action::Settle).into_iter().collect()
     }
 
-    /// A rank that has shown that it does nothing any more need not be asked. The others are, and woken for it if they
-    /// were stopped.
+    /// A stuck rank is killed without being asked. The others get SIGTERM, and SIGCONT in case they were stopped.
     fn ask_to_end(&self, rank: u32) -> Vec<Action> {
         let is_stuck = self.outcome.as_ref().is_some_and(|outcome| {
             outcome.culprit == Some(rank)
@@ -476,7 +477,7 @@ impl Supervisor {
         signals.iter().map(|signal| Action::Send(rank, *signal)).collect()
     }
 
-    /// The outcome if some running ranks have not joined; `None` if those that have not have ended.
+    /// The outcome if running ranks have not joined; `None` if all running ranks have joined.
     fn never_joined(&self) -> Option<Outcome> {
         let missing: Vec<u32> = self.running().filter(|rank| !self.ranks[*rank as usize].joined).collect();
         let message = format!(
@@ -489,7 +490,11 @@ impl Supervisor {
     }
 
     fn running(&self) -> impl Iterator<Item = u32> + '_ {
-        self.ranks.iter().zip(0..).filter(|(rank, _)| rank.life == Life::Running).map(|(_, number)| number)
+        self.ranks
+            .iter()
+            .zip(0..)
+            .filter(|(rank, _)| rank.status == RankStatus::Running)
+            .map(|(_, number)| number)
     }
 
     fn to_all(&self, signal: Signal) -> Vec<Action> {

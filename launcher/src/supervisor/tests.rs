@@ -26,9 +26,10 @@ fn any_event(ranks: u32) -> impl Strategy<Value = (u8, u32, i32)> {
 }
 
 proptest! {
-    /// Whatever happens in whatever order: one end, decided by the first failure, and no signal to the dead.
+    /// For any events in any order: there is one end, determined by the first failure, and no signal goes to an ended
+    /// rank.
     #[test]
-    fn one_end_and_no_signal_to_the_dead(
+    fn there_is_one_outcome_and_no_signal_to_an_ended_rank(
         events in prop::collection::vec(any_event(4), 0..60), steps in prop::collection::vec(0u64..3000, 60)
     ) {
         let (mut supervisor, mut now) = supervisor(4);
@@ -87,16 +88,16 @@ proptest! {
 fn a_failure_stops_the_others_in_three_steps() {
     let (mut supervisor, now) = supervisor(3);
     let actions = supervisor.handle(exited(1, 3), now);
-    assert_eq!(actions, [Action::Announce(1, Departure::Failed("exited with code 3".into()))]);
+    assert_eq!(actions, [Action::Announce(1, ProcessEnd::Failed("exited with code 3".into()))]);
     let at = supervisor.next_deadline().unwrap();
-    assert_eq!(at, now + NOTICE);
+    assert_eq!(at, now + ERROR_TIME);
     let asked = |rank| [Action::Send(rank, Signal::SIGTERM), Action::Send(rank, Signal::SIGCONT)];
     let message = "rank 1 exited with code 3 after 0.0 s; the other ranks are stopped";
     let settled = [Action::Settle(Outcome::failure(3, 1, message.into()))];
     assert_eq!(supervisor.handle(Event::Tick, at), [&settled[..], &asked(0), &asked(2)].concat());
     let end = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
     let sent = "was killed by SIGTERM, which mgpurun sent".into();
-    assert_eq!(supervisor.handle(end, at), [Action::Announce(0, Departure::Failed(sent))]);
+    assert_eq!(supervisor.handle(end, at), [Action::Announce(0, ProcessEnd::Failed(sent))]);
     let at = supervisor.next_deadline().unwrap();
     let said = Action::Say("rank 2 did not end within 5 s: killed".into());
     assert_eq!(supervisor.handle(Event::Tick, at), [said, Action::Send(2, Signal::SIGKILL)]);
@@ -108,7 +109,7 @@ fn a_failure_stops_the_others_in_three_steps() {
 }
 
 #[test]
-fn a_rank_that_left_early_is_the_culprit() {
+fn a_rank_that_exited_early_is_the_culprit() {
     let (mut supervisor, now) = supervisor(2);
     supervisor.handle(exited(0, 0), now);
     let blame = Some(Blame { culprit: 0, timed_out: false, message: "rank 1 lost rank 0".into() });
@@ -119,7 +120,7 @@ fn a_rank_that_left_early_is_the_culprit() {
 }
 
 #[test]
-fn a_silent_rank_is_the_culprit() {
+fn a_rank_that_others_timed_out_on_is_the_culprit() {
     let (mut supervisor, now) = supervisor(2);
     let blame = Some(Blame { culprit: 1, timed_out: true, message: "rank 0 waited".into() });
     supervisor.handle(Event::Exited { rank: 0, exit: Exit::Code(1), blame }, now);
@@ -147,14 +148,14 @@ fn a_victim_that_exits_before_the_culprit_is_not_the_culprit() {
     assert_eq!(end_of(&[lost(1, 9, 2), lost(0, 9, 2), exited(2, 101)]), (101, Some(2)));
     assert_eq!(end_of(&[lost(0, 9, 1), lost(1, 8, 2), exited(2, 7)]), (7, Some(2)));
     assert_eq!(end_of(&[lost(1, 9, 0), exited(0, 0)]), (9, Some(0)));
-    // Both say it was the other: the first to end stays.
+    // The ranks blame each other: the first one to end keeps its outcome.
     assert_eq!(end_of(&[lost(1, 9, 0), lost(0, 8, 1)]), (9, Some(1)));
-    // Not accused: ends later, so it is not the first.
+    // Not blamed by the first: it ends later, so it is not the culprit.
     assert_eq!(end_of(&[lost(1, 9, 0), exited(2, 4), lost(0, 8, 1)]), (9, Some(1)));
 }
 
 #[test]
-fn an_accused_rank_that_had_to_be_stopped_does_not_decide() {
+fn a_blamed_rank_that_the_launcher_killed_is_not_the_culprit() {
     let (mut supervisor, now) = supervisor(2);
     supervisor.handle(lost(1, 9, 0), now);
     let at = supervisor.next_deadline().unwrap();
@@ -165,7 +166,7 @@ fn an_accused_rank_that_had_to_be_stopped_does_not_decide() {
 }
 
 #[test]
-fn nobody_blames_a_rank_that_does_not_exist() {
+fn a_blamed_rank_that_does_not_exist_is_ignored() {
     let (mut supervisor, now) = supervisor(2);
     supervisor.handle(exited(0, 0), now);
     let blame = Some(Blame { culprit: 7, timed_out: true, message: String::new() });
@@ -175,18 +176,18 @@ fn nobody_blames_a_rank_that_does_not_exist() {
 }
 
 #[test]
-fn a_rank_that_never_joins_is_waited_for_once_another_has() {
+fn the_join_timeout_starts_when_the_first_rank_joins() {
     let (mut supervisor, now) = supervisor(3);
     assert_eq!(supervisor.next_deadline(), None);
     supervisor.handle(Event::Joined(0), now);
     supervisor.handle(Event::Joined(2), now + JOIN / 2);
     let at = supervisor.next_deadline().unwrap();
     assert_eq!(at, now + JOIN);
-    let departure = Departure::Failed("did not join within 60 s".into());
-    assert_eq!(supervisor.handle(Event::Tick, at), [Action::Report, Action::Announce(1, departure)]);
+    let end = ProcessEnd::Failed("did not join within 60 s".into());
+    assert_eq!(supervisor.handle(Event::Tick, at), [Action::Report, Action::Announce(1, end)]);
     let at = supervisor.next_deadline().unwrap();
     let sent = supervisor.handle(Event::Tick, at);
-    // Whoever does nothing any more is not asked.
+    // The rank that never joined is killed without being asked.
     assert!(
         sent.contains(&Action::Send(0, Signal::SIGTERM)) && sent.contains(&Action::Send(1, Signal::SIGKILL))
     );
@@ -211,12 +212,12 @@ fn the_second_signal_kills() {
 }
 
 #[test]
-fn a_rank_that_the_watch_finds_silent_is_shown_and_announced() {
+fn a_stuck_rank_is_reported_and_announced() {
     let (mut supervisor, now) = supervisor(2);
     let silent = Event::Silent { rank: 1, idle: Duration::from_secs(7), doing: "in step 3".into() };
-    let announced = Action::Announce(1, Departure::Failed("made no progress for 7.0 s".into()));
+    let announced = Action::Announce(1, ProcessEnd::Failed("made no progress for 7.0 s".into()));
     assert_eq!(supervisor.handle(silent.clone(), now), [Action::Report, announced]);
-    // Once is enough.
+    // Handled only once.
     assert_eq!(supervisor.handle(silent, now), []);
     // A victim that ends in between does not become the culprit.
     supervisor.handle(lost(0, 9, 1), now);
@@ -227,11 +228,14 @@ fn a_rank_that_the_watch_finds_silent_is_shown_and_announced() {
 }
 
 #[test]
-fn a_rank_that_does_not_belong_ends_the_run() {
+fn an_incompatible_rank_ends_the_run() {
     let (mut supervisor, now) = supervisor(2);
-    let unfit =
-        Event::Unfit { rank: 9, exit_code: exit_code::PREFLIGHT_WORLD_SIZE, why: "rank 9 of 10".into() };
-    assert_eq!(supervisor.handle(unfit, now), []);
+    let incompatible = Event::Incompatible {
+        rank: 9,
+        exit_code: exit_code::PREFLIGHT_WORLD_SIZE,
+        why: "rank 9 of 10".into(),
+    };
+    assert_eq!(supervisor.handle(incompatible, now), []);
     let at = supervisor.next_deadline().unwrap();
     assert_eq!(supervisor.handle(Event::Tick, at).len(), 5);
     supervisor.handle(exited(0, 1), at);
@@ -240,16 +244,16 @@ fn a_rank_that_does_not_belong_ends_the_run() {
 }
 
 #[test]
-fn an_orphan_kills_at_once() {
+fn the_end_of_the_guardian_kills_the_ranks_at_once() {
     let (mut supervisor, now) = supervisor(2);
-    let actions = supervisor.handle(Event::Orphaned, now);
+    let actions = supervisor.handle(Event::GuardianEnded, now);
     assert!(matches!(&actions[0], Action::Settle(outcome) if outcome.exit_code == 137), "{actions:?}");
     assert_eq!(actions[1..], [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)]);
     assert_eq!(supervisor.next_deadline(), None);
 }
 
 #[test]
-fn a_query_changes_nothing() {
+fn sigquit_only_prints_the_table() {
     let (mut supervisor, now) = supervisor(2);
     assert_eq!(supervisor.handle(Event::Signalled(Signal::SIGQUIT), now), [Action::Report]);
     assert_eq!(supervisor.next_deadline(), None);

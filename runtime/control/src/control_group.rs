@@ -1,9 +1,9 @@
-//! The control groups this process is in, and the part of the processors' time that they leave it.
+//! The control groups (cgroups) of this process, and their CPU quota.
 //!
-//! A group of the second version has all its limits in one folder; of the first, each controller has a tree of its own.
-//! Limits hold for everything below them, so a group's parents count too. Inside a container the path that the kernel
-//! names may lie outside of what is mounted; then the root of the mount, which is always among the parents, has the
-//! container's own limits.
+//! With cgroup v2, all limits of a group are in one folder; with v1, each controller has its own tree. A limit applies
+//! to all groups below it, so the parents of a group are checked too. Inside a container, the path that the kernel
+//! reports may lie outside the mount; then the root of the mount, which is always among the parents, has the
+//! container's limits.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,10 @@ pub fn folders(controller: &str) -> Vec<PathBuf> {
     folders_of(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default(), controller)
 }
 
-/// How many cores all processes of this one's groups may keep busy together, at least 1; `None` without a limit.
+/// Number of cores that all processes of this process's groups may keep busy together, at least 1; `None` without a
+/// limit.
 ///
-/// Unlike `std::thread::available_parallelism` it does not look at the cores that the calling thread is bound to.
+/// Unlike `std::thread::available_parallelism` it ignores the affinity mask of the calling thread.
 pub fn cpu_quota() -> Option<usize> {
     folders("cpu").iter().filter_map(|folder| quota_of(folder)).min()
 }
@@ -41,7 +42,7 @@ pub fn folders_of(membership: &str, controller: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Whole cores of time that one group may use.
+/// CPU quota of one group in whole cores.
 fn quota_of(folder: &Path) -> Option<usize> {
     let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
     let (quota, period) = match read("cpu.max") {
@@ -51,7 +52,7 @@ fn quota_of(folder: &Path) -> Option<usize> {
         }
         None => (read("cpu.cfs_quota_us")?, read("cpu.cfs_period_us")?),
     };
-    // `max` and -1 stand for no limit.
+    // `max` and -1 mean no limit.
     let (quota, period): (u64, u64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
     Some((quota.checked_div(period)? as usize).max(1))
 }
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_and_their_parents() {
+    fn folders_of_a_group_include_its_parents() {
         let text = "5:cpu,memory:/job/7\n4:pids:/x\n0::/user/me\n";
         let folders = folders_of(text, "memory");
         let names: Vec<&str> = folders.iter().filter_map(|folder| folder.to_str()).collect();
@@ -81,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn quotas_of_both_versions() {
+    fn quotas_of_cgroup_v1_and_v2_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
         let quota = || quota_of(folder.path());

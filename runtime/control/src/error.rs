@@ -1,4 +1,4 @@
-//! Everything that can go wrong in the control plane.
+//! Errors of the control plane.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,18 +6,18 @@ use std::time::Duration;
 /// Result of a call of the control plane.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong. The runtime's error has each of these variants too, with the same text.
+/// An error of the control plane. The runtime's error has the same variants with the same texts.
 #[derive(Clone, thiserror::Error)]
 pub enum Error {
-    /// The operating system refused something.
+    /// A call to the operating system failed.
     #[error("cannot {action}: {reason}")]
     System {
-        /// What was tried.
+        /// The attempted action.
         action: String,
-        /// The system's reason.
+        /// The system's error.
         reason: String,
     },
-    /// The rendezvous refused this rank, or could not be reached.
+    /// The rendezvous rejected this rank or could not be reached.
     #[error("rank {rank} cannot join the run: {problem}")]
     Join {
         /// The rank that wanted to join.
@@ -25,14 +25,14 @@ pub enum Error {
         /// Why it could not.
         problem: String,
     },
-    /// The rendezvous, which this rank had joined, did not serve it.
+    /// A request to the rendezvous failed after this rank had joined.
     #[error("rank {rank} in {operation}: {problem}")]
     Rendezvous {
         /// The rank.
         rank: u32,
-        /// What it asked for.
+        /// The request.
         operation: String,
-        /// What became of that.
+        /// Why it failed.
         problem: String,
     },
     /// A peer sent bytes that are not a message of the protocol.
@@ -48,28 +48,28 @@ pub enum Error {
     Timeout {
         /// The rank that waited.
         rank: u32,
-        /// The ranks that did not come.
+        /// The ranks that did not arrive.
         waited_for: Vec<u32>,
-        /// What it waited in.
+        /// The operation in which it waited.
         operation: String,
         /// How long it waited.
         after: Duration,
     },
-    /// A peer is gone while this rank needs it.
+    /// A peer has ended while this rank needs it.
     #[error("rank {rank} lost rank {peer} in {operation}: rank {peer} {how}")]
     PeerLost {
         /// The rank that noticed.
         rank: u32,
-        /// The rank that is gone.
+        /// The rank that has ended.
         peer: u32,
-        /// What needed it.
+        /// The operation that needed it.
         operation: String,
-        /// What became of it, as a predicate: "exited with code 3".
+        /// How it ended, as a predicate: "exited with code 3".
         how: String,
-        /// True when it is not gone but silent: another rank waited for it past its deadline.
+        /// True if it has not ended but is stuck: another rank waited for it past its deadline.
         silent: bool,
     },
-    /// The process is a child that a rank has forked: it has a copy of the rank's memory, and no part in the run.
+    /// The process is a forked child of a rank: it has a copy of the rank's memory but does not belong to the run.
     #[error(fmt = forked)]
     Forked {
         /// The rank.
@@ -77,7 +77,7 @@ pub enum Error {
         /// The child.
         process: u32,
     },
-    /// The caller's arguments make no sense.
+    /// The arguments of a call are invalid.
     #[error("{operation}: {problem}")]
     InvalidArgument {
         /// The call.
@@ -112,12 +112,12 @@ pub fn timeout(
 pub fn forked(rank: &u32, process: &u32, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     write!(
         f,
-        "process {process} was forked by rank {rank} and is no rank itself: leave collectives and the run to the parent, or \
-         fork before the world is joined"
+        "process {process} was forked by rank {rank} and is not a rank: use collectives and the run in the parent only, or \
+         fork before joining the world"
     )
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// Same text as [`Display`](fmt::Display): `main` prints the error that it returns by its `Debug` text.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -125,7 +125,7 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// A refusal of the operating system while trying to `action`.
+    /// The operating system failed to `action`, for `reason`.
     pub fn system(action: impl Into<String>, reason: impl ToString) -> Self {
         Error::System { action: action.into(), reason: reason.to_string() }
     }
@@ -143,7 +143,7 @@ mod tests {
             error.to_string(),
             "rank 0 waited 1.5 s for ranks 1, 3 in barrier; a rank that is slow rather than stuck needs a longer MGPU_TIMEOUT (seconds)"
         );
-        // What `main` prints of an error that it returns.
+        // The text that `main` prints for a returned error.
         assert_eq!(format!("{error:?}"), error.to_string());
         assert!(
             Error::Forked { rank: 2, process: 77 }.to_string().starts_with("process 77 was forked by rank 2")

@@ -1,9 +1,9 @@
-//! Faults on request: how a job behaves when a rank goes wrong can be tried before it happens.
+//! Fault injection: tests how a job behaves when a rank fails.
 //!
-//! `mgpurun --inject rank=3,step=100,fault=sigkill` hands the text to the rank in `MGPU_INJECT`; the runtime commits the
-//! fault when the rank comes to the moment. This is the one place where the runtime ends its host process, and only
-//! because it was asked to. A fault strikes in the first life of a rank, so that a job that is restarted can go on;
-//! `restart=1` means the second.
+//! `mgpurun --inject rank=3,step=100,fault=sigkill` passes the text to the rank in `MGPU_INJECT`. The runtime triggers
+//! the fault when the rank reaches the injection point. This is the only place where the runtime ends its host process,
+//! and only because the user asked for it. By default a fault is triggered after the first start of the ranks only, so
+//! a restarted job can continue; `restart=1` selects the start after the first restart.
 
 use std::fmt;
 use std::process::Command;
@@ -13,12 +13,12 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// When a fault strikes.
+/// The point at which a fault is triggered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum InjectionPoint {
     /// Before the rank joins the run.
     Start,
-    /// Connected to the launcher, but not yet known to it.
+    /// After the rank has connected to the launcher and before it says hello.
     Join,
     /// At its first collective.
     Collective,
@@ -30,18 +30,18 @@ pub enum Moment {
     Finalise,
 }
 
-/// What goes wrong.
+/// The kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// SIGABRT, as a failed assertion in C.
+    /// SIGABRT, as from a failed assertion in C.
     Abort,
     /// The process exits with this code.
     Exit(u8),
-    /// SIGKILL, as by the kernel when memory is short.
+    /// SIGKILL, as from the kernel's OOM killer.
     Sigkill,
-    /// SIGSTOP: the process is there, and does nothing.
+    /// SIGSTOP: the process exists but does not run.
     Sigstop,
-    /// The thread sleeps for ever.
+    /// The thread sleeps forever.
     Hang,
     /// SIGSEGV.
     Segv,
@@ -49,7 +49,7 @@ pub enum Fault {
     Oom,
     /// A panic.
     Panic,
-    /// Leaves a child in a session of its own, with the usual signals ignored, and goes on.
+    /// Leaves a child in its own session, with the usual signals ignored, and continues.
     LeakChild,
 }
 
@@ -59,28 +59,28 @@ pub struct Injection {
     /// The rank.
     pub rank: u32,
     /// When.
-    pub moment: Moment,
+    pub point: InjectionPoint,
     /// What.
     pub fault: Fault,
-    /// In which of the rank's lives, from 0.
+    /// The number of restarts before the start in which it is triggered, from 0.
     pub restart: u32,
 }
 
-/// A fault that this rank is to commit.
+/// A fault that this rank has to trigger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Planned {
-    /// Its place in the list of all ranks' faults.
+pub struct ScheduledInjection {
+    /// Its index in the list of all ranks' faults.
     pub number: usize,
     /// The fault itself.
     pub injection: Injection,
 }
 
-const MOMENTS: [(&str, Moment); 5] = [
-    ("start", Moment::Start),
-    ("join", Moment::Join),
-    ("collective", Moment::Collective),
-    ("checkpoint", Moment::Checkpoint),
-    ("finalise", Moment::Finalise),
+const POINTS: [(&str, InjectionPoint); 5] = [
+    ("start", InjectionPoint::Start),
+    ("join", InjectionPoint::Join),
+    ("collective", InjectionPoint::Collective),
+    ("checkpoint", InjectionPoint::Checkpoint),
+    ("finalise", InjectionPoint::Finalise),
 ];
 
 const FAULTS: [(&str, Fault); 9] = [
@@ -108,10 +108,13 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(code) = text.strip_prefix("exit:") {
-            return code.parse().map(Fault::Exit).map_err(|_| format!("`{code}` is no exit code (0 to 255)"));
+            return code
+                .parse()
+                .map(Fault::Exit)
+                .map_err(|_| format!("`{code}` is not an exit code (0 to 255)"));
         }
         named(&FAULTS, text)
-            .ok_or_else(|| format!("`{text}` is no fault; known are {} and exit:N", names(&FAULTS)))
+            .ok_or_else(|| format!("`{text}` is not a fault; choose one of {} or exit:N", names(&FAULTS)))
     }
 }
 
@@ -119,41 +122,43 @@ impl FromStr for Injection {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (mut rank, mut moment, mut fault, mut restart) = (None, None, None, 0);
+        let (mut rank, mut point, mut fault, mut restart) = (None, None, None, 0);
         for part in text.split(',') {
             let (key, value) = part.split_once('=').ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
-            let number = || value.parse::<u32>().map_err(|_| format!("{key} `{value}` is no number"));
+            let number = || value.parse::<u32>().map_err(|_| format!("{key} `{value}` is not a number"));
             match key.trim() {
                 "rank" => rank = Some(number()?),
-                "step" => moment = Some(Moment::Step(u64::from(number()?.max(1)))),
+                "step" => point = Some(InjectionPoint::Step(u64::from(number()?.max(1)))),
                 "phase" => {
                     let problem =
-                        || format!("`{value}` is no phase; known are {}, or step=N", names(&MOMENTS));
-                    moment = Some(named(&MOMENTS, value).ok_or_else(problem)?);
+                        || format!("`{value}` is not a phase; choose one of {}, or step=N", names(&POINTS));
+                    point = Some(named(&POINTS, value).ok_or_else(problem)?);
                 }
                 "fault" => fault = Some(value.parse()?),
                 "restart" => restart = number()?,
                 other => {
-                    return Err(format!("unknown `{other}`; known are rank, step, phase, fault, restart"));
+                    return Err(format!(
+                        "unknown key `{other}`; the keys are rank, step, phase, fault and restart"
+                    ));
                 }
             }
         }
         let missing = |what: &str| format!("no {what}; write for example rank=1,step=100,fault=sigkill");
         Ok(Injection {
             rank: rank.ok_or_else(|| missing("rank"))?,
-            moment: moment.ok_or_else(|| missing("step or phase"))?,
+            point: point.ok_or_else(|| missing("step or phase"))?,
             fault: fault.ok_or_else(|| missing("fault"))?,
             restart,
         })
     }
 }
 
-impl fmt::Display for Moment {
+impl fmt::Display for InjectionPoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Moment::Step(step) => write!(f, "step={step}"),
+            InjectionPoint::Step(step) => write!(f, "step={step}"),
             other => {
-                let name = MOMENTS.iter().find(|(_, moment)| moment == other).map_or("", |(name, _)| name);
+                let name = POINTS.iter().find(|(_, point)| point == other).map_or("", |(name, _)| name);
                 write!(f, "phase={name}")
             }
         }
@@ -172,10 +177,10 @@ impl fmt::Display for Fault {
     }
 }
 
-/// As [`FromStr`] reads it.
+/// The text that [`FromStr`] parses.
 impl fmt::Display for Injection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank={},{},fault={}", self.rank, self.moment, self.fault)?;
+        write!(f, "rank={},{},fault={}", self.rank, self.point, self.fault)?;
         if self.restart > 0 {
             write!(f, ",restart={}", self.restart)?;
         }
@@ -184,8 +189,9 @@ impl fmt::Display for Injection {
 }
 
 impl Fault {
-    /// Does it to this process. Returns only from what leaves the process as it was.
-    pub fn commit(self) {
+    /// Triggers the fault in this process. Returns only if the process can continue (SIGSTOP, after SIGCONT, and
+    /// [`LeakChild`](Self::LeakChild)).
+    pub fn trigger(self) {
         match self {
             Fault::Abort => std::process::abort(),
             Fault::Exit(code) => std::process::exit(code.into()),
@@ -194,15 +200,15 @@ impl Fault {
             Fault::Hang => hang(),
             Fault::Oom => exhaust_memory(),
             Fault::Panic => panic!("a fault was injected: this rank panics"),
-            // Not sent again when somebody lets the process go on.
+            // Not sent again after a SIGCONT.
             Fault::Sigstop => _ = kill(Pid::this(), Signal::SIGSTOP),
             Fault::LeakChild => leak_child(),
         }
     }
 }
 
-/// Sent until it works: the standard library's handler of SIGSEGV returns once from a signal that no access caused, and
-/// only then leaves the next one to the kernel.
+/// Sends the signal until it works: the standard library's SIGSEGV handler returns from the first signal that no memory
+/// access caused, after restoring the default action for the next one.
 fn end_by(signal: Signal) -> ! {
     loop {
         let _ = kill(Pid::this(), signal);
@@ -215,10 +221,10 @@ fn hang() -> ! {
     }
 }
 
-/// What is left of the address space to be filled.
+/// Address space that is left to fill, in bytes.
 const ROOM: u64 = 256 << 20;
 
-/// Allocates until that fails, within a limit of its own: other processes keep their memory.
+/// Allocates until an allocation fails. A limit on this process's address space protects the memory of others.
 fn exhaust_memory() -> ! {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages: u64 = statm.split(' ').next().and_then(|pages| pages.parse().ok()).unwrap_or(0);
@@ -232,7 +238,7 @@ fn exhaust_memory() -> ! {
     }
 }
 
-/// A shell in a session of its own starts a sleeper and exits, which makes the sleeper nobody's child.
+/// A shell in its own session starts a sleeping process and exits, which makes that process an orphan.
 fn leak_child() {
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' HUP INT TERM; sleep 100000 & exit 0"]);
@@ -244,12 +250,12 @@ fn leak_child() {
     );
 }
 
-/// Several injections as one text, for the environment.
+/// Joins injections to one text for the environment.
 pub fn join(injections: &[Injection]) -> String {
     injections.iter().map(Injection::to_string).collect::<Vec<_>>().join(";")
 }
 
-/// Reads what [`join`] wrote.
+/// Parses the text that [`join`] returned.
 pub fn split(text: &str) -> Result<Vec<Injection>, String> {
     text.split(';').filter(|part| !part.is_empty()).map(str::parse).collect()
 }
@@ -259,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn injections_round_trip_through_text() {
         for text in [
             "rank=3,step=100,fault=abort",
             "rank=0,phase=start,fault=exit:7",
@@ -274,16 +280,16 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_say_what_is_known() {
+    fn parse_errors_list_the_valid_values() {
         for (text, expected) in [
             ("rank=3", "no step or phase; write for example"),
             ("step=1,fault=hang", "no rank"),
             ("rank=1,step=1", "no fault"),
-            ("rank=x,step=1,fault=hang", "rank `x` is no number"),
-            ("rank=1,step=1,fault=nap", "`nap` is no fault; known are abort, exit0"),
-            ("rank=1,phase=lunch,fault=hang", "known are start, join, collective, checkpoint, finalise"),
-            ("rank=1,step=1,fault=exit:999", "`999` is no exit code"),
-            ("rank=1,when=now", "unknown `when`"),
+            ("rank=x,step=1,fault=hang", "rank `x` is not a number"),
+            ("rank=1,step=1,fault=nap", "`nap` is not a fault; choose one of abort, exit0"),
+            ("rank=1,phase=lunch,fault=hang", "choose one of start, join, collective, checkpoint, finalise"),
+            ("rank=1,step=1,fault=exit:999", "`999` is not an exit code"),
+            ("rank=1,when=now", "unknown key `when`"),
             ("now", "`now` is not KEY=VALUE"),
         ] {
             let error = text.parse::<Injection>().unwrap_err();

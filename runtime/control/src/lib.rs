@@ -1,19 +1,19 @@
-//! The control plane: what a launcher and its ranks share, and nothing that computes.
+//! The control plane: everything that a launcher and its ranks share. It contains no computation.
 //!
 //! The launcher depends on this package alone; the runtime (`mgpu`) builds its world and its communicators on it.
 //!
 //! | module | question |
 //! |---|---|
 //! | [`protocol`] | which environment variables tell a process that it is a rank? |
-//! | [`rendezvous`] | how do ranks find each other, and exchange what is small? |
-//! | [`progress`] | what is every rank doing, and who holds whom responsible? |
-//! | [`process`] | how are processes started, tied to each other and watched? |
-//! | [`control_group`] | which limits has the system set for this process? |
-//! | [`shm`] | how do processes share memory that leaves nothing behind? |
-//! | [`inject`] | how is a fault tried before it happens? |
+//! | [`rendezvous`] | how do ranks find each other and exchange small values? |
+//! | [`progress`] | what is every rank doing, and which rank does it blame for its failure? |
+//! | [`process`] | how are child processes started, monitored and killed with their parent? |
+//! | [`control_group`] | which cgroup limits apply to this process? |
+//! | [`shm`] | how do processes share memory that the kernel always cleans up? |
+//! | [`inject`] | how are faults injected for tests? |
 //!
-//! Programs that train use `mgpu`: the interfaces here follow the needs of the launcher and the runtime, which are of
-//! the same release.
+//! Training programs use `mgpu` instead: the interfaces here change with the launcher and the runtime, which always come
+//! from the same release.
 
 pub mod control_group;
 #[doc(hidden)]

@@ -1,34 +1,34 @@
-//! The contract between a launcher and its ranks: the names of the environment variables.
+//! The environment variables that a launcher sets for its ranks.
 
 /// Rank of this process, from 0.
 pub const RANK: &str = "RANK";
 /// Number of ranks in the run.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
-/// Rank among those on this machine; also the index of its GPU.
+/// Rank among the ranks on this machine; also the index of its GPU.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
 /// Number of ranks on this machine.
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
 /// Address of the launcher's socket, `unix:PATH`.
 pub const MGPU_RENDEZVOUS: &str = "MGPU_RENDEZVOUS";
-/// Identifier of the run, and the token that a rank shows to join it. Under another launcher the user may set it: the name
-/// under which the ranks of a run meet, alike on all of them.
+/// Identifier of the run, and the token with which a rank joins it. Under another launcher the user may set it, to the
+/// same value for all ranks of a run, as the name of their rendezvous.
 pub const MGPU_RUN_ID: &str = "MGPU_RUN_ID";
 /// How often the launcher has restarted the ranks, from 0.
 pub const MGPU_RESTART_COUNT: &str = "MGPU_RESTART_COUNT";
 /// `cpu` or `nccl`.
 pub const MGPU_BACKEND: &str = "MGPU_BACKEND";
-/// `1` when the launcher shows lines that end in a carriage return, because it writes to a terminal.
+/// `1` if the launcher shows progress lines (lines that end in a carriage return) because it writes to a terminal.
 pub const MGPU_PROGRESS: &str = "MGPU_PROGRESS";
-/// Faults to commit, as `mgpurun --inject` takes them, separated by semicolons.
+/// Faults to inject, in the syntax of `mgpurun --inject`, separated by semicolons.
 pub const MGPU_INJECT: &str = "MGPU_INJECT";
-/// Longest wait for a peer within one operation, in seconds (default 300).
+/// Timeout of one operation that waits for a peer, in seconds (default 300).
 pub const MGPU_TIMEOUT: &str = "MGPU_TIMEOUT";
-/// Number of the GPU that a rank uses, among those it sees, where that is not `LOCAL_RANK`: 0 under `mgpurun
-/// --isolate-gpus`, which shows each rank its own alone.
+/// Index of the rank's GPU among those that it sees, if that is not `LOCAL_RANK`: 0 under `mgpurun --isolate-gpus`, which
+/// shows each rank only its own GPU.
 pub const MGPU_DEVICE: &str = "MGPU_DEVICE";
-/// `1` when several ranks may use one GPU, as under `mgpurun --share-gpus`.
+/// `1` if several ranks may use one GPU, as under `mgpurun --share-gpus`.
 pub const MGPU_SHARE_GPUS: &str = "MGPU_SHARE_GPUS";
-/// Threads a rank should use: its share of the cores. Set by the launcher unless the user has set it.
+/// Number of threads a rank should use: its share of the cores. Set by the launcher unless the user has set it.
 pub const MGPU_THREADS: &str = "MGPU_THREADS";
 /// The same for OpenMP programs; set for such programs unless the user has set it, not used by the runtime.
 pub const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
@@ -37,8 +37,8 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Free port for a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
 pub const MASTER_PORT: &str = "MASTER_PORT";
 
-/// Most ranks of a run: more than any machine has cores or GPUs for.
-pub const MOST_RANKS: u32 = 4096;
+/// Maximum number of ranks in a run: more than any machine has cores or GPUs for.
+pub const MAX_RANKS: u32 = 4096;
 
 /// A fresh identifier of a run: 128 random bits as 32 hexadecimal digits.
 ///

@@ -1,8 +1,8 @@
-//! Shared memory without a name: memfd files, sealed against resizing, passed over the rendezvous socket.
+//! Anonymous shared memory: memfd files, sealed against resizing, passed over the rendezvous socket.
 //!
 //! Nothing appears in `/dev/shm` or any folder, no size limit of a mount applies, and the kernel frees the memory
-//! when the last process that maps it is gone, however it went. The seals are what makes mapping a file from
-//! another process safe: without them the other side could shrink it and turn our next access into SIGBUS.
+//! when the last process that maps it has ended, however it ended. The seals make it safe to map a file of another
+//! process: without them that process could shrink the file, and our next access would raise SIGBUS.
 
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,7 +19,7 @@ use nix::unistd::ftruncate;
 
 use crate::{Error, Result};
 
-/// Types that may lie in memory which other processes write at any time.
+/// Types that may be placed in memory that other processes write at any time.
 ///
 /// # Safety
 /// The type consists of atomics (and arrays and structs of them) only, and every bit pattern is a valid value.
@@ -32,8 +32,7 @@ pub struct SharedMemory {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; access to its bytes is the business of whoever
-// calls `at`.
+// SAFETY: the mapping belongs to the process, not to a thread; callers of `at` synchronise access to its bytes.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above; the struct itself is never written after its construction.
 unsafe impl Sync for SharedMemory {}
@@ -41,14 +40,14 @@ unsafe impl Sync for SharedMemory {}
 const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);
 
 impl SharedMemory {
-    /// Makes a zeroed file of `len` bytes, sealed, and maps it. No memory is taken until [`reserve`].
+    /// Creates a sealed, zeroed file of `len` bytes and maps it. No memory is allocated before [`reserve`].
     pub fn create(name: &str, len: usize) -> Result<(Self, OwnedFd)> {
         let failed =
             |why: String| Error::system(format!("create {len} bytes of shared memory ({name})"), why);
-        // The kernel counts this memory as a file, and ends a process that exceeds the limit by a signal (SIGXFSZ).
+        // The kernel treats this memory as a file, and kills a process that exceeds the file size limit (SIGXFSZ).
         if let Some(limit) = file_size_limit().filter(|limit| len as u64 > *limit) {
             return Err(failed(format!(
-                "files may have {limit} bytes at most; raise the limit with `ulimit -f`"
+                "files are limited to {limit} bytes; raise the limit with `ulimit -f`"
             )));
         }
         let attempt = || -> nix::Result<OwnedFd> {
@@ -71,18 +70,18 @@ impl SharedMemory {
         Self::map(name, fd, len)
     }
 
-    /// Maps a sealed file of another process, whatever its length, without the right to write: a write through
-    /// [`view`](Self::view) would be the end of this process.
+    /// Maps a sealed file of another process read-only, whatever its length: a write through [`view`](Self::view) would
+    /// kill this process (SIGSEGV).
     pub fn open_for_reading(name: &str, fd: BorrowedFd<'_>) -> Result<Self> {
         let len = Self::sealed_len(name, fd)?;
         Self::map_with(name, fd, len, ProtFlags::PROT_READ)
     }
 
-    /// Length of a file that nobody can shrink any more.
+    /// Length of a file that is sealed against shrinking.
     fn sealed_len(name: &str, fd: BorrowedFd<'_>) -> Result<usize> {
         let bad = |problem: String| Error::Protocol { peer: format!("the owner of {name}"), problem };
         let seals = fcntl(fd, FcntlArg::F_GET_SEALS)
-            .map_err(|errno| bad(format!("the descriptor is no shared memory: {errno}")))?;
+            .map_err(|errno| bad(format!("the descriptor is not shared memory: {errno}")))?;
         if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
             return Err(bad("the shared memory is not sealed against shrinking".into()));
         }
@@ -97,10 +96,10 @@ impl SharedMemory {
     fn map_with(name: &str, fd: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> Result<Self> {
         let size =
             NonZeroUsize::new(len).ok_or_else(|| Error::system(format!("map {name}"), "it is empty"))?;
-        // SAFETY: a new mapping at an address the kernel chooses overlaps nothing of ours.
+        // SAFETY: a new mapping at an address that the kernel chooses overlaps no other mapping.
         let base = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, fd, 0) }
             .map_err(|errno| Error::system(format!("map {len} bytes of {name}"), errno))?;
-        // Huge pages are a wish: where the kernel has none for shared memory, small ones serve.
+        // Huge pages are optional: if the kernel has none for shared memory, it uses small pages.
         // SAFETY: the range is the mapping just made, and the advice does not change its contents.
         let _ = unsafe { madvise(base, len, MmapAdvise::MADV_HUGEPAGE) };
         Ok(SharedMemory { base: base.cast(), len })
@@ -132,16 +131,16 @@ impl SharedMemory {
         assert!(end.is_some_and(|end| end <= self.len), "a view past the end of shared memory");
         let address = self.at(offset).cast::<T>();
         assert!(address.is_aligned(), "a misaligned view of shared memory");
-        // SAFETY: in bounds and aligned by the assertions, mapped as long as `self`, and `Shared` promises that
+        // SAFETY: in bounds and aligned by the assertions, mapped as long as `self` lives, and `Shared` guarantees that
         // any bytes are a valid value and that all access is atomic.
         unsafe { &*address }
     }
 }
 
 impl SharedMemory {
-    /// Enters pages that exist by now into this process's page table, so that first uses find them there.
+    /// Populates this process's page table with the pages, so that first uses cause no page faults.
     pub fn map_pages(&self) {
-        // Only a wish: a page that is not mapped now will be at its first use.
+        // Best effort: a page that is not mapped now is mapped at its first use.
         // SAFETY: the range is the whole mapping; populating it does not change its contents.
         let _ = unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_POPULATE_WRITE) };
     }
@@ -154,23 +153,23 @@ impl Drop for SharedMemory {
     }
 }
 
-/// Largest size of a file that this process may write, in bytes; `None` where the system does not tell.
+/// Limit on the size of files that this process writes, in bytes; `None` if the system does not tell.
 fn file_size_limit() -> Option<u64> {
     getrlimit(Resource::RLIMIT_FSIZE).ok().map(|(soft, _)| soft)
 }
 
-/// Bytes of a page of memory: 4 KiB on x86-64; on Arm 64 KiB, too.
+/// Size of a page of memory in bytes: 4 KiB on x86-64; on Arm also 64 KiB.
 pub fn page_size() -> usize {
-    // SAFETY: asks for a number that every system has.
+    // SAFETY: a query without side effects.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(size).unwrap_or(4096)
 }
 
-/// Takes the memory behind a range of `memory` now, so that a shortage is an error here and not a SIGBUS at first
+/// Allocates the memory behind a range of `memory` now, so that a shortage is an error here and not a SIGBUS at first
 /// use.
 ///
-/// Each rank reserves its own part: pages come from the memory node of the process that asks for them. They are
-/// asked for through the mapping, because only there does the kernel know that huge pages are wanted.
+/// Each rank reserves its own part, because pages are allocated on the NUMA node of the process that requests them. The
+/// request goes through the mapping, because only the mapping has the advice to use huge pages.
 pub fn reserve(
     name: &str,
     memory: &SharedMemory,
@@ -193,7 +192,7 @@ pub fn reserve(
         match Errno::result(done) {
             Ok(_) => return Ok(()),
             Err(Errno::EINTR | Errno::EAGAIN) => {}
-            // Linux before 5.14 does not know this advice.
+            // Linux older than 5.14 does not support this advice.
             Err(Errno::EINVAL) => break,
             Err(errno) => return Err(failure(errno)),
         }
@@ -216,7 +215,7 @@ mod tests {
     unsafe impl Shared for AtomicU32 {}
 
     #[test]
-    fn two_mappings_share_bytes() {
+    fn two_mappings_share_memory() {
         let (ours, fd) = SharedMemory::create("test", 8192).unwrap();
         let theirs = SharedMemory::open("test", fd.as_fd(), 8192).unwrap();
         ours.view::<AtomicU32>(4096).store(7, Ordering::Relaxed);
@@ -224,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn unsealed_wrong_sized_and_foreign_descriptors_are_refused() {
+    fn unsealed_wrong_sized_and_foreign_descriptors_are_rejected() {
         let (_ours, fd) = SharedMemory::create("test", 4096).unwrap();
         let error = SharedMemory::open("arena of rank 3", fd.as_fd(), 8192).unwrap_err();
         assert!(error.to_string().contains("4096 bytes instead of 8192"), "{error}");

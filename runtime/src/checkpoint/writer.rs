@@ -13,7 +13,7 @@ use super::folder::Folder;
 use super::publish::publish;
 use super::removal::free_name;
 use super::snapshot::Snapshot;
-use crate::process::{Origin, start_failure, survive_file_limit};
+use crate::process::{ForkDetector, block_sigxfsz, start_failure};
 use crate::{Error, Result};
 
 /// Writes checkpoints into a folder, beside the training.
@@ -45,7 +45,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug)]
 pub struct Writer {
-    origin: Origin,
+    origin: ForkDetector,
     folder: Arc<Folder>,
     keep: usize,
     under_way: Option<JoinHandle<Result<PathBuf>>>,
@@ -61,7 +61,13 @@ impl Writer {
     /// If the folder cannot be made, read or written, or another writer has it.
     pub fn new(folder: &Path, keep: usize) -> Result<Self> {
         let folder = Arc::new(Folder::open(folder)?);
-        Ok(Writer { origin: Origin::here(), folder, keep: keep.max(1), under_way: None, written: None })
+        Ok(Writer {
+            origin: ForkDetector::for_this_process(),
+            folder,
+            keep: keep.max(1),
+            under_way: None,
+            written: None,
+        })
     }
 
     /// Begins to write `snapshot`, once the write before it has come to its end. A checkpoint of the same step is replaced;
@@ -76,7 +82,7 @@ impl Writer {
         let (folder, keep) = (Arc::clone(&self.folder), self.keep);
         let thread = std::thread::Builder::new().name("checkpoint".to_owned());
         let started = thread.spawn(move || {
-            survive_file_limit();
+            block_sigxfsz();
             publish(&folder, snapshot, keep)
         });
         let started = started.map_err(|error| {
@@ -99,7 +105,7 @@ impl Writer {
     /// An error in a forked child, which has a copy of this and not the thread: it would write beside its parent, and wait for
     /// ever.
     fn check_process(&self) -> Result<()> {
-        match self.origin.is_here() {
+        match self.origin.is_original_process() {
             true => Ok(()),
             false => Err(failed(&self.folder.path, "a forked child cannot use its parent's writer")),
         }

@@ -16,13 +16,13 @@ use std::thread::JoinHandle;
 use super::call::{Call, Request};
 use super::rules::Failing;
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, Observer, Pending, ReduceOp, Transport};
-use crate::process::{Origin, start_failure};
+use crate::process::{ForkDetector, start_failure};
 use crate::{Error, Result};
 
 /// See the [module](self).
 pub(crate) struct Background {
     /// A forked child has a copy, and not the thread.
-    origin: Origin,
+    origin: ForkDetector,
     shared: Arc<Shared>,
     rank: u32,
     backend: &'static str,
@@ -80,7 +80,7 @@ impl Background {
             .spawn(move || work(&of_thread, &queue))
             .map_err(|error| Error::system("start a thread for reductions", start_failure(&error)))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
-        let origin = Origin::here();
+        let origin = ForkDetector::for_this_process();
         Ok(Background { origin, shared, rank, backend, capabilities, observer, jobs, thread, busy: false })
     }
 
@@ -104,7 +104,7 @@ impl Background {
     }
 
     fn check_process(&self) -> Result<()> {
-        match self.origin.is_here() {
+        match self.origin.is_original_process() {
             true => Ok(()),
             false => Err(Error::Forked { rank: self.rank, process: std::process::id() }),
         }

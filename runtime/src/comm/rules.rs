@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::inject::Moment;
+use crate::inject::InjectionPoint;
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
@@ -77,7 +77,7 @@ impl Rules {
         self.check_usable()?;
         let Some(membership) = &self.membership else { return Ok(()) };
         if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
-            membership.come_to(Moment::Collective);
+            membership.come_to(InjectionPoint::Collective);
         }
         self.note(noted);
         Ok(())

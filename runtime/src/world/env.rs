@@ -11,7 +11,7 @@ use mgpu_kernels::level;
 use super::foreign::{Launched, Surroundings};
 use super::variable::{check_size, number, wrong};
 use crate::Result;
-use crate::inject::{self, Planned};
+use crate::inject::{self, ScheduledInjection};
 use crate::protocol::*;
 
 /// Where collectives run.
@@ -63,7 +63,7 @@ pub(super) struct Identity {
     pub(super) backend_is_open: bool,
     pub(super) timeout: Duration,
     /// Faults this rank is to commit in this life of it.
-    pub(super) injections: Vec<Planned>,
+    pub(super) injections: Vec<ScheduledInjection>,
     pub(super) threads: Option<NonZeroUsize>,
     /// The GPU to use, where it is not that of the local rank's number.
     pub(super) device: Option<u32>,
@@ -109,7 +109,7 @@ impl Identity {
     }
 
     /// Those of the faults in `text` that this rank is to commit.
-    fn injections(&self, text: &str) -> Result<Vec<Planned>> {
+    fn injections(&self, text: &str) -> Result<Vec<ScheduledInjection>> {
         let faults = inject::split(text)
             .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
         if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size) {
@@ -120,8 +120,11 @@ impl Identity {
             let problem = "is set for a world of one without mgpurun, which commits no faults; use mgpurun -n 1 --inject";
             return Err(wrong(MGPU_INJECT, problem.into()));
         }
-        let planned = faults.into_iter().enumerate().map(|(number, injection)| Planned { number, injection });
-        let is_own = |planned: &Planned| {
+        let planned = faults
+            .into_iter()
+            .enumerate()
+            .map(|(number, injection)| ScheduledInjection { number, injection });
+        let is_own = |planned: &ScheduledInjection| {
             (planned.injection.rank, planned.injection.restart) == (self.rank, self.restart_count)
         };
         Ok(planned.filter(is_own).collect())

@@ -21,11 +21,11 @@ pub use env::Backend;
 use env::{Identity, Rendezvous};
 use foreign::Surroundings;
 
-use crate::inject::Moment;
+use crate::inject::InjectionPoint;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
 use crate::rendezvous::message::Manifest;
-use crate::rendezvous::{Application, Host, HostedRun, Serving, Store};
+use crate::rendezvous::{HostedRun, HostedServer, PendingJoin, ServedBy, Store};
 use crate::survivor::let_the_culprit_be_seen;
 use crate::{Error, Result};
 
@@ -58,20 +58,23 @@ const SURROUNDINGS: Surroundings<'static> = Surroundings {
 };
 
 /// Reaches the rendezvous, which rank 0 opens first where no launcher does.
-fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, Host, Option<Serving>)> {
+fn connect(
+    identity: &Identity,
+    rendezvous: &Rendezvous,
+) -> Result<(UnixStream, ServedBy, Option<HostedServer>)> {
     let rank = identity.rank;
     match rendezvous {
-        Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, Host::Launcher, None)),
+        Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, ServedBy::Launcher, None)),
         Rendezvous::RankZero { title, patience } => {
             let run = HostedRun {
                 run_id: &identity.run_id,
                 title,
                 world_size: identity.world_size,
                 restart_count: identity.restart_count,
-                patience: *patience,
+                join_timeout: *patience,
             };
-            let serving = (rank == 0).then(|| run.serve()).transpose()?;
-            Ok((run.connect(rank)?, Host::RankZero { patience: *patience }, serving))
+            let server = (rank == 0).then(|| run.serve()).transpose()?;
+            Ok((run.connect(rank)?, ServedBy::RankZero { join_timeout: *patience }, server))
         }
     }
 }
@@ -79,17 +82,17 @@ fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, 
 /// Joins the run, as a rank that works with what the `manifest` says.
 fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Result<Membership> {
     let (rank, ranks, injections) = (identity.rank, identity.world_size, identity.injections.clone());
-    let (stream, host, serving) = connect(identity, rendezvous)?;
-    membership::commit(&injections, Moment::Join);
-    let hello = Store::apply(stream, host, &identity.run_id, rank, ranks, manifest);
-    let admitted = hello.and_then(Application::admission).map_err(Error::from).inspect_err(|error| {
-        if host != Host::Launcher {
+    let (stream, served_by, server) = connect(identity, rendezvous)?;
+    membership::commit(&injections, InjectionPoint::Join);
+    let hello = Store::send_hello(stream, served_by, &identity.run_id, rank, ranks, manifest);
+    let admitted = hello.and_then(PendingJoin::wait).map_err(Error::from).inspect_err(|error| {
+        if served_by != ServedBy::Launcher {
             let_the_culprit_be_seen(error, |_| None);
         }
     });
     let (store, page) = admitted?;
-    if let Some(serving) = serving {
-        serving.has_joined();
+    if let Some(server) = server {
+        server.keep_running();
     }
     Ok(Membership::new(rank, store, page, injections))
 }
@@ -128,7 +131,7 @@ impl World {
         let membership = match &identity.rendezvous {
             None => None,
             Some(rendezvous) => {
-                membership::commit(&identity.injections, Moment::Start);
+                membership::commit(&identity.injections, InjectionPoint::Start);
                 #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
                 // Before anything that others could wait for: a rank 0 without a GPU serves no rendezvous.

@@ -1,6 +1,6 @@
 //! Environment variables with numbers in them, and what is said about those that are wrong.
 
-use crate::protocol::MOST_RANKS;
+use crate::protocol::MAX_RANKS;
 use crate::{Error, Result};
 
 /// The error of a variable whose value will not do, or which is missing.
@@ -12,8 +12,8 @@ pub(super) fn wrong(name: &'static str, problem: String) -> Error {
 pub(super) fn check_size(name: &'static str, world_size: u32) -> Result<()> {
     match world_size {
         0 => Err(wrong(name, "is 0; a world has at least one rank".into())),
-        1..=MOST_RANKS => Ok(()),
-        _ => Err(wrong(name, format!("is {world_size}; a world has at most {MOST_RANKS} ranks"))),
+        1..=MAX_RANKS => Ok(()),
+        _ => Err(wrong(name, format!("is {world_size}; a world has at most {MAX_RANKS} ranks"))),
     }
 }
 

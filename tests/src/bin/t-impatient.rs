@@ -9,7 +9,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [ranks, script] = &arguments[..] else { panic!("usage: t-impatient RANKS SCRIPT") };
     let ranks = ranks.parse().expect("RANKS is a number");
-    let output = OutputOptions { patience: Duration::from_millis(50), ..OutputOptions::default() };
+    let output = OutputOptions { stall_timeout: Duration::from_millis(50), ..OutputOptions::default() };
     let launch = Launch::new("/bin/sh").arguments(["-c", script]).ranks(ranks).output(output);
     ExitCode::from(launch.run().expect("a shell can be started").exit_code)
 }

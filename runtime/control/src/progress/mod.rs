@@ -1,10 +1,10 @@
 //! The progress page: what every rank of a run is doing, in memory that all of them and the launcher map.
 //!
-//! The server of the rendezvous makes the page and hands it to each rank that joins. A rank writes its own slot;
-//! the server writes how a rank ended. A rank that waits for a peer looks here whether the peer is still there:
-//! no message, no thread and no signal is needed to learn of a death, and what a rank did last can be read after
-//! it has been killed or stopped. An outsider of the same user can look at a run, too ([`ProgressPage::inspect`]):
-//! the page has no name, but its launcher's descriptors are in `/proc`.
+//! The rendezvous server creates the page and passes it to each rank that joins. A rank writes its own record; the
+//! server writes how a rank ended. A rank that waits for a peer polls the page to see whether the peer is still alive:
+//! it needs no message, thread or signal to learn of a death, and the last action of a rank can be read after it has
+//! been killed or stopped. Other processes of the same user can inspect a run, too ([`ProgressPage::inspect`]): the
+//! page has no name, but the launcher's descriptors are listed in `/proc`.
 
 mod text;
 mod view;
@@ -20,10 +20,10 @@ pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now}
 use crate::shm::{Shared, SharedMemory, reserve};
 use crate::{Error, Result};
 
-/// Name of the page's memory, as `/proc/PID/fd` shows it.
+/// Name of the page's memory in `/proc/PID/fd`.
 pub const PAGE_NAME: &str = "mgpu-progress";
 
-// The numbers of a slot's state.
+// Values of a record's state.
 const JOINED: u32 = 1;
 const LEFT: u32 = 2;
 const FINISHED: u32 = 3;
@@ -38,7 +38,7 @@ fn state_of(number: u32) -> RankState {
     }
 }
 
-/// What the page is of. Its bytes change with the layout of the page, so that no other version misreads it.
+/// Describes the run. The magic number changes with the layout of the page, so that no other version misreads it.
 #[repr(C, align(128))]
 struct Header {
     magic: AtomicU64,
@@ -52,32 +52,32 @@ struct Header {
     program: SharedText,
 }
 
-/// Tells a page of this layout from other memory.
+/// Distinguishes a page of this layout from other memory.
 const MAGIC: u64 = 0x6d67_7075_0000_0005;
 
-/// One rank's slot: a multiple of the cache line, so that no rank's writes disturb another's.
+/// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
-struct Slot {
+struct RankRecord {
     /// Last collective entered: its number in its communicator, from 1.
     sequence: AtomicU64,
     /// Payload of that collective in bytes.
     bytes: AtomicU64,
     /// Its [`Operation`], with [`RUNNING`] while the rank is in it; 0 before the first.
     operation: AtomicU32,
-    /// The rank it waits for, plus one; 0 while it does not.
+    /// The rank it waits for, plus one; 0 while it does not wait.
     waits_for: AtomicU32,
-    /// The [`Place`] that it waits for a peer in; 0 while it does not.
-    waits_in: AtomicU64,
-    /// The [`Place`] of the message that it waits for a peer in; 0 while it does not.
-    message: AtomicU64,
-    /// The [`Place`] at which it came to the end of a communicator last; 0 before the first.
-    ends_at: AtomicU64,
-    /// When something changed last, in milliseconds of [`now`].
+    /// The [`CollectiveCounter`] of the collective in which it waits for a peer; 0 while it does not wait.
+    waiting_collective: AtomicU64,
+    /// The [`CollectiveCounter`] of the message in which it waits for a peer; 0 while it does not wait.
+    waiting_message: AtomicU64,
+    /// The [`CollectiveCounter`] at which it finalised a communicator last; 0 before the first.
+    finalised_at: AtomicU64,
+    /// Time of the last change, in milliseconds of [`now`].
     changed: AtomicU64,
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
-    /// Injected faults that the rank has come to: a bit for each, by its place in the list of them.
+    /// Injected faults that the rank has triggered: a bit for each, by its index in the list of injections.
     faults: AtomicU64,
     phase: AtomicU32,
     state: AtomicU32,
@@ -85,7 +85,7 @@ struct Slot {
     pid: AtomicU32,
     /// The process that the launcher started.
     started: AtomicU32,
-    /// Culprit's rank plus one, 0 while nobody is blamed; bit 31 marks a timeout.
+    /// The culprit's rank plus one, 0 while no rank is blamed; bit 31 marks a timeout.
     blamed: AtomicU32,
     blame: SharedText,
     failure: SharedText,
@@ -94,39 +94,41 @@ struct Slot {
 // SAFETY: atomics and arrays and structs of atomics only.
 unsafe impl Shared for Header {}
 // SAFETY: as above.
-unsafe impl Shared for Slot {}
+unsafe impl Shared for RankRecord {}
 
-/// Bit of a slot's operation.
+/// Bit of a record's `operation`: the rank is still in it.
 const RUNNING: u32 = 1 << 31;
+/// Bit of a record's `blamed`.
 const TIMED_OUT: u32 = 1 << 31;
 
-/// How far a rank is in a communicator whose peers cannot see that for themselves.
+/// Progress counter of a rank in a communicator whose peers cannot observe it themselves (NCCL).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct CollectiveCounter {
     /// The communicator's number, from 1.
     pub communicator: u32,
-    /// Collectives that the rank has begun in it; of a message, those exchanged with that peer.
-    pub turns: u32,
+    /// Collectives that the rank has begun in it; for a message, the messages exchanged with that peer.
+    pub count: u32,
 }
 
-impl Place {
+impl CollectiveCounter {
     fn to_number(self) -> u64 {
-        u64::from(self.communicator) << 32 | u64::from(self.turns)
+        u64::from(self.communicator) << 32 | u64::from(self.count)
     }
 
     fn from_number(number: u64) -> Option<Self> {
-        (number != 0).then_some(Place { communicator: (number >> 32) as u32, turns: number as u32 })
+        (number != 0)
+            .then_some(CollectiveCounter { communicator: (number >> 32) as u32, count: number as u32 })
     }
 }
 
-/// The slots of all ranks.
+/// The progress page: a header and a record for each rank.
 #[derive(Debug)]
 pub struct ProgressPage {
     memory: SharedMemory,
     world_size: u32,
 }
 
-/// Which run a page is of.
+/// The run that a page describes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunInfo {
     /// The launcher's process.
@@ -135,18 +137,18 @@ pub struct RunInfo {
     pub world_size: u32,
     /// How often the ranks have been restarted.
     pub restarts: u32,
-    /// When the ranks were started, as [`now`].
+    /// Start time of the ranks, as [`now`].
     pub started: Duration,
-    /// What they run.
+    /// The command that they run.
     pub program: String,
 }
 
 impl ProgressPage {
     fn bytes(world_size: u32) -> usize {
-        (size_of::<Header>() + world_size as usize * size_of::<Slot>()).next_multiple_of(4096)
+        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(4096)
     }
 
-    /// A page for `world_size` ranks, and the descriptor to hand to them.
+    /// Creates a page for `world_size` ranks; also returns the descriptor to pass to them.
     pub fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
         let (memory, fd) = SharedMemory::create(PAGE_NAME, Self::bytes(world_size))?;
         reserve("the progress page", &memory, fd.as_fd(), 0, memory.size())?;
@@ -164,13 +166,13 @@ impl ProgressPage {
         Ok(ProgressPage { memory, world_size })
     }
 
-    /// Maps the page of a run that this process does not belong to, for reading.
+    /// Maps the page of a run that this process does not belong to, read-only.
     ///
     /// # Errors
-    /// If the descriptor is not of a page, or of one of another version.
+    /// If the descriptor does not refer to a progress page, or to one of another version.
     pub fn inspect(fd: BorrowedFd<'_>) -> Result<Self> {
         let memory = SharedMemory::open_for_reading("a progress page", fd)?;
-        let other = || Error::system("read a progress page", "it is of another version of mgpurun");
+        let other = || Error::system("read a progress page", "it was made by another version of mgpurun");
         if memory.size() < size_of::<Header>() {
             return Err(other());
         }
@@ -187,18 +189,18 @@ impl ProgressPage {
     }
 
     #[inline]
-    fn slot(&self, rank: u32) -> &Slot {
+    fn record(&self, rank: u32) -> &RankRecord {
         assert!(rank < self.world_size, "rank {rank} in a world of {}", self.world_size);
-        self.memory.view(size_of::<Header>() + rank as usize * size_of::<Slot>())
+        self.memory.view(size_of::<Header>() + rank as usize * size_of::<RankRecord>())
     }
 
-    /// Notes what the ranks run, and how often they have been restarted.
+    /// Sets the command that the ranks run and their number of restarts.
     pub fn describe(&self, program: &str, restarts: u32) {
         self.header().restarts.store(restarts, Ordering::Relaxed);
         self.header().program.set_once(program);
     }
 
-    /// Which run this is.
+    /// The run that this page describes.
     pub fn run(&self) -> RunInfo {
         let header = self.header();
         RunInfo {
@@ -215,94 +217,94 @@ impl ProgressPage {
         self.world_size
     }
 
-    /// What `rank` was last seen doing.
+    /// The last known progress of `rank`.
     ///
     /// # Panics
     /// If there is no such rank.
     pub fn progress(&self, rank: u32) -> Progress {
-        let slot = self.slot(rank);
-        let operation = slot.operation.load(Ordering::Relaxed);
+        let record = self.record(rank);
+        let operation = record.operation.load(Ordering::Relaxed);
         let last = Operation::from_number(operation as u8).map(|which| LastOperation {
             operation: which,
-            sequence: slot.sequence.load(Ordering::Relaxed),
-            bytes: slot.bytes.load(Ordering::Relaxed),
+            sequence: record.sequence.load(Ordering::Relaxed),
+            bytes: record.bytes.load(Ordering::Relaxed),
             running: operation & RUNNING != 0,
-            waits_for: slot.waits_for.load(Ordering::Relaxed).checked_sub(1),
+            waits_for: record.waits_for.load(Ordering::Relaxed).checked_sub(1),
         });
         Progress {
             state: self.state(rank),
-            pid: slot.pid.load(Ordering::Relaxed),
-            phase: Phase::from_number(slot.phase.load(Ordering::Relaxed)),
-            step: slot.step.load(Ordering::Relaxed),
-            steps_begun: slot.steps_begun.load(Ordering::Relaxed),
+            pid: record.pid.load(Ordering::Relaxed),
+            phase: Phase::from_number(record.phase.load(Ordering::Relaxed)),
+            step: record.step.load(Ordering::Relaxed),
+            steps_begun: record.steps_begun.load(Ordering::Relaxed),
             operation: last,
-            changed: Duration::from_millis(slot.changed.load(Ordering::Relaxed)),
+            changed: Duration::from_millis(record.changed.load(Ordering::Relaxed)),
         }
     }
 
     /// Whether `rank` has joined, and how it ended.
     pub fn state(&self, rank: u32) -> RankState {
-        state_of(self.slot(rank).state.load(Ordering::Acquire))
+        state_of(self.record(rank).state.load(Ordering::Acquire))
     }
 
-    /// Notes the process that was started as `rank`, which may never join.
+    /// Sets the process that was started as `rank`; it may never join.
     pub fn start(&self, rank: u32, pid: u32) {
-        self.slot(rank).started.store(pid, Ordering::Relaxed);
+        self.record(rank).started.store(pid, Ordering::Relaxed);
     }
 
-    /// The process of `rank`: the one that joined, or else the one that its launcher started, if it told.
+    /// The process of `rank`: the one that joined, or else the one that its launcher started, if it is known.
     pub fn process(&self, rank: u32) -> Option<u32> {
-        let slot = self.slot(rank);
-        let processes = [&slot.pid, &slot.started].map(|pid| pid.load(Ordering::Relaxed));
+        let record = self.record(rank);
+        let processes = [&record.pid, &record.started].map(|pid| pid.load(Ordering::Relaxed));
         processes.into_iter().find(|pid| *pid != 0)
     }
 
-    /// Notes that `rank` has joined, as this process.
+    /// Notes that `rank` has joined as process `pid`.
     pub fn join(&self, rank: u32, pid: u32) {
-        let slot = self.slot(rank);
-        slot.pid.store(pid, Ordering::Relaxed);
-        slot.touch();
-        // A rank that the launcher has already seen end does not come back to life.
-        let _ = slot.state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
+        let record = self.record(rank);
+        record.pid.store(pid, Ordering::Relaxed);
+        record.touch();
+        // A rank whose end the launcher has already recorded stays ended.
+        let _ = record.state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Records that `rank` ended. Of two failures the first stays.
-    pub fn depart(&self, rank: u32, ending: Ending<'_>) {
-        let slot = self.slot(rank);
+    /// Records how `rank` ended. The first failure is kept.
+    pub fn record_end(&self, rank: u32, ending: Ending<'_>) {
+        let record = self.record(rank);
         let number = match ending {
             Ending::Left => LEFT,
             Ending::Finished => FINISHED,
             Ending::Failed(how) => {
-                slot.failure.set_once(how);
+                record.failure.set_once(how);
                 let first = &self.header().first_failed;
                 let _ = first.compare_exchange(0, rank + 1, Ordering::AcqRel, Ordering::Relaxed);
                 FAILED
             }
         };
-        slot.state.fetch_max(number, Ordering::AcqRel);
+        record.state.fetch_max(number, Ordering::AcqRel);
     }
 
-    /// The rank that failed before all others: what became of those may be its doing.
+    /// The first rank that failed: it may be the cause of the other failures.
     pub fn first_failed(&self) -> Option<u32> {
         let rank = self.header().first_failed.load(Ordering::Acquire).checked_sub(1)?;
         (rank < self.world_size && self.state(rank) == RankState::Failed).then_some(rank)
     }
 
-    /// How `rank` ended, as a predicate; empty if it has not.
-    pub fn departure(&self, rank: u32) -> String {
-        let slot = self.slot(rank);
-        match slot.state.load(Ordering::Acquire) {
+    /// How `rank` ended, as a predicate; empty if it has not ended.
+    pub fn end_description(&self, rank: u32) -> String {
+        let record = self.record(rank);
+        match record.state.load(Ordering::Acquire) {
             LEFT => "left the run".into(),
             FINISHED => "exited with code 0".into(),
-            FAILED => slot.failure.get(),
+            FAILED => record.failure.get(),
             _ => String::new(),
         }
     }
 
-    /// How the process of `rank` ended, as a predicate; `None` if it has not, as far as its launcher knows.
-    pub fn ended(&self, rank: u32) -> Option<String> {
-        let has_ended = matches!(self.slot(rank).state.load(Ordering::Acquire), FINISHED | FAILED);
-        has_ended.then(|| self.departure(rank))
+    /// How the process of `rank` ended, as a predicate; `None` if it has not ended as far as its launcher knows.
+    pub fn process_end_description(&self, rank: u32) -> Option<String> {
+        let has_ended = matches!(self.record(rank).state.load(Ordering::Acquire), FINISHED | FAILED);
+        has_ended.then(|| self.end_description(rank))
     }
 
     /// Notes that `rank` enters an operation.
@@ -312,126 +314,126 @@ impl ProgressPage {
         self.touch(rank);
     }
 
-    /// Notes which operation `rank` enters, and leaves the time to a [`touch`](Self::touch) that follows: reading the clock takes
-    /// a tenth of the time of a small operation.
+    /// Notes that `rank` enters an operation, without the time, which a [`touch`](Self::touch) adds: reading the clock takes a
+    /// tenth of the time of a small operation.
     #[inline]
     pub fn announce(&self, rank: u32, operation: Operation, sequence: u32, bytes: usize) {
-        let slot = self.slot(rank);
-        slot.sequence.store(u64::from(sequence), Ordering::Relaxed);
-        slot.bytes.store(bytes as u64, Ordering::Relaxed);
-        slot.operation.store(operation as u32 | RUNNING, Ordering::Relaxed);
+        let record = self.record(rank);
+        record.sequence.store(u64::from(sequence), Ordering::Relaxed);
+        record.bytes.store(bytes as u64, Ordering::Relaxed);
+        record.operation.store(operation as u32 | RUNNING, Ordering::Relaxed);
     }
 
-    /// Notes that `rank` has begun another part of its operation.
+    /// Updates the time of the last change: `rank` has begun another part of its operation.
     #[inline]
     pub fn touch(&self, rank: u32) {
-        self.slot(rank).touch();
+        self.record(rank).touch();
     }
 
-    /// Notes that `rank` has waited for `peer` for more than a moment.
+    /// Notes that `rank` waits for `peer`; called only if the wait takes longer than usual.
     pub fn wait(&self, rank: u32, peer: u32) {
-        self.slot(rank).waits_for.store(peer + 1, Ordering::Relaxed);
+        self.record(rank).waits_for.store(peer + 1, Ordering::Relaxed);
     }
 
-    /// Notes how far `rank` is in the communicator that it [waits](Self::wait) in.
-    pub fn wait_in(&self, rank: u32, place: Place) {
-        self.slot(rank).waits_in.store(place.to_number(), Ordering::Relaxed);
+    /// Notes the progress counter of `rank` in the communicator in which it [waits](Self::wait).
+    pub fn note_waiting_collective(&self, rank: u32, counter: CollectiveCounter) {
+        self.record(rank).waiting_collective.store(counter.to_number(), Ordering::Relaxed);
     }
 
-    /// How far `rank` is in the communicator that it has waited in for more than a moment.
-    pub fn waits_in(&self, rank: u32) -> Option<Place> {
-        Place::from_number(self.slot(rank).waits_in.load(Ordering::Relaxed))
+    /// The progress counter of `rank` in the communicator in which it [waits](Self::wait), if it waits.
+    pub fn waiting_collective(&self, rank: u32) -> Option<CollectiveCounter> {
+        CollectiveCounter::from_number(self.record(rank).waiting_collective.load(Ordering::Relaxed))
     }
 
-    /// Notes which message, of those with the peer that `rank` [waits](Self::wait) for, it waits in.
-    pub fn wait_in_message(&self, rank: u32, place: Place) {
-        self.slot(rank).message.store(place.to_number(), Ordering::Release);
+    /// Notes the message in which `rank` [waits](Self::wait) for its peer.
+    pub fn note_waiting_message(&self, rank: u32, counter: CollectiveCounter) {
+        self.record(rank).waiting_message.store(counter.to_number(), Ordering::Release);
     }
 
-    /// The message with `peer` that `rank` has waited in for more than a moment, if it does.
-    pub fn waits_in_message(&self, rank: u32, peer: u32) -> Option<Place> {
-        let slot = self.slot(rank);
-        let message = slot.message.load(Ordering::Acquire);
-        let is_for_peer = slot.waits_for.load(Ordering::Acquire) == peer + 1;
-        // Read twice: of one wait, and not of two.
-        let is_same = slot.message.load(Ordering::Relaxed) == message;
-        Place::from_number(message).filter(|_| is_for_peer && is_same)
+    /// The message in which `rank` [waits](Self::wait) for `peer`, if it does.
+    pub fn waiting_message(&self, rank: u32, peer: u32) -> Option<CollectiveCounter> {
+        let record = self.record(rank);
+        let message = record.waiting_message.load(Ordering::Acquire);
+        let is_for_peer = record.waits_for.load(Ordering::Acquire) == peer + 1;
+        // Read twice: message and peer must belong to the same wait.
+        let is_same = record.waiting_message.load(Ordering::Relaxed) == message;
+        CollectiveCounter::from_number(message).filter(|_| is_for_peer && is_same)
     }
 
-    /// Notes that `rank` has come to the end of a communicator: it begins no more operations in it.
-    pub fn end_at(&self, rank: u32, place: Place) {
-        self.slot(rank).ends_at.store(place.to_number(), Ordering::Relaxed);
+    /// Notes that `rank` finalises a communicator: it begins no more operations in it.
+    pub fn note_finalised(&self, rank: u32, counter: CollectiveCounter) {
+        self.record(rank).finalised_at.store(counter.to_number(), Ordering::Relaxed);
     }
 
-    /// Where `rank` came to the end of a communicator last.
-    pub fn ends_at(&self, rank: u32) -> Option<Place> {
-        Place::from_number(self.slot(rank).ends_at.load(Ordering::Relaxed))
+    /// The progress counter at which `rank` last finalised a communicator.
+    pub fn finalised_at(&self, rank: u32) -> Option<CollectiveCounter> {
+        CollectiveCounter::from_number(self.record(rank).finalised_at.load(Ordering::Relaxed))
     }
 
     /// Notes that `rank` has left the operation.
     #[inline]
     pub fn leave(&self, rank: u32) {
-        let slot = self.slot(rank);
-        slot.operation.store(slot.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
-        // A short operation was entered a moment ago: the clock need not be read again.
-        if slot.waits_for.load(Ordering::Relaxed) != 0 {
-            slot.message.store(0, Ordering::Relaxed);
-            slot.waits_for.store(0, Ordering::Release);
-            slot.waits_in.store(0, Ordering::Relaxed);
-            slot.touch();
+        let record = self.record(rank);
+        record.operation.store(record.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
+        // A short operation was entered just now: the clock need not be read again.
+        if record.waits_for.load(Ordering::Relaxed) != 0 {
+            record.waiting_message.store(0, Ordering::Relaxed);
+            record.waits_for.store(0, Ordering::Release);
+            record.waiting_collective.store(0, Ordering::Relaxed);
+            record.touch();
         }
     }
 
     /// Notes that `rank` begins a training step (from 1).
     pub fn begin_step(&self, rank: u32, step: u64) {
-        let slot = self.slot(rank);
-        slot.step.store(step, Ordering::Relaxed);
-        slot.steps_begun.fetch_add(1, Ordering::Relaxed);
+        let record = self.record(rank);
+        record.step.store(step, Ordering::Relaxed);
+        record.steps_begun.fetch_add(1, Ordering::Relaxed);
         self.set_phase(rank, Phase::Step);
     }
 
-    /// Notes that `rank` commits the fault of this number. Those past the 64th are not noted.
+    /// Notes that `rank` triggers the fault with this index. Faults after the 64th are not noted.
     pub fn note_fault(&self, rank: u32, number: usize) {
         if number < u64::BITS as usize {
-            self.slot(rank).faults.fetch_or(1 << number, Ordering::Relaxed);
+            self.record(rank).faults.fetch_or(1 << number, Ordering::Relaxed);
         }
     }
 
-    /// True if `rank` has committed the injected fault of this number, and for numbers past the 64th.
-    pub fn has_committed(&self, rank: u32, number: usize) -> bool {
-        number >= u64::BITS as usize || self.slot(rank).faults.load(Ordering::Relaxed) >> number & 1 == 1
+    /// True if `rank` has triggered the injected fault with this index; always true after the 64th.
+    pub fn was_triggered(&self, rank: u32, number: usize) -> bool {
+        number >= u64::BITS as usize || self.record(rank).faults.load(Ordering::Relaxed) >> number & 1 == 1
     }
 
-    /// Notes that `rank` begins another part of its work.
+    /// Notes that `rank` begins another phase.
     pub fn set_phase(&self, rank: u32, phase: Phase) {
-        let slot = self.slot(rank);
-        slot.phase.store(phase as u32, Ordering::Relaxed);
-        slot.touch();
+        let record = self.record(rank);
+        record.phase.store(phase as u32, Ordering::Relaxed);
+        record.touch();
     }
 
-    /// Records whom `rank` holds responsible, and why, because it is about to fail. The first one stays.
+    /// Records which rank a failing `rank` blames, and why. The first blame is kept.
     pub fn blame(&self, rank: u32, blame: &Blame) {
-        let slot = self.slot(rank);
-        slot.blame.set_once(&blame.message);
+        let record = self.record(rank);
+        record.blame.set_once(&blame.message);
         let timed_out = if blame.timed_out { TIMED_OUT } else { 0 };
         let value = (blame.culprit + 1) | timed_out;
-        let _ = slot.blamed.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = record.blamed.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Whom `rank` held responsible before it failed.
+    /// The rank that `rank` blamed before it failed.
     pub fn blame_of(&self, rank: u32) -> Option<Blame> {
-        let slot = self.slot(rank);
-        let blamed = slot.blamed.load(Ordering::Acquire);
+        let record = self.record(rank);
+        let blamed = record.blamed.load(Ordering::Acquire);
         let culprit = (blamed & !TIMED_OUT).checked_sub(1)?;
         (culprit < self.world_size).then(|| Blame {
             culprit,
             timed_out: blamed & TIMED_OUT != 0,
-            message: slot.blame.get(),
+            message: record.blame.get(),
         })
     }
 }
 
-impl Slot {
+impl RankRecord {
     #[inline]
     fn touch(&self) {
         self.changed.store(milliseconds(now()), Ordering::Relaxed);
@@ -449,21 +451,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worst_ending_and_the_first_blame_stay() {
+    fn the_first_failure_and_the_first_blame_are_kept() {
         let (page, fd) = ProgressPage::create(3).unwrap();
         let other = ProgressPage::open(fd.as_fd(), 3).unwrap();
         page.join(2, 41);
         assert_eq!(other.progress(2).state, RankState::Joined);
         assert_eq!(other.progress(2).pid, 41);
-        page.depart(2, Ending::Left);
-        assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Left, "left the run"));
-        page.depart(2, Ending::Failed("exited with code 3"));
-        page.depart(2, Ending::Failed("was killed by SIGKILL"));
-        page.depart(2, Ending::Finished);
-        assert_eq!((other.state(2), other.departure(2).as_str()), (RankState::Failed, "exited with code 3"));
+        page.record_end(2, Ending::Left);
+        assert_eq!((other.state(2), other.end_description(2).as_str()), (RankState::Left, "left the run"));
+        page.record_end(2, Ending::Failed("exited with code 3"));
+        page.record_end(2, Ending::Failed("was killed by SIGKILL"));
+        page.record_end(2, Ending::Finished);
+        assert_eq!(
+            (other.state(2), other.end_description(2).as_str()),
+            (RankState::Failed, "exited with code 3")
+        );
         page.join(2, 42);
         assert_eq!(other.state(2), RankState::Failed);
-        page.depart(0, Ending::Failed("was killed by SIGTERM"));
+        page.record_end(0, Ending::Failed("was killed by SIGTERM"));
         assert_eq!(other.first_failed(), Some(2));
 
         assert_eq!(page.blame_of(0), None);
@@ -479,18 +484,18 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_reads_what_a_rank_does() {
+    fn an_observer_reads_the_progress_of_each_rank() {
         let (page, fd) = ProgressPage::create(2).unwrap();
         page.describe("train", 3);
         page.join(1, 42);
         page.begin_step(1, 100);
         page.enter(1, Operation::AllReduce, 7, 4096);
         page.wait(1, 0);
-        let stranger = ProgressPage::inspect(fd.as_fd()).unwrap();
-        let run = stranger.run();
+        let observer = ProgressPage::inspect(fd.as_fd()).unwrap();
+        let run = observer.run();
         assert_eq!((run.launcher, run.world_size, run.restarts), (std::process::id(), 2, 3));
         assert_eq!(run.program, "train");
-        let progress = stranger.progress(1);
+        let progress = observer.progress(1);
         assert_eq!((progress.pid, progress.phase, progress.step), (42, Phase::Step, 100));
         let all_reduce = Operation::AllReduce;
         let expected = LastOperation {
@@ -504,12 +509,12 @@ mod tests {
         assert!(progress.changed <= now() && progress.changed > Duration::ZERO);
         page.leave(1);
         let left = LastOperation { running: false, waits_for: None, ..expected };
-        assert_eq!(stranger.progress(1).operation, Some(left));
-        assert_eq!(stranger.progress(0).operation, None);
+        assert_eq!(observer.progress(1).operation, Some(left));
+        assert_eq!(observer.progress(0).operation, None);
     }
 
     #[test]
-    fn other_memory_is_no_page() {
+    fn other_memory_is_rejected() {
         let (_memory, fd) = SharedMemory::create("x", 4096).unwrap();
         assert!(ProgressPage::inspect(fd.as_fd()).unwrap_err().to_string().contains("another version"));
         let file = std::fs::File::open("/proc/self/status").unwrap();
@@ -517,9 +522,9 @@ mod tests {
     }
 
     #[test]
-    fn long_texts_are_cut_between_characters() {
+    fn long_texts_are_truncated_at_a_character_boundary() {
         let (page, _fd) = ProgressPage::create(1).unwrap();
-        page.depart(0, Ending::Failed(&"é".repeat(300)));
-        assert_eq!(page.departure(0), "é".repeat(SharedText::CAPACITY / 2));
+        page.record_end(0, Ending::Failed(&"é".repeat(300)));
+        assert_eq!(page.end_description(0), "é".repeat(SharedText::CAPACITY / 2));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
-/// A text that is written once; readers see it whole because the length is stored last.
+/// A text that is written once. Readers never see a part of it, because its length is stored last.
 #[repr(C)]
 pub(super) struct SharedText {
     len: AtomicU32,
@@ -12,7 +12,7 @@ pub(super) struct SharedText {
 impl SharedText {
     pub(super) const CAPACITY: usize = 380;
 
-    /// Stores `text`, cut at the capacity, unless there is one already: the first cause stays.
+    /// Stores `text`, truncated to the capacity. Does nothing if a text is already stored: the first cause is kept.
     pub(super) fn set_once(&self, text: &str) {
         if self.len.load(Ordering::Acquire) != 0 {
             return;
@@ -21,13 +21,13 @@ impl SharedText {
         while !text.is_char_boundary(end) {
             end -= 1;
         }
-        for (slot, byte) in self.bytes.iter().zip(&text.as_bytes()[..end]) {
-            slot.store(*byte, Ordering::Relaxed);
+        for (cell, byte) in self.bytes.iter().zip(&text.as_bytes()[..end]) {
+            cell.store(*byte, Ordering::Relaxed);
         }
         self.len.store(end as u32, Ordering::Release);
     }
 
-    /// The text, empty if none was set. Bytes of a misbehaving writer that are no UTF-8 come out as U+FFFD.
+    /// The text, empty if none was set. Invalid UTF-8 of a misbehaving writer becomes U+FFFD.
     pub(super) fn get(&self) -> String {
         let len = (self.len.load(Ordering::Acquire) as usize).min(Self::CAPACITY);
         let bytes: Vec<u8> = self.bytes[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();

@@ -1,34 +1,34 @@
-//! What a reader of the page is told.
+//! The types that a reader of the progress page gets.
 
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Where a rank is in its life.
+/// The state of a rank in the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RankState {
-    /// Not yet heard of.
+    /// It has not joined.
     Absent,
     /// Member of the run.
     Joined,
-    /// Ended as it should: said goodbye, or exited with code 0.
+    /// Ended normally: it said goodbye or exited with code 0.
     Left,
-    /// Ended otherwise.
+    /// Ended abnormally.
     Failed,
 }
 
-/// How a rank ended. A later variant says more than an earlier one and replaces it.
+/// How a rank ended. A later variant carries more information and replaces an earlier one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending<'a> {
     /// It said goodbye.
     Left,
     /// Its process exited with code 0.
     Finished,
-    /// Otherwise, as a predicate: "exited with code 3".
+    /// It failed; how, as a predicate: "exited with code 3".
     Failed(&'a str),
 }
 
-/// What part of its work a rank is in, as it reported.
+/// The phase of its work that a rank has reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Phase {
@@ -36,7 +36,7 @@ pub enum Phase {
     Start = 0,
     /// In a training step.
     Step = 1,
-    /// Measuring the model.
+    /// Evaluating the model.
     Evaluation = 2,
     /// Writing or reading a checkpoint.
     Checkpoint = 3,
@@ -52,7 +52,7 @@ impl Phase {
         Self::ALL.into_iter().find(|phase| *phase as u32 == number).unwrap_or(Phase::Start)
     }
 
-    /// In a word.
+    /// The name, for people.
     pub fn name(self) -> &'static str {
         match self {
             Phase::Start => "start",
@@ -64,7 +64,7 @@ impl Phase {
     }
 }
 
-/// A collective operation, or the making of a communicator.
+/// A collective operation, or the creation of a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[allow(missing_docs, reason = "the names of the communicator's methods")]
@@ -108,7 +108,7 @@ impl Operation {
         Operation::AllToAllV,
     ];
 
-    /// The operation of this number, if there is one.
+    /// The operation with this number, if there is one.
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|operation| *operation as u8 == number)
     }
@@ -139,53 +139,53 @@ impl Operation {
 /// The last operation that a rank entered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LastOperation {
-    /// Which.
+    /// The operation.
     pub operation: Operation,
     /// Its number in its communicator, from 1.
     pub sequence: u64,
     /// Its payload in bytes.
     pub bytes: u64,
-    /// The rank is still in it.
+    /// True while the rank is in it.
     pub running: bool,
-    /// The rank it waits for, if it has waited for more than a moment.
+    /// The rank it waits for, if the wait takes longer than usual.
     pub waits_for: Option<u32>,
 }
 
-/// What a rank was last seen doing. The parts are read one by one while the rank may be writing, so they can be of two
-/// moments.
+/// The last known progress of a rank. The fields are read one by one while the rank may be writing, so they may be
+/// inconsistent with each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Where the rank is in its life.
+    /// Its state in the run.
     pub state: RankState,
-    /// Its process, 0 before it joined.
+    /// Its process id, 0 before it joined.
     pub pid: u32,
-    /// What part of its work it is in.
+    /// Its phase.
     pub phase: Phase,
-    /// Training step it is in, 0 before the first.
+    /// Its current training step, 0 before the first.
     pub step: u64,
-    /// Steps it has begun since it was started; a resumed run does not begin at step 1.
+    /// Number of steps it has begun since it was started; a resumed run does not begin at step 1.
     pub steps_begun: u64,
     /// The last operation it entered.
     pub operation: Option<LastOperation>,
-    /// When any of this last changed, as [`now`].
+    /// Time of the last change, as [`now`].
     pub changed: Duration,
 }
 
-/// Whom a failing rank holds responsible.
+/// The rank that a failing rank blames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blame {
-    /// The rank held responsible.
+    /// The blamed rank.
     pub culprit: u32,
-    /// True when the culprit was silent past a deadline, false when it was gone or at odds.
+    /// True if the culprit was stuck past a deadline, false if it had ended or its calls did not match.
     pub timed_out: bool,
     /// The failing rank's error.
     pub message: String,
 }
 
-/// The machine's monotonic clock, the same in all processes, to a few milliseconds: it is read in every collective, and
-/// the exact one would be felt there.
+/// The machine's monotonic clock, the same in all processes, with a resolution of a few milliseconds (the coarse clock):
+/// every collective reads it, and the exact clock would cost too much there.
 #[inline]
 pub fn now() -> Duration {
-    // The clock exists since Linux 2.6.32.
+    // This clock exists since Linux 2.6.32.
     clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map_or(Duration::ZERO, Duration::from)
 }

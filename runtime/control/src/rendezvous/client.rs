@@ -1,4 +1,4 @@
-//! A rank's side: one request at a time, each answered before its deadline.
+//! The client that a rank uses: it sends one request at a time and waits for the reply until a deadline.
 
 use std::io::{self, ErrorKind};
 use std::net::Shutdown;
@@ -16,29 +16,30 @@ use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
-use crate::process::{Origin, has_ended, pidfd_open};
+use crate::process::{ForkDetector, has_ended, pidfd_open};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
 
-/// What the server may take beyond a request's own deadline before it counts as gone.
+/// Time that the server has beyond a request's own deadline before it counts as gone.
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
 
-/// How long a rank waits for the others to join. The launcher, which knows who is missing, ends the run long before.
-const JOIN_PATIENCE: Duration = Duration::from_secs(24 * 3600);
+/// How long a rank waits for the others to join. The launcher, which knows which ranks are missing, ends the run much
+/// earlier.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
-/// Longest wait for anything: an instant further away may not exist.
-pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
+/// Upper bound of every wait: a later `Instant` may not be representable.
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(1 << 30);
 
-/// The operation of a hello, in errors.
+/// The name of the hello operation in errors.
 const JOIN: &str = "join";
 
-/// As long as a message can say.
+/// `timeout` in milliseconds, at most the largest value that a message can hold.
 fn milliseconds(timeout: Duration) -> u64 {
     timeout.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// Connects to a socket. A launcher that is stopped takes no connection in, and once its queue is full the
-/// kernel lets others wait for it: not for ever.
+/// Connects to a socket. A stopped launcher (SIGSTOP) accepts no connections, and once its backlog is full `connect`
+/// blocks: the send timeout bounds that wait.
 pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
     let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     setsockopt(&stream, sockopt::SendTimeout, &TimeVal::new(SERVER_MARGIN.as_secs() as i64, 0))?;
@@ -46,56 +47,57 @@ pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
         match nix::sys::socket::connect(stream.as_raw_fd(), address) {
             Ok(()) => return Ok(stream.into()),
             Err(Errno::EINTR) => {}
-            Err(Errno::EAGAIN) => return Err(io::Error::other("its queue of connections is full")),
+            Err(Errno::EAGAIN) => return Err(io::Error::other("its backlog of connections is full")),
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
-/// Who serves the rendezvous, and is gone when it is.
+/// The process that runs the rendezvous server. The server ends with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Host {
+pub enum ServedBy {
     /// The launcher, whose ranks end with it.
     Launcher,
-    /// Rank 0, one of those that may die.
+    /// Rank 0, which may die like any other rank.
     RankZero {
         /// How long it waits for the ranks of the run.
-        patience: Duration,
+        join_timeout: Duration,
     },
 }
 
 /// The key/value store of a run, and its barriers.
 #[derive(Debug)]
 pub struct Store {
-    origin: Origin,
-    host: Host,
+    fork_detector: ForkDetector,
+    served_by: ServedBy,
     rank: u32,
     world_size: u32,
     connection: Mutex<Connection>,
-    /// Whether this side has closed the connection, whose end then says nothing of the other one.
+    /// This side has closed the connection, so the end of the connection does not mean that the server has ended.
     closed: AtomicBool,
-    /// Readable when the rank that serves the rendezvous has ended: a child that it has forked holds the connection open.
-    host_end: Option<OwnedFd>,
+    /// Readable when the rank that runs the server has ended; needed because a forked child of it may hold the connection
+    /// open.
+    server_pidfd: Option<OwnedFd>,
 }
 
-/// A request that was sent, and how long its reply is waited for.
-struct Exchange {
+/// A request that was sent, and the deadline of its reply.
+struct PendingRequest {
     operation: String,
     started: Instant,
     deadline: Instant,
     sent: io::Result<()>,
 }
 
-/// A rank that has said hello.
-pub struct Application {
+/// A rank that has said hello and waits for the others.
+pub struct PendingJoin {
     store: Store,
-    hello: Exchange,
+    hello: PendingRequest,
 }
 
-impl Application {
-    /// Waits until all ranks have said hello and go together.
-    pub fn admission(self) -> Result<(Store, ProgressPage)> {
-        let Application { store, hello } = self;
+impl PendingJoin {
+    /// Waits until all ranks have said hello and are compatible.
+    pub fn wait(self) -> Result<(Store, ProgressPage)> {
+        let PendingJoin { store, hello } = self;
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match store.finish(&mut connection, hello)? {
             Reply::Welcome => {}
@@ -114,51 +116,52 @@ impl Store {
     pub fn connect(address: &str, rank: u32) -> Result<UnixStream> {
         let refused = |problem: String| Error::Join { rank, problem };
         let path = address.strip_prefix("unix:").ok_or_else(|| {
-            refused(format!("`{address}` is no address of a rendezvous; it should be unix:PATH"))
+            refused(format!("`{address}` is not the address of a rendezvous; it should be unix:PATH"))
         })?;
         let connected = UnixAddr::new(path).map_err(io::Error::from).and_then(|address| connect(&address));
         connected.map_err(|error| {
             refused(format!(
-                "no launcher answers at {path}: {error} (has this process already joined, or its run ended?)"
+                "no launcher answers at {path}: {error} (has this process already joined, or has its run ended?)"
             ))
         })
     }
 
     /// Says hello over a connected stream.
-    pub fn apply(
+    pub fn send_hello(
         stream: UnixStream,
-        host: Host,
+        served_by: ServedBy,
         run_id: &str,
         rank: u32,
         world_size: u32,
         manifest: Manifest,
-    ) -> Result<Application> {
+    ) -> Result<PendingJoin> {
         let refused = |problem: String| Error::Join { rank, problem };
         if run_id.len() > MAX_NAME {
             return Err(refused(format!(
-                "the run's identifier has {} bytes, and {MAX_NAME} at most",
+                "the run's identifier has {} bytes; the maximum is {MAX_NAME}",
                 run_id.len()
             )));
         }
-        let server = getsockopt(&stream, sockopt::PeerCredentials).ok().filter(|_| host != Host::Launcher);
-        let host_end = server.and_then(|server| pidfd_open(server.pid() as u32).ok());
+        let server =
+            getsockopt(&stream, sockopt::PeerCredentials).ok().filter(|_| served_by != ServedBy::Launcher);
+        let server_pidfd = server.and_then(|server| pidfd_open(server.pid() as u32).ok());
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
         let connection = Mutex::new(connection);
-        let (origin, closed) = (Origin::here(), AtomicBool::new(false));
-        let store = Store { origin, host, rank, world_size, connection, closed, host_end };
+        let (fork_detector, closed) = (ForkDetector::for_this_process(), AtomicBool::new(false));
+        let store = Store { fork_detector, served_by, rank, world_size, connection, closed, server_pidfd };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let patience = match host {
-            Host::Launcher => JOIN_PATIENCE,
-            Host::RankZero { patience } => patience,
+        let join_timeout = match served_by {
+            ServedBy::Launcher => JOIN_TIMEOUT,
+            ServedBy::RankZero { join_timeout } => join_timeout,
         };
-        let hello = store.begin(&mut connection, &request, &[], JOIN, patience)?;
+        let hello = store.begin(&mut connection, &request, &[], JOIN, join_timeout)?;
         drop(connection);
-        Ok(Application { store, hello })
+        Ok(PendingJoin { store, hello })
     }
 
-    /// Joins over a connected stream: for tests of this side against any other.
+    /// Joins over a connected stream: for tests of this client against any server.
     #[doc(hidden)]
     pub fn join_through(
         stream: UnixStream,
@@ -166,21 +169,21 @@ impl Store {
         rank: u32,
         world_size: u32,
     ) -> Result<(Self, ProgressPage)> {
-        Self::apply(stream, Host::Launcher, run_id, rank, world_size, Manifest::default())?.admission()
+        Self::send_hello(stream, ServedBy::Launcher, run_id, rank, world_size, Manifest::default())?.wait()
     }
 
-    /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key is
-    /// set once in a run, or again after all its readers have read it.
+    /// Publishes `value`, and up to 4 descriptors with it, to be read by `readers` ranks, once each. A key can be set
+    /// again only after all its readers have read it.
     ///
     /// # Errors
-    /// If the value is larger than 12 KiB, the key is set already, this rank has set more than 1,024 keys, 256
-    /// descriptors or 4 MiB that were not read yet, or the launcher is gone.
+    /// If the value is larger than 12 KiB, the key is already set, this rank has set more than 1,024 keys, 256 descriptors
+    /// or 4 MiB that were not read yet, or the launcher is gone.
     pub fn set(&self, key: &str, value: &[u8], fds: &[BorrowedFd<'_>], readers: u32) -> Result<()> {
         check_name(key).map_err(|problem| Error::InvalidArgument { operation: "set", problem })?;
         if value.len() > MAX_VALUE || fds.len() > MAX_FDS {
             let (bytes, count) = (value.len(), fds.len());
             let problem = format!(
-                "{bytes} bytes and {count} descriptors, where {MAX_VALUE} and {MAX_FDS} are the most"
+                "{bytes} bytes and {count} descriptors; the maximum is {MAX_VALUE} bytes and {MAX_FDS} descriptors"
             );
             return Err(Error::InvalidArgument { operation: "set", problem });
         }
@@ -197,7 +200,7 @@ impl Store {
     /// Waits until rank `from` has set `key`.
     ///
     /// # Errors
-    /// If that takes longer than `timeout`, or `from` has ended without setting it, or any rank has failed.
+    /// If it takes longer than `timeout`, `from` has ended without setting the key, or any rank has failed.
     pub fn get(&self, key: &str, from: u32, timeout: Duration) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
         check_name(key).map_err(|problem| Error::InvalidArgument { operation: "get", problem })?;
         let request = Request::Get { key: key.to_owned(), from, timeout_ms: milliseconds(timeout) };
@@ -217,7 +220,7 @@ impl Store {
     /// Waits until all ranks are in the barrier called `name`.
     ///
     /// # Errors
-    /// If that takes longer than `timeout` (names the missing ranks), or a rank has ended.
+    /// If it takes longer than `timeout` (the error names the missing ranks), or a rank has ended.
     pub fn barrier(&self, name: &str, timeout: Duration) -> Result<()> {
         check_name(name).map_err(|problem| Error::InvalidArgument { operation: "barrier", problem })?;
         let request = Request::Barrier { name: name.to_owned(), timeout_ms: milliseconds(timeout) };
@@ -229,22 +232,22 @@ impl Store {
         }
     }
 
-    /// Says goodbye. Errors are of no interest any more.
+    /// Says goodbye. Errors no longer matter and are ignored.
     pub fn leave(&self) {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.call(&mut connection, &Request::Leave, &[], "leave", Duration::ZERO);
     }
 
-    /// True under another launcher than `mgpurun`.
+    /// True if rank 0 runs the server, which is so under launchers other than `mgpurun`.
     pub fn is_served_by_a_rank(&self) -> bool {
-        self.host != Host::Launcher
+        self.served_by != ServedBy::Launcher
     }
 
-    /// An error in a child that the rank has forked. It shares the connection: what it sent or read would be the parent's
-    /// requests and replies.
+    /// Returns an error in a forked child of the rank. The child shares the connection: it would send requests of the
+    /// parent and read its replies.
     #[inline]
     pub fn check_process(&self) -> Result<()> {
-        match self.origin.is_here() {
+        match self.fork_detector.is_original_process() {
             true => Ok(()),
             false => Err(self.forked()),
         }
@@ -264,8 +267,8 @@ impl Store {
         operation: &str,
         timeout: Duration,
     ) -> Result<Reply> {
-        let exchange = self.begin(connection, request, fds, operation, timeout)?;
-        self.finish(connection, exchange)
+        let pending = self.begin(connection, request, fds, operation, timeout)?;
+        self.finish(connection, pending)
     }
 
     /// Sends a request.
@@ -276,44 +279,44 @@ impl Store {
         fds: &[BorrowedFd<'_>],
         operation: &str,
         timeout: Duration,
-    ) -> Result<Exchange> {
+    ) -> Result<PendingRequest> {
         self.check_process()?;
         if self.closed.load(Ordering::Relaxed) {
-            let problem = "this rank has closed its connection to the rendezvous because of an earlier error";
+            let problem = "this rank has closed its connection to the rendezvous after an earlier error";
             return Err(self.unserved(operation, problem.into()));
         }
         let started = Instant::now();
-        let deadline = started + timeout.min(LONGEST_WAIT) + SERVER_MARGIN;
-        connection.settle().map_err(|problem| self.bad_message(connection, problem))?;
-        // It has to be read at once, whenever it will be answered.
+        let deadline = started + timeout.min(MAX_WAIT) + SERVER_MARGIN;
+        connection.check_no_surplus_fds().map_err(|problem| self.bad_message(connection, problem))?;
+        // The server has to read it soon, however late it answers.
         let sent = connection.send_before(&encode(request), fds, started + SERVER_MARGIN);
-        let exchange = Exchange { operation: operation.to_owned(), started, deadline, sent };
-        if exchange.sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
-            return Err(self.silent(connection, &exchange));
+        let pending = PendingRequest { operation: operation.to_owned(), started, deadline, sent };
+        if pending.sent.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
+            return Err(self.silent(connection, &pending));
         }
-        Ok(exchange)
+        Ok(pending)
     }
 
-    /// True if another rank serves the rendezvous and has ended: that rank is 0.
-    pub fn host_is_gone(&self) -> bool {
-        if self.host == Host::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
+    /// True if another rank (rank 0) runs the rendezvous server and has ended.
+    pub fn rank_zero_is_gone(&self) -> bool {
+        if self.served_by == ServedBy::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
             return false;
         }
-        if self.host_end.as_ref().is_some_and(has_ended) {
+        if self.server_pidfd.as_ref().is_some_and(has_ended) {
             return true;
         }
-        // Who holds the connection now waits for an answer, and is told by the kernel.
+        // If the lock is held, its holder waits for a reply and notices the end of the connection itself.
         self.connection.try_lock().is_ok_and(|connection| connection.is_at_end())
     }
 
     /// The error of a server that is gone.
     fn gone(&self, operation: &str, reason: &str) -> Error {
-        match self.host {
-            Host::RankZero { .. } if self.rank != 0 => Error::PeerLost {
+        match self.served_by {
+            ServedBy::RankZero { .. } if self.rank != 0 => Error::PeerLost {
                 rank: self.rank,
                 peer: 0,
                 operation: operation.to_owned(),
-                how: format!("is gone, and the rendezvous that it served with it ({reason})"),
+                how: format!("has ended, and with it the rendezvous that it served ({reason})"),
                 silent: false,
             },
             _ => self.unserved(operation, format!("{} is gone ({reason})", self.server())),
@@ -321,12 +324,12 @@ impl Store {
     }
 
     /// The error of a server that does not answer.
-    fn silent(&self, connection: &Connection, exchange: &Exchange) -> Error {
-        // A late answer would be taken for that to the next request.
+    fn silent(&self, connection: &Connection, pending: &PendingRequest) -> Error {
+        // A late reply would be mistaken for the reply to the next request.
         self.close(connection);
-        let (operation, after) = (&exchange.operation, exchange.started.elapsed());
-        match self.host {
-            Host::RankZero { .. } if self.rank != 0 => {
+        let (operation, after) = (&pending.operation, pending.started.elapsed());
+        match self.served_by {
+            ServedBy::RankZero { .. } if self.rank != 0 => {
                 let operation = operation.clone();
                 Error::Timeout { rank: self.rank, waited_for: vec![0], operation, after }
             }
@@ -334,7 +337,7 @@ impl Store {
         }
     }
 
-    /// The error of a server that is no other rank.
+    /// The error of a server that is not another rank.
     fn unserved(&self, operation: &str, problem: String) -> Error {
         match operation {
             JOIN => Error::Join { rank: self.rank, problem },
@@ -342,30 +345,30 @@ impl Store {
         }
     }
 
-    /// Who serves this rank, where that is no other rank.
+    /// The server of this rank, if that is not another rank.
     fn server(&self) -> &'static str {
-        match self.host {
-            Host::Launcher => "the launcher",
-            Host::RankZero { .. } => "its own rendezvous thread",
+        match self.served_by {
+            ServedBy::Launcher => "the launcher",
+            ServedBy::RankZero { .. } => "its own rendezvous thread",
         }
     }
 
     /// Waits for the reply to a request.
-    fn finish(&self, connection: &mut Connection, exchange: Exchange) -> Result<Reply> {
-        let Exchange { sent, deadline, .. } = &exchange;
-        let gone = |reason: String| self.gone(&exchange.operation, &reason);
+    fn finish(&self, connection: &mut Connection, pending: PendingRequest) -> Result<Reply> {
+        let PendingRequest { sent, deadline, .. } = &pending;
+        let gone = |reason: String| self.gone(&pending.operation, &reason);
         let reply = loop {
             let reply = connection.next_message().map_err(|problem| self.bad_message(connection, problem))?;
             match (reply, sent) {
                 (Some(reply), Ok(())) => break reply,
-                // A launcher that refuses a connection without having read from it says why before it closes it.
+                // A launcher that rejects a connection without reading from it sends the reason before it closes it.
                 (Some(reply @ Reply::Refused { .. }), Err(_)) => break reply,
                 (Some(_), Err(error)) => return Err(gone(error.to_string())),
                 (None, _) => {}
             }
             match connection.receive_before(*deadline).map_err(|error| gone(error.to_string()))? {
                 Received::Bytes => {}
-                Received::Nothing => return Err(self.silent(connection, &exchange)),
+                Received::Nothing => return Err(self.silent(connection, &pending)),
                 Received::End => {
                     sent.as_ref().map_err(|error| gone(error.to_string()))?;
                     return Err(gone("its end of the connection is closed".into()));
@@ -377,17 +380,17 @@ impl Store {
                 Err(Error::Timeout {
                     rank: self.rank,
                     waited_for: missing,
-                    operation: exchange.operation,
-                    after: exchange.started.elapsed(),
+                    operation: pending.operation,
+                    after: pending.started.elapsed(),
                 })
             }
             Reply::PeerGone { peer, how } if peer < self.world_size => {
-                let (rank, operation) = (self.rank, exchange.operation);
+                let (rank, operation) = (self.rank, pending.operation);
                 Err(Error::PeerLost { rank, peer, operation, how, silent: false })
             }
             reply => {
                 if matches!(reply, Reply::Refused { .. }) {
-                    // The server ends the connection, but not itself.
+                    // The server ends the connection but keeps running.
                     self.close(connection);
                 }
                 Ok(reply)
@@ -395,18 +398,18 @@ impl Store {
         }
     }
 
-    /// Closes the connection, which can be trusted no more.
+    /// Closes the connection after an error that leaves its state unknown.
     fn close(&self, connection: &Connection) {
         self.closed.store(true, Ordering::Relaxed);
         let _ = connection.stream().shutdown(Shutdown::Both);
     }
 
-    /// The error of a launcher that does not keep to the protocol. What else it sends cannot be trusted to belong to any
-    /// request: the connection is not used any more.
+    /// The error of a server that violates the protocol. Its further messages cannot be matched to requests, so the
+    /// connection is closed.
     fn bad_message(&self, connection: &Connection, problem: String) -> Error {
         self.close(connection);
-        let peer = match self.host {
-            Host::RankZero { .. } if self.rank != 0 => "rank 0",
+        let peer = match self.served_by {
+            ServedBy::RankZero { .. } if self.rank != 0 => "rank 0",
             _ => self.server(),
         };
         Error::Protocol { peer: peer.into(), problem }
@@ -428,47 +431,65 @@ mod tests {
 
     use super::*;
 
-    /// A store whose launcher has sent `replies` already, and nothing else.
+    /// A store whose launcher has already sent `replies`, and sends nothing else.
     fn store(replies: &[Reply]) -> (Store, UnixStream) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         for reply in replies {
             theirs.write_all(&encode(reply)).unwrap();
         }
         let connection = Mutex::new(Connection::new(ours).unwrap());
-        let (origin, host, closed) = (Origin::here(), Host::Launcher, AtomicBool::new(false));
-        (Store { origin, host, rank: 0, world_size: 2, connection, closed, host_end: None }, theirs)
+        let (fork_detector, served_by, closed) =
+            (ForkDetector::for_this_process(), ServedBy::Launcher, AtomicBool::new(false));
+        (
+            Store {
+                fork_detector,
+                served_by,
+                rank: 0,
+                world_size: 2,
+                connection,
+                closed,
+                server_pidfd: None,
+            },
+            theirs,
+        )
     }
 
     #[test]
-    fn a_rank_0_that_was_hung_up_on_is_not_taken_for_dead() {
+    fn a_connection_that_this_side_closed_does_not_mean_that_rank_0_is_dead() {
         let refusal = Reply::Refused { why: "no room".into() };
         for (reply, is_gone) in [(Some(Reply::Done), false), (Some(refusal), false), (None, true)] {
             let (store, rank_0) = store(reply.as_slice());
-            let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, ..store };
-            assert!(!store.host_is_gone());
+            let store =
+                Store { served_by: ServedBy::RankZero { join_timeout: Duration::ZERO }, rank: 1, ..store };
+            assert!(!store.rank_zero_is_gone());
             if reply.is_some() {
                 store.get("a", 0, Duration::ZERO).unwrap_err();
             }
             drop(rank_0);
-            assert_eq!(store.host_is_gone(), is_gone);
+            assert_eq!(store.rank_zero_is_gone(), is_gone);
         }
     }
 
     #[test]
-    fn a_rank_0_whose_child_holds_the_connection_is_known_to_be_dead() {
+    fn the_death_of_rank_0_is_noticed_while_its_child_holds_the_connection() {
         let (store, _held_by_a_child) = store(&[]);
         let mut rank_0 =
             std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
-        let host_end = pidfd_open(rank_0.id()).ok();
-        let store = Store { host: Host::RankZero { patience: Duration::ZERO }, rank: 1, host_end, ..store };
-        assert!(!store.host_is_gone());
+        let server_pidfd = pidfd_open(rank_0.id()).ok();
+        let store = Store {
+            served_by: ServedBy::RankZero { join_timeout: Duration::ZERO },
+            rank: 1,
+            server_pidfd,
+            ..store
+        };
+        assert!(!store.rank_zero_is_gone());
         rank_0.kill().unwrap();
         rank_0.wait().unwrap();
-        assert!(store.host_is_gone());
+        assert!(store.rank_zero_is_gone());
     }
 
     #[test]
-    fn a_denied_request_is_the_callers_mistake_and_the_next_one_is_served() {
+    fn a_denied_request_is_an_invalid_argument_and_the_next_one_succeeds() {
         let denied = Reply::Denied { why: "key `a` is already set".into() };
         let (store, _launcher) = store(&[denied, Reply::Done]);
         let error = store.set("a", b"", &[], 1).unwrap_err();
@@ -478,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launcher_that_breaks_the_protocol_is_not_believed_again() {
+    fn a_protocol_violation_closes_the_connection() {
         for wrong in [
             Reply::Value { value: vec![], fds: 3 },
             Reply::TimedOut { missing: vec![2] },
@@ -495,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_heard_although_nothing_can_be_sent() {
+    fn a_rejection_is_read_even_if_the_request_cannot_be_sent() {
         let (store, launcher) = store(&[Reply::Refused { why: "no room".into() }]);
         drop(launcher);
         let error = store.barrier("b", Duration::ZERO).unwrap_err();
@@ -503,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_a_message_is_an_error() {
+    fn an_oversized_run_id_is_an_error() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let error = Store::join_through(ours, &"x".repeat(1 << 17), 0, 1).unwrap_err();
         assert!(error.to_string().contains("131072 bytes"), "{error}");

@@ -1,24 +1,25 @@
-//! The folder of the rendezvous socket: private to its user, gone with its owner.
+//! The folder of the rendezvous socket: private to its user, removed by its owner.
 //!
-//! A launcher that is killed leaves its folder behind, and a later one removes it. How does it know that nobody uses
-//! it? The owner holds a lock (`flock`) on the folder itself, which the kernel takes back when the owner is gone,
-//! however it went. Nobody removes a folder without holding its lock. What is left is the moment between making a folder
-//! and locking it, in which somebody else may find it without a lock:
+//! A killed launcher leaves its folder behind, and a later launcher removes it. It knows that the folder is unused by a
+//! lock: the owner holds a lock (`flock`) on the folder itself, which the kernel releases when the owner ends, however it
+//! ends. A process removes a folder only while it holds the folder's lock. One race remains: between creating the folder
+//! and locking it, another process (the remover) may find it unlocked. There are three cases:
 //!
-//! - He locks it first. The owner sees that the lock is taken, and uses a folder of another name.
-//! - He locks it, removes it and lets it go before the owner tries. The owner then finds no folder under the name, or
-//!   gets the lock of a folder that has no name any more. So it looks, *after* it has the lock, whether the name still
-//!   leads to what it has locked; if not, it uses a folder of another name.
-//! - The owner locks it first, and the name still leads to it. From now on nobody else gets the lock, and what nobody
-//!   has locked nobody removes.
+//! - The remover locks it first. The owner sees that the lock is taken and uses a folder of another name.
+//! - The remover locks it, removes it and releases the lock before the owner tries to lock. The owner then finds no folder
+//!   under the name, or locks a folder that no longer has a name. So it checks *after* locking whether the name still
+//!   refers to the locked folder; if not, it uses a folder of another name.
+//! - The owner locks it first, and the name still refers to it. From then on no other process can lock it, and so none
+//!   removes it.
 //!
-//! In the same way the remover looks whether the name leads to what it has locked before it removes anything. Nobody
-//! ever waits for a lock. Where the file system knows no locks, nobody gets one, and nothing abandoned is removed.
+//! The remover also checks that the name refers to the folder that it has locked before it removes anything. No process
+//! ever waits for a lock. If the file system does not support locks, no process gets one, and abandoned folders stay.
 //!
-//! These folders lie where users keep files of their own, some of which have names like ours. So a folder is removed only
-//! if nobody but a launcher can have made it: its name is the prefix and 16 hexadecimal digits, it is private to this
-//! user, and it holds the socket or nothing. Only the socket is unlinked, and only an empty folder goes: no removal is
-//! recursive, so a file that somebody puts there at the last moment keeps itself and the folder.
+//! These folders lie in places where users keep their own files, some of which may have similar names. So a folder is
+//! removed only if nothing but a launcher can have created it: its name is the prefix and 16 hexadecimal digits, it is
+//! private to this user, and it is empty or holds the socket alone. Only the socket is unlinked, and then the empty
+//! folder is removed. No removal is recursive, so a file that another process adds at the last moment is kept, with the
+//! folder.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -33,27 +34,27 @@ use nix::unistd::geteuid;
 use crate::protocol::new_run_id;
 use crate::{Error, Result};
 
-/// What the folders' names begin with.
+/// Prefix of the folders' names.
 const PREFIX: &str = "mgpurun-socket-";
-/// Hexadecimal digits behind it.
+/// Number of hexadecimal digits after the prefix.
 const DIGITS: usize = 16;
 /// Name of the socket in the folder.
 const SOCKET: &str = "rendezvous";
-/// Longest path of a Unix socket, with its terminating zero.
+/// Maximum length of a Unix socket's path, with its terminating zero.
 const MAX_SOCKET_PATH: usize = 108;
-/// Names tried where others remove the folder before it is locked.
+/// Names to try if other processes lock or remove the folder before this one locks it.
 const ATTEMPTS: u32 = 8;
 
 /// A folder of mode 0700, removed with its socket on drop.
 #[derive(Debug)]
 pub(super) struct PrivateDirectory {
     path: PathBuf,
-    /// Held as long as the folder is in use; `None` where the file system knows no locks.
+    /// Held as long as the folder is in use; `None` if the file system does not support locks.
     _lock: Option<Flock<File>>,
 }
 
 impl PrivateDirectory {
-    /// Makes a folder in `XDG_RUNTIME_DIR`, or among the temporary files.
+    /// Creates a folder in `XDG_RUNTIME_DIR`, or else in the folder of temporary files.
     pub(super) fn create() -> Result<Self> {
         remove_abandoned();
         let mut refusals = Vec::new();
@@ -63,16 +64,16 @@ impl PrivateDirectory {
                 Err(refusal) => refusals.push(refusal),
             }
         }
-        Err(Error::system("make a private folder for the rendezvous socket", refusals.join("; ")))
+        Err(Error::system("create a private folder for the rendezvous socket", refusals.join("; ")))
     }
 
-    /// Makes the folder in `base` and locks it with `lock`.
+    /// Creates the folder in `base` and locks it with `lock`.
     fn create_in(base: &Path, lock: impl Fn(&Path) -> io::Result<Lock>) -> Result<Self, String> {
         for _ in 0..ATTEMPTS {
             let number = new_run_id().map_err(|error| error.to_string())?;
             let path = base.join(format!("{PREFIX}{}", &number[..DIGITS]));
             if path.join(SOCKET).as_os_str().len() >= MAX_SOCKET_PATH {
-                return Err(format!("{} is too long for a socket's path", path.display()));
+                return Err(format!("{} is too long for the path of a socket", path.display()));
             }
             let failed = |error: io::Error| format!("{}: {error}", path.display());
             DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
@@ -87,10 +88,10 @@ impl PrivateDirectory {
             };
             return Ok(PrivateDirectory { path, _lock: lock });
         }
-        Err(format!("{}: what is made here is removed at once by others", base.display()))
+        Err(format!("{}: other processes remove every new folder at once", base.display()))
     }
 
-    /// Where the socket belongs.
+    /// Path of the socket.
     pub(super) fn socket(&self) -> PathBuf {
         self.path.join(SOCKET)
     }
@@ -102,15 +103,16 @@ impl Drop for PrivateDirectory {
     }
 }
 
-/// Removes the folders that killed launchers of this user have left, and says how many.
+/// Removes the folders that killed launchers of this user have left. Returns their number.
 ///
-/// Every launcher does this when it starts. Folders of launchers that are running, or about to, are left alone; nothing
-/// is waited for.
+/// Every launcher does this when it starts. It does not touch folders of launchers that are running or starting, and it
+/// does not block.
 pub fn remove_abandoned() -> usize {
     bases().iter().map(|base| remove_abandoned_in(base)).sum()
 }
 
-/// Where folders are made, the best place first. Ranks may be in other folders than the launcher: none is relative.
+/// Where folders are created, the preferred place first. The paths are absolute, since the working directory of a rank
+/// may differ from the launcher's.
 fn bases() -> Vec<PathBuf> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|base| !base.is_empty()).map(PathBuf::from);
     let bases = runtime.into_iter().chain([std::env::temp_dir()]);
@@ -119,7 +121,7 @@ fn bases() -> Vec<PathBuf> {
 
 fn remove_abandoned_in(base: &Path) -> usize {
     let entries = fs::read_dir(base).into_iter().flatten().flatten();
-    let named = entries.filter(|entry| is_name_of_ours(entry.file_name().as_encoded_bytes()));
+    let named = entries.filter(|entry| is_our_name(entry.file_name().as_encoded_bytes()));
     let is_removed = |path: &PathBuf| match lock(path) {
         // Removed while the lock is held.
         Ok(Lock::Held(lock)) => is_private(&lock) && holds_nothing_else(path) && remove(path).is_ok(),
@@ -128,13 +130,13 @@ fn remove_abandoned_in(base: &Path) -> usize {
     named.map(|entry| entry.path()).filter(is_removed).count()
 }
 
-fn is_name_of_ours(name: &[u8]) -> bool {
+fn is_our_name(name: &[u8]) -> bool {
     let is_digit = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
     name.strip_prefix(PREFIX.as_bytes())
         .is_some_and(|digits| digits.len() == DIGITS && digits.iter().all(is_digit))
 }
 
-/// True if other users may neither read nor write the folder, as in those that are made here.
+/// True if other users may neither read nor write the folder, as is so for those created here.
 fn is_private(folder: &File) -> bool {
     folder.metadata().is_ok_and(|metadata| metadata.mode() & 0o077 == 0)
 }
@@ -157,13 +159,13 @@ fn remove(path: &Path) -> io::Result<()> {
     fs::remove_dir(path)
 }
 
-/// What came of an attempt to lock a folder.
+/// The result of trying to lock a folder.
 enum Lock {
-    /// It is locked, its name leads to it, and it belongs to this user.
+    /// It is locked, its name refers to it, and it belongs to this user.
     Held(Flock<File>),
-    /// Somebody else holds the lock, or has removed the folder.
+    /// Another process holds the lock or has removed the folder.
     Taken,
-    /// The file system knows no locks.
+    /// The file system does not support locks.
     Unsupported,
 }
 
@@ -209,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_in_use_stays_and_an_abandoned_one_goes() {
+    fn a_folder_in_use_is_kept_and_an_abandoned_one_is_removed() {
         let base = tempfile::tempdir().unwrap();
         // The socket is not in it yet.
         let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
@@ -226,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_put_into_a_folder_in_use_stays() {
+    fn foreign_files_in_a_folder_are_kept() {
         let base = tempfile::tempdir().unwrap();
         let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
         put_socket(&directory.socket());
@@ -238,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_locked_is_not_left() {
+    fn a_folder_that_cannot_be_locked_is_removed() {
         let base = tempfile::tempdir().unwrap();
         let refuse = |_: &Path| Err(Errno::EMFILE.into());
         let refusal = PrivateDirectory::create_in(base.path(), refuse).unwrap_err();
@@ -246,9 +248,9 @@ mod tests {
         assert_eq!(count(base.path()), 0);
     }
 
-    /// Somebody removes abandoned folders at every moment of the making of one.
+    /// Another process removes abandoned folders at each point of the creation of one.
     #[test]
-    fn a_folder_that_is_found_before_it_is_locked_is_not_used() {
+    fn a_folder_that_another_process_locks_first_is_not_used() {
         let base = tempfile::tempdir().unwrap();
         let tried = RefCell::new(Vec::new());
         let removed_before = |path: &Path| {
@@ -273,9 +275,9 @@ mod tests {
         assert_ne!(holder.take().unwrap().0, other.path);
     }
 
-    /// Launchers that start and others that clean up, all at once: nobody loses a folder in use.
+    /// Launchers start and clean up concurrently: none loses a folder in use.
     #[test]
-    fn nobody_loses_a_folder_to_others_that_clean_up() {
+    fn concurrent_cleanup_never_removes_a_folder_in_use() {
         let base = tempfile::tempdir().unwrap();
         std::thread::scope(|scope| {
             for _ in 0..3 {
@@ -283,7 +285,7 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..200 {
                         remove_abandoned_in(base);
-                        // All names may be lost to the others, which is an error and no loss.
+                        // All names may be lost to the others: that is an error, but no folder in use is lost.
                         let Ok(directory) = PrivateDirectory::create_in(base, lock) else { continue };
                         put_socket(&directory.socket());
                         std::thread::yield_now();
@@ -296,14 +298,14 @@ mod tests {
         assert_eq!(count(base.path()), 0);
     }
 
-    /// What somebody may keep under a name.
+    /// What a name in the base folder may refer to.
     #[derive(Debug, Clone)]
     enum Kept {
         File,
         Socket,
-        /// To a folder that is outside.
+        /// A link to a folder outside.
         Link,
-        /// With its mode.
+        /// A folder with its mode.
         Folder(u32, BTreeMap<String, Kept>),
     }
 
@@ -321,7 +323,7 @@ mod tests {
             }
         }
 
-        /// True for what a launcher that was killed may have left.
+        /// True for a folder that a killed launcher may have left.
         fn is_abandoned(&self, name: &str) -> bool {
             let Kept::Folder(0o700, entries) = self else { return false };
             let left = entries.iter().all(|(name, entry)| name == SOCKET && matches!(entry, Kept::Socket));
@@ -341,7 +343,7 @@ mod tests {
         })
     }
 
-    /// Names that are ours, and such as could be taken for ours.
+    /// Names of our folders, and names that resemble them.
     fn any_name() -> impl Strategy<Value = String> {
         prop_oneof![
             6 => "mgpurun-socket-[0-9a-f]{16}",
@@ -371,7 +373,7 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
         #[test]
-        fn what_is_not_surely_ours_stays(
+        fn only_folders_that_a_launcher_made_are_removed(
             entries in prop::collection::btree_map(any_name(), any_kept(), 0..6)
         ) {
             let (base, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

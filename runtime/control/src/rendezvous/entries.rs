@@ -1,36 +1,37 @@
-//! The values that ranks have set and that others have not read yet: pure.
+//! The values that ranks have set and that others have not read yet. Pure: no I/O.
 //!
-//! A value stays until as many ranks have read it as its owner said. Nothing makes them come, so what one rank may
-//! leave lying about is bounded: a rank that is out of its mind gets an error and the launcher stays what it is.
+//! A value is kept until as many ranks have read it as its owner said. Nothing forces them to read it, so the unread
+//! values of each rank are bounded: a misbehaving rank gets an error and cannot exhaust the launcher's memory or
+//! descriptors.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Most values of one rank that wait for readers.
-pub(super) const MOST_KEYS: usize = 1024;
-/// Most descriptors among them.
-pub(super) const MOST_FDS: usize = 256;
-/// Most bytes of them, with their keys.
-pub(super) const MOST_BYTES: usize = 4 << 20;
-/// Most bytes of all ranks' values.
-pub(super) const MOST_BYTES_IN_ALL: usize = 64 << 20;
+/// Maximum number of unread values of one rank.
+pub(super) const MAX_KEYS_PER_RANK: usize = 1024;
+/// Maximum number of descriptors in the unread values of one rank.
+pub(super) const MAX_FDS_PER_RANK: usize = 256;
+/// Maximum number of bytes in the unread values of one rank, with their keys.
+pub(super) const MAX_BYTES_PER_RANK: usize = 4 << 20;
+/// Maximum number of bytes in the unread values of all ranks.
+pub(super) const MAX_BYTES_TOTAL: usize = 64 << 20;
 
-/// What a rank, or all of them, have lying about.
+/// Size of the unread values of one rank, or of all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct Load {
+struct Usage {
     keys: usize,
     fds: usize,
     bytes: usize,
 }
 
-impl Load {
-    fn add(&mut self, other: Load) {
+impl Usage {
+    fn add(&mut self, other: Usage) {
         self.keys += other.keys;
         self.fds += other.fds;
         self.bytes += other.bytes;
     }
 
-    fn remove(&mut self, other: Load) {
+    fn remove(&mut self, other: Usage) {
         self.keys -= other.keys;
         self.fds -= other.fds;
         self.bytes -= other.bytes;
@@ -45,26 +46,26 @@ struct Entry<F> {
 }
 
 impl<F> Entry<F> {
-    fn load(&self, key: &str) -> Load {
-        Load { keys: 1, fds: self.fds.len(), bytes: key.len() + self.value.len() }
+    fn usage(&self, key: &str) -> Usage {
+        Usage { keys: 1, fds: self.fds.len(), bytes: key.len() + self.value.len() }
     }
 }
 
 /// Values by their keys, with descriptors of type `F`.
 pub(super) struct Entries<F> {
     by_key: HashMap<String, Entry<F>>,
-    by_owner: HashMap<u32, Load>,
-    all: Load,
+    by_owner: HashMap<u32, Usage>,
+    all: Usage,
 }
 
 impl<F> Default for Entries<F> {
     fn default() -> Self {
-        Entries { by_key: HashMap::new(), by_owner: HashMap::new(), all: Load::default() }
+        Entries { by_key: HashMap::new(), by_owner: HashMap::new(), all: Usage::default() }
     }
 }
 
 impl<F> Entries<F> {
-    /// True if somebody may read `key`.
+    /// True if `key` is set.
     pub(super) fn contains(&self, key: &str) -> bool {
         self.by_key.contains_key(key)
     }
@@ -72,7 +73,7 @@ impl<F> Entries<F> {
     /// Keeps a value of rank `owner` until `readers` ranks have read it.
     ///
     /// # Errors
-    /// If the key is set already, or the rank has too much lying about. Nothing changes then.
+    /// If the key is already set, or a bound on unread values is exceeded. Nothing changes then.
     pub(super) fn set(
         &mut self,
         owner: u32,
@@ -83,7 +84,7 @@ impl<F> Entries<F> {
     ) -> Result<(), String> {
         if let Some(entry) = self.by_key.get(&key) {
             return Err(format!(
-                "key `{key}` is already set by rank {}, and {} more ranks are to read it",
+                "key `{key}` is already set by rank {}, and {} more ranks have to read it",
                 entry.owner, entry.readers
             ));
         }
@@ -91,25 +92,24 @@ impl<F> Entries<F> {
             return Ok(());
         }
         let entry = Entry { owner, value, fds: fds.into(), readers };
-        let load = entry.load(&key);
+        let usage = entry.usage(&key);
         let (mut own, mut all) = (self.by_owner.get(&owner).copied().unwrap_or_default(), self.all);
-        own.add(load);
-        all.add(load);
+        own.add(usage);
+        all.add(usage);
         let bounds = [
-            (own.keys, MOST_KEYS, "keys"),
-            (own.fds, MOST_FDS, "descriptors"),
-            (own.bytes, MOST_BYTES, "bytes"),
+            (own.keys, MAX_KEYS_PER_RANK, "keys"),
+            (own.fds, MAX_FDS_PER_RANK, "descriptors"),
+            (own.bytes, MAX_BYTES_PER_RANK, "bytes"),
         ];
         if let Some((count, most, what)) = bounds.into_iter().find(|(count, most, _)| count > most) {
             return Err(format!(
-                "with key `{key}` rank {owner} would have set {count} {what} that nobody has read yet, where {most} \
-                 are the most"
+                "with key `{key}` rank {owner} would have {count} unread {what}; the maximum is {most}"
             ));
         }
-        if all.bytes > MOST_BYTES_IN_ALL {
+        if all.bytes > MAX_BYTES_TOTAL {
             return Err(format!(
-                "with key `{key}` of rank {owner} all ranks would have set {} bytes that nobody has read yet, where \
-                 {MOST_BYTES_IN_ALL} are the most",
+                "with key `{key}` of rank {owner} all ranks would have {} unread bytes; the maximum is \
+                 {MAX_BYTES_TOTAL}",
                 all.bytes
             ));
         }
@@ -119,7 +119,7 @@ impl<F> Entries<F> {
         Ok(())
     }
 
-    /// Reads a value for one of its readers; the last one takes it away.
+    /// Reads a value for one of its readers. The last reader removes it.
     pub(super) fn read(&mut self, key: &str) -> Option<(Vec<u8>, Arc<[F]>)> {
         let entry = self.by_key.get_mut(key)?;
         entry.readers -= 1;
@@ -127,11 +127,11 @@ impl<F> Entries<F> {
             return Some((entry.value.clone(), entry.fds.clone()));
         }
         let entry = self.by_key.remove(key)?;
-        let load = entry.load(key);
-        self.all.remove(load);
+        let usage = entry.usage(key);
+        self.all.remove(usage);
         if let Some(own) = self.by_owner.get_mut(&entry.owner) {
-            own.remove(load);
-            if *own == Load::default() {
+            own.remove(usage);
+            if *own == Usage::default() {
                 self.by_owner.remove(&entry.owner);
             }
         }
@@ -160,9 +160,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_value_is_read_as_often_as_was_said(steps in steps()) {
+        fn a_value_is_read_by_as_many_readers_as_announced(steps in steps()) {
             let mut entries = Entries::default();
-            // Key → value and readings left.
+            // Key → value and remaining reads.
             let mut model: HashMap<String, (Vec<u8>, usize, u32)> = HashMap::new();
             for (number, step) in steps.into_iter().enumerate() {
                 match step {
@@ -188,13 +188,13 @@ mod tests {
                 prop_assert!(model.keys().all(|key| entries.contains(key)));
                 let bytes = model.iter().map(|(key, (value, _, _))| key.len() + value.len()).sum();
                 let fds = model.values().map(|(_, fds, _)| fds).sum();
-                prop_assert_eq!(entries.all, Load { keys: model.len(), fds, bytes });
+                prop_assert_eq!(entries.all, Usage { keys: model.len(), fds, bytes });
                 prop_assert_eq!(entries.by_owner.values().map(|own| own.keys).sum::<usize>(), model.len());
             }
         }
     }
 
-    /// Sets keys of rank 3 until one is refused; returns how many were taken and why the last was not.
+    /// Sets keys of rank `owner` until one is denied; returns the number of keys set and the reason of the denial.
     fn fill(entries: &mut Entries<()>, owner: u32, bytes: usize, fds: usize) -> (usize, String) {
         for number in 0.. {
             let key = format!("{owner}/{number:05}");
@@ -206,17 +206,17 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_cannot_leave_any_amount_lying_about() {
+    fn the_unread_values_of_a_rank_are_bounded() {
         for (bytes, fds, most, what) in [
-            (0, 0, MOST_KEYS, "1025 keys"),
-            (0, 4, MOST_FDS / 4, "260 descriptors"),
+            (0, 0, MAX_KEYS_PER_RANK, "1025 unread keys"),
+            (0, 4, MAX_FDS_PER_RANK / 4, "260 unread descriptors"),
             (12 << 10, 0, 341, "bytes"),
         ] {
             let mut entries = Entries::default();
             let (taken, why) = fill(&mut entries, 3, bytes, fds);
             assert_eq!(taken, most);
             assert!(why.contains("rank 3") && why.contains(what), "{why}");
-            // It is the others' turn all the same, and its own again once somebody has read.
+            // Other ranks can still set values, and so can this one after a value was read.
             assert!(entries.set(4, "other".into(), vec![], vec![], 1).is_ok());
             assert!(entries.read("3/00000").is_some());
             assert!(entries.set(3, "again".into(), vec![0; bytes], vec![(); fds], 1).is_ok());
@@ -224,9 +224,9 @@ mod tests {
     }
 
     #[test]
-    fn all_ranks_together_are_bounded() {
+    fn the_unread_values_of_all_ranks_are_bounded() {
         let mut entries = Entries::default();
         let refusals: Vec<String> = (0..17).map(|owner| fill(&mut entries, owner, 12 << 10, 0).1).collect();
-        assert!(refusals[16].contains("of rank 16 all ranks would have set"), "{}", refusals[16]);
+        assert!(refusals[16].contains("of rank 16 all ranks would have "), "{}", refusals[16]);
     }
 }

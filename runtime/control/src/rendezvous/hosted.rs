@@ -1,18 +1,19 @@
-//! The rendezvous of ranks that another launcher has started: rank 0 serves it, on a thread.
+//! The rendezvous of ranks that another launcher has started: rank 0 runs the server on a thread.
 //!
-//! All ranks derive the same name from what their launcher calls the job. Rank 0 listens under it until all have joined,
-//! and the others try to connect until it does. The name is that of an *abstract* socket: it lies in no folder, so nothing
-//! is left when rank 0 is killed, no stale file has to be told from a live one, and a name in use is in use. (A path would
-//! be safe only in a folder that belongs to this user alone, which ranks may be told differently about: `XDG_RUNTIME_DIR`
-//! is often missing in a batch job.) Such names belong to a network namespace: ranks in containers have to share one.
+//! All ranks derive the same name from their launcher's identifier of the job. Rank 0 listens under this name until all
+//! ranks have joined, and the others retry to connect until it listens. The name belongs to an *abstract* socket, which
+//! has no file: nothing is left when rank 0 is killed, there are no stale files, and a name is in use exactly as long
+//! as its socket exists. (A path would be safe only in a folder private to this user, and ranks may disagree about that
+//! folder: `XDG_RUNTIME_DIR` is often missing in a batch job.) Abstract names belong to a network namespace: ranks in
+//! containers have to share one.
 //!
-//! Other users can see the name and could take it first. They gain nothing: the server takes no peer of another user in,
-//! and a rank asks the kernel whose socket it has reached before it says a word. All that they can do is to be named in an
-//! error.
+//! Other users can see the name and could bind it first. They gain nothing: the server rejects peers of other users,
+//! and a rank asks the kernel for the owner of the socket before it sends anything. The only effect is an error that
+//! names them.
 //!
-//! Nobody watches these ranks as `mgpurun` would. A connection that ends without a goodbye is the end of its rank, which
-//! the server notes on the progress page; the end of rank 0, and of the server with it, the others notice by their own
-//! connections ([`Store::host_is_gone`](super::Store)).
+//! No launcher supervises these ranks as `mgpurun` would. If a connection ends without a goodbye, the server records on
+//! the progress page that its rank has ended. The other ranks notice the end of rank 0, and with it of the server, by
+//! their own connections ([`Store::rank_zero_is_gone`](super::Store)).
 
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Write, pipe};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -26,71 +27,71 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use nix::unistd::geteuid;
 
 use super::client;
-use super::door::Door;
+use super::listener::Listener;
 use super::server::Server;
 use crate::process::start_failure;
 use crate::{Error, Result};
 
-/// First pause between two attempts to reach rank 0; later ones are up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(1);
-const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+/// First delay between two attempts to connect to rank 0; it doubles up to [`MAX_RETRY_DELAY`].
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(1);
+const MAX_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// A run as its ranks know it without having spoken to each other.
+/// What each rank knows about the run before it has communicated.
 #[derive(Debug)]
 pub struct HostedRun<'a> {
-    /// The same on all its ranks, and on those of no other run.
+    /// The same on all ranks of this run, and different from other runs.
     pub run_id: &'a str,
-    /// What users call it, for errors.
+    /// Name of the run in errors.
     pub title: &'a str,
     /// Number of its ranks.
     pub world_size: u32,
     /// How often its launcher has restarted the ranks.
     pub restart_count: u32,
     /// How long its ranks wait for each other.
-    pub patience: Duration,
+    pub join_timeout: Duration,
 }
 
 impl HostedRun<'_> {
-    /// Serves the rendezvous until the last rank has let go of it. For rank 0, before it [connects](Self::connect).
+    /// Serves the rendezvous until the last rank has disconnected. For rank 0, before it [connects](Self::connect).
     ///
     /// # Errors
     /// If another run of this name is being started, or the system refuses a socket, memory or a thread.
-    pub fn serve(&self) -> Result<Serving> {
+    pub fn serve(&self) -> Result<HostedServer> {
         let name = self.name();
-        let door = Door::open_abstract(&name).map_err(|error| match error.kind() {
+        let listener = Listener::bind_abstract(&name).map_err(|error| match error.kind() {
             ErrorKind::AddrInUse => Error::Join { rank: 0, problem: self.taken() },
             _ => Error::system(format!("listen on the abstract socket {name}"), error),
         })?;
-        let join_by = Instant::now() + self.patience.min(client::LONGEST_WAIT);
-        let server = Server::unattended(self.world_size, self.run_id, door, join_by)?;
+        let join_by = Instant::now() + self.join_timeout.min(client::MAX_WAIT);
+        let server = Server::unattended(self.world_size, self.run_id, listener, join_by)?;
         let program = std::env::args_os().next().unwrap_or_default();
         server.describe(&program.to_string_lossy(), self.restart_count);
         let (attempt, alive) = pipe().map_err(|error| Error::system("make a pipe", error))?;
         spawn(server, Some(attempt))?;
-        Ok(Serving { alive })
+        Ok(HostedServer { alive })
     }
 
-    /// Connects to rank 0, as soon as it serves.
+    /// Connects to rank 0 as soon as it listens.
     ///
     /// # Errors
-    /// If that takes longer than the run's patience, or the socket belongs to another user.
+    /// If it takes longer than `join_timeout`, or the socket belongs to another user.
     pub fn connect(&self, rank: u32) -> Result<UnixStream> {
         let started = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let mut pause = FIRST_RETRY_DELAY;
         let stream = loop {
-            match self.knock() {
+            match self.connect_once() {
                 Ok(stream) => break stream,
-                // Nobody listens yet, or there are more callers than the system lets queue.
+                // Rank 0 does not listen yet, or its backlog is full.
                 Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::Other) => {}
                 Err(error) => return Err(Error::system("connect to rank 0", error)),
             }
             let after = started.elapsed();
-            if after >= self.patience {
+            if after >= self.join_timeout {
                 let operation = format!("join ({}; all its ranks have to be on this host)", self.title);
                 return Err(Error::Timeout { rank, waited_for: vec![0], operation, after });
             }
-            std::thread::sleep(pause.min(self.patience - after));
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            std::thread::sleep(pause.min(self.join_timeout - after));
+            pause = (pause * 2).min(MAX_RETRY_DELAY);
         };
         match owner(&stream) {
             Ok((_, uid)) if uid == geteuid().as_raw() => Ok(stream),
@@ -102,50 +103,50 @@ impl HostedRun<'_> {
         }
     }
 
-    /// The socket's name: users do not meet by mistake.
+    /// The socket's name. It contains the user id, so that runs of different users do not collide.
     fn name(&self) -> String {
         format!("mgpu-{}-{}", geteuid(), self.run_id)
     }
 
-    fn knock(&self) -> io::Result<UnixStream> {
+    fn connect_once(&self) -> io::Result<UnixStream> {
         client::connect(&UnixAddr::new_abstract(self.name().as_bytes())?)
     }
 
-    /// Why the name cannot be had.
+    /// The error text for a name that is already in use.
     fn taken(&self) -> String {
-        let by = match self.knock().ok().and_then(|stream| owner(&stream).ok()) {
+        let by = match self.connect_once().ok().and_then(|stream| owner(&stream).ok()) {
             Some((pid, uid)) => format!("process {pid} of user {uid}"),
             None => "another process".into(),
         };
         format!(
-            "{} is being started already, by {by}; give each of two runs at once a name of its own in MGPU_RUN_ID",
+            "{} is being started already, by {by}; give concurrent runs different names in MGPU_RUN_ID",
             self.title
         )
     }
 }
 
-/// The rendezvous that this process serves and has not joined yet. If it never does, the rendezvous ends when this is
-/// dropped: the next attempt needs its name.
+/// The rendezvous server of this process, which has not joined yet. If this is dropped before
+/// [`keep_running`](Self::keep_running), the server ends, so that the next attempt can use its name.
 #[derive(Debug)]
-pub struct Serving {
+pub struct HostedServer {
     alive: PipeWriter,
 }
 
-impl Serving {
-    /// From now on the rendezvous lasts as long as its ranks.
-    pub fn has_joined(mut self) {
+impl HostedServer {
+    /// Lets the server run until the last rank has disconnected: to be called when this process has joined.
+    pub fn keep_running(mut self) {
         // Fails only if the thread has ended, since a pipe has room for a byte.
         let _ = self.alive.write(&[1]);
     }
 }
 
-/// Process and user that listen at the other end.
+/// The process and the user at the other end.
 fn owner(stream: &UnixStream) -> nix::Result<(i32, u32)> {
     getsockopt(stream, PeerCredentials).map(|owner| (owner.pid(), owner.uid()))
 }
 
-/// Drives `server` on a thread of its own, which ends with the last rank's connection, or with a pipe whose writer is dropped
-/// and has written nothing.
+/// Runs `server` on its own thread, which ends with the last rank's connection, or when the writer of the pipe
+/// `attempt` is dropped without having written.
 pub(super) fn spawn(server: Server, attempt: Option<PipeReader>) -> Result<()> {
     std::thread::Builder::new()
         .name("mgpu-rendezvous".into())
@@ -160,13 +161,13 @@ fn drive(mut server: Server, mut attempt: Option<PipeReader>) {
             None => PollTimeout::NONE,
             Some(deadline) => {
                 let left = deadline.saturating_duration_since(Instant::now());
-                // Rounded up: waking before the deadline would only mean another turn.
+                // Rounded up: waking before the deadline would only cost another iteration.
                 PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
             }
         };
         let fds: Vec<BorrowedFd<'_>> = attempt.iter().map(AsFd::as_fd).chain(server.fds()).collect();
         let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
-        // An interrupted poll is as good as a timeout: `service` looks at everything anyway.
+        // An interrupted poll is handled like a timeout: `service` checks everything anyway.
         let is_ready = poll(&mut fds, timeout).is_ok_and(|ready| ready > 0);
         let is_decided = attempt.is_some() && is_ready && fds[0].any().unwrap_or(true);
         drop(fds);
@@ -184,26 +185,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_attempt_that_rank_0_gives_up_leaves_the_name_free() {
+    fn dropping_the_server_before_rank_0_joins_frees_the_name() {
         let run_id = format!("test-attempts-{}", std::process::id());
-        let patience = Duration::from_secs(3600);
-        let run = HostedRun { run_id: &run_id, title: "a test", world_size: 2, restart_count: 0, patience };
+        let join_timeout = Duration::from_secs(3600);
+        let run =
+            HostedRun { run_id: &run_id, title: "a test", world_size: 2, restart_count: 0, join_timeout };
         let serving = run.serve().unwrap();
         let waiting = run.connect(1).unwrap();
         let error = run.serve().unwrap_err().to_string();
         assert!(error.contains("is being started already, by process"), "{error}");
         drop(serving);
-        // As soon as the thread has seen it.
+        // Succeeds once the thread has noticed the drop.
         let again = loop {
             match run.serve() {
                 Ok(serving) => break serving,
                 Err(_) => std::thread::yield_now(),
             }
         };
-        // Who waited finds its connection ended, and the second attempt is not tied to the first.
+        // The waiting connection has ended, and the second attempt does not depend on the first.
         let end = (&waiting).read(&mut [0]).map_err(|error| error.kind());
         assert!(matches!(end, Ok(0) | Err(ErrorKind::ConnectionReset)), "{end:?}");
-        again.has_joined();
+        again.keep_running();
         run.connect(0).unwrap();
     }
 }

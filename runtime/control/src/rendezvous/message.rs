@@ -1,41 +1,41 @@
-//! The messages between a rank and the server, and how they travel.
+//! The messages between a rank and the server, and their encoding.
 //!
-//! A frame is a little-endian `u32` length and that many bytes of JSON. JSON because a rank of another version
-//! must still be able to read why it was refused. Frames are bounded: a length past [`MAX_FRAME`] is an error,
-//! not an allocation. Descriptors travel beside the first byte of their frame (SCM_RIGHTS); the message says how
-//! many there are.
+//! A frame is a little-endian `u32` length followed by that many bytes of JSON. JSON, because a rank of another version
+//! must still be able to read why it was refused. Frames are bounded: a length above [`MAX_FRAME`] is an error and
+//! causes no allocation. Descriptors are sent with the first byte of their frame (SCM_RIGHTS); the message contains
+//! their number.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Version of the messages; both sides must have the same.
 pub const VERSION: u32 = 2;
-/// Largest frame in bytes, without its length.
+/// Maximum size of a frame in bytes, without its length.
 pub const MAX_FRAME: usize = 64 << 10;
-/// Largest value in bytes that can be set under a key.
+/// Maximum size of a value in bytes.
 pub const MAX_VALUE: usize = 12 << 10;
-/// Most descriptors in one message.
+/// Maximum number of descriptors in one message.
 pub const MAX_FDS: usize = 4;
-/// Longest key, name of a barrier and identifier of a run, in bytes.
+/// Maximum length of a key, of the name of a barrier and of the identifier of a run, in bytes.
 pub const MAX_NAME: usize = 256;
 
-/// What a rank asks of the server. Each request has exactly one [`Reply`].
+/// A request of a rank to the server. Each request gets exactly one [`Reply`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "snake_case")]
 pub enum Request {
-    /// First message on a connection.
+    /// The first message on a connection.
     Hello {
         /// [`VERSION`] of the rank.
         version: u32,
-        /// The run's identifier, which doubles as the token.
+        /// The run's identifier, which is also the token.
         run_id: String,
-        /// Who is joining.
+        /// The rank that joins.
         rank: u32,
-        /// World size the rank believes in.
+        /// World size that the rank expects.
         world_size: u32,
-        /// Its process.
+        /// Its process id.
         pid: u32,
-        /// What it works with.
+        /// Its GPU and library versions.
         #[serde(default)]
         manifest: Manifest,
     },
@@ -45,9 +45,9 @@ pub enum Request {
         key: String,
         /// At most [`MAX_VALUE`] bytes.
         value: Vec<u8>,
-        /// Number of descriptors beside the frame.
+        /// Number of descriptors sent with the frame.
         fds: u32,
-        /// How often it will be read before it is forgotten.
+        /// Number of reads after which the value is removed.
         readers: u32,
     },
     /// Waits for a value.
@@ -70,7 +70,7 @@ pub enum Request {
     Leave,
 }
 
-/// What a rank works with, as far as ranks have to be compared. `None` is what it does not use.
+/// The GPU and library versions of a rank that the server compares between ranks. `None`: the rank does not use it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// UUID of its GPU.
@@ -79,7 +79,7 @@ pub struct Manifest {
     pub driver: Option<String>,
     /// Version of NCCL.
     pub nccl: Option<String>,
-    /// Another rank may use the same GPU.
+    /// True if another rank may use the same GPU.
     #[serde(default)]
     pub shares_gpu: bool,
 }
@@ -88,35 +88,35 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// Answer to [`Request::Hello`] once all ranks have said it; the progress page travels with it.
+    /// Answer to [`Request::Hello`] once all ranks have said hello; carries the descriptor of the progress page.
     Welcome,
     /// Answer to [`Request::Set`], [`Request::Barrier`] and [`Request::Leave`].
     Done,
     /// Answer to [`Request::Get`].
     Value {
-        /// What was set.
+        /// The value.
         value: Vec<u8>,
-        /// Number of descriptors beside the frame.
+        /// Number of descriptors sent with the frame.
         fds: u32,
     },
     /// The deadline passed.
     TimedOut {
-        /// Ranks that did not come.
+        /// Ranks that did not arrive.
         missing: Vec<u32>,
     },
-    /// A rank that is needed is gone.
+    /// A rank that the request needs has ended.
     PeerGone {
         /// The rank.
         peer: u32,
         /// How it ended, as a predicate.
         how: String,
     },
-    /// The request cannot be met. Nothing has changed, and the connection goes on.
+    /// The request cannot be met. Nothing has changed, and the connection stays open.
     Denied {
         /// Why.
         why: String,
     },
-    /// The request makes no sense; the connection ends.
+    /// The connection or the request is rejected; the server closes the connection.
     Refused {
         /// Why.
         why: String,
@@ -126,7 +126,7 @@ pub enum Reply {
 /// The frame of `message`.
 ///
 /// # Panics
-/// If the message is larger than [`MAX_FRAME`]: values are bounded before.
+/// If the message is larger than [`MAX_FRAME`]; callers bound values before.
 pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
     let mut frame = vec![0; 4];
     serde_json::to_writer(&mut frame, message).expect("messages hold nothing that JSON cannot");
@@ -136,25 +136,25 @@ pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
     frame
 }
 
-/// Names are bounded like everything that the server keeps.
+/// Checks the length of a name: the server keeps names, so they are bounded.
 ///
 /// # Errors
 /// If `name` is longer than [`MAX_NAME`].
 pub fn check_name(name: &str) -> Result<(), String> {
     match name.len() {
         ..=MAX_NAME => Ok(()),
-        len => Err(format!("a name of {len} bytes where {MAX_NAME} is the most")),
+        len => Err(format!("a name of {len} bytes; the maximum is {MAX_NAME}")),
     }
 }
 
-/// Puts received bytes together into messages.
+/// Assembles received bytes into messages.
 #[derive(Debug, Default)]
 pub struct Decoder {
     bytes: Vec<u8>,
 }
 
 impl Decoder {
-    /// True when no part of a message is waiting for its rest.
+    /// True if no incomplete message is buffered.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
@@ -164,15 +164,15 @@ impl Decoder {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next whole message, `None` while there is none.
+    /// The next complete message, `None` if there is none.
     ///
     /// # Errors
-    /// A text that says what is wrong with the bytes; the stream cannot be used any further.
+    /// A text that says what is wrong with the bytes; the stream cannot be used any more.
     pub fn next_message<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
         let Some((header, rest)) = self.bytes.split_first_chunk::<4>() else { return Ok(None) };
         let len = u32::from_le_bytes(*header) as usize;
         if len > MAX_FRAME {
-            return Err(format!("a frame of {len} bytes where {MAX_FRAME} is the most"));
+            return Err(format!("a frame of {len} bytes; the maximum is {MAX_FRAME}"));
         }
         let Some(body) = rest.get(..len) else { return Ok(None) };
         let message = serde_json::from_slice(body).map_err(|error| format!("not a message: {error}"))?;
@@ -189,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_survive_any_chunking(values in prop::collection::vec(
+        fn messages_do_not_depend_on_chunking(values in prop::collection::vec(
             (any::<Vec<u8>>(), any::<String>()), 0..5), chunk in 1usize..40) {
             let sent: Vec<Request> = values.into_iter()
                 .map(|(value, key)| Request::Set { key, value, fds: 1, readers: 2 }).collect();
@@ -205,7 +205,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_survived(bytes in any::<Vec<u8>>()) {
+        fn arbitrary_bytes_never_panic(bytes in any::<Vec<u8>>()) {
             let mut decoder = Decoder::default();
             decoder.push(&bytes);
             while let Ok(Some(_)) = decoder.next_message::<Request>() {}

@@ -1,10 +1,10 @@
-//! How ranks find each other: a tiny key/value interface with deadlines over a Unix socket.
+//! How ranks find each other: a small key/value store with deadlines over a Unix socket.
 //!
-//! The launcher runs the [`Server`], or rank 0 where the ranks have been started by another launcher; a rank holds a
-//! [`Store`]. Connections are taken from processes of the same
-//! user only (SO_PEERCRED), and only those that show the run's token are let in. What is exchanged is small: the
-//! descriptor of a shared-memory region, an NCCL unique id. The bulk goes through the communicator. Every wait has
-//! a deadline, and its error says who waited for whom, in what and how long.
+//! The launcher runs the [`Server`]; if another launcher started the ranks, rank 0 runs it. Each rank has a [`Store`].
+//! The server accepts connections only from processes of the same user (SO_PEERCRED) that present the token of the run.
+//! Ranks exchange small values: the descriptor of a shared-memory region, an NCCL unique id. Bulk data goes through the
+//! communicator. Every wait has a deadline, and its error says which rank waited for which, in what operation and how
+//! long.
 //!
 //! ```
 //! # fn main() -> mgpu_control::Result<()> {
@@ -21,25 +21,25 @@
 
 mod client;
 mod directory;
-mod door;
 mod entries;
 mod hosted;
+mod listener;
 pub mod message;
 mod peer;
 mod preflight;
-mod refusals;
+mod read_budget;
+mod rejections;
 mod rights;
 mod server;
 mod socket;
 mod threads;
-mod turn;
 mod waits;
 
 pub use crate::progress::Blame;
 pub use client::Store;
-pub use client::{Application, Host};
+pub use client::{PendingJoin, ServedBy};
 pub use directory::remove_abandoned;
-pub use hosted::{HostedRun, Serving};
+pub use hosted::{HostedRun, HostedServer};
 pub use preflight::PreflightFault;
-pub use server::{Departure, Server, ServerEvent};
+pub use server::{ProcessEnd, Server, ServerEvent};
 pub use threads::in_process;

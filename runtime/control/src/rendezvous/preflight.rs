@@ -1,7 +1,7 @@
-//! Do these ranks belong together? One look at all of them before any does its own work.
+//! Preflight check: are the ranks compatible? They are compared before any of them starts its own work.
 //!
-//! A run whose ranks were built from different sources, or share a GPU by mistake, fails sooner or later in a way that
-//! says nothing about the cause. Here it fails at once, with one line that names both sides.
+//! A run whose ranks were built from different sources, or share a GPU by mistake, fails sooner or later with an error
+//! that does not point to the cause. Here it fails at once, with one line that names both ranks.
 
 use std::fmt;
 use std::fs::{File, Metadata};
@@ -13,14 +13,14 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::message::Manifest;
 
-/// What is wrong between ranks.
+/// How two ranks, or a rank and the launcher, are incompatible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PreflightFault {
-    /// A rank speaks another version of the protocol than the launcher.
+    /// A rank uses another version of the protocol than the launcher.
     Protocol,
     /// Ranks run different programs.
     Program,
-    /// A rank believes in another world size.
+    /// A rank expects another world size.
     WorldSize,
     /// Two ranks use one GPU.
     Gpu,
@@ -30,17 +30,17 @@ pub enum PreflightFault {
 
 /// A rank that wants to join.
 #[derive(Debug, Clone)]
-pub(super) struct Applicant {
+pub(super) struct JoiningRank {
     pub(super) rank: u32,
     pub(super) manifest: Manifest,
     pub(super) program: Option<Program>,
 }
 
-/// The file a process runs. Ranks of one machine nearly always run the same file, and then its contents need not be
-/// read.
+/// The executable file of a process. Ranks of one machine nearly always run the same file, and then its contents need not
+/// be read.
 #[derive(Debug, Clone)]
 pub(super) struct Program {
-    /// Stays the program's while the process lives, even if the file is replaced.
+    /// `/proc/PID/exe`: refers to the original file as long as the process lives, even if the file is replaced.
     link: String,
     path: String,
     file: (u64, u64),
@@ -48,7 +48,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// The program of process `pid`; `None` where `/proc` does not tell.
+    /// The program of process `pid`; `None` if `/proc` does not tell.
     pub(super) fn of(pid: u32) -> Option<Self> {
         let link = format!("/proc/{pid}/exe");
         let metadata: Metadata = std::fs::metadata(&link).ok()?;
@@ -75,7 +75,7 @@ impl Program {
             || self.size == other.size
                 && match (self.hash(), other.hash()) {
                     (Ok(own), Ok(other)) => own == other,
-                    // A process that has just ended has no program any more; its end will be noticed.
+                    // A process that has just ended has no executable any more; its end is noticed elsewhere.
                     _ => true,
                 }
     }
@@ -87,15 +87,15 @@ impl fmt::Display for Program {
     }
 }
 
-/// Does `new` go together with `old`, one that has been let in?
-pub(super) fn compare(old: &Applicant, new: &Applicant) -> Result<(), (PreflightFault, String)> {
+/// Checks that `new` is compatible with `old`, which joined before.
+pub(super) fn compare(old: &JoiningRank, new: &JoiningRank) -> Result<(), (PreflightFault, String)> {
     let (first, second) = (old.rank, new.rank);
     if let (Some(ours), Some(theirs)) = (&old.program, &new.program)
         && !ours.is_same(theirs)
     {
         let why = if ours.path == theirs.path {
             format!(
-                "rank {first} and rank {second} run different versions of {ours}: it was replaced while the run started"
+                "rank {first} and rank {second} run different versions of {ours}: the file was replaced while the run started"
             )
         } else {
             format!("rank {first} runs {ours} and rank {second} runs {theirs}: all ranks run one program")
@@ -119,7 +119,7 @@ pub(super) fn compare(old: &Applicant, new: &Applicant) -> Result<(), (Preflight
         if ours != theirs {
             let name = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".into());
             let why = format!(
-                "rank {first} uses {what} {} and rank {second} {}: look for a second installation in LD_LIBRARY_PATH",
+                "rank {first} uses {what} {} and rank {second} {}: check LD_LIBRARY_PATH for a second installation",
                 name(ours),
                 name(theirs)
             );
@@ -136,35 +136,35 @@ mod tests {
 
     use super::*;
 
-    fn applicant(rank: u32, gpu: &str, driver: &str, nccl: &str) -> Applicant {
+    fn joining(rank: u32, gpu: &str, driver: &str, nccl: &str) -> JoiningRank {
         let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
         let manifest = Manifest { gpu: some(gpu), driver: some(driver), nccl: some(nccl), shares_gpu: false };
-        Applicant { rank, manifest, program: None }
+        JoiningRank { rank, manifest, program: None }
     }
 
     #[test]
-    fn what_does_not_go_together_names_both_ranks() {
-        let first = applicant(0, "GPU-aa", "570.1", "2.27.3");
-        let fault = |new: Applicant| compare(&first, &new).unwrap_err();
-        assert_eq!(compare(&first, &applicant(3, "GPU-bb", "570.1", "2.27.3")), Ok(()));
-        let (kind, why) = fault(applicant(3, "GPU-aa", "570.1", "2.27.3"));
+    fn an_incompatibility_names_both_ranks() {
+        let first = joining(0, "GPU-aa", "570.1", "2.27.3");
+        let fault = |new: JoiningRank| compare(&first, &new).unwrap_err();
+        assert_eq!(compare(&first, &joining(3, "GPU-bb", "570.1", "2.27.3")), Ok(()));
+        let (kind, why) = fault(joining(3, "GPU-aa", "570.1", "2.27.3"));
         assert_eq!(kind, PreflightFault::Gpu);
         assert!(why.starts_with("rank 0 and rank 3 both use GPU-aa"), "{why}");
-        let sharing = |mut applicant: Applicant| {
-            applicant.manifest.shares_gpu = true;
-            applicant
+        let sharing = |mut joining: JoiningRank| {
+            joining.manifest.shares_gpu = true;
+            joining
         };
-        let second = applicant(3, "GPU-aa", "570.1", "2.27.3");
+        let second = joining(3, "GPU-aa", "570.1", "2.27.3");
         assert!(compare(&first, &sharing(second.clone())).is_err(), "both have to");
         assert_eq!(compare(&sharing(first.clone()), &sharing(second)), Ok(()));
-        let (kind, why) = fault(applicant(1, "GPU-bb", "570.2", "2.27.3"));
+        let (kind, why) = fault(joining(1, "GPU-bb", "570.2", "2.27.3"));
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NVIDIA driver 570.1 and rank 1 570.2"), "{why}");
-        let (kind, why) = fault(applicant(1, "", "570.1", ""));
+        let (kind, why) = fault(joining(1, "", "570.1", ""));
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NCCL 2.27.3 and rank 1 none"), "{why}");
-        // On the CPU there is nothing to compare.
-        assert_eq!(compare(&applicant(0, "", "", ""), &applicant(1, "", "", "")), Ok(()));
+        // Ranks on the CPU have nothing to compare.
+        assert_eq!(compare(&joining(0, "", "", ""), &joining(1, "", "", "")), Ok(()));
     }
 
     struct Sleeper(Child);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_the_same_by_content() {
+    fn programs_are_compared_by_content() {
         let folder = tempfile::tempdir().unwrap();
         let sleep =
             ["/bin/sleep", "/usr/bin/sleep"].into_iter().find(|path| File::open(path).is_ok()).unwrap();
@@ -188,7 +188,7 @@ mod tests {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
             let child = Sleeper(Command::new(&path).arg("1000").spawn().unwrap());
             let program = Program::of(child.0.id()).unwrap();
-            (child, Applicant { program: Some(program), ..applicant(0, "", "", "") })
+            (child, JoiningRank { program: Some(program), ..joining(0, "", "", "") })
         };
         let (first, one) = start("one", b"");
         let (_second, copy) = start("copy", b"");

@@ -1,9 +1,9 @@
-//! Receiving descriptors: the one place where numbers from the kernel become owned.
+//! Receives descriptors (SCM_RIGHTS): the only place where descriptor numbers from the kernel become owned.
 //!
-//! A message may bring more descriptors than there is room for, or than this process may open. The kernel then hands
-//! over those that fit, closes the rest and marks the message as truncated. `nix` answers such a message with an error
-//! and forgets what did arrive: a peer that sends enough of them leaves its receiver without descriptors. So the system
-//! call is made here, and whatever arrived is owned before anything else is looked at.
+//! A message may carry more descriptors than its buffer holds, or than this process may open. The kernel then installs
+//! those that fit, closes the others and marks the message as truncated. `nix` returns an error for such a message and
+//! leaks the installed descriptors: a peer could send enough of them to exhaust the receiver's descriptors. So the
+//! system call is made here, and every installed descriptor is owned before anything else is checked.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
@@ -12,23 +12,23 @@ use nix::libc;
 
 use super::message::MAX_FDS;
 
-/// Room for the control message of [`MAX_FDS`] descriptors, and no more: the kernel must not install others.
+/// Size of the control message of [`MAX_FDS`] descriptors. Not larger, so that the kernel installs no more than these.
 // SAFETY: CMSG_SPACE is arithmetic on its argument.
 const ROOM: usize = unsafe { libc::CMSG_SPACE((MAX_FDS * size_of::<RawFd>()) as u32) } as usize;
 
-/// What one read brought.
+/// The result of one read.
 pub(super) struct Arrival {
     /// Number of bytes.
     pub(super) bytes: usize,
     /// Descriptors that came with them.
     pub(super) fds: Vec<OwnedFd>,
-    /// The sender sent more descriptors than these.
+    /// Some of the sent descriptors were not installed.
     pub(super) truncated: bool,
 }
 
 /// Reads once from a socket into `bytes`.
 pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> nix::Result<Arrival> {
-    // Words, so that the headers in it are aligned.
+    // An array of words, so that the headers in it are aligned.
     let mut control = [0usize; ROOM.div_ceil(size_of::<usize>())];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: a message header is numbers and pointers, for which zeros are valid.
@@ -36,16 +36,16 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> nix::Result<A
     header.msg_iov = &raw mut part;
     header.msg_iovlen = 1;
     header.msg_control = control.as_mut_ptr().cast();
-    // The C libraries of Linux count in types of their own.
+    // The type of this field differs between the C libraries of Linux.
     header.msg_controllen = ROOM as _;
     // SAFETY: the header points to one part, `bytes`, and to `ROOM` bytes of `control`, which outlive the call.
     let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_CMSG_CLOEXEC) };
     let bytes = Errno::result(count)? as usize;
     let truncated = header.msg_flags & libc::MSG_CTRUNC != 0;
     let mut fds = Vec::new();
-    // SAFETY: the kernel has set the header's control length to what it has written into `control`.
+    // SAFETY: the kernel has set the header's control length to the number of bytes that it wrote into `control`.
     let mut item = unsafe { libc::CMSG_FIRSTHDR(&raw const header) };
-    // SAFETY: the item is null or a control message that the kernel wrote into `control`, aligned and whole.
+    // SAFETY: the item is null or a complete, aligned control message that the kernel wrote into `control`.
     while let Some(message) = unsafe { item.as_ref() } {
         if (message.cmsg_level, message.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             // SAFETY: CMSG_LEN is arithmetic on its argument.
@@ -55,7 +55,7 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> nix::Result<A
             // SAFETY: the data of a control message of this type are `count` descriptors.
             let numbers = unsafe { libc::CMSG_DATA(item) }.cast::<RawFd>();
             for index in 0..count {
-                // SAFETY: `index` is below `count`; the kernel has just installed this descriptor for us alone.
+                // SAFETY: `index` is below `count`; the kernel has just installed this descriptor, and nothing else owns it.
                 fds.push(unsafe { OwnedFd::from_raw_fd(numbers.add(index).read_unaligned()) });
             }
         }

@@ -1,4 +1,4 @@
-//! The launcher's side: a state machine over non-blocking sockets that the launcher's event loop drives.
+//! The rendezvous server: a state machine over non-blocking sockets, driven by the launcher's event loop.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -7,28 +7,28 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::door::{Door, Knock, refuse};
 use super::entries::Entries;
+use super::listener::{ConnectionAttempt, Listener, refuse};
 use super::message::{MAX_VALUE, Reply, Request, VERSION, check_name, encode};
-use super::peer::{HELLO_PATIENCE, Peer};
-use super::preflight::{Applicant, PreflightFault, Program, compare};
-use super::refusals::{Refusal, Refusals};
+use super::peer::{HELLO_TIMEOUT, Peer};
+use super::preflight::{JoiningRank, PreflightFault, Program, compare};
+use super::read_budget::{MessageHandler, serve_within_budget};
+use super::rejections::{Rejection, Rejections};
 use super::socket::Received;
-use super::turn::{Conversation, take_turn};
 use super::waits::{WaitFor, Waits};
 use crate::process::pidfd_open;
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
-use crate::protocol::MOST_RANKS;
+use crate::protocol::MAX_RANKS;
 use crate::{Error, Result};
 
-/// Something the launcher wants to know.
+/// An event that the server reports to the launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ServerEvent {
     /// A rank has joined.
     Joined {
         /// The rank.
         rank: u32,
-        /// Its process.
+        /// Its process id.
         pid: u32,
     },
     /// A rank has said goodbye.
@@ -36,57 +36,57 @@ pub enum ServerEvent {
         /// The rank.
         rank: u32,
     },
-    /// A rank does not go together with the others, and was refused: the run cannot be.
-    Unfit {
+    /// A rank is incompatible with the run and was refused: the run cannot start.
+    Incompatible {
         /// The rank.
         rank: u32,
-        /// In what respect.
+        /// The kind of incompatibility.
         fault: PreflightFault,
-        /// What was found, naming both sides.
+        /// The difference, naming both sides.
         why: String,
     },
-    /// Connections were refused or broken off.
-    Refused {
-        /// The process group that had made them; `None` if it is not known, or if they were several.
+    /// Connections were rejected or closed by the server.
+    Rejected {
+        /// The process group that made them; `None` if it is not known, or for several groups.
         group: Option<u32>,
         /// Their number.
         connections: u64,
-        /// Who had made the first one, and why it was refused.
+        /// Who made the first one, and why it was rejected.
         why: String,
     },
 }
 
-impl From<Refusal> for ServerEvent {
-    fn from(Refusal { group, count, why }: Refusal) -> Self {
-        ServerEvent::Refused { group, connections: count, why }
+impl From<Rejection> for ServerEvent {
+    fn from(Rejection { group, count, why }: Rejection) -> Self {
+        ServerEvent::Rejected { group, connections: count, why }
     }
 }
 
 /// How a rank's process ended, as its launcher saw it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Departure {
+pub enum ProcessEnd {
     /// Exit code 0.
     Finished,
-    /// Anything else, as a predicate: "exited with code 3", "was killed by SIGKILL".
+    /// It failed; how, as a predicate: "exited with code 3", "was killed by SIGKILL".
     Failed(String),
 }
 
-/// Connections without a hello, beyond one for each rank.
-const SPARE_STRANGERS: usize = 16;
-/// Connections that are taken in before it is the others' turn: whoever goes on connecting keeps nobody waiting.
-const MOST_CONNECTIONS: usize = 64;
+/// Number of unauthenticated connections (without a hello) beyond one for each rank.
+const SPARE_UNAUTHENTICATED: usize = 16;
+/// Maximum number of connections accepted per call, so that a flood of connections does not delay the other peers.
+const MAX_ACCEPTS_PER_CALL: usize = 64;
 
 /// The rendezvous of one run.
 ///
-/// It owns the Unix socket, the key/value store and the progress page. Nothing here blocks: poll [`fds`] for
-/// reading, and call [`service`] when one is readable or [`next_deadline`] has passed.
+/// It owns the Unix socket, the key/value store and the progress page. No call blocks: poll [`fds`] for reading, and call
+/// [`service`] when one is readable or [`next_deadline`] has passed.
 ///
 /// [`fds`]: Server::fds
 /// [`service`]: Server::service
 /// [`next_deadline`]: Server::next_deadline
 pub struct Server {
-    /// Where ranks connect; gone as soon as all have joined, so that nothing is left should this process be killed.
-    door: Option<Door>,
+    /// Closed as soon as all ranks have joined, so that nothing is left if this process is killed.
+    listener: Option<Listener>,
     address: String,
     run_id: String,
     world_size: u32,
@@ -96,15 +96,15 @@ pub struct Server {
     peers: Vec<Peer>,
     entries: Entries<OwnedFd>,
     waits: Waits,
-    /// The ranks that have said hello; they are let in together.
-    applicants: Vec<Applicant>,
+    /// The ranks that have said hello; they are admitted together.
+    joining: Vec<JoiningRank>,
     /// The first rank whose process ended.
-    first_gone: Option<u32>,
-    /// No launcher tells how ranks end.
+    first_ended: Option<u32>,
+    /// No launcher reports how ranks end.
     unattended: bool,
-    /// When those who have joined are told that others have not.
+    /// Deadline for all ranks to join; then those that have joined get a timeout.
     join_by: Option<Instant>,
-    refusals: Refusals,
+    rejections: Rejections,
     events: Vec<ServerEvent>,
 }
 
@@ -112,45 +112,50 @@ impl Server {
     /// Opens the rendezvous of `world_size` ranks in a private directory.
     ///
     /// # Errors
-    /// If the directory, the socket or the progress page cannot be made.
+    /// If the directory, the socket or the progress page cannot be created.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
-        let door = Door::open()?;
-        Self::new(world_size, run_id, door.address().to_owned(), Some(door))
+        let listener = Listener::bind()?;
+        Self::new(world_size, run_id, listener.address().to_owned(), Some(listener))
     }
 
-    /// The rendezvous that rank 0 serves where no launcher does: at `door`, and with nobody who would end the run of a
-    /// rank that never comes, or tell how one has ended. So the ranks that are here at `join_by` are told who is missing,
-    /// and a connection that ends without a goodbye is the end of its rank.
-    pub(super) fn unattended(world_size: u32, run_id: &str, door: Door, join_by: Instant) -> Result<Self> {
-        let address = door.address().to_owned();
-        let server = Self::new(world_size, run_id, address, Some(door))?;
+    /// The rendezvous that rank 0 serves at `listener` if no launcher does. No launcher ends the run if a rank never
+    /// joins, or reports how a rank ended. So at `join_by` the ranks that have joined are told which ranks are missing,
+    /// and a connection that ends without a goodbye counts as the end of its rank.
+    pub(super) fn unattended(
+        world_size: u32,
+        run_id: &str,
+        listener: Listener,
+        join_by: Instant,
+    ) -> Result<Self> {
+        let address = listener.address().to_owned();
+        let server = Self::new(world_size, run_id, address, Some(listener))?;
         Ok(Server { unattended: true, join_by: Some(join_by), ..server })
     }
 
-    /// A rendezvous without a socket: its ranks live in this process and hold the other ends of the streams. Public for
-    /// tests of the server against peers of any kind.
+    /// A rendezvous without a listening socket: its ranks are in this process and hold the other ends of the streams.
+    /// Public for tests of the server against arbitrary peers.
     #[doc(hidden)]
     pub fn in_process(world_size: u32, run_id: &str) -> Result<(Self, Vec<UnixStream>)> {
         let mut server = Self::new(world_size, run_id, "in this process".into(), None)?;
         let mut ends = Vec::new();
         for _ in 0..world_size {
             let (ours, theirs) =
-                UnixStream::pair().map_err(|error| Error::system("make a pair of sockets", error))?;
-            server.admit(ours, None).map_err(|(_, problem)| Error::system("take in a socket", problem))?;
+                UnixStream::pair().map_err(|error| Error::system("create a pair of sockets", error))?;
+            server.admit(ours, None).map_err(|(_, problem)| Error::system("accept a socket", problem))?;
             ends.push(theirs);
         }
         Ok((server, ends))
     }
 
-    fn new(world_size: u32, run_id: &str, address: String, door: Option<Door>) -> Result<Self> {
-        // Replies that name many ranks have to fit a frame.
-        if world_size > MOST_RANKS {
-            let problem = format!("{world_size} ranks, where {MOST_RANKS} are the most");
+    fn new(world_size: u32, run_id: &str, address: String, listener: Option<Listener>) -> Result<Self> {
+        // Replies that list many ranks must fit into a frame.
+        if world_size > MAX_RANKS {
+            let problem = format!("{world_size} ranks; the maximum is {MAX_RANKS}");
             return Err(Error::InvalidArgument { operation: "rendezvous", problem });
         }
         let (page, page_fd) = ProgressPage::create(world_size)?;
         Ok(Server {
-            door,
+            listener,
             address,
             run_id: run_id.to_owned(),
             world_size,
@@ -160,11 +165,11 @@ impl Server {
             peers: Vec::new(),
             entries: Entries::default(),
             waits: Waits::default(),
-            applicants: Vec::new(),
-            first_gone: None,
+            joining: Vec::new(),
+            first_ended: None,
             unattended: false,
             join_by: None,
-            refusals: Refusals::default(),
+            rejections: Rejections::default(),
             events: Vec::new(),
         })
     }
@@ -174,99 +179,100 @@ impl Server {
         &self.address
     }
 
-    /// Notes what the ranks run and how often they have been restarted, for those who look at the run from outside.
+    /// Sets the command and the number of restarts on the progress page, for processes that inspect the run.
     pub fn describe(&self, program: &str, restarts: u32) {
         self.page.describe(program, restarts);
     }
 
-    /// Notes the process that was started as `rank`, for those who look at the run from outside before it joins.
+    /// Sets the process that was started as `rank` on the progress page, for processes that inspect the run before it
+    /// joins.
     pub fn rank_started(&self, rank: u32, pid: u32) {
         self.page.start(rank, pid);
     }
 
-    /// What every rank is doing.
+    /// The progress page.
     pub fn page(&self) -> &ProgressPage {
         &self.page
     }
 
-    /// Whom `rank` held responsible before it failed.
+    /// The rank that `rank` blamed before it failed.
     pub fn blame(&self, rank: u32) -> Option<Blame> {
         self.page.blame_of(rank)
     }
 
     /// Descriptors to poll for reading.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        let door = self.door.as_ref().and_then(Door::fd);
+        let listener = self.listener.as_ref().and_then(Listener::fd);
         let connections = self.peers.iter().map(|peer| peer.connection.as_fd());
         let ends = self.peers.iter().filter_map(|peer| peer.end.as_ref().map(AsFd::as_fd));
-        door.into_iter().chain(connections).chain(ends).collect()
+        listener.into_iter().chain(connections).chain(ends).collect()
     }
 
-    /// True while some rank may come, or its connection is open.
+    /// True while ranks may connect or connections are open.
     pub(super) fn is_needed(&self) -> bool {
-        self.door.is_some() || !self.peers.is_empty()
+        self.listener.is_some() || !self.peers.is_empty()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.
     pub fn next_deadline(&self) -> Option<Instant> {
         let hellos = self.peers.iter().filter_map(Peer::hello_deadline);
-        let door = self.door.as_ref().and_then(Door::opens_at);
-        let refusals = self.refusals.next_deadline();
-        hellos.chain(door).chain(self.waits.next_deadline()).chain(self.join_by).chain(refusals).min()
+        let listener = self.listener.as_ref().and_then(Listener::resumes_at);
+        let rejections = self.rejections.next_deadline();
+        hellos.chain(listener).chain(self.waits.next_deadline()).chain(self.join_by).chain(rejections).min()
     }
 
-    /// Accepts, reads and answers whatever is there, and gives up on waits whose deadline has passed.
+    /// Accepts connections, reads and answers requests, and ends waits whose deadline has passed.
     pub fn service(&mut self) -> Vec<ServerEvent> {
         self.accept(Instant::now());
         let mut index = 0;
         while index < self.peers.len() {
-            // Looked at first: what a process has sent before its end counts.
+            // Checked before reading: what a process sent before its end counts.
             let has_ended = self.peers[index].has_ended();
-            match take_turn(&mut Visit { server: self, index }) {
+            match serve_within_budget(&mut ServedPeer { server: self, index }) {
                 Ok(true) if !has_ended => index += 1,
                 Ok(_) => self.forget(index),
-                Err(problem) => self.expel(index, &problem),
+                Err(problem) => self.disconnect(index, &problem),
             }
         }
         self.expire(Instant::now());
-        let refusals = self.refusals.take_due(Instant::now());
+        let rejections = self.rejections.take_due(Instant::now());
         let events = std::mem::take(&mut self.events);
-        events.into_iter().chain(refusals.into_iter().map(ServerEvent::from)).collect()
+        events.into_iter().chain(rejections.into_iter().map(ServerEvent::from)).collect()
     }
 
-    /// Refusals that were to be told a little later, together with more of their kind: for the end of a run.
-    pub fn last_refusals(&mut self) -> Vec<ServerEvent> {
-        self.refusals.take().into_iter().map(ServerEvent::from).collect()
+    /// Rejections that were not reported yet: for the end of a run.
+    pub fn drain_rejections(&mut self) -> Vec<ServerEvent> {
+        self.rejections.take().into_iter().map(ServerEvent::from).collect()
     }
 
-    /// Records how a rank's process ended, and tells those who wait for it.
-    pub fn rank_gone(&mut self, rank: u32, how: Departure) {
-        self.page.depart(
+    /// Records how a rank's process ended, and answers the peers that wait for it.
+    pub fn rank_ended(&mut self, rank: u32, how: ProcessEnd) {
+        self.page.record_end(
             rank,
             match &how {
-                Departure::Finished => Ending::Finished,
-                Departure::Failed(how) => Ending::Failed(how),
+                ProcessEnd::Finished => Ending::Finished,
+                ProcessEnd::Failed(how) => Ending::Failed(how),
             },
         );
-        self.give_up_on(rank);
-        let first = *self.first_gone.get_or_insert(rank);
-        self.turn_away(first);
+        self.fail_waiters_for(rank);
+        let first = *self.first_ended.get_or_insert(rank);
+        self.fail_pending_joins(first);
     }
 
     /// True once all ranks have joined.
     fn is_complete(&self) -> bool {
-        self.applicants.len() == self.world_size as usize
+        self.joining.len() == self.world_size as usize
     }
 
-    /// Answers those who wait to be let in: without rank `gone` that will never be.
-    fn turn_away(&mut self, gone: u32) {
-        let how = self.page.departure(gone);
+    /// Answers the ranks that wait for admission: without rank `gone` the run cannot start.
+    fn fail_pending_joins(&mut self, gone: u32) {
+        let how = self.page.end_description(gone);
         for peer in in_order_of_exit(&mut self.peers) {
             let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
             peer.admitted = true;
             let (operation, how) = ("join".to_owned(), how.clone());
             let reply = encode(&Reply::PeerGone { peer: gone, how: how.clone() });
-            // Not yet let in, the rank cannot note it itself.
+            // A rank that is not admitted has no progress page, so the server records its blame.
             let lost = Error::PeerLost { rank, peer: gone, operation, how, silent: false };
             let blame = Blame { culprit: gone, timed_out: false, message: lost.to_string() };
             self.page.blame(rank, &blame);
@@ -274,19 +280,19 @@ impl Server {
         }
     }
 
-    /// Answers those who wait in vain for a rank that has ended. After a failure that is everybody.
-    fn give_up_on(&mut self, rank: u32) {
-        let (state, how) = (self.page.state(rank), self.page.departure(rank));
-        for peer in self.waits.take_hopeless(rank, state == RankState::Failed) {
+    /// Answers the peers whose waits need a rank that has ended. After a failure these are all peers.
+    fn fail_waiters_for(&mut self, rank: u32) {
+        let (state, how) = (self.page.state(rank), self.page.end_description(rank));
+        for peer in self.waits.take_unsatisfiable(rank, state == RankState::Failed) {
             self.answer(peer, &Reply::PeerGone { peer: rank, how: how.clone() }, &[]);
         }
     }
 
     fn accept(&mut self, now: Instant) {
-        for _ in 0..MOST_CONNECTIONS {
-            let Some(door) = &mut self.door else { return };
-            let (group, why) = match door.answer(now) {
-                Knock::Stream(stream) => match self.admit(stream, Some(now + HELLO_PATIENCE)) {
+        for _ in 0..MAX_ACCEPTS_PER_CALL {
+            let Some(listener) = &mut self.listener else { return };
+            let (group, why) = match listener.accept(now) {
+                ConnectionAttempt::Accepted(stream) => match self.admit(stream, Some(now + HELLO_TIMEOUT)) {
                     Ok(()) => continue,
                     Err((stream, why)) => {
                         let group = Peer::group_behind(&stream);
@@ -294,43 +300,46 @@ impl Server {
                         (group, why)
                     }
                 },
-                Knock::Refused(Some(why)) => (None, why),
-                Knock::Refused(None) => continue,
-                Knock::Nobody => return,
+                ConnectionAttempt::Rejected(Some(why)) => (None, why),
+                ConnectionAttempt::Rejected(None) => continue,
+                ConnectionAttempt::None => return,
             };
-            self.refusals.add(group, format!("a connection that {why}"), now);
+            self.rejections.add(group, format!("a connection that {why}"), now);
         }
     }
 
-    /// Takes a new connection in, or gives it back with the reason, as a predicate. If there are too many then that have not
-    /// said hello, the oldest of the process that has most of them goes: so a process that floods the rendezvous is in its
-    /// own way, and in nobody else's.
+    /// Adds a new connection, or returns it with the reason of its rejection, as a predicate. If there are then too
+    /// many unauthenticated connections, the oldest one of the process with the most of them is closed: so a process
+    /// that floods the rendezvous only blocks itself.
     fn admit(&mut self, stream: UnixStream, hello_by: Option<Instant>) -> Result<(), (UnixStream, String)> {
         self.peers.push(Peer::admit(stream, self.next_id, hello_by)?);
         self.next_id += 1;
-        let strangers = self.peers.iter().filter(|peer| peer.rank.is_none());
-        if strangers.clone().count() <= self.world_size as usize + SPARE_STRANGERS {
+        let unauthenticated = self.peers.iter().filter(|peer| peer.rank.is_none());
+        if unauthenticated.clone().count() <= self.world_size as usize + SPARE_UNAUTHENTICATED {
             return Ok(());
         }
         let mut counts: HashMap<Option<u32>, usize> = HashMap::new();
-        strangers.for_each(|peer| *counts.entry(peer.pid()).or_default() += 1);
-        let strangers = self.peers.iter().enumerate().filter(|(_, peer)| peer.rank.is_none());
-        // Of several processes that have equally many, the one that has been silent for longest.
-        let intruder = strangers.max_by_key(|(_, peer)| (counts[&peer.pid()], Reverse(peer.id)));
-        if let Some((index, peer)) = intruder {
+        unauthenticated.for_each(|peer| *counts.entry(peer.pid()).or_default() += 1);
+        let unauthenticated = self.peers.iter().enumerate().filter(|(_, peer)| peer.rank.is_none());
+        // Among processes with equally many, the oldest connection.
+        let candidate = unauthenticated.max_by_key(|(_, peer)| (counts[&peer.pid()], Reverse(peer.id)));
+        if let Some((index, peer)) = candidate {
             let (own, all) = (counts[&peer.pid()], counts.values().sum::<usize>());
-            self.expel(index, &format!("has {own} of {all} silent connections, and no process has more"));
+            self.disconnect(
+                index,
+                &format!("has {own} of {all} silent connections, and no process has more"),
+            );
         }
         Ok(())
     }
 
-    /// Tells a peer why it has to go, and forgets it.
-    fn expel(&mut self, index: usize, problem: &str) {
-        // It may quote what the peer sent: cut, so that the refusal fits a frame.
+    /// Sends a peer the reason and closes its connection.
+    fn disconnect(&mut self, index: usize, problem: &str) {
+        // It may quote what the peer sent: truncated, so that the reply fits into a frame.
         let problem: String = problem.chars().take(1000).collect();
         let why = format!("{}: {problem}", self.peers[index].name());
         let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
-        self.refusals.add(self.peers[index].group(), why, Instant::now());
+        self.rejections.add(self.peers[index].group(), why, Instant::now());
         self.forget(index);
     }
 
@@ -339,11 +348,11 @@ impl Server {
         self.waits.forget(peer.id);
         let Some(rank) = peer.rank.filter(|_| self.unattended) else { return };
         if self.page.state(rank) == RankState::Joined {
-            self.rank_gone(rank, Departure::Failed("ended without a goodbye".into()));
+            self.rank_ended(rank, ProcessEnd::Failed("ended without a goodbye".into()));
         }
         if rank == 0 {
-            // It has given up; its next attempt may be of the same name.
-            self.door = None;
+            // It has given up; its next attempt may use the same name.
+            self.listener = None;
         }
     }
 
@@ -351,14 +360,14 @@ impl Server {
         let id = self.peers[index].id;
         let Some(rank) = self.peers[index].rank else { return self.hello(index, request) };
         if !self.peers[index].admitted || self.waits.has(id) {
-            return Err("makes a request before its last one was answered".into());
+            return Err("sent a request before its last one was answered".into());
         }
         match request {
             Request::Hello { .. } => return Err("said hello twice".into()),
             Request::Set { key, value, fds, readers } => {
                 let fds = self.peers[index].connection.take_fds(fds)?;
                 if value.len() > MAX_VALUE {
-                    return Err(format!("a value of {} bytes where {MAX_VALUE} is the most", value.len()));
+                    return Err(format!("a value of {} bytes; the maximum is {MAX_VALUE}", value.len()));
                 }
                 check_name(&key)?;
                 match self.entries.set(rank, key.clone(), value, fds, readers) {
@@ -374,11 +383,11 @@ impl Server {
                     self.answer(id, &Reply::Denied { why }, &[]);
                     return Ok(());
                 }
-                let hopeless = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
+                let unsatisfiable = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
                 if !self.entries.contains(&key)
-                    && let Some(gone) = self.gone_ranks().find(hopeless)
+                    && let Some(gone) = self.ended_ranks().find(unsatisfiable)
                 {
-                    let how = self.page.departure(gone);
+                    let how = self.page.end_description(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
@@ -387,9 +396,9 @@ impl Server {
             }
             Request::Barrier { name, timeout_ms } => {
                 check_name(&name)?;
-                let gone = self.gone_ranks().next();
+                let gone = self.ended_ranks().next();
                 if let Some(gone) = gone {
-                    let how = self.page.departure(gone);
+                    let how = self.page.end_description(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
@@ -397,73 +406,73 @@ impl Server {
                 self.open_barrier(&name);
             }
             Request::Leave => {
-                self.page.depart(rank, Ending::Left);
+                self.page.record_end(rank, Ending::Left);
                 self.answer(id, &Reply::Done, &[]);
-                self.give_up_on(rank);
+                self.fail_waiters_for(rank);
                 self.events.push(ServerEvent::Left { rank });
             }
         }
         Ok(())
     }
 
-    /// The first message of a connection: does it belong here?
+    /// Handles the first message of a connection: checks token and compatibility.
     fn hello(&mut self, index: usize, request: Request) -> Result<(), String> {
         let Request::Hello { version, run_id, rank, world_size, pid, manifest } = request else {
             return Err("did not say hello first".into());
         };
         if run_id != self.run_id {
-            return Err("shows the token of another run".into());
+            return Err("has the token of another run".into());
         }
-        // A rank in a process namespace of its own knows itself by another number than the launcher does.
+        // A rank in its own pid namespace has another pid there than here.
         let pid = self.peers[index].pid().unwrap_or(pid);
-        let applicant = Applicant { rank, manifest, program: Program::of(pid) };
-        if let Err((fault, why)) = self.examine(version, world_size, &applicant) {
-            // As in `in_order_of_exit`: rank 0 is told last.
+        let joining = JoiningRank { rank, manifest, program: Program::of(pid) };
+        if let Err((fault, why)) = self.check_compatible(version, world_size, &joining) {
+            // Rank 0 is answered last: see `in_order_of_exit`.
             if rank != 0 {
                 self.peers[index].refuse(&why);
             }
             if self.unattended && rank < self.world_size && self.page.state(rank) == RankState::Absent {
-                self.rank_gone(rank, Departure::Failed(format!("was refused: {why}")));
+                self.rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
             }
             if rank == 0 {
                 self.peers[index].refuse(&why);
             }
-            self.events.push(ServerEvent::Unfit { rank, fault, why });
+            self.events.push(ServerEvent::Incompatible { rank, fault, why });
             return Ok(());
         }
         if self.page.state(rank) != RankState::Absent {
             return Err(match self.unattended {
-                true => format!("rank {rank} has already joined: are two runs of one name being started?"),
-                false => format!("rank {rank} has already joined: is World::from_env called twice?"),
+                true => format!("rank {rank} has already joined: were two runs of the same name started?"),
+                false => format!("rank {rank} has already joined: was World::from_env called twice?"),
             });
         }
         self.page.join(rank, pid);
         self.peers[index].rank = Some(rank);
         if self.unattended {
-            // By the number that the kernel knows it by here, not by its own.
+            // By its pid in this namespace, not by the pid that it reports.
             self.peers[index].end = self.peers[index].pid().and_then(|pid| pidfd_open(pid).ok());
         }
-        self.applicants.push(applicant);
+        self.joining.push(joining);
         self.events.push(ServerEvent::Joined { rank, pid });
-        if let Some(gone) = self.first_gone {
-            self.turn_away(gone);
+        if let Some(gone) = self.first_ended {
+            self.fail_pending_joins(gone);
         } else if self.is_complete() {
             self.welcome();
         }
         Ok(())
     }
 
-    /// Does this rank go together with the run and with the ranks that are here already?
-    fn examine(
+    /// Checks that this rank is compatible with the run and with the ranks that have joined.
+    fn check_compatible(
         &self,
         version: u32,
         world_size: u32,
-        new: &Applicant,
+        new: &JoiningRank,
     ) -> Result<(), (PreflightFault, String)> {
         let rank = new.rank;
         if version != VERSION {
             let why = format!(
-                "rank {rank} speaks version {version} of the protocol, the launcher version {VERSION}: \
+                "rank {rank} uses version {version} of the protocol, the launcher uses version {VERSION}: \
                  build both from the same release"
             );
             return Err((PreflightFault::Protocol, why));
@@ -475,12 +484,12 @@ impl Server {
             );
             return Err((PreflightFault::WorldSize, why));
         }
-        self.applicants.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
+        self.joining.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
     }
 
-    /// Lets all ranks in. The door is closed first: who has been let in may open one of the same name.
+    /// Admits all ranks. The listener is closed first, because an admitted rank may open one of the same name.
     fn welcome(&mut self) {
-        self.door = None;
+        self.listener = None;
         self.join_by = None;
         let (welcome, page) = (encode(&Reply::Welcome), self.page_fd.as_fd());
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
@@ -491,11 +500,11 @@ impl Server {
         }
     }
 
-    /// Tells the ranks that have joined which ones have not, and lets nobody in any more.
+    /// Tells the ranks that have joined which ranks are missing, and accepts no more connections.
     fn give_up_joining(&mut self) {
-        self.door = None;
+        self.listener = None;
         self.join_by = None;
-        let has_come = |rank: &u32| self.applicants.iter().any(|applicant| applicant.rank == *rank);
+        let has_come = |rank: &u32| self.joining.iter().any(|joining| joining.rank == *rank);
         let missing: Vec<u32> = (0..self.world_size).filter(|rank| !has_come(rank)).collect();
         let reply = encode(&Reply::TimedOut { missing });
         for peer in in_order_of_exit(&mut self.peers).filter(|peer| peer.rank.is_some() && !peer.admitted) {
@@ -504,7 +513,7 @@ impl Server {
         }
     }
 
-    fn gone_ranks(&self) -> impl Iterator<Item = u32> + '_ {
+    fn ended_ranks(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.world_size)
             .filter(|rank| matches!(self.page.state(*rank), RankState::Left | RankState::Failed))
     }
@@ -514,7 +523,7 @@ impl Server {
         self.waits.add(peer, what, Instant::now() + timeout);
     }
 
-    /// Hands the value of `key` to those who wait for it, until its readers are used up.
+    /// Sends the value of `key` to the ranks that wait for it, until it has been read often enough.
     fn wake_readers(&mut self, key: &str) {
         while self.entries.contains(key)
             && let Some(reader) = self.waits.take_reader(key)
@@ -525,7 +534,7 @@ impl Server {
         }
     }
 
-    /// Lets everybody out of a barrier that all have reached.
+    /// Answers all ranks in a barrier that all have reached.
     fn open_barrier(&mut self, name: &str) {
         if self.waits.in_barrier(name).len() == self.world_size as usize {
             for peer in self.waits.take_barrier(name) {
@@ -534,22 +543,22 @@ impl Server {
         }
     }
 
-    /// Answers those whose deadline has passed with the ranks that did not come, and gives up on connections that have
-    /// not said hello.
+    /// Answers the peers whose deadline has passed with the ranks that did not arrive, and closes connections that have
+    /// not said hello in time.
     fn expire(&mut self, now: Instant) {
-        for (peer, missing) in self.waits.take_late(now, self.world_size) {
+        for (peer, missing) in self.waits.take_expired(now, self.world_size) {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
         }
         if self.join_by.is_some_and(|deadline| deadline <= now) {
             self.give_up_joining();
         }
-        let is_late = |peer: &Peer| peer.hello_deadline().is_some_and(|deadline| deadline <= now);
-        while let Some(index) = self.peers.iter().position(is_late) {
-            self.expel(index, &format!("was silent for {HELLO_PATIENCE:?} after it had connected"));
+        let is_expired = |peer: &Peer| peer.hello_deadline().is_some_and(|deadline| deadline <= now);
+        while let Some(index) = self.peers.iter().position(is_expired) {
+            self.disconnect(index, &format!("was silent for {HELLO_TIMEOUT:?} after it had connected"));
         }
     }
 
-    /// Replies to a peer. One that is gone or does not read is dropped when its socket is served next.
+    /// Replies to a peer. A peer that has disconnected or does not read is removed when its socket is served next.
     fn answer(&self, id: u64, reply: &Reply, fds: &[BorrowedFd<'_>]) {
         if let Some(peer) = self.peers.iter().find(|peer| peer.id == id)
             && peer.connection.send(&encode(reply), fds).is_err()
@@ -559,13 +568,13 @@ impl Server {
     }
 }
 
-/// The turn of the peer of this index.
-struct Visit<'a> {
+/// The peer with this index while it is served.
+struct ServedPeer<'a> {
     server: &'a mut Server,
     index: usize,
 }
 
-impl Conversation for Visit<'_> {
+impl MessageHandler for ServedPeer<'_> {
     fn receive(&mut self) -> Result<Received, String> {
         self.server.peers[self.index].connection.receive().map_err(|error| error.to_string())
     }
@@ -574,12 +583,12 @@ impl Conversation for Visit<'_> {
         while let Some(request) = self.server.peers[self.index].connection.next_message::<Request>()? {
             self.server.handle(self.index, request)?;
         }
-        self.server.peers[self.index].connection.settle()
+        self.server.peers[self.index].connection.check_no_surplus_fds()
     }
 }
 
-/// Those whose process may end as soon as they are told that the run cannot be: rank 0 last, because an unattended server
-/// ends with it, and the others would not be told.
+/// Peers in the order in which they are told that the run cannot start. Rank 0 comes last: its process may end as soon
+/// as it is told, an unattended server ends with it, and the other ranks would not be told.
 fn in_order_of_exit(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
     let mut order: Vec<&mut Peer> = peers.iter_mut().collect();
     order.sort_by_key(|peer| peer.rank == Some(0));

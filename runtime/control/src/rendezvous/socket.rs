@@ -1,7 +1,7 @@
-//! One end of a connection: bytes and descriptors in, frames and descriptors out.
+//! One end of a connection: assembles received bytes and descriptors into messages, and sends frames with descriptors.
 //!
-//! The socket never blocks. The server takes what is there and goes on with the next peer; a rank waits in `poll`, where
-//! its deadline holds whatever happens meanwhile: a signal only makes it look at the clock again.
+//! The socket is non-blocking. The server reads the available bytes and continues with the next peer. A rank waits in
+//! `poll` until its deadline; a signal only makes it check the clock again.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -17,10 +17,10 @@ use serde::de::DeserializeOwned;
 use super::message::{Decoder, MAX_FDS};
 use super::rights;
 
-/// Most descriptors held for messages that have not arrived whole.
+/// Maximum number of descriptors held for incomplete messages.
 const MAX_PENDING_FDS: usize = 4 * MAX_FDS;
 
-/// A connection that speaks frames.
+/// A connection that exchanges frames.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: UnixStream,
@@ -28,19 +28,19 @@ pub(super) struct Connection {
     fds: VecDeque<OwnedFd>,
 }
 
-/// What one read brought.
+/// The result of one read.
 #[derive(Debug, PartialEq)]
 pub(super) enum Received {
     /// Some bytes.
     Bytes,
     /// Nothing for now.
     Nothing,
-    /// The other side is gone.
+    /// The other side has closed the connection.
     End,
 }
 
 impl Connection {
-    /// Takes over a stream, which does not block from now on. Gives it back where that is refused.
+    /// Takes a stream and makes it non-blocking. Returns the stream if that fails.
     pub(super) fn new(stream: UnixStream) -> Result<Self, (UnixStream, io::Error)> {
         if let Err(error) = stream.set_nonblocking(true) {
             return Err((stream, error));
@@ -52,13 +52,13 @@ impl Connection {
         &self.stream
     }
 
-    /// Sends a whole frame with its descriptors. A full buffer is an error: each side has at most one small frame
-    /// under way, so only a peer that does not read fills it.
+    /// Sends a whole frame with its descriptors. A full buffer is an error: each side has at most one small frame in
+    /// flight, so only a peer that does not read can fill it.
     pub(super) fn send(&self, frame: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.send_when(frame, fds, || Err(io::ErrorKind::WouldBlock.into()))
     }
 
-    /// Sends a whole frame with its descriptors, and waits until `deadline` for a peer that is slow to read.
+    /// Sends a whole frame with its descriptors. Waits until `deadline` for a slow reader.
     pub(super) fn send_before(
         &self,
         frame: &[u8],
@@ -71,7 +71,7 @@ impl Connection {
         })
     }
 
-    /// Sends a whole frame; calls `full` whenever there is no room.
+    /// Sends a whole frame; calls `full` whenever the buffer is full.
     fn send_when(
         &self,
         frame: &[u8],
@@ -82,7 +82,7 @@ impl Connection {
         let rights = [ControlMessage::ScmRights(&raw)];
         let mut sent = 0;
         while sent < frame.len() {
-            // Descriptors go with the first byte of the frame and only with that.
+            // Descriptors are sent with the first byte of the frame only.
             let control = if sent == 0 && !raw.is_empty() { &rights[..] } else { &[] };
             let bytes = [IoSlice::new(&frame[sent..])];
             match sendmsg::<()>(self.stream.as_raw_fd(), &bytes, control, MsgFlags::MSG_NOSIGNAL, None) {
@@ -105,10 +105,10 @@ impl Connection {
             Err(errno) => return Err(errno.into()),
         };
         if arrival.truncated {
-            // Those that arrived are closed with `arrival`.
+            // Dropping `arrival` closes the installed ones.
             return Err(io::Error::other(match arrival.fds.len() {
                 MAX_FDS.. => format!("sent more than {MAX_FDS} descriptors at once"),
-                _ => "sent descriptors that could not be taken in: too many files are open here".into(),
+                _ => "sent descriptors that could not be received: too many files are open here".into(),
             }));
         }
         if arrival.bytes == 0 {
@@ -122,7 +122,7 @@ impl Connection {
         Ok(Received::Bytes)
     }
 
-    /// Reads once, and waits until `deadline` for something to read.
+    /// Reads once. Waits for data until `deadline`.
     pub(super) fn receive_before(&mut self, deadline: Instant) -> io::Result<Received> {
         while self.is_ready(PollFlags::POLLIN, deadline)? {
             match self.receive()? {
@@ -133,14 +133,14 @@ impl Connection {
         Ok(Received::Nothing)
     }
 
-    /// Waits until the socket is ready for `what`. `false`: the deadline passed.
+    /// Waits until the socket is ready for `what`. `false`: the deadline has passed.
     fn is_ready(&self, what: PollFlags, deadline: Instant) -> io::Result<bool> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(false);
             }
-            // Rounded up: waking before the deadline would only mean another turn.
+            // Rounded up: waking before the deadline would only cost another iteration.
             let timeout = PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX);
             match poll(&mut [PollFd::new(self.stream.as_fd(), what)], timeout) {
                 Ok(0) | Err(Errno::EINTR) => {}
@@ -150,7 +150,7 @@ impl Connection {
         }
     }
 
-    /// True if the other side has closed the connection and nothing is left to read. Takes nothing out.
+    /// True if the other side has closed the connection and nothing is left to read. Consumes no data.
     pub(super) fn is_at_end(&self) -> bool {
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
         match recv(self.stream.as_raw_fd(), &mut [0], flags) {
@@ -159,12 +159,12 @@ impl Connection {
         }
     }
 
-    /// The next whole message, if there is one.
+    /// The next complete message, if there is one.
     pub(super) fn next_message<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
         self.decoder.next_message()
     }
 
-    /// The `count` descriptors that came with the message just taken.
+    /// The `count` descriptors that came with the message just returned.
     pub(super) fn take_fds(&mut self, count: u32) -> Result<Vec<OwnedFd>, String> {
         let count = count as usize;
         if count > self.fds.len().min(MAX_FDS) {
@@ -173,9 +173,9 @@ impl Connection {
         Ok(self.fds.drain(..count).collect())
     }
 
-    /// Checks that no descriptor is left over once all messages have been taken: it would be mistaken for one of a
-    /// later message, and enough of them would use up this process's.
-    pub(super) fn settle(&mut self) -> Result<(), String> {
+    /// Checks that no descriptor is left once all messages have been handled. It would be mistaken for a descriptor of a
+    /// later message, and enough of them would exhaust this process's descriptors.
+    pub(super) fn check_no_surplus_fds(&mut self) -> Result<(), String> {
         if self.fds.is_empty() || !self.decoder.is_empty() {
             return Ok(());
         }
@@ -208,8 +208,8 @@ mod tests {
         (Connection::new(one).unwrap(), Connection::new(other).unwrap())
     }
 
-    /// Sends a frame with `count` descriptors of a pipe's end for writing; returns the end for reading, which is at its
-    /// end once nobody holds any of them.
+    /// Sends a frame with `count` descriptors of a pipe's write end. Returns the read end, which is at end of file once
+    /// all of them are closed.
     fn send_pipe(sender: &Connection, count: usize) -> OwnedFd {
         let (reader, writer) = pipe().unwrap();
         sender.send(&encode(&Reply::Done), &vec![writer.as_fd(); count]).unwrap();
@@ -219,11 +219,11 @@ mod tests {
     #[track_caller]
     fn assert_all_closed(reader: &OwnedFd) {
         let mut end = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
-        assert_eq!(poll(&mut end, PollTimeout::ZERO), Ok(1), "somebody still holds the pipe open");
+        assert_eq!(poll(&mut end, PollTimeout::ZERO), Ok(1), "the pipe is still open somewhere");
     }
 
     #[test]
-    fn descriptors_that_do_not_fit_are_closed_and_refused() {
+    fn surplus_descriptors_in_one_message_are_closed_and_rejected() {
         let (mut receiver, sender) = pair();
         let reader = send_pipe(&sender, MAX_FDS + 3);
         let error = receiver.receive().unwrap_err().to_string();
@@ -232,19 +232,22 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_no_message_announces_are_closed_and_refused() {
+    fn unannounced_descriptors_are_closed_and_rejected() {
         let (mut receiver, sender) = pair();
         let reader = send_pipe(&sender, 2);
         assert_eq!(receiver.receive().unwrap(), Received::Bytes);
-        assert_eq!(receiver.settle(), Ok(()), "its message may announce them");
+        assert_eq!(receiver.check_no_surplus_fds(), Ok(()), "its message may announce them");
         assert_eq!(receiver.next_message(), Ok(Some(Reply::Done)));
         assert_eq!(receiver.take_fds(1).unwrap().len(), 1);
-        assert_eq!(receiver.settle(), Err("sent 1 descriptors that no message announced".into()));
+        assert_eq!(
+            receiver.check_no_surplus_fds(),
+            Err("sent 1 descriptors that no message announced".into())
+        );
         assert_all_closed(&reader);
     }
 
     #[test]
-    fn a_peer_that_does_not_read_is_given_up() {
+    fn sending_to_a_peer_that_does_not_read_times_out() {
         let (_deaf, sender) = pair();
         let frame = vec![0; 64 << 20];
         let deadline = Instant::now() + Duration::from_millis(20);
@@ -254,12 +257,11 @@ mod tests {
 
     extern "C" fn ignore(_: i32) {}
 
-    /// With reads that a signal starts anew, or that start anew with the whole time, the wait would last as long as
-    /// there are signals.
+    /// If a signal restarted the read with its full timeout, the wait would last as long as signals arrive.
     #[test]
     fn signals_do_not_extend_a_wait() {
         let action = SigAction::new(SigHandler::Handler(ignore), SaFlags::empty(), SigSet::empty());
-        // SAFETY: the handler does nothing, and nobody else in this program uses the signal.
+        // SAFETY: the handler does nothing, and nothing else in this program uses the signal.
         unsafe { sigaction(Signal::SIGUSR2, &action) }.unwrap();
         let (mut receiver, _silent) = pair();
         let (sender, done) = mpsc::channel();
@@ -277,6 +279,6 @@ mod tests {
                 Err(_) => _ = unsafe { libc::pthread_kill(waiter.as_pthread_t(), libc::SIGUSR2) },
             }
         }
-        panic!("20,000 signals later it still waits");
+        panic!("it still waits after 20,000 signals");
     }
 }

@@ -1,7 +1,6 @@
-//! Who waits for what, and until when: pure.
+//! The pending waits of ranks, with their deadlines. Pure: no I/O.
 //!
-//! A rank waits for one thing at a time, so there are never more waits than ranks, and looking through all of them is
-//! fast enough.
+//! A rank waits for one thing at a time, so there are never more waits than ranks, and a linear search is fast enough.
 
 use std::time::Instant;
 
@@ -10,7 +9,7 @@ use std::time::Instant;
 pub(super) enum WaitFor {
     /// A value that rank `from` will set.
     Key { key: String, from: u32 },
-    /// The others, as rank `rank`.
+    /// All other ranks, as rank `rank`.
     Barrier { name: String, rank: u32 },
 }
 
@@ -42,7 +41,7 @@ impl Waits {
         self.0.iter().map(|wait| wait.deadline).min()
     }
 
-    /// Takes out the one that has waited longest for `key`.
+    /// Removes and returns the peer that has waited longest for `key`.
     pub(super) fn take_reader(&mut self, wanted: &str) -> Option<u64> {
         let is_reader = |wait: &Wait| matches!(&wait.what, WaitFor::Key { key, .. } if key == wanted);
         let position = self.0.iter().position(is_reader)?;
@@ -58,14 +57,14 @@ impl Waits {
         self.0.iter().filter_map(rank_of).collect()
     }
 
-    /// Takes out everybody in the barrier `wanted`.
+    /// Removes and returns all peers in the barrier `wanted`.
     pub(super) fn take_barrier(&mut self, wanted: &str) -> Vec<u64> {
         self.take(|wait| matches!(&wait.what, WaitFor::Barrier { name, .. } if name == wanted))
     }
 
-    /// Takes out those who wait in vain now that `gone` has ended: for its values, in any barrier, or, after a failure,
-    /// for anything.
-    pub(super) fn take_hopeless(&mut self, gone: u32, failed: bool) -> Vec<u64> {
+    /// Removes and returns the peers whose waits cannot be satisfied because `gone` has ended: waits for its values, in
+    /// any barrier, or, after a failure, all waits.
+    pub(super) fn take_unsatisfiable(&mut self, gone: u32, failed: bool) -> Vec<u64> {
         self.take(|wait| {
             failed
                 || match wait.what {
@@ -75,9 +74,9 @@ impl Waits {
         })
     }
 
-    /// Takes out those whose deadline has passed, with the ranks that did not come. All are looked at before any is
-    /// taken out: two that wait in the same barrier are both there.
-    pub(super) fn take_late(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
+    /// Removes and returns the peers whose deadline has passed, with the ranks that did not arrive. The missing ranks are
+    /// determined before any wait is removed: two ranks that time out in the same barrier have both arrived.
+    pub(super) fn take_expired(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
         let missing = |wait: &Wait| match &wait.what {
             WaitFor::Key { from, .. } => vec![*from],
             WaitFor::Barrier { name, .. } => {
@@ -111,7 +110,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn everybody_is_taken_out_once(waits in prop::collection::vec(wait(), 0..5), gone in 0..5u32, now in 0..4u64) {
+        fn every_wait_is_removed_exactly_once(waits in prop::collection::vec(wait(), 0..5), gone in 0..5u32, now in 0..4u64) {
             let start = Instant::now();
             let mut pending = Waits::default();
             for (rank, (is_key, name, from, seconds)) in waits.iter().enumerate() {
@@ -125,7 +124,7 @@ mod tests {
             prop_assert_eq!(pending.next_deadline(), next);
 
             let mut seen: Vec<u64> = Vec::new();
-            for (peer, missing) in pending.take_late(start + Duration::from_secs(now), 5) {
+            for (peer, missing) in pending.take_expired(start + Duration::from_secs(now), 5) {
                 let (is_key, name, from, seconds) = &waits[peer as usize];
                 prop_assert!(*seconds <= now);
                 let inside = |rank: &u32| waits.get(*rank as usize).is_some_and(|wait| !wait.0 && wait.1 == *name);
@@ -142,12 +141,12 @@ mod tests {
             }
             prop_assert_eq!(pending.in_barrier("1").len(), pending.take_barrier("1").len());
             prop_assert!(pending.in_barrier("1").is_empty());
-            for peer in pending.take_hopeless(gone, false) {
+            for peer in pending.take_unsatisfiable(gone, false) {
                 prop_assert!(!waits[peer as usize].0 || waits[peer as usize].2 == gone);
                 prop_assert!(!seen.contains(&peer) && !pending.has(peer));
                 seen.push(peer);
             }
-            let left = pending.take_hopeless(gone, true);
+            let left = pending.take_unsatisfiable(gone, true);
             prop_assert!(left.iter().all(|peer| waits[*peer as usize].0 && !seen.contains(peer)));
             prop_assert!(pending.next_deadline().is_none());
         }

@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use crate::progress::{Operation, Place, now};
+use crate::progress::{CollectiveCounter, Operation, now};
 
 /// The first wait at the end before a rank looks around, and the longest.
 const SLICES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(200));
@@ -47,9 +47,9 @@ impl Standing {
     }
 
     /// How far this rank is.
-    pub(super) fn place(&self, communicator: u32) -> Place {
+    pub(super) fn place(&self, communicator: u32) -> CollectiveCounter {
         let turns = self.turns().get(&communicator).copied().unwrap_or_default();
-        Place { communicator, turns }
+        CollectiveCounter { communicator, count: turns }
     }
 
     /// Notes that a communicator was ended by force.
@@ -64,7 +64,7 @@ impl Standing {
 
 impl Link {
     /// How far this rank is in this communicator.
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> CollectiveCounter {
         self.membership.standing.place(self.number)
     }
 
@@ -75,7 +75,7 @@ impl Link {
             return false;
         }
         page.enter(self.rank, Operation::Barrier, 0, 0);
-        page.end_at(self.rank, self.place());
+        page.note_finalised(self.rank, self.place());
         // So that nobody takes a rank that is early for a silent one.
         page.wait(self.rank, u32::from(self.rank == 0));
         let (name, began, mut slice) = (format!("{}/end", self.name), Instant::now(), SLICES.0);
@@ -99,10 +99,10 @@ impl Link {
 
     /// True if `peer` waits in a collective that this rank, which has been at the end for a while, has never begun.
     fn is_missed_by(&self, peer: u32, at_the_end: Duration) -> bool {
-        let Some(theirs) = self.membership.page().waits_in(peer) else { return false };
+        let Some(theirs) = self.membership.page().waiting_collective(peer) else { return false };
         let ours = self.membership.standing.place(theirs.communicator);
         let is_certain = theirs.communicator == self.number || at_the_end >= OTHER_THREADS;
-        theirs.turns > ours.turns && is_certain
+        theirs.count > ours.count && is_certain
     }
 
     /// The one of `peers` that has let go of the communicator without the collective that this rank is in. It has had
@@ -111,8 +111,8 @@ impl Link {
         let (page, ours) = (self.membership.page(), self.place());
         let patience = FAREWELL.min(self.timeout / 2);
         peers.iter().copied().find(|peer| {
-            page.ends_at(*peer)
-                .is_some_and(|place| place.communicator == ours.communicator && place.turns < ours.turns)
+            page.finalised_at(*peer)
+                .is_some_and(|place| place.communicator == ours.communicator && place.count < ours.count)
                 && now().saturating_sub(page.progress(*peer).changed) >= patience
         })
     }

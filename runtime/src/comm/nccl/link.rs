@@ -14,7 +14,7 @@ use super::owner::{Answer, Ended, Owner};
 use crate::comm::rules::{Failing, Noted, Rules};
 use crate::membership::Membership;
 use crate::process;
-use crate::progress::{Operation, Place, RankState};
+use crate::progress::{CollectiveCounter, Operation, RankState};
 use crate::{Error, Result};
 
 /// How often a wait looks around.
@@ -185,9 +185,12 @@ impl Link {
         let suspects = self.suspects(doing);
         if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
             page.wait(self.rank, *peer);
-            page.wait_in(self.rank, self.place());
+            page.note_waiting_collective(self.rank, self.place());
             if let Some((_, turns)) = doing.message() {
-                page.wait_in_message(self.rank, Place { communicator: self.number, turns });
+                page.note_waiting_message(
+                    self.rank,
+                    CollectiveCounter { communicator: self.number, count: turns },
+                );
             }
         }
         if let Some(error) = self.unmet_message(doing) {
@@ -220,12 +223,12 @@ impl Link {
         let (page, ours) = (self.membership.page(), self.place());
         let is_unmet = |peer: &u32| {
             // A peer that is done with this collective may be ahead of a rank that has yet to see that.
-            let message = page.waits_in_message(*peer, self.rank).zip(page.waits_in(*peer));
+            let message = page.waiting_message(*peer, self.rank).zip(page.waiting_collective(*peer));
             message.is_some_and(|(message, theirs)| {
                 message.communicator == ours.communicator
-                    && message.turns > messages[*peer as usize]
+                    && message.count > messages[*peer as usize]
                     && theirs.communicator == ours.communicator
-                    && theirs.turns < ours.turns
+                    && theirs.count < ours.count
             })
         };
         let peer = doing.peers.iter().copied().find(is_unmet)?;

@@ -1,4 +1,4 @@
-//! The server against peers that misbehave. None of these waits for time to pass.
+//! Tests of the server against misbehaving peers. None of them waits for time to pass.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -9,7 +9,7 @@ use std::process::Command;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::super::entries::MOST_KEYS;
+use super::super::entries::MAX_KEYS_PER_RANK;
 use super::super::message::{Decoder, MAX_NAME, Manifest};
 use super::*;
 use crate::rendezvous::in_process;
@@ -41,7 +41,7 @@ fn ask(server: &mut Server, stream: &UnixStream, requests: &[Request]) -> Vec<Re
     requests.iter().map(reply).collect()
 }
 
-/// The next reply; the server has sent it already.
+/// The next reply, which the server has already sent.
 fn read_reply(mut stream: &UnixStream) -> Reply {
     let (mut decoder, mut bytes) = (Decoder::default(), [0]);
     stream.set_nonblocking(true).unwrap();
@@ -54,19 +54,19 @@ fn read_reply(mut stream: &UnixStream) -> Reply {
     }
 }
 
-/// Why connections were refused in a turn, and how many for each reason that is told.
-fn refusals(server: &mut Server) -> Vec<(u64, String)> {
+/// The reported reasons of rejected connections in one call, with their number.
+fn rejections(server: &mut Server) -> Vec<(u64, String)> {
     let mut events = server.service();
-    events.extend(server.last_refusals());
+    events.extend(server.drain_rejections());
     let why = |event| match event {
-        ServerEvent::Refused { connections, why, .. } => Some((connections, why)),
+        ServerEvent::Rejected { connections, why, .. } => Some((connections, why)),
         _ => None,
     };
     events.into_iter().filter_map(why).collect()
 }
 
 fn refused(reply: Reply) -> String {
-    let Reply::Refused { why } = reply else { panic!("{reply:?} is no refusal") };
+    let Reply::Refused { why } = reply else { panic!("{reply:?} is not a refusal") };
     why
 }
 
@@ -93,16 +93,16 @@ fn a_key_that_is_set_already_fails_that_request_only() {
 #[test]
 fn keys_that_nobody_reads_are_bounded() {
     let (mut server, streams) = Server::in_process(1, RUN).unwrap();
-    let keys = (0..=MOST_KEYS).map(|key| set(&key.to_string()));
+    let keys = (0..=MAX_KEYS_PER_RANK).map(|key| set(&key.to_string()));
     let requests: Vec<Request> = [hello(0, 1)].into_iter().chain(keys).collect();
     let replies = ask(&mut server, &streams[0], &requests);
-    assert!(replies[1..=MOST_KEYS].iter().all(|reply| *reply == Reply::Done));
-    let Reply::Denied { why } = &replies[MOST_KEYS + 1] else { panic!("{:?}", replies.last()) };
-    assert!(why.contains("rank 0 would have set 1025 keys"), "{why}");
+    assert!(replies[1..=MAX_KEYS_PER_RANK].iter().all(|reply| *reply == Reply::Done));
+    let Reply::Denied { why } = &replies[MAX_KEYS_PER_RANK + 1] else { panic!("{:?}", replies.last()) };
+    assert!(why.contains("rank 0 would have 1025 unread keys"), "{why}");
 }
 
 #[test]
-fn long_names_are_refused() {
+fn long_names_are_rejected() {
     let name = "n".repeat(MAX_NAME + 1);
     for request in [
         set(&name),
@@ -116,12 +116,12 @@ fn long_names_are_refused() {
 }
 
 #[test]
-fn descriptors_that_no_request_announces_are_refused() {
+fn unannounced_descriptors_are_rejected() {
     let (mut server, streams) = Server::in_process(1, RUN).unwrap();
     ask(&mut server, &streams[0], &[hello(0, 1)]);
     let sender = super::super::socket::Connection::new(streams[0].try_clone().unwrap()).unwrap();
     sender.send(&encode(&set("a")), &[streams[0].as_fd(); 3]).unwrap();
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told, [(1, "rank 0: sent 3 descriptors that no message announced".into())]);
     sender.stream().shutdown(Shutdown::Both).unwrap();
 }
@@ -139,23 +139,23 @@ fn hello_to(server: &Server, rank: u32) -> Request {
 }
 
 #[test]
-fn a_flood_of_connections_is_one_line_and_keeps_nobody_out() {
+fn a_flood_of_connections_is_reported_in_one_line_and_blocks_no_rank() {
     let (mut server, connect) = listening(2);
     let first = connect();
     server.service();
-    // Its connection is the oldest, and this process has most of them: it goes.
+    // Its connection is the oldest one of the process with the most connections: it is closed.
     let silent: Vec<UnixStream> = (0..400).map(|_| connect()).collect();
-    for _ in 0..400 / MOST_CONNECTIONS {
+    for _ in 0..400 / MAX_ACCEPTS_PER_CALL {
         server.service();
     }
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!((told.len(), told[0].0), (1, 401 - 18), "{told:?}");
     let own =
         format!("process {}, which has not said hello: has 19 of 19 silent connections", std::process::id());
     assert!(told[0].1.starts_with(&own), "{}", told[0].1);
     assert!(refused(read_reply(&first)).starts_with("has 19 of 19 silent connections"));
     assert_eq!(server.peers.len(), 18);
-    // Whoever has something to say is heard, however many say nothing.
+    // Ranks can join in spite of the silent connections.
     let ranks = [0, 1].map(|rank| {
         let stream = connect();
         (&stream).write_all(&encode(&hello_to(&server, rank))).unwrap();
@@ -169,13 +169,13 @@ fn a_flood_of_connections_is_one_line_and_keeps_nobody_out() {
 }
 
 #[test]
-fn a_process_that_floods_the_rendezvous_is_in_its_own_way_alone() {
+fn a_process_that_floods_the_rendezvous_only_blocks_itself() {
     let (mut server, connect) = listening(1);
     let _of_another = connect();
     server.service();
     server.peers[0].pid = 1;
     let _silent: Vec<UnixStream> = (0..40).map(|_| connect()).collect();
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told.len(), 1);
     assert!(told[0].1.contains("has 17 of 18 silent connections"), "{told:?}");
     let of_another = server.peers.iter().filter(|peer| peer.pid == 1);
@@ -183,7 +183,7 @@ fn a_process_that_floods_the_rendezvous_is_in_its_own_way_alone() {
 }
 
 #[test]
-fn silence_after_connecting_has_an_end() {
+fn a_connection_without_a_hello_is_closed_after_a_timeout() {
     let (mut server, connect) = listening(2);
     let (first, silent) = (connect(), connect());
     server.service();
@@ -193,12 +193,12 @@ fn silence_after_connecting_has_an_end() {
     for peer in &mut server.peers {
         peer.hello_by = Some(Instant::now());
     }
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told.len(), 1);
     assert!(told[0].1.ends_with("was silent for 10s after it had connected"), "{}", told[0].1);
     assert!(refused(read_reply(&silent)).contains("silent for 10s"));
     assert_eq!(server.peers.len(), 1);
-    // Who has said hello may wait for the others for as long as it takes.
+    // A rank that has said hello waits for the others without a limit.
     let second = connect();
     let hello = hello_to(&server, 1);
     assert_eq!(ask(&mut server, &second, &[hello]), [Reply::Welcome]);
@@ -206,20 +206,20 @@ fn silence_after_connecting_has_an_end() {
     assert_eq!((server.peers.len(), server.next_deadline()), (2, None));
 }
 
-/// True if somebody who polls the server would wake up at once.
+/// True if polling the server would return at once.
 fn is_readable(server: &Server) -> bool {
     let mut fds: Vec<PollFd<'_>> =
         server.fds().into_iter().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
     poll(&mut fds, PollTimeout::ZERO).unwrap() > 0
 }
 
-/// Limits on descriptors belong to the process: this test starts itself as a process of its own.
+/// Limits on descriptors belong to the process: this test runs itself in a separate process.
 #[test]
-fn without_descriptors_the_door_is_quiet() {
+fn without_descriptors_the_listener_does_not_spin() {
     const ALONE: &str = "MGPU_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let mut alone = Command::new(std::env::current_exe().unwrap());
-        alone.args(["--exact", "rendezvous::server::tests::without_descriptors_the_door_is_quiet"]);
+        alone.args(["--exact", "rendezvous::server::tests::without_descriptors_the_listener_does_not_spin"]);
         let output = alone.env(ALONE, "1").output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
         return;
@@ -229,12 +229,12 @@ fn without_descriptors_the_door_is_quiet() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     let limit = |most| setrlimit(Resource::RLIMIT_NOFILE, most, hard).unwrap();
 
-    // No descriptor is free but the reserved one: everybody is told, the launcher once.
+    // Only the reserved descriptor is free: every connection gets the reason, and it is reported once.
     let free = std::fs::File::open("/dev/null").unwrap();
     let first_free = std::os::fd::AsRawFd::as_raw_fd(&free) as u64;
     drop(free);
     limit(first_free);
-    let told = refusals(&mut server);
+    let told = rejections(&mut server);
     assert_eq!(told.len(), 1, "{told:?}");
     assert!(told[0].1.contains("os error 24") && told[0].1.contains("ulimit -n"), "{}", told[0].1);
     for stream in &streams {
@@ -242,7 +242,7 @@ fn without_descriptors_the_door_is_quiet() {
     }
     assert!(!is_readable(&server));
 
-    // Not even that one: the door is shut for a while, and there is a time to look again.
+    // Not even that one is free: the listener is paused, and has a deadline to resume.
     limit(hard);
     let late = connect();
     limit(3);
@@ -250,9 +250,9 @@ fn without_descriptors_the_door_is_quiet() {
     assert_eq!(server.service(), []);
     assert!(!is_readable(&server) && server.next_deadline().is_some());
 
-    // As soon as there are some again, whoever waits gets in.
+    // Once descriptors are available, waiting connections are accepted.
     limit(hard);
-    server.door.as_mut().unwrap().open_now();
+    server.listener.as_mut().unwrap().end_pause();
     assert_eq!(server.service(), []);
     assert_eq!((server.peers.len(), server.fds().len()), (1, 2));
     drop(late);
@@ -262,15 +262,15 @@ fn without_descriptors_the_door_is_quiet() {
 fn unattended(
     name: &str,
     world_size: u32,
-    patience: Duration,
+    join_timeout: Duration,
 ) -> (Server, impl Fn() -> io::Result<UnixStream>) {
     let name = format!("mgpu-test-{name}-{}", std::process::id());
-    let door = Door::open_abstract(&name).unwrap();
-    let server = Server::unattended(world_size, RUN, door, Instant::now() + patience).unwrap();
+    let listener = Listener::bind_abstract(&name).unwrap();
+    let server = Server::unattended(world_size, RUN, listener, Instant::now() + join_timeout).unwrap();
     (server, move || UnixStream::connect_addr(&SocketAddr::from_abstract_name(&name)?))
 }
 
-/// Says hello and is not answered yet.
+/// Says hello and expects no answer yet.
 fn apply(server: &mut Server, mut stream: &UnixStream, rank: u32, world_size: u32) {
     stream.write_all(&encode(&hello(rank, world_size))).unwrap();
     server.service();
@@ -279,7 +279,7 @@ fn apply(server: &mut Server, mut stream: &UnixStream, rank: u32, world_size: u3
 const LONG: Duration = Duration::from_secs(3600);
 
 #[test]
-fn without_a_launcher_a_connection_that_ends_is_a_rank_that_ends() {
+fn without_a_launcher_the_end_of_a_connection_is_the_end_of_its_rank() {
     let (mut server, connect) = unattended("ends", 3, LONG);
     let [first, second] = [0, 1].map(|rank| {
         let stream = connect().unwrap();
@@ -290,13 +290,13 @@ fn without_a_launcher_a_connection_that_ends_is_a_rank_that_ends() {
     server.service();
     let gone = Reply::PeerGone { peer: 1, how: "ended without a goodbye".into() };
     assert_eq!(read_reply(&first), gone);
-    // Whoever comes now is told, too.
+    // A rank that joins later is told, too.
     let third = connect().unwrap();
     assert_eq!(ask(&mut server, &third, &[hello(2, 3)]), [gone]);
 }
 
 #[test]
-fn without_a_launcher_a_goodbye_is_no_failure_and_the_name_is_free_once_all_are_in() {
+fn without_a_launcher_a_goodbye_is_no_failure_and_the_name_is_free_once_all_have_joined() {
     let (mut server, connect) = unattended("leaves", 2, LONG);
     let [first, second] = [0, 1].map(|rank| {
         let stream = connect().unwrap();
@@ -315,7 +315,7 @@ fn without_a_launcher_a_goodbye_is_no_failure_and_the_name_is_free_once_all_are_
 }
 
 #[test]
-fn without_a_launcher_the_server_says_who_is_missing() {
+fn without_a_launcher_the_server_names_the_missing_ranks() {
     let (mut server, connect) = unattended("missing", 3, Duration::ZERO);
     let stream = connect().unwrap();
     assert_eq!(ask(&mut server, &stream, &[hello(1, 3)]), [Reply::TimedOut { missing: vec![0, 2] }]);
@@ -323,9 +323,9 @@ fn without_a_launcher_the_server_says_who_is_missing() {
     assert_eq!(server.next_deadline(), None);
 }
 
-/// The peer's next request may come while its last one is being answered, within one turn of the server.
+/// The peer's next request may arrive while its last one is being answered, within one call of the server.
 #[test]
-fn a_rank_that_asks_again_at_once_is_always_answered() {
+fn back_to_back_requests_are_always_answered() {
     let ranks = in_process(2, RUN).unwrap();
     std::thread::scope(|scope| {
         for ((store, _), rank) in ranks.iter().zip(0..) {
@@ -342,7 +342,7 @@ fn a_rank_that_asks_again_at_once_is_always_answered() {
 }
 
 #[test]
-fn a_world_of_too_many_ranks_is_refused() {
+fn a_world_of_too_many_ranks_is_an_error() {
     let error = Server::bind(20_000, RUN).map(drop).unwrap_err().to_string();
-    assert!(error.contains("20000 ranks, where 4096 are the most"), "{error}");
+    assert!(error.contains("20000 ranks; the maximum is 4096"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! What becomes of the lines that one read of a rank's stream has completed.
+//! Formats the lines that one read of a rank's stream has completed, for the terminal, the log and the last lines.
 
 use std::collections::VecDeque;
 
@@ -6,31 +6,31 @@ use super::destination::Erase;
 use super::lines::Piece;
 use super::width::cut;
 
-/// Lines of each rank that are kept, to be repeated if it is to blame.
+/// Number of last lines of each rank that are kept, to be repeated if it is the culprit.
 const LAST_LINES: usize = 10;
-/// Bytes kept of each of them.
-const KEPT_OF_A_LINE: usize = 4096;
+/// Maximum number of bytes kept of each of these lines.
+const MAX_KEPT_BYTES: usize = 4096;
 
-/// Lines of one stream of a rank on their way.
-pub(super) struct Passage {
-    /// The time, if that is asked for.
+/// Formats lines of one stream of a rank.
+pub(super) struct LineFormatter {
+    /// The timestamp; empty unless requested.
     pub(super) stamp: Vec<u8>,
     pub(super) prefix: Vec<u8>,
-    /// What may be under the first line that is shown.
+    /// How to erase the transient line that a shown line overwrites.
     pub(super) erase: Erase,
-    /// The width of transient lines; `None` if they are not shown.
+    /// Maximum width of transient lines; `None` if they are not shown.
     pub(super) columns: Option<usize>,
-    /// What is to be shown, if anything.
+    /// Bytes to show; `None` if the rank is not shown.
     pub(super) shown: Option<Vec<u8>>,
-    /// What is to be logged, if anything.
+    /// Bytes to log; `None` if the rank is not logged.
     pub(super) logged: Option<Vec<u8>>,
     /// The last lines of the rank.
     pub(super) last: VecDeque<Vec<u8>>,
-    /// The number of lines, without transient ones.
+    /// Number of lines, without transient ones.
     pub(super) lines: u64,
 }
 
-impl Passage {
+impl LineFormatter {
     pub(super) fn take(&mut self, piece: Piece<'_>) {
         match piece {
             Piece::Line(line) => self.take_line(line),
@@ -52,10 +52,10 @@ impl Passage {
             extend(logged, &[&self.stamp, line, b"\n"]);
         }
         let is_full = self.last.len() == LAST_LINES;
-        // Its memory serves once more.
+        // Reuses its memory.
         let mut kept = if is_full { self.last.pop_front() } else { None }.unwrap_or_default();
         kept.clear();
-        extend(&mut kept, &[&self.stamp, b"    ", &line[..line.len().min(KEPT_OF_A_LINE)]]);
+        extend(&mut kept, &[&self.stamp, b"    ", &line[..line.len().min(MAX_KEPT_BYTES)]]);
         self.last.push_back(kept);
     }
 }

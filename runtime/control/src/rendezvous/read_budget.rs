@@ -1,28 +1,28 @@
-//! A connection's turn: how much of what a peer has sent is handled before it is the others' turn.
+//! Fairness between peers: limits how much is read from one peer before the server serves the next one.
 //!
-//! A poll wakes the server for bytes that are in a socket, not for those that it has read already. A whole message that
-//! stayed in the decoder at the end of a turn would wait for the peer's next one, and the peer waits for its answer first.
-//! So every read is followed by the messages that it completes, and the number of reads alone ends a turn.
+//! Poll reports bytes in the socket, not bytes that the server has already read. A complete message left in the decoder
+//! would be handled only after the peer's next message, but the peer sends none before it gets its reply: a deadlock.
+//! So after every read all complete messages are handled, and only the number of reads is limited.
 
 use super::socket::Received;
 
-/// Reads from one peer before it is the others' turn.
-const MOST_READS: usize = 16;
+/// Maximum number of reads from one peer before the server serves the next one.
+const MAX_READS_PER_CALL: usize = 16;
 
-/// A connection, and what is to happen to its messages.
-pub(super) trait Conversation {
+/// A connection and the handler of its messages.
+pub(super) trait MessageHandler {
     /// Reads once.
     fn receive(&mut self) -> Result<Received, String>;
 
-    /// Handles all messages that have been read whole.
+    /// Handles all complete messages.
     fn handle_messages(&mut self) -> Result<(), String>;
 }
 
-/// Handles what a peer has sent. `false`: it is gone.
-pub(super) fn take_turn(conversation: &mut impl Conversation) -> Result<bool, String> {
-    for _ in 0..MOST_READS {
-        match conversation.receive()? {
-            Received::Bytes => conversation.handle_messages()?,
+/// Handles messages of a peer, up to the limit. `false`: the peer has disconnected.
+pub(super) fn serve_within_budget(handler: &mut impl MessageHandler) -> Result<bool, String> {
+    for _ in 0..MAX_READS_PER_CALL {
+        match handler.receive()? {
+            Received::Bytes => handler.handle_messages()?,
             Received::Nothing => return Ok(true),
             Received::End => return Ok(false),
         }
@@ -39,11 +39,11 @@ mod tests {
     use super::*;
     use crate::rendezvous::message::{Decoder, Request, encode};
 
-    /// A peer that sends its next request as soon as the last one was answered, and a socket that hands its bytes over in
-    /// parts of any length. Like a socket, it wakes the server only for bytes that were not read.
+    /// A peer that sends its next request as soon as the last one was answered, and a socket that returns its bytes in
+    /// parts of any length. Like a real socket, it wakes the server only for unread bytes.
     struct Model {
         requests: VecDeque<Request>,
-        /// Lengths of the reads to come, over and over.
+        /// Lengths of the reads, repeated cyclically.
         reads: Vec<usize>,
         read: usize,
         socket: VecDeque<u8>,
@@ -70,7 +70,7 @@ mod tests {
         }
     }
 
-    impl Conversation for Model {
+    impl MessageHandler for Model {
         fn receive(&mut self) -> Result<Received, String> {
             if self.socket.is_empty() {
                 let is_over = self.requests.is_empty() && self.decoder.is_empty();
@@ -94,7 +94,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_whole_request_is_answered(
+        fn every_complete_request_is_answered(
             keys in prop::collection::vec("[a-z]{0,40}", 1..60),
             reads in prop::collection::vec(1usize..200, 1..8),
         ) {
@@ -102,7 +102,7 @@ mod tests {
                 keys.into_iter().map(|key| Request::Get { key, from: 0, timeout_ms: 1 }).collect();
             let mut model = Model::new(&requests, reads);
             while !model.socket.is_empty() {
-                take_turn(&mut model).unwrap();
+                serve_within_budget(&mut model).unwrap();
             }
             prop_assert_eq!(model.answered, requests);
         }
