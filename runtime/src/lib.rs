@@ -19,7 +19,7 @@
 //! | [`Sampler`] | which samples are mine? |
 //! | [`checkpoint`] | how does a run resume after an end? |
 //! | [`timeline`] | what did every rank do when? |
-//! | [`whole_file`] | how is a file written beside a training, and nothing lost? |
+//! | [`output_file`] | how is a file written beside a training, and nothing lost? |
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -55,13 +55,13 @@ mod layout;
 mod membership;
 mod memory;
 pub mod optimizer;
+pub mod output_file;
 mod parameter_group;
 pub mod replicate;
 mod sampler;
 mod step;
 mod survivor;
 pub mod timeline;
-pub mod whole_file;
 mod world;
 
 pub use mgpu_control::progress::Phase;
@@ -71,7 +71,7 @@ pub(crate) use mgpu_control::{control_group, inject, process, progress, rendezvo
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
+pub use comm::{CapturedGroup, DeviceCommunicator, Group, Waitable};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use parameter_group::ParameterGroup;

@@ -38,7 +38,7 @@ pub fn verify_layout(comm: &mut Communicator, layout: &Layout) -> Result<()> {
 ///             let seed = if world.rank() == 2 { 8 } else { 7 };
 ///             let settings = [("--net", "lenet5".to_owned()), ("--seed", seed.to_string())];
 ///             let mut comm = world.communicator().unwrap();
-///             let error = mgpu::replicate::agree(&mut comm, &settings).unwrap_err();
+///             let error = mgpu::replicate::verify_settings(&mut comm, &settings).unwrap_err();
 ///             assert_eq!(error.to_string(), "rank 2 has --seed 8 where rank 0 has 7; all ranks need the same");
 ///         });
 ///     }
@@ -49,7 +49,7 @@ pub fn verify_layout(comm: &mut Communicator, layout: &Layout) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::SettingMismatch`] on every rank, naming the first setting in which a rank differs from most of them.
-pub fn agree(comm: &mut Communicator, settings: &[(&str, String)]) -> Result<()> {
+pub fn verify_settings(comm: &mut Communicator, settings: &[(&str, String)]) -> Result<()> {
     let mine: Vec<(String, String)> =
         settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
     let difference = |theirs: &Vec<_>, _| first_setting(&mine, theirs);

@@ -225,7 +225,7 @@ mod tests {
         let mut elsewhere = snapshot(2, 2.0);
         elsewhere.add("../weights", &layout(), vec![0.0; 6]);
         let mut short = snapshot(2, 2.0);
-        short.add_later("short", &layout(), || vec![0.0; 5]);
+        short.add_deferred("short", &layout(), || vec![0.0; 5]);
         let mut infinite = snapshot(2, 2.0);
         infinite.add("exp_avg", &layout(), vec![0.0, 1.0, f32::NEG_INFINITY, f32::NAN, 0.0, 0.0]);
         let json = serde_json::to_string(&layout()).unwrap().replace("0.weight", "__metadata__");

@@ -144,7 +144,7 @@ mod tests {
             let values: Vec<f32> = (0..18).map(|i| i as f32 + step as f32).collect();
             let mut snapshot = Snapshot::new(step).with_position(POSITION).with_state(json!({"lr": 0.1}));
             snapshot.add("weights", &layout(), &values[..]);
-            snapshot.add_later("momentum", &layout(), move || values);
+            snapshot.add_deferred("momentum", &layout(), move || values);
             writer.save(snapshot).unwrap();
         }
         writer.finish().unwrap();

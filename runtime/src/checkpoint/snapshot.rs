@@ -104,7 +104,7 @@ impl Snapshot {
 
     /// Adds an arena whose values `make` makes on the thread that writes, from copies that it owns: to bring them into
     /// another order, for instance. They must be as many as `layout` has.
-    pub fn add_later(
+    pub fn add_deferred(
         &mut self,
         name: &str,
         layout: &Layout,

@@ -162,7 +162,7 @@ mod tests {
         let mut writer = Writer::new(folder.path(), 5).unwrap();
         let (go, wait) = mpsc::channel();
         let mut slow = Snapshot::new(1);
-        slow.add_later("weights", &layout(), move || vec![wait.recv().unwrap()]);
+        slow.add_deferred("weights", &layout(), move || vec![wait.recv().unwrap()]);
         writer.save(slow).unwrap();
         // Back, although its values do not exist yet.
         assert_eq!(latest(folder.path()).unwrap(), None);
@@ -179,7 +179,7 @@ mod tests {
         let mut writer = Writer::new(folder.path(), 5).unwrap();
         let bad = |step| {
             let mut snapshot = Snapshot::new(step);
-            snapshot.add_later("weights", &layout(), Vec::new);
+            snapshot.add_deferred("weights", &layout(), Vec::new);
             snapshot
         };
         writer.save(bad(1)).unwrap();
@@ -189,7 +189,7 @@ mod tests {
         writer.save(bad(3)).unwrap();
         writer.finish().unwrap_err();
         let mut panics = Snapshot::new(4);
-        panics.add_later("weights", &layout(), || panic!("on purpose"));
+        panics.add_deferred("weights", &layout(), || panic!("on purpose"));
         writer.save(panics).unwrap();
         assert!(writer.finish().unwrap_err().to_string().contains("panicked"));
         assert_eq!(find(folder.path()).unwrap().unwrap().checkpoint.manifest().step, 2);

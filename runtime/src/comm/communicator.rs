@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use super::background::Background;
 use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
 use super::exchange::{Counts, Unequal};
-use super::observer::{Nobody, Observed, Observer, Updating};
+use super::observer::{Nobody, ObservedOperation, Observer, UpdateTiming};
 use super::rules::{Noted, Rules};
 use super::solo::Solo;
 use super::{Algorithm, Buffer, Capabilities, DType, Pending, ReduceOp, Transport, bytes_of};
@@ -427,12 +427,20 @@ fn observe<R>(
     observer: &dyn Observer,
     operation: Operation,
     (tag, bytes, background): (Option<u32>, usize, bool),
-    operate: impl FnOnce(&mut Updating) -> Result<R>,
+    operate: impl FnOnce(&mut UpdateTiming) -> Result<R>,
 ) -> Result<R> {
     observer.operation_begins();
-    let (mut updating, begin) = (Updating::default(), now());
+    let (mut updating, begin) = (UpdateTiming::default(), now());
     let result = operate(&mut updating);
-    observer.operation_ended(&Observed { operation, tag, begin, end: now(), bytes, updating, background });
+    observer.operation_ended(&ObservedOperation {
+        operation,
+        tag,
+        begin,
+        end: now(),
+        bytes,
+        updating,
+        background,
+    });
     result
 }
 
@@ -440,7 +448,7 @@ fn observe<R>(
 fn submit_timed(
     transport: &mut dyn Transport,
     request: &mut Request<'_>,
-    updating: &mut Updating,
+    updating: &mut UpdateTiming,
 ) -> Result<()> {
     let Request { call: Call::UpdateAllGather(call), buffer, tag, number, .. } = request else {
         return transport.submit(request);

@@ -71,8 +71,8 @@ pub use call::Update;
 pub use communicator::Communicator;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use nccl::{Awaited, Captured, DeviceCommunicator, Group};
-pub use observer::{Begin, Observed, Observer, Updating};
+pub use nccl::{CapturedGroup, DeviceCommunicator, Group, Waitable};
+pub use observer::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 pub use pending::Pending;
 pub(crate) use rules::Rules;
 pub use transport::Capabilities;

@@ -10,7 +10,7 @@ use crate::progress::Operation;
 /// When a span of the caller's own began; nothing, where nobody records.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "a span is recorded when it ends"]
-pub struct Begin(pub(crate) Option<u64>);
+pub struct SpanStart(pub(crate) Option<u64>);
 
 /// Is told what a communicator does and what is done with it. Times are nanoseconds of
 /// [`timeline::now`](crate::timeline::now). Set by [`Communicator::set_observer`](super::Communicator::set_observer).
@@ -19,22 +19,22 @@ pub trait Observer: fmt::Debug + Send + Sync {
     fn operation_begins(&self);
 
     /// The operation has ended, with an error or without.
-    fn operation_ended(&self, operation: &Observed);
+    fn operation_ended(&self, operation: &ObservedOperation);
 
     /// The rank's own thread has waited for an operation on another thread.
     fn waited(&self, begin: u64, end: u64);
 
     /// A span of the caller's own begins.
-    fn begin(&self) -> Begin;
+    fn begin(&self) -> SpanStart;
 
     /// The span that began then has ended: `number` tells which of several, such as the step.
-    fn end(&self, begin: Begin, name: &'static str, number: Option<u32>);
+    fn end(&self, begin: SpanStart, name: &'static str, number: Option<u32>);
 }
 
 /// An operation that has ended.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct Observed {
+pub struct ObservedOperation {
     /// Which.
     pub operation: Operation,
     /// The caller's number of it: the bucket's.
@@ -46,7 +46,7 @@ pub struct Observed {
     /// Bytes of this rank's buffer.
     pub bytes: usize,
     /// What was updated in the course of it, which is no communication.
-    pub updating: Updating,
+    pub updating: UpdateTiming,
     /// Whether it ran on a thread beside the rank's own.
     pub background: bool,
 }
@@ -54,18 +54,18 @@ pub struct Observed {
 /// The update within a fused update + all-gather.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
-pub struct Updating {
+pub struct UpdateTiming {
     /// Nanoseconds it took.
-    pub took: u64,
+    pub duration: u64,
     /// From the begin of the first block to the end of the last; empty where nothing was updated.
     pub span: Range<u64>,
 }
 
-impl Updating {
+impl UpdateTiming {
     /// Counts a block.
     pub(super) fn note(&mut self, begin: u64, end: u64) {
         self.span = if self.span.end == 0 { begin } else { self.span.start }..end;
-        self.took += end - begin;
+        self.duration += end - begin;
     }
 }
 
@@ -76,13 +76,13 @@ pub(super) struct Nobody;
 impl Observer for Nobody {
     fn operation_begins(&self) {}
 
-    fn operation_ended(&self, _: &Observed) {}
+    fn operation_ended(&self, _: &ObservedOperation) {}
 
     fn waited(&self, _: u64, _: u64) {}
 
-    fn begin(&self) -> Begin {
-        Begin(None)
+    fn begin(&self) -> SpanStart {
+        SpanStart(None)
     }
 
-    fn end(&self, _: Begin, _: &'static str, _: Option<u32>) {}
+    fn end(&self, _: SpanStart, _: &'static str, _: Option<u32>) {}
 }

@@ -35,7 +35,7 @@ pub use state::NamedArena;
 
 use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::replicate::{agree, checksum, replicate, verify_equal};
+use crate::replicate::{checksum, replicate, verify_equal, verify_settings};
 use crate::{Error, Layout, Result};
 
 /// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
@@ -123,7 +123,7 @@ impl DataParallel {
         config: DataParallelConfig,
     ) -> Result<Self> {
         config.check(comm.size())?;
-        agree(&mut comm, &config.settings())?;
+        verify_settings(&mut comm, &config.settings())?;
         replicate(&mut comm, &layout, &mut values)?;
         let shares_memory = comm.capabilities().shares_memory;
         let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
@@ -157,7 +157,7 @@ impl DataParallel {
     /// # Errors
     /// [`Error::SettingMismatch`] if ranks have others; as the communicator's.
     pub fn with_buffers(mut self, buffers: Vec<f32>) -> Result<Self> {
-        agree(&mut self.reducer.comm, &[describe_buffers(&buffers)])?;
+        verify_settings(&mut self.reducer.comm, &[describe_buffers(&buffers)])?;
         Ok(DataParallel { buffers, ..self })
     }
 

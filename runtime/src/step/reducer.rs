@@ -11,7 +11,7 @@ use super::slot::{Exchange, Slot};
 use super::slots::{Sharding, Slots};
 use crate::bucket::{self, Bucket};
 use crate::comm::{Communicator, DType};
-use crate::replicate::{agree, verify_layout};
+use crate::replicate::{verify_layout, verify_settings};
 use crate::{Error, Layout, Result};
 
 /// Averages a model's gradients over ranks: in buckets, over micro-batches, clipped, compressed and checked, as its
@@ -96,7 +96,7 @@ impl Reducer {
     pub fn new(mut comm: Communicator, layout: Layout, config: ReducerConfig) -> Result<Self> {
         config.check(comm.size())?;
         layout.check("reducer")?;
-        agree(&mut comm, &config.settings())?;
+        verify_settings(&mut comm, &config.settings())?;
         verify_layout(&mut comm, &layout)?;
         Self::assemble(comm, layout, config, None)
     }

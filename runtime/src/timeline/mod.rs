@@ -44,9 +44,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub use crate::clock::now;
-pub use crate::comm::Begin;
 use crate::comm::Communicator;
-use crate::{Error, Result, memory, whole_file};
+pub use crate::comm::SpanStart;
+use crate::{Error, Result, memory, output_file};
 use gather::gather;
 
 /// What a span is of.
@@ -63,12 +63,12 @@ enum Text {
 impl Name {
     /// One call of [`DataParallel::step`](crate::DataParallel::step); its number is the step's, from 1.
     pub const STEP: Name = Name::new("step");
-    /// Updating the parameters, with what is exchanged for that.
+    /// UpdateTiming the parameters, with what is exchanged for that.
     pub const OPTIMIZER: Name = Name::new("optimizer");
     /// The part of a collective in which this rank had come and another had not.
     pub const WAIT: Name = Name::new("wait for peers");
     /// The part of a [fused update + all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
-    pub const MAKE: Name = Name::new("make and pass on");
+    pub const UPDATE: Name = Name::new("update shard");
     /// Waiting for reductions [on another thread](crate::ReducerConfig::overlap).
     pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");
     /// [`Communicator::all_reduce`]; its number is the bucket's, if it is of one.
@@ -199,20 +199,20 @@ impl Timeline {
 
     /// Something begins.
     #[inline]
-    pub fn begin(&self) -> Begin {
+    pub fn begin(&self) -> SpanStart {
         let recording = self.shared.as_ref().is_some_and(|shared| shared.recording.load(Relaxed));
-        Begin(recording.then(now))
+        SpanStart(recording.then(now))
     }
 
     /// What has begun then is over.
     #[inline]
-    pub fn end(&self, begin: Begin, name: Name) {
+    pub fn end(&self, begin: SpanStart, name: Name) {
         self.end_of(begin, name, None);
     }
 
     /// As [`end`](Self::end), of one of several.
     #[inline]
-    pub fn end_of(&self, begin: Begin, name: Name, number: Option<u32>) {
+    pub fn end_of(&self, begin: SpanStart, name: Name, number: Option<u32>) {
         if let Some(begin) = begin.0 {
             self.record(Span { name, number, begin, end: now(), bytes: 0 });
         }
@@ -252,7 +252,7 @@ impl Timeline {
 
     /// Ends the recording and has rank 0 write all ranks' spans to `path`, in the [trace event format][format] that Perfetto
     /// and chrome://tracing open: a track for each rank, and one for its thread of reductions where it has one, microseconds from
-    /// the first span of any. The file is written as [`whole_file`] does. Collective: all ranks have a timeline that is not
+    /// the first span of any. The file is written as [`output_file`] does. Collective: all ranks have a timeline that is not
     /// [`off`](Self::off), or none has.
     ///
     /// # Errors
@@ -270,7 +270,7 @@ impl Timeline {
         }
         let mut text = Vec::new();
         chrome::write(&tracks, &mut text)
-            .and_then(|()| whole_file::write(path, &text))
+            .and_then(|()| output_file::write(path, &text))
             .map_err(|error| cannot_write(path, &error))
     }
 
@@ -279,7 +279,7 @@ impl Timeline {
     /// # Errors
     /// If not; names the file.
     pub fn check(path: &Path) -> Result<()> {
-        whole_file::check(path).map_err(|error| cannot_write(path, &error))
+        output_file::check(path).map_err(|error| cannot_write(path, &error))
     }
 }
 

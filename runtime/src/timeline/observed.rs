@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::{Name, Shared, Span, Timeline};
-use crate::comm::{Begin, Observed, Observer, Updating};
+use crate::comm::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 use crate::progress::Operation;
 
 impl Observer for Timeline {
@@ -18,16 +18,16 @@ impl Observer for Timeline {
         }
     }
 
-    fn operation_ended(&self, operation: &Observed) {
+    fn operation_ended(&self, operation: &ObservedOperation) {
         let Some(shared) = &self.shared else { return };
-        let &Observed { tag, begin, end, bytes, background, ref updating, .. } = operation;
+        let &ObservedOperation { tag, begin, end, bytes, background, ref updating, .. } = operation;
         let wait = waited(shared, begin, updating);
         // What goes on beside the rank's own work counts as far as that waits for it.
         if !background {
-            shared.communication.fetch_add((end - begin).saturating_sub(updating.took), Relaxed);
+            shared.communication.fetch_add((end - begin).saturating_sub(updating.duration), Relaxed);
             shared.waiting.fetch_add(wait.end - wait.start, Relaxed);
         }
-        for (name, part) in [(Name::WAIT, wait), (Name::MAKE, updating.span.clone())] {
+        for (name, part) in [(Name::WAIT, wait), (Name::UPDATE, updating.span.clone())] {
             if !part.is_empty() {
                 let span = Span { name, number: None, begin: part.start, end: part.end, bytes: 0 };
                 self.record_on(span, background);
@@ -48,17 +48,17 @@ impl Observer for Timeline {
         }
     }
 
-    fn begin(&self) -> Begin {
+    fn begin(&self) -> SpanStart {
         Timeline::begin(self)
     }
 
-    fn end(&self, begin: Begin, name: &'static str, number: Option<u32>) {
+    fn end(&self, begin: SpanStart, name: &'static str, number: Option<u32>) {
         self.end_of(begin, Name::new(name), number);
     }
 }
 
 /// When this rank waited for the others to come, as far as the transport told.
-fn waited(shared: &Shared, begin: u64, updating: &Updating) -> Range<u64> {
+fn waited(shared: &Shared, begin: u64, updating: &UpdateTiming) -> Range<u64> {
     let arrival = shared.arrival.load(Relaxed);
     // Some transports update everything before they meet the others.
     let from = if updating.span.end < arrival { begin.max(updating.span.end) } else { begin };

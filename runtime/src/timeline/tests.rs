@@ -129,7 +129,7 @@ fn what_is_made_for_a_gather_is_no_communication() {
                         record.spans.iter().map(|recorded| recorded.span).rfind(|span| span.name == name)
                     };
                     let [gather, wait, make] =
-                        [Name::ALL_GATHER, Name::WAIT, Name::MAKE].map(|name| last(name).unwrap());
+                        [Name::ALL_GATHER, Name::WAIT, Name::UPDATE].map(|name| last(name).unwrap());
                     for part in [wait, make] {
                         assert!(gather.begin <= part.begin && part.end <= gather.end);
                     }

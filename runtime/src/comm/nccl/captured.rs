@@ -10,7 +10,7 @@ use crate::Result;
 /// Operations of a communicator in a graph, made by [`DeviceCommunicator::capture`]. It borrows all that they use, so it
 /// can be launched as often as one likes, and is gone before the communicator is.
 #[derive(Debug)]
-pub struct Captured<'a> {
+pub struct CapturedGroup<'a> {
     graph: Graph,
     copies: Copies<'a>,
     comm: &'a DeviceCommunicator,
@@ -26,7 +26,7 @@ impl DeviceCommunicator {
         &'a self,
         times: u32,
         fill: impl FnOnce(&mut Group<'a>) -> Result<()>,
-    ) -> Result<Captured<'a>> {
+    ) -> Result<CapturedGroup<'a>> {
         let mut group = self.collect(fill)?;
         // A stream that nobody else knows: nothing but these operations gets into the graph.
         let stream = Stream::new(self.device())?;
@@ -37,11 +37,11 @@ impl DeviceCommunicator {
         // The capture has to be ended whatever has come of it.
         let graph = stream.end_capture();
         turns?;
-        Ok(Captured { graph: graph?, copies: group.copies, comm: self })
+        Ok(CapturedGroup { graph: graph?, copies: group.copies, comm: self })
     }
 }
 
-impl Captured<'_> {
+impl CapturedGroup<'_> {
     /// Puts all of it on `stream`.
     ///
     /// # Errors

@@ -63,7 +63,7 @@ mod sealed {
 }
 
 /// What [`DeviceCommunicator::wait`] waits for: all work on a [`Stream`], or that up to an [`Event`].
-pub trait Awaited: sealed::Sealed {}
+pub trait Waitable: sealed::Sealed {}
 
 impl sealed::Sealed for Stream {
     fn is_done(&self) -> cuda::Result<bool> {
@@ -77,8 +77,8 @@ impl sealed::Sealed for Event {
     }
 }
 
-impl Awaited for Stream {}
-impl Awaited for Event {}
+impl Waitable for Stream {}
+impl Waitable for Event {}
 
 impl DeviceCommunicator {
     /// That of a world of one.
@@ -267,7 +267,7 @@ impl DeviceCommunicator {
     /// # Errors
     /// If a peer fails, NCCL reports an error, the GPU does, or it is not done before the world's timeout. The
     /// communicator is unusable then: its operations have been aborted, and what they were to write is not defined.
-    pub fn wait(&self, work: &impl Awaited, what: &str) -> Result<()> {
+    pub fn wait(&self, work: &impl Waitable, what: &str) -> Result<()> {
         let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
         let doing = {
@@ -286,7 +286,7 @@ impl DeviceCommunicator {
     ///
     /// # Errors
     /// As [`wait`](Self::wait); past the world's timeout, [`Error::Stuck`] with this rank.
-    pub fn wait_local(&self, work: &impl Awaited, what: &str) -> Result<()> {
+    pub fn wait_local(&self, work: &impl Waitable, what: &str) -> Result<()> {
         let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
         let operation = Operation::Barrier;
@@ -334,7 +334,7 @@ impl DeviceCommunicator {
 }
 
 /// Waits where there is no other rank: until the GPU is done.
-fn wait_alone(work: &impl Awaited) -> Result<()> {
+fn wait_alone(work: &impl Waitable) -> Result<()> {
     while !work.is_done()? {
         std::thread::park_timeout(Duration::from_micros(50));
     }

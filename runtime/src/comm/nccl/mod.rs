@@ -25,8 +25,8 @@ mod link;
 mod owner;
 mod staging;
 
-pub use captured::Captured;
-pub use device::{Awaited, DeviceCommunicator};
+pub use captured::CapturedGroup;
+pub use device::{DeviceCommunicator, Waitable};
 pub(crate) use ending::Standing;
 pub use group::Group;
 pub(crate) use host::host_communicator;

@@ -30,18 +30,18 @@ impl StepGraph {
 
 /// A copy on the way to the host.
 #[derive(Debug)]
-pub struct Reading {
+pub struct Readback {
     bytes: Pinned,
     done: Event,
 }
 
-impl Reading {
+impl Readback {
     /// Room for `len` bytes.
     ///
     /// # Errors
     /// If memory is short.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
-        Ok(Reading { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+        Ok(Readback { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
     }
 }
 
@@ -103,7 +103,7 @@ impl DeviceDataParallel {
     ///
     /// # Panics
     /// If the sizes differ.
-    pub fn read_later(&self, from: View<'_>, to: &mut Reading) -> Result<()> {
+    pub fn enqueue_readback(&self, from: View<'_>, to: &mut Readback) -> Result<()> {
         self.compute.download_later(from, &mut to.bytes)?;
         Ok(self.compute.record(&to.done)?)
     }
@@ -112,7 +112,7 @@ impl DeviceDataParallel {
     ///
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
-    pub fn read<'a>(&self, reading: &'a mut Reading) -> Result<&'a [u8]> {
+    pub fn read<'a>(&self, reading: &'a mut Readback) -> Result<&'a [u8]> {
         self.comm.wait(&reading.done, STEP)?;
         // SAFETY: the event lies behind the copy, and none is begun while the bytes are lent.
         Ok(unsafe { reading.bytes.bytes() })

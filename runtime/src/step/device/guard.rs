@@ -6,7 +6,7 @@
 //!   made then, and none after it.
 //! - *Weights that differ*: every now and then each rank's are hashed where they lie, and the hashes gathered.
 //!
-//! Marks and hashes are copied to the host in the order of the stream ([`Health`]), which looks at them when it looks at losses
+//! Marks and hashes are copied to the host in the order of the stream ([`StatusReadback`]), which looks at them when it looks at losses
 //! anyway.
 
 use std::ops::Range;
@@ -81,13 +81,13 @@ impl Guard {
 
 /// How the steps up to a place of the stream went, on the way to the host.
 #[derive(Debug)]
-pub struct Health {
+pub struct StatusReadback {
     bytes: Pinned,
     done: Event,
     generation: u64,
 }
 
-impl Health {
+impl StatusReadback {
     /// Room for what there is to know of `model`.
     ///
     /// # Errors
@@ -95,7 +95,7 @@ impl Health {
     pub fn new(model: &DeviceDataParallel) -> Result<Self> {
         let device = model.compute.device();
         let bytes = Pinned::zeroed(device, StepState::BYTES + model.guard.hashes.view().bytes())?;
-        Ok(Health { bytes, done: Event::new(device)?, generation: 0 })
+        Ok(StatusReadback { bytes, done: Event::new(device)?, generation: 0 })
     }
 }
 
@@ -205,7 +205,7 @@ impl DeviceDataParallel {
     ///
     /// # Panics
     /// If `to` was made for a model on another number of ranks.
-    pub fn look_later(&self, to: &mut Health) -> Result<()> {
+    pub fn enqueue_status_readback(&self, to: &mut StatusReadback) -> Result<()> {
         self.compute.download_part_later(self.state.view(), &mut to.bytes, 0)?;
         self.compute.download_part_later(self.guard.hashes.view(), &mut to.bytes, StepState::BYTES)?;
         to.generation = self.guard.generation;
@@ -219,11 +219,11 @@ impl DeviceDataParallel {
     /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only those of all ranks together
     /// are: parameters, optimizer and [`steps`](Self::steps) are as before that step, and another one may be made, but buffers
     /// are as the model has left them. [`Error::Diverged`] if weights differ between ranks. As [`wait`](Self::wait).
-    pub fn look(&mut self, health: &mut Health) -> Result<()> {
-        self.comm.wait(&health.done, STEP)?;
+    pub fn read_status(&mut self, status: &mut StatusReadback) -> Result<()> {
+        self.comm.wait(&status.done, STEP)?;
         // SAFETY: the event lies behind the copies, and none is begun while the bytes are lent.
-        let (state, hashes) = unsafe { health.bytes.bytes() }.split_at(StepState::BYTES);
-        if health.generation != self.guard.generation {
+        let (state, hashes) = unsafe { status.bytes.bytes() }.split_at(StepState::BYTES);
+        if status.generation != self.guard.generation {
             return Ok(());
         }
         let state: StepState = bytemuck::pod_read_unaligned(state);
@@ -251,7 +251,7 @@ impl DeviceDataParallel {
     /// Waits for all steps so far, and says whether all is well. A step that broke off is given up. Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn check(&mut self) -> Result<()> {
         if self.open {
             self.abandon_step()?;

@@ -25,9 +25,9 @@ use std::sync::Arc;
 
 use config::BUCKET;
 pub use config::DeviceConfig;
-pub use graph::{Reading, StepGraph};
+pub use graph::{Readback, StepGraph};
 use guard::Guard;
-pub use guard::Health;
+pub use guard::StatusReadback;
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
@@ -42,7 +42,7 @@ use super::describe_buffers;
 use super::readiness::Readiness;
 use crate::bucket;
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
-use crate::replicate::{agree, replicate, verify_same};
+use crate::replicate::{replicate, verify_same, verify_settings};
 use crate::{Error, Layout, Result, TensorSpec};
 
 /// Elements that every tensor's offset is a multiple of: 256 bytes of f32, 128 of bf16.
@@ -175,7 +175,7 @@ impl DeviceDataParallel {
     ) -> Result<Self> {
         check_layout(&layout)?;
         config.check(comm.size())?;
-        agree(&mut host, &config.settings())?;
+        verify_settings(&mut host, &config.settings())?;
         replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::urgent(&device)?);
@@ -232,7 +232,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// [`Error::SettingMismatch`] if ranks have others; if memory is short, and as the communicator's.
     pub fn with_buffers(mut self, buffers: &[f32]) -> Result<Self> {
-        agree(&mut self.host, &[describe_buffers(buffers)])?;
+        verify_settings(&mut self.host, &[describe_buffers(buffers)])?;
         self.wait(STEP)?;
         self.buffers = Buffers::new(&self.compute, buffers, &self.readiness.counter, self.is_invariant())?;
         Ok(self)

@@ -18,7 +18,7 @@ impl DeviceDataParallel {
     /// A copy of the parameters on the host. Collective, as [`check`](Self::check), which it begins with.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn parameters(&mut self) -> Result<Vec<f32>> {
         self.check()?;
         self.download(&self.parameters)
@@ -27,7 +27,7 @@ impl DeviceDataParallel {
     /// A copy on the host of the last step's gradients, as the optimizer has seen them: reduced and clipped. Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn gradients(&mut self) -> Result<Vec<f32>> {
         self.check()?;
         let ranks = self.ranks();
@@ -138,7 +138,7 @@ impl DeviceDataParallel {
     /// and empty elsewhere. Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'static>>> {
         self.check()?;
         let download = |arena: &Memory| {
@@ -173,7 +173,7 @@ impl DeviceDataParallel {
     /// A copy on the host of the moving average of the parameters, if the optimizer keeps one. Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
         self.check()?;
         let Some(average) = &self.average else { return Ok(None) };
@@ -218,7 +218,7 @@ impl DeviceDataParallel {
     /// Collective.
     ///
     /// # Errors
-    /// [`Error::Diverged`](crate::Error::Diverged) with rank and tensor; as [`look`](Self::look).
+    /// [`Error::Diverged`](crate::Error::Diverged) with rank and tensor; as [`read_status`](Self::read_status).
     pub fn verify(&mut self) -> Result<u64> {
         self.check()?;
         self.compare_all()

@@ -48,10 +48,10 @@ enum Destination {
 /// # fn main() -> std::io::Result<()> {
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("plot.svg");
-/// mgpu::whole_file::check(&path)?; // Before the training, and
-/// mgpu::whole_file::write(&path, b"<svg/>")?; // after it.
+/// mgpu::output_file::check(&path)?; // Before the training, and
+/// mgpu::output_file::write(&path, b"<svg/>")?; // after it.
 /// assert_eq!(std::fs::read(&path)?, b"<svg/>");
-/// mgpu::whole_file::write("/dev/null".as_ref(), b"<svg/>")?; // Still a device.
+/// mgpu::output_file::write("/dev/null".as_ref(), b"<svg/>")?; // Still a device.
 /// # Ok(())
 /// # }
 /// ```
