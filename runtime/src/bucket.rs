@@ -10,7 +10,7 @@ use crate::Layout;
 
 /// Tensors whose gradients are all-reduced in one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Bucket {
+pub(crate) struct BucketPlan {
     /// Indices in the layout.
     pub(crate) tensors: Range<usize>,
     /// Elements of the arena.
@@ -21,7 +21,7 @@ pub(crate) struct Bucket {
 ///
 /// A bucket takes tensors until it has reached `first` bytes of f32 (the first bucket) or `rest` bytes (the others).
 /// Tensors are never cut. Frozen ones are in no bucket.
-pub(crate) fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
+pub(crate) fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<BucketPlan> {
     plan_in_order(layout, layout.trained().rev(), first, rest)
 }
 
@@ -35,7 +35,7 @@ pub(crate) fn plan_in_order(
     order: impl IntoIterator<Item = usize>,
     first: usize,
     rest: usize,
-) -> Vec<Bucket> {
+) -> Vec<BucketPlan> {
     let tensors = layout.tensors();
     let bytes = |range: &Range<usize>| -> usize {
         tensors[range.clone()].iter().map(|tensor| tensor.len() * size_of::<f32>()).sum()
@@ -51,7 +51,7 @@ pub(crate) fn plan_in_order(
     }
     let bucket = |range: Range<usize>| {
         let elements = tensors[range.start].offset..tensors[range.end - 1].range().end;
-        Bucket { tensors: range, elements }
+        BucketPlan { tensors: range, elements }
     };
     ranges.into_iter().map(bucket).collect()
 }
@@ -66,8 +66,9 @@ mod tests {
     fn buckets_follow_the_order_of_gradients() {
         let mut layout = Layout::new();
         (0..4).for_each(|index| _ = layout.push(index.to_string(), [100]));
-        let tensors =
-            |buckets: &[Bucket]| -> Vec<_> { buckets.iter().map(|bucket| bucket.tensors.clone()).collect() };
+        let tensors = |buckets: &[BucketPlan]| -> Vec<_> {
+            buckets.iter().map(|bucket| bucket.tensors.clone()).collect()
+        };
         assert_eq!(tensors(&plan(&layout, 100, 800)), [3..4, 1..3, 0..1]);
         assert_eq!(tensors(&plan_in_order(&layout, [1, 0, 2, 3], 100, 800)), [1..2, 0..1, 2..4]);
     }

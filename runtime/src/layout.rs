@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Error, ParameterGroup, Result};
 
 /// Bytes of a tensor's name, at most: the header of a checkpoint's file has room for some 15,000 such names.
-const LONGEST_NAME: usize = 1024;
+const MAX_NAME_BYTES: usize = 1024;
 
 /// The name under which a safetensors file keeps its metadata.
 const METADATA: &str = "__metadata__";
@@ -227,9 +227,12 @@ fn problem_of_name(name: &str, is_taken: bool) -> Option<String> {
         METADATA => {
             Some(format!("a tensor is called `{METADATA}`, which is not a tensor in a safetensors file"))
         }
-        _ if name.len() > LONGEST_NAME => {
+        _ if name.len() > MAX_NAME_BYTES => {
             let begin: String = name.chars().take(40).collect();
-            Some(format!("the name of tensor `{begin}…` has {} bytes, more than {LONGEST_NAME}", name.len()))
+            Some(format!(
+                "the name of tensor `{begin}…` has {} bytes, more than {MAX_NAME_BYTES}",
+                name.len()
+            ))
         }
         _ if is_taken => Some(format!("two tensors are called `{name}`")),
         _ => None,

@@ -3,7 +3,7 @@
 use crate::inject::{Moment, Planned};
 use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
-use crate::survivor::let_the_culprit_be_seen;
+use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
 /// Connection and progress page of one rank. The last owner to let go says goodbye.
@@ -16,7 +16,7 @@ pub(crate) struct Membership {
     injections: Vec<Planned>,
     /// How it stands with this rank's communicators on the GPU.
     #[cfg(feature = "cuda")]
-    pub(crate) standing: crate::comm::nccl::Standing,
+    pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
 }
 
 impl Membership {
@@ -29,7 +29,7 @@ impl Membership {
             page,
             injections,
             #[cfg(feature = "cuda")]
-            standing: crate::comm::nccl::Standing::default(),
+            collectives: crate::comm::nccl::CollectiveCounters::default(),
         }
     }
 
@@ -52,10 +52,10 @@ impl Membership {
     }
 
     /// Where another launcher judges, waits until it has seen the end of the peer that `error` tells the loss of.
-    pub(crate) fn hold_back(&self, error: &Error) {
+    pub(crate) fn delay_error(&self, error: &Error) {
         if self.store.is_served_by_a_rank() {
             let process = |peer| Some(self.page.progress(peer).pid).filter(|pid| *pid > 0);
-            let_the_culprit_be_seen(error, process);
+            wait_until_culprit_reaped(error, process);
         }
     }
 
@@ -65,7 +65,7 @@ impl Membership {
             return;
         }
         self.page.begin_step(self.rank, step);
-        self.come_to(Moment::Step(step));
+        self.inject_faults(Moment::Step(step));
     }
 
     /// Notes that another part of the work begins.
@@ -75,26 +75,26 @@ impl Membership {
         }
         self.page.set_phase(self.rank, phase);
         if phase == Phase::Checkpoint {
-            self.come_to(Moment::Checkpoint);
+            self.inject_faults(Moment::Checkpoint);
         }
     }
 
     /// Notes whom `error` holds responsible, unless that is this rank itself: its own end says that.
     pub(crate) fn blame(&self, error: &Error) {
         if error.culprit() != Some(self.rank) {
-            self.accuse(error);
+            self.record_blame(error);
         }
     }
 
     /// Notes whom `error` holds responsible, be it this rank itself.
-    pub(crate) fn accuse(&self, error: &Error) {
+    pub(crate) fn record_blame(&self, error: &Error) {
         if let Some(blame) = error.blame() {
             self.page.blame(self.rank, &blame);
         }
     }
 
     /// Commits the faults of this moment.
-    pub(crate) fn come_to(&self, moment: Moment) {
+    pub(crate) fn inject_faults(&self, moment: Moment) {
         for planned in due(&self.injections, moment) {
             self.page.note_fault(self.rank, planned.number);
             planned.injection.fault.commit();
@@ -111,7 +111,7 @@ impl Membership {
         let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;
-        let (peer, accusation) = self.origin(peer);
+        let (peer, accusation) = self.find_culprit(peer);
         let silent = accusation.as_ref().is_some_and(|blame| blame.timed_out);
         let departure = self.page.departure(peer);
         let how = match (self.page.blame_of(peer), accusation) {
@@ -124,8 +124,8 @@ impl Membership {
     }
 
     /// Follows the blame from a rank that has ended to the rank where the trouble began, and returns what that one is
-    /// accused of. Ranks that accuse each other, or this one, are as far as one can tell the beginning.
-    fn origin(&self, ended: u32) -> (u32, Option<Blame>) {
+    /// accused of. Ranks that record_blame each other, or this one, are as far as one can tell the beginning.
+    fn find_culprit(&self, ended: u32) -> (u32, Option<Blame>) {
         let (mut origin, mut accusation) = (ended, None);
         let mut seen = vec![self.rank, ended];
         while let Some(blame) = self.page.blame_of(origin).filter(|blame| !seen.contains(&blame.culprit)) {
@@ -143,7 +143,7 @@ fn due(injections: &[Planned], moment: Moment) -> impl Iterator<Item = &Planned>
 }
 
 /// Commits the faults of a moment at which there is no progress page yet.
-pub(crate) fn commit(injections: &[Planned], moment: Moment) {
+pub(crate) fn inject_planned(injections: &[Planned], moment: Moment) {
     due(injections, moment).for_each(|planned| planned.injection.fault.commit());
 }
 
@@ -157,7 +157,7 @@ impl Drop for Membership {
             self.page.depart(self.rank, Ending::Failed("panicked"));
         } else {
             self.begin_phase(Phase::Finalise);
-            self.come_to(Moment::Finalise);
+            self.inject_faults(Moment::Finalise);
         }
         self.store.leave();
     }

@@ -11,13 +11,13 @@ use crate::control_group;
 /// What is wrong with taking `bytes` bytes now, if anything. Where the system does not tell, nothing is.
 pub(crate) fn shortage(bytes: usize) -> Option<String> {
     let groups = control_group::folders("memory");
-    let limits = groups.iter().filter_map(|folder| left_in_group(folder)).chain(left_on_machine());
+    let limits = groups.iter().filter_map(|folder| available_in_group(folder)).chain(available_on_machine());
     let left = limits.min()?;
     (bytes as u64 > left).then(|| format!("{bytes} bytes are needed where {left} are available"))
 }
 
 /// `MemAvailable` of the machine.
-fn left_on_machine() -> Option<u64> {
+fn available_on_machine() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kibibytes: u64 = field(&text, "MemAvailable:")?.trim_end_matches("kB").trim().parse().ok()?;
     Some(kibibytes * 1024)
@@ -29,7 +29,7 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 }
 
 /// Bytes that the group may still take; `None` without a limit. Pages of files that nobody uses count as free.
-fn left_in_group(folder: &Path) -> Option<u64> {
+fn available_in_group(folder: &Path) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
     let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes"))?;
@@ -53,7 +53,7 @@ mod tests {
     #[test]
     fn a_group_has_left_what_it_does_not_use() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(left_in_group(folder.path()), None);
+        assert_eq!(available_in_group(folder.path()), None);
         for (name, text) in [
             ("memory.max", "1000\n"),
             ("memory.current", "700\n"),
@@ -61,8 +61,8 @@ mod tests {
         ] {
             fs::write(folder.path().join(name), text).unwrap();
         }
-        assert_eq!(left_in_group(folder.path()), Some(500));
+        assert_eq!(available_in_group(folder.path()), Some(500));
         fs::write(folder.path().join("memory.max"), "max\n").unwrap();
-        assert_eq!(left_in_group(folder.path()), None);
+        assert_eq!(available_in_group(folder.path()), None);
     }
 }

@@ -26,9 +26,9 @@ use nix::unistd::{AccessFlags, faccessat};
 pub use mgpu_control::process::survive_file_limit;
 
 /// Symbolic links in a row that the kernel follows.
-const MOST_LINKS: usize = 40;
+const MAX_LINKS: usize = 40;
 /// Milliseconds after which a pipe whose reader takes nothing is given up.
-const PATIENCE: u16 = 10_000;
+const PIPE_TIMEOUT_MS: u16 = 10_000;
 
 /// How a file gets its content.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl Destination {
             Err(error)
                 if error.kind() == ErrorKind::NotFound && !path.as_os_str().as_bytes().ends_with(b"/") =>
             {
-                return Ok(Destination::Replace(follow(path)?, None));
+                return Ok(Destination::Replace(resolve_links(path)?, None));
             }
             other => other?,
         };
@@ -104,9 +104,9 @@ impl Destination {
         } else if !kind.is_file() {
             return Ok(Destination::Stream);
         }
-        let target = follow(path)?;
+        let target = resolve_links(path)?;
         // A link of /proc can lead to a file that has no name any more.
-        let is_named = target.symlink_metadata().is_ok_and(|found| same(&found, &metadata));
+        let is_named = target.symlink_metadata().is_ok_and(|found| same_file(&found, &metadata));
         let folder = faccessat(AT_FDCWD, folder_of(&target), AccessFlags::W_OK, AtFlags::AT_EACCESS);
         Ok(if let Some(stream) = standard_stream(&metadata) {
             Destination::Standard(stream)
@@ -119,9 +119,9 @@ impl Destination {
 }
 
 /// Where a path leads, if it is a symbolic link.
-fn follow(path: &Path) -> io::Result<PathBuf> {
+fn resolve_links(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
-    for _ in 0..MOST_LINKS {
+    for _ in 0..MAX_LINKS {
         match fs::read_link(&path) {
             Ok(target) => path = folder_of(&path).join(target),
             Err(_) => return Ok(path),
@@ -134,7 +134,7 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn same(one: &Metadata, other: &Metadata) -> bool {
+fn same_file(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
@@ -151,7 +151,7 @@ pub fn standard_stream(metadata: &Metadata) -> Option<File> {
 
 fn replace(target: &Path, old: Option<&Metadata>, content: &[u8]) -> io::Result<()> {
     let (mut file, partial) = create_beside(target)?;
-    if old.is_some_and(|old| take_after(old, &file).is_err()) {
+    if old.is_some_and(|old| copy_owner_and_mode(old, &file).is_err()) {
         let _ = fs::remove_file(&partial);
         return write_through(OpenOptions::new().truncate(true), target, content);
     }
@@ -175,7 +175,7 @@ fn create_beside(target: &Path) -> io::Result<(File, PathBuf)> {
 }
 
 /// Gives `file` the owner and the mode of an older one.
-fn take_after(old: &Metadata, file: &File) -> io::Result<()> {
+fn copy_owner_and_mode(old: &Metadata, file: &File) -> io::Result<()> {
     let new = file.metadata()?;
     if (new.uid(), new.gid()) != (old.uid(), old.gid()) {
         fchown(file, Some(old.uid()), Some(old.gid()))?;
@@ -213,7 +213,7 @@ fn stream(path: &Path, mut content: &[u8]) -> io::Result<()> {
 }
 
 fn wait_for_room(file: &File) -> io::Result<()> {
-    match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], PollTimeout::from(PATIENCE)) {
+    match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], PollTimeout::from(PIPE_TIMEOUT_MS)) {
         Ok(0) => Err(Error::new(ErrorKind::TimedOut, "its reader has taken nothing for 10 s")),
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(error) => Err(error.into()),

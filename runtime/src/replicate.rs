@@ -22,7 +22,7 @@ pub fn verify_layout(comm: &mut Communicator, layout: &Layout) -> Result<()> {
         layout.difference_between(theirs, places.each_ref().map(String::as_str)).unwrap_or_default()
     };
     let Some((rank, peer, difference)) = compare(comm, layout, difference)? else { return Ok(()) };
-    blamed(comm, Error::LayoutMismatch { rank, peer, difference })
+    blame_and_fail(comm, Error::LayoutMismatch { rank, peer, difference })
 }
 
 /// Checks that all ranks have the same settings: names and values of whatever has to be equal for them to train together,
@@ -55,7 +55,7 @@ pub fn verify_settings(comm: &mut Communicator, settings: &[(&str, String)]) -> 
     let difference = |theirs: &Vec<_>, _| first_setting(&mine, theirs);
     let Some((rank, peer, difference)) = compare(comm, &mine, difference)? else { return Ok(()) };
     let (setting, theirs, ours) = difference;
-    blamed(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs })
+    blame_and_fail(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs })
 }
 
 /// The first setting in which two lists differ, and its values in both.
@@ -80,7 +80,7 @@ fn compare<T: Serialize + DeserializeOwned, D: Serialize + DeserializeOwned + De
 ) -> Result<Option<(u32, u32, D)>> {
     let bytes = to_json(mine);
     let hashes = comm.all_gather_slice(&[xxh3_64(&bytes) as i64])?;
-    let Some((right, peer)) = odd_one(&hashes) else { return Ok(None) };
+    let Some((right, peer)) = first_outlier(&hashes) else { return Ok(None) };
     let (right, peer) = (right as u32, peer as u32);
     let reference = comm.broadcast_bytes(&bytes, right)?;
     // Everybody learns of the difference: a rank that only waited for the other one would name the wrong cause.
@@ -104,7 +104,7 @@ fn from_json<T: DeserializeOwned>(bytes: &[u8], rank: u32) -> Result<T> {
 }
 
 /// Returns `error`, whose culprit the launcher learns of, too: whichever rank ends first then, it is named.
-pub(crate) fn blamed<T>(comm: &mut Communicator, error: Error) -> Result<T> {
+pub(crate) fn blame_and_fail<T>(comm: &mut Communicator, error: Error) -> Result<T> {
     comm.blame(&error);
     Err(error)
 }
@@ -121,7 +121,7 @@ pub fn verify_equal(comm: &mut Communicator, layout: &Layout, values: &[f32]) ->
     }
     let sum = checksum(values);
     let sums = comm.all_gather_slice(&[sum as i64])?;
-    let Some((right, peer)) = odd_one(&sums) else { return Ok(sum) };
+    let Some((right, peer)) = first_outlier(&sums) else { return Ok(sum) };
     let tensors: Vec<i64> =
         layout.tensors().iter().map(|tensor| checksum(&values[tensor.range()]) as i64).collect();
     let all = comm.all_gather_slice(&tensors)?;
@@ -129,7 +129,7 @@ pub fn verify_equal(comm: &mut Communicator, layout: &Layout, values: &[f32]) ->
     let first = of(right).iter().zip(of(peer)).position(|(a, b)| a != b);
     let tensor = first.map_or("(none: values beyond the layout)", |index| &layout.tensors()[index].name);
     let tensor = tensor.to_owned();
-    blamed(comm, Error::Diverged { rank: right as u32, peer: peer as u32, tensor })
+    blame_and_fail(comm, Error::Diverged { rank: right as u32, peer: peer as u32, tensor })
 }
 
 /// Checks that all ranks have the same number of `what`, such as steps in an epoch: ranks that go on with different ones
@@ -139,14 +139,14 @@ pub fn verify_equal(comm: &mut Communicator, layout: &Layout, values: &[f32]) ->
 /// [`Error::Disagreement`] on every rank, naming the first rank that differs from most of them.
 pub fn verify_same(comm: &mut Communicator, what: &str, number: i64) -> Result<()> {
     let numbers = comm.all_gather_slice(&[number])?;
-    let Some((right, peer)) = odd_one(&numbers) else { return Ok(()) };
+    let Some((right, peer)) = first_outlier(&numbers) else { return Ok(()) };
     let (ours, theirs) = (numbers[right], numbers[peer]);
     let what = what.to_owned();
-    blamed(comm, Error::Disagreement { rank: right as u32, peer: peer as u32, what, ours, theirs })
+    blame_and_fail(comm, Error::Disagreement { rank: right as u32, peer: peer as u32, what, ours, theirs })
 }
 
 /// The first place of the most common value, and the first that has another one. `None` if all are the same.
-pub(crate) fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
+pub(crate) fn first_outlier<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
     let count = |value: &T| values.iter().filter(|other| *other == value).count();
     // Of equally common values the first one.
     let right = (0..values.len()).rev().max_by_key(|place| count(&values[*place]))?;
@@ -184,12 +184,12 @@ mod tests {
 
     #[test]
     fn most_are_right() {
-        assert_eq!(odd_one(&[7, 7, 7]), None);
-        assert_eq!(odd_one::<i64>(&[]), None);
-        assert_eq!(odd_one(&[7, 8]), Some((0, 1)));
-        assert_eq!(odd_one(&[8, 7, 7]), Some((1, 0)));
-        assert_eq!(odd_one(&[7, 8, 8, 7]), Some((0, 1)));
-        assert_eq!(odd_one(&[1, 7, 7, 2]), Some((1, 0)));
+        assert_eq!(first_outlier(&[7, 7, 7]), None);
+        assert_eq!(first_outlier::<i64>(&[]), None);
+        assert_eq!(first_outlier(&[7, 8]), Some((0, 1)));
+        assert_eq!(first_outlier(&[8, 7, 7]), Some((1, 0)));
+        assert_eq!(first_outlier(&[7, 8, 8, 7]), Some((0, 1)));
+        assert_eq!(first_outlier(&[1, 7, 7, 2]), Some((1, 0)));
     }
 
     #[test]

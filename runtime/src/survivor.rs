@@ -14,21 +14,21 @@ use crate::Error;
 use crate::process::state;
 
 /// In any case: three looks of torchrun's.
-const AT_LEAST: Duration = Duration::from_millis(300);
+const MIN_DELAY: Duration = Duration::from_millis(300);
 /// While the culprit's process is there: ten looks, for a machine that has much else to do.
-const AT_MOST: Duration = Duration::from_secs(1);
+const MAX_DELAY: Duration = Duration::from_secs(1);
 /// Between two looks.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Waits until another launcher has seen the end of the peer that `error` names, if it names a lost one. `process` is that
 /// of a rank, where it is known.
-pub(crate) fn let_the_culprit_be_seen(error: &Error, process: impl FnOnce(u32) -> Option<u32>) {
+pub(crate) fn wait_until_culprit_reaped(error: &Error, process: impl FnOnce(u32) -> Option<u32>) {
     let Error::PeerLost { peer, silent: false, .. } = error else { return };
     let process = process(*peer);
     let is_there = || process.is_some_and(|pid| state(pid).is_some());
     let began = Instant::now();
-    while began.elapsed() < AT_LEAST || began.elapsed() < AT_MOST && is_there() {
-        std::thread::sleep(LOOK_EVERY);
+    while began.elapsed() < MIN_DELAY || began.elapsed() < MAX_DELAY && is_there() {
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -45,8 +45,8 @@ mod tests {
 
     #[test]
     fn only_the_loss_of_a_peer_that_has_ended_is_held_back() {
-        let_the_culprit_be_seen(&lost(true), |_| unreachable!("it has not ended"));
-        let_the_culprit_be_seen(&Error::Poisoned { rank: 0, cause: String::new() }, |_| unreachable!());
+        wait_until_culprit_reaped(&lost(true), |_| unreachable!("it has not ended"));
+        wait_until_culprit_reaped(&Error::Poisoned { rank: 0, cause: String::new() }, |_| unreachable!());
     }
 
     #[test]
@@ -56,11 +56,11 @@ mod tests {
             std::thread::yield_now();
         }
         let began = Instant::now();
-        let_the_culprit_be_seen(&lost(false), |rank| Some(child.id()).filter(|_| rank == 1));
-        assert!(began.elapsed() >= AT_MOST);
+        wait_until_culprit_reaped(&lost(false), |rank| Some(child.id()).filter(|_| rank == 1));
+        assert!(began.elapsed() >= MAX_DELAY);
         child.wait().unwrap();
         let began = Instant::now();
-        let_the_culprit_be_seen(&lost(false), |_| Some(child.id()));
-        assert!(began.elapsed() >= AT_LEAST);
+        wait_until_culprit_reaped(&lost(false), |_| Some(child.id()));
+        assert!(began.elapsed() >= MIN_DELAY);
     }
 }

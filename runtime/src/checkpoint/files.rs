@@ -13,8 +13,8 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::manifest::{Entry, MANIFEST, Manifest, hexadecimal};
-use super::snapshot::{Arena, Snapshot};
+use super::manifest::{FileEntry, MANIFEST, Manifest, hexadecimal};
+use super::snapshot::{Snapshot, SnapshotArena};
 use super::{damaged, failed};
 use crate::{Layout, Result};
 
@@ -38,9 +38,9 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
     }
     let manifest = Manifest::new(step, position, state, files).to_json();
     let file = path.join(MANIFEST);
-    if manifest.len() > LONGEST_MANIFEST {
+    if manifest.len() > MAX_MANIFEST_BYTES {
         let problem = format!(
-            "{} bytes, of which {LONGEST_MANIFEST} would be read: its state is too large",
+            "{} bytes, of which {MAX_MANIFEST_BYTES} would be read: its state is too large",
             manifest.len()
         );
         return Err(failed(&file, problem));
@@ -49,7 +49,7 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
     flush_folder(path)
 }
 
-fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry> {
+fn write_arena(path: &Path, SnapshotArena { layout, values, .. }: SnapshotArena) -> Result<FileEntry> {
     let values = values.make();
     if values.len() < layout.len() {
         return Err(failed(path, format!("{} values for tensors of {}", values.len(), layout.len())));
@@ -70,8 +70,9 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
     let mut header = serde_json::to_vec(&header).map_err(|error| failed(path, error))?;
     // Tensors begin at a multiple of 8, the length included.
     header.resize(header.len().next_multiple_of(8), b' ');
-    if header.len() > LONGEST_HEADER {
-        let problem = format!("a header of {} bytes, of which {LONGEST_HEADER} would be read", header.len());
+    if header.len() > MAX_HEADER_BYTES {
+        let problem =
+            format!("a header of {} bytes, of which {MAX_HEADER_BYTES} would be read", header.len());
         return Err(failed(path, problem));
     }
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
@@ -88,7 +89,7 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
         tensors.into_iter().try_for_each(|part| put(bytemuck::cast_slice(part)))
     });
     written.map_err(|error| failed(path, error))?;
-    Ok(Entry { bytes, xxh3: hexadecimal(hash.digest()) })
+    Ok(FileEntry { bytes, xxh3: hexadecimal(hash.digest()) })
 }
 
 /// A checkpoint of a training that has diverged would take the place of one to go on from.
@@ -118,10 +119,10 @@ fn create(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>
 }
 
 /// Bytes of a manifest, at most: as JSON values they can take a hundred times their size in memory.
-const LONGEST_MANIFEST: usize = 1 << 20;
+const MAX_MANIFEST_BYTES: usize = 1 << 20;
 
 /// Bytes of a safetensors file's header, at most: those of some 100,000 tensors.
-const LONGEST_HEADER: usize = 16 << 20;
+const MAX_HEADER_BYTES: usize = 16 << 20;
 
 /// Brings the entries of a folder to the disk: which names there are, and what they stand for.
 pub(super) fn flush_folder(path: &Path) -> Result<()> {
@@ -137,10 +138,10 @@ fn is_file_name(name: &str) -> bool {
 pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     let file = path.join(MANIFEST);
     let (mut input, bytes) = open(&file)?;
-    if bytes > LONGEST_MANIFEST as u64 {
+    if bytes > MAX_MANIFEST_BYTES as u64 {
         return Err(damaged(
             &file,
-            format!("{bytes} bytes, where a manifest has at most {LONGEST_MANIFEST}"),
+            format!("{bytes} bytes, where a manifest has at most {MAX_MANIFEST_BYTES}"),
         ));
     }
     let mut text = Vec::new();
@@ -172,23 +173,23 @@ fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
 }
 
 /// Whether the file at `path` has the listed checksum.
-pub(super) fn has_checksum(path: &Path, entry: &Entry) -> bool {
+pub(super) fn has_checksum(path: &Path, entry: &FileEntry) -> bool {
     open(path).and_then(|(file, _)| compare(path, file, entry)).is_ok()
 }
 
 /// Compares file `name` of the checkpoint at `path` with what the manifest knows of it.
-pub(super) fn verify(path: &Path, name: &str, entry: &Entry) -> Result<()> {
+pub(super) fn verify(path: &Path, name: &str, entry: &FileEntry) -> Result<()> {
     let path = path.join(name);
     let (file, bytes) = open(&path)?;
     check_size(&path, entry, bytes)?;
     compare(&path, file, entry)
 }
 
-fn compare(path: &Path, mut file: impl Read, entry: &Entry) -> Result<()> {
+fn compare(path: &Path, mut file: impl Read, entry: &FileEntry) -> Result<()> {
     let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK]);
     loop {
         match file.read(&mut chunk) {
-            Ok(0) => return check_sum(path, entry, hash.digest()),
+            Ok(0) => return check_checksum(path, entry, hash.digest()),
             Ok(count) => hash.update(&chunk[..count]),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(unreadable(path, &error)),
@@ -196,14 +197,14 @@ fn compare(path: &Path, mut file: impl Read, entry: &Entry) -> Result<()> {
     }
 }
 
-fn check_size(path: &Path, entry: &Entry, bytes: u64) -> Result<()> {
+fn check_size(path: &Path, entry: &FileEntry, bytes: u64) -> Result<()> {
     if entry.bytes != bytes {
         return Err(damaged(path, format!("{bytes} bytes instead of {}", entry.bytes)));
     }
     Ok(())
 }
 
-fn check_sum(path: &Path, entry: &Entry, checksum: u64) -> Result<()> {
+fn check_checksum(path: &Path, entry: &FileEntry, checksum: u64) -> Result<()> {
     let (found, expected) = (hexadecimal(checksum), &entry.xxh3);
     if found != *expected {
         return Err(damaged(path, format!("checksum {found} instead of {expected}")));
@@ -212,17 +213,17 @@ fn check_sum(path: &Path, entry: &Entry, checksum: u64) -> Result<()> {
 }
 
 /// The values of the arena in file `name` of the checkpoint at `path`, which must hold exactly the tensors of `layout`.
-pub(super) fn load(path: &Path, name: &str, entry: &Entry, layout: &Layout) -> Result<Vec<f32>> {
+pub(super) fn load(path: &Path, name: &str, entry: &FileEntry, layout: &Layout) -> Result<Vec<f32>> {
     let path = path.join(name);
     let (mut file, size) = open(&path)?;
     check_size(&path, entry, size)?;
     let needed = size_of::<f32>() * layout.tensors().iter().map(|tensor| tensor.len()).sum::<usize>();
-    if size > (needed + LONGEST_HEADER + size_of::<u64>()) as u64 {
+    if size > (needed + MAX_HEADER_BYTES + size_of::<u64>()) as u64 {
         return Err(failed(&path, format!("{size} bytes, where the model's tensors have {needed}")));
     }
     let mut bytes = Vec::with_capacity(size as usize);
     file.read_to_end(&mut bytes).map_err(|error| unreadable(&path, &error))?;
-    check_sum(&path, entry, xxh3_64(&bytes))?;
+    check_checksum(&path, entry, xxh3_64(&bytes))?;
     let (header, data) = split(&bytes).map_err(|problem| failed(&path, problem))?;
     if header.tensors.len() != layout.tensors().len() {
         let counts =
@@ -267,7 +268,7 @@ fn split(bytes: &[u8]) -> std::result::Result<(Header, &[u8]), String> {
         rest.split_at_checked(length)
     });
     let (header, data) = parts.ok_or("not a safetensors file: it ends within its header")?;
-    if header.len() > LONGEST_HEADER {
+    if header.len() > MAX_HEADER_BYTES {
         return Err(format!("not a safetensors file: a header of {} bytes", header.len()));
     }
     let header =

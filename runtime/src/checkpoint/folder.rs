@@ -24,7 +24,7 @@ use nix::unistd::{AccessFlags, faccessat};
 use super::failed;
 use super::files::flush_folder;
 use super::manifest::MANIFEST;
-use super::removal::{clear, is_folder, is_ours, is_taken};
+use super::removal::{is_folder, is_ours, is_taken, remove_written};
 use crate::Result;
 
 const PREFIX: &str = "step-";
@@ -34,14 +34,14 @@ pub(super) const REPLACED: &str = "replaced";
 
 /// A checkpoint by its name. Greater is newer.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Named {
+pub(super) struct NamedCheckpoint {
     pub(super) step: u64,
     /// It does not wait to be replaced.
     pub(super) current: bool,
     pub(super) path: PathBuf,
 }
 
-impl Named {
+impl NamedCheckpoint {
     fn new(path: PathBuf) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix(PREFIX)?;
         let (digits, current) = match name.split_once('.') {
@@ -50,7 +50,7 @@ impl Named {
             Some(_) => return None,
         };
         let step = step_of(digits)?;
-        holds_checkpoint(&path).then_some(Named { step, current, path })
+        holds_checkpoint(&path).then_some(NamedCheckpoint { step, current, path })
     }
 
     /// Whether a writer has written it, and may remove it.
@@ -79,8 +79,9 @@ fn step_of(digits: &str) -> Option<u64> {
 }
 
 /// The checkpoints in `folder`, oldest first; none if there is no such folder.
-pub(super) fn list(folder: &Path) -> Result<Vec<Named>> {
-    let mut named: Vec<Named> = entries(folder)?.into_iter().filter_map(Named::new).collect();
+pub(super) fn list(folder: &Path) -> Result<Vec<NamedCheckpoint>> {
+    let mut named: Vec<NamedCheckpoint> =
+        entries(folder)?.into_iter().filter_map(NamedCheckpoint::new).collect();
     named.sort();
     Ok(named)
 }
@@ -134,7 +135,7 @@ impl Folder {
         if is_locked {
             for leftover in entries(path)? {
                 if let Some(step) = step_of_leftover(&leftover) {
-                    clear(&leftover, &folder.target(step))?;
+                    remove_written(&leftover, &folder.target(step))?;
                 }
             }
         }

@@ -49,12 +49,12 @@ pub struct Manifest {
     /// Version of this crate that wrote it.
     pub version: String,
     /// Size and checksum of each file.
-    pub(super) files: BTreeMap<String, Entry>,
+    pub(super) files: BTreeMap<String, FileEntry>,
 }
 
 /// What is known of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct FileEntry {
     /// Its size.
     pub(super) bytes: u64,
     /// XXH3 (64 bits) of its bytes, in hexadecimal.
@@ -66,7 +66,7 @@ impl Manifest {
         step: u64,
         position: Option<Position>,
         state: Value,
-        files: BTreeMap<String, Entry>,
+        files: BTreeMap<String, FileEntry>,
     ) -> Self {
         Manifest { format: FORMAT, step, position, state, version: VERSION.to_owned(), files }
     }
@@ -98,10 +98,10 @@ impl Manifest {
 
 /// Whether the text begins with the checksum of the rest.
 fn has_checksum(text: &[u8]) -> bool {
-    let Some((noted, text)) = text.strip_prefix(BEFORE).and_then(|text| text.split_at_checked(16)) else {
+    let Some((expected, text)) = text.strip_prefix(BEFORE).and_then(|text| text.split_at_checked(16)) else {
         return false;
     };
-    text.strip_prefix(AFTER).is_some_and(|rest| hexadecimal(xxh3_64(rest)).as_bytes() == noted)
+    text.strip_prefix(AFTER).is_some_and(|rest| hexadecimal(xxh3_64(rest)).as_bytes() == expected)
 }
 
 /// How checksums are written.
@@ -121,7 +121,7 @@ mod tests {
     }
 
     fn manifest() -> Manifest {
-        let entry = Entry { bytes: 120, xxh3: hexadecimal(7) };
+        let entry = FileEntry { bytes: 120, xxh3: hexadecimal(7) };
         let position = Position { seed: u64::MAX, epoch: 3, step: 14 };
         let state = json!({"lr": 0.1, "nets": ["a"], "third": 1.0 / 3.0});
         Manifest::new(45, Some(position), state, BTreeMap::from([("weights.safetensors".to_owned(), entry)]))

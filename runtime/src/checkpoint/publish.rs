@@ -13,8 +13,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::folder::{Folder, Named, REMOVED, REPLACED, hidden, holds_checkpoint, list};
-use super::removal::{clear, free_name, is_folder, is_ours, is_taken};
+use super::folder::{Folder, NamedCheckpoint, REMOVED, REPLACED, hidden, holds_checkpoint, list};
+use super::removal::{is_folder, is_ours, is_taken, remove_written, unused_name};
 use super::snapshot::Snapshot;
 use super::{failed, files};
 use crate::Result;
@@ -35,39 +35,39 @@ fn publish_with(
     let step = snapshot.step;
     let (partial, target) = (folder.partial(step), folder.target(step));
     folder.check()?;
-    clear(&partial, &target)?;
+    remove_written(&partial, &target)?;
     fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
     if let Err(error) = files::write(&partial, snapshot) {
         // Perhaps the disk is full: not of this, at least.
-        let _ = clear(&partial, &target);
+        let _ = remove_written(&partial, &target);
         return Err(error);
     }
     // It may have been replaced in the meantime.
     folder.check()?;
-    make_way(&target, step)?;
+    move_aside(&target, step)?;
     if let Err(error) = put_in_place(folder, &partial, &target, exchange) {
         // Nothing is lost with it while there is another one of this step.
         if target.exists() {
-            let _ = clear(&partial, &target);
+            let _ = remove_written(&partial, &target);
         }
         return Err(failed(&target, error));
     }
     folder.flush()?;
     // What had the name before, if it was an exchange.
-    clear(&partial, &target)?;
-    let ours = list(&folder.path)?.into_iter().filter(Named::is_ours).collect();
-    remove(folder, &superfluous(ours, step, keep))?;
+    remove_written(&partial, &target)?;
+    let ours = list(&folder.path)?.into_iter().filter(NamedCheckpoint::is_ours).collect();
+    remove(folder, &expired(ours, step, keep))?;
     Ok(target)
 }
 
 /// Gives something that is in the way of a new checkpoint another name, `other-step-…`: a file, a link, or a folder with a
 /// checkpoint in it that is damaged or of another step.
-fn make_way(target: &Path, step: u64) -> Result<()> {
+fn move_aside(target: &Path, step: u64) -> Result<()> {
     let in_the_way =
         if is_folder(target) { holds_checkpoint(target) && !is_ours(target, step) } else { is_taken(target) };
     if in_the_way {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let aside = free_name(&target.with_file_name(format!("other-{name}")));
+        let aside = unused_name(&target.with_file_name(format!("other-{name}")));
         fs::rename(target, aside).map_err(|error| failed(target, error))?;
     }
     Ok(())
@@ -114,15 +114,15 @@ fn exchange(_: &Path, _: &Path) -> io::Result<bool> {
 /// Which of this writer's checkpoints are to go once that of `step` is there: those that it or another one has replaced, and
 /// all but the newest `keep` up to `step`. Later ones are not this run's to remove. Each with the name that it had before it was
 /// replaced.
-fn superfluous(ours: Vec<Named>, step: u64, keep: usize) -> Vec<(PathBuf, PathBuf)> {
+fn expired(ours: Vec<NamedCheckpoint>, step: u64, keep: usize) -> Vec<(PathBuf, PathBuf)> {
     let current: Vec<u64> = ours.iter().filter(|named| named.current).map(|named| named.step).collect();
-    let (replaced, mut kept): (Vec<Named>, Vec<Named>) = ours
+    let (replaced, mut kept): (Vec<NamedCheckpoint>, Vec<NamedCheckpoint>) = ours
         .into_iter()
         .filter(|named| named.step <= step)
         .partition(|named| !named.current && current.contains(&named.step));
     kept.truncate(kept.len().saturating_sub(keep));
     let gone = replaced.into_iter().chain(kept);
-    gone.map(|Named { path, .. }| (path.clone(), path.with_extension(""))).collect()
+    gone.map(|NamedCheckpoint { path, .. }| (path.clone(), path.with_extension(""))).collect()
 }
 
 /// Takes checkpoints away: first their names, then their files. What else lies in one gets its name back, the second one.
@@ -132,11 +132,11 @@ fn remove(folder: &Folder, checkpoints: &[(PathBuf, PathBuf)]) -> Result<()> {
     }
     for (path, home) in checkpoints {
         let removed = hidden(path, REMOVED);
-        clear(&removed, home)?;
+        remove_written(&removed, home)?;
         fs::rename(path, removed).map_err(|error| failed(path, error))?;
     }
     folder.flush()?;
-    checkpoints.iter().try_for_each(|(path, home)| clear(&hidden(path, REMOVED), home))
+    checkpoints.iter().try_for_each(|(path, home)| remove_written(&hidden(path, REMOVED), home))
 }
 
 #[cfg(test)]

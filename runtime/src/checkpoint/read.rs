@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use super::files;
-use super::folder::{Named, list};
+use super::folder::{NamedCheckpoint, list};
 use super::{Manifest, damaged};
 use crate::{Error, Layout, Result};
 
 /// How often a folder is looked at that changes meanwhile.
-const LOOKS: usize = 10;
+const MAX_ATTEMPTS: usize = 10;
 
 /// A checkpoint on the disk.
 #[derive(Debug, Clone)]
@@ -80,9 +80,9 @@ pub struct Found {
 /// [`Error::Damaged`] if there are checkpoints and none is whole; [`Error::Checkpoint`] if one cannot be read for
 /// another reason, such as a format that this version does not know: an older one in its place would be a surprise.
 pub fn find(folder: &Path) -> Result<Option<Found>> {
-    for _ in 0..LOOKS {
+    for _ in 0..MAX_ATTEMPTS {
         let listed = list(folder)?;
-        let found = newest_whole(folder, listed.clone());
+        let found = newest_intact(folder, listed.clone());
         let is_damaged = match &found {
             Ok(found) => found.as_ref().is_some_and(|found| !found.damaged.is_empty()),
             Err(error) => matches!(error, Error::Damaged { .. }),
@@ -95,7 +95,7 @@ pub fn find(folder: &Path) -> Result<Option<Found>> {
 }
 
 /// Looks at `listed`.
-fn newest_whole(folder: &Path, listed: Vec<Named>) -> Result<Option<Found>> {
+fn newest_intact(folder: &Path, listed: Vec<NamedCheckpoint>) -> Result<Option<Found>> {
     let mut bad = Vec::new();
     for named in listed.into_iter().rev() {
         let whole = Checkpoint::open(&named.path).and_then(|checkpoint| {
@@ -125,7 +125,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::checkpoint::manifest::{Entry, hexadecimal};
+    use crate::checkpoint::manifest::{FileEntry, hexadecimal};
     use crate::checkpoint::{Position, Snapshot, Writer};
 
     fn layout() -> Layout {
@@ -261,7 +261,7 @@ mod tests {
 
     /// Makes the folder at `path` a checkpoint whose manifest lists the weights with this size and checksum.
     fn list(path: &Path, bytes: u64, xxh3: u64) {
-        let entry = Entry { bytes, xxh3: hexadecimal(xxh3) };
+        let entry = FileEntry { bytes, xxh3: hexadecimal(xxh3) };
         let files = BTreeMap::from([("weights.safetensors".to_owned(), entry)]);
         let manifest = Manifest::new(20, None, json!(null), files);
         fs::write(path.join("manifest.json"), manifest.to_json()).unwrap();

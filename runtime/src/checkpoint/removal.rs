@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use super::failed;
 use super::files::{MARK, flush_folder, has_checksum, read_manifest};
 use super::folder::PARTIAL;
-use super::manifest::{BEFORE, Entry, MANIFEST, Manifest};
+use super::manifest::{BEFORE, FileEntry, MANIFEST, Manifest};
 use crate::Result;
 
 /// Whether `path` is a whole checkpoint of `step` that a writer has written: a folder, no link, with a valid manifest.
@@ -36,7 +36,7 @@ pub(super) fn is_taken(path: &Path) -> bool {
 }
 
 /// `path`, or `path-2`, `path-3`, … if that is taken.
-pub(super) fn free_name(path: &Path) -> PathBuf {
+pub(super) fn unused_name(path: &Path) -> PathBuf {
     let numbered = |number: u64| {
         let mut name = path.as_os_str().to_owned();
         name.push(format!("-{number}"));
@@ -48,20 +48,20 @@ pub(super) fn free_name(path: &Path) -> PathBuf {
 
 /// Frees the name `hidden`: removes what a writer has written in the folder there, and moves what else it holds to the
 /// folder `home`. Something else than a folder gets another name.
-pub(super) fn clear(hidden: &Path, home: &Path) -> Result<()> {
+pub(super) fn remove_written(hidden: &Path, home: &Path) -> Result<()> {
     if !is_taken(hidden) {
         return Ok(());
     }
     if !is_folder(hidden) {
-        return fs::rename(hidden, free_name(hidden)).map_err(|error| failed(hidden, error));
+        return fs::rename(hidden, unused_name(hidden)).map_err(|error| failed(hidden, error));
     }
-    let stage = Stage::of(hidden);
+    let stage = LeftoverState::of(hidden);
     let (mut ours, mut others) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(hidden).map_err(|error| failed(hidden, error))? {
         let path = entry.map_err(|error| failed(hidden, error))?.path();
         if was_written(&path, &stage) { ours.push(path) } else { others.push(path) }
     }
-    give_back(&others, home)?;
+    move_into(&others, home)?;
     // The manifest last: it tells the next writer what is ours, if this one is killed here.
     ours.sort_by_key(|path| path.ends_with(MANIFEST));
     for path in &ours {
@@ -71,7 +71,7 @@ pub(super) fn clear(hidden: &Path, home: &Path) -> Result<()> {
 }
 
 /// How far a writer had come with a folder that has a hidden name.
-enum Stage {
+enum LeftoverState {
     Whole(Manifest),
     /// Its manifest would have come last.
     Begun,
@@ -79,18 +79,18 @@ enum Stage {
     Removed,
 }
 
-impl Stage {
+impl LeftoverState {
     fn of(hidden: &Path) -> Self {
         match read_manifest(hidden) {
-            Ok(manifest) => Stage::Whole(manifest),
-            Err(_) if hidden.extension().is_some_and(|suffix| suffix == PARTIAL) => Stage::Begun,
-            Err(_) => Stage::Removed,
+            Ok(manifest) => LeftoverState::Whole(manifest),
+            Err(_) if hidden.extension().is_some_and(|suffix| suffix == PARTIAL) => LeftoverState::Begun,
+            Err(_) => LeftoverState::Removed,
         }
     }
 }
 
 /// Whether a writer has written the file `path`.
-fn was_written(path: &Path, stage: &Stage) -> bool {
+fn was_written(path: &Path, stage: &LeftoverState) -> bool {
     let (Some(name), Ok(metadata)) =
         (path.file_name().and_then(|name| name.to_str()), path.symlink_metadata())
     else {
@@ -100,17 +100,17 @@ fn was_written(path: &Path, stage: &Stage) -> bool {
         return false;
     }
     match stage {
-        Stage::Whole(_) if name == MANIFEST => true,
-        Stage::Whole(manifest) => {
+        LeftoverState::Whole(_) if name == MANIFEST => true,
+        LeftoverState::Whole(manifest) => {
             manifest.files.get(name).is_some_and(|entry| has_listed_content(path, entry, metadata.len()))
         }
-        Stage::Begun if name == MANIFEST => begins_with(path, BEFORE) || metadata.len() == 0,
-        Stage::Begun => name.ends_with(".safetensors") && (is_marked(path) || metadata.len() == 0),
-        Stage::Removed => false,
+        LeftoverState::Begun if name == MANIFEST => begins_with(path, BEFORE) || metadata.len() == 0,
+        LeftoverState::Begun => name.ends_with(".safetensors") && (is_marked(path) || metadata.len() == 0),
+        LeftoverState::Removed => false,
     }
 }
 
-fn has_listed_content(path: &Path, entry: &Entry, bytes: u64) -> bool {
+fn has_listed_content(path: &Path, entry: &FileEntry, bytes: u64) -> bool {
     entry.bytes == bytes && (is_marked(path) || has_checksum(path, entry))
 }
 
@@ -131,17 +131,17 @@ fn beginning(path: &Path, length: usize) -> Option<Vec<u8>> {
 }
 
 /// Moves `paths` to the folder `home`, which is made if there is none.
-fn give_back(paths: &[PathBuf], home: &Path) -> Result<()> {
+fn move_into(paths: &[PathBuf], home: &Path) -> Result<()> {
     if paths.is_empty() {
         return Ok(());
     }
-    let home = if is_folder(home) { home.to_owned() } else { free_name(home) };
+    let home = if is_folder(home) { home.to_owned() } else { unused_name(home) };
     match fs::create_dir(&home) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(failed(&home, error)),
         _ => {}
     }
     for path in paths {
-        let to = free_name(&home.join(path.file_name().unwrap_or_default()));
+        let to = unused_name(&home.join(path.file_name().unwrap_or_default()));
         fs::rename(path, to).map_err(|error| failed(path, error))?;
     }
     flush_folder(&home)

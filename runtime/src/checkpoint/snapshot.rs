@@ -16,12 +16,12 @@ pub struct Snapshot {
     pub(super) step: u64,
     pub(super) position: Option<Position>,
     pub(super) state: Value,
-    pub(super) arenas: Vec<Arena>,
+    pub(super) arenas: Vec<SnapshotArena>,
 }
 
 /// One flat arena with its layout.
 #[derive(Debug)]
-pub(super) struct Arena {
+pub(super) struct SnapshotArena {
     /// Name of the file, without extension.
     pub(super) name: String,
     pub(super) layout: Layout,
@@ -30,16 +30,16 @@ pub(super) struct Arena {
 
 /// The values of an arena.
 pub(super) enum Values {
-    Here(Vec<f32>),
+    Ready(Vec<f32>),
     /// To be made by the thread that writes.
-    Later(Box<dyn FnOnce() -> Vec<f32> + Send>),
+    Deferred(Box<dyn FnOnce() -> Vec<f32> + Send>),
 }
 
 impl Values {
     pub(super) fn make(self) -> Vec<f32> {
         match self {
-            Values::Here(values) => values,
-            Values::Later(make) => make(),
+            Values::Ready(values) => values,
+            Values::Deferred(make) => make(),
         }
     }
 }
@@ -47,8 +47,8 @@ impl Values {
 impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Values::Here(values) => write!(f, "{} values", values.len()),
-            Values::Later(_) => f.write_str("values yet to be made"),
+            Values::Ready(values) => write!(f, "{} values", values.len()),
+            Values::Deferred(_) => f.write_str("values yet to be made"),
         }
     }
 }
@@ -99,7 +99,7 @@ impl Snapshot {
     pub fn add(&mut self, name: &str, layout: &Layout, values: impl Into<Vec<f32>>) {
         let values = values.into();
         assert!(values.len() >= layout.len(), "{} values for {}", values.len(), layout.len());
-        self.push(name, layout, Values::Here(values));
+        self.push(name, layout, Values::Ready(values));
     }
 
     /// Adds an arena whose values `make` makes on the thread that writes, from copies that it owns: to bring them into
@@ -110,10 +110,10 @@ impl Snapshot {
         layout: &Layout,
         make: impl FnOnce() -> Vec<f32> + Send + 'static,
     ) {
-        self.push(name, layout, Values::Later(Box::new(make)));
+        self.push(name, layout, Values::Deferred(Box::new(make)));
     }
 
     fn push(&mut self, name: &str, layout: &Layout, values: Values) {
-        self.arenas.push(Arena { name: name.to_owned(), layout: layout.clone(), values });
+        self.arenas.push(SnapshotArena { name: name.to_owned(), layout: layout.clone(), values });
     }
 }

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use super::failed;
 use super::folder::Folder;
 use super::publish::publish;
-use super::removal::free_name;
+use super::removal::unused_name;
 use super::snapshot::Snapshot;
 use crate::process::{Origin, start_failure, survive_file_limit};
 use crate::{Error, Result};
@@ -48,7 +48,7 @@ pub struct Writer {
     origin: Origin,
     folder: Arc<Folder>,
     keep: usize,
-    under_way: Option<JoinHandle<Result<PathBuf>>>,
+    in_flight: Option<JoinHandle<Result<PathBuf>>>,
     written: Option<PathBuf>,
 }
 
@@ -61,7 +61,7 @@ impl Writer {
     /// If the folder cannot be made, read or written, or another writer has it.
     pub fn new(folder: &Path, keep: usize) -> Result<Self> {
         let folder = Arc::new(Folder::open(folder)?);
-        Ok(Writer { origin: Origin::here(), folder, keep: keep.max(1), under_way: None, written: None })
+        Ok(Writer { origin: Origin::here(), folder, keep: keep.max(1), in_flight: None, written: None })
     }
 
     /// Begins to write `snapshot`, once the write before it has come to its end. A checkpoint of the same step is replaced;
@@ -82,7 +82,7 @@ impl Writer {
         let started = started.map_err(|error| {
             Error::system("start the thread that writes a checkpoint", start_failure(&error))
         });
-        self.under_way = Some(started?);
+        self.in_flight = Some(started?);
         before
     }
 
@@ -106,7 +106,7 @@ impl Writer {
     }
 
     fn wait(&mut self) -> Result<()> {
-        let Some(thread) = self.under_way.take() else { return Ok(()) };
+        let Some(thread) = self.in_flight.take() else { return Ok(()) };
         match thread.join() {
             Ok(written) => self.written = Some(written?),
             Err(_) => return Err(failed(&self.folder.path, "the thread that writes panicked")),
@@ -121,7 +121,7 @@ impl Writer {
     /// If it cannot be renamed.
     pub fn set_aside(&self, path: &Path) -> Result<PathBuf> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let aside = free_name(&self.folder.path.join(format!("damaged-{name}")));
+        let aside = unused_name(&self.folder.path.join(format!("damaged-{name}")));
         fs::rename(path, &aside).map_err(|error| failed(path, error))?;
         self.folder.flush()?;
         Ok(aside)

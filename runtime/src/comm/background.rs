@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::call::{Call, Request};
-use super::rules::Failing;
+use super::rules::FailureHandler;
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, Observer, Pending, ReduceOp, Transport};
 use crate::process::{Origin, start_failure};
 use crate::{Error, Result};
@@ -23,7 +23,7 @@ use crate::{Error, Result};
 pub(crate) struct Background {
     /// A forked child has a copy, and not the thread.
     origin: Origin,
-    shared: Arc<Shared>,
+    shared: Arc<WorkerState>,
     rank: u32,
     backend: &'static str,
     capabilities: Capabilities,
@@ -36,13 +36,13 @@ pub(crate) struct Background {
 }
 
 /// What the thread and the caller share.
-struct Shared {
+struct WorkerState {
     comm: Mutex<Communicator>,
     /// Nobody is left to wait for results.
     stopped: AtomicBool,
 }
 
-impl Shared {
+impl WorkerState {
     /// After a panic of the other thread an operation is half done, and peers wait for the rest of it to their deadline.
     fn comm(&self) -> MutexGuard<'_, Communicator> {
         self.comm.lock().unwrap_or_else(PoisonError::into_inner)
@@ -50,13 +50,13 @@ impl Shared {
 }
 
 enum Job {
-    Reduce(Reduction),
+    Reduce(ReductionJob),
     /// Answered when all before it are over.
     Fence(SyncSender<()>),
 }
 
 /// A call for the thread. (A [`Call`] of any kind may hold what is not to leave the caller's.)
-struct Reduction {
+struct ReductionJob {
     call: fn(ReduceOp) -> Call<'static>,
     op: ReduceOp,
     buffer: Buffer,
@@ -72,12 +72,12 @@ impl Background {
     pub(super) fn new(comm: Communicator) -> Result<Self> {
         let (rank, backend, capabilities) = (comm.rank(), comm.backend(), comm.capabilities());
         let observer = comm.shared_observer();
-        let shared = Arc::new(Shared { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
+        let shared = Arc::new(WorkerState { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
         let (jobs, queue) = channel();
-        let of_thread = Arc::clone(&shared);
+        let worker_state = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
-            .spawn(move || work(&of_thread, &queue))
+            .spawn(move || work(&worker_state, &queue))
             .map_err(|error| Error::system("start a thread for reductions", start_failure(&error)))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
         let origin = Origin::here();
@@ -85,11 +85,11 @@ impl Background {
     }
 
     /// Gives the thread a job. Where it has ended by a panic, the job's result never comes.
-    fn give(&self, job: Job) {
+    fn send_job(&self, job: Job) {
         let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
     }
 
-    fn begin(
+    fn start(
         &mut self,
         call: fn(ReduceOp) -> Call<'static>,
         op: ReduceOp,
@@ -99,8 +99,8 @@ impl Background {
         self.check_process()?;
         let (result, pending) = sync_channel(1);
         self.busy = true;
-        self.give(Job::Reduce(Reduction { call, op, buffer: rest.take(), tag, result }));
-        Ok(Pending::under_way(rest, pending, self.observer.clone()))
+        self.send_job(Job::Reduce(ReductionJob { call, op, buffer: rest.take(), tag, result }));
+        Ok(Pending::in_flight(rest, pending, self.observer.clone()))
     }
 
     fn check_process(&self) -> Result<()> {
@@ -115,7 +115,7 @@ impl Background {
         self.check_process()?;
         if std::mem::take(&mut self.busy) {
             let (fence, passed) = sync_channel(1);
-            self.give(Job::Fence(fence));
+            self.send_job(Job::Fence(fence));
             // What has become of the reductions is told by their own results.
             let _ = passed.recv();
         }
@@ -124,10 +124,10 @@ impl Background {
 }
 
 /// What the thread does until there can be no more jobs.
-fn work(shared: &Shared, queue: &Receiver<Job>) {
+fn work(shared: &WorkerState, queue: &Receiver<Job>) {
     for job in queue {
         match job {
-            Job::Reduce(Reduction { call, op, buffer, tag, result }) => {
+            Job::Reduce(ReductionJob { call, op, buffer, tag, result }) => {
                 if shared.stopped.load(Ordering::Relaxed) {
                     continue;
                 }
@@ -156,7 +156,7 @@ impl Drop for Background {
 }
 
 /// Called only while the thread has nothing to do: its own errors are those of the communicator that it calls.
-impl Failing for Background {
+impl FailureHandler for Background {
     fn stop(&self) {
         self.shared.comm().transport().stop();
     }
@@ -182,8 +182,8 @@ impl Transport for Background {
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let (buffer, tag) = (request.buffer.take(), request.tag);
         request.pending = Some(match std::mem::replace(&mut request.call, Call::Barrier) {
-            Call::AllReduce(op) => self.begin(Call::AllReduce, op, buffer, tag)?,
-            Call::ReduceScatter(op) => self.begin(Call::ReduceScatter, op, buffer, tag)?,
+            Call::AllReduce(op) => self.start(Call::AllReduce, op, buffer, tag)?,
+            Call::ReduceScatter(op) => self.start(Call::ReduceScatter, op, buffer, tag)?,
             call => self.idle()?.submit(call, buffer, tag)?,
         });
         Ok(())
@@ -245,7 +245,7 @@ mod tests {
         // The thread comes to the first one at most.
         let held = shared.comm();
         let mut begin =
-            || comm.begin(Call::AllReduce, ReduceOp::Sum, Buffer::from_slice(&[1.0f32]), None).unwrap();
+            || comm.start(Call::AllReduce, ReduceOp::Sum, Buffer::from_slice(&[1.0f32]), None).unwrap();
         let pending: Vec<_> = (0..10).map(|_| begin()).collect();
         std::thread::scope(|scope| {
             scope.spawn(move || drop(comm));

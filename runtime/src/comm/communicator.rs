@@ -6,9 +6,9 @@ use std::sync::atomic::AtomicU64;
 
 use super::background::Background;
 use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
-use super::exchange::{Counts, Unequal};
-use super::observer::{Nobody, ObservedOperation, Observer, UpdateTiming};
-use super::rules::{Noted, Rules};
+use super::exchange::{CountMismatch, Counts};
+use super::observer::{NoObserver, ObservedOperation, Observer, UpdateTiming};
+use super::rules::{ProgressEntry, Rules};
 use super::solo::Solo;
 use super::{Algorithm, Buffer, Capabilities, DType, Pending, ReduceOp, Transport, bytes_of};
 use crate::clock::now;
@@ -42,7 +42,7 @@ pub struct Communicator {
     capabilities: Capabilities,
     rules: Arc<Rules>,
     /// The transport hands every call to another communicator, by whose rules it goes.
-    hands_over: bool,
+    delegates: bool,
     observer: Option<Arc<dyn Observer>>,
     /// Whether calls come from a thread beside the rank's own.
     background: bool,
@@ -60,7 +60,7 @@ impl Communicator {
             capabilities: transport.capabilities(),
             transport: Box::new(transport),
             rules,
-            hands_over: false,
+            delegates: false,
             observer: None,
             background: false,
             number: 0,
@@ -82,7 +82,7 @@ impl Communicator {
         let (rank, size, rules) = (self.rank, self.size, Arc::clone(&self.rules));
         let observer = self.observer.clone();
         let outer = Self::new(Background::new(self)?, rank, size, rules);
-        Ok(Communicator { hands_over: true, observer, ..outer })
+        Ok(Communicator { delegates: true, observer, ..outer })
     }
 
     /// Carries out a call. The rules of all operations, in this order.
@@ -96,7 +96,7 @@ impl Communicator {
         // The arguments: told before anything is sent.
         self.check(&call, &buffer)?;
         let mut request = Request { call, buffer, tag, number, pending: None };
-        if self.hands_over {
+        if self.delegates {
             self.transport.submit(&mut request)?;
             return Ok(request.done());
         }
@@ -104,7 +104,7 @@ impl Communicator {
             self.number = number;
         }
         // A fault that is due, then the progress page; neither where an earlier error has poisoned the communicator.
-        self.rules.begin(Noted { operation, number, bytes })?;
+        self.rules.begin(ProgressEntry { operation, number, bytes })?;
         // The operation itself, and around it the trace.
         let result = match &self.observer {
             None => self.transport.submit(&mut request),
@@ -154,7 +154,7 @@ impl Communicator {
     /// Who is told of operations, for spans of the caller's own; one that records nothing, unless another was
     /// [set](Self::set_observer).
     pub fn observer(&self) -> &dyn Observer {
-        self.observer.as_deref().unwrap_or(&Nobody)
+        self.observer.as_deref().unwrap_or(&NoObserver)
     }
 
     pub(super) fn shared_observer(&self) -> Option<Arc<dyn Observer>> {
@@ -201,12 +201,12 @@ impl Communicator {
     /// If memory is short, or as in the [contract](super).
     pub fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let bytes = bytes_of(dtype, len)?;
-        if self.hands_over {
+        if self.delegates {
             return self.transport.allocate(dtype, len);
         }
         self.number = self.number.wrapping_add(1).max(1);
         let operation = Operation::Allocate;
-        self.rules.begin(Noted { operation, number: self.number, bytes })?;
+        self.rules.begin(ProgressEntry { operation, number: self.number, bytes })?;
         let result = match &self.observer {
             None => self.transport.allocate(dtype, len),
             Some(observer) => observe(&**observer, operation, (None, bytes, self.background), |_| {
@@ -353,7 +353,7 @@ impl Communicator {
         let own: Vec<i64> = send.iter().chain(receive).map(|count| *count as i64).collect();
         let all = self.all_gather_slice(&own)?;
         let counts = all.into_iter().map(|count| count as usize).collect();
-        Counts::new(self.size, counts).map_err(|Unequal { from, to, sent, received }| {
+        Counts::new(self.size, counts).map_err(|CountMismatch { from, to, sent, received }| {
             // Every rank is told, and none accuses itself.
             let sender = (from, format!("all_to_all_v({sent} {dtype} to rank {to})"));
             let receiver = (to, format!("all_to_all_v({received} {dtype} from rank {from})"));

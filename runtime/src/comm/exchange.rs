@@ -15,19 +15,19 @@ pub(crate) type Ranges = SmallVec<[Range<usize>; 8]>;
 
 /// The parts of a buffer that belong to each rank, one after the other.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Shares<'a> {
+pub(crate) enum Partition<'a> {
     /// The [shards](shard) of so many elements.
     Shards { len: usize, ranks: u32 },
     /// As many elements as are given here, by rank.
     Counts(&'a [usize]),
 }
 
-impl Shares<'_> {
+impl Partition<'_> {
     /// The elements of `rank`.
     pub(crate) fn range(&self, rank: u32) -> Range<usize> {
         match *self {
-            Shares::Shards { len, ranks } => shard(len, ranks, rank),
-            Shares::Counts(counts) => {
+            Partition::Shards { len, ranks } => shard(len, ranks, rank),
+            Partition::Counts(counts) => {
                 let begin = counts[..rank as usize].iter().sum();
                 begin..begin + counts[rank as usize]
             }
@@ -37,8 +37,8 @@ impl Shares<'_> {
     /// Elements of the longest part.
     pub(crate) fn longest(&self) -> usize {
         match *self {
-            Shares::Shards { len, ranks } => shard(len, ranks, 0).len(),
-            Shares::Counts(counts) => counts.iter().copied().max().unwrap_or_default(),
+            Partition::Shards { len, ranks } => shard(len, ranks, 0).len(),
+            Partition::Counts(counts) => counts.iter().copied().max().unwrap_or_default(),
         }
     }
 
@@ -58,7 +58,7 @@ pub(crate) struct Counts {
 
 /// A pair of ranks one of which sends another number of elements than the other one receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Unequal {
+pub(crate) struct CountMismatch {
     pub(crate) from: u32,
     pub(crate) to: u32,
     pub(crate) sent: usize,
@@ -70,14 +70,14 @@ impl Counts {
     ///
     /// # Errors
     /// The first pair of ranks that do not agree.
-    pub(crate) fn new(ranks: u32, counts: Vec<usize>) -> Result<Self, Unequal> {
+    pub(crate) fn new(ranks: u32, counts: Vec<usize>) -> Result<Self, CountMismatch> {
         let counts = Counts { ranks: ranks as usize, counts };
         for from in 0..ranks {
             for to in 0..ranks {
                 let sent = counts.sent_by(from)[to as usize];
                 let received = counts.received_by(to)[from as usize];
                 if sent != received {
-                    return Err(Unequal { from, to, sent, received });
+                    return Err(CountMismatch { from, to, sent, received });
                 }
             }
         }
@@ -116,7 +116,7 @@ impl Exchange {
     /// The messages of `rank` of `ranks` ranks in a call on `len` elements; `None` for a call that is more than messages.
     pub(crate) fn of(call: &Call<'_>, rank: u32, ranks: u32, len: usize) -> Option<Self> {
         let nothing = || -> Ranges { (0..ranks).map(|_| 0..0).collect() };
-        let shards = Shares::Shards { len, ranks };
+        let shards = Partition::Shards { len, ranks };
         let (mut send, mut receive, longest) = match call {
             Call::AllToAll => (shards.ranges(ranks), shards.ranges(ranks), shards.longest()),
             Call::Gather { root } | Call::Scatter { root } => {
@@ -133,13 +133,13 @@ impl Exchange {
                 }
             }
             Call::AllGatherV { counts } => {
-                let parts = Shares::Counts(counts);
+                let parts = Partition::Counts(counts);
                 let own = parts.range(rank);
                 ((0..ranks).map(|_| own.clone()).collect(), parts.ranges(ranks), parts.longest())
             }
             Call::AllToAllV { counts, .. } => (
-                Shares::Counts(counts.sent_by(rank)).ranges(ranks),
-                Shares::Counts(counts.received_by(rank)).ranges(ranks),
+                Partition::Counts(counts.sent_by(rank)).ranges(ranks),
+                Partition::Counts(counts.received_by(rank)).ranges(ranks),
                 counts.longest(),
             ),
             _ => return None,
@@ -165,7 +165,7 @@ mod tests {
         let counts = |received: usize| Counts::new(2, vec![5, 3, 5, 1, 1, 2, received, 2]);
         assert_eq!(counts(3).unwrap().sent_by(0), [5, 3]);
         assert_eq!(counts(3).unwrap().received_by(1), [3, 2]);
-        assert_eq!(counts(4).unwrap_err(), Unequal { from: 0, to: 1, sent: 3, received: 4 });
+        assert_eq!(counts(4).unwrap_err(), CountMismatch { from: 0, to: 1, sent: 3, received: 4 });
     }
 
     proptest! {

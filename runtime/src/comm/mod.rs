@@ -127,11 +127,11 @@ impl std::str::FromStr for Algorithm {
 }
 
 /// Largest buffer of a rank, in bytes.
-const MOST_BYTES: usize = 1 << 46;
+const MAX_BYTES: usize = 1 << 46;
 
 /// Bytes of `len` elements, unless no machine has so many.
 fn bytes_of(dtype: DType, len: usize) -> Result<usize> {
-    len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MOST_BYTES).ok_or_else(|| {
+    len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MAX_BYTES).ok_or_else(|| {
         let problem = format!("{len} elements of {dtype} are more than any machine has memory for");
         crate::Error::InvalidArgument { operation: "allocate", problem }
     })

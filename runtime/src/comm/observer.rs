@@ -71,9 +71,9 @@ impl UpdateTiming {
 
 /// The observer of a communicator that has none.
 #[derive(Debug)]
-pub(super) struct Nobody;
+pub(super) struct NoObserver;
 
-impl Observer for Nobody {
+impl Observer for NoObserver {
     fn operation_begins(&self) {}
 
     fn operation_ended(&self, _: &ObservedOperation) {}

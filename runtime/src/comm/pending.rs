@@ -13,12 +13,12 @@ use crate::{Error, Result};
 pub struct Pending {
     /// That of a completed operation. A field of its own, which is handed on as it is: small operations notice the difference.
     buffer: Buffer,
-    under_way: Option<Box<UnderWay>>,
+    in_flight: Option<Box<InFlight>>,
 }
 
 /// An operation on another thread, which has the buffer.
 #[derive(Debug)]
-struct UnderWay {
+struct InFlight {
     result: Receiver<Result<Buffer>>,
     observer: Option<Arc<dyn Observer>>,
 }
@@ -27,17 +27,17 @@ impl Pending {
     /// An operation that has already completed.
     #[inline]
     pub(crate) fn complete(buffer: Buffer) -> Self {
-        Pending { buffer, under_way: None }
+        Pending { buffer, in_flight: None }
     }
 
     /// One whose outcome `result` will tell, and that has left `rest` of its buffer, which is empty. `observer` is told of the
     /// wait for it.
-    pub(crate) fn under_way(
+    pub(crate) fn in_flight(
         rest: Buffer,
         result: Receiver<Result<Buffer>>,
         observer: Option<Arc<dyn Observer>>,
     ) -> Self {
-        Pending { buffer: rest, under_way: Some(Box::new(UnderWay { result, observer })) }
+        Pending { buffer: rest, in_flight: Some(Box::new(InFlight { result, observer })) }
     }
 
     /// Waits until the operation has completed and returns its buffer.
@@ -46,17 +46,17 @@ impl Pending {
     /// As the operation's own.
     #[inline]
     pub fn wait(self) -> Result<Buffer> {
-        match self.under_way {
+        match self.in_flight {
             None => Ok(self.buffer),
-            Some(under_way) => under_way.wait(),
+            Some(in_flight) => in_flight.wait(),
         }
     }
 }
 
-impl UnderWay {
+impl InFlight {
     #[cold]
     fn wait(self) -> Result<Buffer> {
-        let UnderWay { result, observer } = self;
+        let InFlight { result, observer } = self;
         let begin = now();
         let result = result.recv();
         if let Some(observer) = observer {

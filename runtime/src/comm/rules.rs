@@ -24,14 +24,14 @@ pub(crate) struct Rules {
 
 /// An operation as the progress page knows it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Noted {
+pub(crate) struct ProgressEntry {
     pub(crate) operation: Operation,
     pub(crate) number: u32,
     pub(crate) bytes: usize,
 }
 
 /// What a transport has to do with its failure. Most have nothing to do.
-pub(crate) trait Failing {
+pub(crate) trait FailureHandler {
     /// Whether it is this rank that differs from its peers, so that it accuses none of them.
     fn is_at_fault(&self, _: &Error) -> bool {
         false
@@ -64,28 +64,28 @@ impl Rules {
     /// # Errors
     /// If this process has no part in the run, or an earlier error has made the communicator unusable.
     #[inline]
-    pub(crate) fn begin(&self, noted: Noted) -> Result<()> {
+    pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<()> {
         self.check_usable()?;
         let Some(membership) = &self.membership else { return Ok(()) };
         if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
-            membership.come_to(Moment::Collective);
+            membership.inject_faults(Moment::Collective);
         }
-        self.note(noted);
+        self.note(entry);
         Ok(())
     }
 
     /// Lets everybody see what the rank is in from now on, until that [ends](Self::end).
     #[inline]
-    pub(crate) fn note(&self, noted: Noted) {
+    pub(crate) fn note(&self, entry: ProgressEntry) {
         if let Some(membership) = &self.membership {
-            membership.page().enter(self.rank, noted.operation, noted.number, noted.bytes);
+            membership.page().enter(self.rank, entry.operation, entry.number, entry.bytes);
         }
     }
 
     /// Ends the operation that has [begun](Self::begin). Its error, unless it is about the arguments, makes the communicator
     /// unusable.
     #[inline]
-    pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl Failing + ?Sized)) -> Result<R> {
+    pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl FailureHandler + ?Sized)) -> Result<R> {
         match result {
             Ok(value) => {
                 self.leave();
@@ -104,7 +104,7 @@ impl Rules {
 
     /// Ends the communicator because of `error`, and accuses the rank that it names.
     #[cold]
-    pub(crate) fn fail(&self, error: Error, transport: &(impl Failing + ?Sized)) -> Error {
+    pub(crate) fn fail(&self, error: Error, transport: &(impl FailureHandler + ?Sized)) -> Error {
         match error {
             Error::Poisoned { .. } => return error,
             Error::InvalidArgument { .. } => {
@@ -123,19 +123,19 @@ impl Rules {
         let membership = self.membership.as_ref();
         // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
         if let Some(membership) = membership.filter(|_| !transport.is_at_fault(&error)) {
-            membership.accuse(&error);
+            membership.record_blame(&error);
         }
         transport.abort();
         drop(failing);
         if let Some(membership) = membership {
-            membership.hold_back(&error);
+            membership.delay_error(&error);
         }
         error
     }
 
     /// Ends the communicator without an error to report.
     #[cfg(feature = "cuda")]
-    pub(crate) fn end_by_force(&self, why: &str, transport: &impl Failing) {
+    pub(crate) fn force_abort(&self, why: &str, transport: &impl FailureHandler) {
         let _failing = self.failing();
         if self.poison.get().is_some() {
             return;
@@ -183,7 +183,7 @@ mod tests {
         }
     }
 
-    impl Failing for Recorder<'_> {
+    impl FailureHandler for Recorder<'_> {
         fn stop(&self) {
             self.note("stop");
         }
@@ -197,19 +197,19 @@ mod tests {
     fn the_first_error_poisons_and_ends_the_transport_once() {
         let rules = Rules::new(None, 3);
         let transport = Recorder(&rules, RefCell::default());
-        let noted = Noted { operation: Operation::Barrier, number: 1, bytes: 0 };
+        let entry = ProgressEntry { operation: Operation::Barrier, number: 1, bytes: 0 };
         let refusal = Error::InvalidArgument { operation: "broadcast", problem: "no".into() };
-        rules.begin(noted).unwrap();
+        rules.begin(entry).unwrap();
         assert!(rules.end::<()>(Err(refusal), &transport).is_err());
         // What is wrong with the arguments alone ends nothing.
-        rules.begin(noted).unwrap();
+        rules.begin(entry).unwrap();
         assert_eq!(rules.end(Ok(7), &transport).unwrap(), 7);
         for reason in ["first", "second"] {
             let error = rules.end::<()>(Err(Error::system("wait", reason)), &transport).unwrap_err();
             assert!(error.to_string().contains(reason));
         }
         assert_eq!(*transport.1.borrow(), [("stop", false), ("abort", true)]);
-        let error = rules.begin(noted).unwrap_err().to_string();
+        let error = rules.begin(entry).unwrap_err().to_string();
         assert!(error.contains("rank 3") && error.contains("first"), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! A world of one: every collective is the identity.
 
 use super::call::{Call, Request, SegmentUpdate};
-use super::rules::Failing;
+use super::rules::FailureHandler;
 use super::segments::update_blocks;
 use super::{Buffer, Capabilities, DType, Transport};
 use crate::{Error, Result, memory};
@@ -10,7 +10,7 @@ use crate::{Error, Result, memory};
 #[derive(Debug)]
 pub(crate) struct Solo;
 
-impl Failing for Solo {}
+impl FailureHandler for Solo {}
 
 impl Transport for Solo {
     fn backend(&self) -> &'static str {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use super::call::Request;
-use super::rules::Failing;
+use super::rules::FailureHandler;
 use super::{Algorithm, Buffer, DType};
 use crate::Result;
 
@@ -34,7 +34,7 @@ pub struct Capabilities {
 }
 
 /// The contract of the [module](self).
-pub(crate) trait Transport: Failing + Send {
+pub(crate) trait Transport: FailureHandler + Send {
     /// Its name, for display alone.
     fn backend(&self) -> &'static str;
 

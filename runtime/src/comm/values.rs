@@ -1,6 +1,6 @@
 //! Collectives on values that live outside of buffers.
 
-use super::exchange::Shares;
+use super::exchange::Partition;
 use super::{Buffer, Communicator, DType, Element, ReduceOp, bytes_of};
 use crate::Result;
 
@@ -52,7 +52,7 @@ impl Communicator {
     pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let lens = self.all_gather_slice(&[bytes.len() as i64])?;
         let counts: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
-        let parts = Shares::Counts(&counts);
+        let parts = Partition::Counts(&counts);
         let mut all = Buffer::zeroed_of(DType::U8, total(&counts)?);
         all.as_mut_slice::<u8>()[parts.range(self.rank())].copy_from_slice(bytes);
         let all = self.all_gather_v(all, &counts)?.wait()?;

@@ -7,55 +7,62 @@
 use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
 
+use super::gradient_bucket::{Averaged, GradientBucket};
 use super::readiness::Readiness;
-use super::slot::{Averaged, Slot};
 use crate::comm::{Communicator, shard};
 use crate::{Layout, Result};
 
 /// Keeps a norm of zero from being divided by.
-const TINY: f64 = 1e-6;
+const EPSILON: f64 = 1e-6;
 
 /// Scales what this rank has of the reduced gradients so that their norm is `most` at most, and returns the norm they had.
 /// Collective where buckets are sharded.
 ///
 /// # Errors
 /// As [`Communicator::all_gather`].
-pub(super) fn clip(comm: &mut Communicator, slots: &mut [Slot], most: f64) -> Result<f64> {
+pub(super) fn clip(comm: &mut Communicator, buckets: &mut [GradientBucket], most: f64) -> Result<f64> {
     let (rank, ranks) = (comm.rank(), comm.size());
-    let has_shard = |slot: &&Slot| slot.averaged == Averaged::Shard;
-    let squares = |slot: &Slot, rank| sum_of_squares(&slot.values()[shard(slot.elements.len(), ranks, rank)]);
-    let mine: Vec<f64> = slots.iter().filter(has_shard).map(|slot| squares(slot, rank)).collect();
+    let has_shard = |bucket: &&GradientBucket| bucket.averaged == Averaged::Shard;
+    let squares = |bucket: &GradientBucket, rank| {
+        sum_of_squares(&bucket.values()[shard(bucket.elements.len(), ranks, rank)])
+    };
+    let mine: Vec<f64> = buckets.iter().filter(has_shard).map(|bucket| squares(bucket, rank)).collect();
     let all = if mine.is_empty() { Vec::new() } else { comm.all_gather_slice(&mine)? };
     let (mut sum, mut place) = (0.0, 0);
-    for slot in slots.iter() {
+    for bucket in buckets.iter() {
         for peer in 0..ranks {
-            sum += match slot.averaged {
+            sum += match bucket.averaged {
                 Averaged::Shard => all[peer as usize * mine.len() + place],
-                _ => squares(slot, peer),
+                _ => squares(bucket, peer),
             };
         }
-        place += usize::from(has_shard(&slot));
+        place += usize::from(has_shard(&bucket));
     }
-    Ok(shorten(slots, sum.sqrt(), most))
+    Ok(scale_down_to(buckets, sum.sqrt(), most))
 }
 
 /// As [`clip`], of gradients that all ranks have whole, by a sum in which neither ranks nor buckets show.
-pub(super) fn clip_invariant(layout: &Layout, readiness: &Readiness, slots: &mut [Slot], most: f64) -> f64 {
+pub(super) fn clip_invariant(
+    layout: &Layout,
+    readiness: &Readiness,
+    buckets: &mut [GradientBucket],
+    most: f64,
+) -> f64 {
     let squares = |tensor: usize| {
-        let slot = &slots[readiness.bucket_of(tensor)?];
-        Some(sum_of_squares(&slot.values()[slot.within(layout, tensor)]))
+        let bucket = &buckets[readiness.bucket_of(tensor)?];
+        Some(sum_of_squares(&bucket.values()[bucket.within(layout, tensor)]))
     };
     let sum: f64 = (0..layout.tensors().len()).filter_map(squares).sum();
-    shorten(slots, sum.sqrt(), most)
+    scale_down_to(buckets, sum.sqrt(), most)
 }
 
 /// Scales gradients of the norm `norm` to `most`, if that is less, and returns `norm`.
-fn shorten(slots: &mut [Slot], norm: f64, most: f64) -> f64 {
-    let factor = most / (norm + TINY);
+fn scale_down_to(buckets: &mut [GradientBucket], norm: f64, most: f64) -> f64 {
+    let factor = most / (norm + EPSILON);
     if factor < 1.0 {
-        for slot in slots {
-            let reduced = slot.reduced();
-            scale(&mut slot.values_mut()[reduced], factor as f32);
+        for bucket in buckets {
+            let reduced = bucket.reduced();
+            scale(&mut bucket.values_mut()[reduced], factor as f32);
         }
     }
     norm

@@ -9,27 +9,27 @@
 
 use mgpu_kernels::digest::cpu as digest;
 
-use super::slot::Slot;
+use super::gradient_bucket::GradientBucket;
 use crate::comm::{Communicator, shard};
-use crate::replicate::{blamed, odd_one};
+use crate::replicate::{blame_and_fail, first_outlier};
 use crate::{Error, Layout, Result};
 
 /// Elements of a tensor that is checked whole before the reduction. (To read 81 MB of gradients, of which `layers` has most in
 /// two tensors, takes some 9 ms of a step of 200.)
-const SMALL: usize = 1 << 16;
+const FULL_CHECK_LEN: usize = 1 << 16;
 
-impl Slot {
+impl GradientBucket {
     /// A tensor of the bucket with non-finite gradients of this rank, in step `step`.
     pub(super) fn not_finite(&self, layout: &Layout, step: u64, is_alone: bool) -> Option<usize> {
         let values = self.values();
         let is_bad = |tensor: &usize| {
             let gradient = &values[self.within(layout, *tensor)];
             match gradient.len() {
-                len if is_alone || len <= SMALL => digest::not_finite(gradient) > 0,
+                len if is_alone || len <= FULL_CHECK_LEN => digest::not_finite(gradient) > 0,
                 _ => digest::any_not_finite_of_some(gradient, step),
             }
         };
-        self.bucket.tensors.clone().rev().find(is_bad)
+        self.plan.tensors.clone().rev().find(is_bad)
     }
 
     /// A tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
@@ -40,7 +40,7 @@ impl Slot {
             let elements = within.start.max(shard.start)..within.end.min(shard.end);
             !elements.is_empty() && digest::not_finite(&self.values()[elements]) > 0
         };
-        self.bucket.tensors.clone().rev().find(is_bad)
+        self.plan.tensors.clone().rev().find(is_bad)
     }
 }
 
@@ -72,18 +72,18 @@ impl Report {
         let column = |word: usize| all.iter().skip(word).step_by(WORDS).copied().collect::<Vec<i64>>();
         let name = |tensor: i64| layout.tensors()[tensor as usize].name.clone();
         let [own, reduced, micro_batches, rates] = [0, 1, 2, 3].map(column);
-        if let Some((right, peer)) = odd_one(&micro_batches) {
+        if let Some((right, peer)) = first_outlier(&micro_batches) {
             let (what, ours, theirs) =
                 (format!("micro-batches in step {step}"), micro_batches[right], micro_batches[peer]);
             let (rank, peer) = (right as u32, peer as u32);
-            return blamed(comm, Error::Disagreement { rank, peer, what, ours, theirs });
+            return blame_and_fail(comm, Error::Disagreement { rank, peer, what, ours, theirs });
         }
-        if let Some((right, peer)) = odd_one(&rates) {
+        if let Some((right, peer)) = first_outlier(&rates) {
             let rate = |rank: usize| f64::from_bits(rates[rank] as u64).to_string();
             let (setting, ours, theirs) =
                 (format!("in step {step} the learning rate"), rate(right), rate(peer));
             let (rank, peer) = (right as u32, peer as u32);
-            return blamed(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs });
+            return blame_and_fail(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs });
         }
         let found = |tensors: &[i64]| tensors.iter().position(|tensor| *tensor >= 0);
         if let Some(rank) = found(&own) {

@@ -5,7 +5,7 @@
 //! optimizer ([`crate::optimizer`]) into the parameters, of which every rank has a copy. All copies were made equal once
 //! ([`crate::replicate`](mod@crate::replicate)). Of a small bucket every rank averages all and applies the same update to the
 //! same bits. Of a large one it averages and updates its shard, and passes that on: state and work are divided by n, and
-//! the bits are the same (`slot`). On a GPU the same way is `device`'s. What both do with bits and not with memory is one:
+//! the bits are the same (`bucket`). On a GPU the same way is `device`'s. What both do with bits and not with memory is one:
 //! which gradients are there and which bucket is next (`readiness`), and everything that can be chosen (`config`).
 
 mod accumulate;
@@ -14,12 +14,12 @@ mod clip;
 mod config;
 #[cfg(feature = "cuda")]
 pub mod device;
+mod gradient_bucket;
+mod gradient_buckets;
 mod guard;
 mod readiness;
 mod reducer;
 mod sink;
-mod slot;
-mod slots;
 mod state;
 mod tree;
 
@@ -27,10 +27,10 @@ use std::time::{Duration, Instant};
 
 use config::SHARD_FROM;
 pub use config::{Compression, DataParallelConfig, ReducerConfig, Reduction, ShardFrom, Unused};
-use reducer::Attendance;
+use gradient_bucket::GradientBucket;
+use reducer::Participation;
 pub use reducer::Reducer;
 pub use sink::GradientSink;
-use slot::Slot;
 pub use state::NamedArena;
 
 use crate::comm::{Buffer, Communicator, DType};
@@ -134,10 +134,11 @@ impl DataParallel {
             Some(_) => reducer.comm.allocate(DType::F32, values.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
-        let slots = &reducer.slots;
-        let mut optimizer = Optimizer::new(config.optimizer, &reducer.layout, slots.states, config.threads)?;
+        let buckets = &reducer.buckets;
+        let mut optimizer =
+            Optimizer::new(config.optimizer, &reducer.layout, buckets.states, config.threads)?;
         if let Some(average) = optimizer.average_mut() {
-            slots.keep_own(&values, average);
+            buckets.copy_own(&values, average);
         }
         Ok(DataParallel {
             reducer,
@@ -262,11 +263,11 @@ impl DataParallel {
     ) -> Result<bool> {
         self.whole_parameters("step")?;
         let begin = self.reducer.comm.observer().begin();
-        let Some(attendance) = self.attend(has_data)? else { return Ok(false) };
-        self.follow_order()?;
+        let Some(participation) = self.agree_on_participation(has_data)? else { return Ok(false) };
+        self.apply_gradient_order()?;
         let Self { reducer, parameters, buffers, .. } = self;
         let parameters = parameters.as_slice();
-        reducer.run(attendance, buffers, |index, buffers, gradients| {
+        reducer.run(participation, buffers, |index, buffers, gradients| {
             compute(MicroBatch { index, parameters, buffers, gradients })
         })?;
         let updating = self.reducer.comm.observer().begin();
@@ -280,36 +281,39 @@ impl DataParallel {
     }
 
     /// Agrees with the other ranks on who has data; a rank that has none goes along with their learning rate.
-    fn attend(&mut self, has_data: bool) -> Result<Option<Attendance>> {
+    fn agree_on_participation(&mut self, has_data: bool) -> Result<Option<Participation>> {
         let learning_rate = self.optimizer.base_learning_rate();
-        let attendance = self.reducer.attend(self.optimizer.steps(), has_data, learning_rate)?;
-        if let Some(Attendance { has_data: false, learning_rate, .. }) = attendance {
+        let participation =
+            self.reducer.agree_on_participation(self.optimizer.steps(), has_data, learning_rate)?;
+        if let Some(Participation { has_data: false, learning_rate, .. }) = participation {
             self.optimizer.set_learning_rate(learning_rate);
         }
-        Ok(attendance)
+        Ok(participation)
     }
 
     /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
-        let Self { reducer: Reducer { comm, slots, .. }, parameters, optimizer, block, update_time, .. } =
-            self;
-        let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
+        let Self {
+            reducer: Reducer { comm, buckets, .. }, parameters, optimizer, block, update_time, ..
+        } = self;
+        let mut update = |bucket: &GradientBucket, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
-            let from = begin - slot.elements.start;
-            let gradients = &slot.values()[from..from + parameters.len()];
-            optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
+            let from = begin - bucket.elements.start;
+            let gradients = &bucket.values()[from..from + parameters.len()];
+            optimizer.update(begin, bucket.state + (begin - bucket.own.start), parameters, gradients);
             *update_time += start.elapsed();
         };
-        for slot in slots.all.iter().filter(|slot| !slot.sharded) {
-            update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
+        for bucket in buckets.all.iter().filter(|bucket| !bucket.sharded) {
+            update(bucket, bucket.elements.start, &mut parameters.as_mut_slice()[bucket.elements.clone()]);
         }
-        if !slots.segments.is_empty() {
-            let mut make = |segment: usize, begin: usize, made: &mut Buffer| {
-                update(&slots.all[slots.of_segment[segment]], begin, made.as_mut_slice());
+        if !buckets.segments.is_empty() {
+            let mut update_block = |segment: usize, begin: usize, parameters: &mut Buffer| {
+                update(&buckets.all[buckets.of_segment[segment]], begin, parameters.as_mut_slice());
             };
             let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
-            *parameters = comm.update_all_gather(all, &slots.segments, *block, &mut make)?.wait()?;
+            *parameters =
+                comm.update_all_gather(all, &buckets.segments, *block, &mut update_block)?.wait()?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use super::accumulate::Counter;
-use crate::bucket::Bucket;
+use crate::bucket::BucketPlan;
 use crate::{Error, Layout, Result};
 
 /// The state of a step's gradients.
@@ -26,7 +26,7 @@ pub(super) struct Readiness {
     /// Gradients of each bucket that are still to come in this micro-batch.
     missing: Vec<usize>,
     /// Buckets given out for reduction in this step.
-    given_out: usize,
+    dispatched: usize,
     /// Which micro-batch it is.
     pub(super) counter: Counter,
     /// Tensors in the order in which their gradients came, until buckets follow it.
@@ -35,22 +35,22 @@ pub(super) struct Readiness {
 
 impl Readiness {
     /// For steps with these buckets, noting the order of gradients if `observe`.
-    pub(super) fn new(layout: &Layout, buckets: &[Bucket], observe: bool, counter: Counter) -> Self {
+    pub(super) fn new(layout: &Layout, buckets: &[BucketPlan], observe: bool, counter: Counter) -> Self {
         let mut readiness = Readiness {
             bucket_of: Vec::new(),
             open: vec![false; layout.tensors().len()],
             buckets: Vec::new(),
             missing: Vec::new(),
-            given_out: 0,
+            dispatched: 0,
             counter,
             observed: observe.then(Vec::new),
         };
-        readiness.recut(buckets);
+        readiness.set_buckets(buckets);
         readiness
     }
 
     /// Goes on with other buckets, between two steps.
-    pub(super) fn recut(&mut self, buckets: &[Bucket]) {
+    pub(super) fn set_buckets(&mut self, buckets: &[BucketPlan]) {
         self.bucket_of = vec![None; self.open.len()];
         for (place, bucket) in buckets.iter().enumerate() {
             self.bucket_of[bucket.tensors.clone()].fill(Some(place));
@@ -67,7 +67,7 @@ impl Readiness {
     /// Begins a step of `count` micro-batches, and the first of them.
     pub(super) fn begin_step(&mut self, count: usize) {
         self.counter = self.counter.with_count(count);
-        self.given_out = 0;
+        self.dispatched = 0;
         self.observed.iter_mut().for_each(Vec::clear);
         self.begin_batch(0);
     }
@@ -100,7 +100,7 @@ impl Readiness {
     ///
     /// # Errors
     /// As [`check_open`](Self::check_open).
-    pub(super) fn hand_over(&mut self, layout: &Layout, tensor: usize) -> Result<(usize, bool)> {
+    pub(super) fn mark_ready(&mut self, layout: &Layout, tensor: usize) -> Result<(usize, bool)> {
         let bucket = self.check_open(layout, tensor)?;
         self.open[tensor] = false;
         self.missing[bucket] -= 1;
@@ -112,9 +112,9 @@ impl Readiness {
 
     /// The next bucket to be reduced, if that may be now.
     pub(super) fn next_bucket(&mut self) -> Option<usize> {
-        let bucket = self.given_out;
+        let bucket = self.dispatched;
         let may_be = self.counter.is_last() && self.missing.get(bucket) == Some(&0);
-        self.given_out += usize::from(may_be);
+        self.dispatched += usize::from(may_be);
         may_be.then_some(bucket)
     }
 
@@ -136,7 +136,7 @@ impl Readiness {
     }
 
     /// The order in which gradients came in a whole step, once.
-    pub(super) fn take_order(&mut self) -> Option<Vec<usize>> {
+    pub(super) fn take_observed_order(&mut self) -> Option<Vec<usize>> {
         let tensors = self.bucket_of.iter().flatten().count();
         self.observed.take_if(|order| order.len() == tensors)
     }
@@ -200,11 +200,11 @@ mod tests {
                     readiness.begin_batch(index);
                     let mut there = vec![false; sizes.len()];
                     for tensor in shuffled(&layout, seed + index as u64) {
-                        let (bucket, complete) = readiness.hand_over(&layout, tensor).unwrap();
+                        let (bucket, complete) = readiness.mark_ready(&layout, tensor).unwrap();
                         there[tensor] = true;
                         prop_assert!(buckets[bucket].tensors.contains(&tensor));
                         prop_assert_eq!(complete, there[buckets[bucket].tensors.clone()].iter().all(|there| *there));
-                        prop_assert!(readiness.hand_over(&layout, tensor).is_err());
+                        prop_assert!(readiness.mark_ready(&layout, tensor).is_err());
                         while let Some(bucket) = readiness.next_bucket() {
                             prop_assert_eq!(index + 1, count, "before the last micro-batch");
                             prop_assert!(there[buckets[bucket].tensors.clone()].iter().all(|there| *there));
@@ -215,7 +215,7 @@ mod tests {
                 }
                 prop_assert_eq!(reduced, (0..buckets.len()).collect::<Vec<_>>());
                 let order = (step == 0).then(|| shuffled(&layout, seed + count as u64 - 1));
-                prop_assert_eq!(readiness.take_order(), order);
+                prop_assert_eq!(readiness.take_observed_order(), order);
             }
         }
 
@@ -228,7 +228,7 @@ mod tests {
             let order = shuffled(&layout, seed);
             let Some((missing, rest)) = order.split_first() else { return Ok(()) };
             for tensor in rest {
-                readiness.hand_over(&layout, *tensor).unwrap();
+                readiness.mark_ready(&layout, *tensor).unwrap();
             }
             let held = readiness.bucket_of(*missing).unwrap();
             let reduced: Vec<usize> = std::iter::from_fn(|| readiness.next_bucket()).collect();
@@ -236,7 +236,7 @@ mod tests {
             let error = readiness.check_complete(&layout).unwrap_err().to_string();
             prop_assert_eq!(error, format!("step: the gradient of tensor `{missing}` was not handed over"));
             prop_assert_eq!(readiness.last_open(), Some(*missing));
-            prop_assert_eq!(readiness.take_order(), None);
+            prop_assert_eq!(readiness.take_observed_order(), None);
         }
     }
 
@@ -247,9 +247,9 @@ mod tests {
         assert_eq!(buckets.iter().map(|bucket| bucket.tensors.clone()).collect::<Vec<_>>(), [2..3, 0..1]);
         let mut readiness = Readiness::new(&layout, &buckets, false, Counter::new(1, false));
         readiness.begin_step(1);
-        let error = readiness.hand_over(&layout, 1).unwrap_err().to_string();
+        let error = readiness.mark_ready(&layout, 1).unwrap_err().to_string();
         assert_eq!(error, "step: tensor `1` is frozen: its gradient is not taken");
-        let error = readiness.hand_over(&layout, 3).unwrap_err().to_string();
+        let error = readiness.mark_ready(&layout, 3).unwrap_err().to_string();
         assert_eq!(error, "step: there is no tensor 3: the model has 3");
     }
 }

@@ -4,12 +4,12 @@ use super::accumulate::{Accumulator, Counter};
 use super::buffers::BufferMean;
 use super::clip;
 use super::config::{BUCKET, Compression, ReducerConfig, Unused, check_join, check_micro_batches};
+use super::gradient_bucket::{Exchange, GradientBucket};
+use super::gradient_buckets::{GradientBuckets, Sharding};
 use super::guard::Report;
 use super::readiness::{Readiness, check_tensor};
 use super::sink::{GradientSink, Sink};
-use super::slot::{Exchange, Slot};
-use super::slots::{Sharding, Slots};
-use crate::bucket::{self, Bucket};
+use crate::bucket::{self, BucketPlan};
 use crate::comm::{Communicator, DType};
 use crate::replicate::{verify_layout, verify_settings};
 use crate::{Error, Layout, Result};
@@ -45,7 +45,7 @@ use crate::{Error, Layout, Result};
 pub struct Reducer {
     pub(super) comm: Communicator,
     pub(super) layout: Layout,
-    pub(super) slots: Slots,
+    pub(super) buckets: GradientBuckets,
     sharding: Sharding,
     readiness: Readiness,
     accumulator: Accumulator,
@@ -58,7 +58,7 @@ pub struct Reducer {
 
 /// Who takes part in a step, and how.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Attendance {
+pub(super) struct Participation {
     /// The step, from 0.
     pub(super) step: u64,
     /// Whether this rank has data.
@@ -71,19 +71,19 @@ pub(super) struct Attendance {
     pub(super) learning_rate: f64,
 }
 
-impl Attendance {
+impl Participation {
     /// Learns from the others who has data; `None` if nobody has. A rank that has none goes along with the others' micro-batches
     /// and learning rate. Collective.
     pub(super) fn agree(self, comm: &mut Communicator) -> Result<Option<Self>> {
-        let Attendance { has_data, micro_batches, learning_rate, .. } = self;
+        let Participation { has_data, micro_batches, learning_rate, .. } = self;
         let mine = [i64::from(has_data), micro_batches as i64, learning_rate.to_bits() as i64];
         let ranks = comm.all_gather_slice(&mine)?;
         let (ranks, _) = ranks.as_chunks::<3>();
         let mut active = ranks.iter().filter(|[has_data, ..]| *has_data != 0);
         let Some([_, micro_batches, rate]) = active.next() else { return Ok(None) };
-        let of_all = Attendance { active: 1 + active.count() as u32, ..self };
+        let of_all = Participation { active: 1 + active.count() as u32, ..self };
         let (micro_batches, learning_rate) = (*micro_batches as usize, f64::from_bits(*rate as u64));
-        Ok(Some(if has_data { of_all } else { Attendance { micro_batches, learning_rate, ..of_all } }))
+        Ok(Some(if has_data { of_all } else { Participation { micro_batches, learning_rate, ..of_all } }))
     }
 }
 
@@ -114,7 +114,7 @@ impl Reducer {
             comm = comm.in_background()?;
         }
         let gradients = comm.allocate(DType::F32, layout.len())?;
-        let narrow = match config.compression {
+        let compressed = match config.compression {
             Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
             _ => None,
         };
@@ -124,7 +124,7 @@ impl Reducer {
         let counter = Counter::new(config.micro_batches, config.world_size_invariant);
         Ok(Reducer {
             readiness: Readiness::new(&layout, &buckets, ranks > 1, counter),
-            slots: Slots::cut(&layout, buckets, (gradients, narrow), sharding),
+            buckets: GradientBuckets::cut(&layout, buckets, (gradients, compressed), sharding),
             accumulator: Accumulator::new(layout.len()),
             sharding,
             norm: None,
@@ -186,37 +186,39 @@ impl Reducer {
         buffers: &mut [f32],
         compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
     ) -> Result<bool> {
-        let Some(attendance) = self.attend(self.reductions, has_data, 0.0)? else { return Ok(false) };
+        let Some(participation) = self.agree_on_participation(self.reductions, has_data, 0.0)? else {
+            return Ok(false);
+        };
         if let Some(buckets) = self.next_buckets()? {
-            self.recut(buckets)?;
+            self.rebuild_buckets(buckets)?;
         }
-        self.run(attendance, buffers, compute)?;
+        self.run(participation, buffers, compute)?;
         self.reductions += 1;
         Ok(true)
     }
 
     /// Agrees with the other ranks on who has data for step `step`; `None` if nobody has. Collective where ranks may join.
-    pub(super) fn attend(
+    pub(super) fn agree_on_participation(
         &mut self,
         step: u64,
         has_data: bool,
         learning_rate: f64,
-    ) -> Result<Option<Attendance>> {
+    ) -> Result<Option<Participation>> {
         let (active, micro_batches) = (self.comm.size(), self.config.micro_batches);
-        let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
+        let mine = Participation { step, has_data, active, micro_batches, learning_rate };
         if self.config.join { mine.agree(&mut self.comm) } else { Ok(Some(mine)) }
     }
 
     /// Makes a step up to averaged and clipped gradients.
     pub(super) fn run(
         &mut self,
-        attendance: Attendance,
+        participation: Participation,
         buffers: &mut [f32],
         mut compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
     ) -> Result<()> {
-        self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
+        self.buckets.all.iter_mut().try_for_each(GradientBucket::begin_step)?;
         // A rank without data has nothing but zeros to add up.
-        let micro_batches = if attendance.has_data { attendance.micro_batches } else { 1 };
+        let micro_batches = if participation.has_data { participation.micro_batches } else { 1 };
         self.readiness.begin_step(micro_batches);
         self.accumulator.begin_step(&self.readiness.counter);
         let mut not_finite = None;
@@ -227,35 +229,35 @@ impl Reducer {
             if let Some(mean) = &mut mean {
                 mean.begin_batch(buffers);
             }
-            let mut sink = self.sink(&attendance, &mut not_finite);
-            if attendance.has_data {
+            let mut sink = self.sink(&participation, &mut not_finite);
+            if participation.has_data {
                 compute(index, buffers, &mut sink)?;
             }
-            if !attendance.has_data || sink.config.unused == Unused::Zero {
-                sink.fill_open()?;
+            if !participation.has_data || sink.config.unused == Unused::Zero {
+                sink.zero_missing()?;
             }
             if let Some(mean) = &mut mean {
                 mean.add(&self.readiness.counter, buffers);
             }
             self.readiness.check_complete(&self.layout)?;
         }
-        self.slots.all.iter_mut().try_for_each(Slot::settle)?;
+        self.buckets.all.iter_mut().try_for_each(GradientBucket::finish_reduction)?;
         if is_mean {
             BufferMean::finish(&mut self.comm, &self.readiness.counter, buffers)?;
         }
-        self.compare_reports(&attendance, not_finite)?;
+        self.compare_reports(&participation, not_finite)?;
         self.clip()
     }
 
     /// Where a micro-batch's gradients go. What is found in them goes to `not_finite`.
-    fn sink<'a>(&'a mut self, attendance: &Attendance, not_finite: &'a mut Option<usize>) -> Sink<'a> {
+    fn sink<'a>(&'a mut self, participation: &Participation, not_finite: &'a mut Option<usize>) -> Sink<'a> {
         let ReducerConfig { reduction, world_size_invariant: invariant, .. } = self.config;
-        let Attendance { step, active, .. } = *attendance;
+        let Participation { step, active, .. } = *participation;
         let micro_batches = self.readiness.counter.count();
         Sink {
             comm: &mut self.comm,
             layout: &self.layout,
-            slots: &mut self.slots.all,
+            buckets: &mut self.buckets.all,
             readiness: &mut self.readiness,
             accumulator: &mut self.accumulator,
             config: &self.config,
@@ -266,24 +268,24 @@ impl Reducer {
     }
 
     /// Compares what the ranks have found in their gradients, `own` in those of this rank, and whether all make the same step.
-    fn compare_reports(&mut self, attendance: &Attendance, own: Option<usize>) -> Result<()> {
-        let Self { comm, layout, slots, config, .. } = self;
+    fn compare_reports(&mut self, participation: &Participation, own: Option<usize>) -> Result<()> {
+        let Self { comm, layout, buckets, config, .. } = self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let reduced = match config.check_finite && ranks > 1 {
-            true => slots.all.iter().find_map(|slot| slot.reduced_not_finite(layout, rank, ranks)),
+            true => buckets.all.iter().find_map(|bucket| bucket.reduced_not_finite(layout, rank, ranks)),
             false => None,
         };
-        let Attendance { step, micro_batches, learning_rate, .. } = *attendance;
+        let Participation { step, micro_batches, learning_rate, .. } = *participation;
         Report { own, reduced, micro_batches, learning_rate }.compare(comm, layout, step + 1)
     }
 
     /// Shortens the gradients if they are longer than they may be.
     fn clip(&mut self) -> Result<()> {
-        let Self { comm, layout, slots, readiness, config, norm, .. } = self;
+        let Self { comm, layout, buckets, readiness, config, norm, .. } = self;
         if let Some(most) = config.clip_norm {
             *norm = Some(match config.world_size_invariant {
-                true => clip::clip_invariant(layout, readiness, &mut slots.all, most),
-                false => clip::clip(comm, &mut slots.all, most)?,
+                true => clip::clip_invariant(layout, readiness, &mut buckets.all, most),
+                false => clip::clip(comm, &mut buckets.all, most)?,
             });
         }
         Ok(())
@@ -292,18 +294,18 @@ impl Reducer {
     /// The buckets to go on with, if they are others: once it is known in which order gradients come, they follow it, rank 0's
     /// of the first step for all ranks. Where that is the order of the layout, last tensor first, nothing changes.
     /// Collective then.
-    pub(super) fn next_buckets(&mut self) -> Result<Option<Vec<Bucket>>> {
-        let Some(order) = self.readiness.take_order() else { return Ok(None) };
-        let buckets = follow(&mut self.comm, &self.layout, order, self.config.buckets(BUCKET))?;
-        let current = self.slots.all.iter().map(|slot| &slot.bucket);
+    pub(super) fn next_buckets(&mut self) -> Result<Option<Vec<BucketPlan>>> {
+        let Some(order) = self.readiness.take_observed_order() else { return Ok(None) };
+        let buckets = plan_from_order(&mut self.comm, &self.layout, order, self.config.buckets(BUCKET))?;
+        let current = self.buckets.all.iter().map(|bucket| &bucket.plan);
         Ok(if current.eq(&buckets) { None } else { Some(buckets) })
     }
 
     /// Cuts the arenas into other buckets.
-    pub(super) fn recut(&mut self, buckets: Vec<Bucket>) -> Result<()> {
-        let arenas = std::mem::take(&mut self.slots).uncut()?;
-        self.readiness.recut(&buckets);
-        self.slots = Slots::cut(&self.layout, buckets, arenas, self.sharding);
+    pub(super) fn rebuild_buckets(&mut self, buckets: Vec<BucketPlan>) -> Result<()> {
+        let arenas = std::mem::take(&mut self.buckets).into_arenas()?;
+        self.readiness.set_buckets(&buckets);
+        self.buckets = GradientBuckets::cut(&self.layout, buckets, arenas, self.sharding);
         Ok(())
     }
 
@@ -319,9 +321,9 @@ impl Reducer {
             let problem = format!("tensor `{}` is frozen: it has none", self.layout.tensors()[tensor].name);
             return Err(Error::InvalidArgument { operation: "gradient", problem });
         };
-        let slot = &mut self.slots.all[bucket];
-        let range = slot.within(&self.layout, tensor);
-        Ok(&slot.averaged(&mut self.comm)?[range])
+        let bucket = &mut self.buckets.all[bucket];
+        let range = bucket.within(&self.layout, tensor);
+        Ok(&bucket.averaged(&mut self.comm)?[range])
     }
 
     /// A copy of all averaged gradients, in the order of the layout; 0 for frozen tensors. Collective as
@@ -331,9 +333,9 @@ impl Reducer {
     /// As [`gradient`](Self::gradient).
     pub fn gradients(&mut self) -> Result<Vec<f32>> {
         let mut all = vec![0.0; self.layout.len()];
-        for slot in &mut self.slots.all {
-            let elements = slot.elements.clone();
-            all[elements].copy_from_slice(slot.averaged(&mut self.comm)?);
+        for bucket in &mut self.buckets.all {
+            let elements = bucket.elements.clone();
+            all[elements].copy_from_slice(bucket.averaged(&mut self.comm)?);
         }
         Ok(all)
     }
@@ -396,12 +398,12 @@ impl Reducer {
 
 /// Buckets for gradients that come in rank 0's `order`, the same on all ranks, the first of `sizes.0` bytes and the others of
 /// `sizes.1`. Collective.
-pub(super) fn follow(
+pub(super) fn plan_from_order(
     comm: &mut Communicator,
     layout: &Layout,
     order: Vec<usize>,
     sizes: (usize, usize),
-) -> Result<Vec<Bucket>> {
+) -> Result<Vec<BucketPlan>> {
     let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
     comm.broadcast_slice(&mut order, 0)?;
     let mut sorted = order.clone();

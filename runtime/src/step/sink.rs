@@ -2,8 +2,8 @@
 
 use super::accumulate::Accumulator;
 use super::config::{ReducerConfig, Reduction, check_sums};
+use super::gradient_bucket::{Exchange, GradientBucket};
 use super::readiness::{Readiness, check_tensor};
-use super::slot::{Exchange, Slot};
 use crate::comm::Communicator;
 use crate::replicate::sum_over_ranks;
 use crate::{Error, Layout, Result};
@@ -51,7 +51,7 @@ pub trait GradientSink {
 pub(super) struct Sink<'a> {
     pub(super) comm: &'a mut Communicator,
     pub(super) layout: &'a Layout,
-    pub(super) slots: &'a mut [Slot],
+    pub(super) buckets: &'a mut [GradientBucket],
     pub(super) readiness: &'a mut Readiness,
     pub(super) accumulator: &'a mut Accumulator,
     pub(super) config: &'a ReducerConfig,
@@ -64,7 +64,7 @@ pub(super) struct Sink<'a> {
 
 impl Sink<'_> {
     /// Takes 0 for all gradients that were not handed over.
-    pub(super) fn fill_open(&mut self) -> Result<()> {
+    pub(super) fn zero_missing(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
             self.gradient(tensor).fill(0.0);
             self.ready(tensor)?;
@@ -73,12 +73,12 @@ impl Sink<'_> {
     }
 
     /// Starts the reduction of a bucket.
-    fn reduce(&mut self, bucket: usize) -> Result<()> {
-        let slot = &mut self.slots[bucket];
+    fn reduce(&mut self, index: usize) -> Result<()> {
+        let bucket = &mut self.buckets[index];
         if self.config.check_finite && self.not_finite.is_none() {
-            *self.not_finite = slot.not_finite(self.layout, self.step, self.comm.size() == 1);
+            *self.not_finite = bucket.not_finite(self.layout, self.step, self.comm.size() == 1);
         }
-        slot.reduce(self.comm, self.exchange, bucket as u32)
+        bucket.reduce(self.comm, self.exchange, index as u32)
     }
 }
 
@@ -90,22 +90,22 @@ impl GradientSink for Sink<'_> {
     fn gradient(&mut self, tensor: usize) -> &mut [f32] {
         check_tensor(self.layout, "step", tensor).unwrap_or_else(|error| panic!("{error}"));
         let bucket = self.readiness.bucket_of(tensor);
-        let slot = &mut self.slots[bucket.unwrap_or_else(|| panic!("step: tensor {tensor} is frozen"))];
-        let range = slot.within(self.layout, tensor);
-        &mut slot.values_mut()[range]
+        let bucket = &mut self.buckets[bucket.unwrap_or_else(|| panic!("step: tensor {tensor} is frozen"))];
+        let range = bucket.within(self.layout, tensor);
+        &mut bucket.values_mut()[range]
     }
 
     fn ready(&mut self, tensor: usize) -> Result<()> {
-        let (bucket, _) = self.readiness.hand_over(self.layout, tensor)?;
+        let (bucket, _) = self.readiness.mark_ready(self.layout, tensor)?;
         let counter = self.readiness.counter;
         if counter.count() > 1 {
-            let slot = &mut self.slots[bucket];
-            let within = slot.within(self.layout, tensor);
+            let bucket = &mut self.buckets[bucket];
+            let within = bucket.within(self.layout, tensor);
             let Exchange { reduction, invariant, micro_batches, .. } = self.exchange;
             // Where ranks are to make no difference, all are divided by at once.
             let is_mean = reduction == Reduction::Mean && !invariant;
             let divisor = if is_mean { micro_batches as f32 } else { 1.0 };
-            let gradient = &mut slot.values_mut()[within];
+            let gradient = &mut bucket.values_mut()[within];
             self.accumulator.add(&counter, self.layout.range(tensor), gradient, divisor);
         }
         while let Some(bucket) = self.readiness.next_bucket() {

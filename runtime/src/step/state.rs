@@ -21,11 +21,11 @@ impl DataParallel {
     /// # Errors
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
-        let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
+        let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
         // The average of a tensor that does not change is itself.
         let mut whole = parameters.as_slice().to_vec();
-        slots.gather(comm, local, &mut whole)?;
+        buckets.gather(comm, local, &mut whole)?;
         Ok(Some(whole))
     }
 
@@ -36,7 +36,7 @@ impl DataParallel {
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
         let len = if self.rank() == 0 { self.whole_parameters("arenas")?.len() } else { 0 };
-        let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
+        let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
         let mut arenas = Vec::new();
         for (name, local) in optimizer.state() {
             // The average of a tensor that does not change is itself; it has no other state.
@@ -44,7 +44,7 @@ impl DataParallel {
                 AVERAGE => parameters.as_slice::<f32>()[..len].to_vec(),
                 _ => vec![0.0; len],
             };
-            slots.gather(comm, local, &mut whole)?;
+            buckets.gather(comm, local, &mut whole)?;
             arenas.push((name, Cow::Owned(whole)));
         }
         let weights = &self.whole_parameters("arenas")?[..len];
@@ -63,7 +63,7 @@ impl DataParallel {
         steps: u64,
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
-        let Self { reducer: Reducer { comm, layout, slots, .. }, optimizer, .. } = self;
+        let Self { reducer: Reducer { comm, layout, buckets, .. }, optimizer, .. } = self;
         verify_same(comm, "steps to go on from", steps as i64)?;
         let mut whole = |name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, layout)?;
@@ -72,28 +72,28 @@ impl DataParallel {
         };
         self.parameters.as_mut_slice().copy_from_slice(&whole("weights")?);
         for (name, local) in optimizer.state_mut() {
-            slots.keep_own(&whole(name)?, local);
+            buckets.copy_own(&whole(name)?, local);
         }
         self.optimizer.set_steps(steps);
         Ok(())
     }
 
     /// Cuts the buckets anew, once it is known in which order gradients come, and the optimizer's state with them.
-    pub(super) fn follow_order(&mut self) -> Result<()> {
+    pub(super) fn apply_gradient_order(&mut self) -> Result<()> {
         let Some(buckets) = self.reducer.next_buckets()? else { return Ok(()) };
         let Self { reducer, optimizer, .. } = self;
         let mut states = Vec::new();
         for (_, local) in optimizer.state() {
             let mut whole = vec![0.0; reducer.layout.len()];
-            reducer.slots.gather(&mut reducer.comm, local, &mut whole)?;
+            reducer.buckets.gather(&mut reducer.comm, local, &mut whole)?;
             states.push(whole);
         }
-        reducer.recut(buckets)?;
-        let (config, slots) = (optimizer.config(), &reducer.slots);
-        let mut renewed = Optimizer::new(config, &reducer.layout, slots.states, self.threads)?;
+        reducer.rebuild_buckets(buckets)?;
+        let (config, buckets) = (optimizer.config(), &reducer.buckets);
+        let mut renewed = Optimizer::new(config, &reducer.layout, buckets.states, self.threads)?;
         renewed.set_steps(optimizer.steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
-            slots.keep_own(&whole, local);
+            buckets.copy_own(&whole, local);
         }
         *optimizer = renewed;
         Ok(())

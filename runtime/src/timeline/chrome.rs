@@ -20,11 +20,11 @@ pub(super) fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     writeln!(out, r#"{{"displayTimeUnit":"ms","otherData":{{"left_out":{left_out:?}}},"traceEvents":["#)?;
     write!(out, r#"{{"ph":"M","pid":{PROCESS},"name":"process_name","args":{{"name":"ranks"}}}}"#)?;
     for (rank, track) in tracks.iter().enumerate() {
-        let own = Place { title: format!("rank {rank}"), thread: thread(rank), order: 2 * rank, zero };
+        let own = TrackHeader { title: format!("rank {rank}"), thread: thread(rank), order: 2 * rank, zero };
         write_track(&own, track, false, out)?;
         if track.spans.iter().any(|span| span.background) {
             let title = format!("rank {rank}, reductions");
-            let below = Place { title, thread: tracks.len() + own.thread, order: own.order + 1, zero };
+            let below = TrackHeader { title, thread: tracks.len() + own.thread, order: own.order + 1, zero };
             write_track(&below, track, true, out)?;
         }
         if track.left_out > 0 {
@@ -44,7 +44,7 @@ fn thread(rank: usize) -> usize {
 }
 
 /// Where a viewer is to show something.
-struct Place {
+struct TrackHeader {
     title: String,
     /// Number of the thread, and its place among all.
     thread: usize,
@@ -54,8 +54,8 @@ struct Place {
 }
 
 /// Writes a rank's own spans, or those of its thread of reductions.
-fn write_track(place: &Place, track: &Track, background: bool, out: &mut impl Write) -> io::Result<()> {
-    let &Place { ref title, thread, order, zero } = place;
+fn write_track(place: &TrackHeader, track: &Track, background: bool, out: &mut impl Write) -> io::Result<()> {
+    let &TrackHeader { ref title, thread, order, zero } = place;
     let about = |name, value: &str| {
         format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
     };

@@ -3,7 +3,7 @@
 //! Spans travel as words of 64 bits over the communicator whose operations they are of; the texts of their names before them.
 //! A rank's words are checked like anything else that comes from another process.
 
-use super::{NO_NUMBER, Record, Recorded, Text};
+use super::{NO_NUMBER, NameText, Record, RecordedSpan};
 use crate::comm::{Buffer, Communicator};
 use crate::{Error, Result};
 
@@ -12,7 +12,7 @@ const WORDS: usize = 4;
 /// The bits of a name; above them is whether the span is of the thread of reductions.
 const NAMES: u64 = (1 << 31) - 1;
 /// Spans and bytes of names that a rank is believed to have.
-const MOST: i64 = 1 << 26;
+const MAX_COUNT: i64 = 1 << 26;
 
 /// What one rank did when.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub(super) fn gather(record: &Record, comm: &mut Communicator) -> Result<Vec<Tra
     let counts: Vec<_> = all.chunks_exact(counts.len()).collect();
     // Everybody looks at all of them, so that nobody waits for one that gave up.
     for (rank, counts) in counts.iter().enumerate() {
-        let limits = [MOST, MOST * WORDS as i64, i64::MAX];
+        let limits = [MAX_COUNT, MAX_COUNT * WORDS as i64, i64::MAX];
         if !counts.iter().zip(limits).all(|(count, most)| (0..=most).contains(count)) {
             return Err(bad(rank, "counts that no record has"));
         }
@@ -75,11 +75,11 @@ fn bad(rank: usize, problem: &str) -> Error {
 fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
     let mut names: Vec<&str> = record.names.iter().map(String::as_str).collect();
     let mut words = Vec::with_capacity(record.spans.len() * WORDS);
-    for Recorded { span, background } in &record.spans {
+    for RecordedSpan { span, background } in &record.spans {
         let name = match span.name.0 {
-            Text::Told(place) => place as usize,
+            NameText::Registered(place) => place as usize,
             // There are a dozen of them.
-            Text::Fixed(text) => names.iter().position(|name| *name == text).unwrap_or_else(|| {
+            NameText::Fixed(text) => names.iter().position(|name| *name == text).unwrap_or_else(|| {
                 names.push(text);
                 names.len() - 1
             }),
@@ -130,7 +130,7 @@ mod tests {
         for ((name, number, bytes), background) in spans.into_iter().zip([false, false, true]) {
             timeline.record_on(Span { name, number, begin: 5, end: 1 << 60, bytes }, background);
         }
-        let (names, words) = encode(&timeline.shared.as_ref().unwrap().record());
+        let (names, words) = encode(&timeline.state.as_ref().unwrap().record());
         let track = decode(&names, &words, 9).unwrap();
         assert_eq!(track.left_out, 9);
         let found: Vec<_> = track

@@ -51,13 +51,13 @@ use gather::gather;
 
 /// What a span is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Name(Text);
+pub struct Name(NameText);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Text {
+enum NameText {
     Fixed(&'static str),
     /// Its place among those that a timeline was told.
-    Told(u32),
+    Registered(u32),
 }
 
 impl Name {
@@ -80,7 +80,7 @@ impl Name {
 
     /// A name that is known beforehand. For others there is [`Timeline::name`].
     pub const fn new(text: &'static str) -> Self {
-        Name(Text::Fixed(text))
+        Name(NameText::Fixed(text))
     }
 }
 
@@ -103,12 +103,12 @@ pub struct Span {
 /// would overlap.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline {
-    shared: Option<Arc<Shared>>,
+    state: Option<Arc<TimelineState>>,
 }
 
 /// What all clones of a timeline share.
 #[derive(Debug)]
-struct Shared {
+struct TimelineState {
     recording: AtomicBool,
     /// Nanoseconds in collectives, and those of them waiting for peers.
     communication: AtomicU64,
@@ -123,14 +123,14 @@ struct Shared {
 struct Record {
     /// Texts of the names that were not known beforehand.
     names: Vec<String>,
-    spans: Vec<Recorded>,
+    spans: Vec<RecordedSpan>,
     most: usize,
     /// Spans that found no room.
     left_out: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Recorded {
+struct RecordedSpan {
     span: Span,
     /// Whether it is of the rank's thread of reductions.
     background: bool,
@@ -141,7 +141,7 @@ const NO_NUMBER: u32 = u32::MAX;
 impl Timeline {
     /// One that records and counts nothing, at no cost.
     pub const fn off() -> Self {
-        Timeline { shared: None }
+        Timeline { state: None }
     }
 
     /// One with room for `most` spans (56 bytes each, taken now), recording from now on. With room for none it only
@@ -151,7 +151,7 @@ impl Timeline {
     /// If there is no memory for so many.
     pub fn new(most: usize) -> Result<Self> {
         let mut spans = Vec::new();
-        let bytes = most.saturating_mul(size_of::<Recorded>());
+        let bytes = most.saturating_mul(size_of::<RecordedSpan>());
         let problem = memory::shortage(bytes)
             .or_else(|| spans.try_reserve_exact(most).err().map(|error| error.to_string()));
         if let Some(problem) = problem {
@@ -159,20 +159,20 @@ impl Timeline {
             return Err(Error::InvalidArgument { operation: "timeline", problem });
         }
         let record = Record { spans, most, ..Record::default() };
-        let shared = Shared {
+        let state = TimelineState {
             recording: AtomicBool::new(most > 0),
             communication: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             arrival: Arc::default(),
             record: Mutex::new(record),
         };
-        Ok(Timeline { shared: Some(Arc::new(shared)) })
+        Ok(Timeline { state: Some(Arc::new(state)) })
     }
 
     /// The communicator, with its operations recorded from now on.
     pub fn observe(&self, mut comm: Communicator) -> Communicator {
-        if let Some(shared) = &self.shared {
-            comm.note_arrivals(Arc::clone(&shared.arrival));
+        if let Some(state) = &self.state {
+            comm.note_arrivals(Arc::clone(&state.arrival));
             comm.set_observer(Arc::new(self.clone()));
         }
         comm
@@ -180,27 +180,27 @@ impl Timeline {
 
     /// Goes on recording, or leaves everything out until it is told to go on. Counting goes on.
     pub fn set_recording(&self, recording: bool) {
-        if let Some(shared) = &self.shared {
-            shared.recording.store(recording && shared.record().most > 0, Relaxed);
+        if let Some(state) = &self.state {
+            state.recording.store(recording && state.record().most > 0, Relaxed);
         }
     }
 
     /// A name for spans of the program's own, where it is made at run time. Allocates: before the training.
     pub fn name(&self, text: &str) -> Name {
-        let Some(shared) = &self.shared else { return Name::new("") };
-        let names = &mut shared.record().names;
+        let Some(state) = &self.state else { return Name::new("") };
+        let names = &mut state.record().names;
         let known = names.iter().position(|name| name == text);
         let place = known.unwrap_or_else(|| {
             names.push(text.to_owned());
             names.len() - 1
         });
-        Name(Text::Told(place as u32))
+        Name(NameText::Registered(place as u32))
     }
 
     /// Something begins.
     #[inline]
     pub fn begin(&self) -> SpanStart {
-        let recording = self.shared.as_ref().is_some_and(|shared| shared.recording.load(Relaxed));
+        let recording = self.state.as_ref().is_some_and(|state| state.recording.load(Relaxed));
         SpanStart(recording.then(now))
     }
 
@@ -225,14 +225,14 @@ impl Timeline {
 
     /// As [`record`](Self::record), on the track of the rank's thread of reductions if it is of that.
     fn record_on(&self, span: Span, background: bool) {
-        let Some(shared) = &self.shared else { return };
-        if !shared.recording.load(Relaxed) {
+        let Some(state) = &self.state else { return };
+        if !state.recording.load(Relaxed) {
             return;
         }
-        let record = &mut *shared.record();
+        let record = &mut *state.record();
         if record.spans.len() < record.most {
             let span = Span { end: span.end.max(span.begin), ..span };
-            record.spans.push(Recorded { span, background });
+            record.spans.push(RecordedSpan { span, background });
         } else {
             record.left_out += 1;
         }
@@ -241,13 +241,13 @@ impl Timeline {
     /// What this rank has spent in collectives so far, without what it made for them itself; `None` if nobody counts.
     /// Waiting for peers that come later is part of it.
     pub fn communication(&self) -> Option<Duration> {
-        self.shared.as_ref().map(|shared| Duration::from_nanos(shared.communication.load(Relaxed)))
+        self.state.as_ref().map(|state| Duration::from_nanos(state.communication.load(Relaxed)))
     }
 
     /// What of [`communication`](Self::communication) went by before the last rank had come, where the backend can tell
     /// (the CPU's can). Waiting in reductions on a thread of their own is not part of it.
     pub fn waiting(&self) -> Option<Duration> {
-        self.shared.as_ref().map(|shared| Duration::from_nanos(shared.waiting.load(Relaxed)))
+        self.state.as_ref().map(|state| Duration::from_nanos(state.waiting.load(Relaxed)))
     }
 
     /// Ends the recording and has rank 0 write all ranks' spans to `path`, in the [trace event format][format] that Perfetto
@@ -261,9 +261,9 @@ impl Timeline {
     ///
     /// [format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     pub fn write(&self, comm: &mut Communicator, path: &Path) -> Result<()> {
-        let Some(shared) = &self.shared else { return Ok(()) };
-        shared.recording.store(false, Relaxed);
-        let record = std::mem::take(&mut *shared.record());
+        let Some(state) = &self.state else { return Ok(()) };
+        state.recording.store(false, Relaxed);
+        let record = std::mem::take(&mut *state.record());
         let tracks = gather(&record, comm)?;
         if comm.rank() > 0 {
             return Ok(());
@@ -283,7 +283,7 @@ impl Timeline {
     }
 }
 
-impl Shared {
+impl TimelineState {
     /// A thread that panicked while it held the lock has left whole spans: there is no moment between.
     fn record(&self) -> MutexGuard<'_, Record> {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)

@@ -7,25 +7,25 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Name, Shared, Span, Timeline};
+use super::{Name, Span, Timeline, TimelineState};
 use crate::comm::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 use crate::progress::Operation;
 
 impl Observer for Timeline {
     fn operation_begins(&self) {
-        if let Some(shared) = &self.shared {
-            shared.arrival.store(0, Relaxed);
+        if let Some(state) = &self.state {
+            state.arrival.store(0, Relaxed);
         }
     }
 
     fn operation_ended(&self, operation: &ObservedOperation) {
-        let Some(shared) = &self.shared else { return };
+        let Some(state) = &self.state else { return };
         let &ObservedOperation { tag, begin, end, bytes, background, ref updating, .. } = operation;
-        let wait = waited(shared, begin, updating);
+        let wait = waited(state, begin, updating);
         // What goes on beside the rank's own work counts as far as that waits for it.
         if !background {
-            shared.communication.fetch_add((end - begin).saturating_sub(updating.duration), Relaxed);
-            shared.waiting.fetch_add(wait.end - wait.start, Relaxed);
+            state.communication.fetch_add((end - begin).saturating_sub(updating.duration), Relaxed);
+            state.waiting.fetch_add(wait.end - wait.start, Relaxed);
         }
         for (name, part) in [(Name::WAIT, wait), (Name::UPDATE, updating.span.clone())] {
             if !part.is_empty() {
@@ -42,8 +42,8 @@ impl Observer for Timeline {
     }
 
     fn waited(&self, begin: u64, end: u64) {
-        if let Some(shared) = &self.shared {
-            shared.communication.fetch_add(end - begin, Relaxed);
+        if let Some(state) = &self.state {
+            state.communication.fetch_add(end - begin, Relaxed);
             self.record(Span { name: Name::WAIT_REDUCTIONS, number: None, begin, end, bytes: 0 });
         }
     }
@@ -58,8 +58,8 @@ impl Observer for Timeline {
 }
 
 /// When this rank waited for the others to come, as far as the transport told.
-fn waited(shared: &Shared, begin: u64, updating: &UpdateTiming) -> Range<u64> {
-    let arrival = shared.arrival.load(Relaxed);
+fn waited(state: &TimelineState, begin: u64, updating: &UpdateTiming) -> Range<u64> {
+    let arrival = state.arrival.load(Relaxed);
     // Some transports update everything before they meet the others.
     let from = if updating.span.end < arrival { begin.max(updating.span.end) } else { begin };
     from..arrival.max(from)

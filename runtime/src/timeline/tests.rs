@@ -7,7 +7,7 @@ fn observed(timeline: &Timeline) -> Communicator {
 }
 
 fn names(timeline: &Timeline) -> Vec<Name> {
-    timeline.shared.as_ref().unwrap().record().spans.iter().map(|recorded| recorded.span.name).collect()
+    timeline.state.as_ref().unwrap().record().spans.iter().map(|recorded| recorded.span.name).collect()
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn the_first_spans_stay_and_later_ones_are_counted() {
     comm.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap();
     comm.barrier().unwrap();
     assert_eq!(names(&timeline), [Name::new("barrier"), Name::ALL_REDUCE]);
-    let record = timeline.shared.as_ref().unwrap().record();
+    let record = timeline.state.as_ref().unwrap().record();
     assert_eq!((record.left_out, record.spans.capacity()), (1, 2));
 }
 
@@ -82,7 +82,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
     let timeline = Timeline::new(100).unwrap();
     let alone = train(Communicator::alone(None));
     assert_eq!(train(observed(&timeline)), alone);
-    let record = timeline.shared.as_ref().unwrap().record();
+    let record = timeline.state.as_ref().unwrap().record();
     let of =
         |name: Name| record.spans.iter().map(|recorded| recorded.span).filter(move |span| span.name == name);
     let numbers = |name| of(name).map(|span| span.number).collect::<Vec<_>>();
@@ -124,7 +124,7 @@ fn what_is_made_for_a_gather_is_no_communication() {
                         let counted = (timeline.communication().unwrap() - before).as_nanos() as u64;
                         assert!(counted + made <= whole, "{counted} and {made} of {whole} ns");
                     }
-                    let record = timeline.shared.as_ref().unwrap().record();
+                    let record = timeline.state.as_ref().unwrap().record();
                     let last = |name: Name| {
                         record.spans.iter().map(|recorded| recorded.span).rfind(|span| span.name == name)
                     };

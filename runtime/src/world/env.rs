@@ -1,14 +1,14 @@
 //! The environment of a rank, read once.
 //!
 //! Our own launcher's variables win over all others: they are the innermost where `mgpurun` itself was started by another
-//! launcher. Without them, another launcher's are understood ([`foreign`](super::foreign)).
+//! launcher. Without them, another launcher's are understood ([`other_launchers`](super::foreign)).
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use mgpu_kernels::level;
 
-use super::foreign::{Launched, Surroundings};
+use super::other_launchers::{LaunchEnvironment, LaunchedRank};
 use super::variable::{check_size, number, wrong};
 use crate::Result;
 use crate::inject::{self, Planned};
@@ -60,7 +60,7 @@ pub(super) struct Identity {
     pub(super) restart_count: u32,
     pub(super) backend: Backend,
     /// Nobody has chosen a backend; it depends on the GPUs there are.
-    pub(super) backend_is_open: bool,
+    pub(super) backend_is_auto: bool,
     pub(super) timeout: Duration,
     /// Faults this rank is to commit in this life of it.
     pub(super) injections: Vec<Planned>,
@@ -84,7 +84,7 @@ impl Identity {
             launch_id: None,
             restart_count: 0,
             backend: Backend::Cpu,
-            backend_is_open: false,
+            backend_is_auto: false,
             timeout: DEFAULT_TIMEOUT,
             injections: Vec::new(),
             threads: None,
@@ -97,12 +97,12 @@ impl Identity {
     ///
     /// # Errors
     /// If variables are missing, contradict each other, or cannot be read.
-    pub(super) fn read(surroundings: &Surroundings<'_>) -> Result<Self> {
-        let variable = surroundings.variable;
+    pub(super) fn read(environment: &LaunchEnvironment<'_>) -> Result<Self> {
+        let variable = environment.variable;
         let settings = Self::settings(variable)?;
         let mut identity = match variable(MGPU_RENDEZVOUS) {
             Some(address) => Self::of_own_launcher(settings, variable, address)?,
-            None => Self::of_another_launcher(settings, surroundings)?,
+            None => Self::of_another_launcher(settings, environment)?,
         };
         identity.injections = identity.injections(&variable(MGPU_INJECT).unwrap_or_default())?;
         Ok(identity)
@@ -197,9 +197,9 @@ impl Identity {
         })
     }
 
-    fn of_another_launcher(settings: Self, surroundings: &Surroundings<'_>) -> Result<Self> {
-        let Some(launched) = surroundings.launched()? else { return Ok(settings) };
-        let Launched { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
+    fn of_another_launcher(settings: Self, environment: &LaunchEnvironment<'_>) -> Result<Self> {
+        let Some(launched) = environment.launched()? else { return Ok(settings) };
+        let LaunchedRank { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
         if world_size > 1 && job.is_none() {
             let problem = format!(
                 "is missing, and {launcher} does not say which job this rank is of; \
@@ -208,7 +208,7 @@ impl Identity {
             return Err(wrong(MGPU_RUN_ID, problem));
         }
         // As with our own launcher, a slow start may take longer than a step, but not for ever.
-        let timeout_is_set = (surroundings.variable)(MGPU_TIMEOUT).is_some();
+        let timeout_is_set = (environment.variable)(MGPU_TIMEOUT).is_some();
         let patience = if timeout_is_set { settings.timeout } else { JOIN_TIMEOUT };
         let rendezvous = job.as_ref().filter(|_| world_size > 1);
         Ok(Identity {
@@ -217,10 +217,10 @@ impl Identity {
             local_rank,
             local_world_size: world_size,
             rendezvous: rendezvous.map(|job| Rendezvous::RankZero { title: job.title(), patience }),
-            launch_id: job.as_ref().and_then(|job| job.launch_id(surroundings.parent)),
+            launch_id: job.as_ref().and_then(|job| job.launch_id(environment.parent)),
             run_id: job.map(|job| job.run_id(restart_count)).unwrap_or_default(),
             restart_count,
-            backend_is_open: (surroundings.variable)(MGPU_BACKEND).is_none(),
+            backend_is_auto: (environment.variable)(MGPU_BACKEND).is_none(),
             threads: settings.threads.or(threads),
             ..settings
         })
@@ -234,7 +234,7 @@ impl Identity {
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn choose_backend(&mut self, gpus: u32, narrowed: bool) -> Result<()> {
         let ranks = self.local_world_size;
-        self.backend_is_open = false;
+        self.backend_is_auto = false;
         match gpus {
             0 => self.backend = Backend::Cpu,
             _ if gpus >= ranks || self.share_gpus => self.backend = Backend::Nccl,
@@ -262,7 +262,7 @@ mod tests {
     fn read(pairs: &[(&str, &str)]) -> Result<Identity> {
         let variable =
             |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-        Identity::read(&Surroundings { variable: &variable, hydra: &|| None, parent: &|| None })
+        Identity::read(&LaunchEnvironment { variable: &variable, hydra: &|| None, parent: &|| None })
     }
 
     #[test]
@@ -357,14 +357,14 @@ mod tests {
         let plain = foreign("2", &[]);
         let Some(Rendezvous::RankZero { title, patience }) = &plain.rendezvous else { panic!("{plain:?}") };
         assert_eq!((title.as_str(), *patience), ("torchrun job localhost.29500", JOIN_TIMEOUT));
-        assert!(plain.backend_is_open && plain.injections.is_empty());
+        assert!(plain.backend_is_auto && plain.injections.is_empty());
         let set = foreign(
             "2",
             &[(MGPU_TIMEOUT, "5"), (MGPU_BACKEND, "cpu"), (MGPU_INJECT, "rank=1,step=2,fault=abort")],
         );
         let Some(Rendezvous::RankZero { patience, .. }) = set.rendezvous else { panic!("{set:?}") };
         assert_eq!((patience, set.timeout), (Duration::from_secs(5), Duration::from_secs(5)));
-        assert_eq!((set.backend_is_open, set.injections.len()), (false, 1));
+        assert_eq!((set.backend_is_auto, set.injections.len()), (false, 1));
     }
 
     #[test]

@@ -13,10 +13,10 @@ use crate::rendezvous::message::Manifest;
 use crate::{Error, Result};
 
 /// The oldest NCCL whose communicators can be configured as ours are.
-const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
+const MIN_NCCL: Version = Version { major: 2, minor: 18, patch: 0 };
 
 /// What else there is for who lacks a library.
-const WITHOUT: &str = "`--backend cpu` trains without a GPU";
+const CPU_HINT: &str = "`--backend cpu` trains without a GPU";
 
 fn missing(text: String) -> Error {
     Error::Gpu(cuda::Error::Missing(text))
@@ -46,9 +46,9 @@ fn version(nccl: &Library, rank: u32) -> Result<Version> {
 fn open_nccl(rank: u32) -> Result<Library> {
     let nccl = Library::open().map_err(|error| missing(error.summary()))?;
     let found = version(&nccl, rank)?;
-    if found < OLDEST {
+    if found < MIN_NCCL {
         let origin = nccl.origin();
-        return Err(missing(format!("NCCL {found} from {origin} is too old, {OLDEST} or newer is needed")));
+        return Err(missing(format!("NCCL {found} from {origin} is too old, {MIN_NCCL} or newer is needed")));
     }
     Ok(nccl)
 }
@@ -65,7 +65,7 @@ impl Gpu {
     /// Opens what the rank needs.
     pub(super) fn open(identity: &Identity) -> Result<Self> {
         Self::find(identity).map_err(|error| match error {
-            Error::Gpu(cuda::Error::Missing(text)) => missing(format!("{text}; {WITHOUT}")),
+            Error::Gpu(cuda::Error::Missing(text)) => missing(format!("{text}; {CPU_HINT}")),
             other => other,
         })
     }

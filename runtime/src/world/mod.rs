@@ -7,9 +7,9 @@
 //! server over the same kind of socket and share the same kind of memory.
 
 mod env;
-mod foreign;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod other_launchers;
 mod threads;
 mod variable;
 
@@ -19,14 +19,14 @@ use std::time::Duration;
 
 pub use env::Backend;
 use env::{Identity, Rendezvous};
-use foreign::Surroundings;
+use other_launchers::LaunchEnvironment;
 
 use crate::inject::Moment;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
 use crate::rendezvous::message::Manifest;
 use crate::rendezvous::{Application, Host, HostedRun, Serving, Store};
-use crate::survivor::let_the_culprit_be_seen;
+use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
 /// This rank's view of the run.
@@ -51,10 +51,10 @@ pub struct World {
 }
 
 /// The environment of this process.
-const SURROUNDINGS: Surroundings<'static> = Surroundings {
+const PROCESS_ENVIRONMENT: LaunchEnvironment<'static> = LaunchEnvironment {
     variable: &|name| std::env::var(name).ok(),
-    hydra: &foreign::hydra_proxy,
-    parent: &foreign::parent,
+    hydra: &other_launchers::hydra_proxy,
+    parent: &other_launchers::parent,
 };
 
 /// Reaches the rendezvous, which rank 0 opens first where no launcher does.
@@ -80,11 +80,11 @@ fn connect(identity: &Identity, rendezvous: &Rendezvous) -> Result<(UnixStream, 
 fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Result<Membership> {
     let (rank, ranks, injections) = (identity.rank, identity.world_size, identity.injections.clone());
     let (stream, host, serving) = connect(identity, rendezvous)?;
-    membership::commit(&injections, Moment::Join);
+    membership::inject_planned(&injections, Moment::Join);
     let hello = Store::apply(stream, host, &identity.run_id, rank, ranks, manifest);
     let admitted = hello.and_then(Application::admission).map_err(Error::from).inspect_err(|error| {
         if host != Host::Launcher {
-            let_the_culprit_be_seen(error, |_| None);
+            wait_until_culprit_reaped(error, |_| None);
         }
     });
     let (store, page) = admitted?;
@@ -110,9 +110,9 @@ impl World {
     /// backend, if there is no GPU for this rank, or a library is missing.
     pub fn from_env() -> Result<Self> {
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
-        let mut identity = Identity::read(&SURROUNDINGS)?;
+        let mut identity = Identity::read(&PROCESS_ENVIRONMENT)?;
         #[cfg(feature = "cuda")]
-        if identity.backend_is_open {
+        if identity.backend_is_auto {
             let narrowed = std::env::var_os("CUDA_VISIBLE_DEVICES").is_some();
             identity.choose_backend(gpu::count()?, narrowed)?;
         }
@@ -128,7 +128,7 @@ impl World {
         let membership = match &identity.rendezvous {
             None => None,
             Some(rendezvous) => {
-                membership::commit(&identity.injections, Moment::Start);
+                membership::inject_planned(&identity.injections, Moment::Start);
                 #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
                 // Before anything that others could wait for: a rank 0 without a GPU serves no rendezvous.
@@ -156,7 +156,7 @@ impl World {
     /// True when this process was started as a rank by a launcher, of ours or one of those that
     /// [`from_env`](Self::from_env) understands.
     pub fn is_launched() -> bool {
-        let is_foreign = || !matches!(SURROUNDINGS.launched(), Ok(None));
+        let is_foreign = || !matches!(PROCESS_ENVIRONMENT.launched(), Ok(None));
         std::env::var_os(crate::protocol::MGPU_RENDEZVOUS).is_some() || is_foreign()
     }
 

@@ -67,7 +67,7 @@ enum Kind {
 }
 
 #[derive(Debug, Clone)]
-enum Deed {
+enum Action {
     /// Somebody puts something of their own somewhere.
     Plant {
         folder: usize,
@@ -102,7 +102,7 @@ enum Deed {
     },
 }
 
-fn deed() -> impl Strategy<Value = Deed> {
+fn action() -> impl Strategy<Value = Action> {
     let kind = prop::sample::select(vec![
         Kind::File,
         Kind::Copy,
@@ -114,14 +114,14 @@ fn deed() -> impl Strategy<Value = Deed> {
     ]);
     let part = prop::sample::select(vec!["weights.safetensors", "exp_avg.safetensors", MANIFEST]);
     prop_oneof![
-        6 => (0..FOLDERS.len(), 0..NAMES.len(), kind).prop_map(|(folder, name, kind)| Deed::Plant { folder, name, kind }),
-        4 => (1..4u64, 1..3usize).prop_map(|(step, keep)| Deed::Save { step, keep }),
-        1 => Just(Deed::Begin),
-        1 => (1..4u64, part, any::<bool>()).prop_map(|(step, name, lost)| Deed::Damage { step, name, lost }),
-        1 => Just(Deed::Resume),
-        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Deed::KilledWriting { step, files }),
-        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Deed::KilledRemoving { step, files }),
-        1 => (1..4u64).prop_map(|step| Deed::KilledReplacing { step }),
+        6 => (0..FOLDERS.len(), 0..NAMES.len(), kind).prop_map(|(folder, name, kind)| Action::Plant { folder, name, kind }),
+        4 => (1..4u64, 1..3usize).prop_map(|(step, keep)| Action::Save { step, keep }),
+        1 => Just(Action::Begin),
+        1 => (1..4u64, part, any::<bool>()).prop_map(|(step, name, lost)| Action::Damage { step, name, lost }),
+        1 => Just(Action::Resume),
+        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Action::KilledWriting { step, files }),
+        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Action::KilledRemoving { step, files }),
+        1 => (1..4u64).prop_map(|step| Action::KilledReplacing { step }),
     ]
 }
 
@@ -236,7 +236,7 @@ impl Scene {
         if !is_ours(&path, step) || is_taken(&removed) {
             return;
         }
-        let stage = Stage::of(&path);
+        let stage = LeftoverState::of(&path);
         fs::rename(path, &removed).unwrap();
         for name in ["exp_avg.safetensors", "weights.safetensors"].into_iter().take(count) {
             let file = removed.join(name);
@@ -263,10 +263,10 @@ impl Scene {
         self.writer.insert(Writer::new(&folder, keep).unwrap())
     }
 
-    fn act(&mut self, deed: &Deed) {
-        match *deed {
-            Deed::Plant { folder, name, kind } => self.plant(FOLDERS[folder], NAMES[name], kind),
-            Deed::Save { step, keep } => {
+    fn act(&mut self, action: &Action) {
+        match *action {
+            Action::Plant { folder, name, kind } => self.plant(FOLDERS[folder], NAMES[name], kind),
+            Action::Save { step, keep } => {
                 let writer = self.writer(keep);
                 writer.save(snapshot(step)).unwrap();
                 let path = writer.finish().unwrap().unwrap();
@@ -278,12 +278,12 @@ impl Scene {
                 assert!(ours.len() <= keep, "{keep} are kept: {ours:?}");
                 self.assert_nothing_is_left();
             }
-            Deed::Begin => {
+            Action::Begin => {
                 self.writer(1);
                 self.assert_nothing_is_left();
             }
-            Deed::Damage { step, name, lost } => self.damage(step, name, lost),
-            Deed::Resume => {
+            Action::Damage { step, name, lost } => self.damage(step, name, lost),
+            Action::Resume => {
                 if let Ok(Some(found)) = find(&self.folder()) {
                     let writer = self.writer(1);
                     for (path, _) in found.damaged {
@@ -291,9 +291,9 @@ impl Scene {
                     }
                 }
             }
-            Deed::KilledWriting { step, files } => self.killed_writing(step, files),
-            Deed::KilledRemoving { step, files } => self.killed_removing(step, files),
-            Deed::KilledReplacing { step } => self.killed_replacing(step),
+            Action::KilledWriting { step, files } => self.killed_writing(step, files),
+            Action::KilledRemoving { step, files } => self.killed_removing(step, files),
+            Action::KilledReplacing { step } => self.killed_replacing(step),
         }
     }
 
@@ -325,10 +325,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn whatever_somebody_else_has_put_there_is_found_again(deeds in prop::collection::vec(deed(), 1..25)) {
+    fn whatever_somebody_else_has_put_there_is_found_again(actions in prop::collection::vec(action(), 1..25)) {
         let mut scene = Scene::new();
-        for deed in &deeds {
-            scene.act(deed);
+        for action in &actions {
+            scene.act(action);
             scene.assert_all_is_there();
         }
     }
@@ -366,7 +366,7 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
         bytes[8..8 + MARK.len()].fill(b' ');
         fs::write(path.join(name), &bytes).unwrap();
         let xxh3 = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(&bytes));
-        entries.insert(name.to_owned(), Entry { bytes: bytes.len() as u64, xxh3 });
+        entries.insert(name.to_owned(), FileEntry { bytes: bytes.len() as u64, xxh3 });
     }
     let manifest = Manifest::new(1, None, serde_json::Value::Null, entries).to_json();
     fs::write(path.join(MANIFEST), manifest).unwrap();

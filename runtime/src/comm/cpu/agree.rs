@@ -23,17 +23,17 @@ impl CpuTransport {
             self.membership.page().touch(self.rank);
         }
         let own = self.region.lines(self.rank);
-        own.arrive(self.sequence, call, self.patience);
+        own.arrive(self.sequence, call, self.policy);
         let digest = own.arrival(self.sequence).digest();
         for peer in self.peers() {
             let line = self.region.lines(peer).arrival(self.sequence);
             if call.path == Path::Eager {
-                self.patience.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
+                self.policy.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
             }
             let waited = self.wait(&line.flag, self.sequence, call, || {
                 let arrived =
                     |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
-                (vec![peer], self.not_waiting(self.peers().filter(|peer| !arrived(peer)).collect()))
+                (vec![peer], self.blocking_ranks(self.peers().filter(|peer| !arrived(peer)).collect()))
             });
             if let Err(error) = waited {
                 // A rank that has come with another call, and ended because of that, did not just end.
@@ -72,13 +72,13 @@ impl CpuTransport {
         ours: &Signature,
         theirs: [u64; SIGNATURE_WORDS],
     ) -> Error {
-        self.outvoted.set(self.is_outvoted(sequence, ours));
+        self.in_minority.set(self.is_in_minority(sequence, ours));
         let (ours, theirs) = (ours.to_string(), describe(theirs));
         Error::Mismatch { rank: self.rank, peer, sequence, ours, theirs }
     }
 
     /// Whether more ranks have come to operation `sequence` with one other call than with `ours`.
-    fn is_outvoted(&self, sequence: u32, ours: &Signature) -> bool {
+    fn is_in_minority(&self, sequence: u32, ours: &Signature) -> bool {
         let has_come = |peer: &u32| self.region.lines(*peer).arrival(sequence).flag.reached(sequence);
         let calls: Vec<_> =
             self.peers().filter(has_come).map(|peer| self.region.lines(peer).call(sequence)).collect();
@@ -97,20 +97,20 @@ impl CpuTransport {
         call: &Signature,
         absent: impl Fn() -> (Vec<u32>, Vec<u32>),
     ) -> Result<()> {
-        self.patience.wait(
+        self.policy.wait(
             flag,
             target,
             || self.spread_over_cores(),
             |waited| {
                 let (needed, waited_for) = absent();
-                self.look_around(flag, target, call, waited, &needed, waited_for)
+                self.check_peers(flag, target, call, waited, &needed, waited_for)
             },
         )
     }
 
     #[cold]
     fn spread_over_cores(&self) {
-        if !self.patience.is_crowded() {
+        if !self.policy.is_oversubscribed() {
             cores::spread(self.rank, |rank| self.region.cores(rank), self.size);
         }
     }
@@ -118,7 +118,7 @@ impl CpuTransport {
     /// What a rank does between two slices of sleep: it leaves a note whom it waits for, looks whether that is in
     /// vain, and gives up after the deadline.
     #[cold]
-    fn look_around(
+    fn check_peers(
         &self,
         flag: &Flag,
         target: u32,
@@ -182,15 +182,15 @@ impl CpuTransport {
     }
 
     /// Those of `absent` that hold up the others: a rank that is late because it waits for another one itself does not.
-    fn not_waiting(&self, absent: Vec<u32>) -> Vec<u32> {
+    fn blocking_ranks(&self, absent: Vec<u32>) -> Vec<u32> {
         let holding_up: Vec<u32> =
-            absent.iter().copied().filter(|peer| self.last_in_line(*peer) == *peer).collect();
+            absent.iter().copied().filter(|peer| self.end_of_wait_chain(*peer) == *peer).collect();
         if holding_up.is_empty() { absent } else { holding_up }
     }
 
     /// The rank that `peer` waits for in turn, and so on: the first that does not wait, or whose wait is over, is the
     /// one that holds up all the others. (A rank may have been stopped in its sleep: its note is still there then.)
-    pub(super) fn last_in_line(&self, peer: u32) -> u32 {
+    pub(super) fn end_of_wait_chain(&self, peer: u32) -> u32 {
         let mut last = peer;
         for _ in 0..self.size {
             match self.unfinished_wait(last) {

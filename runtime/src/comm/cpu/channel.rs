@@ -43,14 +43,14 @@ impl CpuTransport {
         let count = self.sent[place as usize];
         // Two chunks may be under way: this one replaces chunk `count - 2`.
         let taken = &self.region.taken(from, place).count;
-        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![self.last_in_line(to)]))?;
+        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![self.end_of_wait_chain(to)]))?;
         fill(self.region.chunk(from, place, count));
         let sent = self.region.sent(from, place);
         for (slot, word) in sent.calls[(count % 2) as usize].iter().zip(call.encode()) {
             slot.store(word, Ordering::Relaxed);
         }
         self.sent[place as usize] = count.wrapping_add(1);
-        sent.count.publish(count.wrapping_add(1), self.patience);
+        sent.count.publish(count.wrapping_add(1), self.policy);
         Ok(())
     }
 
@@ -65,7 +65,9 @@ impl CpuTransport {
         let Channel { from, place, .. } = channel;
         let count = *self.received(channel);
         let sent = self.region.sent(from, place);
-        self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![self.last_in_line(from)]))?;
+        self.wait(&sent.count, count.wrapping_add(1), call, || {
+            (vec![from], vec![self.end_of_wait_chain(from)])
+        })?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
         if theirs != call.counterpart(self.rank).encode() {
@@ -79,7 +81,7 @@ impl CpuTransport {
         let count = self.received(channel);
         *count = count.wrapping_add(1);
         let count = *count;
-        self.region.taken(channel.from, channel.place).count.publish(count, self.patience);
+        self.region.taken(channel.from, channel.place).count.publish(count, self.policy);
     }
 
     /// Byte ranges of a message's chunks; at least one, so that an empty message is one too.

@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::CpuTransport;
 use super::eager::Sources;
 use crate::Result;
-use crate::comm::exchange::Shares;
+use crate::comm::exchange::Partition;
 use crate::comm::segments::update_blocks;
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp, Update, shard};
@@ -103,7 +103,7 @@ impl CpuTransport {
         self.work_on(self.rank, parts, flow, all, call);
         let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
         for queue in self.peers() {
-            if !self.patience.glance(self.region.lines(queue).completed(), target(self, queue)) {
+            if !self.policy.spin_briefly(self.region.lines(queue).completed(), target(self, queue)) {
                 self.work_on(queue, parts, flow, all, call);
             }
         }
@@ -173,10 +173,10 @@ impl CpuTransport {
     pub(super) fn direct_all_gather(
         &mut self,
         buffer: &Buffer,
-        shares: Shares<'_>,
+        shares: Partition<'_>,
         call: &Signature,
     ) -> Result<()> {
-        if let Shares::Shards { .. } = shares {
+        if let Partition::Shards { .. } = shares {
             self.enter(call)?;
             return self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call);
         }

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::{CpuTransport, prefetch};
 use crate::Result;
-use crate::comm::exchange::{Exchange, Shares};
+use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
 
@@ -98,7 +98,7 @@ impl CpuTransport {
     pub(super) fn eager_gather(
         &mut self,
         buffer: &Buffer,
-        parts: Shares<'_>,
+        parts: Partition<'_>,
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {

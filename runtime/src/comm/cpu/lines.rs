@@ -7,7 +7,7 @@
 //! copies.
 //!
 //! **Work.** The blocks of a larger operation are queued with the ranks, each rank's queue being a pair of counters
-//! that only grow (and wrap): tickets drawn, blocks completed. Every rank knows from the sequence of operations where
+//! that only grow (and wrap): tickets tickets, blocks completed. Every rank knows from the sequence of operations where
 //! each one begins. A rank works through its own queue, and then through those of ranks that are late, so that a rank
 //! that is descheduled holds up one block at most. Counters on lines of their own cost nothing as long as nobody
 //! helps; a single counter for all would be fetched from another core for every block.
@@ -17,7 +17,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::wait::{FLAG_WORDS, Flag, Patience};
+use super::wait::{FLAG_WORDS, Flag, WaitPolicy};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 
 /// Payload that fits an arrival line, beside the digest.
@@ -46,14 +46,14 @@ impl Arrival {
 /// Tickets drawn from a rank's queue.
 #[derive(Default)]
 #[repr(C, align(128))]
-struct Drawn {
+struct Tickets {
     count: AtomicU32,
 }
 
 /// What peers read only when something is wrong.
 #[derive(Default)]
 #[repr(C, align(128))]
-struct Account {
+struct Diagnostics {
     /// The queue a block of which this rank holds, plus one; 0 for none.
     busy: AtomicU32,
     /// Counts the changes of the note on a long wait; odd while it is changed.
@@ -83,10 +83,10 @@ pub(super) struct Waiting {
 #[repr(C)]
 pub(super) struct RankLines {
     arrivals: [Arrival; 2],
-    drawn: Drawn,
+    tickets: Tickets,
     /// Completed blocks of this rank's queue.
     completed: Flag,
-    account: Account,
+    diagnostics: Diagnostics,
 }
 
 impl RankLines {
@@ -96,20 +96,20 @@ impl RankLines {
     }
 
     /// This rank arrives at operation `sequence`.
-    pub(super) fn arrive(&self, sequence: u32, call: &Signature, patience: Patience) {
+    pub(super) fn arrive(&self, sequence: u32, call: &Signature, policy: WaitPolicy) {
         let words = call.encode();
         let digest = Signature::digest(words);
-        for (slot, word) in self.account.calls[(sequence % 2) as usize].iter().zip(words) {
+        for (slot, word) in self.diagnostics.calls[(sequence % 2) as usize].iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
         let flag = &self.arrival(sequence).flag;
         flag.words[0].store(digest, Ordering::Relaxed);
-        flag.publish(sequence, patience);
+        flag.publish(sequence, policy);
     }
 
     /// What this rank passed to operation `sequence`, for the error message of a peer that passed something else.
     pub(super) fn call(&self, sequence: u32) -> [u64; SIGNATURE_WORDS] {
-        let words = &self.account.calls[(sequence % 2) as usize];
+        let words = &self.diagnostics.calls[(sequence % 2) as usize];
         std::array::from_fn(|index| words[index].load(Ordering::Relaxed))
     }
 
@@ -117,19 +117,19 @@ impl RankLines {
     /// `begin` and has `blocks` blocks.
     pub(super) fn work(&self, worker: (&RankLines, u32), begin: u32, blocks: u32, mut each: impl FnMut(u32)) {
         let (lines, queue) = worker;
-        lines.account.busy.store(queue + 1, Ordering::Relaxed);
-        while let Some(block) = self.draw(begin, blocks) {
+        lines.diagnostics.busy.store(queue + 1, Ordering::Relaxed);
+        while let Some(block) = self.draw_ticket(begin, blocks) {
             each(block);
             self.completed.increment();
         }
-        lines.account.busy.store(0, Ordering::Relaxed);
+        lines.diagnostics.busy.store(0, Ordering::Relaxed);
     }
 
     /// Draws a ticket, unless none is left.
-    fn draw(&self, begin: u32, blocks: u32) -> Option<u32> {
+    fn draw_ticket(&self, begin: u32, blocks: u32) -> Option<u32> {
         let draw = |count: u32| (count.wrapping_sub(begin) < blocks).then_some(count.wrapping_add(1));
-        let drawn = self.drawn.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, draw);
-        drawn.ok().map(|count| count.wrapping_sub(begin))
+        let ticket = self.tickets.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, draw);
+        tickets.ok().map(|count| count.wrapping_sub(begin))
     }
 
     /// Completed blocks of this rank's queue.
@@ -145,7 +145,7 @@ impl RankLines {
         if waiting == self.waiting() {
             return;
         }
-        let Account { version, waiting: place, waits_in, .. } = &self.account;
+        let Diagnostics { version, waiting: place, waits_in, .. } = &self.diagnostics;
         let begin = version.load(Ordering::Relaxed).wrapping_add(1);
         version.store(begin, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -161,7 +161,7 @@ impl RankLines {
 
     /// Whom this rank has been waiting for. `None` also while the note is being changed.
     pub(super) fn waiting(&self) -> Option<Waiting> {
-        let Account { version, waiting, waits_in, .. } = &self.account;
+        let Diagnostics { version, waiting, waits_in, .. } = &self.diagnostics;
         let begin = version.load(Ordering::Acquire);
         let [peer, flag, target] = std::array::from_fn(|index| waiting[index].load(Ordering::Relaxed));
         let call = std::array::from_fn(|index| waits_in[index].load(Ordering::Relaxed));
@@ -174,7 +174,7 @@ impl RankLines {
 
     /// The queue that this rank holds a block of.
     pub(super) fn busy_with(&self) -> Option<u32> {
-        self.account.busy.load(Ordering::Relaxed).checked_sub(1)
+        self.diagnostics.busy.load(Ordering::Relaxed).checked_sub(1)
     }
 }
 
@@ -230,7 +230,7 @@ mod tests {
     struct Member<'a> {
         ranks: &'a [Rank],
         rank: u32,
-        patience: Patience,
+        policy: WaitPolicy,
     }
 
     impl Member<'_> {
@@ -239,7 +239,7 @@ mod tests {
         }
 
         fn wait(&self, flag: &Flag, target: u32) {
-            self.patience.wait(flag, target, || {}, |_| Ok::<(), ()>(())).unwrap();
+            self.policy.wait(flag, target, || {}, |_| Ok::<(), ()>(())).unwrap();
         }
 
         /// Arrives with a payload and waits for all; returns the sum of all payloads.
@@ -247,7 +247,7 @@ mod tests {
             let own = &self.own().lines;
             // SAFETY: what the tests are to show: nobody reads the payload now.
             unsafe { own.arrival(sequence).payload().cast::<u64>().write(payload) };
-            own.arrive(sequence, &call(), self.patience);
+            own.arrive(sequence, &call(), self.policy);
             let payload_of = |peer: &Rank| {
                 let line = peer.lines.arrival(sequence);
                 self.wait(&line.flag, sequence);
@@ -275,10 +275,10 @@ mod tests {
     fn in_threads(body: impl Fn(Member<'_>) + Sync) {
         for cores in [RANKS as usize, 1] {
             let ranks: Vec<Rank> = (0..RANKS).map(|_| Rank::default()).collect();
-            let patience = Patience::for_ranks(RANKS, cores);
+            let policy = WaitPolicy::for_ranks(RANKS, cores);
             std::thread::scope(|scope| {
                 for rank in 0..RANKS {
-                    let member = Member { ranks: &ranks, rank, patience };
+                    let member = Member { ranks: &ranks, rank, policy };
                     let body = &body;
                     scope.spawn(move || body(member));
                 }
@@ -288,8 +288,8 @@ mod tests {
 
     #[test]
     fn lines_are_lines() {
-        assert_eq!([size_of::<Arrival>(), size_of::<Drawn>(), size_of::<Flag>()], [128; 3]);
-        assert_eq!((size_of::<Account>(), size_of::<RankLines>()), (128, 640));
+        assert_eq!([size_of::<Arrival>(), size_of::<Tickets>(), size_of::<Flag>()], [128; 3]);
+        assert_eq!((size_of::<Diagnostics>(), size_of::<RankLines>()), (128, 640));
         assert!(std::mem::offset_of!(Flag, words) + FLAG_WORDS * 8 <= 64);
     }
 

@@ -36,11 +36,11 @@ use arena::one_descriptor;
 use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
-use wait::Patience;
+use wait::WaitPolicy;
 
 use super::call::{Call, Request, SegmentUpdate};
-use super::exchange::{Exchange, Shares};
-use super::rules::Failing;
+use super::exchange::{Exchange, Partition};
+use super::rules::FailureHandler;
 use super::segments::{gather_segments, update_blocks};
 use super::signature::{Path, Signature};
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, ReduceOp, Rules, Transport, shard};
@@ -69,7 +69,7 @@ pub(crate) struct CpuTransport {
     algorithm: Algorithm,
     /// Cores that all ranks have between them.
     cores: usize,
-    patience: Patience,
+    policy: WaitPolicy,
     timeout: Duration,
     /// Where to note when all ranks had come to an operation, if somebody wants to know.
     arrival: Option<Arc<AtomicU64>>,
@@ -77,7 +77,7 @@ pub(crate) struct CpuTransport {
     entered: bool,
     /// Whether more ranks made another call than made this rank's, where calls were compared last: then none of them is to
     /// blame for the mismatch.
-    outvoted: Cell<bool>,
+    in_minority: Cell<bool>,
 }
 
 /// Joins communicator `number` of a world of `size` ranks.
@@ -92,8 +92,8 @@ pub(crate) fn connect(
     let (rank, page) = (membership.rank(), membership.page());
     page.enter(rank, Operation::Connect, number, 0);
     let region = share_region(membership, size, &name, timeout).inspect_err(|error| {
-        membership.accuse(error);
-        membership.hold_back(error);
+        membership.record_blame(error);
+        membership.delay_error(error);
     })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
@@ -111,11 +111,11 @@ pub(crate) fn connect(
         arenas: 0,
         algorithm: Algorithm::Auto,
         cores,
-        patience: Patience::for_ranks(size, cores),
+        policy: WaitPolicy::for_ranks(size, cores),
         timeout,
         arrival: None,
         entered: false,
-        outvoted: Cell::new(false),
+        in_minority: Cell::new(false),
     };
     let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank));
     Ok(Communicator::new(transport, rank, size, rules))
@@ -172,7 +172,7 @@ impl CpuTransport {
         // Slots cost copies, the other paths a synchronisation more: cheap between cores, dear when ranks have to be
         // scheduled for it. All limits measured, on two ranks and on four on two cores.
         let eager = match buffer.arena() {
-            Some(_) if self.patience.is_crowded() => 2 << 10,
+            Some(_) if self.policy.is_oversubscribed() => 2 << 10,
             Some(_) => 768,
             None => EAGER_BYTES,
         };
@@ -217,7 +217,7 @@ impl CpuTransport {
     fn gather(
         &mut self,
         buffer: &Buffer,
-        parts: Shares<'_>,
+        parts: Partition<'_>,
         root: Option<u32>,
         call: Signature,
     ) -> Result<()> {
@@ -243,7 +243,7 @@ impl CpuTransport {
         }
         let updated = update_blocks(buffer, segments, (self.size, self.rank), block, update, |_, _| ());
         gather_segments(updated, segments, |segment| {
-            let shards = Shares::Shards { len: segment.len(), ranks: self.size };
+            let shards = Partition::Shards { len: segment.len(), ranks: self.size };
             self.gather(&segment, shards, None, Signature::of(&Call::AllGather, &segment))?;
             Ok(segment)
         })
@@ -305,9 +305,9 @@ impl CpuTransport {
     }
 }
 
-impl Failing for CpuTransport {
+impl FailureHandler for CpuTransport {
     fn is_at_fault(&self, error: &Error) -> bool {
-        matches!(error, Error::Mismatch { .. }) && self.outvoted.get()
+        matches!(error, Error::Mismatch { .. }) && self.in_minority.get()
     }
 }
 
@@ -328,7 +328,7 @@ impl Transport for CpuTransport {
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         self.entered = false;
         let Request { call, buffer, .. } = request;
-        let shards = Shares::Shards { len: buffer.len(), ranks: self.size };
+        let shards = Partition::Shards { len: buffer.len(), ranks: self.size };
         match call {
             // What follows from the kind alone is known where these are compiled: they are as short as a wait for a peer.
             Call::Barrier => self.enter(&Signature::of(&Call::Barrier, buffer))?,
@@ -336,7 +336,7 @@ impl Transport for CpuTransport {
             &mut Call::ReduceScatter(op) => self.reduce_scatter(buffer, op)?,
             Call::AllGather => self.gather(buffer, shards, None, Signature::of(&Call::AllGather, buffer))?,
             &mut Call::AllGatherV { counts } => {
-                self.gather(buffer, Shares::Counts(counts), None, Signature::of(call, buffer))?;
+                self.gather(buffer, Partition::Counts(counts), None, Signature::of(call, buffer))?;
             }
             &mut Call::Gather { root } => {
                 self.gather(buffer, shards, Some(root), Signature::of(call, buffer))?;
@@ -367,7 +367,7 @@ impl Transport for CpuTransport {
     }
 
     fn set_oversubscribed(&mut self) {
-        self.patience = Patience::for_ranks(2 * self.size, self.cores);
+        self.policy = WaitPolicy::for_ranks(2 * self.size, self.cores);
     }
 
     fn note_arrivals(&mut self, at: Arc<AtomicU64>) {

@@ -20,7 +20,7 @@ use crate::comm::{Buffer, ReduceOp};
 
 /// What a rank does in one step: first the reduce wave, then the gather wave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Step {
+struct RingStep {
     /// Block whose reduce wave is here.
     reduce: Option<usize>,
     /// Block whose result arrives here.
@@ -29,10 +29,10 @@ struct Step {
 
 /// The steps of `rank` among `ranks` for `blocks` blocks. The reduce wave of block b is at rank r in step b + r,
 /// and so ends in step b + n − 1; its gather wave is at rank r in step b + n + r.
-fn schedule(rank: usize, ranks: usize, blocks: usize) -> impl Iterator<Item = Step> {
+fn schedule(rank: usize, ranks: usize, blocks: usize) -> impl Iterator<Item = RingStep> {
     let last_step = blocks + 2 * ranks - 2;
     let within = move |block: usize| (block < blocks).then_some(block);
-    (0..last_step).map(move |step| Step {
+    (0..last_step).map(move |step| RingStep {
         reduce: step.checked_sub(rank).and_then(within),
         gather: step.checked_sub(ranks + rank).and_then(within).filter(|_| rank + 1 < ranks),
     })
@@ -127,7 +127,7 @@ mod tests {
             let mut schedules: Vec<_> = (0..ranks).map(|rank| schedule(rank, ranks, blocks)).collect();
             // One step of all ranks at a time; what is sent in a step is received in the next.
             loop {
-                let steps: Vec<Step> = schedules.iter_mut().filter_map(Iterator::next).collect();
+                let steps: Vec<RingStep> = schedules.iter_mut().filter_map(Iterator::next).collect();
                 if steps.is_empty() {
                     break;
                 }

@@ -14,7 +14,7 @@ use super::eager::Sources;
 use super::region::STAGE_BYTES;
 use super::wait::Flag;
 use crate::Result;
-use crate::comm::exchange::{Exchange, Shares};
+use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp};
 
@@ -39,13 +39,13 @@ unsafe fn copy(source: *const u8, destination: *mut u8, bytes: usize) {
 }
 
 /// A chunk of an all-reduce: where it lies in this rank's buffer, and who reduces which part of it.
-struct Chunk {
+struct ReduceChunk {
     address: *mut u8,
     parts: Parts,
     element: usize,
 }
 
-impl Chunk {
+impl ReduceChunk {
     /// First byte and number of bytes of the part of `rank`.
     fn part(&self, rank: u32) -> (usize, usize) {
         let range = self.parts.part(rank);
@@ -74,7 +74,7 @@ impl CpuTransport {
         let element = call.dtype.size();
         let size = self.size;
         let mut chunks = chunks(call.len, STAGE_BYTES / element)
-            .map(|range| Chunk {
+            .map(|range| ReduceChunk {
                 address: buffer.address().wrapping_add(range.start * element),
                 parts: Parts::equal(range.len(), size, element),
                 element,
@@ -99,7 +99,7 @@ impl CpuTransport {
     }
 
     /// Copies what peers will reduce of a chunk into the stage of the next operation.
-    fn fill_stage(&self, chunk: &Chunk) {
+    fn fill_stage(&self, chunk: &ReduceChunk) {
         let stage = self.own_stage();
         for peer in self.peers() {
             let (at, bytes) = chunk.part(peer);
@@ -111,7 +111,7 @@ impl CpuTransport {
 
     /// Reduces this rank's part of a chunk: its own elements straight from its buffer, those of its peers from their
     /// stages. The result goes to its buffer, and to its stage for the peers.
-    fn reduce_part(&self, chunk: &Chunk, stages: &Addresses, op: ReduceOp, call: &Signature) {
+    fn reduce_part(&self, chunk: &ReduceChunk, stages: &Addresses, op: ReduceOp, call: &Signature) {
         let (at, bytes) = chunk.part(self.rank);
         let mut sources: Sources = stages.iter().map(|stage| stage.wrapping_add(at).cast_const()).collect();
         let own = chunk.address.wrapping_add(at);
@@ -144,7 +144,7 @@ impl CpuTransport {
     }
 
     /// Copies what the peers have reduced of a chunk into our buffer.
-    fn fetch_results(&self, chunk: &Chunk, stages: &Addresses) {
+    fn fetch_results(&self, chunk: &ReduceChunk, stages: &Addresses) {
         for peer in self.peers() {
             let (at, bytes) = chunk.part(peer);
             // SAFETY: the peer's part of the result is in its stage, where it stays until its next turn.
@@ -208,7 +208,7 @@ impl CpuTransport {
     pub(super) fn staged_gather(
         &mut self,
         buffer: &Buffer,
-        shares: Shares<'_>,
+        shares: Partition<'_>,
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {

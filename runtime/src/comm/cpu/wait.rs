@@ -19,7 +19,7 @@ use nix::libc;
 
 /// Shortest and longest sleep without a look at the flag and the peers. The longest bounds how late a death is
 /// noticed.
-const SLICES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(20));
+const SLEEP_SLICES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(20));
 
 /// Words that travel with a flag, in its cache line: a peer that has fetched the flag has them too.
 pub(super) const FLAG_WORDS: usize = 7;
@@ -48,8 +48,8 @@ impl Flag {
     }
 
     /// Publishes `value` and everything written before it. Only one rank does so.
-    pub(super) fn publish(&self, value: u32, patience: Patience) {
-        if patience.crowded {
+    pub(super) fn publish(&self, value: u32, policy: WaitPolicy) {
+        if policy.oversubscribed {
             // With the sequentially consistent operations of `sleep`: either we see the sleeper, or it sees the
             // new value.
             self.value.swap(value, Ordering::SeqCst);
@@ -96,38 +96,38 @@ fn futex(word: &AtomicU32, operation: i32, value: u32, timeout: Option<Duration>
 
 /// How long to spin and to yield before sleeping.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct WaitPolicy {
     /// More ranks than cores.
-    crowded: bool,
+    oversubscribed: bool,
     spins: u32,
     yields: u32,
 }
 
 /// A core that is offered and comes back later than this was taken by somebody with work of their own: the next offer
 /// might cost a whole time slice, while a sleeper is given a core as soon as it is woken.
-const TAKEN: Duration = Duration::from_micros(50);
+const YIELD_LIMIT: Duration = Duration::from_micros(50);
 
 /// Looks at a flag before a peer counts as late: some two microseconds.
-const GLANCE: u32 = 40;
+const BRIEF_SPINS: u32 = 40;
 
-impl Patience {
+impl WaitPolicy {
     /// For `ranks` ranks on `cores` cores: spinning pays only while everybody has a core.
     pub(super) fn for_ranks(ranks: u32, cores: usize) -> Self {
         if ranks as usize <= cores {
-            Patience { crowded: false, spins: 300, yields: 400 }
+            WaitPolicy { oversubscribed: false, spins: 300, yields: 400 }
         } else {
-            Patience { crowded: true, spins: 1, yields: 100 }
+            WaitPolicy { oversubscribed: true, spins: 1, yields: 100 }
         }
     }
 
     /// True when there are more ranks than cores.
-    pub(super) fn is_crowded(self) -> bool {
-        self.crowded
+    pub(super) fn is_oversubscribed(self) -> bool {
+        self.oversubscribed
     }
 
     /// Gives `flag` a moment to come to `target`; true if it has.
-    pub(super) fn glance(self, flag: &Flag, target: u32) -> bool {
-        spin(if self.crowded { 1 } else { GLANCE }, flag, target)
+    pub(super) fn spin_briefly(self, flag: &Flag, target: u32) -> bool {
+        spin(if self.oversubscribed { 1 } else { BRIEF_SPINS }, flag, target)
     }
 
     /// Spins for as long as [`wait`](Self::wait) would, and does `meanwhile` between looks.
@@ -171,12 +171,12 @@ impl Patience {
             }
             let offered = Instant::now();
             std::thread::yield_now();
-            if offered.elapsed() > TAKEN {
+            if offered.elapsed() > YIELD_LIMIT {
                 break;
             }
         }
         let started = Instant::now();
-        let (mut slice, longest) = SLICES;
+        let (mut slice, longest) = SLEEP_SLICES;
         while !flag.reached(target) {
             flag.sleep(target, slice);
             slice = longest.min(slice * 2);
@@ -206,14 +206,14 @@ fn spin(times: u32, flag: &Flag, target: u32) -> bool {
 mod tests {
     use super::*;
 
-    const AT_ONCE: Patience = Patience { crowded: true, spins: 0, yields: 0 };
+    const SLEEP_AT_ONCE: WaitPolicy = WaitPolicy { oversubscribed: true, spins: 0, yields: 0 };
 
     #[test]
     fn wrapping_counters_compare() {
         let flag = Flag::default();
-        flag.publish(5, AT_ONCE);
+        flag.publish(5, SLEEP_AT_ONCE);
         assert!(flag.reached(5) && flag.reached(4) && !flag.reached(6));
-        flag.publish(u32::MAX - 2, AT_ONCE);
+        flag.publish(u32::MAX - 2, SLEEP_AT_ONCE);
         assert!(!flag.reached(3) && flag.reached(u32::MAX - 9));
     }
 
@@ -225,13 +225,13 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for turn in 1..=turns {
-                    AT_ONCE.wait(&flags[0], turn, || {}, never).unwrap();
+                    SLEEP_AT_ONCE.wait(&flags[0], turn, || {}, never).unwrap();
                     flags[1].increment();
                 }
             });
             for turn in 1..=turns {
-                flags[0].publish(turn, AT_ONCE);
-                AT_ONCE.wait(&flags[1], turn, || {}, never).unwrap();
+                flags[0].publish(turn, SLEEP_AT_ONCE);
+                SLEEP_AT_ONCE.wait(&flags[1], turn, || {}, never).unwrap();
             }
         });
         assert_eq!(flags[1].load(), turns);
@@ -241,7 +241,7 @@ mod tests {
     fn a_sleeper_that_is_missed_wakes_by_itself() {
         let flag = Flag::default();
         std::thread::scope(|scope| {
-            scope.spawn(|| AT_ONCE.wait(&flag, 1, || {}, |_| Ok::<(), ()>(())).unwrap());
+            scope.spawn(|| SLEEP_AT_ONCE.wait(&flag, 1, || {}, |_| Ok::<(), ()>(())).unwrap());
             // Not even a look at the sleepers.
             flag.value.store(1, Ordering::Release);
         });
@@ -249,6 +249,6 @@ mod tests {
 
     #[test]
     fn trouble_ends_a_wait() {
-        assert_eq!(AT_ONCE.wait(&Flag::default(), 1, || {}, |_| Err("gone")), Err("gone"));
+        assert_eq!(SLEEP_AT_ONCE.wait(&Flag::default(), 1, || {}, |_| Err("gone")), Err("gone"));
     }
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
 use nccl_sys::{Library, UniqueId};
 
-use super::call::Call;
+use super::call::NcclCall;
 use super::group::{Calls, Group};
-use super::link::{Doing, Link};
+use super::link::{Link, WaitContext};
 use super::owner::Owner;
 use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
@@ -51,7 +51,7 @@ pub struct DeviceCommunicator {
 #[derive(Debug, Default)]
 struct Last {
     sequence: u32,
-    call: Option<Call>,
+    call: Option<NcclCall>,
 }
 
 mod sealed {
@@ -105,7 +105,7 @@ impl DeviceCommunicator {
             owner: Owner::start(nccl, device)?,
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
         };
-        let doing = Doing {
+        let context = WaitContext {
             operation: Operation::Connect,
             sequence: number,
             bytes: 0,
@@ -113,9 +113,9 @@ impl DeviceCommunicator {
             peers: link.peers(),
             messages: None,
         };
-        link.during(&doing, || {
-            let id = share_id(&link, &doing)?;
-            link.answer(&link.owner.init(id, size, link.rank), &doing)
+        link.during(&context, || {
+            let id = share_id(&link, &context)?;
+            link.answer(&link.owner.init(id, size, link.rank), &context)
         })?;
         Ok(DeviceCommunicator { device: Arc::clone(device), link: Some(link), last: Mutex::default() })
     }
@@ -221,7 +221,7 @@ impl DeviceCommunicator {
     pub(crate) fn begin_launch(&self) -> Result<()> {
         let Some(link) = &self.link else { return Ok(()) };
         link.check()?;
-        link.membership.standing.count_turn(link.number);
+        link.membership.collectives.count_collective(link.number);
         Ok(())
     }
 
@@ -250,14 +250,14 @@ impl DeviceCommunicator {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.sequence = last.sequence.wrapping_add(1).max(1);
         last.call = calls.last().copied();
-        let doing = Doing { peers: link.peers(), ..self.doing(&last, &calls) };
-        link.operation(&doing, || {
-            if calls.iter().any(Call::is_collective) {
-                link.membership.standing.count_turn(link.number);
+        let context = WaitContext { peers: link.peers(), ..self.context(&last, &calls) };
+        link.operation(&context, || {
+            if calls.iter().any(NcclCall::is_collective) {
+                link.membership.collectives.count_collective(link.number);
             }
             let answer = link.owner.enqueue(calls);
             drop(last);
-            link.answer(&answer, &doing)
+            link.answer(&answer, &context)
         })
     }
 
@@ -270,15 +270,15 @@ impl DeviceCommunicator {
     pub fn wait(&self, work: &impl Waitable, what: &str) -> Result<()> {
         let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
-        let doing = {
+        let context = {
             let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-            let doing = self.doing(&last, last.call.as_slice());
-            Doing {
-                text: if what.is_empty() { doing.text } else { format!("{what}, after {}", doing.text) },
-                ..doing
+            let context = self.context(&last, last.call.as_slice());
+            WaitContext {
+                text: if what.is_empty() { context.text } else { format!("{what}, after {}", context.text) },
+                ..context
             }
         };
-        link.during(&doing, || link.device(|| work.is_done(), &doing))
+        link.during(&context, || link.device(|| work.is_done(), &context))
     }
 
     /// As [`wait`](Self::wait), for work that needs no other rank, all collectives before it being over. No peer is held
@@ -291,18 +291,18 @@ impl DeviceCommunicator {
         link.check()?;
         let operation = Operation::Barrier;
         let (text, peers) = (what.to_owned(), Vec::new());
-        let doing = Doing { operation, sequence: 0, bytes: 0, text, peers, messages: None };
+        let context = WaitContext { operation, sequence: 0, bytes: 0, text, peers, messages: None };
         // Nothing is noted on the page: to the peers this rank is busy.
-        link.device(|| work.is_done(), &doing).map_err(|error| link.fail(error))
+        link.device(|| work.is_done(), &context).map_err(|error| link.fail(error))
     }
 
     /// Returns once all work on `stream` is over, in whatever way: before memory is freed that collectives on it use.
     /// Freeing it waits for the GPU, and for ever if a peer does not come, unless the communicator was ended before.
-    pub(crate) fn come_to_rest(&self, stream: &Stream) {
+    pub(crate) fn drain(&self, stream: &Stream) {
         let Some(link) = &self.link else { return };
         if std::thread::panicking() {
             if !matches!(stream.is_done(), Ok(true)) {
-                link.end_by_force("a panic");
+                link.force_abort("a panic");
             }
             return;
         }
@@ -311,16 +311,16 @@ impl DeviceCommunicator {
     }
 
     /// What the last operations are to those who look.
-    fn doing(&self, last: &Last, calls: &[Call]) -> Doing {
+    fn context(&self, last: &Last, calls: &[NcclCall]) -> WaitContext {
         let text = match calls {
             [] => "no operation".to_owned(),
             [call] => call.to_string(),
             [first, rest @ ..] => format!("{first} and {} more", rest.len()),
         };
-        Doing {
-            operation: calls.first().map_or(Operation::Barrier, Call::operation),
+        WaitContext {
+            operation: calls.first().map_or(Operation::Barrier, NcclCall::operation),
             sequence: last.sequence,
-            bytes: calls.iter().map(Call::bytes).sum(),
+            bytes: calls.iter().map(NcclCall::bytes).sum(),
             text,
             peers: self.link.as_ref().map(Link::peers).unwrap_or_default(),
             messages: None,
@@ -342,10 +342,10 @@ fn wait_alone(work: &impl Waitable) -> Result<()> {
 }
 
 /// The id of the communicator: made by rank 0, the same on all ranks.
-fn share_id(link: &Link, doing: &Doing) -> Result<UniqueId> {
+fn share_id(link: &Link, context: &WaitContext) -> Result<UniqueId> {
     let (store, key) = (link.membership.store(), format!("{}/id", link.name));
     if link.rank == 0 {
-        let id = link.answer(&link.owner.unique_id(), doing)?;
+        let id = link.answer(&link.owner.unique_id(), context)?;
         store.set(&key, id.as_bytes(), &[], link.size - 1)?;
         return Ok(id);
     }

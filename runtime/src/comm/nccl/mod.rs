@@ -8,7 +8,7 @@
 //! | [`call`] | which function of NCCL is that? |
 //! | [`owner`] | who calls it, and how is it brought to an end? |
 //! | [`link`] | how does one wait for it without ever hanging? |
-//! | [`ending`] | how do ranks part, in peace or not? |
+//! | [`shutdown`] | how do ranks part, in peace or not? |
 //! | [`host`], [`staging`] | how do buffers of the host get there? |
 //!
 //! Every communicator has a thread of its own, the [`owner`], which alone enters NCCL. A call goes: arguments are checked
@@ -18,15 +18,15 @@
 mod call;
 mod captured;
 mod device;
-mod ending;
 mod group;
 mod host;
 mod link;
 mod owner;
+mod shutdown;
 mod staging;
 
 pub use captured::CapturedGroup;
 pub use device::{DeviceCommunicator, Waitable};
-pub(crate) use ending::Standing;
 pub use group::Group;
 pub(crate) use host::host_communicator;
+pub(crate) use shutdown::CollectiveCounters;

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::call::Kind;
+use super::call::NcclOp;
 use crate::comm::exchange::Exchange;
 
 /// Bytes that travel between buffer and stage.
@@ -22,8 +22,8 @@ pub(super) struct Piece {
 
 /// A call of NCCL on the stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Launch {
-    pub(super) kind: Kind,
+pub(super) struct StageCall {
+    pub(super) kind: NcclOp,
     /// Bytes of the stage where NCCL reads and where it writes.
     pub(super) from: usize,
     pub(super) to: usize,
@@ -34,10 +34,10 @@ pub(super) struct Launch {
 /// One turn through the stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Chunk {
-    pub(super) put: Vec<Piece>,
+    pub(super) to_stage: Vec<Piece>,
     /// Calls that begin together.
-    pub(super) launches: Calls<Launch>,
-    pub(super) take: Vec<Piece>,
+    pub(super) calls: SmallVec<[StageCall; 1]>,
+    pub(super) from_stage: Vec<Piece>,
 }
 
 /// A few of them, most often one.
@@ -45,8 +45,8 @@ type Calls<T> = SmallVec<[T; 1]>;
 
 /// A buffer and the stage it goes through.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Route {
-    pub(super) kind: Kind,
+pub(super) struct Transfer {
+    pub(super) kind: NcclOp,
     pub(super) rank: u32,
     pub(super) ranks: u32,
     /// Elements of the buffer.
@@ -57,7 +57,7 @@ pub(super) struct Route {
     pub(super) stage: usize,
 }
 
-impl Route {
+impl Transfer {
     /// All chunks, none for an empty buffer. They are the same in number and length on all ranks.
     pub(super) fn chunks(self) -> impl Iterator<Item = Chunk> {
         let shards = if self.is_sharded() { self.ranks as usize } else { 1 };
@@ -66,7 +66,7 @@ impl Route {
     }
 
     fn is_sharded(&self) -> bool {
-        matches!(self.kind, Kind::ReduceScatter(_) | Kind::AllGather)
+        matches!(self.kind, NcclOp::ReduceScatter(_) | NcclOp::AllGather)
     }
 
     /// The chunk of `count` elements from `begin` of each shard.
@@ -82,19 +82,19 @@ impl Route {
         let all = || (0..self.ranks as usize).map(piece).filter(|piece| piece.bytes > 0).collect::<Vec<_>>();
         let own_piece = || Some(piece(own)).filter(|piece| piece.bytes > 0).into_iter().collect();
         let if_root = |root: u32| if root == self.rank { vec![piece(0)] } else { Vec::new() };
-        let (put, take, from, to) = match self.kind {
-            Kind::AllReduce(_) => (vec![piece(0)], vec![piece(0)], 0, 0),
-            Kind::ReduceScatter(_) => (all(), own_piece(), 0, own * bytes),
-            Kind::AllGather => (own_piece(), all(), own * bytes, 0),
-            Kind::Broadcast { root } => {
+        let (to_stage, from_stage, from, to) = match self.kind {
+            NcclOp::AllReduce(_) => (vec![piece(0)], vec![piece(0)], 0, 0),
+            NcclOp::ReduceScatter(_) => (all(), own_piece(), 0, own * bytes),
+            NcclOp::AllGather => (own_piece(), all(), own * bytes, 0),
+            NcclOp::Broadcast { root } => {
                 (if_root(root), if root == self.rank { Vec::new() } else { vec![piece(0)] }, 0, 0)
             }
-            Kind::Reduce { root, .. } => (vec![piece(0)], if_root(root), 0, 0),
-            Kind::Send { .. } => (vec![piece(0)], Vec::new(), 0, 0),
-            Kind::Recv { .. } => (Vec::new(), vec![piece(0)], 0, 0),
+            NcclOp::Reduce { root, .. } => (vec![piece(0)], if_root(root), 0, 0),
+            NcclOp::Send { .. } => (vec![piece(0)], Vec::new(), 0, 0),
+            NcclOp::Recv { .. } => (Vec::new(), vec![piece(0)], 0, 0),
         };
-        let launches = smallvec![Launch { kind: self.kind, from, to, count }];
-        Chunk { put, launches, take }
+        let calls = smallvec![StageCall { kind: self.kind, from, to, count }];
+        Chunk { to_stage, calls, from_stage }
     }
 }
 
@@ -110,7 +110,7 @@ pub(super) fn exchange_chunks(
     let messages = || exchange.send.iter().chain(&exchange.receive);
     let longest = messages().map(Range::len).max().unwrap_or_default();
     (0..longest).step_by(most).map(move |begin| {
-        let mut chunk = Chunk { put: Vec::new(), launches: SmallVec::new(), take: Vec::new() };
+        let mut chunk = Chunk { to_stage: Vec::new(), calls: SmallVec::new(), from_stage: Vec::new() };
         let piece = |message: &Range<usize>, place: usize| {
             let count = message.len().saturating_sub(begin).min(most);
             let (host, bytes) = ((message.start + begin) * element, count * element);
@@ -119,18 +119,18 @@ pub(super) fn exchange_chunks(
         for (peer, (send, receive)) in (0..).zip(exchange.send.iter().zip(&exchange.receive)) {
             let place = peer as usize * most * element;
             if let Some((piece, count)) = piece(send, place) {
-                chunk.put.push(piece);
-                chunk.launches.push(Launch {
-                    kind: Kind::Send { to: peer },
+                chunk.to_stage.push(piece);
+                chunk.calls.push(StageCall {
+                    kind: NcclOp::Send { to: peer },
                     from: piece.stage,
                     to: 0,
                     count,
                 });
             }
             if let Some((piece, count)) = piece(receive, half + place) {
-                chunk.take.push(piece);
-                chunk.launches.push(Launch {
-                    kind: Kind::Recv { from: peer },
+                chunk.from_stage.push(piece);
+                chunk.calls.push(StageCall {
+                    kind: NcclOp::Recv { from: peer },
                     from: 0,
                     to: piece.stage,
                     count,
@@ -152,37 +152,37 @@ mod tests {
     use crate::comm::exchange::Counts;
     use crate::comm::{Buffer, ReduceOp};
 
-    fn kinds() -> impl Strategy<Value = Kind> {
+    fn kinds() -> impl Strategy<Value = NcclOp> {
         let sum = ReduceOp::Sum;
         prop_oneof![
-            Just(Kind::AllReduce(sum)),
-            Just(Kind::ReduceScatter(sum)),
-            Just(Kind::AllGather),
-            (0u32..3).prop_map(|root| Kind::Broadcast { root }),
-            (0u32..3).prop_map(move |root| Kind::Reduce { op: sum, root }),
+            Just(NcclOp::AllReduce(sum)),
+            Just(NcclOp::ReduceScatter(sum)),
+            Just(NcclOp::AllGather),
+            (0u32..3).prop_map(|root| NcclOp::Broadcast { root }),
+            (0u32..3).prop_map(move |root| NcclOp::Reduce { op: sum, root }),
         ]
     }
 
     /// What NCCL does to the stages of all ranks, on bytes that wrap.
-    fn carry_out(kind: Kind, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
+    fn carry_out(kind: NcclOp, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
         let before = stages.to_vec();
-        let bytes = chunks[0].launches[0].count * element;
+        let bytes = chunks[0].calls[0].count * element;
         let sum = |at: usize| {
-            before.iter().zip(chunks).fold(0u8, |sum, (s, c)| sum.wrapping_add(s[c.launches[0].from + at]))
+            before.iter().zip(chunks).fold(0u8, |sum, (s, c)| sum.wrapping_add(s[c.calls[0].from + at]))
         };
         for (rank, stage) in stages.iter_mut().enumerate() {
-            let to = chunks[rank].launches[0].to;
+            let to = chunks[rank].calls[0].to;
             for at in 0..bytes {
                 match kind {
-                    Kind::AllReduce(_) => stage[to + at] = sum(at),
-                    Kind::ReduceScatter(_) => stage[to + at] = sum(rank * bytes + at),
-                    Kind::AllGather => {
+                    NcclOp::AllReduce(_) => stage[to + at] = sum(at),
+                    NcclOp::ReduceScatter(_) => stage[to + at] = sum(rank * bytes + at),
+                    NcclOp::AllGather => {
                         for peer in 0..before.len() {
-                            stage[to + peer * bytes + at] = before[peer][chunks[peer].launches[0].from + at];
+                            stage[to + peer * bytes + at] = before[peer][chunks[peer].calls[0].from + at];
                         }
                     }
-                    Kind::Broadcast { root } => stage[to + at] = before[root as usize][at],
-                    Kind::Reduce { root, .. } if root as usize == rank => stage[to + at] = sum(at),
+                    NcclOp::Broadcast { root } => stage[to + at] = before[root as usize][at],
+                    NcclOp::Reduce { root, .. } if root as usize == rank => stage[to + at] = sum(at),
                     _ => {}
                 }
             }
@@ -194,21 +194,21 @@ mod tests {
         fn what_arrives_is_what_the_operation_means(kind in kinds(), len in 0usize..120, element in 1usize..3, room in 1usize..9) {
             let ranks = 3usize;
             let stage = room * ranks * element;
-            let route = |rank: usize| Route { kind, rank: rank as u32, ranks: 3, len, element, stage };
+            let transfer = |rank: usize| Transfer { kind, rank: rank as u32, ranks: 3, len, element, stage };
             let input: Vec<Vec<u8>> =
                 (0..ranks).map(|rank| (0..len * element).map(|i| (i * 7 + rank * 91) as u8).collect()).collect();
             let (mut buffers, mut stages) = (input.clone(), vec![vec![0; stage]; ranks]);
-            let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| route(rank).chunks().collect()).collect();
+            let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| transfer(rank).chunks().collect()).collect();
             for turn in 0..plans[0].len() {
                 let chunks: Vec<Chunk> = plans.iter().map(|plan| plan[turn].clone()).collect();
                 for rank in 0..ranks {
-                    for piece in &chunks[rank].put {
+                    for piece in &chunks[rank].to_stage {
                         stages[rank][piece.stage..][..piece.bytes].copy_from_slice(&buffers[rank][piece.host..][..piece.bytes]);
                     }
                 }
                 carry_out(kind, &chunks, element, &mut stages);
                 for rank in 0..ranks {
-                    for piece in &chunks[rank].take {
+                    for piece in &chunks[rank].from_stage {
                         buffers[rank][piece.host..][..piece.bytes].copy_from_slice(&stages[rank][piece.stage..][..piece.bytes]);
                     }
                 }
@@ -218,11 +218,11 @@ mod tests {
                 for (i, found) in buffer.iter().enumerate() {
                     let owner = i / (len.div_ceil(ranks) * element);
                     let expected = match kind {
-                        Kind::AllReduce(_) => sum(i),
-                        Kind::ReduceScatter(_) if owner == rank => sum(i),
-                        Kind::AllGather => input[owner][i],
-                        Kind::Broadcast { root } => input[root as usize][i],
-                        Kind::Reduce { root, .. } if root as usize == rank => sum(i),
+                        NcclOp::AllReduce(_) => sum(i),
+                        NcclOp::ReduceScatter(_) if owner == rank => sum(i),
+                        NcclOp::AllGather => input[owner][i],
+                        NcclOp::Broadcast { root } => input[root as usize][i],
+                        NcclOp::Reduce { root, .. } if root as usize == rank => sum(i),
                         _ => input[rank][i],
                     };
                     prop_assert_eq!(*found, expected, "byte {} of rank {}", i, rank);
@@ -258,26 +258,26 @@ mod tests {
                 let mut stages = vec![vec![0u8; stage]; ranks];
                 let chunks = || (0..ranks).filter_map(|rank| Some((rank, plans[rank].get(turn)?)));
                 for (rank, chunk) in chunks() {
-                    for piece in &chunk.put {
+                    for piece in &chunk.to_stage {
                         for at in 0..piece.bytes {
                             stages[rank][piece.stage + at] = input(rank, piece.host + at);
                         }
                     }
-                    for launch in &chunk.launches {
-                        if let Kind::Send { to } = launch.kind {
-                            let bytes = &stages[rank][launch.from..][..launch.count * element];
+                    for call in &chunk.calls {
+                        if let NcclOp::Send { to } = call.kind {
+                            let bytes = &stages[rank][call.from..][..call.count * element];
                             links[rank * ranks + to as usize].push_back(bytes.to_vec());
                         }
                     }
                 }
                 for (rank, chunk) in chunks() {
-                    for launch in &chunk.launches {
-                        if let Kind::Recv { from } = launch.kind {
+                    for call in &chunk.calls {
+                        if let NcclOp::Recv { from } = call.kind {
                             let bytes = links[from as usize * ranks + rank].pop_front().unwrap();
-                            stages[rank][launch.to..][..launch.count * element].copy_from_slice(&bytes);
+                            stages[rank][call.to..][..call.count * element].copy_from_slice(&bytes);
                         }
                     }
-                    for piece in &chunk.take {
+                    for piece in &chunk.from_stage {
                         for at in 0..piece.bytes {
                             let place = &mut received[rank][piece.host + at];
                             prop_assert_eq!(place.replace(stages[rank][piece.stage + at]), None);

@@ -54,7 +54,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As `work`, and if something cannot be captured.
     pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<StepGraph> {
-        self.get_ready()?;
+        self.prepare_step()?;
         let made = self.steps;
         self.compute.begin_capture()?;
         self.capturing = true;
@@ -86,7 +86,7 @@ impl DeviceDataParallel {
                 format!("a graph with learning rate {captured} at learning rate {lr}: capture again");
             return Err(Error::InvalidArgument { operation: "replay", problem });
         }
-        self.get_ready()?;
+        self.prepare_step()?;
         self.comm.begin_launch()?;
         // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread
         // aborts it now, NCCL keeps what captured operations use until the graph is gone.

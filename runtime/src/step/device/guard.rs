@@ -18,7 +18,7 @@ use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda as optimizer;
 
 use super::super::config::DataParallelConfig;
-use super::slot::{Slot, Slots};
+use super::device_bucket::{DeviceBucket, DeviceBuckets};
 use super::{CHUNK, DeviceDataParallel, STEP};
 use crate::comm::{DType, ReduceOp};
 use crate::{Error, Layout, Result};
@@ -49,11 +49,17 @@ struct Squares {
 }
 
 impl Squares {
-    fn new(stream: &Stream, slots: &Slots, layout: &Layout, config: &DataParallelConfig) -> Result<Self> {
-        let sharded = slots.all.iter().any(Slot::is_sharded) && !config.reducer.world_size_invariant;
+    fn new(
+        stream: &Stream,
+        buckets: &DeviceBuckets,
+        layout: &Layout,
+        config: &DataParallelConfig,
+    ) -> Result<Self> {
+        let sharded =
+            buckets.all.iter().any(DeviceBucket::is_sharded) && !config.reducer.world_size_invariant;
         let all = || chunks(layout.trained().map(|tensor| (layout.range(tensor), Factors::ONE)));
         let whole = (!sharded).then(all);
-        let len = whole.as_ref().map_or(slots.chunks.len(), Vec::len);
+        let len = whole.as_ref().map_or(buckets.chunks.len(), Vec::len);
         let whole = whole.map(|table| Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&table)));
         let sums = Memory::zeroed(stream.device(), DType::F64, len)?;
         Ok(Squares { whole: whole.transpose()?, sums })
@@ -63,15 +69,15 @@ impl Squares {
 impl Guard {
     pub(super) fn new(
         stream: &Stream,
-        slots: &Slots,
+        buckets: &DeviceBuckets,
         layout: &Layout,
         config: &DataParallelConfig,
         ranks: u32,
     ) -> Result<Self> {
-        let squares = config.reducer.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
+        let squares = config.reducer.clip_norm.map(|_| Squares::new(stream, buckets, layout, config));
         Ok(Guard {
-            parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
-            reduced: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.reduced))?,
+            parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&buckets.parts))?,
+            reduced: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&buckets.reduced))?,
             squares: squares.transpose()?,
             hashes: Memory::zeroed(stream.device(), DType::I64, ranks as usize)?,
             generation: 0,
@@ -130,7 +136,7 @@ impl DeviceDataParallel {
     /// Looks through this rank's gradients of a bucket.
     pub(super) fn find_not_finite(&self, place: usize) -> Result<()> {
         let (parts, mark) =
-            (self.guard.parts.slice(self.slots[place].parts.clone()), mark(self.rank(), self.ranks()));
+            (self.guard.parts.slice(self.buckets[place].parts.clone()), mark(self.rank(), self.ranks()));
         let gradients = self.gradients.view();
         Ok(digest::find_not_finite(
             &self.compute,
@@ -172,8 +178,8 @@ impl DeviceDataParallel {
                 optimizer::squares(stream, gradients, self.chunks.slice(chunks), sums)
             };
             // What all ranks have, one counts.
-            for slot in &self.slots {
-                let [own, rest] = slot.chunks.clone();
+            for bucket in &self.buckets {
+                let [own, rest] = bucket.chunks.clone();
                 sum(own)?;
                 if self.rank() == 0 {
                     sum(rest)?;
@@ -228,13 +234,13 @@ impl DeviceDataParallel {
         }
         let state: StepState = bytemuck::pod_read_unaligned(state);
         let hashes: Vec<i64> = bytemuck::pod_collect_to_vec(hashes);
-        self.judge(&state, &hashes)
+        self.check_status(&state, &hashes)
     }
 
     /// Says whether all is well, by a state and hashes of this generation.
-    fn judge(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
+    fn check_status(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
         if state.not_finite != 0 {
-            self.go_to(state.step)?;
+            self.reset_to_step(state.step)?;
             let ((rank, tensor), step) =
                 (marked(state.not_finite, self.ranks(), &self.layout), state.step + 1);
             return Err(match rank < self.ranks() {
@@ -259,11 +265,11 @@ impl DeviceDataParallel {
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
         let hashes = self.guard.hashes.to_vec::<i64>(&self.compute)?;
-        self.judge(&state, &hashes)
+        self.check_status(&state, &hashes)
     }
 
     /// Makes the step after `steps` steps the next one. What was found until now is forgotten.
-    pub(super) fn go_to(&mut self, steps: u64) -> Result<()> {
+    pub(super) fn reset_to_step(&mut self, steps: u64) -> Result<()> {
         self.wait(STEP)?;
         self.compute.upload(bytemuck::bytes_of(&StepState::after(steps)), self.state.view())?;
         self.compute.zero(self.guard.hashes.view())?;

@@ -3,20 +3,20 @@
 //! The way of a gradient is that of [`DataParallel`](super::DataParallel): into its bucket, over the ranks, through the
 //! optimizer. Here every leg of it is work on one of two streams. The *compute* stream has the model's kernels and the
 //! optimizer's; the *exchange* stream has the collectives. When the last gradient of a bucket has been asked for, the
-//! exchange stream is told to wait for the compute stream to come to that place (`Slot::written`), and to reduce;
-//! before the update the compute stream waits for the exchange stream in turn (`Slot::exchanged`). So buckets
+//! exchange stream is told to wait for the compute stream to come to that place (`DeviceBucket::written`), and to reduce;
+//! before the update the compute stream waits for the exchange stream in turn (`DeviceBucket::exchanged`). So buckets
 //! travel under the rest of the backward pass, and the whole step can be captured into one graph: the streams part and
-//! join within it. Of a sharded bucket every rank gets and updates its own shard (`slot`), and gathers the others'.
+//! join within it. Of a sharded bucket every rank gets and updates its own shard (`bucket`), and gathers the others'.
 //!
 //! What differs from step to step (its index, the learning rate, Adam's corrections, what clipping multiplies gradients with)
 //! lies in the GPU's memory and is advanced there, so that a captured step can be replayed as it is. A world of one exchanges
 //! nothing and updates all parameters in one launch.
 
 mod config;
+mod device_bucket;
 mod exchange;
 mod graph;
 mod guard;
-mod slot;
 mod state;
 mod step;
 mod sums;
@@ -25,6 +25,7 @@ use std::sync::Arc;
 
 use config::BUCKET;
 pub use config::DeviceConfig;
+use device_bucket::{DeviceBucket, DeviceBuckets, padded};
 pub use graph::{Readback, StepGraph};
 use guard::Guard;
 pub use guard::StatusReadback;
@@ -32,9 +33,8 @@ use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
 use mgpu_kernels::optimizer::cuda::Plan;
-use slot::{Slot, Slots, padded};
-use state::keep_own;
-use sums::{Buffers, Sums};
+use state::copy_own;
+use sums::{Buffers, DeviceAccumulator};
 
 use super::accumulate::Counter;
 use super::config::{Compression, check_micro_batches, check_sums};
@@ -49,7 +49,7 @@ use crate::{Error, Layout, Result, TensorSpec};
 pub const ALIGNMENT: usize = 64;
 
 /// Elements that the kernels count in all tensors together.
-const MOST_ELEMENTS: usize = (1 << 31) - ALIGNMENT;
+const MAX_ELEMENTS: usize = (1 << 31) - ALIGNMENT;
 
 /// What is waited for mostly, in the words of errors.
 const STEP: &str = "training step";
@@ -63,8 +63,8 @@ fn check_layout(layout: &Layout) -> Result<()> {
         let TensorSpec { name, shape, offset, .. } = tensor;
         if !offset.is_multiple_of(ALIGNMENT) {
             Some(format!("tensor `{name}` begins at element {offset}, which is no multiple of {ALIGNMENT}"))
-        } else if tensor.range().end > MOST_ELEMENTS {
-            Some(format!("tensor `{name}` of shape {shape:?} ends behind {MOST_ELEMENTS} elements"))
+        } else if tensor.range().end > MAX_ELEMENTS {
+            Some(format!("tensor `{name}` of shape {shape:?} ends behind {MAX_ELEMENTS} elements"))
         } else {
             None
         }
@@ -116,14 +116,14 @@ pub struct DeviceDataParallel {
     layout: Layout,
     config: DeviceConfig,
     /// Buckets, in the order in which they are expected to be complete.
-    slots: Vec<Slot>,
+    buckets: Vec<DeviceBucket>,
     /// Which gradients are still to come.
     readiness: Readiness,
     /// Ranks that have data for this step.
     active: u32,
     /// A step has begun and is not finished.
     open: bool,
-    sums: Sums,
+    sums: DeviceAccumulator,
     buffers: Buffers,
     guard: Guard,
     state: Memory,
@@ -131,14 +131,14 @@ pub struct DeviceDataParallel {
     parameters: Memory,
     gradients: Memory,
     /// The gradients rounded to bf16, where they travel so.
-    narrow: Option<Memory>,
+    compressed: Option<Memory>,
     /// What a peer has sent of its gradients, where ranks are to make no difference.
     theirs: Option<Memory>,
     first: Option<Memory>,
     second: Option<Memory>,
     average: Option<Memory>,
     /// The parameters, while their average is in their place.
-    aside: Option<Memory>,
+    saved_parameters: Option<Memory>,
     copy: Option<Memory>,
     compute: Stream,
     exchange: Stream,
@@ -152,8 +152,8 @@ pub struct DeviceDataParallel {
 impl Drop for DeviceDataParallel {
     /// The communicator may have other holders, so it need not end here: the work does.
     fn drop(&mut self) {
-        self.comm.come_to_rest(&self.exchange);
-        self.comm.come_to_rest(&self.compute);
+        self.comm.drain(&self.exchange);
+        self.comm.drain(&self.compute);
     }
 }
 
@@ -185,27 +185,31 @@ impl DeviceDataParallel {
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
         let readiness = Readiness::new(&layout, &buckets, several, counter);
-        let slots = Slots::cut(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
+        let buckets = DeviceBuckets::cut(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
         let (rule, invariant) = (parallel.optimizer.rule, parallel.reducer.world_size_invariant);
         let model = DeviceDataParallel {
-            sums: Sums::new(&device, len, &counter)?,
+            sums: DeviceAccumulator::new(&device, len, &counter)?,
             buffers: Buffers::new(&compute, &[], &counter, invariant)?,
-            guard: Guard::new(&compute, &slots, &layout, &parallel, comm.size())?,
+            guard: Guard::new(&compute, &buckets, &layout, &parallel, comm.size())?,
             state: StepState::after(0).upload(&compute)?,
-            chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?,
+            chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?,
             gradients: Memory::zeroed(&device, DType::F32, len)?,
-            narrow: arena(several && parallel.reducer.compression == Compression::Bf16, DType::Bf16, len)?,
+            compressed: arena(
+                several && parallel.reducer.compression == Compression::Bf16,
+                DType::Bf16,
+                len,
+            )?,
             theirs: arena(several && invariant, DType::F32, len)?,
-            first: arena(rule.states() > 0, DType::F32, slots.states)?,
-            second: arena(rule.states() > 1, DType::F32, slots.states)?,
-            average: arena(parallel.optimizer.average.is_some(), DType::F32, slots.states)?,
-            aside: None,
+            first: arena(rule.states() > 0, DType::F32, buckets.states)?,
+            second: arena(rule.states() > 1, DType::F32, buckets.states)?,
+            average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,
+            saved_parameters: None,
             copy: arena(config.bf16_copy, DType::Bf16, len)?,
             parameters: Memory::from_slice(&compute, &parameters)?,
-            slots: slots.all,
+            buckets: buckets.all,
             readiness,
             active: comm.size(),
             open: false,
@@ -220,9 +224,9 @@ impl DeviceDataParallel {
             identity: Arc::default(),
         };
         if let Some(average) = &model.average {
-            keep_own(&model.compute, (&model.slots, model.ranks()), &model.parameters, average)?;
+            copy_own(&model.compute, (&model.buckets, model.ranks()), &model.parameters, average)?;
         }
-        model.renew_copy()?;
+        model.refresh_bf16_copy()?;
         Ok(model)
     }
 
@@ -239,7 +243,7 @@ impl DeviceDataParallel {
     }
 
     /// Makes the bf16 copy that of the parameters.
-    fn renew_copy(&self) -> Result<()> {
+    fn refresh_bf16_copy(&self) -> Result<()> {
         if let Some(copy) = &self.copy {
             arena::narrow(&self.compute, self.parameters.view(), copy.view())?;
         }
@@ -369,7 +373,7 @@ impl DeviceDataParallel {
         verify_same(&mut self.host, "micro-batches", count as i64)?;
         self.wait(STEP)?;
         let counter = self.readiness.counter.with_count(count);
-        self.sums = Sums::new(self.compute.device(), self.parameters.len(), &counter)?;
+        self.sums = DeviceAccumulator::new(self.compute.device(), self.parameters.len(), &counter)?;
         self.buffers.set_counter(&counter)?;
         self.config.parallel.reducer.micro_batches = count;
         // A graph holds the addresses of the sums that were.

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 
 use mgpu_kernels::cuda::{Memory, StepState, Stream};
 
-use super::super::reducer::follow;
+use super::super::reducer::plan_from_order;
 use super::super::state::NamedArena;
+use super::device_bucket::{DeviceBucket, DeviceBuckets};
 use super::guard::Guard;
-use super::slot::{Slot, Slots};
 use super::{BUCKET, DeviceDataParallel, STEP};
 use crate::comm::DType;
 use crate::optimizer::AVERAGE;
@@ -31,9 +31,9 @@ impl DeviceDataParallel {
     pub fn gradients(&mut self) -> Result<Vec<f32>> {
         self.check()?;
         let ranks = self.ranks();
-        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
-            let shards = self.gradients.slice(slot.shards(ranks));
-            self.comm.all_gather(&self.compute, self.gradients.slice(slot.own()), shards)?;
+        for bucket in self.buckets.iter().filter(|bucket| bucket.is_sharded()) {
+            let shards = self.gradients.slice(bucket.shards(ranks));
+            self.comm.all_gather(&self.compute, self.gradients.slice(bucket.own()), shards)?;
         }
         self.wait(STEP)?;
         let mut gradients = self.download(&self.gradients)?;
@@ -64,29 +64,30 @@ impl DeviceDataParallel {
         // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
         self.wait(STEP)?;
         // Captured graphs hold the addresses: the values change places, not the memories.
-        if let Some(parameters) = &self.aside {
+        if let Some(parameters) = &self.saved_parameters {
             self.compute.copy(parameters.view(), self.parameters.view())?;
             self.wait(STEP)?;
-            self.aside = None;
+            self.saved_parameters = None;
         } else {
-            let aside = Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
-            self.compute.copy(self.parameters.view(), aside.view())?;
+            let saved_parameters =
+                Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
+            self.compute.copy(self.parameters.view(), saved_parameters.view())?;
             let average = self.average.as_ref().expect("a moving average is kept");
-            self.aside = Some(aside);
+            self.saved_parameters = Some(saved_parameters);
             self.gather(average, &self.parameters)?;
         }
-        self.renew_copy()
+        self.refresh_bf16_copy()
     }
 
     /// Gathers an arena of which this rank has its own elements. Collective where the optimizer is sharded.
     fn gather(&self, local: &Memory, whole: &Memory) -> Result<()> {
         let ranks = self.ranks();
-        for slot in &self.slots {
-            let [own, rest] = slot.states(ranks);
-            if slot.is_sharded() {
-                self.comm.all_gather(&self.compute, local.slice(own), whole.slice(slot.shards(ranks)))?;
+        for bucket in &self.buckets {
+            let [own, rest] = bucket.states(ranks);
+            if bucket.is_sharded() {
+                self.comm.all_gather(&self.compute, local.slice(own), whole.slice(bucket.shards(ranks)))?;
             }
-            self.compute.copy(local.slice(rest), whole.slice(slot.rest(ranks)))?;
+            self.compute.copy(local.slice(rest), whole.slice(bucket.rest(ranks)))?;
         }
         Ok(())
     }
@@ -94,35 +95,37 @@ impl DeviceDataParallel {
     /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
     /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
     /// for: who captures a first step keeps the buckets as they are.
-    pub(super) fn follow_order(&mut self) -> Result<()> {
-        let Some(order) = self.readiness.take_order().filter(|_| !self.capturing) else { return Ok(()) };
+    pub(super) fn apply_gradient_order(&mut self) -> Result<()> {
+        let Some(order) = self.readiness.take_observed_order().filter(|_| !self.capturing) else {
+            return Ok(());
+        };
         let sizes = self.config.parallel.reducer.buckets(BUCKET);
-        let buckets = follow(&mut self.host, &self.layout, order, sizes)?;
-        if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
+        let plans = plan_from_order(&mut self.host, &self.layout, order, sizes)?;
+        if self.buckets.iter().map(|bucket| &bucket.plan).eq(&plans) {
             return Ok(());
         }
         // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
         self.wait(STEP)?;
         let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
-        let slots = Slots::cut(device, &self.layout, &buckets, &self.config.parallel, place)?;
-        let mut guard = Guard::new(&self.compute, &slots, &self.layout, &self.config.parallel, place.1)?;
+        let buckets = DeviceBuckets::cut(device, &self.layout, &plans, &self.config.parallel, place)?;
+        let mut guard = Guard::new(&self.compute, &buckets, &self.layout, &self.config.parallel, place.1)?;
         guard.generation = self.guard.generation;
-        let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
+        let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?;
         let zeroed = |len| Memory::zeroed(device, DType::F32, len);
         let states = self.states().into_iter().map(|(_, local)| local);
-        let moved = states.map(|local| Ok((local, zeroed(self.parameters.len())?, zeroed(slots.states)?)));
+        let moved = states.map(|local| Ok((local, zeroed(self.parameters.len())?, zeroed(buckets.states)?)));
         let moved = moved.collect::<Result<Vec<_>>>()?;
         for (local, whole, renewed) in &moved {
             self.gather(local, whole)?;
-            keep_own(&self.compute, (&slots.all, place.1), whole, renewed)?;
+            copy_own(&self.compute, (&buckets.all, place.1), whole, renewed)?;
         }
         self.wait(STEP)?;
         let mut renewed = moved.into_iter().map(|(_, _, renewed)| renewed).collect::<Vec<_>>().into_iter();
         for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
             *arena = renewed.next().expect("as many as there are");
         }
-        self.readiness.recut(&buckets);
-        self.slots = slots.all;
+        self.readiness.set_buckets(&plans);
+        self.buckets = buckets.all;
         (self.guard, self.chunks) = (guard, chunks);
         Ok(())
     }
@@ -144,7 +147,8 @@ impl DeviceDataParallel {
         let download = |arena: &Memory| {
             if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
         };
-        let mut arenas = vec![("weights", download(self.aside.as_ref().unwrap_or(&self.parameters))?)];
+        let mut arenas =
+            vec![("weights", download(self.saved_parameters.as_ref().unwrap_or(&self.parameters))?)];
         for (name, local) in self.states() {
             let has_all = local.len() == self.parameters.len();
             arenas.push((
@@ -161,7 +165,7 @@ impl DeviceDataParallel {
         let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
         if name == AVERAGE {
             // The average of a tensor that does not change is itself.
-            let parameters = self.aside.as_ref().unwrap_or(&self.parameters);
+            let parameters = self.saved_parameters.as_ref().unwrap_or(&self.parameters);
             self.compute.copy(parameters.view(), whole.view())?;
         }
         self.gather(local, &whole)?;
@@ -205,13 +209,13 @@ impl DeviceDataParallel {
         for (place, name) in states.into_iter().enumerate() {
             let values = whole(self, name)?;
             let values = Memory::from_slice(&self.compute, &values)?;
-            keep_own(&self.compute, (&self.slots, self.ranks()), &values, self.states()[place].1)?;
+            copy_own(&self.compute, (&self.buckets, self.ranks()), &values, self.states()[place].1)?;
             // Before the memory goes.
             self.wait(STEP)?;
         }
-        self.aside = None;
-        self.renew_copy()?;
-        self.go_to(steps)
+        self.saved_parameters = None;
+        self.refresh_bf16_copy()?;
+        self.reset_to_step(steps)
     }
 
     /// Checks that all ranks hold the same parameters, and returns their checksum in the order of the device's layout.
@@ -233,14 +237,14 @@ impl DeviceDataParallel {
 }
 
 /// Keeps the elements of a whole arena that this rank of so many updates.
-pub(super) fn keep_own(
+pub(super) fn copy_own(
     stream: &Stream,
-    (slots, ranks): (&[Slot], u32),
+    (buckets, ranks): (&[DeviceBucket], u32),
     whole: &Memory,
     local: &Memory,
 ) -> Result<()> {
-    for slot in slots {
-        for (state, elements) in slot.states(ranks).into_iter().zip([slot.own(), slot.rest(ranks)]) {
+    for bucket in buckets {
+        for (state, elements) in bucket.states(ranks).into_iter().zip([bucket.own(), bucket.rest(ranks)]) {
             stream.copy(whole.slice(elements), local.slice(state))?;
         }
     }

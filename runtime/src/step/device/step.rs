@@ -3,7 +3,7 @@
 use mgpu_kernels::optimizer::cuda::begin;
 
 use super::super::config::{Unused, check_join};
-use super::super::reducer::Attendance;
+use super::super::reducer::Participation;
 use super::{DeviceConfig, DeviceDataParallel};
 use crate::{Error, Result};
 
@@ -30,7 +30,7 @@ impl DeviceDataParallel {
         check_join(&self.config.parallel.reducer)?;
         let before = self.steps;
         while self.begin_step_with(false)? {
-            self.fill_open()?;
+            self.zero_missing()?;
             self.finish_step()?;
         }
         Ok(self.steps - before)
@@ -39,9 +39,9 @@ impl DeviceDataParallel {
     /// Begins a step, for which this rank may have no data; none if no rank has, and returns false.
     fn begin_step_with(&mut self, has_data: bool) -> Result<bool> {
         if !self.capturing {
-            self.get_ready()?;
+            self.prepare_step()?;
         }
-        if !self.attend(has_data)? {
+        if !self.agree_on_participation(has_data)? {
             return Ok(false);
         }
         self.open = true;
@@ -55,7 +55,7 @@ impl DeviceDataParallel {
 
     /// Agrees with the other ranks on who has data, where they may run out of it; a rank that has none goes along with their
     /// learning rate. Returns false if nobody has.
-    fn attend(&mut self, has_data: bool) -> Result<bool> {
+    fn agree_on_participation(&mut self, has_data: bool) -> Result<bool> {
         let DeviceConfig { parallel, .. } = &mut self.config;
         if !parallel.reducer.join {
             return Ok(true);
@@ -67,7 +67,7 @@ impl DeviceDataParallel {
         let rule = &mut parallel.optimizer.rule;
         let (micro_batches, learning_rate) = (parallel.reducer.micro_batches, rule.lr());
         let (step, active) = (self.steps, self.comm.size());
-        let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
+        let mine = Participation { step, has_data, active, micro_batches, learning_rate };
         let Some(agreed) = mine.agree(&mut self.host)? else { return Ok(false) };
         *rule = rule.with_lr(agreed.learning_rate);
         self.active = agreed.active;
@@ -75,8 +75,8 @@ impl DeviceDataParallel {
     }
 
     /// Gets ready for a step: gives up one that broke off.
-    pub(super) fn get_ready(&mut self) -> Result<()> {
-        if self.aside.is_some() {
+    pub(super) fn prepare_step(&mut self) -> Result<()> {
+        if self.saved_parameters.is_some() {
             let problem = "the moving average is in the parameters' place: swap it back first".to_owned();
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
@@ -104,7 +104,7 @@ impl DeviceDataParallel {
 
     fn end_micro_batch(&mut self) -> Result<()> {
         if self.config.parallel.reducer.unused == Unused::Zero {
-            self.fill_open()?;
+            self.zero_missing()?;
         }
         self.readiness.check_complete(&self.layout)?;
         let counter = &self.readiness.counter;
@@ -116,7 +116,7 @@ impl DeviceDataParallel {
     }
 
     /// Takes 0 for all gradients that were not announced.
-    fn fill_open(&mut self) -> Result<()> {
+    fn zero_missing(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
             self.compute.zero(self.gradient(tensor))?;
             self.ready(tensor)?;
@@ -136,7 +136,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// If there is no such tensor, it is frozen, or was announced before; as the communicator's.
     pub fn ready(&mut self, tensor: usize) -> Result<()> {
-        let (bucket, is_complete) = self.readiness.hand_over(&self.layout, tensor)?;
+        let (bucket, is_complete) = self.readiness.mark_ready(&self.layout, tensor)?;
         if is_complete {
             self.accumulate(bucket)?;
         }
@@ -161,7 +161,7 @@ impl DeviceDataParallel {
         self.update()?;
         self.steps += 1;
         self.open = false;
-        self.follow_order()?;
+        self.apply_gradient_order()?;
         self.compare_if_due(self.steps - 1)
     }
 }

@@ -1,4 +1,4 @@
-//! Sums over micro-batches, and over ranks in an order that does not depend on how many there are: what
+//! DeviceAccumulator over micro-batches, and over ranks in an order that does not depend on how many there are: what
 //! [`accumulate`](super::super::accumulate), [`tree`](super::super::tree) and [`buffers`](super::super::buffers) are on a CPU.
 
 use std::ops::Range;
@@ -11,17 +11,17 @@ use super::super::accumulate::Counter;
 use crate::Result;
 use crate::comm::{DType, DeviceCommunicator};
 
-/// Sums of micro-batches, for all elements of an arena.
+/// DeviceAccumulator of micro-batches, for all elements of an arena.
 #[derive(Debug)]
-pub(super) struct Sums {
+pub(super) struct DeviceAccumulator {
     levels: Vec<Memory>,
 }
 
-impl Sums {
+impl DeviceAccumulator {
     /// For an arena of `len` elements and steps as `counter` counts them.
     pub(super) fn new(device: &Arc<Device>, len: usize, counter: &Counter) -> Result<Self> {
         let level = |_| Ok(Memory::zeroed(device, DType::F32, len)?);
-        Ok(Sums { levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
+        Ok(DeviceAccumulator { levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
     }
 
     /// Takes the elements `at` of the micro-batch's `values`; with the last micro-batch, replaces them by the sum of all, divided
@@ -80,9 +80,9 @@ pub(super) struct Buffers {
 
 /// The mean of buffers after each micro-batch.
 #[derive(Debug)]
-struct Mean {
+struct DeviceBufferMean {
     before: Memory,
-    sums: Sums,
+    sums: DeviceAccumulator,
     theirs: Memory,
 }
 
@@ -92,8 +92,8 @@ impl Buffers {
         let mean = || -> Result<Mean> {
             let device = stream.device();
             let zeroed = || Memory::zeroed(device, DType::F32, values.len());
-            let sums = Sums::new(device, values.len(), counter)?;
-            Ok(Mean { before: zeroed()?, sums, theirs: zeroed()? })
+            let sums = DeviceAccumulator::new(device, values.len(), counter)?;
+            Ok(DeviceBufferMean { before: zeroed()?, sums, theirs: zeroed()? })
         };
         let mean = (is_mean && !values.is_empty()).then(mean).transpose()?;
         Ok(Buffers { values: Memory::from_slice(stream, values)?, mean })
@@ -102,14 +102,14 @@ impl Buffers {
     /// Gets ready for steps of another number of micro-batches.
     pub(super) fn set_counter(&mut self, counter: &Counter) -> Result<()> {
         if let Some(mean) = &mut self.mean {
-            mean.sums = Sums::new(self.values.device(), self.values.len(), counter)?;
+            mean.sums = DeviceAccumulator::new(self.values.device(), self.values.len(), counter)?;
         }
         Ok(())
     }
 
     /// Puts them back for a micro-batch.
     pub(super) fn begin_batch(&self, counter: &Counter, stream: &Stream) -> Result<()> {
-        let Some(Mean { before, .. }) = &self.mean else { return Ok(()) };
+        let Some(DeviceBufferMean { before, .. }) = &self.mean else { return Ok(()) };
         let (values, before) = (self.values.view(), before.view());
         Ok(if counter.current() == 0 { stream.copy(values, before) } else { stream.copy(before, values) }?)
     }
@@ -121,7 +121,7 @@ impl Buffers {
         comm: &DeviceCommunicator,
         stream: &Stream,
     ) -> Result<()> {
-        let Some(Mean { sums, theirs, .. }) = &self.mean else { return Ok(()) };
+        let Some(DeviceBufferMean { sums, theirs, .. }) = &self.mean else { return Ok(()) };
         sums.add(counter, stream, &self.values, 0..self.values.len(), 1.0)?;
         if !counter.is_last() {
             return Ok(());

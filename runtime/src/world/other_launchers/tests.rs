@@ -12,9 +12,9 @@ fn variables(pairs: &[(&'static str, &str)]) -> Variables {
     pairs.iter().map(|(name, value)| (*name, (*value).to_owned())).collect()
 }
 
-fn read(variables: &Variables) -> Result<Option<Launched>> {
+fn read(variables: &Variables) -> Result<Option<LaunchedRank>> {
     let variable = |name: &str| variables.get(name).cloned();
-    Surroundings { variable: &variable, hydra: &|| Some("77 of 12".into()), parent: &|| None }.launched()
+    LaunchEnvironment { variable: &variable, hydra: &|| Some("77 of 12".into()), parent: &|| None }.launched()
 }
 
 /// The variables of `rank` of `size` under each launcher, as they set them.

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 
 /// A rank as its launcher describes it: consistent, and on one host with all others.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Launched {
+pub(super) struct LaunchedRank {
     pub(super) launcher: Launcher,
     pub(super) rank: u32,
     pub(super) world_size: u32,
@@ -93,7 +93,7 @@ impl Job {
 }
 
 /// The names of one launcher's variables. The first of those that are set counts.
-struct Names {
+struct VariableNames {
     launcher: Launcher,
     rank: &'static str,
     size: &'static [&'static str],
@@ -102,7 +102,7 @@ struct Names {
     restarts: Option<&'static str>,
 }
 
-const TORCHRUN: Names = Names {
+const TORCHRUN: VariableNames = VariableNames {
     launcher: Launcher::Torchrun,
     rank: RANK,
     size: &[WORLD_SIZE],
@@ -110,7 +110,7 @@ const TORCHRUN: Names = Names {
     local_size: Some(LOCAL_WORLD_SIZE),
     restarts: Some("TORCHELASTIC_RESTART_COUNT"),
 };
-const OPEN_MPI: Names = Names {
+const OPEN_MPI: VariableNames = VariableNames {
     launcher: Launcher::OpenMpi,
     rank: "OMPI_COMM_WORLD_RANK",
     size: &["OMPI_COMM_WORLD_SIZE"],
@@ -118,7 +118,7 @@ const OPEN_MPI: Names = Names {
     local_size: Some("OMPI_COMM_WORLD_LOCAL_SIZE"),
     restarts: None,
 };
-const HYDRA: Names = Names {
+const HYDRA: VariableNames = VariableNames {
     launcher: Launcher::Hydra,
     rank: "PMI_RANK",
     size: &["PMI_SIZE"],
@@ -126,7 +126,7 @@ const HYDRA: Names = Names {
     local_size: Some("MPI_LOCALNRANKS"),
     restarts: None,
 };
-const SLURM: Names = Names {
+const SLURM: VariableNames = VariableNames {
     launcher: Launcher::Slurm,
     rank: "SLURM_PROCID",
     size: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
@@ -140,7 +140,7 @@ const SLURM_NODES: [&str; 2] = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];
 const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 
 /// What a rank's environment is read through.
-pub(super) struct Surroundings<'a> {
+pub(super) struct LaunchEnvironment<'a> {
     pub(super) variable: &'a dyn Fn(&str) -> Option<String>,
     /// Names hydra's process on this host that has started this one, if there is one.
     pub(super) hydra: &'a dyn Fn() -> Option<String>,
@@ -148,12 +148,12 @@ pub(super) struct Surroundings<'a> {
     pub(super) parent: &'a dyn Fn() -> Option<String>,
 }
 
-impl Surroundings<'_> {
+impl LaunchEnvironment<'_> {
     /// The rank that another launcher describes; `None` where none has started this process.
     ///
     /// # Errors
     /// If variables are missing, contradict each other, or speak of several hosts.
-    pub(super) fn launched(&self) -> Result<Option<Launched>> {
+    pub(super) fn launched(&self) -> Result<Option<LaunchedRank>> {
         let Some(names) = self.launcher() else { return Ok(None) };
         let (size_name, world_size) = match self.first(names.size)? {
             Some(found) => found,
@@ -193,7 +193,7 @@ impl Surroundings<'_> {
             return Err(wrong(names.local_rank, problem));
         }
         let restarts = names.restarts.map(|name| self.number(name)).transpose()?.flatten();
-        Ok(Some(Launched {
+        Ok(Some(LaunchedRank {
             launcher: names.launcher,
             rank,
             world_size,
@@ -205,17 +205,17 @@ impl Surroundings<'_> {
     }
 
     /// The innermost launcher that has given this process a rank; else, for an error, one that has given it a world size.
-    fn launcher(&self) -> Option<Names> {
+    fn launcher(&self) -> Option<VariableNames> {
         let is_set = |name: &str| (self.variable)(name).is_some();
         let is_slurm_step = self.is_slurm_step();
-        let speaks = |names: &Names| match names.launcher {
+        let speaks = |names: &VariableNames| match names.launcher {
             Launcher::Torchrun | Launcher::OpenMpi => true,
             // Slurm can set these two as well, for MPI programs.
             Launcher::Hydra => is_set(names.local_rank) || !is_slurm_step,
             Launcher::Slurm => is_slurm_step,
         };
         let speaking = || [TORCHRUN, OPEN_MPI, HYDRA, SLURM].into_iter().filter(speaks);
-        let has_size = |names: &Names| names.size.iter().any(|name| is_set(name));
+        let has_size = |names: &VariableNames| names.size.iter().any(|name| is_set(name));
         speaking().find(|names| is_set(names.rank)).or_else(|| speaking().find(has_size))
     }
 
@@ -226,7 +226,7 @@ impl Surroundings<'_> {
     }
 
     /// What the ranks of this job, and no others, call it.
-    fn job(&self, names: &Names) -> Option<Job> {
+    fn job(&self, names: &VariableNames) -> Option<Job> {
         let text = |name: &str| (self.variable)(name).filter(|value| !value.is_empty());
         let all = |wanted: &[&str]| -> Option<String> {
             let values: Option<Vec<String>> = wanted.iter().map(|name| text(name)).collect();
@@ -249,7 +249,7 @@ impl Surroundings<'_> {
     }
 
     /// The cores of this rank alone, where the launcher gives their number.
-    fn threads(&self, names: &Names) -> Option<NonZeroUsize> {
+    fn threads(&self, names: &VariableNames) -> Option<NonZeroUsize> {
         let cores = (names.launcher == Launcher::Slurm).then(|| (self.variable)("SLURM_CPUS_PER_TASK"))??;
         cores.trim().parse().ok()
     }

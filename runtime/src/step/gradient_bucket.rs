@@ -12,7 +12,7 @@ use half::bf16;
 use mgpu_kernels::arena::cpu as arena;
 
 use super::{Reduction, tree};
-use crate::bucket::Bucket;
+use crate::bucket::BucketPlan;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
 
@@ -31,7 +31,7 @@ pub(super) struct Exchange {
 /// A bucket's gradient: here, or with the communicator.
 #[derive(Debug)]
 pub(super) enum Gradient {
-    Here(Buffer),
+    Local(Buffer),
     /// `scale` makes a sum over the ranks that have data their mean.
     Reducing {
         pending: Pending,
@@ -58,8 +58,8 @@ pub(super) enum Averaged {
 
 /// A bucket and the gradients in it.
 #[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) bucket: Bucket,
+pub(super) struct GradientBucket {
+    pub(super) plan: BucketPlan,
     /// Elements of the arena: the bucket's, and what lies between them and the next one's.
     pub(super) elements: Range<usize>,
     pub(super) sharded: bool,
@@ -69,27 +69,27 @@ pub(super) struct Slot {
     pub(super) state: usize,
     pub(super) gradient: Gradient,
     /// Where gradients are compressed, memory for what travels; `None` while that does.
-    pub(super) narrow: Option<Buffer>,
+    pub(super) compressed: Option<Buffer>,
     pub(super) averaged: Averaged,
 }
 
-impl Slot {
+impl GradientBucket {
     /// Gets ready for a step. One that broke off may have left a reduction under way.
     pub(super) fn begin_step(&mut self) -> Result<()> {
         self.averaged = Averaged::None;
-        self.settle()
+        self.finish_reduction()
     }
 
     /// Waits for the reduction, if that is under way.
-    pub(super) fn settle(&mut self) -> Result<()> {
-        self.gradient = Gradient::Here(self.take()?);
+    pub(super) fn finish_reduction(&mut self) -> Result<()> {
+        self.gradient = Gradient::Local(self.take()?);
         Ok(())
     }
 
     /// The gradient, which is settled.
     pub(super) fn values(&self) -> &[f32] {
         match &self.gradient {
-            Gradient::Here(gradient) => gradient.as_slice(),
+            Gradient::Local(gradient) => gradient.as_slice(),
             _ => panic!("a gradient is read while it is reduced"),
         }
     }
@@ -97,7 +97,7 @@ impl Slot {
     /// As [`values`](Self::values), to be changed.
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
         match &mut self.gradient {
-            Gradient::Here(gradient) => gradient.as_mut_slice(),
+            Gradient::Local(gradient) => gradient.as_mut_slice(),
             _ => panic!("a gradient is written after all of its bucket was ready"),
         }
     }
@@ -105,20 +105,20 @@ impl Slot {
     /// Takes the gradient, waiting for its reduction if that is under way.
     pub(super) fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
-            Gradient::Here(buffer) => Ok(buffer),
+            Gradient::Local(buffer) => Ok(buffer),
             Gradient::Reducing { pending, scale } => {
                 let mut gradient = pending.wait()?;
                 self.scale_reduced(&mut gradient, scale);
                 Ok(gradient)
             }
             Gradient::Compressed { pending, mut gradient, scale } => {
-                let narrow = pending.wait()?;
+                let compressed = pending.wait()?;
                 let reduced = self.reduced();
                 arena::widen(
-                    &narrow.as_slice::<bf16>()[reduced.clone()],
+                    &compressed.as_slice::<bf16>()[reduced.clone()],
                     &mut gradient.as_mut_slice()[reduced],
                 );
-                self.narrow = Some(narrow);
+                self.compressed = Some(compressed);
                 self.scale_reduced(&mut gradient, scale);
                 Ok(gradient)
             }
@@ -146,7 +146,7 @@ impl Slot {
                 let count = comm.size() as usize * exchange.micro_batches;
                 arena::scale(gradient.as_mut_slice(), 1.0 / count as f32);
             }
-            (self.gradient, self.averaged) = (Gradient::Here(gradient), Averaged::All);
+            (self.gradient, self.averaged) = (Gradient::Local(gradient), Averaged::All);
             return Ok(());
         }
         let (op, scale) = match exchange.reduction {
@@ -158,11 +158,11 @@ impl Slot {
             true => comm.reduce_scatter_tagged(buffer, op, Some(number)),
             false => comm.all_reduce_tagged(buffer, op, Some(number)),
         };
-        self.gradient = match self.narrow.take() {
+        self.gradient = match self.compressed.take() {
             None => Gradient::Reducing { pending: start(gradient)?, scale },
-            Some(mut narrow) => {
-                arena::narrow(gradient.as_slice(), narrow.as_mut_slice::<bf16>());
-                Gradient::Compressed { pending: start(narrow)?, gradient, scale }
+            Some(mut compressed) => {
+                arena::narrow(gradient.as_slice(), compressed.as_mut_slice::<bf16>());
+                Gradient::Compressed { pending: start(compressed)?, gradient, scale }
             }
         };
         self.averaged = if self.sharded { Averaged::Shard } else { Averaged::All };
@@ -188,12 +188,12 @@ impl Slot {
             }
             Averaged::Shard => {
                 let gradient = self.take()?;
-                self.gradient = Gradient::Here(comm.all_gather(gradient)?.wait()?);
+                self.gradient = Gradient::Local(comm.all_gather(gradient)?.wait()?);
                 self.averaged = Averaged::All;
             }
             Averaged::All => {}
         }
-        self.settle()?;
+        self.finish_reduction()?;
         Ok(self.values())
     }
 

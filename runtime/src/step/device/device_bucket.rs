@@ -14,7 +14,7 @@ use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 
 use super::super::config::DataParallelConfig;
 use super::ALIGNMENT;
-use crate::bucket::Bucket;
+use crate::bucket::BucketPlan;
 use crate::{Layout, Result};
 
 /// Elements that a shard is a multiple of: 16 bytes of bf16.
@@ -22,8 +22,8 @@ const VECTOR: usize = 8;
 
 /// A bucket, and where its gradients are on their way.
 #[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) bucket: Bucket,
+pub(super) struct DeviceBucket {
+    pub(super) plan: BucketPlan,
     /// Elements of the arena: the bucket's, and what lies between them and the next one's.
     pub(super) elements: Range<usize>,
     /// Elements of the shard of each rank, and whose this rank's is.
@@ -41,7 +41,7 @@ pub(super) struct Slot {
     pub(super) exchanged: Event,
 }
 
-impl Slot {
+impl DeviceBucket {
     /// Elements of all ranks' shards.
     pub(super) fn shards(&self, ranks: u32) -> Range<usize> {
         self.elements.start..self.elements.start + self.shard * ranks as usize
@@ -72,9 +72,9 @@ impl Slot {
 
 /// The buckets of a model.
 #[derive(Debug)]
-pub(super) struct Slots {
+pub(super) struct DeviceBuckets {
     /// In the order in which they are expected to be complete.
-    pub(super) all: Vec<Slot>,
+    pub(super) all: Vec<DeviceBucket>,
     /// Elements that this rank has the optimizer's state of.
     pub(super) states: usize,
     /// What the optimizer updates here, bucket by bucket.
@@ -85,29 +85,29 @@ pub(super) struct Slots {
     pub(super) reduced: Vec<Part>,
 }
 
-impl Slots {
+impl DeviceBuckets {
     /// Cuts the model into `buckets` for rank `rank` of `ranks`.
     pub(super) fn cut(
         device: &Arc<Device>,
         layout: &Layout,
-        buckets: &[Bucket],
+        plans: &[BucketPlan],
         config: &DataParallelConfig,
         (rank, ranks): (u32, u32),
     ) -> Result<Self> {
         // From the beginning of the arena, so that states lie in its order. Tensors tell that: of two buckets that begin at one
         // element, one has none.
-        let mut places: Vec<usize> = (0..buckets.len()).collect();
-        places.sort_by_key(|place| buckets[*place].tensors.start);
-        let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
+        let mut places: Vec<usize> = (0..plans.len()).collect();
+        places.sort_by_key(|place| plans[*place].tensors.start);
+        let mut all: Vec<Option<DeviceBucket>> = plans.iter().map(|_| None).collect();
         let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
         let mut reduced = Vec::new();
         for place in places {
-            let bucket = buckets[place].clone();
-            let elements = bucket.elements.start..padded_end(layout, bucket.tensors.end - 1);
+            let plan = plans[place].clone();
+            let elements = plan.elements.start..padded_end(layout, plan.tensors.end - 1);
             let sharded =
                 config.shard_from.bytes(None).is_some_and(|least| size_of::<f32>() * elements.len() >= least);
             let shard = elements.len() / ranks as usize / VECTOR * VECTOR;
-            let mut slot = Slot {
+            let mut bucket = DeviceBucket {
                 shard: if sharded && ranks > 1 { shard } else { 0 },
                 rank: rank as usize,
                 state: states,
@@ -116,13 +116,13 @@ impl Slots {
                 written: Event::new(device)?,
                 exchanged: Event::new(device)?,
                 elements,
-                bucket,
+                plan,
             };
-            let regions = [slot.own(), slot.rest(ranks)];
-            slot.chunks = regions.map(|region| {
+            let regions = [bucket.own(), bucket.rest(ranks)];
+            bucket.chunks = regions.map(|region| {
                 let state = states;
                 states += region.len();
-                let tensors = slot.bucket.tensors.clone().map(|tensor| {
+                let tensors = bucket.plan.tensors.clone().map(|tensor| {
                     let Range { start, end } = layout.range(tensor);
                     (tensor, start.max(region.start)..end.min(region.end))
                 });
@@ -139,14 +139,14 @@ impl Slots {
                 from..mem::size_of_val(&chunk_table[..])
             });
             let from = mem::size_of_val(&part_table[..]);
-            let tensors = slot.bucket.tensors.clone().map(|tensor| (tensor, layout.range(tensor)));
+            let tensors = bucket.plan.tensors.clone().map(|tensor| (tensor, layout.range(tensor)));
             // Alone, there is no reduction after which all would be checked.
             part_table.extend(if ranks == 1 { whole_parts(tensors) } else { parts(tensors) });
-            slot.parts = from..mem::size_of_val(&part_table[..]);
-            all[place] = Some(slot);
+            bucket.parts = from..mem::size_of_val(&part_table[..]);
+            all[place] = Some(bucket);
         }
         let all = all.into_iter().flatten().collect();
-        Ok(Slots { all, states, chunks: chunk_table, parts: part_table, reduced })
+        Ok(DeviceBuckets { all, states, chunks: chunk_table, parts: part_table, reduced })
     }
 }
 
