@@ -1,4 +1,4 @@
-//! What a rank holds as long as it belongs to the run.
+//! A rank's membership of the run: its connection to the rendezvous and its progress page.
 
 use crate::inject::{Moment, Planned};
 use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
@@ -6,15 +6,15 @@ use crate::rendezvous::Store;
 use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
-/// Connection and progress page of one rank. The last owner to let go says goodbye.
+/// Connection and progress page of one rank. Dropping the last reference leaves the run.
 #[derive(Debug)]
 pub(crate) struct Membership {
     rank: u32,
     store: Store,
     page: ProgressPage,
-    /// Faults this rank is to commit.
+    /// Faults to inject into this rank.
     injections: Vec<Planned>,
-    /// How it stands with this rank's communicators on the GPU.
+    /// How many collectives this rank's NCCL communicators have begun.
     #[cfg(feature = "cuda")]
     pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
 }
@@ -45,13 +45,14 @@ impl Membership {
         &self.page
     }
 
-    /// An error in a child that the rank has forked: the run is not its own.
+    /// Returns an error in a forked child of the rank, which is not part of the run.
     #[inline]
     pub(crate) fn check_process(&self) -> Result<()> {
         Ok(self.store.check_process()?)
     }
 
-    /// Where another launcher judges, waits until it has seen the end of the peer that `error` tells the loss of.
+    /// Delays the error about a lost peer under other launchers, until the launcher has seen the peer's end (see
+    /// [`survivor`](crate::survivor)).
     pub(crate) fn delay_error(&self, error: &Error) {
         if self.store.is_served_by_a_rank() {
             let process = |peer| Some(self.page.progress(peer).pid).filter(|pid| *pid > 0);
@@ -59,7 +60,7 @@ impl Membership {
         }
     }
 
-    /// Notes that a step begins.
+    /// Records on the progress page that a step begins.
     pub(crate) fn begin_step(&self, step: u64) {
         if self.check_process().is_err() {
             return;
@@ -68,7 +69,7 @@ impl Membership {
         self.inject_faults(Moment::Step(step));
     }
 
-    /// Notes that another part of the work begins.
+    /// Records on the progress page that another phase begins.
     pub(crate) fn begin_phase(&self, phase: Phase) {
         if self.check_process().is_err() {
             return;
@@ -79,21 +80,21 @@ impl Membership {
         }
     }
 
-    /// Notes whom `error` holds responsible, unless that is this rank itself: its own end says that.
+    /// Records the rank at fault on the progress page, unless it is this rank: the launcher sees this rank's own end.
     pub(crate) fn blame(&self, error: &Error) {
         if error.culprit() != Some(self.rank) {
             self.record_blame(error);
         }
     }
 
-    /// Notes whom `error` holds responsible, be it this rank itself.
+    /// Records the rank at fault on the progress page, even if it is this rank.
     pub(crate) fn record_blame(&self, error: &Error) {
         if let Some(blame) = error.blame() {
             self.page.blame(self.rank, &blame);
         }
     }
 
-    /// Commits the faults of this moment.
+    /// Injects the faults that are planned for this moment.
     pub(crate) fn inject_faults(&self, moment: Moment) {
         for planned in due(&self.injections, moment) {
             self.page.note_fault(self.rank, planned.number);
@@ -101,10 +102,10 @@ impl Membership {
         }
     }
 
-    /// The error of waiting for `awaited` in vain, if it is in vain: some rank has failed, or one of `awaited` has
-    /// left. It names the rank where the trouble began.
+    /// The error of waiting for `awaited`, if the wait cannot succeed: some rank has failed, or one of `awaited` has
+    /// left. It names the rank that failed first, as far as known.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
-        // The server notes how ranks end, but not its own end.
+        // The server records how ranks end, but rank 0, which hosts it, cannot record its own end.
         if self.store.host_is_gone() && self.page.state(0) == RankState::Joined {
             self.page.depart(0, Ending::Failed("ended without a goodbye"));
         }
@@ -123,8 +124,8 @@ impl Membership {
         Some(Error::PeerLost { rank: self.rank, peer, operation: operation(), how, silent })
     }
 
-    /// Follows the blame from a rank that has ended to the rank where the trouble began, and returns what that one is
-    /// accused of. Ranks that record_blame each other, or this one, are as far as one can tell the beginning.
+    /// Follows the recorded blame from an ended rank to the rank that failed first, and returns that rank with the
+    /// error that blames it. Stops at a cycle, or at this rank.
     fn find_culprit(&self, ended: u32) -> (u32, Option<Blame>) {
         let (mut origin, mut accusation) = (ended, None);
         let mut seen = vec![self.rank, ended];
@@ -137,19 +138,19 @@ impl Membership {
     }
 }
 
-/// Those of `injections` that are due at `moment`.
+/// The faults that are planned for `moment`.
 fn due(injections: &[Planned], moment: Moment) -> impl Iterator<Item = &Planned> {
     injections.iter().filter(move |planned| planned.injection.moment == moment)
 }
 
-/// Commits the faults of a moment at which there is no progress page yet.
+/// Injects the faults of a moment before the rank has a progress page.
 pub(crate) fn inject_planned(injections: &[Planned], moment: Moment) {
     due(injections, moment).for_each(|planned| planned.injection.fault.commit());
 }
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // A forked child has a copy, and says goodbye for nobody.
+        // A forked child has a copy of this; it must not leave the run in the rank's name.
         if self.check_process().is_err() {
             return;
         }

@@ -1,14 +1,14 @@
-//! How much memory may still be taken: by the machine, and by the control groups this process is in.
+//! How much memory is available: on the machine, and in the control groups of this process.
 //!
-//! The kernel hands out more shared memory than there is and kills somebody later. So a large allocation looks here
-//! first and fails with an error instead.
+//! The kernel overcommits shared memory and kills a process later. Large allocations therefore check here first and
+//! fail with an error.
 
 use std::fs;
 use std::path::Path;
 
 use crate::control_group;
 
-/// What is wrong with taking `bytes` bytes now, if anything. Where the system does not tell, nothing is.
+/// Says why `bytes` bytes cannot be allocated now. `None` if they can, or if the system does not tell.
 pub(crate) fn shortage(bytes: usize) -> Option<String> {
     let groups = control_group::folders("memory");
     let limits = groups.iter().filter_map(|folder| available_in_group(folder)).chain(available_on_machine());
@@ -28,7 +28,7 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
 }
 
-/// Bytes that the group may still take; `None` without a limit. Pages of files that nobody uses count as free.
+/// Available bytes of the group; `None` without a limit. Inactive page cache counts as available.
 fn available_in_group(folder: &Path) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
@@ -44,14 +44,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_than_the_machine_has_is_short() {
+    fn allocations_beyond_the_machines_memory_are_rejected() {
         let problem = shortage(1 << 60).expect("no machine has an exbibyte");
         assert!(problem.starts_with("1152921504606846976 bytes are needed where "), "{problem}");
         assert_eq!(shortage(4096), None);
     }
 
     #[test]
-    fn a_group_has_left_what_it_does_not_use() {
+    fn available_memory_of_a_control_group_is_limit_minus_usage() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(available_in_group(folder.path()), None);
         for (name, text) in [

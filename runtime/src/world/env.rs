@@ -1,7 +1,7 @@
-//! The environment of a rank, read once.
+//! The environment variables of a rank, read once.
 //!
-//! Our own launcher's variables win over all others: they are the innermost where `mgpurun` itself was started by another
-//! launcher. Without them, another launcher's are understood ([`other_launchers`](super::foreign)).
+//! The variables of `mgpurun` take precedence: if `mgpurun` itself was started by another launcher, its variables are
+//! the innermost. Without them, those of other launchers are read ([`other_launchers`](super::other_launchers)).
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
@@ -23,22 +23,22 @@ pub enum Backend {
     Nccl,
 }
 
-/// Longest wait for a peer within one operation, unless `MGPU_TIMEOUT` says otherwise: long enough for a peer
-/// that writes a checkpoint, short enough not to waste a night.
+/// Default timeout of a wait for a peer within one operation (`MGPU_TIMEOUT`): long enough for a peer that writes a
+/// checkpoint, short enough not to waste a night.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Longest wait for the others to join, where no launcher of ours has a deadline for that, unless `MGPU_TIMEOUT` says
-/// otherwise: that of `mgpurun`.
+/// Default timeout of the wait for other ranks to join under another launcher (`MGPU_TIMEOUT`); the same as that of
+/// `mgpurun`.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where the ranks meet.
+/// Where the ranks find the rendezvous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Rendezvous {
-    /// The launcher serves at this address.
+    /// The launcher serves it at this address.
     Launcher(String),
-    /// Rank 0 serves, since the launcher is not ours.
+    /// Rank 0 serves it, because the launcher is not `mgpurun`.
     RankZero {
-        /// What users call the run.
+        /// The run's name for error texts.
         title: String,
         /// How long ranks wait for each other to join.
         patience: Duration,
@@ -52,27 +52,27 @@ pub(super) struct Identity {
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
     pub(super) local_world_size: u32,
-    /// `None` in a world of one that nobody has to meet in.
+    /// `None` in a world of one without `mgpurun`.
     pub(super) rendezvous: Option<Rendezvous>,
     pub(super) run_id: String,
-    /// The same after each restart; `None` where nobody restarts, or does not say what.
+    /// The same after each restart of the ranks; `None` if no launcher restarts them, or if it cannot be determined.
     pub(super) launch_id: Option<String>,
     pub(super) restart_count: u32,
     pub(super) backend: Backend,
-    /// Nobody has chosen a backend; it depends on the GPUs there are.
+    /// No backend was chosen; it depends on the number of GPUs.
     pub(super) backend_is_auto: bool,
     pub(super) timeout: Duration,
-    /// Faults this rank is to commit in this life of it.
+    /// Faults to inject into this rank after this restart.
     pub(super) injections: Vec<Planned>,
     pub(super) threads: Option<NonZeroUsize>,
-    /// The GPU to use, where it is not that of the local rank's number.
+    /// The GPU to use, if it is not `LOCAL_RANK`.
     pub(super) device: Option<u32>,
-    /// Ranks may use one GPU together.
+    /// Several ranks may share one GPU.
     pub(super) share_gpus: bool,
 }
 
 impl Identity {
-    /// A rank of one.
+    /// The only rank of a world of one.
     pub(super) fn alone() -> Self {
         Identity {
             rank: 0,
@@ -93,10 +93,10 @@ impl Identity {
         }
     }
 
-    /// Reads what surrounds this process.
+    /// Reads the environment of this process.
     ///
     /// # Errors
-    /// If variables are missing, contradict each other, or cannot be read.
+    /// If variables are missing, contradict each other, or cannot be parsed.
     pub(super) fn read(environment: &LaunchEnvironment<'_>) -> Result<Self> {
         let variable = environment.variable;
         let settings = Self::settings(variable)?;
@@ -108,16 +108,16 @@ impl Identity {
         Ok(identity)
     }
 
-    /// Those of the faults in `text` that this rank is to commit.
+    /// The faults in `text` that are meant for this rank.
     fn injections(&self, text: &str) -> Result<Vec<Planned>> {
         let faults = inject::split(text)
-            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
+            .map_err(|problem| wrong(MGPU_INJECT, format!("is not a list of faults: {problem}")))?;
         if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size) {
             let problem = format!("has {fault}: ranks of a world of {} count from 0", self.world_size);
             return Err(wrong(MGPU_INJECT, problem));
         }
         if self.rendezvous.is_none() && !faults.is_empty() {
-            let problem = "is set for a world of one without mgpurun, which commits no faults; use mgpurun -n 1 --inject";
+            let problem = "is set for a world of one without mgpurun, where no faults are injected; use mgpurun -n 1 --inject";
             return Err(wrong(MGPU_INJECT, problem.into()));
         }
         let planned = faults.into_iter().enumerate().map(|(number, injection)| Planned { number, injection });
@@ -127,7 +127,7 @@ impl Identity {
         Ok(planned.filter(is_own).collect())
     }
 
-    /// A rank of one with what may be set with any launcher or none.
+    /// A world of one, with the settings that are allowed under any launcher or none.
     fn settings(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let timeout = match variable(MGPU_TIMEOUT) {
             None => DEFAULT_TIMEOUT,
@@ -189,7 +189,7 @@ impl Identity {
             local_rank,
             local_world_size,
             rendezvous,
-            // The launcher makes it once, for all starts.
+            // The launcher creates it once, for all restarts.
             launch_id: Some(run_id.clone()),
             run_id,
             restart_count,
@@ -202,12 +202,12 @@ impl Identity {
         let LaunchedRank { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
         if world_size > 1 && job.is_none() {
             let problem = format!(
-                "is missing, and {launcher} does not say which job this rank is of; \
+                "is missing, and {launcher} does not say which job this rank belongs to; \
                  set it alike on all ranks of a run, or start the program with `mgpurun -n {world_size}`"
             );
             return Err(wrong(MGPU_RUN_ID, problem));
         }
-        // As with our own launcher, a slow start may take longer than a step, but not for ever.
+        // As under `mgpurun`: a slow start may take longer than a step, but not forever.
         let timeout_is_set = (environment.variable)(MGPU_TIMEOUT).is_some();
         let patience = if timeout_is_set { settings.timeout } else { JOIN_TIMEOUT };
         let rendezvous = job.as_ref().filter(|_| world_size > 1);
@@ -226,11 +226,11 @@ impl Identity {
         })
     }
 
-    /// Chooses the backend as `mgpurun --backend auto` does, where this process sees `gpus` GPUs. With `narrowed`, the
-    /// launcher has shown each rank its own alone, if it is one.
+    /// Chooses the backend as `mgpurun --backend auto` does, if this process sees `gpus` GPUs. `narrowed` says that
+    /// `CUDA_VISIBLE_DEVICES` is set: a single visible GPU is then taken as this rank's own.
     ///
     /// # Errors
-    /// If there are GPUs, but fewer than ranks: both choices are named.
+    /// If there are GPUs, but fewer than ranks. The error names both choices.
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn choose_backend(&mut self, gpus: u32, narrowed: bool) -> Result<()> {
         let ranks = self.local_world_size;
@@ -239,7 +239,7 @@ impl Identity {
             0 => self.backend = Backend::Cpu,
             _ if gpus >= ranks || self.share_gpus => self.backend = Backend::Nccl,
             1 if narrowed => {
-                // Should all see the same one, they are told when they join.
+                // If all ranks see the same GPU, the rendezvous rejects them when they join.
                 self.backend = Backend::Nccl;
                 self.device.get_or_insert(0);
             }
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launched_rank_is_read_whole() {
+    fn all_variables_of_a_launched_rank_are_read() {
         let identity = read(&[
             (RANK, "3"),
             (WORLD_SIZE, "4"),
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn each_mistake_names_its_variable() {
+    fn errors_name_the_variable() {
         for (pairs, expected) in [
             (&[(RANK, "0")][..], "WORLD_SIZE is missing while RANK is set"),
             (&[(WORLD_SIZE, "2")], "RANK is missing while WORLD_SIZE is set"),
@@ -346,14 +346,14 @@ mod tests {
         }
     }
 
-    /// A rank of `ranks` that torchrun has started, with more variables.
+    /// Rank 1 of `ranks` under torchrun, with more variables.
     fn foreign(ranks: &str, more: &[(&str, &str)]) -> Identity {
         let pairs = [(RANK, "1"), (WORLD_SIZE, ranks), (MASTER_ADDR, "localhost"), (MASTER_PORT, "29500")];
         read(&[&pairs[..], more].concat()).unwrap()
     }
 
     #[test]
-    fn another_launchers_rank_keeps_what_the_user_has_set() {
+    fn user_settings_apply_under_other_launchers() {
         let plain = foreign("2", &[]);
         let Some(Rendezvous::RankZero { title, patience }) = &plain.rendezvous else { panic!("{plain:?}") };
         assert_eq!((title.as_str(), *patience), ("torchrun job localhost.29500", JOIN_TIMEOUT));
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_choice_the_gpus_decide_as_with_mgpurun() {
+    fn the_automatic_backend_is_that_of_mgpurun() {
         let choose = |gpus, narrowed, more: &[(&str, &str)]| {
             let mut identity = foreign("4", more);
             identity.choose_backend(gpus, narrowed).map(|()| (identity.backend, identity.device))
@@ -376,7 +376,7 @@ mod tests {
         assert_eq!(choose(0, true, &[]).unwrap(), (Backend::Cpu, None));
         assert_eq!(choose(4, false, &[]).unwrap(), (Backend::Nccl, None));
         assert_eq!(choose(8, true, &[]).unwrap(), (Backend::Nccl, None));
-        // Each rank sees its own alone.
+        // Each rank only sees its own.
         assert_eq!(choose(1, true, &[]).unwrap(), (Backend::Nccl, Some(0)));
         assert_eq!(choose(2, false, &[(MGPU_SHARE_GPUS, "1")]).unwrap(), (Backend::Nccl, None));
         for (gpus, narrowed) in [(1, false), (2, true), (3, false)] {
