@@ -1,7 +1,7 @@
-//! The files of a checkpoint: safetensors, written and read in one pass, with their size and checksum.
+//! The files of a checkpoint in the safetensors format, written and read in one pass with their size and checksum.
 //!
-//! A file is written tensor by tensor from where the values are, without a copy of it in memory: a JSON header with names,
-//! shapes and offsets, its length before it, the tensors after it, in the layout's order.
+//! A file is written tensor by tensor, without a copy of it in memory: the length of the header, a JSON header with
+//! names, shapes and offsets, then the tensors in the layout's order.
 //! (<https://github.com/huggingface/safetensors#format>)
 
 use std::collections::{BTreeMap, HashMap};
@@ -18,13 +18,15 @@ use super::snapshot::{Snapshot, SnapshotArena};
 use super::{damaged, failed};
 use crate::{Layout, Result};
 
-/// What the header of every file begins with: by this a writer knows its own files again (`removal`).
+/// Beginning of the header of every file that a writer writes: the mark by which writers recognise their own files
+/// (`removal`).
 pub(super) const MARK: &[u8] = br#"{"__metadata__":{"writer":"mgpu"}"#;
 
-/// Bytes that are gathered for one write, and read at a time.
+/// Buffer size of reads and writes, in bytes.
 const CHUNK: usize = 1 << 20;
 
-/// Writes all files of `snapshot` into the empty folder `path`. All of them, and the folder, are on the disk when it returns.
+/// Writes all files of `snapshot` into the empty folder `path`. When this returns, the files and the folder are
+/// flushed to disk.
 pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
     let Snapshot { step, position, state, arenas } = snapshot;
     let mut files = BTreeMap::new();
@@ -68,7 +70,7 @@ fn write_arena(path: &Path, SnapshotArena { layout, values, .. }: SnapshotArena)
     let mark = HashMap::from([("writer".to_owned(), "mgpu".to_owned())]);
     let header = Metadata::new(Some(mark), infos.collect()).map_err(|error| failed(path, error))?;
     let mut header = serde_json::to_vec(&header).map_err(|error| failed(path, error))?;
-    // Tensors begin at a multiple of 8, the length included.
+    // Tensors begin at a multiple of 8 bytes, counted with the length.
     header.resize(header.len().next_multiple_of(8), b' ');
     if header.len() > MAX_HEADER_BYTES {
         let problem =
@@ -84,7 +86,7 @@ fn write_arena(path: &Path, SnapshotArena { layout, values, .. }: SnapshotArena)
         };
         put(&(header.len() as u64).to_le_bytes())?;
         put(&header)?;
-        // In chunks, so that the checksum and the write find them in the cache.
+        // In chunks, so that the checksum and the write read them from the cache.
         let tensors = layout.tensors().iter().flat_map(|tensor| values[tensor.range()].chunks(CHUNK / 4));
         tensors.into_iter().try_for_each(|part| put(bytemuck::cast_slice(part)))
     });
@@ -92,9 +94,9 @@ fn write_arena(path: &Path, SnapshotArena { layout, values, .. }: SnapshotArena)
     Ok(FileEntry { bytes, xxh3: hexadecimal(hash.digest()) })
 }
 
-/// A checkpoint of a training that has diverged would take the place of one to go on from.
+/// Rejects non-finite values: the checkpoint of a diverged training must not replace one that a run can resume from.
 fn check_finite(path: &Path, layout: &Layout, values: &[f32]) -> Result<()> {
-    // Without a branch for each value, so that the compiler can use vectors.
+    // No branch per value, so that the compiler can vectorise it.
     let is_finite = |part: &[f32]| part.iter().fold(true, |all, value| all & value.is_finite());
     for tensor in layout.tensors() {
         let values = &values[tensor.range()];
@@ -111,25 +113,25 @@ fn check_finite(path: &Path, layout: &Layout, values: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// A file whose content `fill` writes, on the disk when this returns.
+/// Creates a file whose content `fill` writes, and flushes it to disk.
 fn create(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let mut output = BufWriter::with_capacity(CHUNK, File::create(path)?);
     fill(&mut output)?;
     output.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// Bytes of a manifest, at most: as JSON values they can take a hundred times their size in memory.
+/// Largest manifest in bytes: parsed, JSON values can take a hundred times as much memory.
 const MAX_MANIFEST_BYTES: usize = 1 << 20;
 
-/// Bytes of a safetensors file's header, at most: those of some 100,000 tensors.
+/// Largest header of a safetensors file in bytes: enough for about 100,000 tensors.
 const MAX_HEADER_BYTES: usize = 16 << 20;
 
-/// Brings the entries of a folder to the disk: which names there are, and what they stand for.
+/// Flushes the directory entries of a folder to disk.
 pub(super) fn flush_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(|error| failed(path, error))
 }
 
-/// Whether `name` stands for something in a folder, and not for something elsewhere.
+/// Whether `name` is a plain file name, without any path components.
 fn is_file_name(name: &str) -> bool {
     Path::new(name).file_name().is_some_and(|last| last == name)
 }
@@ -153,18 +155,18 @@ pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     }
 }
 
-/// Opens a file, and says how long it is. Anything else under its name could keep a reader waiting, or never come to an end.
+/// Opens a regular file and returns its length. Reading anything else could block, or never end.
 fn open(path: &Path) -> Result<(io::Take<File>, u64)> {
     let metadata = fs::metadata(path).map_err(|error| unreadable(path, &error))?;
     if !metadata.is_file() {
         return Err(damaged(path, "not a file"));
     }
     let file = File::open(path).map_err(|error| unreadable(path, &error))?;
-    // What is appended meanwhile is none of its business.
+    // Ignore what is appended in the meantime.
     Ok((file.take(metadata.len()), metadata.len()))
 }
 
-/// A file that is not there was there once: a checkpoint is whole when it gets its name.
+/// A missing file means damage: a checkpoint is complete before it gets its name.
 fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
     match error.kind() {
         ErrorKind::NotFound => damaged(path, "there is no such file"),
@@ -177,7 +179,7 @@ pub(super) fn has_checksum(path: &Path, entry: &FileEntry) -> bool {
     open(path).and_then(|(file, _)| compare(path, file, entry)).is_ok()
 }
 
-/// Compares file `name` of the checkpoint at `path` with what the manifest knows of it.
+/// Compares size and checksum of file `name` of the checkpoint at `path` with the manifest.
 pub(super) fn verify(path: &Path, name: &str, entry: &FileEntry) -> Result<()> {
     let path = path.join(name);
     let (file, bytes) = open(&path)?;
@@ -251,8 +253,8 @@ pub(super) fn load(path: &Path, name: &str, entry: &FileEntry, layout: &Layout) 
     Ok(values)
 }
 
-/// The header of a safetensors file. The crate's own reader adds up offsets as they come, and a sum that overflows panics
-/// where overflows are checked.
+/// The header of a safetensors file. The crate's own reader adds offsets unchecked, which panics on overflow in debug
+/// builds.
 #[derive(Deserialize)]
 struct Header {
     #[serde(rename = "__metadata__")]
@@ -261,7 +263,7 @@ struct Header {
     tensors: HashMap<String, TensorInfo>,
 }
 
-/// Header and tensors of a safetensors file.
+/// Splits a safetensors file into header and tensor data.
 fn split(bytes: &[u8]) -> std::result::Result<(Header, &[u8]), String> {
     let parts = bytes.split_first_chunk().and_then(|(length, rest)| {
         let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;

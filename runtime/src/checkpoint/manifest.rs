@@ -1,7 +1,8 @@
-//! What a checkpoint says about itself.
+//! The manifest of a checkpoint.
 //!
-//! The manifest begins with a checksum of all that follows it: a flipped bit in a step or a learning rate would be believed.
-//! It is of bytes and not of values, because how JSON is written again depends on who writes it.
+//! It begins with a checksum of everything after it, because a flipped bit in a step or a learning rate would
+//! otherwise go unnoticed. The checksum covers bytes and not values, because serialising the JSON again may give
+//! other bytes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,26 +16,26 @@ use crate::Result;
 
 /// The version of this crate.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The format that is written and read. Format 1 was never released.
+/// Version of the format. Format 1 was never released.
 const FORMAT: u64 = 2;
 /// Name of the file.
 pub(super) const MANIFEST: &str = "manifest.json";
-/// What stands before the checksum of the rest, and after it.
+/// Bytes before and after the checksum at the beginning of the file.
 pub(super) const BEFORE: &[u8] = b"{\n  \"checksum\": \"";
 const AFTER: &[u8] = b"\",";
 
-/// Where a run is in its data: the batch that the next step takes.
+/// Position of a run in its data: the batch of the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
-    /// Seed of the order of samples, and of all other random numbers.
+    /// Seed of the shuffling and of all other random numbers.
     pub seed: u64,
-    /// Passes over the data that are complete, which is what [`Sampler::batch`](crate::Sampler::batch) calls the epoch.
+    /// Complete passes over the data: the epoch of [`Sampler::batch`](crate::Sampler::batch).
     pub epoch: u64,
     /// Steps made in this epoch.
     pub step: u64,
 }
 
-/// What a checkpoint says about itself.
+/// The manifest of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Manifest {
@@ -42,9 +43,9 @@ pub struct Manifest {
     format: u64,
     /// Training steps made.
     pub step: u64,
-    /// Where the run is in its data, if the program said so.
+    /// The position in the data, if the program saved it.
     pub position: Option<Position>,
-    /// Whatever else the program needs to go on, or wants to be known: hyper-parameters, number of ranks, precision.
+    /// Any other state of the program, such as hyper-parameters, number of ranks, precision.
     pub state: Value,
     /// Version of this crate that wrote it.
     pub version: String,
@@ -52,7 +53,7 @@ pub struct Manifest {
     pub(super) files: BTreeMap<String, FileEntry>,
 }
 
-/// What is known of a file.
+/// Size and checksum of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FileEntry {
     /// Its size.
@@ -74,7 +75,7 @@ impl Manifest {
     /// The text of the file.
     pub(super) fn to_json(&self) -> Vec<u8> {
         let text = serde_json::to_vec_pretty(self).expect("a manifest holds nothing that JSON cannot");
-        // Without the brace that opens it.
+        // Without the opening brace.
         let rest = &text[1..];
         [BEFORE, hexadecimal(xxh3_64(rest)).as_bytes(), AFTER, rest].concat()
     }
@@ -128,12 +129,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn manifests_round_trip() {
         assert_eq!(parse(&manifest().to_json()).unwrap(), manifest());
     }
 
     #[test]
-    fn a_change_of_any_byte_is_noticed() {
+    fn any_flipped_bit_is_detected() {
         let text = manifest().to_json();
         for (at, bit) in (0..text.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
             let mut changed = text.clone();
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn other_formats_are_refused() {
+    fn unknown_formats_are_rejected() {
         for format in [1, 3] {
             let text = format!(r#"{{"format": {format}, "step": 9, "state": null, "files": {{}}}}"#);
             let error = parse(text.as_bytes()).unwrap_err().to_string();

@@ -1,13 +1,13 @@
-//! How a checkpoint gets its name, and older ones lose theirs.
+//! How a checkpoint gets its final name, and how older ones are removed.
 //!
-//! In this order, each step on the disk before the next one begins:
-//! 1. every file under a hidden name, the manifest last, then the folder they lie in;
-//! 2. the name: a rename, or, where a checkpoint of the same step has it, an exchange of the two names, so that there is
-//!    no moment without one. (A run that was resumed from an older checkpoint comes by the same steps again.) Some file
-//!    systems cannot exchange: there the old one becomes `step-N.replaced` first, which still counts as a checkpoint;
-//! 3. the folder of all checkpoints;
-//! 4. those that are too many get a hidden name, and only then are deleted: a deletion that is cut off leaves no
-//!    half of a checkpoint under a name.
+//! In this order; each step is flushed to disk before the next one begins:
+//! 1. Write all files into a folder with a hidden name, the manifest last; flush the folder.
+//! 2. Rename the folder to its final name. If a checkpoint of the same step exists (a run that resumed from an older
+//! checkpoint repeats its steps), exchange the two names, so that one always exists. If the file system cannot
+//! exchange names, the old checkpoint is renamed to `step-N.replaced` first, which still counts as a checkpoint.
+//! 3. Flush the parent folder.
+//! 4. Rename excess checkpoints to hidden names, then delete them: an interrupted deletion leaves no incomplete
+//! checkpoint under a final name.
 
 use std::fs;
 use std::io;
@@ -19,13 +19,13 @@ use super::snapshot::Snapshot;
 use super::{failed, files};
 use crate::Result;
 
-/// Writes `snapshot` as a checkpoint, and removes all but the newest `keep` of those that are not of later steps. Returns the
-/// path of the new one.
+/// Writes `snapshot` as a checkpoint. Of the checkpoints up to this step, removes all but the newest `keep`. Returns
+/// the path of the new one.
 pub(super) fn publish(folder: &Folder, snapshot: Snapshot, keep: usize) -> Result<PathBuf> {
     publish_with(folder, snapshot, keep, exchange)
 }
 
-/// `exchange` swaps two names, or returns that the file system cannot.
+/// `exchange` exchanges two names, and returns false if the file system cannot.
 fn publish_with(
     folder: &Folder,
     snapshot: Snapshot,
@@ -38,30 +38,30 @@ fn publish_with(
     remove_written(&partial, &target)?;
     fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
     if let Err(error) = files::write(&partial, snapshot) {
-        // Perhaps the disk is full: not of this, at least.
+        // The disk may be full: free the space of the incomplete checkpoint.
         let _ = remove_written(&partial, &target);
         return Err(error);
     }
-    // It may have been replaced in the meantime.
+    // The folder may have been replaced in the meantime.
     folder.check()?;
     move_aside(&target, step)?;
     if let Err(error) = put_in_place(folder, &partial, &target, exchange) {
-        // Nothing is lost with it while there is another one of this step.
+        // Another checkpoint of this step exists, so this one can be removed.
         if target.exists() {
             let _ = remove_written(&partial, &target);
         }
         return Err(failed(&target, error));
     }
     folder.flush()?;
-    // What had the name before, if it was an exchange.
+    // After an exchange, the hidden name refers to the old checkpoint.
     remove_written(&partial, &target)?;
     let ours = list(&folder.path)?.into_iter().filter(NamedCheckpoint::is_ours).collect();
     remove(folder, &expired(ours, step, keep))?;
     Ok(target)
 }
 
-/// Gives something that is in the way of a new checkpoint another name, `other-step-…`: a file, a link, or a folder with a
-/// checkpoint in it that is damaged or of another step.
+/// If something other than a valid checkpoint of this step is in the way (a file, a link, or a folder with a damaged
+/// checkpoint or one of another step), renames it to `other-step-…`.
 fn move_aside(target: &Path, step: u64) -> Result<()> {
     let in_the_way =
         if is_folder(target) { holds_checkpoint(target) && !is_ours(target, step) } else { is_taken(target) };
@@ -85,7 +85,7 @@ fn put_in_place(
         }
         let replaced = target.with_extension(REPLACED);
         if is_taken(&replaced) {
-            // Of a run that was killed here. The target is newer, and whole.
+            // A previous run was killed here. The target is newer, and complete.
             remove(folder, &[(replaced.clone(), target.to_owned())]).map_err(io::Error::other)?;
         }
         fs::rename(target, &replaced)?;
@@ -105,15 +105,14 @@ fn exchange(one: &Path, other: &Path) -> io::Result<bool> {
     }
 }
 
-/// As if no file system could: the bindings lack the call.
+/// Behaves like a file system without exchange: the bindings lack the call.
 #[cfg(not(target_env = "gnu"))]
 fn exchange(_: &Path, _: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Which of this writer's checkpoints are to go once that of `step` is there: those that it or another one has replaced, and
-/// all but the newest `keep` up to `step`. Later ones are not this run's to remove. Each with the name that it had before it was
-/// replaced.
+/// The checkpoints to remove once that of `step` exists: those that were replaced, and all but the newest `keep` up
+/// to `step`. Later ones may belong to another run. Each comes with its name before it was replaced.
 fn expired(ours: Vec<NamedCheckpoint>, step: u64, keep: usize) -> Vec<(PathBuf, PathBuf)> {
     let current: Vec<u64> = ours.iter().filter(|named| named.current).map(|named| named.step).collect();
     let (replaced, mut kept): (Vec<NamedCheckpoint>, Vec<NamedCheckpoint>) = ours
@@ -125,7 +124,7 @@ fn expired(ours: Vec<NamedCheckpoint>, step: u64, keep: usize) -> Vec<(PathBuf, 
     gone.map(|NamedCheckpoint { path, .. }| (path.clone(), path.with_extension(""))).collect()
 }
 
-/// Takes checkpoints away: first their names, then their files. What else lies in one gets its name back, the second one.
+/// Removes checkpoints: first their names, then their files. Other files in them are moved back to the second path.
 fn remove(folder: &Folder, checkpoints: &[(PathBuf, PathBuf)]) -> Result<()> {
     if checkpoints.is_empty() {
         return Ok(());
@@ -170,14 +169,14 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_and_later_ones_left_alone() {
+    fn the_newest_are_kept_and_later_steps_are_left_alone() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
         for step in [5, 20, 100] {
             publish(&folder, snapshot(step, 0.0), 2).unwrap();
         }
         assert_eq!(names(&folder), ["step-00000020", "step-00000100"]);
-        // Of a run that begins anew in the folder of another one.
+        // As a run that starts anew in the folder of another one.
         for step in [1, 2, 3] {
             publish(&folder, snapshot(step, 0.0), 1).unwrap();
         }
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_of_the_same_step_is_replaced_also_where_names_cannot_be_exchanged() {
+    fn a_checkpoint_of_the_same_step_is_replaced_with_and_without_exchange() {
         for able in [true, false] {
             let temporary = tempfile::tempdir().unwrap();
             let folder = Folder::open(temporary.path()).unwrap();
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_that_was_cut_off_loses_nothing() {
+    fn an_interrupted_replacement_loses_nothing() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
         let target = publish(&folder, snapshot(7, 1.0), 1).unwrap();
@@ -216,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_fails_leaves_nothing_but_what_was_there() {
+    fn a_failed_write_leaves_the_folder_unchanged() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
         publish(&folder, snapshot(1, 1.0), 2).unwrap();

@@ -1,14 +1,15 @@
-//! What may be removed: files that a writer has written, and nothing else.
+//! Removes files that a writer has written, and nothing else.
 //!
-//! People keep files of their own beside ours: notes, results of an evaluation, links. So nothing is removed recursively, and a
-//! name alone decides nothing. A file goes if it is a regular file, has a name that a writer gives, and has a writer's content:
-//! - in a whole checkpoint, a file that the manifest lists, of the size that it lists, which begins with the mark of a writer
-//!   (or has the listed checksum: files had no mark at first), and the manifest itself;
-//! - in a checkpoint that a killed writer has begun, which has no manifest yet, a safetensors file with that mark, or an
-//!   empty one, and the beginning of a manifest.
+//! Users keep files of their own in checkpoint folders: notes, evaluation results, links. So nothing is removed
+//! recursively, and a name alone is not enough. A file is removed if it is a regular file, has a name that a writer
+//! uses, and has content that a writer writes:
+//! - in a complete checkpoint: the manifest itself, and files that it lists, if they have the listed size and begin
+//!   with a writer's mark (or have the listed checksum: early files had no mark);
+//! - in an incomplete checkpoint, which has no manifest yet: safetensors files with that mark or of length 0, and the
+//!   beginning of a manifest.
 //!
-//! Everything else stays. A folder that still holds something gives it back under the name that the folder had before: notes
-//! in `step-00000012` are still there when the checkpoint is gone. Names that are taken get a number.
+//! Everything else is kept: files that remain in a folder are moved back to the folder's final name. Notes in
+//! `step-00000012` still exist after the checkpoint was removed. If a name is taken, a number is appended.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -20,7 +21,8 @@ use super::folder::PARTIAL;
 use super::manifest::{BEFORE, FileEntry, MANIFEST, Manifest};
 use crate::Result;
 
-/// Whether `path` is a whole checkpoint of `step` that a writer has written: a folder, no link, with a valid manifest.
+/// Whether `path` is a complete checkpoint of `step`, written by a writer: a folder, not a link, with a valid
+/// manifest.
 pub(super) fn is_ours(path: &Path, step: u64) -> bool {
     is_folder(path) && read_manifest(path).is_ok_and(|manifest| manifest.step == step)
 }
@@ -30,7 +32,7 @@ pub(super) fn is_folder(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir())
 }
 
-/// Whether there is anything at `path`, if only a link that leads nowhere.
+/// Whether there is anything at `path`, including a dangling link.
 pub(super) fn is_taken(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
@@ -46,8 +48,8 @@ pub(super) fn unused_name(path: &Path) -> PathBuf {
     names.into_iter().find(|name| !is_taken(name)).expect("no folder has so many entries")
 }
 
-/// Frees the name `hidden`: removes what a writer has written in the folder there, and moves what else it holds to the
-/// folder `home`. Something else than a folder gets another name.
+/// Frees the name `hidden`: removes the files in that folder that a writer has written, and moves the others to the
+/// folder `home`. If it is not a folder, it is renamed.
 pub(super) fn remove_written(hidden: &Path, home: &Path) -> Result<()> {
     if !is_taken(hidden) {
         return Ok(());
@@ -62,7 +64,7 @@ pub(super) fn remove_written(hidden: &Path, home: &Path) -> Result<()> {
         if was_written(&path, &stage) { ours.push(path) } else { others.push(path) }
     }
     move_into(&others, home)?;
-    // The manifest last: it tells the next writer what is ours, if this one is killed here.
+    // Remove the manifest last: if this writer is killed here, the manifest tells the next one which files are ours.
     ours.sort_by_key(|path| path.ends_with(MANIFEST));
     for path in &ours {
         fs::remove_file(path).map_err(|error| failed(path, error))?;
@@ -70,12 +72,12 @@ pub(super) fn remove_written(hidden: &Path, home: &Path) -> Result<()> {
     fs::remove_dir(hidden).map_err(|error| failed(hidden, error))
 }
 
-/// How far a writer had come with a folder that has a hidden name.
+/// State of a folder that a killed writer has left under a hidden name.
 enum LeftoverState {
     Whole(Manifest),
-    /// Its manifest would have come last.
+    /// It has no manifest yet, which is written last.
     Begun,
-    /// Its manifest was removed, after all other files of the writer.
+    /// The manifest was removed, after all other files of the writer.
     Removed,
 }
 
@@ -114,7 +116,7 @@ fn has_listed_content(path: &Path, entry: &FileEntry, bytes: u64) -> bool {
     entry.bytes == bytes && (is_marked(path) || has_checksum(path, entry))
 }
 
-/// Whether a safetensors file's header, which follows its length, begins with the mark of a writer.
+/// Whether the header of a safetensors file begins with a writer's mark. The header follows its length.
 fn is_marked(path: &Path) -> bool {
     beginning(path, size_of::<u64>() + MARK.len()).is_some_and(|bytes| bytes.ends_with(MARK))
 }
@@ -123,14 +125,14 @@ fn begins_with(path: &Path, mark: &[u8]) -> bool {
     beginning(path, mark.len()).is_some_and(|bytes| bytes == mark)
 }
 
-/// The first bytes of a file, if it has so many.
+/// The first `length` bytes of a file, if it is that long.
 fn beginning(path: &Path, length: usize) -> Option<Vec<u8>> {
     let mut bytes = vec![0; length];
     File::open(path).and_then(|mut file| file.read_exact(&mut bytes)).ok()?;
     Some(bytes)
 }
 
-/// Moves `paths` to the folder `home`, which is made if there is none.
+/// Moves `paths` to the folder `home`, creating it if necessary.
 fn move_into(paths: &[PathBuf], home: &Path) -> Result<()> {
     if paths.is_empty() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What a checkpoint will hold, in memory: copies, so that the training may change the originals meanwhile.
+//! The content of a checkpoint in memory: copies, so that the training can change the originals during the write.
 
 use std::fmt;
 
@@ -7,10 +7,9 @@ use serde_json::Value;
 use super::Position;
 use crate::{DataParallel, Layout, Result};
 
-/// Everything that a checkpoint will hold.
+/// The content of a checkpoint.
 ///
-/// Made where the training runs, handed to [`Writer::save`](super::Writer::save); from then on it belongs to the thread that
-/// writes.
+/// Created by the training thread and passed to [`Writer::save`](super::Writer::save), whose thread then owns it.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) step: u64,
@@ -19,7 +18,7 @@ pub struct Snapshot {
     pub(super) arenas: Vec<SnapshotArena>,
 }
 
-/// One flat arena with its layout.
+/// One arena with its layout.
 #[derive(Debug)]
 pub(super) struct SnapshotArena {
     /// Name of the file, without extension.
@@ -31,7 +30,7 @@ pub(super) struct SnapshotArena {
 /// The values of an arena.
 pub(super) enum Values {
     Ready(Vec<f32>),
-    /// To be made by the thread that writes.
+    /// Computed by the writer's thread.
     Deferred(Box<dyn FnOnce() -> Vec<f32> + Send>),
 }
 
@@ -54,15 +53,15 @@ impl fmt::Debug for Values {
 }
 
 impl Snapshot {
-    /// After `step` training steps, with nothing in it yet.
+    /// An empty snapshot after `step` training steps.
     pub fn new(step: u64) -> Self {
         Snapshot { step, position: None, state: Value::Null, arenas: Vec::new() }
     }
 
-    /// The weights and the optimizer's state of `model`, whole, on rank 0; `None` on the others. Collective where the
+    /// The weights and optimizer states of `model`, complete, on rank 0; `None` on the other ranks. Collective if the
     /// optimizer is sharded.
     ///
-    /// What [`DataParallel::restore`] asks for on the way back, on any number of ranks.
+    /// [`DataParallel::restore`] loads them again, on any number of ranks.
     ///
     /// # Errors
     /// As [`DataParallel::arenas`].
@@ -79,20 +78,21 @@ impl Snapshot {
         Ok(Some(snapshot))
     }
 
-    /// With where the run is in its data.
+    /// Adds the position in the data.
     #[must_use]
     pub fn with_position(self, position: Position) -> Self {
         Snapshot { position: Some(position), ..self }
     }
 
-    /// With whatever else the program needs to go on: hyper-parameters, number of ranks, precision.
+    /// Adds other state of the program, such as hyper-parameters, number of ranks, precision.
     #[must_use]
     pub fn with_state(self, state: Value) -> Self {
         Snapshot { state, ..self }
     }
 
-    /// Adds an arena, to become the file `name.safetensors` with the tensors of `layout`. Slices are copied, vectors kept. A
-    /// snapshot with a value that is not finite is not written: it would take the place of one to go on from.
+    /// Adds an arena, which becomes the file `name.safetensors` with the tensors of `layout`. Slices are copied,
+    /// vectors are moved. A snapshot with non-finite values is not written: it must not replace a checkpoint that a
+    /// run can resume from.
     ///
     /// # Panics
     /// If `values` is shorter than `layout`.
@@ -102,8 +102,8 @@ impl Snapshot {
         self.push(name, layout, Values::Ready(values));
     }
 
-    /// Adds an arena whose values `make` makes on the thread that writes, from copies that it owns: to bring them into
-    /// another order, for instance. They must be as many as `layout` has.
+    /// Adds an arena whose values `make` computes on the writer's thread, from copies that it owns: for example to
+    /// reorder them. It must return as many values as `layout` has.
     pub fn add_deferred(
         &mut self,
         name: &str,

@@ -1,4 +1,4 @@
-//! Foreign files lie everywhere, and are all found again, whatever writers do.
+//! Files of others are placed everywhere, and must all survive whatever writers do.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -27,7 +27,7 @@ fn snapshot(step: u64) -> Snapshot {
     snapshot
 }
 
-/// Folders that somebody may put something into.
+/// Folders in which users may place files.
 const FOLDERS: [&str; 13] = [
     "",
     "step-00000001",
@@ -57,7 +57,7 @@ const NAMES: [&str; 7] = [
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     File,
-    /// It looks like a file of a checkpoint: a copy that somebody keeps.
+    /// Looks like a checkpoint file: a copy that the user keeps.
     Copy,
     Folder,
     LinkToFile,
@@ -68,7 +68,7 @@ enum Kind {
 
 #[derive(Debug, Clone)]
 enum Action {
-    /// Somebody puts something of their own somewhere.
+    /// A user places a file of their own.
     Plant {
         folder: usize,
         name: usize,
@@ -78,17 +78,17 @@ enum Action {
         step: u64,
         keep: usize,
     },
-    /// The writer ends, and another one begins.
+    /// The writer is dropped, and another one is created.
     Begin,
-    /// A file of a checkpoint is cut or lost.
+    /// A checkpoint file is truncated or removed.
     Damage {
         step: u64,
         name: &'static str,
         lost: bool,
     },
-    /// As a run that goes on: what is damaged is set aside.
+    /// As a resumed run does: damaged checkpoints are set aside.
     Resume,
-    /// A writer is killed after it has written or removed so many files.
+    /// A writer is killed after it has written or removed this number of files.
     KilledWriting {
         step: u64,
         files: usize,
@@ -125,7 +125,8 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// Everything below `folder` by its inode: path, and content of a file or target of a link. Links are not followed.
+/// Everything below `folder` by inode: the path, and the content of a file or the target of a link. Links are not
+/// followed.
 fn inventory(folder: &Path) -> BTreeMap<u64, (PathBuf, String)> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -149,9 +150,9 @@ fn inventory(folder: &Path) -> BTreeMap<u64, (PathBuf, String)> {
 struct Scene {
     parent: tempfile::TempDir,
     writer: Option<Writer>,
-    /// By inode: name and content of what was planted.
+    /// By inode: name and content of the files that were placed.
     planted: BTreeMap<u64, (String, String)>,
-    /// What links lead to.
+    /// What the links point to.
     elsewhere: BTreeMap<u64, (PathBuf, String)>,
 }
 
@@ -176,7 +177,7 @@ impl Scene {
         let folder = self.folder().join(folder);
         let path = folder.join(name);
         let is_in_the_way = folder.exists() && !is_folder(&folder);
-        // A copy in a folder that a writer has begun to fill is what a writer writes.
+        // A copy in a partial checkpoint is indistinguishable from a writer's own file.
         let is_begun =
             matches!(kind, Kind::Copy) && folder.extension().is_some_and(|suffix| suffix == "partial");
         if is_in_the_way || is_taken(&path) || is_begun || fs::create_dir_all(&folder).is_err() {
@@ -197,7 +198,7 @@ impl Scene {
             Kind::Fifo => mkfifo(&path, Mode::S_IRWXU).unwrap(),
         }
         for (inode, (found, content)) in inventory(&folder) {
-            // A folder by itself is nothing to miss, if all that lies in it is found.
+            // An empty folder itself may be lost, as long as its files survive.
             if found.starts_with(&path) && !is_folder(&found) {
                 let name = found.file_name().unwrap().to_str().unwrap().to_owned();
                 self.planted.insert(inode, (name, content));
@@ -246,7 +247,7 @@ impl Scene {
         }
     }
 
-    /// Between the exchange of names and the removal of the old one.
+    /// Killed between the exchange of names and the removal of the old checkpoint.
     fn killed_replacing(&self, step: u64) {
         let (path, partial) = (format!("step-{step:08}"), format!(".step-{step:08}.partial"));
         let [path, partial] = [path, partial].map(|name| self.folder().join(name));
@@ -297,7 +298,7 @@ impl Scene {
         }
     }
 
-    /// A writer has removed all of a checkpoint that has no final name.
+    /// Asserts that a writer has removed all checkpoints without a final name.
     fn assert_nothing_is_left(&self) {
         for (path, content) in inventory(&self.folder()).into_values() {
             let step = path.strip_prefix(self.folder()).unwrap().to_string_lossy().into_owned();
@@ -325,7 +326,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn whatever_somebody_else_has_put_there_is_found_again(actions in prop::collection::vec(action(), 1..25)) {
+    fn files_of_others_survive_any_sequence_of_actions(actions in prop::collection::vec(action(), 1..25)) {
         let mut scene = Scene::new();
         for action in &actions {
             scene.act(action);
@@ -335,7 +336,7 @@ proptest! {
 }
 
 #[test]
-fn notes_in_a_checkpoint_stay_where_they_are_when_it_is_removed_or_replaced() {
+fn notes_in_a_checkpoint_survive_its_removal_and_replacement() {
     let folder = tempfile::tempdir().unwrap();
     let notes = folder.path().join("step-00000001/notes.txt");
     let mut writer = Writer::new(folder.path(), 1).unwrap();
@@ -345,7 +346,7 @@ fn notes_in_a_checkpoint_stay_where_they_are_when_it_is_removed_or_replaced() {
     };
     save(1);
     fs::write(&notes, "mine").unwrap();
-    // Replaced, removed, and then there again.
+    // Replaced, removed, and written again.
     for (step, files) in [(1, 4), (2, 1), (1, 4)] {
         save(step);
         assert_eq!(fs::read_to_string(&notes).unwrap(), "mine");
@@ -370,7 +371,7 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
     }
     let manifest = Manifest::new(1, None, serde_json::Value::Null, entries).to_json();
     fs::write(path.join(MANIFEST), manifest).unwrap();
-    // A file of the same size, which is another one.
+    // A file of the same size with other content.
     let changed = path.join("exp_avg.safetensors");
     let mut bytes = fs::read(&changed).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -382,7 +383,7 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
 }
 
 #[test]
-fn a_folder_that_is_not_ours_makes_way_and_stays() {
+fn a_foreign_folder_is_moved_aside_and_kept() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let target = folder.target(7);
