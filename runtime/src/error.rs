@@ -143,7 +143,7 @@ pub enum Error {
         tensor: String,
     },
     /// A rank has computed non-finite gradients (NaN or Inf).
-    #[error("rank {rank} has gradients that are not finite numbers, in tensor `{tensor}`, in step {step}")]
+    #[error("rank {rank} has non-finite gradients (NaN or Inf) in tensor `{tensor}`, in step {step}")]
     NotFinite {
         /// The rank that has them.
         rank: u32,
@@ -155,9 +155,9 @@ pub enum Error {
     },
     /// The reduced gradients (sum or mean over ranks) are non-finite (NaN or Inf).
     #[error(
-        "the gradients of all ranks together are not finite in tensor `{tensor}`, in step {step}, although no rank was seen to \
-         have such gradients: their sum overflows, or a single element of a large tensor is not finite; a smaller loss has \
-         smaller gradients"
+        "the reduced gradients are non-finite (NaN or Inf) in tensor `{tensor}`, in step {step}, although no rank's own \
+         gradients were found to be: the sum overflows, or a single element of a large tensor is non-finite; try to scale \
+         the loss down"
     )]
     ReducedNotFinite {
         /// A tensor with such gradients.
@@ -212,7 +212,7 @@ pub enum Error {
     },
     /// A call into NCCL or the driver, or the rank's own work on its GPU, did not end, and no peer can be the reason.
     #[error(
-        "rank {rank} is stuck in {operation}: {call} has not returned for {:.1} s, although it waits for nobody",
+        "rank {rank} is stuck in {operation}: {call} has not returned for {:.1} s, although it does not wait for another rank",
         after.as_secs_f64()
     )]
     Stuck {

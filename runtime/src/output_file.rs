@@ -215,7 +215,7 @@ fn stream(path: &Path, mut content: &[u8]) -> io::Result<()> {
 
 fn wait_for_room(file: &File) -> io::Result<()> {
     match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], PollTimeout::from(PIPE_TIMEOUT_MS)) {
-        Ok(0) => Err(Error::new(ErrorKind::TimedOut, "its reader has taken nothing for 10 s")),
+        Ok(0) => Err(Error::new(ErrorKind::TimedOut, "its reader has read nothing for 10 s")),
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(error) => Err(error.into()),
     }

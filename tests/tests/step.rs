@@ -279,7 +279,7 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
             assert_eq!(error.culprit(), Some(1));
             assert_eq!(
                 error.to_string(),
-                "rank 1 has gradients that are not finite numbers, in tensor `2`, in step 3"
+                "rank 1 has non-finite gradients (NaN or Inf) in tensor `2`, in step 3"
             );
             assert!(model.parameters() == before && model.steps() == 2);
             train(&mut model, 1, (3, 1), rough).unwrap();
@@ -490,10 +490,10 @@ fn a_gradient_handed_over_twice_is_named() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &layout(&[&[2], &[3]]), config(sgd())).unwrap();
     let error = model.step(|_, gradients| [1, 1].into_iter().try_for_each(|tensor| gradients.ready(tensor)));
-    assert_eq!(error.unwrap_err().to_string(), "step: the gradient of tensor `1` was handed over twice");
+    assert_eq!(error.unwrap_err().to_string(), "step: the gradient of tensor `1` was marked ready twice");
     let error =
         model.step(|_, gradients| (0..2).try_for_each(|_| gradients.write(1, &[1.0; 3]))).unwrap_err();
-    assert_eq!(error.to_string(), "step: the gradient of tensor `1` was handed over twice");
+    assert_eq!(error.to_string(), "step: the gradient of tensor `1` was marked ready twice");
     let error = model.step(|_, gradients| gradients.write(0, &[1.0])).unwrap_err().to_string();
     assert_eq!(error, "step: a gradient of 1 elements for tensor `0`, which has 2");
 }

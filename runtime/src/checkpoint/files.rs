@@ -34,7 +34,7 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
         let name = format!("{}.safetensors", arena.name);
         let file = path.join(&name);
         if !is_file_name(&name) || files.contains_key(&name) {
-            return Err(failed(&file, "an arena's name is a file's, and no other arena's"));
+            return Err(failed(&file, "the name of an arena must be a file name, and no other arena may have it"));
         }
         files.insert(name, write_arena(&file, arena)?);
     }
@@ -42,7 +42,7 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
     let file = path.join(MANIFEST);
     if manifest.len() > MAX_MANIFEST_BYTES {
         let problem = format!(
-            "{} bytes, of which {MAX_MANIFEST_BYTES} would be read: its state is too large",
+            "{} bytes, more than the limit of {MAX_MANIFEST_BYTES}: its state is too large",
             manifest.len()
         );
         return Err(failed(&file, problem));
@@ -74,7 +74,7 @@ fn write_arena(path: &Path, SnapshotArena { layout, values, .. }: SnapshotArena)
     header.resize(header.len().next_multiple_of(8), b' ');
     if header.len() > MAX_HEADER_BYTES {
         let problem =
-            format!("a header of {} bytes, of which {MAX_HEADER_BYTES} would be read", header.len());
+            format!("a header of {} bytes, more than the limit of {MAX_HEADER_BYTES}", header.len());
         return Err(failed(path, problem));
     }
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
@@ -247,7 +247,7 @@ pub(super) fn load(path: &Path, name: &str, entry: &FileEntry, layout: &Layout) 
         let into: &mut [u8] = bytemuck::cast_slice_mut(&mut values[tensor.range()]);
         let (begin, end) = info.data_offsets;
         let from = data.get(begin..end).filter(|from| from.len() == into.len());
-        let problem = || format!("tensor `{name}` does not lie in bytes {begin} to {end} of {}", data.len());
+        let problem = || format!("tensor `{name}` is not within bytes {begin} to {end} of {}", data.len());
         into.copy_from_slice(from.ok_or_else(|| failed(&path, problem()))?);
     }
     Ok(values)

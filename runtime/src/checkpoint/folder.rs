@@ -151,8 +151,8 @@ impl Folder {
         match here {
             Ok(here) if here == locked => Ok(()),
             Ok(_) => {
-                let problem = "the folder was replaced by another one of this name while this run was writing to it: begin \
-                               again, and leave the folder where it is";
+                let problem = "the folder was replaced by another one of this name while this run was writing to it: start \
+                               again, and do not replace the folder during the run";
                 Err(failed(&self.path, problem))
             }
             Err(error) => {

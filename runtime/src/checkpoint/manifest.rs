@@ -86,7 +86,7 @@ impl Manifest {
         let value: Value = serde_json::from_slice(text).map_err(|error| not(&error))?;
         match value.get("format").map(Value::as_u64) {
             Some(Some(FORMAT)) if has_checksum(text) => {}
-            Some(Some(FORMAT)) => return Err(damaged(path, "its content does not have its checksum")),
+            Some(Some(FORMAT)) => return Err(damaged(path, "its content does not match its checksum")),
             Some(Some(other)) => {
                 let text = format!("of format {other}, where version {VERSION} reads format {FORMAT}");
                 return Err(failed(path, text));

@@ -237,8 +237,8 @@ mod tests {
                  checkpoint is not written; try a lower learning rate",
             ),
             (metadata, "a tensor is called `__metadata__`, which is not a tensor in a safetensors file"),
-            (twice, "weights.safetensors: an arena's name is a file's, and no other arena's"),
-            (elsewhere, "an arena's name is a file's, and no other arena's"),
+            (twice, "weights.safetensors: the name of an arena must be a file name, and no other arena may have it"),
+            (elsewhere, "the name of an arena must be a file name, and no other arena may have it"),
             (short, "short.safetensors: 5 values for tensors of 6"),
         ] {
             let error = publish(&folder, bad, 2).unwrap_err().to_string();

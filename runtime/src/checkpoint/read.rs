@@ -91,7 +91,7 @@ pub fn find(folder: &Path) -> Result<Option<Found>> {
             return found;
         }
     }
-    Err(super::failed(folder, "checkpoints come and go faster than they can be read"))
+    Err(super::failed(folder, "checkpoints are added and removed faster than they can be read"))
 }
 
 /// Finds the newest intact checkpoint in `listed`.
@@ -111,7 +111,7 @@ fn newest_intact(folder: &Path, listed: Vec<NamedCheckpoint>) -> Result<Option<F
     match bad.first() {
         None => Ok(None),
         Some((_, newest)) => {
-            let problem = format!("no checkpoint is whole, of {}; the newest: {newest}", bad.len());
+            let problem = format!("no intact checkpoint among {}; the newest: {newest}", bad.len());
             Err(damaged(folder, problem))
         }
     }
@@ -252,7 +252,7 @@ mod tests {
             fs::remove_file(folder.path().join(format!("step-{step:08}/weights.safetensors"))).unwrap();
         }
         let error = find(folder.path()).unwrap_err().to_string();
-        assert!(error.contains("no checkpoint is whole, of 2; the newest: checkpoint"), "{error}");
+        assert!(error.contains("no intact checkpoint among 2; the newest: checkpoint"), "{error}");
         assert!(
             error.contains("step-00000020/weights.safetensors: damaged: there is no such file"),
             "{error}"
@@ -285,7 +285,7 @@ mod tests {
             json!({"0.weight": tensor(&[2, 3], weight), "0.bias": tensor(&[2], bias)}).to_string()
         };
         assert_eq!(load_forged(&file(&tensors((0, 24), (24, 32)), 32)).unwrap(), vec![0.0; 18]);
-        let lie = "does not lie in bytes";
+        let lie = "is not within bytes";
         for (bytes, problem) in [
             (file(&tensors((0, 24), (24, 32)), 31), lie),
             (file(&tensors((24, 0), (24, 32)), 32), lie),

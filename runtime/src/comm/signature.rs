@@ -168,7 +168,7 @@ pub(crate) fn describe(words: [u64; SIGNATURE_WORDS]) -> String {
     let [head, len, arena, offset] = words;
     let byte = |shift: u32| (head >> shift & 0xff) as usize;
     let Some(operation) = Operation::from_number(byte(0) as u8) else {
-        return format!("something unknown ({head:#x})");
+        return format!("unknown operation ({head:#x})");
     };
     let name = operation.name();
     if operation == Operation::Barrier {
@@ -215,7 +215,7 @@ mod tests {
         assert_eq!(signature.to_string(), "all_reduce(1000 f32, sum, eager)");
         let signature = of(Call::Broadcast { root: 3 }).via(Path::Staged);
         assert_eq!(signature.to_string(), "broadcast(1000 f32, root 3, staged)");
-        assert_eq!(describe([0xff, 0, 0, 0]), "something unknown (0xff)");
+        assert_eq!(describe([0xff, 0, 0, 0]), "unknown operation (0xff)");
         let signature = Signature { place: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         assert_eq!(of(Call::Recv { from: 2 }).to_string(), "recv(1000 f32, from rank 2)");

@@ -116,11 +116,11 @@ impl ReducerConfig {
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
         check_micro_batches(self.micro_batches)?;
         let problem = if self.world_size_invariant && !ranks.is_power_of_two() {
-            format!("sums that do not depend on the number of ranks need 1, 2, 4, 8, … of them, not {ranks}")
+            format!("a world-size-invariant reduction needs 1, 2, 4, 8, … ranks, not {ranks}")
         } else if self.world_size_invariant && self.compression != Compression::None {
-            "compressed gradients depend on the number of ranks, which they are not to do".to_owned()
+            "compressed gradients are incompatible with a world-size-invariant reduction".to_owned()
         } else if self.world_size_invariant && self.join {
-            "ranks that run out of data make a difference, which they are not to do".to_owned()
+            "`join` is incompatible with a world-size-invariant reduction".to_owned()
         } else if self.clip_norm.is_some_and(|most| most.is_nan() || most <= 0.0) {
             "gradients are clipped to a norm above 0".to_owned()
         } else {

@@ -90,7 +90,7 @@ impl Readiness {
         let name = &layout.tensors()[tensor].name;
         let problem = match self.bucket_of[tensor] {
             Some(bucket) if self.open[tensor] => return Ok(bucket),
-            Some(_) => format!("the gradient of tensor `{name}` was handed over twice"),
+            Some(_) => format!("the gradient of tensor `{name}` was marked ready twice"),
             None => format!("tensor `{name}` is frozen: its gradient is not taken"),
         };
         Err(Error::InvalidArgument { operation: "step", problem })
@@ -131,7 +131,7 @@ impl Readiness {
         let Some(bucket) = self.missing.iter().position(|missing| *missing > 0) else { return Ok(()) };
         let tensor = self.buckets[bucket].clone().find(|tensor| self.open[*tensor]);
         let name = &layout.tensors()[tensor.unwrap_or_default()].name;
-        let problem = format!("the gradient of tensor `{name}` was not handed over");
+        let problem = format!("the gradient of tensor `{name}` was not marked ready");
         Err(Error::InvalidArgument { operation: "step", problem })
     }
 
@@ -234,7 +234,7 @@ mod tests {
             let reduced: Vec<usize> = std::iter::from_fn(|| readiness.next_bucket()).collect();
             prop_assert_eq!(reduced, (0..held).collect::<Vec<_>>());
             let error = readiness.check_complete(&layout).unwrap_err().to_string();
-            prop_assert_eq!(error, format!("step: the gradient of tensor `{missing}` was not handed over"));
+            prop_assert_eq!(error, format!("step: the gradient of tensor `{missing}` was not marked ready"));
             prop_assert_eq!(readiness.last_open(), Some(*missing));
             prop_assert_eq!(readiness.take_observed_order(), None);
         }

@@ -409,7 +409,7 @@ pub(super) fn plan_from_order(
     let mut sorted = order.clone();
     sorted.sort_unstable();
     if !sorted.into_iter().eq(layout.trained().map(|tensor| tensor as i64)) {
-        let problem = "its order of gradients does not name every tensor once".to_owned();
+        let problem = "its order of gradients does not contain every tensor once".to_owned();
         return Err(Error::Protocol { peer: "rank 0".into(), problem });
     }
     let order = order.into_iter().map(|tensor| tensor as usize);

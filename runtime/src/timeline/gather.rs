@@ -45,7 +45,7 @@ pub(super) fn gather(record: &Record, comm: &mut Communicator) -> Result<Vec<Tra
     for (rank, counts) in counts.iter().enumerate() {
         let limits = [MAX_COUNT, MAX_COUNT * WORDS as i64, i64::MAX];
         if !counts.iter().zip(limits).all(|(count, most)| (0..=most).contains(count)) {
-            return Err(bad(rank, "counts that no record has"));
+            return Err(bad(rank, "invalid counts"));
         }
     }
     if comm.rank() > 0 {
@@ -68,7 +68,7 @@ pub(super) fn gather(record: &Record, comm: &mut Communicator) -> Result<Vec<Tra
 }
 
 fn bad(rank: usize, problem: &str) -> Error {
-    Error::Protocol { peer: format!("rank {rank}"), problem: format!("{problem}, for the timeline") }
+    Error::Protocol { peer: format!("rank {rank}"), problem: format!("in its timeline: {problem}") }
 }
 
 /// The texts of a record's names as JSON, and the words of its spans.
@@ -93,9 +93,9 @@ fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
 
 /// The track that was [encoded](encode), if it is one.
 fn decode(names: &[u8], words: &[i64], left_out: u64) -> Result<Track, &'static str> {
-    let names: Vec<String> = serde_json::from_slice(names).map_err(|_| "names that are no JSON")?;
+    let names: Vec<String> = serde_json::from_slice(names).map_err(|_| "names that are not JSON")?;
     let spans = words.chunks(WORDS).map(|words| {
-        let &[begin, end, bytes, which] = words else { return Err("half a span") };
+        let &[begin, end, bytes, which] = words else { return Err("an incomplete span") };
         let (begin, end, which) = (begin as u64, end as u64, which as u64);
         let (background, name, number) = (which >> 63 == 1, (which >> 32 & NAMES) as usize, which as u32);
         if end < begin {
@@ -147,8 +147,8 @@ mod tests {
     #[test]
     fn what_is_no_record_is_refused() {
         for (names, words, problem) in [
-            (&b"[\"a\""[..], &[][..], "names that are no JSON"),
-            (b"[\"a\"]", &[1, 2, 0], "half a span"),
+            (&b"[\"a\""[..], &[][..], "names that are not JSON"),
+            (b"[\"a\"]", &[1, 2, 0], "an incomplete span"),
             (b"[\"a\"]", &[2, 1, 0, 0], "a span that ends before it begins"),
             (b"[\"a\"]", &[1, 2, 0, 1 << 32], "a span without a name"),
             (b"[]", &[1, 2, 0, -1], "a span without a name"),

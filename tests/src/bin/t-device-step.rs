@@ -391,8 +391,8 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
-    told(model.ready(6), "the gradient of tensor `6` was handed over twice");
-    told(model.next_micro_batch(), "was not handed over");
+    told(model.ready(6), "the gradient of tensor `6` was marked ready twice");
+    told(model.next_micro_batch(), "was not marked ready");
     told(model.finish_step(), "a step of 2 micro-batches ends after 1");
     model.begin_step()?;
     (0..7).try_for_each(|tensor| model.ready(tensor))?;

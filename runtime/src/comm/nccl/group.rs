@@ -184,7 +184,7 @@ impl<'a> Group<'a> {
             let (from, to, ranks) = (from.len(), to.len(), self.comm.size());
             return invalid(
                 operation,
-                format!("from {from} elements to {to} does not go with {ranks} ranks"),
+                format!("from {from} elements to {to} are incompatible with {ranks} ranks"),
             );
         }
         Ok(())
