@@ -34,7 +34,10 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
         let name = format!("{}.safetensors", arena.name);
         let file = path.join(&name);
         if !is_file_name(&name) || files.contains_key(&name) {
-            return Err(failed(&file, "the name of an arena must be a file name, and no other arena may have it"));
+            return Err(failed(
+                &file,
+                "the name of an arena must be a file name, and no other arena may have it",
+            ));
         }
         files.insert(name, write_arena(&file, arena)?);
     }

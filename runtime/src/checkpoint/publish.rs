@@ -237,7 +237,10 @@ mod tests {
                  checkpoint is not written; try a lower learning rate",
             ),
             (metadata, "a tensor is called `__metadata__`, which is not a tensor in a safetensors file"),
-            (twice, "weights.safetensors: the name of an arena must be a file name, and no other arena may have it"),
+            (
+                twice,
+                "weights.safetensors: the name of an arena must be a file name, and no other arena may have it",
+            ),
             (elsewhere, "the name of an arena must be a file name, and no other arena may have it"),
             (short, "short.safetensors: 5 values for tensors of 6"),
         ] {

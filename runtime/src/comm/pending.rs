@@ -1,4 +1,4 @@
-//! An operation under way.
+//! An operation in flight.
 
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -7,16 +7,17 @@ use super::{Buffer, Observer};
 use crate::clock::now;
 use crate::{Error, Result};
 
-/// An operation under way, which holds its buffer.
+/// An operation in flight, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
 #[derive(Debug)]
 pub struct Pending {
-    /// That of a completed operation. A field of its own, which is handed on as it is: small operations notice the difference.
+    /// The buffer of a completed operation. It is a separate field that is moved as it is: small operations are that
+    /// sensitive.
     buffer: Buffer,
     in_flight: Option<Box<InFlight>>,
 }
 
-/// An operation on another thread, which has the buffer.
+/// An operation on the background thread, which holds the buffer.
 #[derive(Debug)]
 struct InFlight {
     result: Receiver<Result<Buffer>>,
@@ -30,8 +31,8 @@ impl Pending {
         Pending { buffer, in_flight: None }
     }
 
-    /// One whose outcome `result` will tell, and that has left `rest` of its buffer, which is empty. `observer` is told of the
-    /// wait for it.
+    /// An operation whose outcome arrives through `result`. `rest` is the empty remainder of its buffer. `observer`
+    /// is told about the wait.
     pub(crate) fn in_flight(
         rest: Buffer,
         result: Receiver<Result<Buffer>>,
@@ -43,7 +44,7 @@ impl Pending {
     /// Waits until the operation has completed and returns its buffer.
     ///
     /// # Errors
-    /// As the operation's own.
+    /// The error of the operation.
     #[inline]
     pub fn wait(self) -> Result<Buffer> {
         match self.in_flight {
@@ -63,7 +64,7 @@ impl InFlight {
             observer.waited(begin, now());
         }
         result.unwrap_or_else(|_| {
-            let reason = "the thread of reductions has ended";
+            let reason = "the background thread of reductions has ended";
             Err(Error::system("reduce in the background", reason))
         })
     }

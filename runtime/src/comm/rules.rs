@@ -1,4 +1,4 @@
-//! What holds for every operation of every communicator, on buffers of the host and of GPUs.
+//! Rules of every operation of every communicator, on host buffers and on device memory.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -8,21 +8,22 @@ use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// Fault injection, the progress page and poisoning. An operation [begins](Self::begin) and [ends](Self::end) by them.
+/// Fault injection, the progress page and poisoning. Every operation calls [`begin`](Self::begin) and
+/// [`end`](Self::end).
 #[derive(Debug)]
 pub(crate) struct Rules {
     /// `None` without a launcher.
     membership: Option<Arc<Membership>>,
     rank: u32,
-    /// Whether an operation has begun.
+    /// Whether any operation has begun.
     begun: AtomicBool,
     /// The error that made the communicator unusable.
     poison: OnceLock<String>,
-    /// Locked as long as the communicator is being ended because of that.
+    /// Locked while the communicator is being aborted because of that.
     failing: Mutex<()>,
 }
 
-/// An operation as the progress page knows it.
+/// An operation as recorded on the progress page.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ProgressEntry {
     pub(crate) operation: Operation,
@@ -30,17 +31,17 @@ pub(crate) struct ProgressEntry {
     pub(crate) bytes: usize,
 }
 
-/// What a transport has to do with its failure. Most have nothing to do.
+/// What a transport does on a failure. Most do nothing.
 pub(crate) trait FailureHandler {
-    /// Whether it is this rank that differs from its peers, so that it accuses none of them.
+    /// Whether this rank is the one that differs from its peers, so that it must not blame one of them.
     fn is_at_fault(&self, _: &Error) -> bool {
         false
     }
 
-    /// Begins nothing any more. Called before anybody learns of the error.
+    /// Starts no further operation. Called before anybody sees the error.
     fn stop(&self) {}
 
-    /// Ends what is under way by force. Called once the error is known to all who look.
+    /// Aborts operations in flight. Called after the error was recorded.
     fn abort(&self) {}
 }
 
@@ -59,10 +60,10 @@ impl Rules {
         self.membership.as_ref()
     }
 
-    /// Begins an operation whose arguments were checked: commits a fault that is due, and lets everybody see the operation.
+    /// Begins an operation with valid arguments: injects a planned fault, and updates the progress page.
     ///
     /// # Errors
-    /// If this process has no part in the run, or an earlier error has made the communicator unusable.
+    /// If this process is a forked child, or an earlier error has poisoned the communicator.
     #[inline]
     pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<()> {
         self.check_usable()?;
@@ -74,7 +75,7 @@ impl Rules {
         Ok(())
     }
 
-    /// Lets everybody see what the rank is in from now on, until that [ends](Self::end).
+    /// Records on the progress page what the rank waits in, until it [ends](Self::end).
     #[inline]
     pub(crate) fn note(&self, entry: ProgressEntry) {
         if let Some(membership) = &self.membership {
@@ -82,8 +83,8 @@ impl Rules {
         }
     }
 
-    /// Ends the operation that has [begun](Self::begin). Its error, unless it is about the arguments, makes the communicator
-    /// unusable.
+    /// Ends the operation that has [begun](Self::begin). Its error poisons the communicator, unless it is about the
+    /// arguments.
     #[inline]
     pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl FailureHandler + ?Sized)) -> Result<R> {
         match result {
@@ -102,7 +103,7 @@ impl Rules {
         }
     }
 
-    /// Ends the communicator because of `error`, and accuses the rank that it names.
+    /// Aborts the communicator because of `error`, and blames the rank that it names.
     #[cold]
     pub(crate) fn fail(&self, error: Error, transport: &(impl FailureHandler + ?Sized)) -> Error {
         match error {
@@ -113,7 +114,7 @@ impl Rules {
             }
             _ => {}
         }
-        // If another thread is faster, it is waited for.
+        // If another thread fails at the same time, wait for it.
         let failing = self.failing();
         if self.poison.get().is_some() {
             return error;
@@ -121,7 +122,7 @@ impl Rules {
         transport.stop();
         let _ = self.poison.set(error.to_string());
         let membership = self.membership.as_ref();
-        // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
+        // Before the abort, which may take long: the launcher should see the cause as early as possible.
         if let Some(membership) = membership.filter(|_| !transport.is_at_fault(&error)) {
             membership.record_blame(&error);
         }
@@ -133,7 +134,7 @@ impl Rules {
         error
     }
 
-    /// Ends the communicator without an error to report.
+    /// Aborts the communicator without an error to report.
     #[cfg(feature = "cuda")]
     pub(crate) fn force_abort(&self, why: &str, transport: &impl FailureHandler) {
         let _failing = self.failing();
@@ -145,8 +146,8 @@ impl Rules {
         transport.abort();
     }
 
-    /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
-    /// free memory that the transport uses until then.
+    /// Returns the error of a poisoned communicator, once it was aborted: the caller may then free memory that the
+    /// transport was using.
     #[inline]
     pub(crate) fn check_usable(&self) -> Result<()> {
         if let Some(membership) = &self.membership {
@@ -157,7 +158,7 @@ impl Rules {
         Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
     }
 
-    /// Whether an error has made the communicator unusable.
+    /// Whether an error has poisoned the communicator.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_poisoned(&self) -> bool {
         self.poison.get().is_some()
@@ -174,7 +175,7 @@ mod tests {
 
     use super::*;
 
-    /// Notes what it is asked for, and whether the error was known then.
+    /// Records the calls, and whether the error was visible at that time.
     struct Recorder<'a>(&'a Rules, RefCell<Vec<(&'static str, bool)>>);
 
     impl Recorder<'_> {
@@ -194,14 +195,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_poisons_and_ends_the_transport_once() {
+    fn the_first_error_poisons_and_aborts_the_transport_once() {
         let rules = Rules::new(None, 3);
         let transport = Recorder(&rules, RefCell::default());
         let entry = ProgressEntry { operation: Operation::Barrier, number: 1, bytes: 0 };
         let refusal = Error::InvalidArgument { operation: "broadcast", problem: "no".into() };
         rules.begin(entry).unwrap();
         assert!(rules.end::<()>(Err(refusal), &transport).is_err());
-        // What is wrong with the arguments alone ends nothing.
+        // Invalid arguments do not poison.
         rules.begin(entry).unwrap();
         assert_eq!(rules.end(Ok(7), &transport).unwrap(), 7);
         for reason in ["first", "second"] {

@@ -35,7 +35,7 @@ impl Transport for Solo {
                 *buffer = update_blocks(buffer.take(), segments, (1, 0), *block, *update, |_, _| ());
             }
             Call::AllToAllV { from, .. } => buffer.copy_from(0, from, 0..from.len()),
-            // A message needs two ranks: the check of its arguments has refused it.
+            // Rejected by the check of the arguments: a message needs two ranks.
             Call::Send { .. } | Call::Recv { .. } => {}
             Call::Barrier
             | Call::AllReduce(_)
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn allocations_beyond_memory_are_rejected() {
         for len in [1 << 43, usize::MAX] {
             let error = Communicator::alone(None).allocate(DType::F64, len).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { operation: "allocate", .. }), "{error}");

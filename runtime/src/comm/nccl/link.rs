@@ -205,8 +205,7 @@ impl Link {
             return Err(error);
         }
         if let Some(peer) = self.departed_peer(&context.peers) {
-            let (rank, operation, how) =
-                (self.rank, self.describe(context), "has dropped the communicator");
+            let (rank, operation, how) = (self.rank, self.describe(context), "has dropped the communicator");
             return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
         if waited < self.timeout {
