@@ -49,7 +49,7 @@ pub struct Communicator {
     /// Sequence number of the last collective.
     number: u32,
     /// The empty buffer of a barrier; `None` after a barrier that failed.
-    nothing: Option<Buffer>,
+    empty_buffer: Option<Buffer>,
 }
 
 impl Communicator {
@@ -64,7 +64,7 @@ impl Communicator {
             observer: None,
             background: false,
             number: 0,
-            nothing: None,
+            empty_buffer: None,
         }
     }
 
@@ -154,7 +154,7 @@ impl Communicator {
     }
 
     /// The observer of operations, for the caller's own spans. Without one that was [set](Self::set_observer), it
-    /// records nothing.
+    /// records empty_buffer.
     pub fn observer(&self) -> &dyn Observer {
         self.observer.as_deref().unwrap_or(&NoObserver)
     }
@@ -410,8 +410,8 @@ impl Communicator {
     /// # Errors
     /// As in the [contract](super).
     pub fn barrier(&mut self) -> Result<()> {
-        let nothing = self.nothing.take().unwrap_or_else(|| Buffer::zeroed::<u8>(0));
-        self.nothing = Some(self.submit(Call::Barrier, nothing, None)?.wait()?);
+        let empty_buffer = self.empty_buffer.take().unwrap_or_else(|| Buffer::zeroed::<u8>(0));
+        self.empty_buffer = Some(self.submit(Call::Barrier, empty_buffer, None)?.wait()?);
         Ok(())
     }
 }

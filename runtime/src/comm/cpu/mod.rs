@@ -1,16 +1,18 @@
 //! Collectives over the shared memory of one host.
 //!
-//! Every operation begins with an arrival ([`agree`]): a rank publishes what it has called, waits for its peers and
-//! compares. From then on all buffers of the operation may be touched by all ranks. How the payload travels is a
-//! matter of size and place:
+//! Every operation begins with an arrival ([`agree`]): a rank publishes its call, waits for its peers and compares.
+//! After that all ranks may access all buffers of the operation. The path of the payload depends on its size and
+//! location:
 //!
 //! | payload | path | synchronisations |
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
-//! | up to about a KiB, 16 KiB if private | [`eager`]: through small slots, every rank reduces all | 1 |
-//! | in an arena | [`direct`]: in place, in blocks that late ranks are helped with | 2 |
-//! | a fused update + all-gather, an all-to-all, parts of any length, in an arena | [`direct`]: every rank writes what is its own | 2 |
-//! | elsewhere | [`staged`]: through staging memory, in chunks | 2 a chunk |
+//! | up to about 1 KiB, or 16 KiB if private | [`eager`]: through small slots, every rank reduces everything itself |
+//! 1 |
+//! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
+//! | fused update + all-gather, all-to-all, parts of different lengths; in an arena | [`direct`]: every rank writes
+//! its own part | 2 |
+//! | private | [`staged`]: through staging memory, in chunks | 2 per chunk |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
 mod agree;
@@ -51,36 +53,36 @@ use crate::{Error, Result};
 /// The transport of one rank.
 pub(crate) struct CpuTransport {
     membership: Arc<Membership>,
-    /// Position among the communicators of the world.
+    /// Number of the communicator within the world.
     number: u32,
     name: String,
     rank: u32,
     size: u32,
     region: Region,
-    /// Number of the last operation entered.
+    /// Sequence number of the last operation that was entered.
     sequence: u32,
-    /// Blocks that earlier operations have queued with each rank.
+    /// Number of blocks that earlier operations have put into each rank's queue.
     queued: Vec<u32>,
-    /// Chunks sent to and received from each rank; at this rank's own place those of the ring.
+    /// Number of chunks sent to and received from each rank; at this rank's own index, those of the ring.
     sent: Vec<u32>,
     received: Vec<u32>,
-    /// Arenas allocated so far.
+    /// Number of arenas allocated so far.
     arenas: u32,
     algorithm: Algorithm,
-    /// Cores that all ranks have between them.
+    /// Number of cores that all ranks have together.
     cores: usize,
     policy: WaitPolicy,
     timeout: Duration,
-    /// Where to note when all ranks had come to an operation, if somebody wants to know.
+    /// Where to store the time at which all ranks had arrived, if requested.
     arrival: Option<Arc<AtomicU64>>,
-    /// Whether the present call has entered an operation: all but the first are noted as its further parts.
+    /// Whether the current call has entered an operation: later rounds only touch the progress page.
     entered: bool,
-    /// Whether more ranks made another call than made this rank's, where calls were compared last: then none of them is to
-    /// blame for the mismatch.
+    /// Whether, at the last mismatch, some other call was made by more ranks than this rank's: then this rank is at
+    /// fault and must not blame the others.
     in_minority: Cell<bool>,
 }
 
-/// Joins communicator `number` of a world of `size` ranks.
+/// Connects communicator `number` of a world of `size` ranks.
 pub(crate) fn connect(
     membership: &Arc<Membership>,
     size: u32,
@@ -121,7 +123,7 @@ pub(crate) fn connect(
     Ok(Communicator::new(transport, rank, size, rules))
 }
 
-/// The memory of communicator `name`: made by rank 0, mapped by all.
+/// Creates the memory of communicator `name` on rank 0 and maps it on all ranks.
 fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duration) -> Result<Region> {
     let (rank, store) = (membership.rank(), membership.store());
     let key = format!("{name}/region");
@@ -141,13 +143,13 @@ fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duratio
 }
 
 impl CpuTransport {
-    /// The ranks other than this one, the next one first.
+    /// The other ranks, beginning with the next one.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, size) = (self.rank, self.size);
         (1..size).map(move |distance| (rank + distance) % size)
     }
 
-    /// First byte and number of elements of the shard of `rank` of an operation's buffer.
+    /// First byte and number of elements of the shard of `rank`.
     fn shard(&self, rank: u32, call: &Signature) -> (usize, usize) {
         let range = shard(call.len, self.size, rank);
         (range.start * call.dtype.size(), range.len())
@@ -167,10 +169,11 @@ impl CpuTransport {
         }
     }
 
-    /// The path of an operation of which every rank contributes at most `bytes` bytes.
+    /// The path of an operation in which every rank contributes at most `bytes` bytes.
     fn by_size(&self, buffer: &Buffer, bytes: usize) -> Path {
-        // Slots cost copies, the other paths a synchronisation more: cheap between cores, dear when ranks have to be
-        // scheduled for it. All limits measured, on two ranks and on four on two cores.
+        // Slots cost copies; the other paths cost one more synchronisation, which is cheap between cores but
+        // expensive when ranks must be scheduled for it. All limits were measured, with two ranks and with four on
+        // two cores.
         let eager = match buffer.arena() {
             Some(_) if self.policy.is_oversubscribed() => 2 << 10,
             Some(_) => 768,
@@ -212,7 +215,7 @@ impl CpuTransport {
         }
     }
 
-    /// Gathers `parts` of all ranks on all, or on `root` alone.
+    /// Gathers the parts of all ranks on all ranks, or only on `root`.
     #[inline(never)]
     fn gather(
         &mut self,
@@ -271,7 +274,7 @@ impl CpuTransport {
         }
     }
 
-    /// Scatters the shards of `root`, or exchanges those of all ranks.
+    /// Scatters the shards of `root`, or exchanges the shards of all ranks.
     #[inline(never)]
     fn exchange(&mut self, buffer: &Buffer, request: &Call<'_>, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
@@ -290,7 +293,7 @@ impl CpuTransport {
         }
     }
 
-    /// Exchanges what has another length for each rank, from one buffer to another.
+    /// Exchanges parts of different lengths, from one buffer to another.
     #[inline(never)]
     fn all_to_all_v(
         &mut self,
@@ -330,7 +333,8 @@ impl Transport for CpuTransport {
         let Request { call, buffer, .. } = request;
         let shards = Partition::Shards { len: buffer.len(), ranks: self.size };
         match call {
-            // What follows from the kind alone is known where these are compiled: they are as short as a wait for a peer.
+            // Signatures that only depend on the kind of the call are built here, so that they are constants: small
+            // operations are that sensitive.
             Call::Barrier => self.enter(&Signature::of(&Call::Barrier, buffer))?,
             &mut Call::AllReduce(op) => self.all_reduce(buffer, op)?,
             &mut Call::ReduceScatter(op) => self.reduce_scatter(buffer, op)?,
