@@ -154,7 +154,7 @@ impl Communicator {
     }
 
     /// The observer of operations, for the caller's own spans. Without one that was [set](Self::set_observer), it
-    /// records empty_buffer.
+    /// records nothing.
     pub fn observer(&self) -> &dyn Observer {
         self.observer.as_deref().unwrap_or(&NoObserver)
     }

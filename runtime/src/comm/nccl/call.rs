@@ -1,4 +1,4 @@
-//! A call into NCCL as data: made by whoever wants the operation, carried out by the thread that owns the communicator.
+//! An NCCL call as data: created by the caller, executed by the thread that owns the communicator.
 
 use std::ffi::{c_int, c_void};
 use std::fmt;
@@ -9,7 +9,7 @@ use crate::comm::signature::Signature;
 use crate::comm::{DType, ReduceOp};
 use crate::progress::Operation;
 
-/// Which of NCCL's functions, with the arguments that not all of them have.
+/// The NCCL function, with the arguments that are specific to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NcclOp {
     AllReduce(ReduceOp),
@@ -21,30 +21,30 @@ pub(super) enum NcclOp {
     Recv { from: u32 },
 }
 
-/// A stream of this process, for the owner's thread.
+/// A CUDA stream, to be passed to the owner's thread.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RawStream(pub(super) cudaStream_t);
 
-// SAFETY: a handle that the driver takes from all threads. It is used while the caller that lent it waits for the answer,
-// or not at all: see `OwnerState::guarded`.
+// SAFETY: a handle that the driver accepts on all threads. It is only used while the caller that lent it waits for
+// the reply, or not at all: see `OwnerState::guarded`.
 unsafe impl Send for RawStream {}
 
 /// One operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NcclCall {
     pub(super) kind: NcclOp,
-    /// Address of what is read; ignored where nothing is.
+    /// Address of the send buffer; ignored if there is none.
     pub(super) from: u64,
-    /// Address of what is written; ignored where nothing is.
+    /// Address of the receive buffer; ignored if there is none.
     pub(super) to: u64,
-    /// Elements, as NCCL counts them for the operation: those of a shard where there are shards.
+    /// Number of elements as NCCL counts them for the operation: those of a shard if there are shards.
     pub(super) count: usize,
     pub(super) dtype: DType,
     pub(super) stream: RawStream,
 }
 
 impl NcclCall {
-    /// What the progress page knows it as.
+    /// The operation, as recorded on the progress page.
     pub(super) fn operation(&self) -> Operation {
         match self.kind {
             NcclOp::AllReduce(_) => Operation::AllReduce,
@@ -57,7 +57,7 @@ impl NcclCall {
         }
     }
 
-    /// The function of NCCL.
+    /// Name of the NCCL function.
     pub(super) fn function(&self) -> &'static str {
         match self.kind {
             NcclOp::AllReduce(_) => "ncclAllReduce",
@@ -70,20 +70,21 @@ impl NcclCall {
         }
     }
 
-    /// True unless only two ranks take part.
+    /// False for messages, in which only two ranks take part.
     pub(super) fn is_collective(&self) -> bool {
         !matches!(self.kind, NcclOp::Send { .. } | NcclOp::Recv { .. })
     }
 
-    /// Payload of this rank.
+    /// Payload of this rank in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
 
-    /// Puts the operation on its stream.
+    /// Enqueues the operation on its stream.
     ///
     /// # Safety
-    /// The contract of [`Library`]'s calls: `comm` is alive and this thread's, the addresses have room for the elements.
+    /// The contract of [`Library`]'s calls: `comm` is alive and owned by this thread; the addresses have room for the
+    /// elements.
     pub(super) unsafe fn enqueue(&self, nccl: &Library, comm: ncclComm_t) -> Result<Progress, NcclError> {
         let NcclCall { count, stream: RawStream(stream), .. } = *self;
         let (from, to) = (self.from as *const c_void, self.to as *mut c_void);
@@ -153,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_says_what_it_is() {
+    fn calls_are_described() {
         let stream = RawStream(std::ptr::null_mut());
         let call = |kind| NcclCall { kind, from: 0, to: 0, count: 10, dtype: DType::F32, stream };
         for (kind, text) in [

@@ -1,4 +1,4 @@
-//! Operations before they are carried out: checked, and collected where several begin together.
+//! Groups of operations: arguments are checked, and calls collected, before they are enqueued together.
 
 use mgpu_kernels::cuda::{Stream, View};
 use smallvec::SmallVec;
@@ -9,10 +9,10 @@ use crate::comm::call::Call;
 use crate::comm::{DType, ReduceOp};
 use crate::{Error, Result};
 
-/// Operations that begin together: sends and receives in a group do not wait for each other, and small collectives are
-/// cheaper in one. Made by [`DeviceCommunicator::group`].
+/// Operations that are enqueued together: sends and receives in a group do not wait for each other, and small
+/// collectives are cheaper together. Created by [`DeviceCommunicator::group`].
 ///
-/// The methods are those of [`DeviceCommunicator`]. What they take is borrowed until the group has begun.
+/// The methods are those of [`DeviceCommunicator`]. Their arguments are borrowed until the group is enqueued.
 #[derive(Debug)]
 pub struct Group<'a> {
     comm: &'a DeviceCommunicator,
@@ -20,10 +20,10 @@ pub struct Group<'a> {
     pub(super) copies: Copies<'a>,
 }
 
-/// Operations that begin together.
+/// Calls that are enqueued together.
 pub(super) type Calls = SmallVec<[NcclCall; 2]>;
 
-/// What operations come to in a world of one: from where to where, and on what stream.
+/// Equivalent of operations in a world of one: copies with source, destination and stream.
 pub(super) type Copies<'a> = SmallVec<[(View<'a>, View<'a>, &'a Stream); 2]>;
 
 fn invalid<T>(operation: &'static str, problem: String) -> Result<T> {
@@ -118,7 +118,7 @@ impl<'a> Group<'a> {
         self.add("recv", NcclOp::Recv { from }, stream, buffer, buffer, buffer.len())
     }
 
-    /// Collects a call; in a world of one, where nobody else is needed, what it comes to.
+    /// Collects a call; in a world of one, the equivalent copy.
     fn add(
         &mut self,
         operation: &'static str,
@@ -148,7 +148,7 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// Collects a call whose arguments were checked. The addresses have room for its elements.
+    /// Collects a call with valid arguments. The addresses have room for its elements.
     pub(super) fn push(
         &mut self,
         kind: NcclOp,
@@ -160,12 +160,13 @@ impl<'a> Group<'a> {
         self.calls.push(NcclCall { kind, from, to, count, dtype, stream: RawStream(stream.raw().cast()) });
     }
 
-    /// Checks ranks by the same rules as those of host buffers.
+    /// Checks root and peer by the rules of host buffers.
     fn check(&self, call: &Call<'_>, buffer: View<'_>) -> Result<()> {
         call.check(self.comm.rank(), self.comm.size(), buffer.len())
     }
 
-    /// Both views hold the same type, and `from_times` as many elements of `from` are as many as `to_times` of `to`.
+    /// Checks that both views have the same type, and that `from_times` as many elements as `from` has are `to_times`
+    /// as many as `to` has.
     fn check_lengths(
         &self,
         operation: &'static str,

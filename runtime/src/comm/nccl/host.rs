@@ -1,11 +1,11 @@
-//! The transport for host buffers: every program that works on the CPU's communicators works on NCCL's.
+//! The transport for host buffers on NCCL, so that programs for CPU communicators run unchanged.
 //!
-//! An operation begins with an agreement: each rank's call, in a few words, is gathered by NCCL itself, with a size that
-//! does not depend on the call. So ranks that disagree all learn it, and from whom, instead of waiting for each other. The
-//! payload then goes through pinned memory and memory of the GPU, in chunks, two of them under way at a time.
+//! An operation begins with an agreement: NCCL gathers the signatures of all ranks' calls, which have a fixed size.
+//! So all ranks detect a mismatch and know which rank differs, instead of waiting for each other. The payload is then
+//! copied in chunks through pinned memory and GPU memory, with two chunks in flight.
 //!
-//! Messages are agreed upon by the two ranks that they concern. A message that meets a collective has nobody to agree with: the
-//! rank in the collective finds that out by the notes on the progress page (`Link::unmet_message`).
+//! The two ranks of a message agree with each other. If one of them is in a collective instead, there is no
+//! agreement: the rank in the collective detects that by the records on the progress page (`Link::unmet_message`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,14 +26,15 @@ use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
 use crate::comm::{Buffer, Capabilities, Communicator, DType, Transport};
 use crate::{Error, Result, memory};
 
-/// Bytes of a stage.
+/// Size of a stage in bytes.
 const STAGE: usize = 4 << 20;
-/// Bytes of a signature in the agreement.
+/// Size of an encoded signature in bytes.
 const WORDS: usize = SIGNATURE_WORDS * size_of::<u64>();
 
-/// The transport of one rank of several.
+/// The transport of one rank, in a world of several.
 pub(super) struct HostTransport {
-    /// The first to go: freeing the memory below waits for the GPU, which may wait for a peer until the communicator ends.
+    /// Dropped first: freeing the memory below waits for the GPU, which may wait for a peer until the communicator
+    /// ends.
     device: Arc<DeviceCommunicator>,
     stages: [Stage; 2],
     /// Every rank's signature.
@@ -41,11 +42,11 @@ pub(super) struct HostTransport {
     calls_on_host: Pinned,
     stream: Stream,
     done: Event,
-    /// Messages begun with each rank.
+    /// Number of messages begun with each rank.
     messages: Vec<u32>,
 }
 
-/// A place that a chunk goes through.
+/// Staging memory for one chunk.
 struct Stage {
     host: Pinned,
     device: Memory,
@@ -62,7 +63,7 @@ impl Stage {
     }
 }
 
-/// A communicator over that of the device, which has more than one rank.
+/// A communicator for host buffers over the device's communicator, in a world of several ranks.
 pub(crate) fn host_communicator(device: Arc<DeviceCommunicator>) -> Result<Communicator> {
     let transport = HostTransport::new(device)?;
     let (rank, size, rules) = {
@@ -91,7 +92,7 @@ impl HostTransport {
         self.device.link().expect("a world of one has another communicator")
     }
 
-    /// What peers and errors are told of a request.
+    /// Describes a request for the progress page and for errors.
     fn context(&mut self, request: &Request<'_>, signature: &Signature) -> WaitContext {
         let call = &request.call;
         let peers = match call.peer() {
@@ -114,7 +115,7 @@ impl HostTransport {
         }
     }
 
-    /// Puts operations that begin together on the stream.
+    /// Enqueues operations as one group.
     fn enqueue<'a>(&'a self, context: &WaitContext, fill: impl FnOnce(&mut Group<'a>)) -> Result<()> {
         let mut group = Group::new(&self.device);
         fill(&mut group);
@@ -124,7 +125,7 @@ impl HostTransport {
     /// Compares this rank's call with those of its peers.
     fn agree(&mut self, peer: Option<u32>, call: &Signature, context: &WaitContext) -> Result<()> {
         let own = self.link().rank as usize * WORDS;
-        // SAFETY: the last agreement has been waited for, or has made the communicator unusable.
+        // SAFETY: the previous agreement has ended, or has poisoned the communicator.
         let bytes = unsafe { self.calls_on_host.bytes_mut() };
         bytes[own..own + WORDS].copy_from_slice(cast_slice(&call.encode()));
         let slot = self.calls.slice(own..own + WORDS);
@@ -144,7 +145,7 @@ impl HostTransport {
         self.stream.download_later(self.calls.view(), &mut self.calls_on_host)?;
         self.stream.record(&self.done)?;
         self.link().device(|| self.done.is_done(), context)?;
-        // SAFETY: the copy is over.
+        // SAFETY: the copy has ended.
         let all = unsafe { self.calls_on_host.bytes() };
         for peer in &context.peers {
             let mut theirs = [0; SIGNATURE_WORDS];
@@ -162,15 +163,15 @@ impl HostTransport {
         Ok(())
     }
 
-    /// All ranks learn of a disagreement, but not at once: an abort by one that knows already would take the news away from
-    /// one that does not.
+    /// Waits until all ranks have seen a mismatch: an abort by the first one could prevent the others from reading
+    /// the signatures.
     fn sync_mismatch(&self, sequence: u32) {
         let link = self.link();
         let limit = link.timeout.min(Duration::from_secs(1));
         let _ = link.membership.store().barrier(&format!("{}/disagree-{sequence}", link.name), limit);
     }
 
-    /// Moves the payload of one of NCCL's own operations through the stages.
+    /// Transfers the payload of an operation that NCCL has.
     fn transfer(&mut self, kind: NcclOp, buffer: &Buffer, context: &WaitContext) -> Result<()> {
         let (rank, ranks) = (self.link().rank, self.link().size);
         let (len, element) = (buffer.len(), buffer.dtype().size());
@@ -178,7 +179,7 @@ impl HostTransport {
         self.transfer_chunks(transfer.chunks(), buffer, buffer, context)
     }
 
-    /// Moves messages between pairs of ranks through the stages.
+    /// Transfers messages between pairs of ranks.
     fn exchange(
         &mut self,
         exchange: &Exchange,
@@ -211,13 +212,13 @@ impl HostTransport {
         Ok(())
     }
 
-    /// Starts a chunk on its way through stage `which`, which is free.
+    /// Starts the transfer of a chunk through stage `which`, which must be free.
     fn begin(&mut self, which: usize, chunk: &Chunk, buffer: &Buffer, context: &WaitContext) -> Result<()> {
         let Stage { host, device, .. } = &mut self.stages[which];
         for piece in &chunk.to_stage {
-            // SAFETY: the stage is free: its last chunk was waited for.
+            // SAFETY: the stage is free: its last chunk has ended.
             let target = &mut unsafe { host.bytes_mut() }[piece.stage..piece.stage + piece.bytes];
-            // SAFETY: the piece lies within the buffer, which this operation has for itself.
+            // SAFETY: the piece is within the buffer, which this operation owns.
             let source = unsafe { std::slice::from_raw_parts(buffer.address().add(piece.host), piece.bytes) };
             target.copy_from_slice(source);
             self.stream.upload_part_later(
@@ -241,7 +242,7 @@ impl HostTransport {
         Ok(self.stream.record(done)?)
     }
 
-    /// Waits for the chunk in stage `which`, if there is one, and takes what it brings.
+    /// Waits for the chunk in stage `which`, if there is one, and copies its results to the buffer.
     fn finish(
         &self,
         which: usize,
@@ -253,9 +254,9 @@ impl HostTransport {
         let Stage { host, done, .. } = &self.stages[which];
         self.link().device(|| done.is_done(), context)?;
         for piece in &chunk.from_stage {
-            // SAFETY: the copies are over.
+            // SAFETY: the copies have ended.
             let source = &unsafe { host.bytes() }[piece.stage..piece.stage + piece.bytes];
-            // SAFETY: the piece lies within the buffer, which this operation has for itself.
+            // SAFETY: the piece is within the buffer, which this operation owns.
             let target =
                 unsafe { std::slice::from_raw_parts_mut(buffer.address().add(piece.host), piece.bytes) };
             target.copy_from_slice(source);
@@ -264,7 +265,7 @@ impl HostTransport {
     }
 }
 
-/// The error or the abort of one of the two communicators is that of both.
+/// The two communicators fail and abort together.
 impl FailureHandler for HostTransport {
     fn stop(&self) {
         self.link().stop();
@@ -284,7 +285,7 @@ impl Transport for HostTransport {
         Capabilities { shares_memory: false, sums_in_rank_order: false, device_buffers: true }
     }
 
-    /// Memory of this rank alone: peers reach none of it.
+    /// Memory of this rank only; peers cannot access it.
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let ranks = self.device.size();
         if let Some(problem) = memory::shortage((len * dtype.size()).saturating_mul(ranks as usize)) {
@@ -296,7 +297,7 @@ impl Transport for HostTransport {
 
     /// Agreement, then the payload.
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
-        // Where the buffer lies is this rank's own affair: there is no arena.
+        // The signature ignores the buffer's location: there are no arenas.
         let signature = Signature::of(&request.call, &request.buffer).anywhere();
         let context = &self.context(request, &signature);
         let Request { call, buffer, .. } = request;

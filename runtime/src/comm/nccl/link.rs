@@ -1,8 +1,8 @@
-//! Waiting for what the owner's thread or the GPU does, without ever hanging.
+//! Waiting for the owner's thread or the GPU, without ever hanging.
 //!
-//! NCCL does not tell that a peer on the same machine has died, and a kernel that waits for one never ends. So every wait
-//! looks around: at the progress page, where the launcher notes the end of a rank; at what NCCL says of itself; at the
-//! clock. Whatever ends a wait early ends the communicator: it is aborted, and says why from then on.
+//! NCCL does not report the death of a peer on the same machine, and a kernel that waits for one never ends. So every
+//! wait also checks the progress page, where the launcher records the end of a rank; NCCL's asynchronous error; and
+//! the timeout. An error of a wait aborts the communicator, which then returns that error from every call.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -17,16 +17,16 @@ use crate::process;
 use crate::progress::{Operation, Place, RankState};
 use crate::{Error, Result};
 
-/// How often a wait looks around.
+/// Interval between two checks of peers, NCCL and the timeout.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A wait below this is not worth a look, nor a nap.
+/// Waits below this spin and do not check anything.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Longest nap between two questions whether the GPU is done.
+/// Longest sleep between two polls of the GPU.
 const MAX_SLEEP: Duration = Duration::from_millis(1);
 
-/// How long the end of a communicator may take once all ranks have come to it.
+/// Timeout of ncclCommFinalize and ncclCommDestroy after all ranks have arrived at the shutdown.
 const FINALISE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A communicator's connection to the other ranks.
@@ -39,33 +39,33 @@ pub(super) struct Link {
     pub(super) name: String,
     pub(super) timeout: Duration,
     pub(super) owner: Owner,
-    /// Shared with the communicator for host buffers that goes through this one.
+    /// Shared with the communicator for host buffers that uses this one.
     pub(super) rules: Arc<Rules>,
 }
 
-/// What a rank waits in, for the page and for errors.
+/// What a rank waits in, for the progress page and for errors.
 #[derive(Debug, Clone)]
 pub(super) struct WaitContext {
     pub(super) operation: Operation,
-    /// Its number in the communicator, 0 for what has none.
+    /// Sequence number within the communicator; 0 if it has none.
     pub(super) sequence: u32,
     pub(super) bytes: usize,
     pub(super) text: String,
-    /// The ranks without which it does not end; none where it is this rank's own affair.
+    /// The ranks that it depends on; none for the rank's own work.
     pub(super) peers: Vec<u32>,
-    /// How many messages were begun with each rank until then, this one included; only for operations on host buffers.
+    /// Number of messages begun with each rank, including this one; only for operations on host buffers.
     pub(super) messages: Option<Vec<u32>>,
 }
 
 impl WaitContext {
-    /// The message and its peer, if that is what it is.
+    /// The peer and its number of messages, if this is a message.
     fn message(&self) -> Option<(u32, u32)> {
         let messages = self.messages.as_ref().filter(|_| !self.is_collective())?;
         let peer = *self.peers.first()?;
         Some((peer, messages[peer as usize]))
     }
 
-    /// What the progress page is told of it.
+    /// The entry of the progress page.
     fn progress_entry(&self) -> ProgressEntry {
         ProgressEntry { operation: self.operation, number: self.sequence, bytes: self.bytes }
     }
@@ -76,7 +76,7 @@ impl WaitContext {
 }
 
 impl FailureHandler for Link {
-    /// No call that is still queued is made once anybody has seen the error: it was lent memory that may be gone.
+    /// After the error is visible, queued calls must not run: the memory that was lent to them may be gone.
     fn stop(&self) {
         self.owner.give_up();
     }
@@ -93,12 +93,12 @@ impl Link {
         (0..self.size).filter(|peer| *peer != self.rank).collect()
     }
 
-    /// The error of a communicator that had one.
+    /// Returns an error if the communicator is poisoned.
     pub(super) fn check(&self) -> Result<()> {
         self.rules.check_usable()
     }
 
-    /// Runs `operate` as an operation of the communicator. Its error is the end of the communicator.
+    /// Runs `operate` as an operation of the communicator. Its error poisons the communicator.
     pub(super) fn operation<R>(
         &self,
         context: &WaitContext,
@@ -108,23 +108,23 @@ impl Link {
         self.rules.end(operate(), self)
     }
 
-    /// Runs `wait` with a note on the page for its time. Its error is the end of the communicator.
+    /// Runs `wait` with an entry on the progress page. Its error poisons the communicator.
     pub(super) fn during<R>(&self, context: &WaitContext, wait: impl FnOnce() -> Result<R>) -> Result<R> {
         self.rules.note(context.progress_entry());
         self.rules.end(wait(), self)
     }
 
-    /// Ends the communicator because of `error`.
+    /// Aborts the communicator because of `error`.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.rules.fail(error, self)
     }
 
-    /// Ends the communicator at once, without an error to report.
+    /// Aborts the communicator without an error to report.
     pub(super) fn force_abort(&self, why: &str) {
         self.rules.force_abort(why, self);
     }
 
-    /// Waits for an answer of the owner.
+    /// Waits for a reply of the owner.
     pub(super) fn answer<R>(&self, answer: &Receiver<Reply<R>>, context: &WaitContext) -> Result<R> {
         let (began, mut slice) = (Instant::now(), SPIN_TIME);
         loop {
@@ -141,7 +141,7 @@ impl Link {
         }
     }
 
-    /// Waits until the GPU has come to where `is_done` asks for.
+    /// Waits until `is_done` returns true.
     pub(super) fn device(
         &self,
         is_done: impl Fn() -> cuda::Result<bool>,
@@ -170,7 +170,7 @@ impl Link {
             next_look = waited + POLL_INTERVAL;
             watcher.get_or_insert_with(|| self.owner.watch());
             if let Err(error) = self.check_peers(context, waited) {
-                // What is done counts, whatever has happened since.
+                // If the work is done, the wait has succeeded, whatever has failed since.
                 if matches!(is_done(), Ok(true)) {
                     return Ok(());
                 }
@@ -179,8 +179,8 @@ impl Link {
         }
     }
 
-    /// What a rank does now and then while it waits: it leaves a note whom it waits for, looks whether that is in vain,
-    /// and gives up after the deadline.
+    /// Runs periodically during a wait: records whom this rank waits for, checks whether the wait can still succeed,
+    /// and times out.
     #[cold]
     fn check_peers(&self, context: &WaitContext, waited: Duration) -> Result<()> {
         self.check()?;
@@ -188,7 +188,7 @@ impl Link {
             return Err(self.refused(context, error.to_owned()));
         }
         let page = self.membership.page();
-        // A rank whose own call does not return waits for nobody; others see that, and know whom to blame.
+        // If this rank's own NCCL call does not return, it records no wait, so that others see it as the cause.
         let stuck = self.owner.stuck_call(self.timeout.min(Duration::from_secs(1)));
         let suspects = self.suspects(context);
         if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
@@ -221,13 +221,13 @@ impl Link {
         })
     }
 
-    /// The error of waiting in a collective on host buffers for a peer that has not begun it, and waits in a message which this
-    /// rank has not begun: it does one such operation at a time, so neither of the two can come to its end.
+    /// Detects that this rank waits in a collective on host buffers for a peer that has not begun it and waits in a
+    /// message that this rank has not begun. A rank has one such operation at a time, so neither of the two can end.
     fn unmet_message(&self, context: &WaitContext) -> Option<Error> {
         let messages = context.messages.as_ref().filter(|_| context.is_collective())?;
         let (page, ours) = (self.membership.page(), self.progress());
         let is_unmet = |peer: &u32| {
-            // A peer that is done with this collective may be ahead of a rank that has yet to see that.
+            // A peer may have finished this collective already, and be ahead of this rank.
             let message = page.waits_in_message(*peer, self.rank).zip(page.waits_in(*peer));
             message.is_some_and(|(message, theirs)| {
                 message.communicator == ours.communicator
@@ -245,9 +245,8 @@ impl Link {
         Some(Error::Mismatch { rank, peer, sequence, ours, theirs })
     }
 
-    /// Those of the awaited that seem to hold up the others: stopped by somebody, or busy with something else than
-    /// waiting, or behind. NCCL does not say who has come to an operation, so all there is to go by is what the ranks
-    /// note on the page.
+    /// The ranks that seem to block the others: stopped (SIGSTOP), or busy with something other than waiting, or
+    /// behind. NCCL does not tell which ranks have arrived at an operation, so this relies on the progress page.
     fn suspects(&self, context: &WaitContext) -> Vec<u32> {
         let page = self.membership.page();
         let those = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
@@ -266,14 +265,14 @@ impl Link {
         classes.into_iter().map(those).find(|suspects| !suspects.is_empty()).unwrap_or_default()
     }
 
-    /// The error of something that NCCL refused.
+    /// The error of an NCCL call.
     fn refused(&self, context: &WaitContext, problem: String) -> Error {
-        // A peer that has ended is the better explanation of what NCCL says then.
+        // If a peer has ended, that is the better explanation of NCCL's error.
         let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
         lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(context), problem })
     }
 
-    /// The error of the GPU's work. A peer that dies can surface as one, too.
+    /// The error of the GPU's work, which may also be caused by a lost peer.
     fn broken(&self, context: &WaitContext, error: cuda::Error) -> Error {
         let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
         let place = || format!("rank {} in {}", self.rank, self.describe(context));
@@ -290,16 +289,16 @@ impl Link {
     }
 }
 
-/// True if somebody has stopped the process, as with SIGSTOP: what it has noted on the page is then no longer true.
+/// True if the process is stopped, as by SIGSTOP: its records on the progress page are then outdated.
 fn is_stopped(pid: u32) -> bool {
     matches!(process::state(pid), Some('T' | 't'))
 }
 
 impl Drop for Link {
-    /// The proper end needs all ranks: they come together first, so that none is gone while another still works. A rank
-    /// that does not come, or has failed, leaves nothing but the abort.
+    /// A proper shutdown needs all ranks: they synchronise first, so that none is gone while another still works. If
+    /// a rank does not arrive or has failed, the communicator is aborted.
     fn drop(&mut self) {
-        // A forked child has a copy of all this, and not the thread that owns the communicator.
+        // A forked child has a copy of all this, but not the owner's thread.
         if self.rules.is_poisoned() || self.membership.check_process().is_err() {
             return;
         }
@@ -317,7 +316,7 @@ mod tests {
     use super::is_stopped;
 
     #[test]
-    fn a_process_that_runs_is_not_stopped() {
+    fn a_running_process_is_not_stopped() {
         assert!(!is_stopped(std::process::id()));
         assert!(!is_stopped(0));
     }

@@ -1,15 +1,14 @@
-//! The thread that owns the communicator.
+//! The thread that owns an NCCL communicator.
 //!
-//! NCCL wants all calls of a communicator from one thread at a time, and any of them may turn out not to return: a peer
-//! that died in the midst of the set-up, a driver that hangs. So one thread makes all of them, and nobody else ever
-//! enters NCCL; whoever wants a call made hands it over and waits with a deadline of its own. When that passes, the
-//! waiting thread goes on. That holds for the abort, too: at its end NCCL frees the communicator, and a call that another
-//! thread is in would return into freed memory. If the owner does not come to the abort, the GPU is given up instead, and
-//! all that is left goes with the process.
+//! NCCL requires that only one thread at a time calls a communicator, and any call may fail to return: because a peer
+//! died during the initialisation, or because a driver hangs. So one thread makes all calls of a communicator;
+//! callers send it tasks and wait with a timeout of their own, after which they continue. This also holds for the
+//! abort: NCCL frees the communicator in it, so a call of another thread would return into freed memory. If the owner
+//! is stuck and cannot abort, the GPU is abandoned, and everything on it is left to the end of the process.
 //!
-//! The owner holds nothing that the rest of the process waits for at its end, nor anything that takes the GPU away when it
-//! lets go: not the membership, whose last holder says goodbye, and not the device. A thread that is stuck for good is left
-//! behind.
+//! The owner holds no reference whose drop the rest of the process waits for, or whose drop would release the GPU:
+//! neither the membership, whose last reference leaves the run, nor the device. A thread that is stuck forever is
+//! left behind.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -26,32 +25,32 @@ use super::group::Calls;
 use crate::process::start_failure;
 use crate::{Error, Result};
 
-/// How often NCCL is asked whether something went wrong in the background, while somebody waits.
+/// Interval between two polls of NCCL's asynchronous error, while somebody waits.
 const POLL_INTERVAL: Duration = Duration::from_millis(3);
 
-/// How long an abort may take before the GPU is given up. Whoever launched this process has little more patience.
+/// Timeout of an abort before the GPU is abandoned. The launcher does not wait much longer for this process.
 const ABORT_LIMIT: Duration = Duration::from_secs(3);
 
-/// The same for a communicator whose operations were captured: NCCL does not free it before the graphs are gone, which
-/// their owner drops only when it has been told. What runs is ended before that.
+/// The same for a communicator with captured operations: NCCL does not free it before their graphs are gone, which
+/// their owner only drops after it has seen the error. Running kernels are aborted before that.
 const ABORT_LIMIT_WITH_GRAPHS: Duration = Duration::from_millis(600);
 
-/// How long the owner may still be in another call when it is to abort. In non-blocking mode none of them takes time.
+/// How long another call may delay the abort. In non-blocking mode calls return quickly.
 const OWNER_BUSY_LIMIT: Duration = Duration::from_millis(300);
 
-/// How long the thread may take to begin.
+/// Timeout of the start of the thread.
 const START_LIMIT: Duration = Duration::from_secs(5);
 
-/// Something that the owner is to do.
+/// A task for the owner's thread.
 type Task = Box<dyn FnOnce(&OwnerState) + Send>;
 
-/// What comes of it, or NCCL's reason why nothing does.
+/// The result of a task, or NCCL's error.
 pub(super) type Reply<R> = Result<R, String>;
 
-/// Why a task came to nothing.
+/// Why a task has failed.
 enum TaskError {
     Nccl(NcclError),
-    /// Nobody waits for it any more.
+    /// The owner was told to stop: nobody waits for the task.
     GivenUp,
 }
 
@@ -63,26 +62,26 @@ impl From<NcclError> for TaskError {
 
 type Outcome<R> = Result<R, TaskError>;
 
-/// A call of NCCL's, and since when the owner has been in it.
+/// An NCCL call in progress: its name and start.
 pub(super) type ActiveCall = (&'static str, Instant);
 
-/// What the owner's thread and the others know in common.
+/// State shared by the owner's thread and its callers.
 pub(super) struct OwnerState {
     nccl: Library,
-    /// Null before NCCL has written it, and again once the communicator is destroyed or aborted. Only the owner destroys or
-    /// aborts it.
+    /// Null before NCCL has written it, and after the communicator was destroyed or aborted, which only the owner's
+    /// thread does.
     comm: AtomicPtr<ncclComm>,
-    /// NCCL will not write to `comm` any more.
+    /// False while NCCL may still write to `comm`.
     handle_is_final: AtomicBool,
-    /// The call that the owner is in, and since when.
+    /// The call in progress.
     call: Mutex<Option<ActiveCall>>,
-    /// Nobody waits for the owner any more: it is to touch no address that was lent to it. Set while `call` is locked.
+    /// The owner was told to stop: it must not access any memory that was lent to it. Set while `call` is locked.
     given_up: AtomicBool,
-    /// Graphs may have some of its operations.
+    /// Whether operations were captured, so that graphs may contain them.
     captured: AtomicBool,
-    /// Those who wait for more than a moment, so that NCCL is to be asked how it is.
+    /// Number of waits that want NCCL's asynchronous error to be polled.
     watchers: AtomicU32,
-    /// What NCCL said had gone wrong in the background.
+    /// NCCL's asynchronous error, once there is one.
     failure: OnceLock<String>,
 }
 
@@ -91,10 +90,11 @@ impl OwnerState {
         self.call.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a call, unless the owner was given up, and lets everybody see which.
+    /// Makes an NCCL call and records it, unless the owner was told to stop.
     fn guarded<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
         let mut active = self.call();
-        // Looked at under the lock: who gives up knows then whether the owner is in a call or makes no other.
+        // Check this under the lock: whoever sets it then knows whether a call is in progress, and that no other will
+        // follow.
         if self.is_given_up() {
             return Err(TaskError::GivenUp);
         }
@@ -105,7 +105,7 @@ impl OwnerState {
         Ok(result?)
     }
 
-    /// Makes a call come what may, and lets everybody see which.
+    /// Makes an NCCL call and records it, even if the owner was told to stop.
     fn tracked<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
         *self.call() = Some((name, Instant::now()));
         let result = call();
@@ -122,7 +122,7 @@ impl OwnerState {
         self.given_up.load(Ordering::SeqCst)
     }
 
-    /// An error with all that NCCL says of it.
+    /// Text of an error, with NCCL's last error message.
     fn explain(&self, error: &NcclError) -> String {
         match self.nccl.last_error() {
             more if more.is_empty() => error.to_string(),
@@ -138,8 +138,8 @@ impl OwnerState {
         self.handle_is_final.store(false, Ordering::SeqCst);
         let progress = self.guarded("ncclCommInitRankConfig", || {
             let config = InitConfig::non_blocking();
-            // SAFETY: `self` is not freed before NCCL has written the handle for the last time: the owner sees to that at
-            // its end. The thread has bound the device.
+            // SAFETY: `self` is not freed before NCCL has written the handle for the last time: `Owner::drop` ensures
+            // that. The thread has bound the device.
             unsafe {
                 self.nccl.comm_init_rank_config(self.comm.as_ptr(), size as c_int, id, rank as c_int, config)
             }
@@ -162,9 +162,9 @@ impl OwnerState {
                 outcome = Err(TaskError::GivenUp);
                 break;
             }
-            // SAFETY: the communicator is alive, and this is its thread, which alone ends it; the views that the addresses
-            // were taken from were checked for their lengths, and are alive while their owner waits for the answer. If it
-            // gives up meanwhile, memory is not freed before the communicator was aborted, or never.
+            // SAFETY: the communicator is alive, and only this thread ends it. The lengths of the views were checked,
+            // and the views are alive while their caller waits for the reply. If it stops waiting, memory is not
+            // freed before the communicator was aborted, or never.
             let progress = self.guarded(call.function(), || unsafe { call.enqueue(&self.nccl, comm) });
             match progress {
                 Ok(Progress::Done) => {}
@@ -176,8 +176,8 @@ impl OwnerState {
             }
         }
         if group {
-            // Made in any case, since a group that is open defers the abort.
-            // SAFETY: as for its start. What has been collected may begin, which does no harm: see above.
+            // Also after an error, since an open group would delay the abort.
+            // SAFETY: as for its start. The collected calls may begin, which is harmless: see above.
             let end = self.tracked("ncclGroupEnd", || unsafe { self.nccl.group_end() });
             outcome = match (outcome, end) {
                 (Err(error), _) | (Ok(_), Err(error)) => Err(error),
@@ -188,7 +188,7 @@ impl OwnerState {
         self.wait_done(outcome?)
     }
 
-    /// Waits until what is in progress is done, unless nobody waits for it any more.
+    /// Waits until NCCL is done with a call in progress, unless the owner was told to stop.
     fn wait_done(&self, mut progress: Progress) -> Outcome<()> {
         let began = Instant::now();
         while progress == Progress::InProgress {
@@ -200,7 +200,7 @@ impl OwnerState {
                 waited => std::thread::park_timeout((waited / 16).min(Duration::from_millis(1))),
             }
             let comm = self.comm.load(Ordering::SeqCst);
-            // A non-blocking initialisation may be under way for a moment before there is a handle.
+            // A non-blocking initialisation may be in progress before there is a handle.
             if !comm.is_null() {
                 progress = self.async_state(comm)?;
             }
@@ -208,13 +208,13 @@ impl OwnerState {
         Ok(())
     }
 
-    /// What NCCL says of the communicator.
+    /// NCCL's asynchronous error or progress.
     fn async_state(&self, comm: *mut ncclComm) -> Outcome<Progress> {
         // SAFETY: the handle is alive, since only this thread destroys or aborts it.
         self.guarded("ncclCommGetAsyncError", || unsafe { self.nccl.comm_async_error(comm) })
     }
 
-    /// Asks NCCL whether something has gone wrong, and lets everybody see the answer.
+    /// Polls NCCL's asynchronous error and publishes it.
     fn poll_async_error(&self) {
         let comm = self.comm.load(Ordering::SeqCst);
         if comm.is_null() || self.failure.get().is_some() {
@@ -225,47 +225,48 @@ impl OwnerState {
         }
     }
 
-    /// Ends the communicator properly. All ranks do.
+    /// Finalises and destroys the communicator. All ranks must do so.
     fn finalise(&self) -> Outcome<()> {
         let comm = self.comm.load(Ordering::SeqCst);
         if comm.is_null() {
             return Ok(());
         }
-        // SAFETY: the handle is alive and this is its thread.
+        // SAFETY: the handle is alive, and this is its thread.
         let progress = self.guarded("ncclCommFinalize", || unsafe { self.nccl.comm_finalize(comm) })?;
         self.wait_done(progress)?;
         let destroyed = self.guarded("ncclCommDestroy", || {
             self.comm.store(ptr::null_mut(), Ordering::SeqCst);
-            // SAFETY: the handle is alive, this is its thread, and nobody finds it any more.
+            // SAFETY: the handle is alive, this is its thread, and nobody else can get it any more.
             unsafe { self.nccl.comm_destroy(comm) }
         });
         destroyed.map(drop)
     }
 
-    /// Aborts the communicator, if there still is one.
+    /// Aborts the communicator, if it still exists.
     fn abort(&self) {
         let comm = self.comm.swap(ptr::null_mut(), Ordering::SeqCst);
         if !comm.is_null() {
-            // SAFETY: the handle was alive and is found by nobody from now on; this is its thread, which is in no other
-            // call.
+            // SAFETY: the handle was alive, nobody else can get it any more, and this is its thread, which is in no
+            // other call.
             let _ = unsafe { self.nccl.comm_abort(comm) };
         }
     }
 }
 
-/// How an end of a communicator went.
+/// How a communicator has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
-    /// Nothing of it is left.
+    /// Cleanly; nothing is left.
     Yes,
-    /// Something does not return: the GPU was given up.
+    /// A call does not return: the GPU was abandoned.
     Abandoned,
 }
 
-/// The others' side.
+/// The callers' side.
 pub(super) struct Owner {
     state: Arc<OwnerState>,
-    /// The last to let go of it is not the thread, which may do so while the process ends.
+    /// The callers keep the device: its last reference must not be dropped by the thread, which may happen while the
+    /// process ends.
     device: Arc<Device>,
     tasks: Mutex<Sender<Task>>,
 }
@@ -276,7 +277,7 @@ impl std::fmt::Debug for Owner {
     }
 }
 
-/// NCCL is asked how it is as long as this exists.
+/// While this exists, the owner polls NCCL's asynchronous error.
 pub(super) struct Watcher<'a>(&'a OwnerState);
 
 impl Drop for Watcher<'_> {
@@ -304,7 +305,7 @@ impl Owner {
         std::thread::Builder::new()
             .name("mgpu-nccl".into())
             .spawn(move || {
-                // If the driver refuses, NCCL's first call says so. The context stays as long as the other side.
+                // If this fails, NCCL's first call reports it. The context lives as long as the callers' side.
                 let _ = bound.bind();
                 drop(bound);
                 let _ = ready.send(());
@@ -315,7 +316,7 @@ impl Owner {
         Ok(Owner { state, device: Arc::clone(device), tasks: Mutex::new(sender) })
     }
 
-    /// Hands a task over. The answer comes through the receiver, or never.
+    /// Sends a task with an NCCL result. The reply comes through the receiver, or never.
     fn ask_nccl<R: Send + 'static>(
         &self,
         task: impl FnOnce(&OwnerState) -> Outcome<R> + Send + 'static,
@@ -328,61 +329,61 @@ impl Owner {
         })
     }
 
-    /// Hands any task over.
+    /// Sends any task.
     fn ask<R: Send + 'static>(&self, task: impl FnOnce(&OwnerState) -> R + Send + 'static) -> Receiver<R> {
         let (sender, receiver): (SyncSender<R>, _) = sync_channel(1);
         let task: Task = Box::new(move |state| {
-            // Who has given up waiting is not interested.
+            // The caller may have stopped waiting.
             let _ = sender.send(task(state));
         });
-        // If the thread is gone, so is the task, and the receiver says so.
+        // If the thread has ended, the task is dropped, and the receiver reports that.
         let _ = self.tasks.lock().unwrap_or_else(PoisonError::into_inner).send(task);
         receiver
     }
 
-    /// Has a new unique id made.
+    /// Creates a new unique id.
     pub(super) fn unique_id(&self) -> Receiver<Reply<UniqueId>> {
         self.ask_nccl(OwnerState::unique_id)
     }
 
-    /// Has the communicator made.
+    /// Initialises the communicator.
     pub(super) fn init(&self, id: UniqueId, size: u32, rank: u32) -> Receiver<Reply<()>> {
         self.ask_nccl(move |state| state.init(id, size, rank))
     }
 
-    /// Has operations put on their streams.
+    /// Enqueues operations on their streams.
     pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Reply<()>> {
         self.ask_nccl(move |state| state.enqueue(&calls))
     }
 
-    /// Has NCCL asked how it is, from now on until the watcher is dropped.
+    /// Polls NCCL's asynchronous error until the watcher is dropped.
     pub(super) fn watch(&self) -> Watcher<'_> {
         self.state.watchers.fetch_add(1, Ordering::SeqCst);
         drop(self.ask(OwnerState::poll_async_error));
         Watcher(&self.state)
     }
 
-    /// Notes that operations are being captured.
+    /// Records that operations are being captured.
     pub(super) fn note_capture(&self) {
         self.state.captured.store(true, Ordering::SeqCst);
     }
 
-    /// What has gone wrong in the background, as far as is known.
+    /// NCCL's asynchronous error, if any is known.
     pub(super) fn failure(&self) -> Option<&str> {
         self.state.failure.get().map(String::as_str)
     }
 
-    /// The call that the owner has been in for longer than `limit`: in non-blocking mode none of them should take time.
+    /// The call that has been in progress for longer than `limit`: in non-blocking mode none should.
     pub(super) fn stuck_call(&self, limit: Duration) -> Option<ActiveCall> {
         self.state.call().filter(|(_, since)| since.elapsed() >= limit)
     }
 
-    /// No call is made any more but the abort.
+    /// Tells the owner to make no further calls but the abort.
     pub(super) fn give_up(&self) {
         self.state.give_up();
     }
 
-    /// Ends the communicator together with all other ranks; aborts it if that does not come to an end.
+    /// Ends the communicator together with all other ranks; aborts it if that does not end in time.
     pub(super) fn finalise(&self, limit: Duration) -> Ended {
         let done = self.ask(OwnerState::finalise);
         match done.recv_timeout(limit) {
@@ -391,13 +392,13 @@ impl Owner {
         }
     }
 
-    /// Ends the communicator by force, whatever state it is in. Returns within a few seconds.
+    /// Aborts the communicator in whatever state it is. Returns within a few seconds.
     pub(super) fn abort(&self) -> Ended {
         let captured = self.state.captured.load(Ordering::SeqCst);
         let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
         self.give_up();
         if self.device.is_abandoned() {
-            // Because of another communicator, most likely: there is nothing left to be saved.
+            // Probably because of another communicator; nothing can be saved.
             return Ended::Abandoned;
         }
         let aborted = self.ask(OwnerState::abort);
@@ -412,7 +413,7 @@ impl Owner {
         Ended::Abandoned
     }
 
-    /// Nothing hangs; but what the call that makes the communicator has left, nobody knows.
+    /// The thread is not stuck. But if the initialisation has left a handle, its state is unknown.
     fn ended(&self) -> Ended {
         if self.state.comm.load(Ordering::SeqCst).is_null() {
             return Ended::Yes;
@@ -425,13 +426,13 @@ impl Owner {
 impl Drop for Owner {
     fn drop(&mut self) {
         if !self.state.handle_is_final.load(Ordering::SeqCst) {
-            // An initialisation that was given up may still write its handle.
+            // An unfinished initialisation may still write its handle: leak the state.
             std::mem::forget(Arc::clone(&self.state));
         }
     }
 }
 
-/// The thread: does what it is asked for, and while somebody waits asks NCCL how it is.
+/// The thread: executes tasks, and polls NCCL's asynchronous error while somebody waits.
 fn serve(state: &OwnerState, tasks: &Receiver<Task>) {
     loop {
         let task = if state.watchers.load(Ordering::SeqCst) > 0 {

@@ -1,12 +1,13 @@
-//! How the ranks of a communicator part.
+//! The shutdown of a communicator.
 //!
-//! In peace they come together first, so that none is gone while another still works. But a rank may also let go of its
-//! communicator because of an error of its own, of which NCCL and the peers know nothing: they would wait for it in the
-//! next collective while it waits for them at the end. So each rank says on the progress page how far it is: how many
-//! collectives it has begun, when it waits in one and when it comes to the end. A peer that waits in a collective which
-//! the rank at the end has never begun waits in vain; both sides see that, and give up.
+//! Normally the ranks synchronise first, so that none is gone while another still works. But a rank may also drop its
+//! communicator because of its own error, of which NCCL and the peers know nothing: they would wait for it in the
+//! next collective while it waits for them at the shutdown. So each rank records collective progress counters on the
+//! progress page: how many collectives it has begun, in which it waits, and at which it has reached the shutdown. If
+//! a peer waits in a collective that a rank at the shutdown has never begun, the wait cannot succeed; both sides
+//! detect that and abort.
 //!
-//! Messages between two ranks are not counted, since the other ranks have no part in them.
+//! Messages between two ranks are not counted, since the other ranks do not take part in them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,23 +17,23 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 use crate::progress::{Operation, Place, now};
 
-/// The first wait at the end before a rank looks around, and the longest.
+/// First and longest wait at the shutdown between two checks of the peers.
 const WAIT_SLICES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(200));
 
-/// How long a rank at the end of one communicator believes that another of its threads may come to the collective of
-/// another one in which a peer waits.
+/// How long a rank at the shutdown of one communicator assumes that another of its threads may still begin the
+/// collective of another communicator in which a peer waits.
 const OTHER_THREAD_GRACE: Duration = Duration::from_secs(1);
 
-/// How long a rank that is seen to let go of a communicator may take to leave, and to say why, before it is reported
+/// How long a rank that has dropped a communicator may take to leave and to report its error, before it is reported
 /// without a reason.
 const DEPARTURE_GRACE: Duration = Duration::from_secs(2);
 
-/// How it stands with a rank's communicators.
+/// Collective progress counters of a rank's communicators.
 #[derive(Debug, Default)]
 pub(crate) struct CollectiveCounters {
-    /// Collectives begun, by the number of their communicator.
+    /// Number of collectives begun, by the number of the communicator.
     counts: Mutex<HashMap<u32, u32>>,
-    /// One of them ended by force: the others need not wait for peers that do not come.
+    /// One of the communicators was aborted: the others need not wait for peers.
     failing: AtomicBool,
 }
 
@@ -41,18 +42,18 @@ impl CollectiveCounters {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a collective, or a graph of them.
+    /// Counts a collective, or the launch of a graph of collectives.
     pub(super) fn count_collective(&self, communicator: u32) {
         *self.counts().entry(communicator).or_default() += 1;
     }
 
-    /// How far this rank is.
+    /// This rank's progress in a communicator.
     pub(super) fn progress(&self, communicator: u32) -> Place {
         let turns = self.counts().get(&communicator).copied().unwrap_or_default();
         Place { communicator, turns }
     }
 
-    /// Notes that a communicator was ended by force.
+    /// Records that a communicator was aborted.
     pub(super) fn fail(&self) {
         self.failing.store(true, Ordering::SeqCst);
     }
@@ -63,12 +64,12 @@ impl CollectiveCounters {
 }
 
 impl Link {
-    /// How far this rank is in this communicator.
+    /// This rank's progress in this communicator.
     pub(super) fn progress(&self) -> Place {
         self.membership.collectives.progress(self.number)
     }
 
-    /// True once all ranks have come to the end, false if that is not to be expected any more.
+    /// Waits for all ranks at the shutdown. False if some rank will not arrive.
     pub(super) fn shutdown_barrier(&self) -> bool {
         let (page, store) = (self.membership.page(), self.membership.store());
         if std::thread::panicking() || self.membership.collectives.is_failing() {
@@ -76,7 +77,7 @@ impl Link {
         }
         page.enter(self.rank, Operation::Barrier, 0, 0);
         page.end_at(self.rank, self.progress());
-        // So that nobody takes a rank that is early for a silent one.
+        // Records a wait, so that a rank that is early is not taken for one without progress.
         page.wait(self.rank, u32::from(self.rank == 0));
         let (name, began, mut slice) = (format!("{}/end", self.name), Instant::now(), WAIT_SLICES.0);
         let together = loop {
@@ -97,7 +98,8 @@ impl Link {
         together
     }
 
-    /// True if `peer` waits in a collective that this rank, which has been at the end for a while, has never begun.
+    /// True if `peer` waits in a collective that this rank has never begun, and this rank has been at the shutdown
+    /// for long enough.
     fn is_awaited_by(&self, peer: u32, at_the_end: Duration) -> bool {
         let Some(theirs) = self.membership.page().waits_in(peer) else { return false };
         let ours = self.membership.collectives.progress(theirs.communicator);
@@ -105,8 +107,8 @@ impl Link {
         theirs.turns > ours.turns && is_certain
     }
 
-    /// The one of `peers` that has let go of the communicator without the collective that this rank is in. It has had
-    /// the time to leave and say why.
+    /// The peer that has dropped the communicator before the collective in which this rank waits. It has had the time
+    /// to leave and to report its error.
     pub(super) fn departed_peer(&self, peers: &[u32]) -> Option<u32> {
         let (page, ours) = (self.membership.page(), self.progress());
         let grace = DEPARTURE_GRACE.min(self.timeout / 2);

@@ -1,7 +1,8 @@
-//! How a host buffer travels through staging memory: pure.
+//! How host buffers are transferred through staging memory: pure functions.
 //!
-//! A buffer of any size goes through memory of a fixed size in chunks. For each chunk it is decided here which bytes of
-//! the buffer are put where in the stage, on what part of it NCCL works, and which bytes are taken back to where.
+//! A buffer of any size is transferred in chunks through memory of a fixed size. For each chunk, this module decides
+//! which bytes of the buffer are copied to which place of the stage, on which part of the stage NCCL works, and which
+//! bytes are copied back.
 
 use std::ops::Range;
 
@@ -10,7 +11,7 @@ use smallvec::{SmallVec, smallvec};
 use super::call::NcclOp;
 use crate::comm::exchange::Exchange;
 
-/// Bytes that travel between buffer and stage.
+/// Bytes to copy between buffer and stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
     /// First byte in the buffer.
@@ -20,30 +21,27 @@ pub(super) struct Piece {
     pub(super) bytes: usize,
 }
 
-/// A call of NCCL on the stage.
+/// An NCCL call on the stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StageCall {
     pub(super) kind: NcclOp,
-    /// Bytes of the stage where NCCL reads and where it writes.
+    /// Byte offsets in the stage at which NCCL reads and writes.
     pub(super) from: usize,
     pub(super) to: usize,
-    /// Elements as NCCL counts them.
+    /// Number of elements as NCCL counts them.
     pub(super) count: usize,
 }
 
-/// One turn through the stage.
+/// One pass through the stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Chunk {
     pub(super) to_stage: Vec<Piece>,
-    /// Calls that begin together.
+    /// Calls that are enqueued together.
     pub(super) calls: SmallVec<[StageCall; 1]>,
     pub(super) from_stage: Vec<Piece>,
 }
 
-/// A few of them, most often one.
-type Calls<T> = SmallVec<[T; 1]>;
-
-/// A buffer and the stage it goes through.
+/// The transfer of a buffer through a stage.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Transfer {
     pub(super) kind: NcclOp,
@@ -53,12 +51,12 @@ pub(super) struct Transfer {
     pub(super) len: usize,
     /// Bytes of an element.
     pub(super) element: usize,
-    /// Bytes of the stage: room for an element of every rank at least.
+    /// Bytes of the stage, at least one element for every rank.
     pub(super) stage: usize,
 }
 
 impl Transfer {
-    /// All chunks, none for an empty buffer. They are the same in number and length on all ranks.
+    /// All chunks; none for an empty buffer. Their number and lengths are the same on all ranks.
     pub(super) fn chunks(self) -> impl Iterator<Item = Chunk> {
         let shards = if self.is_sharded() { self.ranks as usize } else { 1 };
         let (shard, most) = (self.len.div_ceil(shards), (self.stage / self.element / shards).max(1));
@@ -72,7 +70,7 @@ impl Transfer {
     /// The chunk of `count` elements from `begin` of each shard.
     fn chunk(&self, begin: usize, count: usize, shard: usize) -> Chunk {
         let bytes = count * self.element;
-        // NCCL's shards are equal: where the buffer's last ones are shorter, the stage holds what belongs to nobody.
+        // NCCL's shards are equal: if the buffer's last ones are shorter, the stage has padding.
         let piece = |index: usize| {
             let host = (index * shard + begin) * self.element;
             let bytes = bytes.min((self.len * self.element).saturating_sub(host));
@@ -98,8 +96,8 @@ impl Transfer {
     }
 }
 
-/// The chunks of messages between pairs of ranks, of elements of `element` bytes: half of the stage is for what is sent and half
-/// for what is received, a piece of each for every rank. Both ends of a message cut it alike, so that its parts meet.
+/// The chunks of messages between pairs of ranks, with elements of `element` bytes. Half of the stage is for sending
+/// and half for receiving, with a piece for every rank. Both ends of a message cut it in the same way.
 pub(super) fn exchange_chunks(
     exchange: &Exchange,
     element: usize,
@@ -163,8 +161,8 @@ mod tests {
         ]
     }
 
-    /// What NCCL does to the stages of all ranks, on bytes that wrap.
-    fn carry_out(kind: NcclOp, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
+    /// What NCCL does to the stages of all ranks, with wrapping bytes.
+    fn simulate_nccl(kind: NcclOp, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
         let before = stages.to_vec();
         let bytes = chunks[0].calls[0].count * element;
         let sum = |at: usize| {
@@ -191,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_arrives_is_what_the_operation_means(kind in kinds(), len in 0usize..120, element in 1usize..3, room in 1usize..9) {
+        fn chunks_carry_out_the_operation(kind in kinds(), len in 0usize..120, element in 1usize..3, room in 1usize..9) {
             let ranks = 3usize;
             let stage = room * ranks * element;
             let transfer = |rank: usize| Transfer { kind, rank: rank as u32, ranks: 3, len, element, stage };
@@ -206,7 +204,7 @@ mod tests {
                         stages[rank][piece.stage..][..piece.bytes].copy_from_slice(&buffers[rank][piece.host..][..piece.bytes]);
                     }
                 }
-                carry_out(kind, &chunks, element, &mut stages);
+                simulate_nccl(kind, &chunks, element, &mut stages);
                 for rank in 0..ranks {
                     for piece in &chunks[rank].from_stage {
                         buffers[rank][piece.host..][..piece.bytes].copy_from_slice(&stages[rank][piece.stage..][..piece.bytes]);
@@ -232,7 +230,7 @@ mod tests {
 
         /// Messages of any lengths between three ranks.
         #[test]
-        fn what_is_received_is_what_was_sent(lens in prop::collection::vec(0usize..40, 9), element in 1usize..3, room in 1usize..9) {
+        fn exchanged_messages_arrive_unchanged(lens in prop::collection::vec(0usize..40, 9), element in 1usize..3, room in 1usize..9) {
             let ranks = 3usize;
             let stage = 2 * room * ranks * element;
             let counts: Vec<usize> = (0..ranks)
@@ -251,7 +249,7 @@ mod tests {
             let input = |rank: usize, at: usize| (at * 7 + rank * 91) as u8;
             let mut received: Vec<Vec<Option<u8>>> =
                 (0..ranks).map(|rank| vec![None; counts.received_by(rank as u32).iter().sum::<usize>() * element]).collect();
-            // Bytes under way, by sender and receiver.
+            // Bytes in flight, by sender and receiver.
             let mut links = vec![VecDeque::new(); ranks * ranks];
             let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| exchange_chunks(&of(rank), element, stage).collect()).collect();
             for turn in 0..plans.iter().map(Vec::len).max().unwrap() {
