@@ -1,8 +1,8 @@
-//! Clipping by the global norm: all reduced gradients together are one vector, which is shortened if it is too long.
+//! Clipping by the global norm of all reduced gradients.
 //!
-//! Squares are summed shard by shard, and these sums in the order of buckets and ranks, whether a rank has one shard of a
-//! bucket or all: a sharded optimizer clips to the same bits as a replicated one. (Pascanu, Mikolov and Bengio 2013; the
-//! small number in the denominator is that of PyTorch's `clip_grad_norm_`.)
+//! Squares are summed shard by shard, and these sums in the order of buckets and ranks, whether a rank holds one
+//! shard of a bucket or all of it: a sharded optimizer clips to the same bits as a replicated one. (Pascanu, Mikolov
+//! and Bengio 2013; the epsilon in the denominator is that of PyTorch's `clip_grad_norm_`.)
 
 use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
@@ -12,11 +12,11 @@ use super::readiness::Readiness;
 use crate::comm::{Communicator, shard};
 use crate::{Layout, Result};
 
-/// Keeps a norm of zero from being divided by.
+/// Avoids a division by zero.
 const EPSILON: f64 = 1e-6;
 
-/// Scales what this rank has of the reduced gradients so that their norm is `most` at most, and returns the norm they had.
-/// Collective where buckets are sharded.
+/// Scales this rank's part of the reduced gradients so that their global norm is at most `most`, and returns the norm
+/// before. Collective if buckets are sharded.
 ///
 /// # Errors
 /// As [`Communicator::all_gather`].
@@ -41,7 +41,8 @@ pub(super) fn clip(comm: &mut Communicator, buckets: &mut [GradientBucket], most
     Ok(scale_down_to(buckets, sum.sqrt(), most))
 }
 
-/// As [`clip`], of gradients that all ranks have whole, by a sum in which neither ranks nor buckets show.
+/// As [`clip`], for gradients that all ranks hold completely. The order of the sum depends neither on ranks nor on
+/// buckets.
 pub(super) fn clip_invariant(
     layout: &Layout,
     readiness: &Readiness,
@@ -56,7 +57,7 @@ pub(super) fn clip_invariant(
     scale_down_to(buckets, sum.sqrt(), most)
 }
 
-/// Scales gradients of the norm `norm` to `most`, if that is less, and returns `norm`.
+/// Scales gradients of norm `norm` down to `most` if they exceed it, and returns `norm`.
 fn scale_down_to(buckets: &mut [GradientBucket], norm: f64, most: f64) -> f64 {
     let factor = most / (norm + EPSILON);
     if factor < 1.0 {

@@ -1,10 +1,10 @@
-//! A bucket in a step: its gradients, and which of its elements this rank updates.
+//! A bucket of gradients during a step, and the elements of it that this rank updates.
 //!
-//! Where the optimizer is replicated, the bucket's gradients are all-reduced, and every rank updates all elements by itself.
-//! Where it is sharded, gradients are reduce-scattered, every rank updates the elements of its own
-//! [shard](crate::comm::shard), and the updated parameters are all-gathered. In bytes, with S of them a bucket and Adam on
-//! n ranks: replicated, 2·n·S for the sums and 7·n·S for the updates; sharded, (n + 1)·S, 7·S and (n − 1)·S for what is
-//! passed on.
+//! With a replicated optimizer, the bucket's gradients are all-reduced, and every rank updates all elements itself.
+//! With a sharded one, gradients are reduce-scattered, every rank updates the elements of its own
+//! [shard](crate::comm::shard), and the updated parameters are all-gathered. Memory traffic in bytes, for a bucket of
+//! S bytes and Adam on n ranks: replicated, 2·n·S for the reduction and 7·n·S for the updates; sharded, (n + 1)·S,
+//! 7·S, and (n − 1)·S for the all-gather.
 
 use std::ops::Range;
 
@@ -16,28 +16,28 @@ use crate::bucket::BucketPlan;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
 
-/// How gradients become one over ranks.
+/// How a bucket is reduced over ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exchange {
     pub(super) reduction: Reduction,
-    /// Whether the result is not to depend on the number of ranks.
+    /// Whether the reduction is world-size-invariant.
     pub(super) invariant: bool,
-    /// Micro-batches of each rank.
+    /// Number of micro-batches of each rank.
     pub(super) micro_batches: usize,
-    /// Ranks that have data in this step. The others' gradients are 0.
+    /// Number of ranks with data in this step. The gradients of the others are 0.
     pub(super) active: u32,
 }
 
-/// A bucket's gradient: here, or with the communicator.
+/// State of a bucket's gradient buffer.
 #[derive(Debug)]
 pub(super) enum Gradient {
     Local(Buffer),
-    /// `scale` makes a sum over the ranks that have data their mean.
+    /// `scale` turns the sum into the mean over the ranks with data.
     Reducing {
         pending: Pending,
         scale: f32,
     },
-    /// A copy of it travels, rounded to bf16.
+    /// A copy that is rounded to bf16 is being reduced.
     Compressed {
         pending: Pending,
         gradient: Buffer,
@@ -47,46 +47,46 @@ pub(super) enum Gradient {
     Lost,
 }
 
-/// How much of a gradient is averaged over ranks.
+/// Which elements of a bucket are averaged over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Averaged {
     None,
-    /// This rank's.
+    /// Those of this rank's shard.
     Shard,
     All,
 }
 
-/// A bucket and the gradients in it.
+/// A bucket and its gradients.
 #[derive(Debug)]
 pub(super) struct GradientBucket {
     pub(super) plan: BucketPlan,
-    /// Elements of the arena: the bucket's, and what lies between them and the next one's.
+    /// Elements of the arena: the bucket's tensors and the padding after them.
     pub(super) elements: Range<usize>,
     pub(super) sharded: bool,
     /// Elements of the arena that this rank updates.
     pub(super) own: Range<usize>,
-    /// Where their state begins in the optimizer's arenas.
+    /// Where the optimizer's state of these elements begins.
     pub(super) state: usize,
     pub(super) gradient: Gradient,
-    /// Where gradients are compressed, memory for what travels; `None` while that does.
+    /// Buffer of the compressed gradients, if gradients are compressed; `None` during the reduction.
     pub(super) compressed: Option<Buffer>,
     pub(super) averaged: Averaged,
 }
 
 impl GradientBucket {
-    /// Gets ready for a step. One that broke off may have left a reduction under way.
+    /// Prepares a step. If the previous step broke off, waits for its reduction.
     pub(super) fn begin_step(&mut self) -> Result<()> {
         self.averaged = Averaged::None;
         self.finish_reduction()
     }
 
-    /// Waits for the reduction, if that is under way.
+    /// Waits for the reduction, if one is in flight.
     pub(super) fn finish_reduction(&mut self) -> Result<()> {
         self.gradient = Gradient::Local(self.take()?);
         Ok(())
     }
 
-    /// The gradient, which is settled.
+    /// The gradient; no reduction may be in flight.
     pub(super) fn values(&self) -> &[f32] {
         match &self.gradient {
             Gradient::Local(gradient) => gradient.as_slice(),
@@ -94,7 +94,7 @@ impl GradientBucket {
         }
     }
 
-    /// As [`values`](Self::values), to be changed.
+    /// As [`values`](Self::values), mutable.
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
         match &mut self.gradient {
             Gradient::Local(gradient) => gradient.as_mut_slice(),
@@ -102,7 +102,7 @@ impl GradientBucket {
         }
     }
 
-    /// Takes the gradient, waiting for its reduction if that is under way.
+    /// Takes the gradient, after waiting for its reduction if one is in flight.
     pub(super) fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
             Gradient::Local(buffer) => Ok(buffer),
@@ -136,13 +136,13 @@ impl GradientBucket {
         }
     }
 
-    /// Starts the reduction of what is bucket `number`.
+    /// Starts the reduction. `number` is the index of the bucket.
     pub(super) fn reduce(&mut self, comm: &mut Communicator, exchange: Exchange, number: u32) -> Result<()> {
         let mut gradient = self.take()?;
         if exchange.invariant {
             gradient = tree::all_sum(comm, gradient)?;
             if exchange.reduction == Reduction::Mean {
-                // Divided once, as a single rank would.
+                // Divide once, as a single rank would.
                 let count = comm.size() as usize * exchange.micro_batches;
                 arena::scale(gradient.as_mut_slice(), 1.0 / count as f32);
             }
@@ -169,7 +169,7 @@ impl GradientBucket {
         Ok(())
     }
 
-    /// Elements of the gradient that a reduction leaves on this rank.
+    /// Elements of the gradient that hold the reduction's result on this rank.
     pub(super) fn reduced(&self) -> Range<usize> {
         if self.averaged == Averaged::Shard { self.own_within() } else { 0..self.elements.len() }
     }
@@ -179,7 +179,7 @@ impl GradientBucket {
         self.own.start - self.elements.start..self.own.end - self.elements.start
     }
 
-    /// The averaged gradient. Collective where only shards of it have been averaged.
+    /// The averaged gradient. Collective if only this rank's shard has been averaged.
     pub(super) fn averaged(&mut self, comm: &mut Communicator) -> Result<&[f32]> {
         match self.averaged {
             Averaged::None => {
@@ -197,7 +197,7 @@ impl GradientBucket {
         Ok(self.values())
     }
 
-    /// Elements of the state that this rank has.
+    /// Range of this bucket in the optimizer's state.
     pub(super) fn states(&self) -> Range<usize> {
         self.state..self.state + self.own.len()
     }

@@ -1,4 +1,4 @@
-//! All buckets of a model: how its arenas are cut into them, and put together again.
+//! All buckets of a model: splitting its arenas into buckets, and joining them again.
 
 use std::ops::Range;
 
@@ -7,40 +7,40 @@ use crate::bucket::BucketPlan;
 use crate::comm::{Buffer, Communicator, shard};
 use crate::{Layout, Result};
 
-/// Who has what part of the sharded buckets.
+/// How buckets are sharded.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sharding {
     pub(super) rank: u32,
     pub(super) ranks: u32,
-    /// Bytes from which on a bucket is sharded, if any is.
+    /// Size in bytes from which a bucket is sharded, if any is.
     pub(super) from: Option<usize>,
 }
 
 /// The buckets of a model.
 #[derive(Debug, Default)]
 pub(super) struct GradientBuckets {
-    /// In the order in which they are expected to be complete.
+    /// In the expected order of completion.
     pub(super) all: Vec<GradientBucket>,
-    /// Elements of the sharded ones, in the order of the arena.
+    /// Elements of the sharded buckets, in the order of the arena.
     pub(super) segments: Vec<Range<usize>>,
     /// The bucket of each segment.
     pub(super) of_segment: Vec<usize>,
-    /// Elements that this rank has the optimizer's state of.
+    /// Number of elements whose optimizer state this rank holds.
     pub(super) states: usize,
-    /// Parts of the arenas with the gradients of frozen tensors, which nobody writes, and where they begin.
+    /// Unused parts of the arenas (gradients of frozen tensors), and where they begin.
     frozen: Vec<(usize, Buffer, Option<Buffer>)>,
 }
 
 impl GradientBuckets {
-    /// Cuts the arena of gradients, and that of their rounded copies, into `buckets`.
+    /// Splits the arenas of gradients and of compressed gradients into the buckets `plans`.
     pub(super) fn cut(
         layout: &Layout,
         plans: Vec<BucketPlan>,
         arenas: (Buffer, Option<Buffer>),
         sharding: Sharding,
     ) -> Self {
-        // From the end of the arena. What lies between two tensors goes with the one before. Tensors tell the order: of two
-        // buckets that begin at one element, one has none.
+        // From the end of the arena. Padding belongs to the tensor before it. Sorted by tensors, because two buckets
+        // may begin at the same element if one is empty.
         let mut places: Vec<usize> = (0..plans.len()).collect();
         places.sort_by_key(|place| std::cmp::Reverse(plans[*place].tensors.start));
         let mut all: Vec<Option<GradientBucket>> = plans.iter().map(|_| None).collect();
@@ -69,7 +69,7 @@ impl GradientBuckets {
         GradientBuckets { all, segments, of_segment: places, states, frozen }
     }
 
-    /// Puts the arenas together again.
+    /// Joins the arenas again.
     ///
     /// # Errors
     /// If gradients were lost.
@@ -81,7 +81,7 @@ impl GradientBuckets {
             all.into_iter().map(|mut bucket| Ok((bucket.elements.start, bucket.take()?, bucket.compressed)));
         let mut parts = buckets.collect::<Result<Vec<_>>>()?;
         parts.append(&mut frozen);
-        // Stable: of parts that begin at one element, those of buckets without elements come first.
+        // Stable sort: of parts that begin at the same element, empty buckets come first.
         parts.sort_by_key(|(begin, ..)| *begin);
         let mut arenas: Option<(Buffer, Option<Buffer>)> = None;
         for (_, gradient, compressed) in parts {
@@ -96,8 +96,8 @@ impl GradientBuckets {
         Ok(arenas.unwrap_or_else(|| (Buffer::zeroed::<f32>(0), None)))
     }
 
-    /// Gathers a state arena of which this rank has the elements `local`. Collective, if a bucket is sharded. Leaves the
-    /// whole in `into`, unless that is empty.
+    /// Gathers a state arena, of which `local` is this rank's part, into `into`, unless that is empty. Collective if
+    /// a bucket is sharded.
     pub(super) fn gather(&self, comm: &mut Communicator, local: &[f32], into: &mut [f32]) -> Result<()> {
         for bucket in &self.all {
             let mine = &local[bucket.states()];
@@ -116,7 +116,7 @@ impl GradientBuckets {
         Ok(())
     }
 
-    /// Keeps those elements of a whole arena that this rank has the state of.
+    /// Copies the elements of a whole arena whose state this rank holds.
     pub(super) fn copy_own(&self, whole: &[f32], local: &mut [f32]) {
         for bucket in &self.all {
             local[bucket.states()].copy_from_slice(&whole[bucket.own.clone()]);
@@ -124,10 +124,10 @@ impl GradientBuckets {
     }
 }
 
-/// A part of the arena of gradients, and of that of their rounded copies.
+/// A part of the arena of gradients, and of that of compressed gradients.
 type ArenaPart = (Buffer, Option<Buffer>);
 
-/// The first `middle` elements of both arenas, and the rest.
+/// Splits both arenas after `middle` elements.
 fn split_at((gradients, compressed): ArenaPart, middle: usize) -> (ArenaPart, ArenaPart) {
     let (before, behind) = gradients.split_at(middle);
     let (compressed_before, compressed_behind) =

@@ -1,11 +1,12 @@
-//! What is checked in every step before any parameter changes: gradients are finite, and all ranks make the same step.
+//! Checks in every step before any parameter changes: gradients are finite, and all ranks make the same step.
 //!
-//! A rank checks its own gradients before they are reduced, because only then can the rank be named. Small tensors are
-//! checked whole; of large ones one cache line in 32 is, another one in the next step. After the reduction every element is
-//! checked, since finite gradients may have an infinite sum: each rank checks its shard of each bucket, which all ranks
-//! together cover. A rank that is alone has no reduction, and checks all of its own gradients at once.
+//! A rank checks its own gradients before the reduction, because only then the error can name the rank. Small tensors
+//! are checked completely; of large ones one cache line in 32 is checked, a different one in each step. After the
+//! reduction every element is checked, since finite gradients may have an infinite sum: each rank checks its shard of
+//! each bucket, and all ranks together cover everything. A single rank has no reduction, and checks all of its own
+//! gradients at once.
 //!
-//! What the ranks have found they exchange in one small all-gather, together with what has to be the same on all of them.
+//! Ranks exchange the results in one small all-gather, together with the values that must be the same on all of them.
 
 use mgpu_kernels::digest::cpu as digest;
 
@@ -14,12 +15,12 @@ use crate::comm::{Communicator, shard};
 use crate::replicate::{blame_and_fail, first_outlier};
 use crate::{Error, Layout, Result};
 
-/// Elements of a tensor that is checked whole before the reduction. (To read 81 MB of gradients, of which `layers` has most in
-/// two tensors, takes some 9 ms of a step of 200.)
+/// Largest tensor that is checked completely before the reduction, in elements. (Reading 81 MB of gradients, of which
+/// `layers` has most in two tensors, takes about 9 ms of a step of 200 ms.)
 const FULL_CHECK_LEN: usize = 1 << 16;
 
 impl GradientBucket {
-    /// A tensor of the bucket with non-finite gradients of this rank, in step `step`.
+    /// The index of a tensor of the bucket with non-finite gradients of this rank, in step `step`.
     pub(super) fn not_finite(&self, layout: &Layout, step: u64, is_alone: bool) -> Option<usize> {
         let values = self.values();
         let is_bad = |tensor: &usize| {
@@ -32,7 +33,7 @@ impl GradientBucket {
         self.plan.tensors.clone().rev().find(is_bad)
     }
 
-    /// A tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
+    /// The index of a tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
     pub(super) fn reduced_not_finite(&self, layout: &Layout, rank: u32, ranks: u32) -> Option<usize> {
         let shard = shard(self.elements.len(), ranks, rank);
         let is_bad = |tensor: &usize| {
@@ -44,18 +45,18 @@ impl GradientBucket {
     }
 }
 
-/// What a rank tells the others of its step.
+/// What a rank reports to the others in a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
-    /// A tensor of which this rank's own gradients are not finite.
+    /// A tensor with non-finite gradients of this rank.
     pub(super) own: Option<usize>,
-    /// A tensor of which the reduced gradients are not, as far as this rank checked them.
+    /// A tensor with non-finite reduced gradients, among those that this rank checked.
     pub(super) reduced: Option<usize>,
     pub(super) micro_batches: usize,
     pub(super) learning_rate: f64,
 }
 
-/// Words of an encoded report.
+/// Number of words of an encoded report.
 const WORDS: usize = 4;
 
 impl Report {
@@ -101,7 +102,7 @@ mod tests {
     use crate::optimizer::{OptimizerConfig, Rule, Sgd};
     use crate::{DataParallel, DataParallelConfig, Layout, World};
 
-    /// Nothing but a fault of the machine or the program's memory makes them differ.
+    /// Only a hardware fault or memory corruption can make them differ.
     #[test]
     fn weights_that_differ_are_found_while_training() {
         std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Where a model writes its gradients during a backward pass.
+//! The gradient sink: where a model writes its gradients during a backward pass.
 
 use super::accumulate::Accumulator;
 use super::config::{ReducerConfig, Reduction, check_sums};
@@ -10,31 +10,31 @@ use crate::{Error, Layout, Result};
 
 /// Where a model writes its gradients during a backward pass.
 pub trait GradientSink {
-    /// Whether a gradient of `tensor` is taken: not of a [frozen](crate::ParameterGroup::frozen) one, nor where there is no such
-    /// tensor. Nothing else need be computed.
+    /// Whether the gradient of `tensor` is needed: false for a [frozen](crate::ParameterGroup::frozen) tensor and for
+    /// an index out of range.
     fn wants(&self, tensor: usize) -> bool {
         let _ = tensor;
         true
     }
 
-    /// The gradient of parameter tensor `tensor` (index in the layout), to be overwritten: it holds whatever the
-    /// last step left.
+    /// The gradient of tensor `tensor` (index in the layout), to be overwritten: it contains old values.
     ///
     /// # Panics
-    /// If there is no such tensor, it is frozen, or it may be on its way already, since it was announced.
+    /// If there is no such tensor, it is frozen, or its bucket may already be in flight, because the gradient was
+    /// marked ready.
     fn gradient(&mut self, tensor: usize) -> &mut [f32];
 
-    /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and micro-batch, best in the order
-    /// of the first step, which buckets follow.
+    /// Marks the gradient of `tensor` ready: its reduction may start. Call it once per tensor and micro-batch,
+    /// ideally in the order of the first step, which the buckets follow.
     ///
     /// # Errors
-    /// If there is no such tensor, it is frozen, or was announced before; or as [`Communicator::all_reduce`].
+    /// If there is no such tensor, it is frozen, or was marked ready before; or as [`Communicator::all_reduce`].
     fn ready(&mut self, tensor: usize) -> Result<()>;
 
-    /// Copies the gradient of `tensor` and announces it.
+    /// Copies the gradient of `tensor` and marks it ready.
     ///
     /// # Errors
-    /// If `gradient` has not as many elements as the tensor (a sink may panic instead); or as [`ready`](Self::ready).
+    /// If the number of elements differs from the tensor's (a sink may panic instead); or as [`ready`](Self::ready).
     fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
         self.gradient(tensor).copy_from_slice(gradient);
         self.ready(tensor)
@@ -56,14 +56,14 @@ pub(super) struct Sink<'a> {
     pub(super) accumulator: &'a mut Accumulator,
     pub(super) config: &'a ReducerConfig,
     pub(super) exchange: Exchange,
-    /// The step being made, from 0.
+    /// The current step, from 0.
     pub(super) step: u64,
-    /// A tensor with gradients that are not finite.
+    /// A tensor with non-finite gradients.
     pub(super) not_finite: &'a mut Option<usize>,
 }
 
 impl Sink<'_> {
-    /// Takes 0 for all gradients that were not handed over.
+    /// Sets all gradients that were not marked ready to 0.
     pub(super) fn zero_missing(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
             self.gradient(tensor).fill(0.0);
@@ -102,7 +102,7 @@ impl GradientSink for Sink<'_> {
             let bucket = &mut self.buckets[bucket];
             let within = bucket.within(self.layout, tensor);
             let Exchange { reduction, invariant, micro_batches, .. } = self.exchange;
-            // Where ranks are to make no difference, all are divided by at once.
+            // A world-size-invariant reduction divides once at its end.
             let is_mean = reduction == Reduction::Mean && !invariant;
             let divisor = if is_mean { micro_batches as f32 } else { 1.0 };
             let gradient = &mut bucket.values_mut()[within];
@@ -128,7 +128,7 @@ impl GradientSink for Sink<'_> {
 
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
         check_sums(self.config)?;
-        // Independent of the number of ranks is only what a micro-batch knows by itself.
+        // In a world-size-invariant reduction, a micro-batch only depends on its own samples.
         if self.exchange.invariant { Ok(()) } else { sum_over_ranks(self.comm, values) }
     }
 }

@@ -1,4 +1,4 @@
-//! What a checkpoint needs of a model, and what becomes of the optimizer's state when buckets change.
+//! Saving and restoring a model, and moving the optimizer's state when buckets change.
 
 use std::borrow::Cow;
 
@@ -23,14 +23,15 @@ impl DataParallel {
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
         let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
-        // The average of a tensor that does not change is itself.
+        // Frozen tensors have no state: their average equals their value.
         let mut whole = parameters.as_slice().to_vec();
         buckets.gather(comm, local, &mut whole)?;
         Ok(Some(whole))
     }
 
-    /// Everything a checkpoint needs of this model, by name: the parameters and the optimizer's state, each with the
-    /// parameters' [layout](Self::layout), whole on rank 0 and empty elsewhere. Collective where the optimizer is sharded.
+    /// Everything that a checkpoint needs of this model, by name: the parameters and the optimizer's state, each with
+    /// the [layout](Self::layout) of the parameters, complete on rank 0 and empty elsewhere. Collective if the
+    /// optimizer is sharded.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
@@ -39,7 +40,7 @@ impl DataParallel {
         let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
         let mut arenas = Vec::new();
         for (name, local) in optimizer.state() {
-            // The average of a tensor that does not change is itself; it has no other state.
+            // Frozen tensors have no state: their average equals their value, the rest is 0.
             let mut whole = match name {
                 AVERAGE => parameters.as_slice::<f32>()[..len].to_vec(),
                 _ => vec![0.0; len],
@@ -52,12 +53,12 @@ impl DataParallel {
         Ok(arenas)
     }
 
-    /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas)
-    /// by its name. Collective; afterwards all ranks hold rank 0's values. They may come from any number of ranks, with
-    /// a sharded optimizer or not.
+    /// Restores the state after `steps` steps. `read` returns the values of one of the [`arenas`](Self::arenas) by
+    /// name. Afterwards all ranks hold rank 0's values. They may have been saved with any number of ranks, with a
+    /// sharded optimizer or not. Collective.
     ///
     /// # Errors
-    /// If ranks go back to different steps; as `read`, and the communicator's.
+    /// If ranks restore different steps; as `read`, and as the communicator.
     pub fn restore(
         &mut self,
         steps: u64,
@@ -78,7 +79,7 @@ impl DataParallel {
         Ok(())
     }
 
-    /// Cuts the buckets anew, once it is known in which order gradients come, and the optimizer's state with them.
+    /// Replaces the buckets once the order of gradients is known, and moves the optimizer's state accordingly.
     pub(super) fn apply_gradient_order(&mut self) -> Result<()> {
         let Some(buckets) = self.reducer.next_buckets()? else { return Ok(()) };
         let Self { reducer, optimizer, .. } = self;

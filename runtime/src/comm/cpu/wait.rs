@@ -154,7 +154,7 @@ impl WaitPolicy {
             return Ok(());
         }
         late();
-        self.wait_long(flag, target, look)
+        self.wait_long(flag, target, check)
     }
 
     #[cold]

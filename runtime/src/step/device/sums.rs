@@ -75,7 +75,7 @@ pub(super) fn all_sum(
 pub(super) struct Buffers {
     pub(super) values: Memory,
     /// Where ranks are to make no difference.
-    mean: Option<Mean>,
+    mean: Option<DeviceBufferMean>,
 }
 
 /// The mean of buffers after each micro-batch.
@@ -89,7 +89,7 @@ struct DeviceBufferMean {
 impl Buffers {
     /// For steps as `counter` counts them.
     pub(super) fn new(stream: &Stream, values: &[f32], counter: &Counter, is_mean: bool) -> Result<Self> {
-        let mean = || -> Result<Mean> {
+        let mean = || -> Result<DeviceBufferMean> {
             let device = stream.device();
             let zeroed = || Memory::zeroed(device, DType::F32, values.len());
             let sums = DeviceAccumulator::new(device, values.len(), counter)?;
