@@ -3,11 +3,11 @@
 //! In this order; each step is flushed to disk before the next one begins:
 //! 1. Write all files into a folder with a hidden name, the manifest last; flush the folder.
 //! 2. Rename the folder to its final name. If a checkpoint of the same step exists (a run that resumed from an older
-//! checkpoint repeats its steps), exchange the two names, so that one always exists. If the file system cannot
-//! exchange names, the old checkpoint is renamed to `step-N.replaced` first, which still counts as a checkpoint.
+//!    checkpoint repeats its steps), exchange the two names, so that one always exists. If the file system cannot
+//!    exchange names, the old checkpoint is renamed to `step-N.replaced` first, which still counts as a checkpoint.
 //! 3. Flush the parent folder.
 //! 4. Rename excess checkpoints to hidden names, then delete them: an interrupted deletion leaves no incomplete
-//! checkpoint under a final name.
+//!    checkpoint under a final name.
 
 use std::fs;
 use std::io;

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_micro_batches_is_summed() {
+    fn sums_of_any_number_of_micro_batches_are_exact() {
         for count in 1..=20u32 {
             let values: Vec<f32> = (0..count).map(|i| (i * i + 1) as f32).collect();
             for pairwise in [false, true] {
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_knows_nothing_of_the_one_before() {
+    fn a_step_does_not_depend_on_the_previous_one() {
         let mut accumulator = Accumulator::new(1);
         for count in [3, 2, 5, 1] {
             let mut counter = Counter::new(count, true);

@@ -104,7 +104,7 @@ mod tests {
 
     /// Only a hardware fault or memory corruption can make them differ.
     #[test]
-    fn weights_that_differ_are_found_while_training() {
+    fn diverged_weights_are_detected_during_training() {
         std::thread::scope(|scope| {
             for mut world in World::threads(4).unwrap() {
                 scope.spawn(move || {

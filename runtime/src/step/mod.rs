@@ -152,8 +152,8 @@ impl DataParallel {
         })
     }
 
-    /// Adds buffers: values that the model changes besides its parameters, such as running statistics. They must be equal on all ranks
-    /// now; later each rank has its own, except in a world-size-invariant reduction. Collective.
+    /// Adds buffers: values that the model changes besides its parameters, such as running statistics. They must be equal
+    /// on all ranks now; later each rank has its own, except in a world-size-invariant reduction. Collective.
     ///
     /// # Errors
     /// [`Error::SettingMismatch`] if ranks have different ones; as the communicator.

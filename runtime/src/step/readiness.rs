@@ -187,7 +187,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn buckets_are_given_out_once_complete_and_in_order(
+        fn buckets_are_dispatched_once_complete_and_in_order(
             (sizes, bytes, count, seed) in models()
         ) {
             let layout = layout(&sizes);
@@ -220,7 +220,7 @@ mod tests {
         }
 
         #[test]
-        fn a_gradient_that_is_missing_is_named_and_holds_its_bucket_back((sizes, bytes, _, seed) in models()) {
+        fn a_missing_gradient_is_named_and_blocks_its_bucket((sizes, bytes, _, seed) in models()) {
             let layout = layout(&sizes);
             let buckets = plan(&layout, bytes / 2, bytes);
             let mut readiness = Readiness::new(&layout, &buckets, true, Counter::new(1, false));

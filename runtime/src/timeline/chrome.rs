@@ -1,15 +1,15 @@
-//! The trace event format: one JSON object, an event a line.
+//! The trace event format: a JSON object with one event per line.
 //!
-//! All ranks are threads of one process to the viewer, so that their tracks lie below each other, each rank's reductions below
-//! its own. Every span is a complete event (`"ph":"X"`) in microseconds from the first beginning of any rank, with three
-//! decimals: nothing is rounded. Spans that contain others come before them.
+//! To the viewer, all ranks are threads of one process, so that their tracks are shown together, with each rank's
+//! background reductions below its own track. Every span is a complete event (`"ph":"X"`) in microseconds since the
+//! first span of any rank, with three decimals, so that nothing is rounded. Outer spans come before inner ones.
 
 use std::cmp::Reverse;
 use std::io::{self, Write};
 
 use super::gather::{Track, TrackSpan};
 
-/// What all ranks are part of, to the viewer.
+/// The process that all ranks belong to, for the viewer.
 const PROCESS: u32 = 1;
 
 /// Writes the whole file to `out`.
@@ -38,22 +38,22 @@ pub(super) fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "\n]}}")
 }
 
-/// The number of a rank's own thread. Viewers take thread 0 for the idle one.
+/// Thread id of a rank's own track. Viewers treat thread 0 as the idle thread.
 fn thread(rank: usize) -> usize {
     rank + 1
 }
 
-/// Where a viewer is to show something.
+/// Title and position of a track in the viewer.
 struct TrackHeader {
     title: String,
-    /// Number of the thread, and its place among all.
+    /// Thread id, and position among all tracks.
     thread: usize,
     order: usize,
-    /// When the trace begins.
+    /// Start of the trace.
     zero: u64,
 }
 
-/// Writes a rank's own spans, or those of its thread of reductions.
+/// Writes a rank's own spans, or those of its background reductions.
 fn write_track(place: &TrackHeader, track: &Track, background: bool, out: &mut impl Write) -> io::Result<()> {
     let &TrackHeader { ref title, thread, order, zero } = place;
     let about = |name, value: &str| {
@@ -63,7 +63,7 @@ fn write_track(place: &TrackHeader, track: &Track, background: bool, out: &mut i
     write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{order}"#)))?;
     let of_thread = track.spans.iter().enumerate().filter(|(_, span)| span.background == background);
     let mut order: Vec<(usize, &TrackSpan)> = of_thread.collect();
-    // Of spans that are equally long, the outer one was recorded later.
+    // Of spans with the same times, the outer one was recorded later.
     order.sort_by_key(|(place, span)| (span.begin, Reverse(span.end), Reverse(*place)));
     let names: Vec<String> = track.names.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
     for (_, span) in order {
@@ -94,7 +94,7 @@ fn write_arguments(span: &TrackSpan, name: &str, out: &mut impl Write) -> io::Re
     }
 }
 
-/// Nanoseconds, shown as microseconds.
+/// Nanoseconds, displayed as microseconds.
 struct Micros(u64);
 
 impl std::fmt::Display for Micros {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_has_a_track_and_outer_spans_come_first() {
+    fn tracks_are_per_rank_and_outer_spans_come_first() {
         let names = ["step", "a \"quoted\" name", "all_reduce"].map(String::from).to_vec();
         let spans = vec![
             span(2, Some(4), (2_000_500, 2_000_600), 64),

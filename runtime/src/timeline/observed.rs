@@ -1,8 +1,8 @@
-//! How operations of a communicator become spans.
+//! Turns operations of a communicator into spans.
 //!
-//! Every operation of every transport is over when its call returns ([`Pending`](crate::comm::Pending) only hands the buffer
-//! back), so a call's beginning and end are the operation's. Where operations go on behind the caller's back, it is the thread
-//! there that calls.
+//! Every operation of every transport ends within its call ([`Pending`](crate::comm::Pending) only returns the
+//! buffer), so the start and end of the call are those of the operation. Operations on the background thread are
+//! called by that thread.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -22,7 +22,7 @@ impl Observer for Timeline {
         let Some(state) = &self.state else { return };
         let &ObservedOperation { tag, begin, end, bytes, background, ref updating, .. } = operation;
         let wait = waited(state, begin, updating);
-        // What goes on beside the rank's own work counts as far as that waits for it.
+        // Operations on the background thread only count as far as the rank's own thread waits for them.
         if !background {
             state.communication.fetch_add((end - begin).saturating_sub(updating.duration), Relaxed);
             state.waiting.fetch_add(wait.end - wait.start, Relaxed);
@@ -34,7 +34,7 @@ impl Observer for Timeline {
             }
         }
         let name = match operation.operation {
-            // The update within has a span of its own.
+            // The update within it has a span of its own.
             Operation::UpdateAllGather => Name::ALL_GATHER,
             other => Name::new(other.name()),
         };
@@ -57,10 +57,10 @@ impl Observer for Timeline {
     }
 }
 
-/// When this rank waited for the others to come, as far as the transport told.
+/// When this rank waited for others to arrive, if the transport knows it.
 fn waited(state: &TimelineState, begin: u64, updating: &UpdateTiming) -> Range<u64> {
     let arrival = state.arrival.load(Relaxed);
-    // Some transports update everything before they meet the others.
+    // Some transports update everything before they synchronise.
     let from = if updating.span.end < arrival { begin.max(updating.span.end) } else { begin };
     from..arrival.max(from)
 }

@@ -317,10 +317,10 @@ impl Transport for HostTransport {
                 })?;
             }
             (&mut Call::Broadcast { root }, _) => {
-                self.transfer(NcclOp::Broadcast { root }, buffer, context)?
+                self.transfer(NcclOp::Broadcast { root }, buffer, context)?;
             }
             (&mut Call::Reduce { op, root }, _) => {
-                self.transfer(NcclOp::Reduce { op, root }, buffer, context)?
+                self.transfer(NcclOp::Reduce { op, root }, buffer, context)?;
             }
             (&mut Call::Send { to }, _) => self.transfer(NcclOp::Send { to }, buffer, context)?,
             (&mut Call::Recv { from }, _) => self.transfer(NcclOp::Recv { from }, buffer, context)?,

@@ -1,8 +1,8 @@
-//! A bucket on a GPU: which of its elements this rank updates, and where they lie.
+//! A bucket on a GPU: the elements that this rank updates, and where they are.
 //!
-//! A sharded bucket is cut into n equal shards, one for each rank, of whole vectors; what is left over, fewer than 8·n elements,
-//! every rank updates for itself. So is all of a replicated bucket, which has no shards. (On the CPU, where ranks share memory,
-//! shards may differ in length; NCCL's may not.)
+//! A sharded bucket is cut into n equal shards of whole vectors, one for each rank. Every rank updates the rest,
+//! fewer than 8·n elements, itself. A replicated bucket has no shards and consists of the rest only. (On the CPU,
+//! where ranks share memory, shards may differ in length; NCCL's must be equal.)
 
 use std::mem;
 use std::ops::Range;
@@ -17,37 +17,38 @@ use super::ALIGNMENT;
 use crate::bucket::BucketPlan;
 use crate::{Layout, Result};
 
-/// Elements that a shard is a multiple of: 16 bytes of bf16.
+/// A shard's length is a multiple of this many elements: 16 bytes of bf16.
 const VECTOR: usize = 8;
 
-/// A bucket, and where its gradients are on their way.
+/// A bucket on a GPU, and the events of its exchange.
 #[derive(Debug)]
 pub(super) struct DeviceBucket {
     pub(super) plan: BucketPlan,
-    /// Elements of the arena: the bucket's, and what lies between them and the next one's.
+    /// Elements of the arena: the bucket's tensors and the padding after them.
     pub(super) elements: Range<usize>,
-    /// Elements of the shard of each rank, and whose this rank's is.
+    /// Length of the shard of each rank, and this rank's number.
     shard: usize,
     rank: usize,
-    /// Where the state of the elements that this rank updates begins: its shard's, then that of the rest.
+    /// Where the optimizer's state of this rank's elements begins: first that of its shard, then that of the rest.
     state: usize,
-    /// Bytes of the table of chunks: of this rank's shard, and of the rest.
+    /// Byte ranges in the table of chunks: those of this rank's shard, and those of the rest.
     pub(super) chunks: [Range<usize>; 2],
-    /// Bytes of the table of what is looked through for gradients that are no numbers.
+    /// Byte range in the table of what is checked for non-finite gradients.
     pub(super) parts: Range<usize>,
-    /// The compute stream has written all gradients of the bucket, or updated this rank's shard of the parameters.
+    /// Recorded after the compute stream has written all gradients of the bucket, or updated this rank's shard of the
+    /// parameters.
     pub(super) written: Event,
-    /// The exchange stream has reduced the gradients, or gathered the parameters.
+    /// Recorded after the exchange stream has reduced the gradients, or gathered the parameters.
     pub(super) exchanged: Event,
 }
 
 impl DeviceBucket {
-    /// Elements of all ranks' shards.
+    /// Elements of all shards.
     pub(super) fn shards(&self, ranks: u32) -> Range<usize> {
         self.elements.start..self.elements.start + self.shard * ranks as usize
     }
 
-    /// Elements of this rank's shard; none of a replicated bucket.
+    /// Elements of this rank's shard; empty in a replicated bucket.
     pub(super) fn own(&self) -> Range<usize> {
         let begin = self.elements.start + self.shard * self.rank;
         begin..begin + self.shard
@@ -58,13 +59,13 @@ impl DeviceBucket {
         self.shards(ranks).end..self.elements.end
     }
 
-    /// The state of this rank's shard, and that of the rest.
+    /// Ranges of the optimizer's state: of this rank's shard, and of the rest.
     pub(super) fn states(&self, ranks: u32) -> [Range<usize>; 2] {
         let between = self.state + self.shard;
         [self.state..between, between..between + self.rest(ranks).len()]
     }
 
-    /// Whether each rank updates a part of it only.
+    /// Whether each rank only updates a part of it.
     pub(super) fn is_sharded(&self) -> bool {
         self.shard > 0
     }
@@ -73,20 +74,20 @@ impl DeviceBucket {
 /// The buckets of a model.
 #[derive(Debug)]
 pub(super) struct DeviceBuckets {
-    /// In the order in which they are expected to be complete.
+    /// In the expected order of completion.
     pub(super) all: Vec<DeviceBucket>,
-    /// Elements that this rank has the optimizer's state of.
+    /// Number of elements whose optimizer state this rank holds.
     pub(super) states: usize,
-    /// What the optimizer updates here, bucket by bucket.
+    /// What the optimizer updates on this rank, bucket by bucket.
     pub(super) chunks: Vec<Chunk>,
-    /// What is checked to be finite of this rank's own gradients, bucket by bucket.
+    /// What is checked of this rank's own gradients, bucket by bucket.
     pub(super) parts: Vec<Part>,
-    /// What is checked of the reduced gradients: all that this rank updates.
+    /// What is checked of the reduced gradients: all elements that this rank updates.
     pub(super) reduced: Vec<Part>,
 }
 
 impl DeviceBuckets {
-    /// Cuts the model into `buckets` for rank `rank` of `ranks`.
+    /// Creates the buckets `plans` for rank `rank` of `ranks`.
     pub(super) fn cut(
         device: &Arc<Device>,
         layout: &Layout,
@@ -94,8 +95,8 @@ impl DeviceBuckets {
         config: &DataParallelConfig,
         (rank, ranks): (u32, u32),
     ) -> Result<Self> {
-        // From the beginning of the arena, so that states lie in its order. Tensors tell that: of two buckets that begin at one
-        // element, one has none.
+        // From the beginning of the arena, so that states have its order. Sorted by tensors, because two buckets may
+        // begin at the same element if one is empty.
         let mut places: Vec<usize> = (0..plans.len()).collect();
         places.sort_by_key(|place| plans[*place].tensors.start);
         let mut all: Vec<Option<DeviceBucket>> = plans.iter().map(|_| None).collect();
@@ -140,7 +141,7 @@ impl DeviceBuckets {
             });
             let from = mem::size_of_val(&part_table[..]);
             let tensors = bucket.plan.tensors.clone().map(|tensor| (tensor, layout.range(tensor)));
-            // Alone, there is no reduction after which all would be checked.
+            // A single rank has no reduction after which everything would be checked.
             part_table.extend(if ranks == 1 { whole_parts(tensors) } else { parts(tensors) });
             bucket.parts = from..mem::size_of_val(&part_table[..]);
             all[place] = Some(bucket);
@@ -150,12 +151,12 @@ impl DeviceBuckets {
     }
 }
 
-/// The first element behind tensor `tensor` and what lies between it and the next one.
+/// First element after tensor `tensor` and the padding that follows it.
 fn padded_end(layout: &Layout, tensor: usize) -> usize {
     if tensor + 1 == layout.tensors().len() { padded(layout) } else { layout.padded_end(tensor) }
 }
 
-/// Elements of the arenas: as many as end where the next tensor would begin.
+/// Length of the arenas: the last tensor is padded as well.
 pub(super) fn padded(layout: &Layout) -> usize {
     layout.len().next_multiple_of(ALIGNMENT)
 }

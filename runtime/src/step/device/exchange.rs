@@ -1,4 +1,4 @@
-//! The way of a bucket's gradients from micro-batches through ranks to the update.
+//! How a bucket's gradients are accumulated over micro-batches, reduced over ranks, and applied by the optimizer.
 
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, Stream, View};
@@ -20,34 +20,34 @@ impl DeviceDataParallel {
         self.config.parallel.reducer.world_size_invariant
     }
 
-    /// Whether a rank updates a part of the parameters only.
+    /// Whether the optimizer is sharded.
     pub(super) fn is_sharded(&self) -> bool {
         self.buckets.iter().any(DeviceBucket::is_sharded)
     }
 
-    /// Adds a bucket's gradients of a micro-batch, which are all there, to those of earlier ones.
+    /// Accumulates the gradients of a complete bucket of the current micro-batch.
     pub(super) fn accumulate(&self, bucket: usize) -> Result<()> {
         let counter = &self.readiness.counter;
-        // Where ranks are to make no difference, all are divided by at once.
+        // A world-size-invariant reduction divides once at its end.
         let is_mean = self.is_mean() && !self.is_invariant();
         let divisor = if is_mean { counter.count() as f32 } else { 1.0 };
         let elements = self.buckets[bucket].elements.clone();
         self.sums.add(counter, &self.compute, &self.gradients, elements, divisor)
     }
 
-    /// Begins the exchange of a bucket's gradients over ranks.
+    /// Starts the exchange of a bucket's gradients over ranks.
     pub(super) fn begin_exchange(&self, index: usize) -> Result<()> {
         if self.config.parallel.reducer.check_finite {
             self.find_not_finite(index)?;
         }
         let bucket = &self.buckets[index];
         if self.ranks() == 1 {
-            // Nobody to exchange with, and no other stream to wait for.
+            // A single rank exchanges nothing and uses no other stream.
             return if self.is_invariant() { self.sum_invariant(bucket, &self.compute) } else { Ok(()) };
         }
         self.compute.record(&bucket.written)?;
         self.exchange.wait_for(&bucket.written)?;
-        // With the last bucket goes the mark of gradients that are not finite.
+        // The mark of non-finite gradients is reduced together with the last bucket.
         let with_mark = self.config.parallel.reducer.check_finite && index + 1 == self.buckets.len();
         if self.is_invariant() {
             self.sum_invariant(bucket, &self.exchange)?;
@@ -58,7 +58,7 @@ impl DeviceDataParallel {
         Ok(self.exchange.record(&bucket.exchanged)?)
     }
 
-    /// Sums a bucket's gradients over ranks as a tree.
+    /// Sums a bucket's gradients over ranks in a world-size-invariant order.
     fn sum_invariant(&self, bucket: &DeviceBucket, stream: &Stream) -> Result<()> {
         let gradients = self.gradients.slice(bucket.elements.clone());
         if gradients.is_empty() {
@@ -74,7 +74,7 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Reduces a bucket's gradients over ranks: of its shards each rank gets its own.
+    /// Reduces a bucket's gradients over ranks: each rank gets its own shard, and the rest.
     fn reduce(&self, bucket: &DeviceBucket, with_mark: bool) -> Result<()> {
         let (stream, ranks) = (&self.exchange, self.ranks());
         let all_have_data = self.active == ranks;
@@ -107,7 +107,7 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// The mark of gradients that are not finite, where it is to go along.
+    /// Adds the reduction of the mark of non-finite gradients, if `with_mark`.
     fn add_mark<'a>(&'a self, group: &mut Group<'a>, with_mark: bool) -> Result<()> {
         if !with_mark {
             return Ok(());
@@ -115,10 +115,10 @@ impl DeviceDataParallel {
         group.all_reduce(&self.exchange, self.not_finite(), ReduceOp::Max)
     }
 
-    /// Updates the parameters, and gathers what is sharded.
+    /// Updates the parameters, and gathers sharded buckets.
     pub(super) fn update(&self) -> Result<()> {
         let reducer = &self.config.parallel.reducer;
-        // Whether a part may be updated, and by how much, is known when all gradients are.
+        // With checks or clipping, an update depends on all gradients.
         let together = reducer.check_finite || reducer.clip_norm.is_some() || self.ranks() == 1;
         if together && self.ranks() > 1 {
             self.wait_for_exchanges()?;
@@ -132,7 +132,7 @@ impl DeviceDataParallel {
         for bucket in &self.buckets {
             self.compute.wait_for(&bucket.exchanged)?;
             let [own, rest] = bucket.chunks.clone();
-            // The copy of a sharded bucket is made when all of it is here.
+            // The bf16 copy of a sharded bucket is made after it was gathered.
             let copy = self.copy.as_ref().filter(|_| !bucket.is_sharded());
             self.update_chunks(self.chunks.slice(own.start..rest.end), copy)?;
             if bucket.is_sharded() {
@@ -153,9 +153,9 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Has the compute stream wait for the exchanges of all buckets.
+    /// Makes the compute stream wait for the exchanges of all buckets.
     pub(super) fn wait_for_exchanges(&self) -> Result<()> {
-        // Buckets are exchanged in order, and so does the exchange stream go: what began last ends last.
+        // Buckets are exchanged in order on one stream, so the last one ends last.
         Ok(self.buckets.last().map_or(Ok(()), |bucket| self.compute.wait_for(&bucket.exchanged))?)
     }
 

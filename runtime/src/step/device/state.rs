@@ -1,4 +1,4 @@
-//! What a checkpoint needs of a model on GPUs, and its moving average.
+//! Saving and restoring a model on GPUs, its moving average, and moving its state when buckets change.
 
 use std::borrow::Cow;
 
@@ -15,7 +15,7 @@ use crate::replicate::{replicate, verify_equal, verify_same};
 use crate::{Layout, Result};
 
 impl DeviceDataParallel {
-    /// A copy of the parameters on the host. Collective, as [`check`](Self::check), which it begins with.
+    /// A copy of the parameters on the host. Collective: begins with [`check`](Self::check).
     ///
     /// # Errors
     /// As [`read_status`](Self::read_status).
@@ -24,7 +24,8 @@ impl DeviceDataParallel {
         self.download(&self.parameters)
     }
 
-    /// A copy on the host of the last step's gradients, as the optimizer has seen them: reduced and clipped. Collective.
+    /// A copy on the host of the last step's gradients as the optimizer has used them: reduced and clipped.
+    /// Collective.
     ///
     /// # Errors
     /// As [`read_status`](Self::read_status).
@@ -42,7 +43,7 @@ impl DeviceDataParallel {
         Ok(gradients)
     }
 
-    /// The elements of the layout.
+    /// Copies the elements of the layout to the host.
     fn download(&self, arena: &Memory) -> Result<Vec<f32>> {
         Ok(arena.slice(0..self.layout.len()).to_vec(&self.compute)?)
     }
@@ -52,18 +53,19 @@ impl DeviceDataParallel {
         self.average.is_some()
     }
 
-    /// Puts the moving average in the place of the parameters, to evaluate with it on the device, or the parameters back.
-    /// Collective where the optimizer is sharded.
+    /// Replaces the parameters by their moving average, to evaluate with it on the device; called again, restores the
+    /// parameters. Collective if the optimizer is sharded.
     ///
     /// # Errors
-    /// If the driver refuses, or memory is short; as [`DeviceCommunicator::all_gather`](crate::DeviceCommunicator::all_gather).
+    /// If the driver returns an error, or memory is short; as
+    /// [`DeviceCommunicator::all_gather`](crate::DeviceCommunicator::all_gather).
     ///
     /// # Panics
     /// If no average is kept.
     pub fn swap_average(&mut self) -> Result<()> {
-        // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
+        // Allocating and freeing waits for the GPU; wait here instead, with a timeout.
         self.wait(STEP)?;
-        // Captured graphs hold the addresses: the values change places, not the memories.
+        // Captured graphs contain addresses, so values are copied and memory is not swapped.
         if let Some(parameters) = &self.saved_parameters {
             self.compute.copy(parameters.view(), self.parameters.view())?;
             self.wait(STEP)?;
@@ -79,7 +81,7 @@ impl DeviceDataParallel {
         self.refresh_bf16_copy()
     }
 
-    /// Gathers an arena of which this rank has its own elements. Collective where the optimizer is sharded.
+    /// Gathers an arena of which this rank holds its own elements. Collective if the optimizer is sharded.
     fn gather(&self, local: &Memory, whole: &Memory) -> Result<()> {
         let ranks = self.ranks();
         for bucket in &self.buckets {
@@ -92,9 +94,9 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
-    /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
-    /// for: who captures a first step keeps the buckets as they are.
+    /// Replaces the buckets once the order of gradients is known: the buckets of all ranks follow that of rank 0's
+    /// first step. If that is the order of the layout, last tensor first, nothing changes. Not during a capture,
+    /// which cannot wait: if the first step is captured, the buckets stay as they are.
     pub(super) fn apply_gradient_order(&mut self) -> Result<()> {
         let Some(order) = self.readiness.take_observed_order().filter(|_| !self.capturing) else {
             return Ok(());
@@ -104,7 +106,7 @@ impl DeviceDataParallel {
         if self.buckets.iter().map(|bucket| &bucket.plan).eq(&plans) {
             return Ok(());
         }
-        // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
+        // Allocating and freeing waits for the GPU; wait here instead, with a timeout.
         self.wait(STEP)?;
         let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
         let buckets = DeviceBuckets::cut(device, &self.layout, &plans, &self.config.parallel, place)?;
@@ -130,15 +132,15 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// The arenas with the optimizer's state, by the names they have in a checkpoint.
+    /// The arenas of the optimizer's state, by their names in a checkpoint.
     fn states(&self) -> Vec<(&'static str, &Memory)> {
         let names = self.config.parallel.optimizer.rule.state_names().iter().copied();
         let states = names.zip([&self.first, &self.second].into_iter().flatten());
         states.chain(self.average.iter().map(|average| (AVERAGE, average))).collect()
     }
 
-    /// Copies on the host of the parameters and the optimizer's state, with the names a checkpoint has for them: whole on rank 0
-    /// and empty elsewhere. Collective.
+    /// Copies on the host of the parameters and the optimizer's state, with their names in a checkpoint: complete on
+    /// rank 0, empty elsewhere. Collective.
     ///
     /// # Errors
     /// As [`read_status`](Self::read_status).
@@ -159,17 +161,17 @@ impl DeviceDataParallel {
         Ok(arenas.into_iter().map(|(name, values)| (name, Cow::Owned(values))).collect())
     }
 
-    /// All of an arena of which this rank has its own elements, once the GPU is done with it. Collective where the optimizer is
-    /// sharded.
+    /// Gathers an arena of which this rank holds its own elements into new memory, and waits for the GPU. Collective
+    /// if the optimizer is sharded.
     fn gathered(&self, name: &str, local: &Memory) -> Result<Memory> {
         let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
         if name == AVERAGE {
-            // The average of a tensor that does not change is itself.
+            // Frozen tensors have no state: their average equals their value.
             let parameters = self.saved_parameters.as_ref().unwrap_or(&self.parameters);
             self.compute.copy(parameters.view(), whole.view())?;
         }
         self.gather(local, &whole)?;
-        // Before the memory may go.
+        // Before the memory may be freed.
         self.wait(STEP)?;
         Ok(whole)
     }
@@ -184,12 +186,12 @@ impl DeviceDataParallel {
         self.download(&self.gathered(AVERAGE, average)?).map(Some)
     }
 
-    /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas) by its
-    /// name, in the order of the device's layout. Collective; afterwards all ranks hold rank 0's values. They may come from any
-    /// number of ranks, with a sharded optimizer or not.
+    /// Restores the state after `steps` steps. `read` returns the values of one of the [`arenas`](Self::arenas) by
+    /// name, in the order of the device's layout. Afterwards all ranks hold rank 0's values. They may have been saved
+    /// with any number of ranks, with a sharded optimizer or not. Collective.
     ///
     /// # Errors
-    /// If ranks go back to different steps; as `read`, and the communicator's.
+    /// If ranks restore different steps; as `read`, and as the communicator.
     pub fn restore(
         &mut self,
         steps: u64,
@@ -210,7 +212,7 @@ impl DeviceDataParallel {
             let values = whole(self, name)?;
             let values = Memory::from_slice(&self.compute, &values)?;
             copy_own(&self.compute, (&self.buckets, self.ranks()), &values, self.states()[place].1)?;
-            // Before the memory goes.
+            // Before the memory is freed.
             self.wait(STEP)?;
         }
         self.saved_parameters = None;
@@ -236,7 +238,7 @@ impl DeviceDataParallel {
     }
 }
 
-/// Keeps the elements of a whole arena that this rank of so many updates.
+/// Copies the elements of a whole arena that this rank updates.
 pub(super) fn copy_own(
     stream: &Stream,
     (buckets, ranks): (&[DeviceBucket], u32),

@@ -1,4 +1,4 @@
-//! A step on a GPU, from its beginning to the update: what is put on the streams, and when.
+//! A step on a GPU, from its beginning to the update: what is enqueued on the streams, and when.
 
 use mgpu_kernels::optimizer::cuda::begin;
 
@@ -8,20 +8,20 @@ use super::{DeviceConfig, DeviceDataParallel};
 use crate::{Error, Result};
 
 impl DeviceDataParallel {
-    /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one. A
-    /// step that broke off is made anew, once the GPU is done with it. Collective where ranks may
-    /// [`join`](Self::join): they then wait here for each other.
+    /// Begins a step and its first micro-batch: later work on the stream reads the [`state`](Self::state) of this
+    /// step. If the previous step broke off, waits for the GPU and repeats that step. Collective if ranks may
+    /// [`join`](Self::join): then ranks wait here for each other.
     ///
     /// # Errors
-    /// If a kernel cannot be launched, or the moving average is in the parameters' place; where ranks may join, as the
-    /// communicator's, and in a capture.
+    /// If a kernel cannot be launched, or the moving average is in place of the parameters; if ranks may join: as the
+    /// communicator, and during a capture.
     pub fn begin_step(&mut self) -> Result<()> {
         self.begin_step_with(true).map(|_| ())
     }
 
-    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's parameters stay
-    /// equal to theirs. Each rank calls it once it has run out of data, also the last one. Returns the steps that were made
-    /// meanwhile. The learning rate is that of the others. Collective.
+    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's
+    /// parameters stay equal to theirs. Every rank calls it once it has run out of data, including the last one.
+    /// Returns the number of steps made meanwhile. The learning rate is that of the other ranks. Collective.
     ///
     /// # Errors
     /// As [`begin_step`](Self::begin_step) and [`finish_step`](Self::finish_step); if the configuration has no
@@ -36,7 +36,7 @@ impl DeviceDataParallel {
         Ok(self.steps - before)
     }
 
-    /// Begins a step, for which this rank may have no data; none if no rank has, and returns false.
+    /// Begins a step, with or without data on this rank. If no rank has data, begins none and returns false.
     fn begin_step_with(&mut self, has_data: bool) -> Result<bool> {
         if !self.capturing {
             self.prepare_step()?;
@@ -47,14 +47,14 @@ impl DeviceDataParallel {
         self.open = true;
         let DeviceConfig { parallel, .. } = &self.config;
         begin(&self.compute, &parallel.optimizer.rule, self.config.plan(), self.state.view())?;
-        // A rank without data has nothing but zeros to add up.
+        // A rank without data only contributes zeros, in one micro-batch.
         self.readiness.begin_step(if has_data { self.micro_batches() } else { 1 });
         self.begin_micro_batch(0)?;
         Ok(true)
     }
 
-    /// Agrees with the other ranks on who has data, where they may run out of it; a rank that has none goes along with their
-    /// learning rate. Returns false if nobody has.
+    /// Agrees with the other ranks on who has data, if ranks may join; a rank without data adopts their learning
+    /// rate. Returns false if no rank has data.
     fn agree_on_participation(&mut self, has_data: bool) -> Result<bool> {
         let DeviceConfig { parallel, .. } = &mut self.config;
         if !parallel.reducer.join {
@@ -74,7 +74,7 @@ impl DeviceDataParallel {
         Ok(true)
     }
 
-    /// Gets ready for a step: gives up one that broke off.
+    /// Prepares a step: discards a previous one that broke off.
     pub(super) fn prepare_step(&mut self) -> Result<()> {
         if self.saved_parameters.is_some() {
             let problem = "the moving average is in the parameters' place: swap it back first".to_owned();
@@ -88,10 +88,11 @@ impl DeviceDataParallel {
         self.buffers.begin_batch(&self.readiness.counter, &self.compute)
     }
 
-    /// Ends a micro-batch, and begins the next one of the step.
+    /// Ends a micro-batch, and begins the step's next one.
     ///
     /// # Errors
-    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if the step has no further micro-batch.
+    /// If a kernel cannot be launched; if a tensor's gradient was not marked ready (the error names it); if the step
+    /// has no further micro-batch.
     pub fn next_micro_batch(&mut self) -> Result<()> {
         let counter = self.readiness.counter;
         if counter.is_last() {
@@ -109,13 +110,13 @@ impl DeviceDataParallel {
         self.readiness.check_complete(&self.layout)?;
         let counter = &self.readiness.counter;
         if self.is_invariant() && counter.is_last() && self.ranks() > 1 {
-            // Messages between two ranks have no names: those of gradients are over before those of buffers.
+            // Messages between two ranks have no tags: those of gradients must end before those of buffers.
             self.wait_for_exchanges()?;
         }
         self.buffers.end_batch(counter, &self.comm, &self.compute)
     }
 
-    /// Takes 0 for all gradients that were not announced.
+    /// Sets all gradients that were not marked ready to 0.
     fn zero_missing(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
             self.compute.zero(self.gradient(tensor))?;
@@ -124,17 +125,18 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Whether a gradient of `tensor` is taken: not of a [frozen](crate::ParameterGroup::frozen) one, nor where there is no such
-    /// tensor.
+    /// Whether the gradient of `tensor` is needed: false for a [frozen](crate::ParameterGroup::frozen) tensor and for
+    /// an index out of range.
     pub fn wants(&self, tensor: usize) -> bool {
         self.layout.tensors().get(tensor).is_some_and(|tensor| !tensor.group.frozen)
     }
 
-    /// The kernels that write the gradient of `tensor` are on the stream: its bucket's exchange may follow them.
-    /// Called once per tensor and micro-batch, best in the order of the first step, which buckets follow.
+    /// Marks the gradient of `tensor` ready: the kernels that write it are enqueued, and its bucket's exchange may
+    /// follow them. Call it once per tensor and micro-batch, ideally in the order of the first step, which the
+    /// buckets follow.
     ///
     /// # Errors
-    /// If there is no such tensor, it is frozen, or was announced before; as the communicator's.
+    /// If there is no such tensor, it is frozen, or was marked ready before; as the communicator.
     pub fn ready(&mut self, tensor: usize) -> Result<()> {
         let (bucket, is_complete) = self.readiness.mark_ready(&self.layout, tensor)?;
         if is_complete {
@@ -146,10 +148,11 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Updates the parameters by the gradients, reduced over micro-batches and ranks.
+    /// Ends the step: updates the parameters with the gradients, reduced over micro-batches and ranks.
     ///
     /// # Errors
-    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if micro-batches are missing.
+    /// If a kernel cannot be launched; if a tensor's gradient was not marked ready (the error names it); if
+    /// micro-batches are missing.
     pub fn finish_step(&mut self) -> Result<()> {
         let counter = self.readiness.counter;
         if !counter.is_last() {

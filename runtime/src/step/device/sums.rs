@@ -1,5 +1,6 @@
-//! DeviceAccumulator over micro-batches, and over ranks in an order that does not depend on how many there are: what
-//! [`accumulate`](super::super::accumulate), [`tree`](super::super::tree) and [`buffers`](super::super::buffers) are on a CPU.
+//! Accumulation over micro-batches, and world-size-invariant sums over ranks: the counterparts of
+//! [`accumulate`](super::super::accumulate), [`tree`](super::super::tree) and [`buffers`](super::super::buffers) on a
+//! GPU.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use super::super::accumulate::Counter;
 use crate::Result;
 use crate::comm::{DType, DeviceCommunicator};
 
-/// DeviceAccumulator of micro-batches, for all elements of an arena.
+/// Partial sums of micro-batches, for all elements of an arena.
 #[derive(Debug)]
 pub(super) struct DeviceAccumulator {
     levels: Vec<Memory>,
@@ -24,8 +25,8 @@ impl DeviceAccumulator {
         Ok(DeviceAccumulator { levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
     }
 
-    /// Takes the elements `at` of the micro-batch's `values`; with the last micro-batch, replaces them by the sum of all, divided
-    /// by `divisor`.
+    /// Accumulates the elements `at` of the current micro-batch's `values`. For the last micro-batch, replaces them
+    /// by the sum of all, divided by `divisor`.
     pub(super) fn add(
         &self,
         counter: &Counter,
@@ -48,8 +49,8 @@ impl DeviceAccumulator {
     }
 }
 
-/// Replaces every rank's `values` (f32) by their sum over ranks, in the order of a balanced binary tree. `theirs` has room for as
-/// many. Collective; the number of ranks is a power of two.
+/// Replaces every rank's `values` (f32) by their sum over ranks, in the order of a balanced binary tree. `theirs` is
+/// a receive buffer of the same length. Collective; the number of ranks must be a power of two.
 ///
 /// # Errors
 /// As [`DeviceCommunicator::send`].
@@ -70,15 +71,15 @@ pub(super) fn all_sum(
     Ok(())
 }
 
-/// What a model changes beside its parameters: running statistics.
+/// The model's buffers: values that it changes besides its parameters, such as running statistics.
 #[derive(Debug)]
 pub(super) struct Buffers {
     pub(super) values: Memory,
-    /// Where ranks are to make no difference.
+    /// Only in a world-size-invariant reduction.
     mean: Option<DeviceBufferMean>,
 }
 
-/// The mean of buffers after each micro-batch.
+/// The mean of buffers over micro-batches.
 #[derive(Debug)]
 struct DeviceBufferMean {
     before: Memory,
@@ -99,7 +100,7 @@ impl Buffers {
         Ok(Buffers { values: Memory::from_slice(stream, values)?, mean })
     }
 
-    /// Gets ready for steps of another number of micro-batches.
+    /// Prepares steps of another number of micro-batches.
     pub(super) fn set_counter(&mut self, counter: &Counter) -> Result<()> {
         if let Some(mean) = &mut self.mean {
             mean.sums = DeviceAccumulator::new(self.values.device(), self.values.len(), counter)?;
@@ -107,14 +108,15 @@ impl Buffers {
         Ok(())
     }
 
-    /// Puts them back for a micro-batch.
+    /// Saves the values before the first micro-batch, and resets them before the others.
     pub(super) fn begin_batch(&self, counter: &Counter, stream: &Stream) -> Result<()> {
         let Some(DeviceBufferMean { before, .. }) = &self.mean else { return Ok(()) };
         let (values, before) = (self.values.view(), before.view());
         Ok(if counter.current() == 0 { stream.copy(values, before) } else { stream.copy(before, values) }?)
     }
 
-    /// Takes them as a micro-batch has left them; replaces them by the mean over all of all ranks after the last one. Collective.
+    /// Accumulates the values that a micro-batch has left; after the last one, replaces them by the mean over all
+    /// micro-batches of all ranks. Collective.
     pub(super) fn end_batch(
         &self,
         counter: &Counter,
