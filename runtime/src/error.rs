@@ -99,7 +99,7 @@ pub enum Error {
         theirs: String,
     },
     /// The communicator failed earlier and can no longer be used.
-    #[error("this communicator of rank {rank} is unusable since an earlier error: {cause}")]
+    #[error("this communicator of rank {rank} is unusable after an earlier error: {cause}")]
     Poisoned {
         /// The rank.
         rank: u32,
@@ -133,7 +133,7 @@ pub enum Error {
         difference: String,
     },
     /// Ranks that should hold equal weights do not.
-    #[error("rank {peer} holds other weights than rank {rank} in tensor `{tensor}`")]
+    #[error("rank {peer} has different weights than rank {rank} in tensor `{tensor}`")]
     Diverged {
         /// The rank that noticed.
         rank: u32,

@@ -100,7 +100,7 @@ fn to_json<T: Serialize>(value: &T) -> Vec<u8> {
 fn from_json<T: DeserializeOwned>(bytes: &[u8], rank: u32) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| Error::Protocol {
         peer: format!("rank {rank}"),
-        problem: format!("not what is compared: {error}"),
+        problem: format!("cannot parse the value to compare: {error}"),
     })
 }
 

@@ -122,7 +122,7 @@ fn a_flipped_bit_is_found() {
         verify_equal(&mut world.communicator().unwrap(), &layout, &values).unwrap_err().to_string()
     });
     for error in errors {
-        assert_eq!(error, "rank 1 holds other weights than rank 0 in tensor `bias`");
+        assert_eq!(error, "rank 1 has different weights than rank 0 in tensor `bias`");
     }
 }
 

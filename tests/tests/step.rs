@@ -444,7 +444,7 @@ fn ranks_that_make_different_steps_are_told_before_anything_changes() {
             let error = train(&mut model, 1, (6, 1), rough).unwrap_err().to_string();
             assert_eq!(
                 error,
-                "rank 1 has in step 1 the learning rate 0.2 where rank 0 has 0.1; all ranks need the same"
+                "rank 1 has step 1 learning rate 0.2 where rank 0 has 0.1; all ranks need the same"
             );
             assert!(model.parameters() == before && model.steps() == 0);
         });
@@ -458,7 +458,7 @@ fn ranks_that_go_back_to_different_steps_are_told() {
         let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
         let steps = 7 + u64::from(world.rank());
         let error = model.restore(steps, |_, layout| Ok(vec![0.0; layout.len()])).unwrap_err();
-        assert_eq!(error.to_string(), "rank 1 has 8 steps to go on from where rank 0 has 7");
+        assert_eq!(error.to_string(), "rank 1 has 8 steps to resume from where rank 0 has 7");
         model.restore(7, |_, layout| Ok(vec![0.0; layout.len()])).unwrap();
         assert_eq!(model.steps(), 7);
     });
@@ -522,7 +522,7 @@ fn what_does_not_go_together_is_refused() {
         let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();
         [refused(invariant), refused(config(sgd()).with_clip_norm(Some(0.0)))]
     });
-    assert!(errors[0][0].ends_with("need 1, 2, 4, 8, … of them, not 3"), "{errors:?}");
+    assert!(errors[0][0].ends_with("needs 1, 2, 4, 8, … ranks, not 3"), "{errors:?}");
     assert!(errors[0][1].ends_with("clipped to a norm above 0"), "{errors:?}");
     let compressed = invariant.with_compression(Compression::Bf16);
     let error = model(&mut World::from_env().unwrap(), &shapes(), compressed).err().unwrap().to_string();

@@ -88,7 +88,8 @@ impl Manifest {
             Some(Some(FORMAT)) if has_checksum(text) => {}
             Some(Some(FORMAT)) => return Err(damaged(path, "its content does not match its checksum")),
             Some(Some(other)) => {
-                let text = format!("of format {other}, where version {VERSION} reads format {FORMAT}");
+                let text =
+                    format!("format {other} is not supported: version {VERSION} reads format {FORMAT}");
                 return Err(failed(path, text));
             }
             _ => return Err(not(&"it has no format")),
@@ -152,7 +153,7 @@ mod tests {
             let text = format!(r#"{{"format": {format}, "step": 9, "state": null, "files": {{}}}}"#);
             let error = parse(text.as_bytes()).unwrap_err().to_string();
             let expected =
-                format!("checkpoint m: of format {format}, where version {VERSION} reads format 2");
+                format!("checkpoint m: format {format} is not supported: version {VERSION} reads format 2");
             assert_eq!(error, expected);
         }
         for text in ["{}", "[]", "7", r#"{"format": "1"}"#] {

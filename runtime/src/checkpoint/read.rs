@@ -233,7 +233,7 @@ mod tests {
                         assert!(damaged[0].1.to_string().contains(name), "{}", damaged[0].1);
                     }
                     // The flipped bit changed the format to another digit.
-                    Err(error) => assert!(error.to_string().contains("manifest.json: of format"), "{error}"),
+                    Err(error) => assert!(error.to_string().contains("manifest.json: format"), "{error}"),
                 }
             }
             fs::remove_file(&file).unwrap();

@@ -47,7 +47,7 @@ impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Values::Ready(values) => write!(f, "{} values", values.len()),
-            Values::Deferred(_) => f.write_str("values yet to be made"),
+            Values::Deferred(_) => f.write_str("deferred values"),
         }
     }
 }

@@ -50,9 +50,9 @@ impl Arena {
     fn foreign(&self, operation: &'static str) -> Error {
         let (communicator, number) = (self.id >> 32, self.id & u64::from(u32::MAX));
         let problem = format!(
-            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
-             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
-             buffer",
+            "the buffer is in arena {number} of communicator {communicator}, which rank {} of {} allocated in another world, \
+             or which belongs to another rank of this world; allocate it with a communicator of the same world, or copy \
+             it into a private buffer",
             self.rank,
             self.parts.len(),
         );

@@ -194,8 +194,8 @@ impl Call<'_> {
             Call::AllGatherV { counts } => check_counts(counts, ranks, len, "the buffer"),
             Call::AllToAllV { from, counts } => {
                 let (sent, received) = (counts.sent_by(rank), counts.received_by(rank));
-                check_counts(sent, ranks, from.len(), "the buffer that is sent")
-                    .and_then(|()| check_counts(received, ranks, len, "the buffer that is received"))
+                check_counts(sent, ranks, from.len(), "the send buffer")
+                    .and_then(|()| check_counts(received, ranks, len, "the receive buffer"))
             }
             _ => Ok(()),
         };

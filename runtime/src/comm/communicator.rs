@@ -343,11 +343,15 @@ impl Communicator {
     ) -> Result<Pending> {
         let refused = |problem| Error::InvalidArgument { operation: "all_to_all_v", problem };
         if send.dtype() != receive.dtype() {
-            return Err(refused(format!("{} is sent and {} received", send.dtype(), receive.dtype())));
+            return Err(refused(format!(
+                "the send buffer is {} and the receive buffer is {}",
+                send.dtype(),
+                receive.dtype()
+            )));
         }
         let ranks = self.size as usize;
-        check_counts(send_counts, ranks, send.len(), "the buffer that is sent").map_err(refused)?;
-        check_counts(receive_counts, ranks, receive.len(), "the buffer that is received").map_err(refused)?;
+        check_counts(send_counts, ranks, send.len(), "the send buffer").map_err(refused)?;
+        check_counts(receive_counts, ranks, receive.len(), "the receive buffer").map_err(refused)?;
         let counts = self.agree_on_counts(send_counts, receive_counts, send.dtype())?;
         self.submit(Call::AllToAllV { from: send, counts: &counts }, receive, None)
     }

@@ -150,7 +150,7 @@ pub(super) fn check_join(config: &ReducerConfig) -> Result<()> {
     if config.join {
         return Ok(());
     }
-    let problem = "ranks take part without data only where the configuration has `join`".to_owned();
+    let problem = "ranks can only take part without data if the configuration enables `join`".to_owned();
     Err(Error::InvalidArgument { operation: "join", problem })
 }
 
@@ -159,7 +159,7 @@ pub(super) fn check_sums(config: &ReducerConfig) -> Result<()> {
     if !config.join {
         return Ok(());
     }
-    let problem = "a rank that has run out of data takes no part in sums within a step: leave out `join`";
+    let problem = "a rank that has run out of data takes no part in sums within a step: disable `join`";
     Err(Error::InvalidArgument { operation: "sum over ranks", problem: problem.to_owned() })
 }
 

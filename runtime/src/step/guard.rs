@@ -81,8 +81,7 @@ impl Report {
         }
         if let Some((right, peer)) = first_outlier(&rates) {
             let rate = |rank: usize| f64::from_bits(rates[rank] as u64).to_string();
-            let (setting, ours, theirs) =
-                (format!("in step {step} the learning rate"), rate(right), rate(peer));
+            let (setting, ours, theirs) = (format!("step {step} learning rate"), rate(right), rate(peer));
             let (rank, peer) = (right as u32, peer as u32);
             return blame_and_fail(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs });
         }
@@ -124,7 +123,7 @@ mod tests {
                             gradients.write(0, &[1.0; 3])
                         });
                         let text = outcome.err().map(|error| error.to_string());
-                        let expected = "rank 2 holds other weights than rank 0 in tensor `b`";
+                        let expected = "rank 2 has different weights than rank 0 in tensor `b`";
                         assert_eq!(text, (step == 5).then(|| expected.to_owned()));
                     }
                 });

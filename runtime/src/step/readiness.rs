@@ -91,7 +91,7 @@ impl Readiness {
         let problem = match self.bucket_of[tensor] {
             Some(bucket) if self.open[tensor] => return Ok(bucket),
             Some(_) => format!("the gradient of tensor `{name}` was marked ready twice"),
-            None => format!("tensor `{name}` is frozen: its gradient is not taken"),
+            None => format!("tensor `{name}` is frozen: it has no gradient"),
         };
         Err(Error::InvalidArgument { operation: "step", problem })
     }
@@ -248,7 +248,7 @@ mod tests {
         let mut readiness = Readiness::new(&layout, &buckets, false, Counter::new(1, false));
         readiness.begin_step(1);
         let error = readiness.mark_ready(&layout, 1).unwrap_err().to_string();
-        assert_eq!(error, "step: tensor `1` is frozen: its gradient is not taken");
+        assert_eq!(error, "step: tensor `1` is frozen: it has no gradient");
         let error = readiness.mark_ready(&layout, 3).unwrap_err().to_string();
         assert_eq!(error, "step: there is no tensor 3: the model has 3");
     }

@@ -322,7 +322,8 @@ impl Reducer {
     pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
         check_tensor(&self.layout, "gradient", tensor)?;
         let Some(bucket) = self.readiness.bucket_of(tensor) else {
-            let problem = format!("tensor `{}` is frozen: it has none", self.layout.tensors()[tensor].name);
+            let problem =
+                format!("tensor `{}` is frozen: it has no gradient", self.layout.tensors()[tensor].name);
             return Err(Error::InvalidArgument { operation: "gradient", problem });
         };
         let bucket = &mut self.buckets.all[bucket];

@@ -65,7 +65,7 @@ impl DataParallel {
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let Self { reducer: Reducer { comm, layout, buckets, .. }, optimizer, .. } = self;
-        verify_same(comm, "steps to go on from", steps as i64)?;
+        verify_same(comm, "steps to resume from", steps as i64)?;
         let mut whole = |name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, layout)?;
             replicate(comm, layout, &mut values)?;

@@ -397,7 +397,7 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     model.begin_step()?;
     (0..7).try_for_each(|tensor| model.ready(tensor))?;
     model.next_micro_batch()?;
-    told(model.next_micro_batch(), "a step has 2 micro-batches and no more");
+    told(model.next_micro_batch(), "the step has only 2 micro-batches");
 
     (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
     assert!(model.parameters()? == expected.weights, "the training goes on as another one");

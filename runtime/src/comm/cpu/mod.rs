@@ -162,7 +162,10 @@ impl CpuTransport {
             Algorithm::Direct => Ok(large(buffer)),
             Algorithm::Eager if buffer.bytes() > EAGER_BYTES => Err(Error::InvalidArgument {
                 operation: "all_reduce",
-                problem: format!("the eager algorithm carries {EAGER_BYTES} bytes, not {}", buffer.bytes()),
+                problem: format!(
+                    "the eager algorithm supports at most {EAGER_BYTES} bytes, not {}",
+                    buffer.bytes()
+                ),
             }),
             Algorithm::Eager => Ok(Path::Eager),
             Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes())),

@@ -111,7 +111,7 @@ impl DeviceCommunicator {
             operation: Operation::Connect,
             sequence: number,
             bytes: 0,
-            text: "the start of NCCL".into(),
+            text: "the initialisation of NCCL".into(),
             peers: link.peers(),
             messages: None,
         };
@@ -310,7 +310,7 @@ impl DeviceCommunicator {
             return;
         }
         // An error has aborted the communicator.
-        let _ = self.wait(stream, "the end of its work");
+        let _ = self.wait(stream, "draining a stream");
     }
 
     /// Describes the last operations for errors and the progress page.

@@ -132,7 +132,7 @@ impl<'a> Group<'a> {
             let (ours, theirs) = (self.comm.device().ordinal(), stream.device().ordinal());
             return invalid(
                 operation,
-                format!("the stream is of GPU {theirs}, the communicator of GPU {ours}"),
+                format!("the stream belongs to GPU {theirs}, the communicator to GPU {ours}"),
             );
         }
         if self.comm.size() == 1 {
@@ -178,7 +178,7 @@ impl<'a> Group<'a> {
         if from.dtype() != to.dtype() {
             return invalid(
                 operation,
-                format!("from {} to {}, which are of two types", from.dtype(), to.dtype()),
+                format!("from {} to {}, which have different types", from.dtype(), to.dtype()),
             );
         }
         if from.len() * from_times != to.len() * to_times {

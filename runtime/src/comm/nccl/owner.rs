@@ -324,7 +324,7 @@ impl Owner {
         self.ask(move |state| {
             task(state).map_err(|error| match error {
                 TaskError::Nccl(error) => state.explain(&error),
-                TaskError::GivenUp => "the communicator was given up".into(),
+                TaskError::GivenUp => "the communicator is being aborted".into(),
             })
         })
     }

@@ -82,8 +82,9 @@ impl DeviceDataParallel {
         assert!(Arc::ptr_eq(&graph.model, &self.identity), "a graph of another model");
         let (captured, lr) = (graph.learning_rate, self.config.parallel.optimizer.rule.lr());
         if captured != lr {
-            let problem =
-                format!("a graph with learning rate {captured} at learning rate {lr}: capture again");
+            let problem = format!(
+                "the graph was captured with learning rate {captured}, but it is now {lr}: capture again"
+            );
             return Err(Error::InvalidArgument { operation: "replay", problem });
         }
         self.prepare_step()?;

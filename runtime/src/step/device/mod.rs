@@ -63,9 +63,11 @@ fn check_layout(layout: &Layout) -> Result<()> {
     let problem = |tensor: &TensorSpec| {
         let TensorSpec { name, shape, offset, .. } = tensor;
         if !offset.is_multiple_of(ALIGNMENT) {
-            Some(format!("tensor `{name}` begins at element {offset}, which is no multiple of {ALIGNMENT}"))
+            Some(format!(
+                "tensor `{name}` begins at element {offset}, which is not a multiple of {ALIGNMENT}"
+            ))
         } else if tensor.range().end > MAX_ELEMENTS {
-            Some(format!("tensor `{name}` of shape {shape:?} ends behind {MAX_ELEMENTS} elements"))
+            Some(format!("tensor `{name}` of shape {shape:?} ends after more than {MAX_ELEMENTS} elements"))
         } else {
             None
         }

@@ -198,7 +198,7 @@ impl DeviceDataParallel {
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
         self.wait(STEP)?;
-        verify_same(&mut self.host, "steps to go on from", steps as i64)?;
+        verify_same(&mut self.host, "steps to resume from", steps as i64)?;
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, &model.layout)?;

@@ -77,7 +77,8 @@ impl DeviceDataParallel {
     /// Prepares a step: discards a previous one that broke off.
     pub(super) fn prepare_step(&mut self) -> Result<()> {
         if self.saved_parameters.is_some() {
-            let problem = "the moving average is in the parameters' place: swap it back first".to_owned();
+            let problem =
+                "the parameters are replaced by their moving average: swap it back first".to_owned();
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
         if self.open { self.abandon_step() } else { Ok(()) }
@@ -96,7 +97,7 @@ impl DeviceDataParallel {
     pub fn next_micro_batch(&mut self) -> Result<()> {
         let counter = self.readiness.counter;
         if counter.is_last() {
-            let problem = format!("a step has {} micro-batches and no more", counter.count());
+            let problem = format!("the step has only {} micro-batches", counter.count());
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
         self.end_micro_batch()?;
