@@ -83,8 +83,8 @@ mod tests {
             let buckets = plan_in_order(&layout, order.iter().copied(), first, rest);
             let of = |tensor| buckets.iter().position(|bucket| bucket.tensors.contains(&tensor));
             // Buckets are complete in the order in which they are listed.
-            let places: Vec<_> = order.iter().map(|tensor| of(*tensor).unwrap()).collect();
-            prop_assert!(places.is_sorted());
+            let positions: Vec<_> = order.iter().map(|tensor| of(*tensor).unwrap()).collect();
+            prop_assert!(positions.is_sorted());
             prop_assert_eq!(buckets.iter().map(|bucket| bucket.tensors.len()).sum::<usize>(), 20);
         }
 

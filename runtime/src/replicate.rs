@@ -62,9 +62,9 @@ pub fn verify_settings(comm: &mut Communicator, settings: &[(&str, String)]) -> 
 /// The first setting in which two lists differ, with both values.
 fn first_difference(mine: &[(String, String)], theirs: &[(String, String)]) -> (String, String, String) {
     let absent = || "none".to_owned();
-    let differs = |place: &usize| mine.get(*place) != theirs.get(*place);
-    let place = (0..mine.len().max(theirs.len())).find(differs).unwrap_or_default();
-    match (mine.get(place).cloned(), theirs.get(place).cloned()) {
+    let differs = |index: &usize| mine.get(*index) != theirs.get(*index);
+    let index = (0..mine.len().max(theirs.len())).find(differs).unwrap_or_default();
+    match (mine.get(index).cloned(), theirs.get(index).cloned()) {
         (Some((name, mine)), Some((other, theirs))) if name == other => (name, mine, theirs),
         (Some((name, mine)), _) => (name, mine, absent()),
         (None, Some((name, theirs))) => (name, absent(), theirs),
@@ -151,7 +151,7 @@ pub fn verify_same(comm: &mut Communicator, what: &str, number: i64) -> Result<(
 pub(crate) fn first_outlier<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
     let count = |value: &T| values.iter().filter(|other| *other == value).count();
     // If several are equally common, the first one counts.
-    let right = (0..values.len()).rev().max_by_key(|place| count(&values[*place]))?;
+    let right = (0..values.len()).rev().max_by_key(|index| count(&values[*index]))?;
     let peer = values.iter().position(|value| *value != values[right])?;
     Some((right, peer))
 }

@@ -138,7 +138,7 @@ mod tests {
     const POSITION: Position = Position { seed: 3, epoch: 1, step: 2 };
 
     /// Checkpoints of steps 10 and 20.
-    fn two(folder: &Path) {
+    fn save_two(folder: &Path) {
         let mut writer = Writer::new(folder, 2).unwrap();
         for step in [10, 20] {
             let values: Vec<f32> = (0..18).map(|i| i as f32 + step as f32).collect();
@@ -154,7 +154,7 @@ mod tests {
     fn checkpoints_round_trip() {
         let folder = tempfile::tempdir().unwrap();
         assert!(find(&folder.path().join("none")).unwrap().is_none());
-        two(folder.path());
+        save_two(folder.path());
         let Found { checkpoint, damaged } = find(folder.path()).unwrap().unwrap();
         assert!(checkpoint.path().ends_with("step-00000020") && damaged.is_empty());
         let manifest = checkpoint.manifest();
@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn errors_name_the_tensor_of_a_different_model() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let checkpoint = find(folder.path()).unwrap().unwrap().checkpoint;
         let mut other = layout();
         other.push("extra", [1]);
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn damage_of_any_byte_is_detected_and_skipped() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let newest = folder.path().join("step-00000020");
         for name in ["weights.safetensors", "momentum.safetensors", "manifest.json"] {
             let file = newest.join(name);
@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn only_damaged_checkpoints_are_an_error() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         for step in [10, 20] {
             fs::remove_file(folder.path().join(format!("step-{step:08}/weights.safetensors"))).unwrap();
         }
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn oversized_and_irregular_files_are_rejected_unread() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let path = folder.path().join("step-00000020");
         // Sparse files use no disk space; a terabyte of zeros would not fit into memory.
         let lengthen = |name: &str| File::options().write(true).open(path.join(name))?.set_len(1 << 40);
@@ -331,7 +331,7 @@ mod tests {
     #[test]
     fn oversized_manifests_are_not_written() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let mut writer = Writer::new(folder.path(), 2).unwrap();
         writer.save(Snapshot::new(30).with_state("x".repeat(2 << 20).into())).unwrap();
         let error = writer.finish().unwrap_err().to_string();

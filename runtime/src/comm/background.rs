@@ -198,8 +198,8 @@ impl Transport for Background {
         let _ = self.idle().map(|mut comm| comm.set_oversubscribed());
     }
 
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        let _ = self.idle().map(|mut comm| comm.note_arrivals(at));
+    fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
+        let _ = self.idle().map(|mut comm| comm.record_arrivals(at));
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) const ALIGNMENT: usize = 64;
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
 /// Asks for huge pages before the memory is touched. If there are none, small pages are used.
-fn wish_for_huge_pages(base: NonNull<u8>, bytes: usize) {
+fn advise_huge_pages(base: NonNull<u8>, bytes: usize) {
     // SAFETY: the whole pages of a fresh allocation; the advice does not change their contents.
     let _ = unsafe { madvise(base.cast(), bytes / HUGE_PAGE * HUGE_PAGE, MmapAdvise::MADV_HUGEPAGE) };
 }
@@ -47,7 +47,7 @@ impl Arena {
 
     /// The error of using it in another world, or by another rank.
     #[cold]
-    fn foreign(&self, operation: &'static str) -> Error {
+    fn foreign_error(&self, operation: &'static str) -> Error {
         let (communicator, number) = (self.id >> 32, self.id & u64::from(u32::MAX));
         let problem = format!(
             "the buffer is in arena {number} of communicator {communicator}, which rank {} of {} allocated in another world, \
@@ -132,7 +132,7 @@ impl Buffer {
         let base = unsafe { alloc_zeroed(layout) };
         let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
         if bytes >= HUGE_PAGE {
-            wish_for_huge_pages(base, layout.size());
+            advise_huge_pages(base, layout.size());
         }
         Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
     }
@@ -218,7 +218,7 @@ impl Buffer {
     #[inline]
     pub(crate) fn check_owner(&self, operation: &'static str, membership: &Arc<Membership>) -> Result<()> {
         match self.arena() {
-            Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign(operation)),
+            Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign_error(operation)),
             _ => Ok(()),
         }
     }

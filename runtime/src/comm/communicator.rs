@@ -174,8 +174,8 @@ impl Communicator {
 
     /// Makes every collective store the time at which the last rank arrived in `at`, if that is 0. The time is that
     /// of [`timeline::now`](crate::timeline::now). Backends that do not know it leave `at` unchanged.
-    pub fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        self.transport.note_arrivals(at);
+    pub fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
+        self.transport.record_arrivals(at);
     }
 
     /// Tells the launcher, if there is one, which rank `error` blames, because this rank is about to end with that

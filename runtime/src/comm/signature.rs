@@ -47,7 +47,7 @@ pub(crate) struct Signature {
     /// Elements.
     pub(crate) len: usize,
     /// Number of the arena, from 1, and byte offset in it; zeros for private memory.
-    pub(crate) place: (u64, usize),
+    pub(crate) location: (u64, usize),
 }
 
 /// Meaning of `Signature::detail`.
@@ -91,12 +91,12 @@ impl Signature {
         };
         // Messages and transfers of different lengths are copied, so the location of their buffers does not matter.
         let is_in_place = call.is_collective() && !matches!(call, Call::AllToAllV { .. });
-        let place = buffer.arena().filter(|_| is_in_place);
+        let location = buffer.arena().filter(|_| is_in_place);
         Signature {
             detail,
             op: call.reduction(),
             len: if is_in_place || !call.is_collective() { buffer.len() } else { 0 },
-            place: place.map_or((0, 0), |(arena, offset)| (arena.id, offset)),
+            location: location.map_or((0, 0), |(arena, offset)| (arena.id, offset)),
             ..Self::plain(call.operation(), buffer.dtype(), 0)
         }
     }
@@ -104,18 +104,18 @@ impl Signature {
     /// The signature of an operation with the given type and length, without any other properties.
     #[inline(always)]
     pub(crate) fn plain(operation: Operation, dtype: DType, len: usize) -> Self {
-        Signature { operation, path: Path::None, dtype, op: None, detail: 0, len, place: (0, 0) }
+        Signature { operation, path: Path::None, dtype, op: None, detail: 0, len, location: (0, 0) }
     }
 
     /// The same, with the buffer at any location.
     #[cfg(feature = "cuda")]
-    pub(crate) fn anywhere(self) -> Self {
-        Signature { place: (0, 0), ..self }
+    pub(crate) fn without_location(self) -> Self {
+        Signature { location: (0, 0), ..self }
     }
 
     /// The same, with this path.
     #[inline(always)]
-    pub(crate) fn via(self, path: Path) -> Self {
+    pub(crate) fn with_path(self, path: Path) -> Self {
         Signature { path, ..self }
     }
 
@@ -148,7 +148,7 @@ impl Signature {
             | (self.dtype as u64) << 16
             | op << 24
             | u64::from(self.detail) << 32;
-        [head, self.len as u64, self.place.0, self.place.1 as u64]
+        [head, self.len as u64, self.location.0, self.location.1 as u64]
     }
 
     /// A hash of an encoded signature.
@@ -212,12 +212,12 @@ mod tests {
     fn descriptions_distinguish_calls() {
         let buffer = Buffer::zeroed::<f32>(1000);
         let of = |call: Call<'_>| Signature::of(&call, &buffer);
-        let signature = of(Call::AllReduce(ReduceOp::Sum)).via(Path::Eager);
+        let signature = of(Call::AllReduce(ReduceOp::Sum)).with_path(Path::Eager);
         assert_eq!(signature.to_string(), "all_reduce(1000 f32, sum, eager)");
-        let signature = of(Call::Broadcast { root: 3 }).via(Path::Staged);
+        let signature = of(Call::Broadcast { root: 3 }).with_path(Path::Staged);
         assert_eq!(signature.to_string(), "broadcast(1000 f32, root 3, staged)");
         assert_eq!(describe([0xff, 0, 0, 0]), "unknown operation (0xff)");
-        let signature = Signature { place: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
+        let signature = Signature { location: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         assert_eq!(of(Call::Recv { from: 2 }).to_string(), "recv(1000 f32, from rank 2)");
         assert_eq!(of(Call::Recv { from: 2 }).counterpart(1).to_string(), "send(1000 f32, to rank 1)");

@@ -55,7 +55,7 @@ pub(crate) trait Transport: FailureHandler + Send {
 
     /// Makes every collective store the time at which the last rank arrived in `at`, if that is 0 and the transport
     /// knows it.
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+    fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
         drop(at);
     }
 }

@@ -62,23 +62,23 @@ impl Counter {
     }
 
     /// A bit for each level that holds a partial sum.
-    fn waiting(&self) -> usize {
+    fn occupied_levels(&self) -> usize {
         if self.pairwise { self.current } else { self.current.min(1) }
     }
 
     /// The levels whose sums are added to the current gradients: the lowest ones, like a carry; for the last
     /// micro-batch all of them. Each comes with the divisor of the result: `divisor` for the step's last addition,
     /// else 1.
-    pub(super) fn carried(&self, divisor: f32) -> impl Iterator<Item = (usize, f32)> + use<> {
-        let (waiting, last) = (self.waiting(), self.is_last());
+    pub(super) fn carried_levels(&self, divisor: f32) -> impl Iterator<Item = (usize, f32)> + use<> {
+        let (waiting, last) = (self.occupied_levels(), self.is_last());
         let top = if last { usize::BITS } else { waiting.trailing_ones() };
         let levels = (0..top as usize).filter(move |level| waiting >> level & 1 == 1);
         levels.map(move |level| (level, if last && waiting >> level == 1 { divisor } else { 1.0 }))
     }
 
     /// The level that holds the result; `None` for the last micro-batch, whose result is the step's sum.
-    pub(super) fn kept(&self) -> Option<usize> {
-        let level = if self.pairwise { self.waiting().trailing_ones() as usize } else { 0 };
+    pub(super) fn result_level(&self) -> Option<usize> {
+        let level = if self.pairwise { self.occupied_levels().trailing_ones() as usize } else { 0 };
         (!self.is_last()).then_some(level)
     }
 }
@@ -107,10 +107,10 @@ impl Accumulator {
     /// by the sum of all, divided by `divisor`.
     pub(super) fn add(&mut self, counter: &Counter, at: Range<usize>, gradients: &mut [f32], divisor: f32) {
         let Self { levels, .. } = self;
-        for (level, divisor) in counter.carried(divisor) {
+        for (level, divisor) in counter.carried_levels(divisor) {
             arena::add(gradients, &levels[level][at.clone()], divisor);
         }
-        if let Some(level) = counter.kept() {
+        if let Some(level) = counter.result_level() {
             levels[level][at].copy_from_slice(gradients);
         }
     }

@@ -28,15 +28,15 @@ pub(super) fn clip(comm: &mut Communicator, buckets: &mut [GradientBucket], most
     };
     let mine: Vec<f64> = buckets.iter().filter(has_shard).map(|bucket| squares(bucket, rank)).collect();
     let all = if mine.is_empty() { Vec::new() } else { comm.all_gather_slice(&mine)? };
-    let (mut sum, mut place) = (0.0, 0);
+    let (mut sum, mut shard_index) = (0.0, 0);
     for bucket in buckets.iter() {
         for peer in 0..ranks {
             sum += match bucket.averaged {
-                Averaged::Shard => all[peer as usize * mine.len() + place],
+                Averaged::Shard => all[peer as usize * mine.len() + shard_index],
                 _ => squares(bucket, peer),
             };
         }
-        place += usize::from(has_shard(&bucket));
+        shard_index += usize::from(has_shard(&bucket));
     }
     Ok(scale_down_to(buckets, sum.sqrt(), most))
 }

@@ -33,7 +33,7 @@ pub(super) struct GradientBuckets {
 
 impl GradientBuckets {
     /// Splits the arenas of gradients and of compressed gradients into the buckets `plans`.
-    pub(super) fn cut(
+    pub(super) fn split(
         layout: &Layout,
         plans: Vec<BucketPlan>,
         arenas: (Buffer, Option<Buffer>),
@@ -41,18 +41,18 @@ impl GradientBuckets {
     ) -> Self {
         // From the end of the arena. Padding belongs to the tensor before it. Sorted by tensors, because two buckets
         // may begin at the same element if one is empty.
-        let mut places: Vec<usize> = (0..plans.len()).collect();
-        places.sort_by_key(|place| std::cmp::Reverse(plans[*place].tensors.start));
+        let mut order: Vec<usize> = (0..plans.len()).collect();
+        order.sort_by_key(|index| std::cmp::Reverse(plans[*index].tensors.start));
         let mut all: Vec<Option<GradientBucket>> = plans.iter().map(|_| None).collect();
         let mut frozen = Vec::new();
         let mut rest = arenas;
-        for place in &places {
-            let plan = &plans[*place];
+        for index in &order {
+            let plan = &plans[*index];
             let end = layout.padded_end(plan.tensors.end - 1);
             let (before, (gradient, compressed)) = split_at(rest, end);
             frozen.push((end, gradient, compressed));
             let (before, (gradient, compressed)) = split_at(before, plan.elements.start);
-            all[*place] = Some(GradientBucket::new(plan.clone(), gradient, compressed, sharding));
+            all[*index] = Some(GradientBucket::new(plan.clone(), gradient, compressed, sharding));
             rest = before;
         }
         frozen.push((0, rest.0, rest.1));
@@ -63,10 +63,10 @@ impl GradientBuckets {
             bucket.state = states;
             states += bucket.own.len();
         }
-        places.retain(|place| all[*place].sharded);
-        places.reverse();
-        let segments = places.iter().map(|place| all[*place].elements.clone()).collect();
-        GradientBuckets { all, segments, of_segment: places, states, frozen }
+        order.retain(|index| all[*index].sharded);
+        order.reverse();
+        let segments = order.iter().map(|index| all[*index].elements.clone()).collect();
+        GradientBuckets { all, segments, of_segment: order, states, frozen }
     }
 
     /// Joins the arenas again.

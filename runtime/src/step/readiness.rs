@@ -52,8 +52,8 @@ impl Readiness {
     /// Replaces the buckets, between two steps.
     pub(super) fn set_buckets(&mut self, buckets: &[BucketPlan]) {
         self.bucket_of = vec![None; self.open.len()];
-        for (place, bucket) in buckets.iter().enumerate() {
-            self.bucket_of[bucket.tensors.clone()].fill(Some(place));
+        for (index, bucket) in buckets.iter().enumerate() {
+            self.bucket_of[bucket.tensors.clone()].fill(Some(index));
         }
         self.buckets = buckets.iter().map(|bucket| bucket.tensors.clone()).collect();
         self.missing = vec![0; buckets.len()];

@@ -124,7 +124,7 @@ impl Reducer {
         let counter = Counter::new(config.micro_batches, config.world_size_invariant);
         Ok(Reducer {
             readiness: Readiness::new(&layout, &buckets, ranks > 1, counter),
-            buckets: GradientBuckets::cut(&layout, buckets, (gradients, compressed), sharding),
+            buckets: GradientBuckets::split(&layout, buckets, (gradients, compressed), sharding),
             accumulator: Accumulator::new(layout.len()),
             sharding,
             norm: None,
@@ -308,7 +308,7 @@ impl Reducer {
     pub(super) fn rebuild_buckets(&mut self, buckets: Vec<BucketPlan>) -> Result<()> {
         let arenas = std::mem::take(&mut self.buckets).into_arenas()?;
         self.readiness.set_buckets(&buckets);
-        self.buckets = GradientBuckets::cut(&self.layout, buckets, arenas, self.sharding);
+        self.buckets = GradientBuckets::split(&self.layout, buckets, arenas, self.sharding);
         Ok(())
     }
 

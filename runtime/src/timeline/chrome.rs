@@ -54,8 +54,13 @@ struct TrackHeader {
 }
 
 /// Writes a rank's own spans, or those of its background reductions.
-fn write_track(place: &TrackHeader, track: &Track, background: bool, out: &mut impl Write) -> io::Result<()> {
-    let &TrackHeader { ref title, thread, order, zero } = place;
+fn write_track(
+    header: &TrackHeader,
+    track: &Track,
+    background: bool,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let &TrackHeader { ref title, thread, order, zero } = header;
     let about = |name, value: &str| {
         format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
     };
@@ -64,7 +69,7 @@ fn write_track(place: &TrackHeader, track: &Track, background: bool, out: &mut i
     let of_thread = track.spans.iter().enumerate().filter(|(_, span)| span.background == background);
     let mut order: Vec<(usize, &TrackSpan)> = of_thread.collect();
     // Of spans with the same times, the outer one was recorded later.
-    order.sort_by_key(|(place, span)| (span.begin, Reverse(span.end), Reverse(*place)));
+    order.sort_by_key(|(index, span)| (span.begin, Reverse(span.end), Reverse(*index)));
     let names: Vec<String> = track.names.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
     for (_, span) in order {
         let (begin, duration) = (Micros(span.begin - zero), Micros(span.end - span.begin));

@@ -77,7 +77,7 @@ fn encode(record: &Record) -> (Vec<u8>, Vec<i64>) {
     let mut words = Vec::with_capacity(record.spans.len() * WORDS);
     for RecordedSpan { span, background } in &record.spans {
         let name = match span.name.0 {
-            NameText::Registered(place) => place as usize,
+            NameText::Registered(index) => index as usize,
             // There are only a dozen fixed names.
             NameText::Fixed(text) => names.iter().position(|name| *name == text).unwrap_or_else(|| {
                 names.push(text);

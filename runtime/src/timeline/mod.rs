@@ -173,7 +173,7 @@ impl Timeline {
     /// Records the operations of a communicator from now on.
     pub fn observe(&self, mut comm: Communicator) -> Communicator {
         if let Some(state) = &self.state {
-            comm.note_arrivals(Arc::clone(&state.arrival));
+            comm.record_arrivals(Arc::clone(&state.arrival));
             comm.set_observer(Arc::new(self.clone()));
         }
         comm
@@ -191,11 +191,11 @@ impl Timeline {
         let Some(state) = &self.state else { return Name::new("") };
         let names = &mut state.record().names;
         let known = names.iter().position(|name| name == text);
-        let place = known.unwrap_or_else(|| {
+        let index = known.unwrap_or_else(|| {
             names.push(text.to_owned());
             names.len() - 1
         });
-        Name(NameText::Registered(place as u32))
+        Name(NameText::Registered(index as u32))
     }
 
     /// Starts a span.

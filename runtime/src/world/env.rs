@@ -9,7 +9,7 @@ use std::time::Duration;
 use mgpu_kernels::level;
 
 use super::other_launchers::{LaunchEnvironment, LaunchedRank};
-use super::variable::{check_size, number, wrong};
+use super::variable::{check_size, number, variable_error};
 use crate::Result;
 use crate::inject::{self, Planned};
 use crate::protocol::*;
@@ -111,14 +111,14 @@ impl Identity {
     /// The faults in `text` that are meant for this rank.
     fn injections(&self, text: &str) -> Result<Vec<Planned>> {
         let faults = inject::split(text)
-            .map_err(|problem| wrong(MGPU_INJECT, format!("is not a list of faults: {problem}")))?;
+            .map_err(|problem| variable_error(MGPU_INJECT, format!("is not a list of faults: {problem}")))?;
         if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size) {
             let problem = format!("has {fault}: ranks of a world of {} count from 0", self.world_size);
-            return Err(wrong(MGPU_INJECT, problem));
+            return Err(variable_error(MGPU_INJECT, problem));
         }
         if self.rendezvous.is_none() && !faults.is_empty() {
             let problem = "is set for a world of one without mgpurun, where no faults are injected; use mgpurun -n 1 --inject";
-            return Err(wrong(MGPU_INJECT, problem.into()));
+            return Err(variable_error(MGPU_INJECT, problem.into()));
         }
         let planned = faults.into_iter().enumerate().map(|(number, injection)| Planned { number, injection });
         let is_own = |planned: &Planned| {
@@ -133,23 +133,33 @@ impl Identity {
             None => DEFAULT_TIMEOUT,
             Some(text) => match text.trim().parse::<f64>().map(Duration::try_from_secs_f64) {
                 Ok(Ok(timeout)) if !timeout.is_zero() => timeout,
-                _ => return Err(wrong(MGPU_TIMEOUT, format!("is `{text}` where seconds are expected"))),
+                _ => {
+                    return Err(variable_error(
+                        MGPU_TIMEOUT,
+                        format!("is `{text}` where seconds are expected"),
+                    ));
+                }
             },
         };
         let threads = match variable(MGPU_THREADS) {
             None => None,
             Some(text) => Some(text.trim().parse::<NonZeroUsize>().map_err(|_| {
-                wrong(MGPU_THREADS, format!("is `{text}` where a number of threads from 1 is expected"))
+                variable_error(
+                    MGPU_THREADS,
+                    format!("is `{text}` where a number of threads from 1 is expected"),
+                )
             })?),
         };
         let backend = match variable(MGPU_BACKEND).as_deref() {
             None | Some("cpu") => Backend::Cpu,
             Some("nccl") => Backend::Nccl,
-            Some(other) => return Err(wrong(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl"))),
+            Some(other) => {
+                return Err(variable_error(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl")));
+            }
         };
         if let Some(text) = variable(level::VARIABLE).filter(|text| !level::is_known(text)) {
             let problem = format!("is `{text}`; known are {}", level::NAMES.join(", "));
-            return Err(wrong(level::VARIABLE, problem));
+            return Err(variable_error(level::VARIABLE, problem));
         }
         let device = number(variable, MGPU_DEVICE)?;
         let share_gpus = variable(MGPU_SHARE_GPUS).is_some_and(|value| value.trim() == "1");
@@ -163,23 +173,26 @@ impl Identity {
     ) -> Result<Self> {
         let needed = |name| {
             let found = number(variable, name)?;
-            found.ok_or_else(|| wrong(name, format!("is missing while {MGPU_RENDEZVOUS} is set")))
+            found.ok_or_else(|| variable_error(name, format!("is missing while {MGPU_RENDEZVOUS} is set")))
         };
         let world_size = needed(WORLD_SIZE)?;
         check_size(WORLD_SIZE, world_size)?;
         let rank = needed(RANK)?;
         if rank >= world_size {
-            return Err(wrong(RANK, format!("is {rank} in a world of {world_size}; ranks count from 0")));
+            return Err(variable_error(
+                RANK,
+                format!("is {rank} in a world of {world_size}; ranks count from 0"),
+            ));
         }
         let run_id = variable(MGPU_RUN_ID).unwrap_or_default();
         if run_id.is_empty() {
-            return Err(wrong(MGPU_RUN_ID, format!("is missing while {MGPU_RENDEZVOUS} is set")));
+            return Err(variable_error(MGPU_RUN_ID, format!("is missing while {MGPU_RENDEZVOUS} is set")));
         }
         let local_world_size = number(variable, LOCAL_WORLD_SIZE)?.unwrap_or(world_size);
         let local_rank = number(variable, LOCAL_RANK)?.unwrap_or(rank);
         if local_rank >= local_world_size {
             let problem = format!("is {local_rank} where {LOCAL_WORLD_SIZE} is {local_world_size}");
-            return Err(wrong(LOCAL_RANK, problem));
+            return Err(variable_error(LOCAL_RANK, problem));
         }
         let restart_count = number(variable, MGPU_RESTART_COUNT)?.unwrap_or(0);
         let rendezvous = Some(Rendezvous::Launcher(address));
@@ -205,7 +218,7 @@ impl Identity {
                 "is missing, and {launcher} does not say which job this rank belongs to; \
                  set it alike on all ranks of a run, or start the program with `mgpurun -n {world_size}`"
             );
-            return Err(wrong(MGPU_RUN_ID, problem));
+            return Err(variable_error(MGPU_RUN_ID, problem));
         }
         // As under `mgpurun`: a slow start may take longer than a step, but not forever.
         let timeout_is_set = (environment.variable)(MGPU_TIMEOUT).is_some();
@@ -248,7 +261,7 @@ impl Identity {
                     "is missing, with {ranks} ranks and {gpus} GPUs: start {gpus} for one rank on each GPU, or set it to \
                      cpu for {ranks} ranks without GPUs"
                 );
-                return Err(wrong(MGPU_BACKEND, problem));
+                return Err(variable_error(MGPU_BACKEND, problem));
             }
         }
         Ok(())

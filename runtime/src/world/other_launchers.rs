@@ -19,7 +19,7 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 
-use super::variable::{self, check_size, wrong};
+use super::variable::{self, check_size, variable_error};
 use crate::protocol::*;
 use crate::{Error, Result};
 
@@ -159,14 +159,16 @@ impl LaunchEnvironment<'_> {
         let Some(names) = self.launcher() else { return Ok(None) };
         let (size_name, world_size) = match self.first(names.size)? {
             Some(found) => found,
-            None => return Err(wrong(names.size[0], format!("is missing while {} is set", names.rank))),
+            None => {
+                return Err(variable_error(names.size[0], format!("is missing while {} is set", names.rank)));
+            }
         };
         check_size(size_name, world_size)?;
         let Some(rank) = self.number(names.rank)? else {
-            return Err(wrong(names.rank, format!("is missing while {size_name} is set")));
+            return Err(variable_error(names.rank, format!("is missing while {size_name} is set")));
         };
         if rank >= world_size {
-            return Err(wrong(
+            return Err(variable_error(
                 names.rank,
                 format!("is {rank} in a world of {world_size}; ranks count from 0"),
             ));
@@ -180,7 +182,10 @@ impl LaunchEnvironment<'_> {
                     local_size_name,
                     format!("is {local_size} where {size_name} is {world_size}"),
                 ),
-                false => wrong(local_size_name, format!("is {local_size} where {size_name} is {world_size}")),
+                false => variable_error(
+                    local_size_name,
+                    format!("is {local_size} where {size_name} is {world_size}"),
+                ),
             });
         }
         if names.launcher == Launcher::Slurm
@@ -192,7 +197,7 @@ impl LaunchEnvironment<'_> {
         let local_rank = self.number(names.local_rank)?.unwrap_or(rank);
         if local_rank >= world_size {
             let problem = format!("is {local_rank} where {world_size} ranks are on this host");
-            return Err(wrong(names.local_rank, problem));
+            return Err(variable_error(names.local_rank, problem));
         }
         let restarts = names.restarts.map(|name| self.number(name)).transpose()?.flatten();
         Ok(Some(LaunchedRank {
@@ -273,7 +278,7 @@ impl LaunchEnvironment<'_> {
 }
 
 fn several_hosts(name: &'static str, finding: String) -> Error {
-    wrong(
+    variable_error(
         name,
         format!(
             "{finding}: the ranks are on several hosts, but must all be on one host; start all of them there"

@@ -4,16 +4,16 @@ use crate::protocol::MOST_RANKS;
 use crate::{Error, Result};
 
 /// The error of a variable that is missing or has an invalid value.
-pub(super) fn wrong(name: &'static str, problem: String) -> Error {
+pub(super) fn variable_error(name: &'static str, problem: String) -> Error {
     Error::Environment { name, problem }
 }
 
 /// Checks a world size, so that a typing error does not allocate for millions of ranks.
 pub(super) fn check_size(name: &'static str, world_size: u32) -> Result<()> {
     match world_size {
-        0 => Err(wrong(name, "is 0; a world has at least one rank".into())),
+        0 => Err(variable_error(name, "is 0; a world has at least one rank".into())),
         1..=MOST_RANKS => Ok(()),
-        _ => Err(wrong(name, format!("is {world_size}; a world has at most {MOST_RANKS} ranks"))),
+        _ => Err(variable_error(name, format!("is {world_size}; a world has at most {MOST_RANKS} ranks"))),
     }
 }
 
@@ -21,5 +21,5 @@ pub(super) fn check_size(name: &'static str, world_size: u32) -> Result<()> {
 pub(super) fn number(variable: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result<Option<u32>> {
     let Some(text) = variable(name) else { return Ok(None) };
     let parsed = text.trim().parse().map(Some);
-    parsed.map_err(|_| wrong(name, format!("is `{text}` where a whole number is expected")))
+    parsed.map_err(|_| variable_error(name, format!("is `{text}` where a whole number is expected")))
 }

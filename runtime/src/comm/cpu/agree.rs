@@ -61,11 +61,11 @@ impl CpuTransport {
     #[cold]
     fn mismatch(&self, peer: u32, call: &Signature) -> Error {
         let theirs = self.region.lines(peer).call(self.sequence);
-        self.disagreement(peer, self.sequence, call, theirs)
+        self.mismatch_error(peer, self.sequence, call, theirs)
     }
 
     /// The error of calling something else than `peer`.
-    pub(super) fn disagreement(
+    pub(super) fn mismatch_error(
         &self,
         peer: u32,
         sequence: u32,
@@ -172,7 +172,7 @@ impl CpuTransport {
         }
         // Messages have no sequence number; report that of the next collective.
         let sequence = if call.is_collective() { self.sequence } else { self.next_sequence() };
-        Some(self.disagreement(peer, sequence, call, theirs.call))
+        Some(self.mismatch_error(peer, sequence, call, theirs.call))
     }
 
     /// What `rank` is recorded to wait for, if the wait is not over.

@@ -16,18 +16,18 @@ use crate::comm::signature::Signature;
 pub(super) struct Channel {
     pub(super) from: u32,
     pub(super) to: u32,
-    place: u32,
+    index: u32,
 }
 
 impl Channel {
     /// Carries messages.
     fn of_messages(from: u32, to: u32) -> Self {
-        Channel { from, to, place: to }
+        Channel { from, to, index: to }
     }
 
     /// Carries the blocks of a ring of `size` ranks that leave rank `from`.
     pub(super) fn of_ring(from: u32, size: u32) -> Self {
-        Channel { from, to: (from + 1) % size, place: from }
+        Channel { from, to: (from + 1) % size, index: from }
     }
 }
 
@@ -39,41 +39,41 @@ impl CpuTransport {
         call: &Signature,
         fill: impl FnOnce(*mut u8),
     ) -> Result<()> {
-        let Channel { from, to, place } = channel;
-        let count = self.sent[place as usize];
+        let Channel { from, to, index } = channel;
+        let count = self.sent[index as usize];
         // Two chunks may be in flight: this one replaces chunk `count - 2`.
-        let taken = &self.region.taken(from, place).count;
-        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![self.end_of_wait_chain(to)]))?;
-        fill(self.region.chunk(from, place, count));
-        let sent = self.region.sent(from, place);
+        let released = &self.region.released(from, index).count;
+        self.wait(released, count.wrapping_sub(1), call, || (vec![to], vec![self.end_of_wait_chain(to)]))?;
+        fill(self.region.chunk(from, index, count));
+        let sent = self.region.sent(from, index);
         for (slot, word) in sent.calls[(count % 2) as usize].iter().zip(call.encode()) {
             slot.store(word, Ordering::Relaxed);
         }
-        self.sent[place as usize] = count.wrapping_add(1);
+        self.sent[index as usize] = count.wrapping_add(1);
         sent.count.publish(count.wrapping_add(1), self.policy);
         Ok(())
     }
 
     /// Number of chunks received on a channel.
     fn received(&mut self, channel: Channel) -> &mut u32 {
-        let ring = channel.place == channel.from;
+        let ring = channel.index == channel.from;
         &mut self.received[if ring { self.rank } else { channel.from } as usize]
     }
 
     /// Waits for the next chunk, which is valid until [`release_chunk`](Self::release_chunk).
     pub(super) fn receive_chunk(&mut self, channel: Channel, call: &Signature) -> Result<*mut u8> {
-        let Channel { from, place, .. } = channel;
+        let Channel { from, index, .. } = channel;
         let count = *self.received(channel);
-        let sent = self.region.sent(from, place);
+        let sent = self.region.sent(from, index);
         self.wait(&sent.count, count.wrapping_add(1), call, || {
             (vec![from], vec![self.end_of_wait_chain(from)])
         })?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
         if theirs != call.counterpart(self.rank).encode() {
-            return Err(self.disagreement(from, count.wrapping_add(1), call, theirs));
+            return Err(self.mismatch_error(from, count.wrapping_add(1), call, theirs));
         }
-        Ok(self.region.chunk(from, place, count))
+        Ok(self.region.chunk(from, index, count))
     }
 
     /// Releases the last received chunk to its sender.
@@ -81,7 +81,7 @@ impl CpuTransport {
         let count = self.received(channel);
         *count = count.wrapping_add(1);
         let count = *count;
-        self.region.taken(channel.from, channel.place).count.publish(count, self.policy);
+        self.region.released(channel.from, channel.index).count.publish(count, self.policy);
     }
 
     /// Byte ranges of a message's chunks; at least one, so that an empty message synchronises, too.

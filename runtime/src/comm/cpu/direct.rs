@@ -99,12 +99,18 @@ impl CpuTransport {
 
     /// Processes all blocks of an operation, after the arrival: first this rank's own queue, then those of late
     /// ranks. Returns once all blocks are complete.
-    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) -> Result<()> {
-        self.work_on(self.rank, parts, flow, all, call);
+    fn process_all_queues(
+        &mut self,
+        parts: Parts,
+        flow: Flow,
+        all: &Addresses,
+        call: &Signature,
+    ) -> Result<()> {
+        self.process_queue(self.rank, parts, flow, all, call);
         let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
         for queue in self.peers() {
             if !self.policy.spin_briefly(self.region.lines(queue).completed(), target(self, queue)) {
-                self.work_on(queue, parts, flow, all, call);
+                self.process_queue(queue, parts, flow, all, call);
             }
         }
         for queue in self.peers().chain([self.rank]) {
@@ -122,13 +128,13 @@ impl CpuTransport {
     }
 
     /// Processes the remaining blocks of the queue of rank `queue`.
-    fn work_on(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
+    fn process_queue(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
         let own = self.region.lines(self.rank);
         let begin = self.queued[queue as usize];
-        self.region.lines(queue).work((own, queue), begin, parts.blocks(queue), |block| {
+        self.region.lines(queue).process((own, queue), begin, parts.blocks(queue), |block| {
             // SAFETY: all ranks have arrived with buffers of `len` elements and do not touch them until every block
             // is complete; the ticket gives this rank exclusive access to this block of all of them.
-            unsafe { work_on_block(call, flow, queue, all, parts.range(queue, block)) };
+            unsafe { process_block(call, flow, queue, all, parts.range(queue, block)) };
         });
     }
 
@@ -141,7 +147,7 @@ impl CpuTransport {
     ) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
-        self.work_together(parts, Flow::AllReduce(op), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::AllReduce(op), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
@@ -154,7 +160,7 @@ impl CpuTransport {
     ) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
-        self.work_together(parts, Flow::Reduce(op, root), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::Reduce(op, root), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
@@ -166,7 +172,7 @@ impl CpuTransport {
     ) -> Result<()> {
         self.enter(call)?;
         let parts = self.shards(call);
-        self.work_together(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
@@ -178,7 +184,12 @@ impl CpuTransport {
     ) -> Result<()> {
         if let Partition::Shards { .. } = shares {
             self.enter(call)?;
-            return self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call);
+            return self.process_all_queues(
+                self.shards(call),
+                Flow::AllGather,
+                &self.addresses(buffer),
+                call,
+            );
         }
         let (element, own) = (call.dtype.size(), shares.range(self.rank));
         self.enter_and_write(buffer, call, |comm, all| {
@@ -195,13 +206,13 @@ impl CpuTransport {
     #[inline(never)]
     pub(super) fn direct_gather(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
-        self.work_together(self.shards(call), Flow::Gather(root), &self.addresses(buffer), call)
+        self.process_all_queues(self.shards(call), Flow::Gather(root), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
     pub(super) fn direct_scatter(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
-        self.work_together(self.shards(call), Flow::Scatter(root), &self.addresses(buffer), call)
+        self.process_all_queues(self.shards(call), Flow::Scatter(root), &self.addresses(buffer), call)
     }
 
     /// One of each pair of ranks swaps the shards that the two have for each other.
@@ -235,9 +246,9 @@ impl CpuTransport {
         let (all, element) = (self.addresses(&buffer), call.dtype.size());
         let mut buffer = Some(buffer);
         self.write(call, |comm| {
-            let place = (comm.size, comm.rank);
+            let ranks = (comm.size, comm.rank);
             buffer = buffer.take().map(|buffer| {
-                update_blocks(buffer, segments, place, block, update, |begin, updated| {
+                update_blocks(buffer, segments, ranks, block, update, |begin, updated| {
                     for peer in comm.peers() {
                         let destination = all[peer as usize].wrapping_add(begin * element);
                         // SAFETY: all ranks have arrived with buffers of `len` elements; only this rank accesses its
@@ -268,7 +279,7 @@ impl CpuTransport {
     /// Writes this rank's part of an operation as a single block, after the arrival, and waits for the others.
     fn write(&mut self, call: &Signature, mut write: impl FnMut(&Self)) -> Result<()> {
         let own = self.region.lines(self.rank);
-        own.work((own, self.rank), self.queued[self.rank as usize], 1, |_| write(self));
+        own.process((own, self.rank), self.queued[self.rank as usize], 1, |_| write(self));
         self.await_parts(call)
     }
 
@@ -281,7 +292,7 @@ impl CpuTransport {
     pub(super) fn direct_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
-        self.work_together(parts, Flow::Broadcast(root), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::Broadcast(root), &self.addresses(buffer), call)
     }
 }
 
@@ -295,7 +306,7 @@ fn swaps(rank: u32, peer: u32, ranks: u32) -> bool {
 ///
 /// # Safety
 /// `all` are buffers of at least `range.end` elements of the call's type, and nobody else accesses these elements.
-unsafe fn work_on_block(call: &Signature, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
+unsafe fn process_block(call: &Signature, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
     let (element, len) = (call.dtype.size(), range.len());
     let at = |base: &*mut u8| base.wrapping_add(range.start * element);
     let blocks: Addresses = all.iter().map(at).collect();

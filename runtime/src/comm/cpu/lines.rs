@@ -115,7 +115,13 @@ impl RankLines {
 
     /// Processes the remaining blocks of this rank's queue on behalf of `worker`. The operation began at count `begin`
     /// of the queue and has `blocks` blocks.
-    pub(super) fn work(&self, worker: (&RankLines, u32), begin: u32, blocks: u32, mut each: impl FnMut(u32)) {
+    pub(super) fn process(
+        &self,
+        worker: (&RankLines, u32),
+        begin: u32,
+        blocks: u32,
+        mut each: impl FnMut(u32),
+    ) {
         let (lines, queue) = worker;
         lines.diagnostics.busy.store(queue + 1, Ordering::Relaxed);
         while let Some(block) = self.draw_ticket(begin, blocks) {
@@ -145,12 +151,12 @@ impl RankLines {
         if waiting == self.waiting() {
             return;
         }
-        let Diagnostics { version, waiting: place, waits_in, .. } = &self.diagnostics;
+        let Diagnostics { version, waiting: record, waits_in, .. } = &self.diagnostics;
         let begin = version.load(Ordering::Relaxed).wrapping_add(1);
         version.store(begin, Ordering::Relaxed);
         fence(Ordering::Release);
         let words = waiting.map_or([0; 3], |wait| [wait.peer + 1, wait.flag, wait.target]);
-        for (slot, word) in place.iter().zip(words) {
+        for (slot, word) in record.iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
         for (slot, word) in waits_in.iter().zip(waiting.map_or([0; SIGNATURE_WORDS], |wait| wait.call)) {
@@ -262,7 +268,7 @@ mod tests {
         fn work(&self, begin: u32, blocks: u32, mut each: impl FnMut(u32, u32)) {
             for queue in (self.rank..RANKS).chain(0..self.rank) {
                 let lines = &self.ranks[queue as usize].lines;
-                lines.work((&self.own().lines, queue), begin, blocks, |block| each(queue, block));
+                lines.process((&self.own().lines, queue), begin, blocks, |block| each(queue, block));
             }
         }
 

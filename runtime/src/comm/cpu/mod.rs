@@ -198,7 +198,7 @@ fn large(buffer: &Buffer) -> Path {
 impl CpuTransport {
     fn all_reduce(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
         let path = self.choose_path(buffer)?;
-        let call = &Signature::of(&Call::AllReduce(op), buffer).via(path);
+        let call = &Signature::of(&Call::AllReduce(op), buffer).with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_all_reduce(buffer, op, call),
             Path::Direct => self.direct_all_reduce(buffer, op, call),
@@ -210,7 +210,7 @@ impl CpuTransport {
     #[inline(never)]
     fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &Signature::of(&Call::ReduceScatter(op), buffer).via(path);
+        let call = &Signature::of(&Call::ReduceScatter(op), buffer).with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce_scatter(buffer, op, call),
             Path::Direct => self.direct_reduce_scatter(buffer, op, call),
@@ -228,7 +228,7 @@ impl CpuTransport {
         call: Signature,
     ) -> Result<()> {
         let path = self.by_size(buffer, parts.longest() * call.dtype.size());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match (path, root) {
             (Path::Inline | Path::Eager, _) => self.eager_gather(buffer, parts, root, call),
             (Path::Direct, Some(root)) => self.direct_gather(buffer, root, call),
@@ -245,7 +245,13 @@ impl CpuTransport {
         call: Signature,
     ) -> Result<Buffer> {
         if buffer.arena().is_some() {
-            return self.direct_update_all_gather(buffer, segments, block, update, &call.via(Path::Direct));
+            return self.direct_update_all_gather(
+                buffer,
+                segments,
+                block,
+                update,
+                &call.with_path(Path::Direct),
+            );
         }
         let updated = update_blocks(buffer, segments, (self.size, self.rank), block, update, |_, _| ());
         gather_segments(updated, segments, |segment| {
@@ -258,7 +264,7 @@ impl CpuTransport {
     #[inline(never)]
     fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_broadcast(buffer, root, call),
             Path::Direct => self.direct_broadcast(buffer, root, call),
@@ -269,7 +275,7 @@ impl CpuTransport {
     #[inline(never)]
     fn reduce(&mut self, buffer: &Buffer, op: ReduceOp, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce(buffer, op, root, call),
             Path::Direct => self.direct_reduce(buffer, op, root, call),
@@ -281,7 +287,7 @@ impl CpuTransport {
     #[inline(never)]
     fn exchange(&mut self, buffer: &Buffer, request: &Call<'_>, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match (path, request) {
             (Path::Direct, Call::Scatter { root }) => self.direct_scatter(buffer, *root, call),
             (Path::Direct, Call::AllToAll) => self.direct_all_to_all(buffer, call),
@@ -307,7 +313,7 @@ impl CpuTransport {
     ) -> Result<()> {
         let (own, at) = exchange.own.clone();
         to.copy_from(at, from, own);
-        self.staged_exchange(from, to, exchange, &call.via(Path::Staged))
+        self.staged_exchange(from, to, exchange, &call.with_path(Path::Staged))
     }
 }
 
@@ -377,7 +383,7 @@ impl Transport for CpuTransport {
         self.policy = WaitPolicy::for_ranks(2 * self.size, self.cores);
     }
 
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+    fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
         self.arrival = Some(at);
     }
 }

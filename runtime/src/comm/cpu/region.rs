@@ -34,7 +34,7 @@ pub(super) struct ChannelSent {
 
 /// The receiver's line of a channel: the number of chunks released.
 #[repr(C, align(128))]
-pub(super) struct ChannelTaken {
+pub(super) struct ChannelReleased {
     pub(super) count: Flag,
 }
 
@@ -47,7 +47,7 @@ unsafe impl Shared for Cores {}
 // SAFETY: as above.
 unsafe impl Shared for ChannelSent {}
 // SAFETY: as above.
-unsafe impl Shared for ChannelTaken {}
+unsafe impl Shared for ChannelReleased {}
 
 const PAGE: usize = 4096;
 
@@ -67,8 +67,8 @@ impl Offsets {
     fn new(ranks: usize) -> Self {
         let cores = ranks * size_of::<RankLines>();
         let channel_lines = cores + ranks * size_of::<Cores>();
-        let data =
-            (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelTaken)>()).next_multiple_of(PAGE);
+        let data = (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelReleased)>())
+            .next_multiple_of(PAGE);
         // Channels take about as much memory as staging, for any number of ranks.
         let chunk = (STAGE_BYTES / ranks).clamp(16 << 10, 128 << 10).next_multiple_of(PAGE);
         let data_stride = 2 * EAGER_BYTES + 2 * STAGE_BYTES + ranks * 2 * chunk;
@@ -126,14 +126,14 @@ impl Region {
 
     fn channel(&self, from: u32, to: u32) -> usize {
         let index = from as usize * self.offsets.ranks + to as usize;
-        self.offsets.channel_lines + index * size_of::<(ChannelSent, ChannelTaken)>()
+        self.offsets.channel_lines + index * size_of::<(ChannelSent, ChannelReleased)>()
     }
 
     pub(super) fn sent(&self, from: u32, to: u32) -> &ChannelSent {
         self.memory.view(self.channel(from, to))
     }
 
-    pub(super) fn taken(&self, from: u32, to: u32) -> &ChannelTaken {
+    pub(super) fn released(&self, from: u32, to: u32) -> &ChannelReleased {
         self.memory.view(self.channel(from, to) + size_of::<ChannelSent>())
     }
 
@@ -189,10 +189,10 @@ mod tests {
                 let cores: *const Cores = region.cores(rank);
                 parts.push((cores as usize - base, size_of::<Cores>()));
                 for to in 0..ranks {
-                    let (sent, taken): (*const ChannelSent, *const ChannelTaken) =
-                        (region.sent(rank, to), region.taken(rank, to));
+                    let (sent, released): (*const ChannelSent, *const ChannelReleased) =
+                        (region.sent(rank, to), region.released(rank, to));
                     parts.push((sent as usize - base, size_of::<ChannelSent>()));
-                    parts.push((taken as usize - base, size_of::<ChannelTaken>()));
+                    parts.push((released as usize - base, size_of::<ChannelReleased>()));
                 }
             }
             parts.sort_unstable();

@@ -88,7 +88,7 @@ impl CpuTransport {
             let stages = self.stages();
             let own = self.region.lines(self.rank);
             let begin = self.queued[self.rank as usize];
-            own.work((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
+            own.process((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
             if let Some(next) = chunks.peek() {
                 self.fill_stage(next);
             }

@@ -200,20 +200,26 @@ impl HostTransport {
         let mut in_flight: [Option<Chunk>; 2] = [None, None];
         let mut turn = 0;
         for chunk in chunks {
-            self.finish(turn, in_flight[turn].take(), to, context)?;
-            self.begin(turn, &chunk, from, context)?;
+            self.finish_chunk(turn, in_flight[turn].take(), to, context)?;
+            self.begin_chunk(turn, &chunk, from, context)?;
             in_flight[turn] = Some(chunk);
             turn = 1 - turn;
         }
         for _ in 0..2 {
-            self.finish(turn, in_flight[turn].take(), to, context)?;
+            self.finish_chunk(turn, in_flight[turn].take(), to, context)?;
             turn = 1 - turn;
         }
         Ok(())
     }
 
     /// Starts the transfer of a chunk through stage `which`, which must be free.
-    fn begin(&mut self, which: usize, chunk: &Chunk, buffer: &Buffer, context: &WaitContext) -> Result<()> {
+    fn begin_chunk(
+        &mut self,
+        which: usize,
+        chunk: &Chunk,
+        buffer: &Buffer,
+        context: &WaitContext,
+    ) -> Result<()> {
         let Stage { host, device, .. } = &mut self.stages[which];
         for piece in &chunk.to_stage {
             // SAFETY: the stage is free: its last chunk has ended.
@@ -243,7 +249,7 @@ impl HostTransport {
     }
 
     /// Waits for the chunk in stage `which`, if there is one, and copies its results to the buffer.
-    fn finish(
+    fn finish_chunk(
         &self,
         which: usize,
         chunk: Option<Chunk>,
@@ -298,7 +304,7 @@ impl Transport for HostTransport {
     /// Agreement, then the payload.
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         // The signature ignores the buffer's location: there are no arenas.
-        let signature = Signature::of(&request.call, &request.buffer).anywhere();
+        let signature = Signature::of(&request.call, &request.buffer).without_location();
         let context = &self.context(request, &signature);
         let Request { call, buffer, .. } = request;
         self.agree(call.peer(), &signature, context)?;

@@ -78,7 +78,7 @@ impl WaitContext {
 impl FailureHandler for Link {
     /// After the error is visible, queued calls must not run: the memory that was lent to them may be gone.
     fn stop(&self) {
-        self.owner.give_up();
+        self.owner.request_stop();
     }
 
     fn abort(&self) {
@@ -130,7 +130,7 @@ impl Link {
         loop {
             match answer.recv_timeout(slice) {
                 Ok(Ok(value)) => return Ok(value),
-                Ok(Err(error)) => return Err(self.refused(context, error)),
+                Ok(Err(error)) => return Err(self.nccl_error(context, error)),
                 Err(RecvTimeoutError::Disconnected) => {
                     let problem = "the thread that owns the communicator has ended".into();
                     return Err(Error::Nccl { rank: self.rank, operation: self.describe(context), problem });
@@ -147,7 +147,7 @@ impl Link {
         is_done: impl Fn() -> cuda::Result<bool>,
         context: &WaitContext,
     ) -> Result<()> {
-        let is_over = || is_done().map_err(|error| self.broken(context, error));
+        let is_over = || is_done().map_err(|error| self.gpu_error(context, error));
         if is_over()? {
             return Ok(());
         }
@@ -185,7 +185,7 @@ impl Link {
     fn check_peers(&self, context: &WaitContext, waited: Duration) -> Result<()> {
         self.check()?;
         if let Some(error) = self.owner.failure() {
-            return Err(self.refused(context, error.to_owned()));
+            return Err(self.nccl_error(context, error.to_owned()));
         }
         let page = self.membership.page();
         // If this rank's own NCCL call does not return, it records no wait, so that others see it as the cause.
@@ -266,17 +266,17 @@ impl Link {
     }
 
     /// The error of an NCCL call.
-    fn refused(&self, context: &WaitContext, problem: String) -> Error {
+    fn nccl_error(&self, context: &WaitContext, problem: String) -> Error {
         // If a peer has ended, that is the better explanation of NCCL's error.
         let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
         lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(context), problem })
     }
 
     /// The error of the GPU's work, which may also be caused by a lost peer.
-    fn broken(&self, context: &WaitContext, error: cuda::Error) -> Error {
+    fn gpu_error(&self, context: &WaitContext, error: cuda::Error) -> Error {
         let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
-        let place = || format!("rank {} in {}", self.rank, self.describe(context));
-        lost.unwrap_or_else(|| Error::Gpu(error.noticed_in(&place())))
+        let location = || format!("rank {} in {}", self.rank, self.describe(context));
+        lost.unwrap_or_else(|| Error::Gpu(error.noticed_in(&location())))
     }
 
     fn describe(&self, context: &WaitContext) -> String {

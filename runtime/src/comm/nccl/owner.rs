@@ -51,7 +51,7 @@ pub(super) type Reply<R> = Result<R, String>;
 enum TaskError {
     Nccl(NcclError),
     /// The owner was told to stop: nobody waits for the task.
-    GivenUp,
+    StopRequested,
 }
 
 impl From<NcclError> for TaskError {
@@ -76,7 +76,7 @@ pub(super) struct OwnerState {
     /// The call in progress.
     call: Mutex<Option<ActiveCall>>,
     /// The owner was told to stop: it must not access any memory that was lent to it. Set while `call` is locked.
-    given_up: AtomicBool,
+    stop_requested: AtomicBool,
     /// Whether operations were captured, so that graphs may contain them.
     captured: AtomicBool,
     /// Number of waits that want NCCL's asynchronous error to be polled.
@@ -95,8 +95,8 @@ impl OwnerState {
         let mut active = self.call();
         // Check this under the lock: whoever sets it then knows whether a call is in progress, and that no other will
         // follow.
-        if self.is_given_up() {
-            return Err(TaskError::GivenUp);
+        if self.is_stop_requested() {
+            return Err(TaskError::StopRequested);
         }
         *active = Some((name, Instant::now()));
         drop(active);
@@ -113,17 +113,17 @@ impl OwnerState {
         Ok(result?)
     }
 
-    fn give_up(&self) {
+    fn request_stop(&self) {
         let _entered = self.call();
-        self.given_up.store(true, Ordering::SeqCst);
+        self.stop_requested.store(true, Ordering::SeqCst);
     }
 
-    fn is_given_up(&self) -> bool {
-        self.given_up.load(Ordering::SeqCst)
+    fn is_stop_requested(&self) -> bool {
+        self.stop_requested.load(Ordering::SeqCst)
     }
 
     /// Text of an error, with NCCL's last error message.
-    fn explain(&self, error: &NcclError) -> String {
+    fn error_text(&self, error: &NcclError) -> String {
         match self.nccl.last_error() {
             more if more.is_empty() => error.to_string(),
             more => format!("{error}: {more}"),
@@ -145,7 +145,7 @@ impl OwnerState {
             }
         })?;
         self.wait_done(progress)?;
-        self.handle_is_final.store(!self.is_given_up(), Ordering::SeqCst);
+        self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
         Ok(())
     }
 
@@ -159,7 +159,7 @@ impl OwnerState {
         for call in calls {
             let comm = self.comm.load(Ordering::SeqCst);
             if comm.is_null() {
-                outcome = Err(TaskError::GivenUp);
+                outcome = Err(TaskError::StopRequested);
                 break;
             }
             // SAFETY: the communicator is alive, and only this thread ends it. The lengths of the views were checked,
@@ -192,8 +192,8 @@ impl OwnerState {
     fn wait_done(&self, mut progress: Progress) -> Outcome<()> {
         let began = Instant::now();
         while progress == Progress::InProgress {
-            if self.is_given_up() {
-                return Err(TaskError::GivenUp);
+            if self.is_stop_requested() {
+                return Err(TaskError::StopRequested);
             }
             match began.elapsed() {
                 waited if waited < Duration::from_micros(200) => std::thread::yield_now(),
@@ -221,7 +221,7 @@ impl OwnerState {
             return;
         }
         if let Err(TaskError::Nccl(error)) = self.async_state(comm) {
-            let _ = self.failure.set(self.explain(&error));
+            let _ = self.failure.set(self.error_text(&error));
         }
     }
 
@@ -295,7 +295,7 @@ impl Owner {
             comm: AtomicPtr::default(),
             handle_is_final: AtomicBool::new(true),
             call: Mutex::default(),
-            given_up: AtomicBool::default(),
+            stop_requested: AtomicBool::default(),
             captured: AtomicBool::default(),
             watchers: AtomicU32::default(),
             failure: OnceLock::new(),
@@ -309,7 +309,7 @@ impl Owner {
                 let _ = bound.bind();
                 drop(bound);
                 let _ = ready.send(());
-                serve(&owned, &receiver);
+                run(&owned, &receiver);
             })
             .map_err(|error| Error::system("start the thread that owns NCCL", start_failure(&error)))?;
         let _ = is_ready.recv_timeout(START_LIMIT);
@@ -317,20 +317,20 @@ impl Owner {
     }
 
     /// Sends a task with an NCCL result. The reply comes through the receiver, or never.
-    fn ask_nccl<R: Send + 'static>(
+    fn submit_nccl<R: Send + 'static>(
         &self,
         task: impl FnOnce(&OwnerState) -> Outcome<R> + Send + 'static,
     ) -> Receiver<Reply<R>> {
-        self.ask(move |state| {
+        self.submit(move |state| {
             task(state).map_err(|error| match error {
-                TaskError::Nccl(error) => state.explain(&error),
-                TaskError::GivenUp => "the communicator is being aborted".into(),
+                TaskError::Nccl(error) => state.error_text(&error),
+                TaskError::StopRequested => "the communicator is being aborted".into(),
             })
         })
     }
 
     /// Sends any task.
-    fn ask<R: Send + 'static>(&self, task: impl FnOnce(&OwnerState) -> R + Send + 'static) -> Receiver<R> {
+    fn submit<R: Send + 'static>(&self, task: impl FnOnce(&OwnerState) -> R + Send + 'static) -> Receiver<R> {
         let (sender, receiver): (SyncSender<R>, _) = sync_channel(1);
         let task: Task = Box::new(move |state| {
             // The caller may have stopped waiting.
@@ -343,23 +343,23 @@ impl Owner {
 
     /// Creates a new unique id.
     pub(super) fn unique_id(&self) -> Receiver<Reply<UniqueId>> {
-        self.ask_nccl(OwnerState::unique_id)
+        self.submit_nccl(OwnerState::unique_id)
     }
 
     /// Initialises the communicator.
     pub(super) fn init(&self, id: UniqueId, size: u32, rank: u32) -> Receiver<Reply<()>> {
-        self.ask_nccl(move |state| state.init(id, size, rank))
+        self.submit_nccl(move |state| state.init(id, size, rank))
     }
 
     /// Enqueues operations on their streams.
     pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Reply<()>> {
-        self.ask_nccl(move |state| state.enqueue(&calls))
+        self.submit_nccl(move |state| state.enqueue(&calls))
     }
 
     /// Polls NCCL's asynchronous error until the watcher is dropped.
     pub(super) fn watch(&self) -> Watcher<'_> {
         self.state.watchers.fetch_add(1, Ordering::SeqCst);
-        drop(self.ask(OwnerState::poll_async_error));
+        drop(self.submit(OwnerState::poll_async_error));
         Watcher(&self.state)
     }
 
@@ -379,13 +379,13 @@ impl Owner {
     }
 
     /// Tells the owner to make no further calls but the abort.
-    pub(super) fn give_up(&self) {
-        self.state.give_up();
+    pub(super) fn request_stop(&self) {
+        self.state.request_stop();
     }
 
     /// Ends the communicator together with all other ranks; aborts it if that does not end in time.
     pub(super) fn finalise(&self, limit: Duration) -> Ended {
-        let done = self.ask(OwnerState::finalise);
+        let done = self.submit(OwnerState::finalise);
         match done.recv_timeout(limit) {
             Ok(Ok(())) => Ended::Yes,
             _ => self.abort(),
@@ -396,25 +396,25 @@ impl Owner {
     pub(super) fn abort(&self) -> Ended {
         let captured = self.state.captured.load(Ordering::SeqCst);
         let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
-        self.give_up();
+        self.request_stop();
         if self.device.is_abandoned() {
             // Probably because of another communicator; nothing can be saved.
             return Ended::Abandoned;
         }
-        let aborted = self.ask(OwnerState::abort);
+        let aborted = self.submit(OwnerState::abort);
         if aborted.recv_timeout(OWNER_BUSY_LIMIT).is_ok() {
-            return self.ended();
+            return self.check_ended();
         }
         let is_in_another_call = self.state.call().is_some();
         if !is_in_another_call && aborted.recv_timeout(limit.saturating_sub(OWNER_BUSY_LIMIT)).is_ok() {
-            return self.ended();
+            return self.check_ended();
         }
         self.device.abandon();
         Ended::Abandoned
     }
 
     /// The thread is not stuck. But if the initialisation has left a handle, its state is unknown.
-    fn ended(&self) -> Ended {
+    fn check_ended(&self) -> Ended {
         if self.state.comm.load(Ordering::SeqCst).is_null() {
             return Ended::Yes;
         }
@@ -433,7 +433,7 @@ impl Drop for Owner {
 }
 
 /// The thread: executes tasks, and polls NCCL's asynchronous error while somebody waits.
-fn serve(state: &OwnerState, tasks: &Receiver<Task>) {
+fn run(state: &OwnerState, tasks: &Receiver<Task>) {
     loop {
         let task = if state.watchers.load(Ordering::SeqCst) > 0 {
             tasks.recv_timeout(POLL_INTERVAL)

@@ -114,7 +114,7 @@ impl Link {
         let grace = DEPARTURE_GRACE.min(self.timeout / 2);
         peers.iter().copied().find(|peer| {
             page.ends_at(*peer)
-                .is_some_and(|place| place.communicator == ours.communicator && place.turns < ours.turns)
+                .is_some_and(|theirs| theirs.communicator == ours.communicator && theirs.turns < ours.turns)
                 && now().saturating_sub(page.progress(*peer).changed) >= grace
         })
     }

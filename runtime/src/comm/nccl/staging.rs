@@ -109,14 +109,14 @@ pub(super) fn exchange_chunks(
     let longest = messages().map(Range::len).max().unwrap_or_default();
     (0..longest).step_by(most).map(move |begin| {
         let mut chunk = Chunk { to_stage: Vec::new(), calls: SmallVec::new(), from_stage: Vec::new() };
-        let piece = |message: &Range<usize>, place: usize| {
+        let piece = |message: &Range<usize>, offset: usize| {
             let count = message.len().saturating_sub(begin).min(most);
             let (host, bytes) = ((message.start + begin) * element, count * element);
-            (count > 0).then_some((Piece { host, stage: place, bytes }, count))
+            (count > 0).then_some((Piece { host, stage: offset, bytes }, count))
         };
         for (peer, (send, receive)) in (0..).zip(exchange.send.iter().zip(&exchange.receive)) {
-            let place = peer as usize * most * element;
-            if let Some((piece, count)) = piece(send, place) {
+            let offset = peer as usize * most * element;
+            if let Some((piece, count)) = piece(send, offset) {
                 chunk.to_stage.push(piece);
                 chunk.calls.push(StageCall {
                     kind: NcclOp::Send { to: peer },
@@ -125,7 +125,7 @@ pub(super) fn exchange_chunks(
                     count,
                 });
             }
-            if let Some((piece, count)) = piece(receive, half + place) {
+            if let Some((piece, count)) = piece(receive, half + offset) {
                 chunk.from_stage.push(piece);
                 chunk.calls.push(StageCall {
                     kind: NcclOp::Recv { from: peer },
@@ -277,8 +277,8 @@ mod tests {
                     }
                     for piece in &chunk.from_stage {
                         for at in 0..piece.bytes {
-                            let place = &mut received[rank][piece.host + at];
-                            prop_assert_eq!(place.replace(stages[rank][piece.stage + at]), None);
+                            let byte = &mut received[rank][piece.host + at];
+                            prop_assert_eq!(byte.replace(stages[rank][piece.stage + at]), None);
                         }
                     }
                 }

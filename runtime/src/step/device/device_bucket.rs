@@ -88,7 +88,7 @@ pub(super) struct DeviceBuckets {
 
 impl DeviceBuckets {
     /// Creates the buckets `plans` for rank `rank` of `ranks`.
-    pub(super) fn cut(
+    pub(super) fn split(
         device: &Arc<Device>,
         layout: &Layout,
         plans: &[BucketPlan],
@@ -97,13 +97,13 @@ impl DeviceBuckets {
     ) -> Result<Self> {
         // From the beginning of the arena, so that states have its order. Sorted by tensors, because two buckets may
         // begin at the same element if one is empty.
-        let mut places: Vec<usize> = (0..plans.len()).collect();
-        places.sort_by_key(|place| plans[*place].tensors.start);
+        let mut order: Vec<usize> = (0..plans.len()).collect();
+        order.sort_by_key(|index| plans[*index].tensors.start);
         let mut all: Vec<Option<DeviceBucket>> = plans.iter().map(|_| None).collect();
         let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
         let mut reduced = Vec::new();
-        for place in places {
-            let plan = plans[place].clone();
+        for index in order {
+            let plan = plans[index].clone();
             let elements = plan.elements.start..padded_end(layout, plan.tensors.end - 1);
             let sharded =
                 config.shard_from.bytes(None).is_some_and(|least| size_of::<f32>() * elements.len() >= least);
@@ -144,7 +144,7 @@ impl DeviceBuckets {
             // A single rank has no reduction after which everything would be checked.
             part_table.extend(if ranks == 1 { whole_parts(tensors) } else { parts(tensors) });
             bucket.parts = from..mem::size_of_val(&part_table[..]);
-            all[place] = Some(bucket);
+            all[index] = Some(bucket);
         }
         let all = all.into_iter().flatten().collect();
         Ok(DeviceBuckets { all, states, chunks: chunk_table, parts: part_table, reduced })

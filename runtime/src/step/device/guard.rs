@@ -135,9 +135,9 @@ impl DeviceDataParallel {
     }
 
     /// Checks this rank's own gradients of a bucket.
-    pub(super) fn find_not_finite(&self, place: usize) -> Result<()> {
+    pub(super) fn find_not_finite(&self, index: usize) -> Result<()> {
         let (parts, mark) =
-            (self.guard.parts.slice(self.buckets[place].parts.clone()), mark(self.rank(), self.ranks()));
+            (self.guard.parts.slice(self.buckets[index].parts.clone()), mark(self.rank(), self.ranks()));
         let gradients = self.gradients.view();
         Ok(digest::find_not_finite(
             &self.compute,

@@ -190,7 +190,8 @@ impl DeviceDataParallel {
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
         let readiness = Readiness::new(&layout, &buckets, several, counter);
-        let buckets = DeviceBuckets::cut(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
+        let buckets =
+            DeviceBuckets::split(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();

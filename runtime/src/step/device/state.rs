@@ -108,9 +108,11 @@ impl DeviceDataParallel {
         }
         // Allocating and freeing waits for the GPU; wait here instead, with a timeout.
         self.wait(STEP)?;
-        let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
-        let buckets = DeviceBuckets::cut(device, &self.layout, &plans, &self.config.parallel, place)?;
-        let mut guard = Guard::new(&self.compute, &buckets, &self.layout, &self.config.parallel, place.1)?;
+        let (device, rank_of_ranks) = (self.compute.device(), (self.rank(), self.ranks()));
+        let buckets =
+            DeviceBuckets::split(device, &self.layout, &plans, &self.config.parallel, rank_of_ranks)?;
+        let mut guard =
+            Guard::new(&self.compute, &buckets, &self.layout, &self.config.parallel, rank_of_ranks.1)?;
         guard.generation = self.guard.generation;
         let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?;
         let zeroed = |len| Memory::zeroed(device, DType::F32, len);
@@ -119,7 +121,7 @@ impl DeviceDataParallel {
         let moved = moved.collect::<Result<Vec<_>>>()?;
         for (local, whole, renewed) in &moved {
             self.gather(local, whole)?;
-            copy_own(&self.compute, (&buckets.all, place.1), whole, renewed)?;
+            copy_own(&self.compute, (&buckets.all, rank_of_ranks.1), whole, renewed)?;
         }
         self.wait(STEP)?;
         let mut renewed = moved.into_iter().map(|(_, _, renewed)| renewed).collect::<Vec<_>>().into_iter();
@@ -208,10 +210,10 @@ impl DeviceDataParallel {
         };
         let weights = whole(self, "weights")?;
         self.compute.upload(&weights, self.parameters.view())?;
-        for (place, name) in states.into_iter().enumerate() {
+        for (index, name) in states.into_iter().enumerate() {
             let values = whole(self, name)?;
             let values = Memory::from_slice(&self.compute, &values)?;
-            copy_own(&self.compute, (&self.buckets, self.ranks()), &values, self.states()[place].1)?;
+            copy_own(&self.compute, (&self.buckets, self.ranks()), &values, self.states()[index].1)?;
             // Before the memory is freed.
             self.wait(STEP)?;
         }

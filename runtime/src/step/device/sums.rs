@@ -39,10 +39,10 @@ impl DeviceAccumulator {
         if values.is_empty() {
             return Ok(());
         }
-        for (level, divisor) in counter.carried(divisor) {
+        for (level, divisor) in counter.carried_levels(divisor) {
             arena::add(stream, values, self.levels[level].slice(at.clone()), divisor)?;
         }
-        match counter.kept() {
+        match counter.result_level() {
             Some(level) => Ok(stream.copy(values, self.levels[level].slice(at))?),
             None => Ok(()),
         }
