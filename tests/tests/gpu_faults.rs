@@ -163,8 +163,11 @@ fn an_initialisation_that_never_ends() {
 fn a_call_that_never_returns_is_its_own_ranks_fault() {
     let finished = Case::nccl(2, "hang_call_init@0").run();
     finished.expect(65, &["mgpurun: rank 0 made no progress"]);
-    let texts =
-        ["rank 0 is stuck in the initialisation of NCCL", "ncclCommInitRankConfig has not returned", "for rank 0 in"];
+    let texts = [
+        "rank 0 is stuck in the initialisation of NCCL",
+        "ncclCommInitRankConfig has not returned",
+        "for rank 0 in",
+    ];
     assert!(texts.iter().any(|text| finished.stderr.contains(text)), "{finished:#?}");
 }
 

@@ -230,7 +230,10 @@ fn mistakes(world: &mut World) -> Result<()> {
     })?;
     model.replay(&graph)?;
     model.set_learning_rate(0.2);
-    told(model.replay(&graph), "the graph was captured with learning rate 0.1, but it is now 0.2: capture again");
+    told(
+        model.replay(&graph),
+        "the graph was captured with learning rate 0.1, but it is now 0.2: capture again",
+    );
     drop(graph);
     drop(model);
 
