@@ -21,7 +21,7 @@ impl Checkpoint {
     /// Opens the checkpoint in folder `path` and reads its manifest, nothing else yet.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if the manifest is missing or not as it was written; [`Error::Checkpoint`] if it cannot be read or
+    /// [`Error::Damaged`] if the manifest is missing or damaged; [`Error::Checkpoint`] if it cannot be read or
     /// has a format that this version does not know.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();

@@ -48,7 +48,8 @@ pub struct MicroBatch<'a> {
     pub index: usize,
     /// The parameters, unchanged during the step.
     pub parameters: &'a [f32],
-    /// The model's buffers, which the forward pass may change: values besides the parameters, such as running statistics.
+    /// The model's buffers, which the forward pass may change: values besides the parameters, such as running
+    /// statistics.
     pub buffers: &'a mut [f32],
     /// Receives the gradients.
     pub gradients: &'a mut dyn GradientSink,
@@ -101,7 +102,8 @@ impl DataParallel {
     /// Collective.
     ///
     /// # Errors
-    /// If the ranks' layouts or settings differ (names the first tensor or setting), memory is short, or as the communicator's.
+    /// If the ranks' layouts or settings differ (the error names the first tensor or setting), memory is short, or as the
+    /// communicator.
     pub fn new(
         comm: Communicator,
         layout: Layout,

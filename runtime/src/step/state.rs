@@ -16,7 +16,7 @@ impl DataParallel {
         self.optimizer.average().is_some()
     }
 
-    /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
+    /// The moving average of the parameters, if the optimizer keeps one. Collective if the optimizer is sharded.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
