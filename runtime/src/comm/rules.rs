@@ -15,6 +15,8 @@ pub(crate) struct Rules {
     /// `None` without a launcher.
     membership: Option<Arc<Membership>>,
     rank: u32,
+    /// Whether the transport touches the progress page in each operation.
+    transport_touches: bool,
     /// Whether any operation has begun.
     begun: AtomicBool,
     /// The error that made the communicator unusable.
@@ -50,10 +52,17 @@ impl Rules {
         Rules {
             membership,
             rank,
+            transport_touches: false,
             begun: AtomicBool::new(false),
             poison: OnceLock::new(),
             failing: Mutex::default(),
         }
+    }
+
+    /// The same, for a transport that [touches](crate::progress::ProgressPage::touch) the progress page itself in each
+    /// operation. It can read the clock after it has published what its peers wait for.
+    pub(crate) fn touched_by_transport(self) -> Self {
+        Rules { transport_touches: true, ..self }
     }
 
     pub(crate) fn membership(&self) -> Option<&Arc<Membership>> {
@@ -79,7 +88,11 @@ impl Rules {
     #[inline]
     pub(crate) fn note(&self, entry: ProgressEntry) {
         if let Some(membership) = &self.membership {
-            membership.page().enter(self.rank, entry.operation, entry.number, entry.bytes);
+            let page = membership.page();
+            page.announce(self.rank, entry.operation, entry.number, entry.bytes);
+            if !self.transport_touches {
+                page.touch(self.rank);
+            }
         }
     }
 

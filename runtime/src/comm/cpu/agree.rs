@@ -19,11 +19,10 @@ impl CpuTransport {
     /// Arrives at the next operation and waits until all ranks have arrived with the same call.
     pub(super) fn enter(&mut self, call: &Signature) -> Result<()> {
         self.sequence = self.next_sequence();
-        if std::mem::replace(&mut self.entered, true) {
-            self.membership.page().touch(self.rank);
-        }
         let own = self.region.lines(self.rank);
         own.arrive(self.sequence, call, self.policy);
+        // After the arrival was published: reading the clock then delays no peer.
+        self.membership.page().touch(self.rank);
         let digest = own.arrival(self.sequence).digest();
         for peer in self.peers() {
             let line = self.region.lines(peer).arrival(self.sequence);

@@ -75,8 +75,6 @@ pub(crate) struct CpuTransport {
     timeout: Duration,
     /// Where to store the time at which all ranks had arrived, if requested.
     arrival: Option<Arc<AtomicU64>>,
-    /// Whether the current call has entered an operation: later rounds only touch the progress page.
-    entered: bool,
     /// Whether, at the last mismatch, some other call was made by more ranks than this rank's: then this rank is at
     /// fault and must not blame the others.
     in_minority: Cell<bool>,
@@ -116,10 +114,9 @@ pub(crate) fn connect(
         policy: WaitPolicy::for_ranks(size, cores),
         timeout,
         arrival: None,
-        entered: false,
         in_minority: Cell::new(false),
     };
-    let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank));
+    let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank).touched_by_transport());
     Ok(Communicator::new(transport, rank, size, rules))
 }
 
@@ -333,12 +330,11 @@ impl Transport for CpuTransport {
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.entered = false;
+        self.membership.page().touch(self.rank);
         self.allocate_arena(dtype, len)
     }
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
-        self.entered = false;
         let Request { call, buffer, .. } = request;
         let shards = Partition::Shards { len: buffer.len(), ranks: self.size };
         match call {
