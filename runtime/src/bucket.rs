@@ -1,41 +1,41 @@
-//! Which gradients travel together.
+//! Plans buckets: which gradients are reduced in one operation.
 //!
-//! A backward pass finishes gradients from the last layer to the first. Buckets are cut in that order, so that
-//! the first one can be all-reduced while earlier layers still compute. The first bucket is small: it starts the
-//! communication early.
+//! A backward pass computes gradients from the last layer to the first. Buckets are cut in that order, so that the
+//! first one can be reduced while earlier layers still compute. The first bucket is small, so that communication
+//! starts early.
 
 use std::ops::Range;
 
 use crate::Layout;
 
-/// Tensors whose gradients are all-reduced in one operation.
+/// A bucket: tensors whose gradients are reduced in one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Bucket {
+pub(crate) struct BucketPlan {
     /// Indices in the layout.
     pub(crate) tensors: Range<usize>,
     /// Elements of the arena.
     pub(crate) elements: Range<usize>,
 }
 
-/// Cuts `layout` into buckets, in the order in which a backward pass through its tensors, last one first, fills them.
+/// Cuts `layout` into buckets, in the order of a backward pass: last tensor first.
 ///
 /// A bucket takes tensors until it has reached `first` bytes of f32 (the first bucket) or `rest` bytes (the others).
-/// Tensors are never cut. Frozen ones are in no bucket.
-pub(crate) fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<Bucket> {
+/// Tensors are never split. Frozen tensors are in no bucket.
+pub(crate) fn plan(layout: &Layout, first: usize, rest: usize) -> Vec<BucketPlan> {
     plan_in_order(layout, layout.trained().rev(), first, rest)
 }
 
-/// As [`plan`], where gradients come in another order, which names every tensor once that is not frozen. A bucket takes only tensors that lie
-/// next to each other.
+/// As [`plan`], for gradients that become ready in another order. `order` contains every trained tensor once. A
+/// bucket only contains adjacent tensors.
 ///
 /// # Panics
-/// If `order` names a tensor that there is none of.
+/// If `order` contains an index that is out of range.
 pub(crate) fn plan_in_order(
     layout: &Layout,
     order: impl IntoIterator<Item = usize>,
     first: usize,
     rest: usize,
-) -> Vec<Bucket> {
+) -> Vec<BucketPlan> {
     let tensors = layout.tensors();
     let bytes = |range: &Range<usize>| -> usize {
         tensors[range.clone()].iter().map(|tensor| tensor.len() * size_of::<f32>()).sum()
@@ -51,7 +51,7 @@ pub(crate) fn plan_in_order(
     }
     let bucket = |range: Range<usize>| {
         let elements = tensors[range.start].offset..tensors[range.end - 1].range().end;
-        Bucket { tensors: range, elements }
+        BucketPlan { tensors: range, elements }
     };
     ranges.into_iter().map(bucket).collect()
 }
@@ -66,8 +66,9 @@ mod tests {
     fn buckets_follow_the_order_of_gradients() {
         let mut layout = Layout::new();
         (0..4).for_each(|index| _ = layout.push(index.to_string(), [100]));
-        let tensors =
-            |buckets: &[Bucket]| -> Vec<_> { buckets.iter().map(|bucket| bucket.tensors.clone()).collect() };
+        let tensors = |buckets: &[BucketPlan]| -> Vec<_> {
+            buckets.iter().map(|bucket| bucket.tensors.clone()).collect()
+        };
         assert_eq!(tensors(&plan(&layout, 100, 800)), [3..4, 1..3, 0..1]);
         assert_eq!(tensors(&plan_in_order(&layout, [1, 0, 2, 3], 100, 800)), [1..2, 0..1, 2..4]);
     }
@@ -82,8 +83,8 @@ mod tests {
             let buckets = plan_in_order(&layout, order.iter().copied(), first, rest);
             let of = |tensor| buckets.iter().position(|bucket| bucket.tensors.contains(&tensor));
             // Buckets are complete in the order in which they are listed.
-            let places: Vec<_> = order.iter().map(|tensor| of(*tensor).unwrap()).collect();
-            prop_assert!(places.is_sorted());
+            let positions: Vec<_> = order.iter().map(|tensor| of(*tensor).unwrap()).collect();
+            prop_assert!(positions.is_sorted());
             prop_assert_eq!(buckets.iter().map(|bucket| bucket.tensors.len()).sum::<usize>(), 20);
         }
 
@@ -102,7 +103,7 @@ mod tests {
             prop_assert_eq!(elements, layout.len());
             for (index, bucket) in buckets.iter().enumerate() {
                 let target = if index == 0 { first } else { rest };
-                // Without its first tensor a bucket is below the target: no bucket is larger than it must be.
+                // Without its first tensor a bucket is below the target: no bucket is larger than necessary.
                 let rest_of_it = bucket.elements.end - layout.range(bucket.tensors.start).end;
                 prop_assert!(bucket.tensors.len() == 1 || rest_of_it * 4 < target);
             }

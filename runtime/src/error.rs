@@ -1,6 +1,6 @@
-//! Everything that can go wrong in the runtime, in one enum.
+//! The runtime's error type: one enum for everything that can go wrong.
 //!
-//! Every variant says what happened and to which rank, and where a peer is to blame, which one.
+//! Every variant says what happened and to which rank, and names the peer at fault if there is one.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The environment of this process does not describe a rank.
+    /// The environment variables of this process do not describe a rank.
     #[error("environment variable {name} {problem}")]
     Environment {
         /// The variable.
@@ -40,14 +40,14 @@ pub enum Error {
         /// Why it could not.
         problem: String,
     },
-    /// The rendezvous, which this rank had joined, did not serve it.
+    /// The rendezvous did not serve this rank after it had joined.
     #[error("rank {rank} in {operation}: {problem}")]
     Rendezvous {
         /// The rank.
         rank: u32,
         /// What it asked for.
         operation: String,
-        /// What became of that.
+        /// What happened to the request.
         problem: String,
     },
     /// A peer sent bytes that are not a message of the protocol.
@@ -58,30 +58,30 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
-    /// A deadline passed.
+    /// A wait timed out.
     #[error(fmt = mgpu_control::error::timeout)]
     Timeout {
         /// The rank that waited.
         rank: u32,
-        /// The ranks that did not come.
+        /// The ranks that did not arrive.
         waited_for: Vec<u32>,
-        /// What it waited in.
+        /// The operation in which it waited.
         operation: String,
         /// How long it waited.
         after: Duration,
     },
-    /// A peer is gone while this rank needs it.
+    /// A peer that this rank needs has ended or stopped responding.
     #[error("rank {rank} lost rank {peer} in {operation}: rank {peer} {how}")]
     PeerLost {
         /// The rank that noticed.
         rank: u32,
-        /// The rank that is gone.
+        /// The rank that was lost.
         peer: u32,
-        /// What needed it.
+        /// The operation that needed it.
         operation: String,
-        /// What became of it, as a predicate: "exited with code 3".
+        /// What happened to it, as a predicate: "exited with code 3".
         how: String,
-        /// True when it is not gone but silent: another rank waited for it past its deadline.
+        /// True if the peer has not ended but stopped making progress: another rank waited for it past its timeout.
         silent: bool,
     },
     /// Two ranks called different operations, or the same one with different arguments.
@@ -91,7 +91,7 @@ pub enum Error {
         rank: u32,
         /// The first rank that differs from it.
         peer: u32,
-        /// Position of the operation in the communicator's life, from 1.
+        /// Sequence number of the operation in its communicator, from 1.
         sequence: u32,
         /// This rank's call.
         ours: String,
@@ -99,14 +99,14 @@ pub enum Error {
         theirs: String,
     },
     /// The communicator failed earlier and can no longer be used.
-    #[error("this communicator of rank {rank} is unusable since an earlier error: {cause}")]
+    #[error("this communicator of rank {rank} is unusable after an earlier error: {cause}")]
     Poisoned {
         /// The rank.
         rank: u32,
         /// The earlier error.
         cause: String,
     },
-    /// The process is a child that a rank has forked: it has a copy of the rank's memory, and no part in the run.
+    /// This process is a forked child of a rank: it has a copy of the rank's memory, but is not part of the run.
     #[error(fmt = mgpu_control::error::forked)]
     Forked {
         /// The rank.
@@ -114,7 +114,7 @@ pub enum Error {
         /// The child.
         process: u32,
     },
-    /// The caller's arguments make no sense.
+    /// The caller passed invalid arguments.
     #[error("{operation}: {problem}")]
     InvalidArgument {
         /// The call.
@@ -133,7 +133,7 @@ pub enum Error {
         difference: String,
     },
     /// Ranks that should hold equal weights do not.
-    #[error("rank {peer} holds other weights than rank {rank} in tensor `{tensor}`")]
+    #[error("rank {peer} has different weights than rank {rank} in tensor `{tensor}`")]
     Diverged {
         /// The rank that noticed.
         rank: u32,
@@ -142,21 +142,22 @@ pub enum Error {
         /// The first tensor that differs.
         tensor: String,
     },
-    /// A rank has computed gradients that are infinite or not a number.
-    #[error("rank {rank} has gradients that are not finite numbers, in tensor `{tensor}`, in step {step}")]
+    /// A rank has computed non-finite gradients (NaN or Inf).
+    #[error("rank {rank} has non-finite gradients (NaN or Inf) in tensor `{tensor}`, in step {step}")]
     NotFinite {
         /// The rank that has them.
         rank: u32,
-        /// A tensor with such gradients: if there are several, one of those that its backward pass came to first.
+        /// A tensor with non-finite gradients. If there are several, it is one of those that the backward pass
+        /// reached first.
         tensor: String,
         /// The step, from 1.
         step: u64,
     },
-    /// The gradients of all ranks together are infinite or not a number, in the sum or in the mean.
+    /// The reduced gradients (sum or mean over ranks) are non-finite (NaN or Inf).
     #[error(
-        "the gradients of all ranks together are not finite in tensor `{tensor}`, in step {step}, although no rank was seen to \
-         have such gradients: their sum overflows, or a single element of a large tensor is not finite; a smaller loss has \
-         smaller gradients"
+        "the reduced gradients are non-finite (NaN or Inf) in tensor `{tensor}`, in step {step}, although no rank's own \
+         gradients were found to be: the sum overflows, or a single element of a large tensor is non-finite; try to scale \
+         the loss down"
     )]
     ReducedNotFinite {
         /// A tensor with such gradients.
@@ -164,7 +165,7 @@ pub enum Error {
         /// The step, from 1.
         step: u64,
     },
-    /// Ranks that should have the same number of something do not.
+    /// Ranks that must have the same number of something have different numbers.
     #[error("rank {peer} has {theirs} {what} where rank {rank} has {ours}")]
     Disagreement {
         /// The rank it is compared with.
@@ -178,7 +179,7 @@ pub enum Error {
         /// How many `peer` has.
         theirs: i64,
     },
-    /// Ranks that need the same setting have different ones.
+    /// Ranks have different values of a setting that must be the same.
     #[error("rank {peer} has {setting} {theirs} where rank {rank} has {ours}; all ranks need the same")]
     SettingMismatch {
         /// The rank it is compared with.
@@ -192,14 +193,14 @@ pub enum Error {
         /// Its value on `peer`.
         theirs: String,
     },
-    /// Something went wrong in the program's own part of a step.
+    /// An error of the program's own code within a step.
     #[error("{0}")]
     Program(Arc<dyn std::error::Error + Send + Sync>),
-    /// A GPU, its driver or one of NVIDIA's libraries: missing, or it refused something.
+    /// A GPU, its driver or one of NVIDIA's libraries is missing or has returned an error.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Gpu(#[from] mgpu_kernels::cuda::Error),
-    /// NCCL failed, in a call or in the background.
+    /// NCCL returned an error, from a call or asynchronously.
     #[error("rank {rank} in {operation}: {problem}")]
     Nccl {
         /// The rank.
@@ -209,14 +210,13 @@ pub enum Error {
         /// NCCL's own text.
         problem: String,
     },
-    /// A call into NCCL or the driver, or a rank's own work on its GPU, did not come to an end, which no peer can be the
-    /// reason of.
+    /// A call into NCCL or the driver, or the rank's own work on its GPU, did not end, and no peer can be the reason.
     #[error(
-        "rank {rank} is stuck in {operation}: {call} has not returned for {:.1} s, although it waits for nobody",
+        "rank {rank} is stuck in {operation}: {call} has not returned for {:.1} s, although it does not wait for another rank",
         after.as_secs_f64()
     )]
     Stuck {
-        /// The rank, which is itself to blame.
+        /// The rank, which is itself at fault.
         rank: u32,
         /// What it was doing.
         operation: String,
@@ -225,7 +225,7 @@ pub enum Error {
         /// How long ago that call began.
         after: Duration,
     },
-    /// A timeline cannot be written. Everything else goes on without it.
+    /// A timeline cannot be written. The training is not affected.
     #[error("cannot write the timeline {}: {problem}", path.display())]
     Timeline {
         /// The file.
@@ -233,7 +233,7 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// A checkpoint is not as it was written: a file is missing, or has another size or content.
+    /// A checkpoint is damaged: a file is missing, or its size or checksum differs from the manifest.
     #[error("checkpoint {}: damaged: {problem}", path.display())]
     Damaged {
         /// The file.
@@ -251,8 +251,8 @@ pub enum Error {
     },
 }
 
-/// As [`Display`](fmt::Display), with the causes of a [program's error](Error::program): `main` shows an error that it
-/// returns in this way.
+/// As [`Display`](fmt::Display), and for a [program's error](Error::program) followed by its causes. `main` prints
+/// the error that it returns in this form.
 ///
 /// ```
 /// let error = mgpu::Error::program("no more images");
@@ -261,11 +261,11 @@ pub enum Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = self.to_string();
-        // The others say all they know.
+        // All other variants contain their cause in their text.
         if let Error::Program(error) = self {
             let causes = std::iter::successors(error.source(), |cause| cause.source());
             for cause in causes.map(|cause| cause.to_string()) {
-                // Many errors have their cause in their own text.
+                // Many errors repeat their cause in their own text.
                 if !text.ends_with(&cause) {
                     text += &format!(": {cause}");
                 }
@@ -276,7 +276,7 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// An error of the program's own, to be passed through a step.
+    /// Wraps an error of the program, so that a step can return it.
     ///
     /// ```
     /// let error = mgpu::Error::program("no more images");
@@ -286,7 +286,7 @@ impl Error {
         Error::Program(Arc::from(error.into()))
     }
 
-    /// What the progress page is told of it, if it names a culprit.
+    /// What is written to the progress page for this error, if it names a rank at fault.
     pub(crate) fn blame(&self) -> Option<Blame> {
         let timed_out = matches!(
             self,
@@ -295,12 +295,12 @@ impl Error {
         Some(Blame { culprit: self.culprit()?, timed_out, message: self.to_string() })
     }
 
-    /// A refusal of the operating system while trying to `action`.
+    /// An error of the operating system while trying to `action`.
     pub(crate) fn system(action: impl Into<String>, reason: impl ToString) -> Self {
         Error::System { action: action.into(), reason: reason.to_string() }
     }
 
-    /// The rank that this error holds responsible, if it names one.
+    /// The rank at fault, if the error names one.
     pub fn culprit(&self) -> Option<u32> {
         match self {
             Error::PeerLost { peer, .. }
@@ -318,7 +318,7 @@ impl Error {
     }
 }
 
-/// Each variant becomes the one of the same name.
+/// Converts each variant to the one of the same name.
 impl From<mgpu_control::Error> for Error {
     fn from(error: mgpu_control::Error) -> Self {
         use mgpu_control::Error as Control;
@@ -346,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_name_rank_peer_and_remedy() {
+    fn texts_name_rank_peer_and_what_to_try() {
         let error = Error::Timeout {
             rank: 0,
             waited_for: vec![1, 3],
@@ -358,12 +358,12 @@ mod tests {
             "rank 0 waited 1.5 s for ranks 1, 3 in all_reduce; a rank that is slow rather than stuck needs a longer MGPU_TIMEOUT (seconds)"
         );
         assert_eq!(error.culprit(), Some(1));
-        // What `main` prints of an error that it returns.
+        // `main` prints a returned error with `Debug`.
         assert_eq!(format!("{error:?}"), error.to_string());
     }
 
     #[test]
-    fn the_causes_of_a_programs_error_are_told() {
+    fn debug_output_of_a_program_error_includes_its_causes() {
         #[derive(Debug, thiserror::Error)]
         #[error("no images")]
         struct NoImages(#[source] std::io::Error);

@@ -1,8 +1,8 @@
-//! Names, shapes and offsets of the tensors that share one flat arena.
+//! Names, shapes and offsets of the tensors in an arena.
 //!
-//! Parameters, gradients and optimizer state of a model each live in one contiguous allocation. A [`Layout`]
-//! says where every tensor begins; the same layout serves all of them, so that tensor `i` of the gradients lies
-//! where tensor `i` of the parameters does, and one pass over a range updates both.
+//! An arena is one contiguous buffer. The parameters, gradients and optimizer states of a model are an arena each. A
+//! [`Layout`] says where every tensor begins. All arenas of a model have the same layout: tensor `i` of the gradients
+//! has the same offset as tensor `i` of the parameters, and one pass over a range updates both.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -11,17 +11,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, ParameterGroup, Result};
 
-/// Bytes of a tensor's name, at most: the header of a checkpoint's file has room for some 15,000 such names.
-const LONGEST_NAME: usize = 1024;
+/// Largest name of a tensor, in bytes: the header of a checkpoint file has room for about 15,000 such names.
+const MAX_NAME_BYTES: usize = 1024;
 
 /// The name under which a safetensors file keeps its metadata.
 const METADATA: &str = "__metadata__";
 
-/// One tensor's place in a flat arena.
+/// Name, shape and position of one tensor in an arena.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TensorSpec {
-    /// The name under which errors and checkpoints know the tensor, such as `3.weight`.
+    /// The tensor's name in errors and checkpoints, such as `3.weight`.
     pub name: String,
     /// Extents, slowest first; elements are stored row-major.
     pub shape: Vec<usize>,
@@ -32,8 +32,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Number of elements: the product of the shape, 1 for a scalar. More than can be counted are `usize::MAX`, which no
-    /// memory holds.
+    /// Number of elements: the product of the shape, 1 for a scalar. `usize::MAX` if the product overflows.
     pub fn len(&self) -> usize {
         self.shape.iter().fold(1, |len, extent| len.saturating_mul(*extent))
     }
@@ -53,7 +52,7 @@ impl TensorSpec {
     }
 }
 
-/// The tensors of one arena, in the order they were added, back to back unless they are to be aligned.
+/// The tensors of one arena, in the order in which they were added, contiguous except for alignment.
 ///
 /// ```
 /// let mut layout = mgpu::Layout::new();
@@ -74,19 +73,19 @@ impl Layout {
         Self::default()
     }
 
-    /// Adds a tensor behind the last one and returns its index.
+    /// Appends a tensor and returns its index.
     ///
     /// # Panics
-    /// If no checkpoint could hold a tensor of that name beside the others: the name is empty, longer than 1,024 bytes,
-    /// `__metadata__`, or another tensor's.
+    /// If a checkpoint could not store a tensor of this name: the name is empty, longer than 1,024 bytes,
+    /// `__metadata__`, or already in use.
     pub fn push(&mut self, name: impl Into<String>, shape: impl Into<Vec<usize>>) -> usize {
         let (name, offset) = (self.checked_name(name.into()), self.len());
         self.tensors.push(TensorSpec { name, shape: shape.into(), offset, group: ParameterGroup::new() });
         self.tensors.len() - 1
     }
 
-    /// As [`push`](Self::push), with the tensor's offset a multiple of `alignment` elements, so that every tensor can be
-    /// moved in whole vectors. What lies between two tensors belongs to none.
+    /// As [`push`](Self::push), but aligns the tensor's offset to a multiple of `alignment` elements, so that kernels
+    /// can use whole vectors. The padding between two tensors belongs to none.
     ///
     /// ```
     /// let mut layout = mgpu::Layout::new();
@@ -109,7 +108,7 @@ impl Layout {
         self.tensors.len() - 1
     }
 
-    /// Has `tensors` be trained as `group` says.
+    /// Assigns `tensors` to `group`.
     ///
     /// # Panics
     /// If there is no such tensor.
@@ -124,7 +123,7 @@ impl Layout {
         (0..self.tensors.len()).filter(|tensor| !self.tensors[*tensor].group.frozen)
     }
 
-    /// The first element behind tensor `index` and what lies between it and the next one.
+    /// First element after tensor `index` and the padding that follows it.
     pub(crate) fn padded_end(&self, index: usize) -> usize {
         self.tensors.get(index + 1).map_or_else(|| self.len(), |next| next.offset)
     }
@@ -137,8 +136,8 @@ impl Layout {
         name
     }
 
-    /// Why no checkpoint can hold these tensors, or `None` if one can: a layout that came from elsewhere was not checked
-    /// when it was made.
+    /// Why a checkpoint cannot store these tensors, or `None` if it can. Needed for deserialised layouts, which did
+    /// not pass the checks of [`push`](Self::push).
     pub(crate) fn problem_of_names(&self) -> Option<String> {
         let mut names = HashSet::new();
         let mut tensors = self.tensors.iter();
@@ -168,10 +167,11 @@ impl Layout {
         self.len() == 0
     }
 
-    /// Checks that all tensors can lie in memory and be trained.
+    /// Checks that all tensors fit into memory and that their groups are valid.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] with the first tensor whose group has a factor that is none, or the first tensor that has, or ends behind, more elements than there are addresses for.
+    /// [`Error::InvalidArgument`] with the first tensor whose group has an invalid factor, or whose end exceeds the
+    /// address space.
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
         for TensorSpec { name, group, .. } in &self.tensors {
             if let Some(problem) = group.problem() {
@@ -179,7 +179,7 @@ impl Layout {
                 return Err(Error::InvalidArgument { operation, problem });
             }
         }
-        // No allocation is larger than this, in bytes.
+        // Largest possible allocation, in elements: `isize::MAX` bytes.
         let most = isize::MAX as usize / size_of::<f32>();
         let Some(tensor) = self.tensors.iter().find(|tensor| tensor.end() > most) else { return Ok(()) };
         let TensorSpec { name, shape, .. } = tensor;
@@ -187,12 +187,12 @@ impl Layout {
         Err(Error::InvalidArgument { operation, problem })
     }
 
-    /// Describes the first place where `other` differs, or `None` when both are the same.
+    /// Describes the first difference to `other`, or returns `None` if the layouts are equal.
     pub fn difference(&self, other: &Layout) -> Option<String> {
         self.difference_between(other, ["here", "there"])
     }
 
-    /// As [`difference`](Self::difference), with words for where this one is, and where the other.
+    /// As [`difference`](Self::difference), with words that say where each of the two layouts is.
     pub(crate) fn difference_between(&self, other: &Layout, [here, there]: [&str; 2]) -> Option<String> {
         let pairs = self.tensors.iter().zip(&other.tensors);
         for (index, (mine, theirs)) in pairs.enumerate() {
@@ -220,16 +220,19 @@ impl Layout {
     }
 }
 
-/// What is wrong with a tensor's name, which is another's too if `is_taken`.
+/// What is wrong with a tensor's name, if anything. `is_taken` says that another tensor has it.
 fn problem_of_name(name: &str, is_taken: bool) -> Option<String> {
     match name {
         "" => Some("a tensor has an empty name".to_owned()),
         METADATA => {
             Some(format!("a tensor is called `{METADATA}`, which is not a tensor in a safetensors file"))
         }
-        _ if name.len() > LONGEST_NAME => {
+        _ if name.len() > MAX_NAME_BYTES => {
             let begin: String = name.chars().take(40).collect();
-            Some(format!("the name of tensor `{begin}…` has {} bytes, more than {LONGEST_NAME}", name.len()))
+            Some(format!(
+                "the name of tensor `{begin}…` has {} bytes, more than {MAX_NAME_BYTES}",
+                name.len()
+            ))
         }
         _ if is_taken => Some(format!("two tensors are called `{name}`")),
         _ => None,
@@ -241,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_no_checkpoint_can_hold_are_refused_when_the_layout_is_made() {
+    fn push_rejects_names_that_a_checkpoint_cannot_store() {
         let refused = |name: &str| {
             let push = || {
                 let mut layout = Layout::new();
@@ -260,7 +263,7 @@ mod tests {
             layout.push(name, [1]);
         }
         assert_eq!(layout.problem_of_names(), None);
-        // As if from another rank.
+        // As if it came from another rank.
         let json = serde_json::to_string(&layout).unwrap().replace("dtype", "__metadata");
         let forged: Layout = serde_json::from_str(&json).unwrap();
         assert_eq!(forged.problem_of_names().unwrap(), "two tensors are called `__metadata`");
@@ -295,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_that_wrap_fit_no_memory() {
+    fn shapes_that_overflow_are_rejected() {
         for shape in [vec![1 << 32, 1 << 32], vec![usize::MAX, 2], vec![1 << 61], vec![3, usize::MAX]] {
             let mut layout = Layout::new();
             layout.push("a", [4]);

@@ -4,22 +4,22 @@
 //! computes gradients on its own part of the batch, the gradients are averaged over all ranks, and each rank
 //! applies its own optimizer. The same program runs alone: without a launcher the world has one rank.
 //!
-//! The way of a gradient is the way through this crate:
+//! The modules, in the order in which a gradient passes through them:
 //!
 //! | | question |
 //! |---|---|
 //! | [`World`] | who am I, and who are the others? |
-//! | [`Store`], of `mgpu-control` | how do ranks find each other, and exchange what is small? |
-//! | [`Communicator`], [`comm`] | how do buffers of all ranks become one? |
-//! | [`replicate`](mod@replicate) | how do all begin with the same weights, and how is that proved? |
+//! | [`Store`], of `mgpu-control` | how do ranks find each other and exchange small values? |
+//! | [`Communicator`], [`comm`] | how are buffers of all ranks combined (collectives)? |
+//! | [`replicate`](mod@replicate) | how do all ranks start with the same weights, and how is this verified? |
 //! | [`Layout`], [`ParameterGroup`] | what are the model's tensors, and how is each trained? |
-//! | [`Reducer`] | how are gradients averaged, for an optimizer of the program's own? |
+//! | [`Reducer`] | how are gradients averaged, if the program has its own optimizer? |
 //! | [`DataParallel`], [`DeviceDataParallel`] | what happens in a training step, on a host and on a GPU? |
-//! | [`optimizer`] | how do parameters follow their gradients? |
+//! | [`optimizer`] | how do gradients update the parameters? |
 //! | [`Sampler`] | which samples are mine? |
-//! | [`checkpoint`] | how does a run resume after an end? |
+//! | [`checkpoint`] | how does a run resume after it has ended? |
 //! | [`timeline`] | what did every rank do when? |
-//! | [`whole_file`] | how is a file written beside a training, and nothing lost? |
+//! | [`output_file`] | how are by-product files of a training written without losing data? |
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -41,10 +41,11 @@
 //! ```
 //!
 //! # What it does not do to its host
-//! The runtime installs no signal handler, prints nothing and never ends the process: those belong to the program
-//! that embeds it. (Unless it is asked to: `mgpurun --inject`.) It starts no thread but one for [`World::threads`], one in rank
-//! 0 where another launcher than `mgpurun` started the ranks, one for each NCCL communicator, one while a
-//! [`checkpoint::Writer`] is writing, and those the CPU kernels are asked to use.
+//! The runtime installs no signal handler, prints nothing and never ends the process: these belong to the program
+//! that embeds it. (The only exception is `mgpurun --inject`, which asks for faults.) It starts threads only for:
+//! [`World::threads`] (one); rank 0 under another launcher than `mgpurun` (one); each NCCL communicator (one); a
+//! [`checkpoint::Writer`] while it writes (one); [`ReducerConfig::overlap`] (one); and the CPU kernels, as many as
+//! they are asked to use.
 
 mod bucket;
 pub mod checkpoint;
@@ -55,13 +56,13 @@ mod layout;
 mod membership;
 mod memory;
 pub mod optimizer;
+pub mod output_file;
 mod parameter_group;
 pub mod replicate;
 mod sampler;
 mod step;
 mod survivor;
 pub mod timeline;
-pub mod whole_file;
 mod world;
 
 pub use mgpu_control::progress::Phase;
@@ -71,7 +72,7 @@ pub(crate) use mgpu_control::{control_group, inject, process, progress, rendezvo
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use comm::{Awaited, Captured, DeviceCommunicator, Group};
+pub use comm::{CapturedGroup, DeviceCommunicator, Group, Waitable};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use parameter_group::ParameterGroup;

@@ -1,22 +1,22 @@
-//! What a rank holds as long as it belongs to the run.
+//! A rank's membership of the run: its connection to the rendezvous and its progress page.
 
 use crate::inject::{InjectionPoint, ScheduledInjection};
 use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
-use crate::survivor::let_the_culprit_be_seen;
+use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
-/// Connection and progress page of one rank. The last owner to let go says goodbye.
+/// Connection and progress page of one rank. Dropping the last reference leaves the run.
 #[derive(Debug)]
 pub(crate) struct Membership {
     rank: u32,
     store: Store,
     page: ProgressPage,
-    /// Faults this rank is to commit.
+    /// Faults to inject into this rank.
     injections: Vec<ScheduledInjection>,
-    /// How it stands with this rank's communicators on the GPU.
+    /// How many collectives this rank's NCCL communicators have begun.
     #[cfg(feature = "cuda")]
-    pub(crate) standing: crate::comm::nccl::Standing,
+    pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
 }
 
 impl Membership {
@@ -36,7 +36,7 @@ impl Membership {
             page,
             injections,
             #[cfg(feature = "cuda")]
-            standing: crate::comm::nccl::Standing::default(),
+            collectives: crate::comm::nccl::CollectiveCounters::default(),
         }
     }
 
@@ -52,73 +52,74 @@ impl Membership {
         &self.page
     }
 
-    /// An error in a child that the rank has forked: the run is not its own.
+    /// Returns an error in a forked child of the rank, which is not part of the run.
     #[inline]
     pub(crate) fn check_process(&self) -> Result<()> {
         Ok(self.store.check_process()?)
     }
 
-    /// Where another launcher judges, waits until it has seen the end of the peer that `error` tells the loss of.
-    pub(crate) fn hold_back(&self, error: &Error) {
+    /// Delays the error about a lost peer under other launchers, until the launcher has seen the peer's end (see
+    /// [`survivor`](crate::survivor)).
+    pub(crate) fn delay_error(&self, error: &Error) {
         if self.store.is_served_by_a_rank() {
             let process = |peer| Some(self.page.progress(peer).pid).filter(|pid| *pid > 0);
-            let_the_culprit_be_seen(error, process);
+            wait_until_culprit_reaped(error, process);
         }
     }
 
-    /// Notes that a step begins.
+    /// Records on the progress page that a step begins.
     pub(crate) fn begin_step(&self, step: u64) {
         if self.check_process().is_err() {
             return;
         }
         self.page.begin_step(self.rank, step);
-        self.come_to(InjectionPoint::Step(step));
+        self.inject_faults(InjectionPoint::Step(step));
     }
 
-    /// Notes that another part of the work begins.
+    /// Records on the progress page that another phase begins.
     pub(crate) fn begin_phase(&self, phase: Phase) {
         if self.check_process().is_err() {
             return;
         }
         self.page.set_phase(self.rank, phase);
         if phase == Phase::Checkpoint {
-            self.come_to(InjectionPoint::Checkpoint);
+            self.inject_faults(InjectionPoint::Checkpoint);
         }
     }
 
-    /// Notes whom `error` holds responsible, unless that is this rank itself: its own end says that.
+    /// Records the rank at fault on the progress page, unless it is this rank: the launcher sees this rank's own end.
     pub(crate) fn blame(&self, error: &Error) {
         if error.culprit() != Some(self.rank) {
-            self.accuse(error);
+            self.record_blame(error);
         }
     }
 
-    /// Notes whom `error` holds responsible, be it this rank itself.
-    pub(crate) fn accuse(&self, error: &Error) {
+    /// Records the rank at fault on the progress page, even if it is this rank.
+    pub(crate) fn record_blame(&self, error: &Error) {
         if let Some(blame) = error.blame() {
             self.page.blame(self.rank, &blame);
         }
     }
 
-    /// Commits the faults of this moment.
-    pub(crate) fn come_to(&self, moment: InjectionPoint) {
+    /// Injects the faults that are planned for this moment.
+    pub(crate) fn inject_faults(&self, moment: InjectionPoint) {
         for planned in due(&self.injections, moment) {
             self.page.note_fault(self.rank, planned.number);
             planned.injection.fault.trigger();
         }
     }
 
-    /// The error of waiting for `awaited` in vain, if it is in vain: some rank has failed, or one of `awaited` has
-    /// left. It names the rank where the trouble began.
+    /// The error of waiting for `awaited`, if the wait cannot succeed: some rank has failed, or one of `awaited` has
+    /// left. It names the rank that failed first, as far as known.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
-        // The server notes how ranks end, but not its own end.
+        // The server records how ranks end, but rank 0, which hosts it, cannot record its own end.
         if self.store.rank_zero_is_gone() && self.page.state(0) == RankState::Joined {
             self.page.record_end(0, Ending::Failed("ended without a goodbye"));
         }
         let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;
-        let (peer, accusation) = self.origin(peer);
+        let (peer, accusation) = self.find_culprit(peer);
         let silent = accusation.as_ref().is_some_and(|blame| blame.timed_out);
         let departure = self.page.end_description(peer);
         let how = match (self.page.blame_of(peer), accusation) {
@@ -130,9 +131,9 @@ impl Membership {
         Some(Error::PeerLost { rank: self.rank, peer, operation: operation(), how, silent })
     }
 
-    /// Follows the blame from a rank that has ended to the rank where the trouble began, and returns what that one is
-    /// accused of. Ranks that accuse each other, or this one, are as far as one can tell the beginning.
-    fn origin(&self, ended: u32) -> (u32, Option<Blame>) {
+    /// Follows the recorded blame from an ended rank to the rank that failed first, and returns that rank with the
+    /// error that blames it. Stops at a cycle, or at this rank.
+    fn find_culprit(&self, ended: u32) -> (u32, Option<Blame>) {
         let (mut origin, mut accusation) = (ended, None);
         let mut seen = vec![self.rank, ended];
         while let Some(blame) = self.page.blame_of(origin).filter(|blame| !seen.contains(&blame.culprit)) {
@@ -144,7 +145,7 @@ impl Membership {
     }
 }
 
-/// Those of `injections` that are due at `moment`.
+/// The faults that are planned for `moment`.
 fn due(
     injections: &[ScheduledInjection],
     moment: InjectionPoint,
@@ -152,14 +153,14 @@ fn due(
     injections.iter().filter(move |planned| planned.injection.point == moment)
 }
 
-/// Commits the faults of a moment at which there is no progress page yet.
-pub(crate) fn commit(injections: &[ScheduledInjection], moment: InjectionPoint) {
+/// Injects the faults of a moment before the rank has a progress page.
+pub(crate) fn inject_planned(injections: &[ScheduledInjection], moment: InjectionPoint) {
     due(injections, moment).for_each(|planned| planned.injection.fault.trigger());
 }
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // A forked child has a copy, and says goodbye for nobody.
+        // A forked child has a copy of this; it must not leave the run in the rank's name.
         if self.check_process().is_err() {
             return;
         }
@@ -167,7 +168,7 @@ impl Drop for Membership {
             self.page.record_end(self.rank, Ending::Failed("panicked"));
         } else {
             self.begin_phase(Phase::Finalise);
-            self.come_to(InjectionPoint::Finalise);
+            self.inject_faults(InjectionPoint::Finalise);
         }
         self.store.leave();
     }

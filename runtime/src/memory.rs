@@ -1,23 +1,23 @@
-//! How much memory may still be taken: by the machine, and by the control groups this process is in.
+//! How much memory is available: on the machine, and in the control groups of this process.
 //!
-//! The kernel hands out more shared memory than there is and kills somebody later. So a large allocation looks here
-//! first and fails with an error instead.
+//! The kernel overcommits shared memory and kills a process later. Large allocations therefore check here first and
+//! fail with an error.
 
 use std::fs;
 use std::path::Path;
 
 use crate::control_group;
 
-/// What is wrong with taking `bytes` bytes now, if anything. Where the system does not tell, nothing is.
+/// Says why `bytes` bytes cannot be allocated now. `None` if they can, or if the system does not tell.
 pub(crate) fn shortage(bytes: usize) -> Option<String> {
     let groups = control_group::folders("memory");
-    let limits = groups.iter().filter_map(|folder| left_in_group(folder)).chain(left_on_machine());
+    let limits = groups.iter().filter_map(|folder| available_in_group(folder)).chain(available_on_machine());
     let left = limits.min()?;
     (bytes as u64 > left).then(|| format!("{bytes} bytes are needed where {left} are available"))
 }
 
 /// `MemAvailable` of the machine.
-fn left_on_machine() -> Option<u64> {
+fn available_on_machine() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kibibytes: u64 = field(&text, "MemAvailable:")?.trim_end_matches("kB").trim().parse().ok()?;
     Some(kibibytes * 1024)
@@ -28,8 +28,8 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
 }
 
-/// Bytes that the group may still take; `None` without a limit. Pages of files that nobody uses count as free.
-fn left_in_group(folder: &Path) -> Option<u64> {
+/// Available bytes of the group; `None` without a limit. Inactive page cache counts as available.
+fn available_in_group(folder: &Path) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
     let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes"))?;
@@ -44,16 +44,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_than_the_machine_has_is_short() {
+    fn allocations_beyond_the_machines_memory_are_rejected() {
         let problem = shortage(1 << 60).expect("no machine has an exbibyte");
         assert!(problem.starts_with("1152921504606846976 bytes are needed where "), "{problem}");
         assert_eq!(shortage(4096), None);
     }
 
     #[test]
-    fn a_group_has_left_what_it_does_not_use() {
+    fn available_memory_of_a_control_group_is_limit_minus_usage() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(left_in_group(folder.path()), None);
+        assert_eq!(available_in_group(folder.path()), None);
         for (name, text) in [
             ("memory.max", "1000\n"),
             ("memory.current", "700\n"),
@@ -61,8 +61,8 @@ mod tests {
         ] {
             fs::write(folder.path().join(name), text).unwrap();
         }
-        assert_eq!(left_in_group(folder.path()), Some(500));
+        assert_eq!(available_in_group(folder.path()), Some(500));
         fs::write(folder.path().join("memory.max"), "max\n").unwrap();
-        assert_eq!(left_in_group(folder.path()), None);
+        assert_eq!(available_in_group(folder.path()), None);
     }
 }

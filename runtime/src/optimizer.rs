@@ -1,7 +1,8 @@
-//! The optimizer's state, kept like the parameters: flat arenas in their order.
+//! The optimizer's state, in arenas with the parameters' order.
 //!
-//! Where the state is sharded over ranks, an arena holds this rank's elements only, one bucket's after another's. All
-//! rules are element by element, and so is the moving average: who updates an element does not matter for its bits.
+//! If the state is sharded over ranks, an arena only holds this rank's elements, bucket after bucket. All update
+//! rules and the moving average work element by element, so the bits of an element do not depend on the rank that
+//! updates it.
 
 use mgpu_kernels::Threads;
 pub use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer as Rule, RmsProp, Sgd};
@@ -14,17 +15,17 @@ use crate::{Error, Layout, ParameterGroup, Result, TensorSpec};
 /// Name of the moving average's arena in a checkpoint.
 pub(crate) const AVERAGE: &str = "average";
 
-/// How parameters follow their gradients.
+/// Configuration of the optimizer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct OptimizerConfig {
     /// The update and its hyper-parameters.
     pub rule: Rule,
-    /// Spare tensors of fewer than two dimensions (biases, normalisation) the rule's weight decay.
+    /// Apply weight decay only to tensors of two or more dimensions, not to biases and normalisation parameters.
     pub decay_weights_only: bool,
-    /// Decay of a moving average of all parameters, taken after each step; `None` keeps none.
+    /// Decay of the moving average of all parameters, which is updated after each step; `None` keeps no average.
     pub average: Option<f64>,
-    /// What the learning rate is multiplied by, step by step.
+    /// Factor of the learning rate, by step.
     pub schedule: Schedule,
 }
 
@@ -34,25 +35,25 @@ impl OptimizerConfig {
         OptimizerConfig { rule, decay_weights_only: false, average: None, schedule: Schedule::CONSTANT }
     }
 
-    /// With weight decay for tensors of two and more dimensions alone.
+    /// Applies weight decay only to tensors of two or more dimensions.
     #[must_use]
     pub fn with_decay_weights_only(self) -> Self {
         OptimizerConfig { decay_weights_only: true, ..self }
     }
 
-    /// With a moving average of all parameters that keeps `decay` of itself in each step.
+    /// Keeps a moving average of all parameters with this decay.
     #[must_use]
     pub fn with_average(self, decay: f64) -> Self {
         OptimizerConfig { average: Some(decay), ..self }
     }
 
-    /// With a learning rate that follows `schedule`.
+    /// Multiplies the learning rate by `schedule`.
     #[must_use]
     pub fn with_schedule(self, schedule: Schedule) -> Self {
         OptimizerConfig { schedule, ..self }
     }
 
-    /// What learning rate and weight decay of `tensor` are multiplied by.
+    /// Factors of learning rate and weight decay for `tensor`.
     pub(crate) fn factors(&self, tensor: &TensorSpec) -> Factors {
         let ParameterGroup { learning_rate, weight_decay, .. } = tensor.group;
         let decays = !self.decay_weights_only || tensor.shape.len() > 1;
@@ -66,7 +67,7 @@ pub(crate) struct Optimizer {
     config: OptimizerConfig,
     threads: Threads,
     step: u64,
-    /// Neighbouring tensors with the same factors: the first element behind them, and the factors.
+    /// Runs of adjacent tensors with the same factors: the end of the run, and the factors.
     runs: Vec<(usize, Factors)>,
     first: Buffer,
     second: Buffer,
@@ -74,10 +75,11 @@ pub(crate) struct Optimizer {
 }
 
 impl Optimizer {
-    /// For elements of `layout`, of which this rank has the state of `len`. The moving average is yet to be set.
+    /// For the elements of `layout`. This rank holds the state of `len` elements. The caller must initialise the
+    /// moving average.
     ///
     /// # Errors
-    /// If there are no threads, or the system refuses to start them.
+    /// If `threads` is 0, or the system cannot start threads.
     pub(crate) fn new(config: OptimizerConfig, layout: &Layout, len: usize, threads: usize) -> Result<Self> {
         let arena = |used: bool| Buffer::zeroed::<f32>(if used { len } else { 0 });
         let threads = Threads::try_new(threads)
@@ -93,17 +95,17 @@ impl Optimizer {
         })
     }
 
-    /// Elements of the state on this rank, of all arenas together.
+    /// Elements of the state on this rank, in all arenas together.
     pub(crate) fn state_len(&self) -> usize {
         self.first.len() + self.second.len() + self.average.len()
     }
 
-    /// With the learning rate that was set last.
+    /// The configuration, with the learning rate that was set last.
     pub(crate) fn config(&self) -> OptimizerConfig {
         self.config
     }
 
-    /// The learning rate that was set last, before the schedule.
+    /// The learning rate that was set last, without the schedule's factor.
     pub(crate) fn base_learning_rate(&self) -> f64 {
         self.config.rule.lr()
     }
@@ -134,7 +136,7 @@ impl Optimizer {
         self.step += 1;
     }
 
-    /// Updates the parameters of elements from `begin` on by their gradients. Their state is at `state`.
+    /// Updates the parameters that begin at element `begin` of the arena. Their state begins at `state`.
     pub(crate) fn update(&mut self, begin: usize, state: usize, parameters: &mut [f32], gradients: &[f32]) {
         let rule = self.config.rule.with_lr(self.learning_rate_of(self.step - 1));
         let (mut at, len) = (0, parameters.len());
@@ -164,24 +166,24 @@ impl Optimizer {
         }
     }
 
-    /// The moving average of the elements that this rank has the state of, if one is kept.
+    /// The moving average of the elements whose state this rank holds, if an average is kept.
     pub(crate) fn average(&self) -> Option<&[f32]> {
         self.config.average.map(|_| self.average.as_slice())
     }
 
-    /// As [`average`](Self::average), to be replaced.
+    /// As [`average`](Self::average), mutable.
     pub(crate) fn average_mut(&mut self) -> Option<&mut [f32]> {
         self.config.average.map(|_| self.average.as_mut_slice())
     }
 
-    /// Names and values of all state arenas in use.
+    /// Names and values of all state arenas that are in use.
     pub(crate) fn state(&self) -> impl Iterator<Item = (&'static str, &[f32])> {
         let names = self.config.rule.state_names().iter().copied();
         let rules = names.zip([self.first.as_slice(), self.second.as_slice()]);
         rules.chain(self.average().map(|values| (AVERAGE, values)))
     }
 
-    /// As [`state`](Self::state), to be replaced.
+    /// As [`state`](Self::state), mutable.
     pub(crate) fn state_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut [f32])> {
         let names = self.config.rule.state_names().iter().copied();
         let average = self.config.average.map(|_| (AVERAGE, self.average.as_mut_slice()));
@@ -189,8 +191,8 @@ impl Optimizer {
     }
 }
 
-/// The ends of the elements of neighbouring tensors with the same factors, and these. What lies between two tensors goes
-/// with the one before.
+/// Runs of adjacent tensors with the same factors: the end of each run, and the factors. Padding belongs to the
+/// tensor before it.
 fn runs(config: &OptimizerConfig, layout: &Layout) -> Vec<(usize, Factors)> {
     let mut runs: Vec<(usize, Factors)> = Vec::new();
     for (index, tensor) in layout.tensors().iter().enumerate() {
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_of_tensors_alike() {
+    fn adjacent_tensors_with_equal_factors_form_a_run() {
         let mut config = OptimizerConfig::new(Rule::AdamW(AdamW::default()));
         let (all, rate_only) = (Factors::ONE, Factors::NO_DECAY);
         assert_eq!(runs(&config, &layout()), [(20, all)]);
@@ -235,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_an_arena_are_updated_as_the_whole() {
+    fn updating_an_arena_in_pieces_equals_updating_it_whole() {
         let rule = Rule::AdamW(AdamW { weight_decay: 0.5, ..AdamW::default() });
         let config = OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.5);
         let layout = layout();
@@ -253,7 +255,8 @@ mod tests {
         };
         let whole = update(layout.len());
         assert!((1..layout.len()).all(|piece| update(piece) == whole));
-        // Elements 1 and 9 differ in their weight decay: 1 − 0.001 · 0.5 before Adam's first step of 0.001.
+        // Elements 1 and 9 differ in their weight decay: element 1 decays by 1 − 0.001 · 0.5 before Adam's first step
+        // of 0.001.
         assert!((whole.0[1] - 1.0005).abs() < 1e-6 && (whole.0[9] - 0.999).abs() < 1e-6, "{:?}", whole.0);
     }
 }

@@ -4,10 +4,11 @@ use std::fmt::{self, Display, Formatter};
 
 use serde::{Deserialize, Serialize};
 
-/// How the tensors of a group are trained, where that is not as the optimizer says: [`Layout::assign`](crate::Layout::assign).
+/// Differences between the training of a group of tensors and the optimizer's settings. Assigned by
+/// [`Layout::assign`](crate::Layout::assign).
 ///
-/// The factors of PyTorch's parameter groups, as multiples of the optimizer's learning rate and weight decay, so that a
-/// schedule moves all groups together.
+/// Like PyTorch's parameter groups, but as factors of the optimizer's learning rate and weight decay, so that a
+/// schedule applies to all groups.
 ///
 /// ```
 /// use mgpu::{Layout, ParameterGroup};
@@ -23,20 +24,20 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ParameterGroup {
-    /// Multiplies the learning rate; from 0.
+    /// Factor of the learning rate, at least 0.
     pub learning_rate: f32,
-    /// Multiplies the weight decay; from 0. Tensors that the optimizer spares weight decay
-    /// ([`decay_weights_only`](crate::optimizer::OptimizerConfig::decay_weights_only)) have none whatever this is.
+    /// Factor of the weight decay, at least 0. It has no effect on tensors without weight decay
+    /// ([`decay_weights_only`](crate::optimizer::OptimizerConfig::decay_weights_only)).
     pub weight_decay: f32,
-    /// The tensors keep their values: no gradient of them is taken or sent, and the optimizer has no state for them.
+    /// The tensors are not trained: they have no gradients, no communication and no optimizer state.
     pub frozen: bool,
 }
 
 impl ParameterGroup {
-    /// Tensors that keep their values.
+    /// Tensors that are not trained.
     pub const FROZEN: ParameterGroup = ParameterGroup { frozen: true, ..ParameterGroup::new() };
 
-    /// As the optimizer says.
+    /// The optimizer's own settings.
     pub const fn new() -> Self {
         ParameterGroup { learning_rate: 1.0, weight_decay: 1.0, frozen: false }
     }
@@ -53,7 +54,7 @@ impl ParameterGroup {
         ParameterGroup { weight_decay: factor, ..self }
     }
 
-    /// What is wrong with it, if anything.
+    /// Describes the first invalid factor, if there is one.
     pub(crate) fn problem(&self) -> Option<String> {
         let factors = [("learning rate", self.learning_rate), ("weight decay", self.weight_decay)];
         let bad = factors.into_iter().find(|(_, factor)| !(0.0..=f32::MAX).contains(factor));

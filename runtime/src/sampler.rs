@@ -1,11 +1,11 @@
 //! Which samples a rank trains on, and which it evaluates.
 //!
-//! Every epoch shuffles all samples by (seed, epoch), the same on every rank, and cuts the order into global
-//! batches; rank r takes the r-th part of each. So no sample is seen twice in an epoch, all ranks make the same
-//! number of steps, and n ranks with batch b/n train on the same global batches as one rank with batch b. What
-//! does not fill a last global batch is left out of that epoch; another shuffle leaves out others.
+//! Every epoch shuffles all samples by (seed, epoch), identically on every rank, and cuts the order into global
+//! batches; rank r takes the r-th part of each. So no sample occurs twice in an epoch, all ranks have the same number
+//! of steps, and n ranks with batch b/n train on the same global batches as one rank with batch b. Samples that do
+//! not fill a last global batch are left out of that epoch; the next shuffle leaves out others.
 //!
-//! A sampler has no position to save: a batch is a function of seed, epoch and step, and a run goes on wherever it says.
+//! A sampler has no position to save: a batch is a function of seed, epoch and step.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use mgpu_kernels::rng::Stream;
 
 use crate::{Error, Result};
 
-/// What a [`Sampler`] is made for.
+/// Configuration of a [`Sampler`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SamplerConfig {
     /// Samples of the training set.
@@ -24,7 +24,7 @@ pub struct SamplerConfig {
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// Of the shuffling; the same on all ranks.
+    /// Seed of the shuffling; the same on all ranks.
     pub seed: u64,
 }
 
@@ -63,7 +63,7 @@ impl Sampler {
     /// The samples of `config.rank`.
     ///
     /// # Errors
-    /// If there is no such rank, there are fewer samples than one batch on every rank needs, or the batch is empty.
+    /// If `rank` is not below `ranks`, if the samples do not fill one batch on every rank, or if the batch is empty.
     pub fn new(config: SamplerConfig) -> Result<Self> {
         let SamplerConfig { samples, batch, rank, ranks, .. } = config;
         check_rank(rank, ranks)?;
@@ -105,7 +105,7 @@ impl Sampler {
         self.order = (0..samples as u32).collect();
         for last in (1..samples).rev() {
             let random = stream.bits(last as u64);
-            // The high half of the 128-bit product is uniform over 0..=last to within 2^-32.
+            // The high half of the 128-bit product is uniform over 0..=last, with a bias below 2^-32.
             let chosen = (u128::from(random) * (last as u128 + 1)) >> 64;
             self.order.swap(last, chosen as usize);
         }
@@ -113,14 +113,14 @@ impl Sampler {
     }
 }
 
-/// The samples that `rank` of `ranks` ranks evaluates: together the ranks cover all samples once, in parts that differ by at
-/// most one.
+/// The samples that `rank` of `ranks` ranks evaluates. The ranks together cover all samples once; their parts differ
+/// by at most one sample.
 ///
 /// # Errors
 /// If there is no such rank.
 pub fn evaluation_shard(samples: usize, rank: u32, ranks: u32) -> Result<Range<usize>> {
     check_rank(rank, ranks)?;
-    // At most `samples`.
+    // The result is at most `samples`.
     let bound = |rank: u32| (samples as u128 * u128::from(rank) / u128::from(ranks)) as usize;
     Ok(bound(rank)..bound(rank + 1))
 }
@@ -133,7 +133,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_sample_comes_twice_and_ranks_step_alike(
+        fn no_sample_occurs_twice_and_ranks_have_equal_step_counts(
             batch in 1usize..20, ranks in 1u32..9, extra in 0usize..300, epoch in 0u64..5, seed in any::<u64>()
         ) {
             let samples = batch * ranks as usize + extra;
@@ -152,7 +152,7 @@ mod tests {
         }
 
         #[test]
-        fn evaluation_covers_everything_once(samples in 0usize..1000, ranks in 1u32..17) {
+        fn evaluation_shards_cover_all_samples_once(samples in 0usize..1000, ranks in 1u32..17) {
             let shards: Vec<_> = (0..ranks).map(|rank| evaluation_shard(samples, rank, ranks).unwrap()).collect();
             let all: Vec<usize> = shards.iter().cloned().flatten().collect();
             prop_assert_eq!(all, (0..samples).collect::<Vec<_>>());
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn epochs_differ_and_repeat() {
+    fn epochs_differ_and_are_reproducible() {
         let config = SamplerConfig { samples: 1000, batch: 1000, rank: 0, ranks: 1, seed: 3 };
         let mut sampler = Sampler::new(config).unwrap();
         let first = sampler.batch(0, 0).to_vec();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_an_error() {
+    fn invalid_configurations_are_rejected() {
         let config = SamplerConfig { samples: 10, batch: 6, rank: 0, ranks: 2, seed: 0 };
         let refused = |config| Sampler::new(config).unwrap_err().to_string();
         assert_eq!(refused(config), "sampler: 10 samples are fewer than a batch of 6 on each of 2 ranks");

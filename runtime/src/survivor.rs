@@ -1,34 +1,34 @@
-//! A rank that has lost another one holds its error back where the launcher is not `mgpurun`.
+//! A rank that has lost a peer delays its error if the launcher is not `mgpurun`.
 //!
-//! `mgpurun` reads on the progress page whom a failing rank holds responsible. Others know exit codes alone and take the
-//! first failure that they see for the cause, while a survivor ends within milliseconds of the rank that it lost. torchrun
-//! looks at its ranks every 0.1 s and names the lowest of those that have ended by then. So a survivor waits until the
-//! launcher has seen the culprit's end: the kernel keeps a process that has ended until its parent has waited for it. A
-//! shell between the two may wait for it and end itself, which takes a moment more; and a parent that waits for its ranks one
-//! after the other never sees it, so that there is a limit. A launcher that ends all ranks when it has seen the first one fail,
-//! as torchrun does, ends the survivor in its wait.
+//! `mgpurun` reads on the progress page which rank is at fault. Other launchers only know exit codes, and report the
+//! first failure that they see as the cause; but a survivor ends within milliseconds of the lost rank. torchrun polls
+//! its ranks every 0.1 s and reports the lowest rank of those that have ended by then. So the survivor waits until
+//! the launcher has reaped the failed process: the kernel keeps an ended process (a zombie) until its parent has
+//! waited for it. A shell between the two may reap it first and end a moment later. A parent that waits for its ranks
+//! one after the other may never reap it; hence the limit. A launcher that kills all ranks after the first failure,
+//! as torchrun does, kills the survivor during this wait.
 
 use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::process::state;
 
-/// In any case: three looks of torchrun's.
-const AT_LEAST: Duration = Duration::from_millis(300);
-/// While the culprit's process is there: ten looks, for a machine that has much else to do.
-const AT_MOST: Duration = Duration::from_secs(1);
-/// Between two looks.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Minimum delay: three of torchrun's polling intervals.
+const MIN_DELAY: Duration = Duration::from_millis(300);
+/// Maximum delay while the failed process exists: ten polling intervals, for a busy machine.
+const MAX_DELAY: Duration = Duration::from_secs(1);
+/// Interval between two polls.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Waits until another launcher has seen the end of the peer that `error` names, if it names a lost one. `process` is that
-/// of a rank, where it is known.
-pub(crate) fn let_the_culprit_be_seen(error: &Error, process: impl FnOnce(u32) -> Option<u32>) {
+/// If `error` is about a lost peer, waits until the launcher has reaped that peer's process. `process` returns the
+/// process id of a rank, if known.
+pub(crate) fn wait_until_culprit_reaped(error: &Error, process: impl FnOnce(u32) -> Option<u32>) {
     let Error::PeerLost { peer, silent: false, .. } = error else { return };
     let process = process(*peer);
     let is_there = || process.is_some_and(|pid| state(pid).is_some());
     let began = Instant::now();
-    while began.elapsed() < AT_LEAST || began.elapsed() < AT_MOST && is_there() {
-        std::thread::sleep(LOOK_EVERY);
+    while began.elapsed() < MIN_DELAY || began.elapsed() < MAX_DELAY && is_there() {
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -44,23 +44,23 @@ mod tests {
     }
 
     #[test]
-    fn only_the_loss_of_a_peer_that_has_ended_is_held_back() {
-        let_the_culprit_be_seen(&lost(true), |_| unreachable!("it has not ended"));
-        let_the_culprit_be_seen(&Error::Poisoned { rank: 0, cause: String::new() }, |_| unreachable!());
+    fn only_errors_about_ended_peers_are_delayed() {
+        wait_until_culprit_reaped(&lost(true), |_| unreachable!("it has not ended"));
+        wait_until_culprit_reaped(&Error::Poisoned { rank: 0, cause: String::new() }, |_| unreachable!());
     }
 
     #[test]
-    fn a_survivor_waits_until_the_culprit_was_waited_for() {
+    fn a_survivor_waits_until_the_failed_process_was_reaped() {
         let mut child = Command::new("true").spawn().unwrap();
         while state(child.id()) != Some('Z') {
             std::thread::yield_now();
         }
         let began = Instant::now();
-        let_the_culprit_be_seen(&lost(false), |rank| Some(child.id()).filter(|_| rank == 1));
-        assert!(began.elapsed() >= AT_MOST);
+        wait_until_culprit_reaped(&lost(false), |rank| Some(child.id()).filter(|_| rank == 1));
+        assert!(began.elapsed() >= MAX_DELAY);
         child.wait().unwrap();
         let began = Instant::now();
-        let_the_culprit_be_seen(&lost(false), |_| Some(child.id()));
-        assert!(began.elapsed() >= AT_LEAST);
+        wait_until_culprit_reaped(&lost(false), |_| Some(child.id()));
+        assert!(began.elapsed() >= MIN_DELAY);
     }
 }

@@ -221,7 +221,7 @@ fn lengths_that_make_no_sense_are_refused_before_anything_is_sent() {
                     let (send, receive) = (Buffer::zeroed::<f32>(3), Buffer::zeroed::<f64>(3));
                     comm.all_to_all_v(&send, &[1; 3], receive, &[1; 3])
                 },
-                "all_to_all_v: f32 is sent and f64 received",
+                "all_to_all_v: the send buffer is f32 and the receive buffer is f64",
             ),
         ];
         for (call, text) in calls {

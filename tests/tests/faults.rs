@@ -128,7 +128,7 @@ impl Case {
             for text in texts {
                 assert!(error.contains(text), "rank {rank} should say `{text}`: {self:?}: {finished:#?}");
             }
-            let poisoned = format!("communicator of rank {rank} is unusable since an earlier error: {error}");
+            let poisoned = format!("communicator of rank {rank} is unusable after an earlier error: {error}");
             assert!(then.contains(&poisoned), "rank {rank} should say so again: {self:?}: {finished:#?}");
         }
     }

@@ -70,7 +70,7 @@ fn gives_up(finished: &Finished, rank: u32, texts: &[&str]) {
     for text in texts {
         assert!(error.contains(text), "rank {rank} should say `{text}`: {finished:#?}");
     }
-    let poisoned = format!("communicator of rank {rank} is unusable since an earlier error: {error}");
+    let poisoned = format!("communicator of rank {rank} is unusable after an earlier error: {error}");
     assert!(then.contains(&poisoned), "rank {rank} should say so again: {finished:#?}");
 }
 
@@ -156,22 +156,25 @@ fn a_rank_that_goes_missing_between_replays() {
 #[test]
 fn an_initialisation_that_never_ends() {
     let finished = Case::nccl(2, "hang_init@1").run();
-    finished.expect(65, &["made no progress", "in the start of NCCL, communicator-1"]);
+    finished.expect(65, &["made no progress", "in the initialisation of NCCL, communicator-1"]);
 }
 
 #[test]
 fn a_call_that_never_returns_is_its_own_ranks_fault() {
     let finished = Case::nccl(2, "hang_call_init@0").run();
     finished.expect(65, &["mgpurun: rank 0 made no progress"]);
-    let texts =
-        ["rank 0 is stuck in the start of NCCL", "ncclCommInitRankConfig has not returned", "for rank 0 in"];
+    let texts = [
+        "rank 0 is stuck in the initialisation of NCCL",
+        "ncclCommInitRankConfig has not returned",
+        "for rank 0 in",
+    ];
     assert!(texts.iter().any(|text| finished.stderr.contains(text)), "{finished:#?}");
 }
 
 #[test]
 fn an_initialisation_that_nccl_refuses() {
     let finished = Case::nccl(2, "init_error").run();
-    finished.expect(9, &["in the start of NCCL, communicator-1: ", "NCCL result 2"]);
+    finished.expect(9, &["in the initialisation of NCCL, communicator-1: ", "NCCL result 2"]);
 }
 
 #[test]
@@ -305,7 +308,7 @@ fn what_is_missing_is_told_in_one_line() {
 fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
     for (version, text) in [
         (21000, "libnccl-odd.so is too old, 2.18.0 or newer is needed"),
-        (21900, "in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
+        (21900, "in the initialisation of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let (source, library) = (folder.path().join("odd.c"), folder.path().join("libnccl-odd.so"));

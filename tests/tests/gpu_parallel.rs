@@ -123,5 +123,5 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
 #[test]
 fn a_loss_that_is_no_number_ends_the_training_and_is_named() {
     let finished = train(2, &["--batch", "4", "--steps", "20", "--lr", "1e30"]);
-    finished.expect(1, &["gradients that are not finite numbers, in tensor `", "in step "]);
+    finished.expect(1, &["non-finite gradients (NaN or Inf) in tensor `", "in step "]);
 }

@@ -160,7 +160,7 @@ fn hydras_ranks_find_each_other_by_the_process_that_started_them() {
     let alone = run(Job::new(Hydra, "nameless", 2).rank(0, HELLO_RING, &[]).env_remove("PMI_PORT"));
     alone.expect(
         1,
-        &["MGPU_RUN_ID is missing, and hydra does not say which job this rank is of", "mgpurun -n 2"],
+        &["MGPU_RUN_ID is missing, and hydra does not say which job this rank belongs to", "mgpurun -n 2"],
     );
 }
 

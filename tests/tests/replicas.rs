@@ -122,7 +122,7 @@ fn a_flipped_bit_is_found() {
         verify_equal(&mut world.communicator().unwrap(), &layout, &values).unwrap_err().to_string()
     });
     for error in errors {
-        assert_eq!(error, "rank 1 holds other weights than rank 0 in tensor `bias`");
+        assert_eq!(error, "rank 1 has different weights than rank 0 in tensor `bias`");
     }
 }
 
@@ -134,7 +134,7 @@ fn a_forgotten_gradient_is_named_and_changes_nothing() {
     let mut model = DataParallel::new(comm, layout(), vec![1.0; len], adam(), 1).unwrap();
     for _ in 0..2 {
         let error = model.step(|_, gradients| gradients.ready(1)).unwrap_err().to_string();
-        assert_eq!(error, "step: the gradient of tensor `weight` was not handed over");
+        assert_eq!(error, "step: the gradient of tensor `weight` was not marked ready");
         assert!(model.parameters().iter().all(|value| *value == 1.0) && model.steps() == 0);
     }
     model.step(|_, gradients| [1, 0].into_iter().try_for_each(|tensor| gradients.ready(tensor))).unwrap();

@@ -200,7 +200,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
     fs::remove_file(tiny.checkpoints().join("step-00000024/manifest.json")).unwrap();
     tiny.saved(TRAIN.launched(2), &all).expect(
         1,
-        &["no checkpoint is whole, of 2", "step-00000024/manifest.json: damaged: there is no such file"],
+        &["no intact checkpoint among 2", "step-00000024/manifest.json: damaged: there is no such file"],
     );
 }
 

@@ -279,7 +279,7 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
             assert_eq!(error.culprit(), Some(1));
             assert_eq!(
                 error.to_string(),
-                "rank 1 has gradients that are not finite numbers, in tensor `2`, in step 3"
+                "rank 1 has non-finite gradients (NaN or Inf) in tensor `2`, in step 3"
             );
             assert!(model.parameters() == before && model.steps() == 2);
             train(&mut model, 1, (3, 1), rough).unwrap();
@@ -444,7 +444,7 @@ fn ranks_that_make_different_steps_are_told_before_anything_changes() {
             let error = train(&mut model, 1, (6, 1), rough).unwrap_err().to_string();
             assert_eq!(
                 error,
-                "rank 1 has in step 1 the learning rate 0.2 where rank 0 has 0.1; all ranks need the same"
+                "rank 1 has step 1 learning rate 0.2 where rank 0 has 0.1; all ranks need the same"
             );
             assert!(model.parameters() == before && model.steps() == 0);
         });
@@ -458,7 +458,7 @@ fn ranks_that_go_back_to_different_steps_are_told() {
         let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
         let steps = 7 + u64::from(world.rank());
         let error = model.restore(steps, |_, layout| Ok(vec![0.0; layout.len()])).unwrap_err();
-        assert_eq!(error.to_string(), "rank 1 has 8 steps to go on from where rank 0 has 7");
+        assert_eq!(error.to_string(), "rank 1 has 8 steps to resume from where rank 0 has 7");
         model.restore(7, |_, layout| Ok(vec![0.0; layout.len()])).unwrap();
         assert_eq!(model.steps(), 7);
     });
@@ -490,10 +490,10 @@ fn a_gradient_handed_over_twice_is_named() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &layout(&[&[2], &[3]]), config(sgd())).unwrap();
     let error = model.step(|_, gradients| [1, 1].into_iter().try_for_each(|tensor| gradients.ready(tensor)));
-    assert_eq!(error.unwrap_err().to_string(), "step: the gradient of tensor `1` was handed over twice");
+    assert_eq!(error.unwrap_err().to_string(), "step: the gradient of tensor `1` was marked ready twice");
     let error =
         model.step(|_, gradients| (0..2).try_for_each(|_| gradients.write(1, &[1.0; 3]))).unwrap_err();
-    assert_eq!(error.to_string(), "step: the gradient of tensor `1` was handed over twice");
+    assert_eq!(error.to_string(), "step: the gradient of tensor `1` was marked ready twice");
     let error = model.step(|_, gradients| gradients.write(0, &[1.0])).unwrap_err().to_string();
     assert_eq!(error, "step: a gradient of 1 elements for tensor `0`, which has 2");
 }
@@ -522,7 +522,7 @@ fn what_does_not_go_together_is_refused() {
         let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();
         [refused(invariant), refused(config(sgd()).with_clip_norm(Some(0.0)))]
     });
-    assert!(errors[0][0].ends_with("need 1, 2, 4, 8, … of them, not 3"), "{errors:?}");
+    assert!(errors[0][0].ends_with("needs 1, 2, 4, 8, … ranks, not 3"), "{errors:?}");
     assert!(errors[0][1].ends_with("clipped to a norm above 0"), "{errors:?}");
     let compressed = invariant.with_compression(Compression::Bf16);
     let error = model(&mut World::from_env().unwrap(), &shapes(), compressed).err().unwrap().to_string();

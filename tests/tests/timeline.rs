@@ -143,7 +143,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
                 match span.name.as_str() {
                     "step" => assert!(outer.is_empty(), "{span:?} in {outer:?}"),
                     "gather" | "forward" | "backward" | "optimizer" => assert_eq!(outer, ["step"]),
-                    "wait for peers" | "make and pass on" => {
+                    "wait for peers" | "update shard" => {
                         assert!(COLLECTIVES.contains(&outer[0]), "{span:?} in {outer:?}");
                     }
                     name if name.starts_with("backward ") => assert_eq!(outer, ["backward", "step"]),
@@ -160,7 +160,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
             let of_a_step = &buckets[..buckets.len() / steps];
             assert_eq!(buckets, of_a_step.repeat(steps));
             assert_eq!(of_a_step, (0..of_a_step.len() as u64).collect::<Vec<_>>());
-            assert_eq!(of(track, "make and pass on").count(), if net == "keras" { steps } else { 0 });
+            assert_eq!(of(track, "update shard").count(), if net == "keras" { steps } else { 0 });
         }
     }
 }

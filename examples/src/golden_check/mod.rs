@@ -18,7 +18,7 @@ use cpu::Cpu;
 use gpu::Gpu;
 use half::bf16;
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
-use mgpu::replicate::agree;
+use mgpu::replicate::verify_settings;
 use mgpu::{Backend, Communicator, Layout, ReduceOp, World};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Libraries;
@@ -205,7 +205,7 @@ fn repeat(
         Backend::Cpu => {
             let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
-            agree(&mut comm, settings)?;
+            verify_settings(&mut comm, settings)?;
             if args.precision == Precision::Bf16 {
                 Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?)
             } else {
@@ -214,7 +214,7 @@ fn repeat(
         }
         Backend::Nccl => {
             let (device, mut host) = world.communicators()?;
-            agree(&mut host, settings)?;
+            verify_settings(&mut host, settings)?;
             Box::new(Gpu::new(golden, train, batch, device, host, args)?)
         }
     };

@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use mgpu::whole_file;
+use mgpu::output_file;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
@@ -80,7 +80,7 @@ impl Appended {
             let metadata = file.metadata()?;
             match metadata.file_type().is_block_device() {
                 true => Err(io::Error::new(ErrorKind::InvalidInput, "it is a block device")),
-                false => Ok(whole_file::standard_stream(&metadata).unwrap_or(file)),
+                false => Ok(output_file::standard_stream(&metadata).unwrap_or(file)),
             }
         });
         let file = opened.map_err(|error| match error.raw_os_error() {

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use mgpu::whole_file;
+use mgpu::output_file;
 use serde::Serialize;
 
 use super::byproducts::{cannot_write, warn};
@@ -39,7 +39,7 @@ pub(super) fn write(
         labels: &data.labels[..count],
         logits: logits.chunks(CLASSES).collect(),
     })?;
-    if let Err(error) = whole_file::write(path, &text) {
+    if let Err(error) = output_file::write(path, &text) {
         warn(&cannot_write(FLAG, path, &error));
     }
     Ok(())
@@ -47,5 +47,5 @@ pub(super) fn write(
 
 /// Checks whether there can be such a file, so that this is not found out when all is over.
 pub(super) fn check(path: &Path) -> Result<(), String> {
-    whole_file::check(path).map_err(|error| cannot_write(FLAG, path, &error))
+    output_file::check(path).map_err(|error| cannot_write(FLAG, path, &error))
 }

@@ -28,7 +28,7 @@ use curves::Curves;
 use engine::{Cpu, Engine, Gpu};
 use half::bf16;
 use mgpu::Phase;
-use mgpu::replicate::agree;
+use mgpu::replicate::verify_settings;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
@@ -44,7 +44,7 @@ const SPANS: usize = 65_536;
 /// The program.
 pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
-    mgpu::whole_file::block_sigxfsz();
+    mgpu::output_file::block_sigxfsz();
     let refused = crate::exit::refuse("train_mnist", args.precision);
     // It outlives the report of an error: a checkpoint that is being written then may take longer than a launcher waits.
     let mut trainer = None;
@@ -97,7 +97,7 @@ impl<'a> Session<'a> {
             Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
         };
         let threads = args.threads(world.thread_share());
-        agree(&mut comm, &args.settings(threads))?;
+        verify_settings(&mut comm, &args.settings(threads))?;
         if let Some(path) = args.logits.as_deref().filter(|_| is_first) {
             logits::check(path)?;
         }

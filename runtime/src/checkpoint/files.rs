@@ -1,7 +1,7 @@
-//! The files of a checkpoint: safetensors, written and read in one pass, with their size and checksum.
+//! The files of a checkpoint in the safetensors format, written and read in one pass with their size and checksum.
 //!
-//! A file is written tensor by tensor from where the values are, without a copy of it in memory: a JSON header with names,
-//! shapes and offsets, its length before it, the tensors after it, in the layout's order.
+//! A file is written tensor by tensor, without a copy of it in memory: the length of the header, a JSON header with
+//! names, shapes and offsets, then the tensors in the layout's order.
 //! (<https://github.com/huggingface/safetensors#format>)
 
 use std::collections::{BTreeMap, HashMap};
@@ -13,18 +13,20 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::manifest::{Entry, MANIFEST, Manifest, hexadecimal};
-use super::snapshot::{Arena, Snapshot};
+use super::manifest::{FileEntry, MANIFEST, Manifest, hexadecimal};
+use super::snapshot::{Snapshot, SnapshotArena};
 use super::{damaged, failed};
 use crate::{Layout, Result};
 
-/// What the header of every file begins with: by this a writer knows its own files again (`removal`).
+/// Beginning of the header of every file that a writer writes: the mark by which writers recognise their own files
+/// (`removal`).
 pub(super) const MARK: &[u8] = br#"{"__metadata__":{"writer":"mgpu"}"#;
 
-/// Bytes that are gathered for one write, and read at a time.
+/// Buffer size of reads and writes, in bytes.
 const CHUNK: usize = 1 << 20;
 
-/// Writes all files of `snapshot` into the empty folder `path`. All of them, and the folder, are on the disk when it returns.
+/// Writes all files of `snapshot` into the empty folder `path`. When this returns, the files and the folder are
+/// flushed to disk.
 pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
     let Snapshot { step, position, state, arenas } = snapshot;
     let mut files = BTreeMap::new();
@@ -32,15 +34,18 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
         let name = format!("{}.safetensors", arena.name);
         let file = path.join(&name);
         if !is_file_name(&name) || files.contains_key(&name) {
-            return Err(failed(&file, "an arena's name is a file's, and no other arena's"));
+            return Err(failed(
+                &file,
+                "the name of an arena must be a file name, and no other arena may have it",
+            ));
         }
         files.insert(name, write_arena(&file, arena)?);
     }
     let manifest = Manifest::new(step, position, state, files).to_json();
     let file = path.join(MANIFEST);
-    if manifest.len() > LONGEST_MANIFEST {
+    if manifest.len() > MAX_MANIFEST_BYTES {
         let problem = format!(
-            "{} bytes, of which {LONGEST_MANIFEST} would be read: its state is too large",
+            "{} bytes, more than the limit of {MAX_MANIFEST_BYTES}: its state is too large",
             manifest.len()
         );
         return Err(failed(&file, problem));
@@ -49,7 +54,7 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
     flush_folder(path)
 }
 
-fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry> {
+fn write_arena(path: &Path, SnapshotArena { layout, values, .. }: SnapshotArena) -> Result<FileEntry> {
     let values = values.make();
     if values.len() < layout.len() {
         return Err(failed(path, format!("{} values for tensors of {}", values.len(), layout.len())));
@@ -68,10 +73,11 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
     let mark = HashMap::from([("writer".to_owned(), "mgpu".to_owned())]);
     let header = Metadata::new(Some(mark), infos.collect()).map_err(|error| failed(path, error))?;
     let mut header = serde_json::to_vec(&header).map_err(|error| failed(path, error))?;
-    // Tensors begin at a multiple of 8, the length included.
+    // Tensors begin at a multiple of 8 bytes, counted with the length.
     header.resize(header.len().next_multiple_of(8), b' ');
-    if header.len() > LONGEST_HEADER {
-        let problem = format!("a header of {} bytes, of which {LONGEST_HEADER} would be read", header.len());
+    if header.len() > MAX_HEADER_BYTES {
+        let problem =
+            format!("a header of {} bytes, more than the limit of {MAX_HEADER_BYTES}", header.len());
         return Err(failed(path, problem));
     }
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
@@ -83,17 +89,17 @@ fn write_arena(path: &Path, Arena { layout, values, .. }: Arena) -> Result<Entry
         };
         put(&(header.len() as u64).to_le_bytes())?;
         put(&header)?;
-        // In chunks, so that the checksum and the write find them in the cache.
+        // In chunks, so that the checksum and the write read them from the cache.
         let tensors = layout.tensors().iter().flat_map(|tensor| values[tensor.range()].chunks(CHUNK / 4));
         tensors.into_iter().try_for_each(|part| put(bytemuck::cast_slice(part)))
     });
     written.map_err(|error| failed(path, error))?;
-    Ok(Entry { bytes, xxh3: hexadecimal(hash.digest()) })
+    Ok(FileEntry { bytes, xxh3: hexadecimal(hash.digest()) })
 }
 
-/// A checkpoint of a training that has diverged would take the place of one to go on from.
+/// Rejects non-finite values: the checkpoint of a diverged training must not replace one that a run can resume from.
 fn check_finite(path: &Path, layout: &Layout, values: &[f32]) -> Result<()> {
-    // Without a branch for each value, so that the compiler can use vectors.
+    // No branch per value, so that the compiler can vectorise it.
     let is_finite = |part: &[f32]| part.iter().fold(true, |all, value| all & value.is_finite());
     for tensor in layout.tensors() {
         let values = &values[tensor.range()];
@@ -110,25 +116,25 @@ fn check_finite(path: &Path, layout: &Layout, values: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// A file whose content `fill` writes, on the disk when this returns.
+/// Creates a file whose content `fill` writes, and flushes it to disk.
 fn create(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let mut output = BufWriter::with_capacity(CHUNK, File::create(path)?);
     fill(&mut output)?;
     output.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// Bytes of a manifest, at most: as JSON values they can take a hundred times their size in memory.
-const LONGEST_MANIFEST: usize = 1 << 20;
+/// Largest manifest in bytes: parsed, JSON values can take a hundred times as much memory.
+const MAX_MANIFEST_BYTES: usize = 1 << 20;
 
-/// Bytes of a safetensors file's header, at most: those of some 100,000 tensors.
-const LONGEST_HEADER: usize = 16 << 20;
+/// Largest header of a safetensors file in bytes: enough for about 100,000 tensors.
+const MAX_HEADER_BYTES: usize = 16 << 20;
 
-/// Brings the entries of a folder to the disk: which names there are, and what they stand for.
+/// Flushes the directory entries of a folder to disk.
 pub(super) fn flush_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(|error| failed(path, error))
 }
 
-/// Whether `name` stands for something in a folder, and not for something elsewhere.
+/// Whether `name` is a plain file name, without any path components.
 fn is_file_name(name: &str) -> bool {
     Path::new(name).file_name().is_some_and(|last| last == name)
 }
@@ -137,10 +143,10 @@ fn is_file_name(name: &str) -> bool {
 pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     let file = path.join(MANIFEST);
     let (mut input, bytes) = open(&file)?;
-    if bytes > LONGEST_MANIFEST as u64 {
+    if bytes > MAX_MANIFEST_BYTES as u64 {
         return Err(damaged(
             &file,
-            format!("{bytes} bytes, where a manifest has at most {LONGEST_MANIFEST}"),
+            format!("{bytes} bytes, where a manifest has at most {MAX_MANIFEST_BYTES}"),
         ));
     }
     let mut text = Vec::new();
@@ -152,18 +158,18 @@ pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     }
 }
 
-/// Opens a file, and says how long it is. Anything else under its name could keep a reader waiting, or never come to an end.
+/// Opens a regular file and returns its length. Reading anything else could block, or never end.
 fn open(path: &Path) -> Result<(io::Take<File>, u64)> {
     let metadata = fs::metadata(path).map_err(|error| unreadable(path, &error))?;
     if !metadata.is_file() {
         return Err(damaged(path, "not a file"));
     }
     let file = File::open(path).map_err(|error| unreadable(path, &error))?;
-    // What is appended meanwhile is none of its business.
+    // Ignore what is appended in the meantime.
     Ok((file.take(metadata.len()), metadata.len()))
 }
 
-/// A file that is not there was there once: a checkpoint is whole when it gets its name.
+/// A missing file means damage: a checkpoint is complete before it gets its name.
 fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
     match error.kind() {
         ErrorKind::NotFound => damaged(path, "there is no such file"),
@@ -172,23 +178,23 @@ fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
 }
 
 /// Whether the file at `path` has the listed checksum.
-pub(super) fn has_checksum(path: &Path, entry: &Entry) -> bool {
+pub(super) fn has_checksum(path: &Path, entry: &FileEntry) -> bool {
     open(path).and_then(|(file, _)| compare(path, file, entry)).is_ok()
 }
 
-/// Compares file `name` of the checkpoint at `path` with what the manifest knows of it.
-pub(super) fn verify(path: &Path, name: &str, entry: &Entry) -> Result<()> {
+/// Compares size and checksum of file `name` of the checkpoint at `path` with the manifest.
+pub(super) fn verify(path: &Path, name: &str, entry: &FileEntry) -> Result<()> {
     let path = path.join(name);
     let (file, bytes) = open(&path)?;
     check_size(&path, entry, bytes)?;
     compare(&path, file, entry)
 }
 
-fn compare(path: &Path, mut file: impl Read, entry: &Entry) -> Result<()> {
+fn compare(path: &Path, mut file: impl Read, entry: &FileEntry) -> Result<()> {
     let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK]);
     loop {
         match file.read(&mut chunk) {
-            Ok(0) => return check_sum(path, entry, hash.digest()),
+            Ok(0) => return check_checksum(path, entry, hash.digest()),
             Ok(count) => hash.update(&chunk[..count]),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(unreadable(path, &error)),
@@ -196,14 +202,14 @@ fn compare(path: &Path, mut file: impl Read, entry: &Entry) -> Result<()> {
     }
 }
 
-fn check_size(path: &Path, entry: &Entry, bytes: u64) -> Result<()> {
+fn check_size(path: &Path, entry: &FileEntry, bytes: u64) -> Result<()> {
     if entry.bytes != bytes {
         return Err(damaged(path, format!("{bytes} bytes instead of {}", entry.bytes)));
     }
     Ok(())
 }
 
-fn check_sum(path: &Path, entry: &Entry, checksum: u64) -> Result<()> {
+fn check_checksum(path: &Path, entry: &FileEntry, checksum: u64) -> Result<()> {
     let (found, expected) = (hexadecimal(checksum), &entry.xxh3);
     if found != *expected {
         return Err(damaged(path, format!("checksum {found} instead of {expected}")));
@@ -212,17 +218,17 @@ fn check_sum(path: &Path, entry: &Entry, checksum: u64) -> Result<()> {
 }
 
 /// The values of the arena in file `name` of the checkpoint at `path`, which must hold exactly the tensors of `layout`.
-pub(super) fn load(path: &Path, name: &str, entry: &Entry, layout: &Layout) -> Result<Vec<f32>> {
+pub(super) fn load(path: &Path, name: &str, entry: &FileEntry, layout: &Layout) -> Result<Vec<f32>> {
     let path = path.join(name);
     let (mut file, size) = open(&path)?;
     check_size(&path, entry, size)?;
     let needed = size_of::<f32>() * layout.tensors().iter().map(|tensor| tensor.len()).sum::<usize>();
-    if size > (needed + LONGEST_HEADER + size_of::<u64>()) as u64 {
+    if size > (needed + MAX_HEADER_BYTES + size_of::<u64>()) as u64 {
         return Err(failed(&path, format!("{size} bytes, where the model's tensors have {needed}")));
     }
     let mut bytes = Vec::with_capacity(size as usize);
     file.read_to_end(&mut bytes).map_err(|error| unreadable(&path, &error))?;
-    check_sum(&path, entry, xxh3_64(&bytes))?;
+    check_checksum(&path, entry, xxh3_64(&bytes))?;
     let (header, data) = split(&bytes).map_err(|problem| failed(&path, problem))?;
     if header.tensors.len() != layout.tensors().len() {
         let counts =
@@ -244,14 +250,14 @@ pub(super) fn load(path: &Path, name: &str, entry: &Entry, layout: &Layout) -> R
         let into: &mut [u8] = bytemuck::cast_slice_mut(&mut values[tensor.range()]);
         let (begin, end) = info.data_offsets;
         let from = data.get(begin..end).filter(|from| from.len() == into.len());
-        let problem = || format!("tensor `{name}` does not lie in bytes {begin} to {end} of {}", data.len());
+        let problem = || format!("tensor `{name}` is not within bytes {begin} to {end} of {}", data.len());
         into.copy_from_slice(from.ok_or_else(|| failed(&path, problem()))?);
     }
     Ok(values)
 }
 
-/// The header of a safetensors file. The crate's own reader adds up offsets as they come, and a sum that overflows panics
-/// where overflows are checked.
+/// The header of a safetensors file. The crate's own reader adds offsets unchecked, which panics on overflow in debug
+/// builds.
 #[derive(Deserialize)]
 struct Header {
     #[serde(rename = "__metadata__")]
@@ -260,14 +266,14 @@ struct Header {
     tensors: HashMap<String, TensorInfo>,
 }
 
-/// Header and tensors of a safetensors file.
+/// Splits a safetensors file into header and tensor data.
 fn split(bytes: &[u8]) -> std::result::Result<(Header, &[u8]), String> {
     let parts = bytes.split_first_chunk().and_then(|(length, rest)| {
         let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
         rest.split_at_checked(length)
     });
     let (header, data) = parts.ok_or("not a safetensors file: it ends within its header")?;
-    if header.len() > LONGEST_HEADER {
+    if header.len() > MAX_HEADER_BYTES {
         return Err(format!("not a safetensors file: a header of {} bytes", header.len()));
     }
     let header =

@@ -1,17 +1,18 @@
-//! The folder that checkpoints lie in: their names, who may write, and what killed runs have left.
+//! The checkpoint folder: names of checkpoints, the lock of the writer, and leftovers of killed runs.
 //!
-//! `step-00001234` is a whole checkpoint. Names that begin with a dot are not: `.step-00001234.partial` is being written,
-//! `.step-00001234.removed` was one and is being deleted. `step-00001234.replaced` is whole, and gives way to the new
-//! one of the same step (`publish`).
+//! `step-00001234` is a complete checkpoint. Names that begin with a dot are not: `.step-00001234.partial` is being
+//! written, `.step-00001234.removed` is being deleted. `step-00001234.replaced` is complete, and is about to be
+//! replaced by a new checkpoint of the same step (`publish`).
 //!
-//! One writer at a time: it holds a lock on the folder, which the kernel releases however the process ends. So whatever hidden
-//! name the next writer finds once it has the lock is of a dead one, and can go (`removal`); and two runs that were given
-//! the same folder by mistake do not delete each other's checkpoints. Where the file system has no locks hidden names are left
-//! alone, and on a network file system a lock may be known to one host only: there two runs must not share a folder. Readers need
-//! no lock (`read`).
+//! There is one writer at a time. It holds a lock on the folder, which the kernel releases when the process ends. So
+//! every hidden name that the next writer finds after taking the lock belongs to a dead process and can be removed
+//! (`removal`), and two runs that use the same folder by mistake do not delete each other's checkpoints. On file
+//! systems without locks, hidden names are left alone. On a network file system a lock may only be known to one host:
+//! there, two runs must not share a folder. Readers need no lock (`read`).
 //!
-//! The lock is on the folder and not on its name. A folder that is removed and made again while a writer lives is another one,
-//! which another writer may have locked, so a writer compares the two before it gives a checkpoint its name.
+//! The lock belongs to the folder's inode, not to its name. If the folder is removed and created again while a writer
+//! lives, another writer may lock the new one. So a writer compares the two inodes before it gives a checkpoint its
+//! name.
 
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
@@ -24,7 +25,7 @@ use nix::unistd::{AccessFlags, faccessat};
 use super::failed;
 use super::files::flush_folder;
 use super::manifest::MANIFEST;
-use super::removal::{clear, is_folder, is_ours, is_taken};
+use super::removal::{is_folder, is_ours, is_taken, remove_written};
 use crate::Result;
 
 const PREFIX: &str = "step-";
@@ -32,16 +33,16 @@ pub(super) const PARTIAL: &str = "partial";
 pub(super) const REMOVED: &str = "removed";
 pub(super) const REPLACED: &str = "replaced";
 
-/// A checkpoint by its name. Greater is newer.
+/// A checkpoint with the step in its name. Greater is newer.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Named {
+pub(super) struct NamedCheckpoint {
     pub(super) step: u64,
-    /// It does not wait to be replaced.
+    /// False for `step-N.replaced`.
     pub(super) current: bool,
     pub(super) path: PathBuf,
 }
 
-impl Named {
+impl NamedCheckpoint {
     fn new(path: PathBuf) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix(PREFIX)?;
         let (digits, current) = match name.split_once('.') {
@@ -50,26 +51,26 @@ impl Named {
             Some(_) => return None,
         };
         let step = step_of(digits)?;
-        holds_checkpoint(&path).then_some(Named { step, current, path })
+        holds_checkpoint(&path).then_some(NamedCheckpoint { step, current, path })
     }
 
-    /// Whether a writer has written it, and may remove it.
+    /// Whether a writer has written it, so that it may be removed.
     pub(super) fn is_ours(&self) -> bool {
         is_ours(&self.path, self.step)
     }
 }
 
-/// Whether `path` is a folder, or a link to one, with a checkpoint in it, or what is left of one.
+/// Whether `path` is a folder, or a link to one, that contains a checkpoint or parts of one.
 pub(super) fn holds_checkpoint(path: &Path) -> bool {
     let is_part = |name: &str| name == MANIFEST || name.ends_with(".safetensors");
     match fs::read_dir(path) {
         Ok(entries) => entries.flatten().any(|entry| entry.file_name().to_str().is_some_and(is_part)),
-        // A checkpoint that nobody may read is an error of the reader, not none.
+        // If the permissions deny reading it, the reader reports an error later.
         Err(error) => error.kind() == ErrorKind::PermissionDenied,
     }
 }
 
-/// A step in names: nothing that is written otherwise is ours.
+/// The step as it appears in names. Names in any other form are not ours.
 fn digits_of(step: u64) -> String {
     format!("{step:08}")
 }
@@ -79,14 +80,15 @@ fn step_of(digits: &str) -> Option<u64> {
 }
 
 /// The checkpoints in `folder`, oldest first; none if there is no such folder.
-pub(super) fn list(folder: &Path) -> Result<Vec<Named>> {
-    let mut named: Vec<Named> = entries(folder)?.into_iter().filter_map(Named::new).collect();
+pub(super) fn list(folder: &Path) -> Result<Vec<NamedCheckpoint>> {
+    let mut named: Vec<NamedCheckpoint> =
+        entries(folder)?.into_iter().filter_map(NamedCheckpoint::new).collect();
     named.sort();
     Ok(named)
 }
 
-/// The newest checkpoint in `folder`, whatever state it is in; `None` if there is none. [`find`](super::find) opens and
-/// verifies it, too.
+/// The newest checkpoint in `folder`, damaged or not; `None` if there is none. Use [`find`](super::find) to open and
+/// verify it.
 ///
 /// # Errors
 /// If the folder cannot be read.
@@ -104,16 +106,16 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// A folder that this process writes to, and no other.
+/// A folder that only this process writes to.
 #[derive(Debug)]
 pub(super) struct Folder {
     pub(super) path: PathBuf,
-    /// Locked, where the file system has locks, until it is closed.
+    /// Holds the lock until it is closed, if the file system has locks.
     handle: File,
 }
 
 impl Folder {
-    /// Makes the folder if it is not there, and removes what killed writers have left.
+    /// Creates the folder if it does not exist, and removes leftovers of killed writers.
     pub(super) fn open(path: &Path) -> Result<Self> {
         make(path)?;
         let handle = File::open(path).map_err(|error| failed(path, error))?;
@@ -128,20 +130,20 @@ impl Folder {
         };
         let folder = Folder { path: path.to_owned(), handle };
         folder.check()?;
-        // Better known now than when there is something to save.
+        // Fail now rather than at the first checkpoint.
         faccessat(AT_FDCWD, path, AccessFlags::W_OK | AccessFlags::X_OK, AtFlags::AT_EACCESS)
             .map_err(|error| failed(path, format!("cannot be written to: {}", error.desc())))?;
         if is_locked {
             for leftover in entries(path)? {
                 if let Some(step) = step_of_leftover(&leftover) {
-                    clear(&leftover, &folder.target(step))?;
+                    remove_written(&leftover, &folder.target(step))?;
                 }
             }
         }
         Ok(folder)
     }
 
-    /// Checks that the folder of this name is still the one that is locked.
+    /// Checks that the folder's name still refers to the locked folder.
     pub(super) fn check(&self) -> Result<()> {
         let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
         let here = fs::metadata(&self.path).map(identity);
@@ -149,8 +151,8 @@ impl Folder {
         match here {
             Ok(here) if here == locked => Ok(()),
             Ok(_) => {
-                let problem = "the folder was replaced by another one of this name while this run was writing to it: begin \
-                               again, and leave the folder where it is";
+                let problem = "the folder was replaced by another one of this name while this run was writing to it: start \
+                               again, and do not replace the folder during the run";
                 Err(failed(&self.path, problem))
             }
             Err(error) => {
@@ -159,12 +161,12 @@ impl Folder {
         }
     }
 
-    /// The name of the checkpoint after `step` steps.
+    /// The path of the checkpoint of `step`.
     pub(super) fn target(&self, step: u64) -> PathBuf {
         self.path.join(format!("{PREFIX}{}", digits_of(step)))
     }
 
-    /// What it is called until it is whole.
+    /// The path of that checkpoint until it is complete.
     pub(super) fn partial(&self, step: u64) -> PathBuf {
         hidden(&self.target(step), PARTIAL)
     }
@@ -180,17 +182,17 @@ pub(super) fn hidden(path: &Path, suffix: &str) -> PathBuf {
     path.with_file_name(format!(".{name}.{suffix}"))
 }
 
-/// The step of a checkpoint that a killed writer was writing or removing at `path`.
+/// The step of the checkpoint that a killed writer was writing or removing at `path`.
 fn step_of_leftover(path: &Path) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
     let (name, suffix) = name.strip_prefix('.')?.rsplit_once('.')?;
-    // One that was being replaced may have been removed under that name.
+    // A replaced checkpoint keeps that suffix while it is removed.
     let step = name.strip_suffix(REPLACED).map_or(name, |name| name.trim_end_matches('.'));
     let step = step_of(step.strip_prefix(PREFIX)?)?;
     ([PARTIAL, REMOVED].contains(&suffix) && is_folder(path)).then_some(step)
 }
 
-/// Makes a folder, and those it lies in, so that they outlast a power failure.
+/// Creates a folder and its parents, and flushes them so that they survive a power failure.
 fn make(path: &Path) -> Result<()> {
     if is_taken(path) && !path.is_dir() {
         return Err(failed(path, "not a folder: choose another name for the checkpoints"));
@@ -215,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_content_say_what_is_a_checkpoint_and_which_is_newest() {
+    fn checkpoints_are_recognised_by_name_and_content_and_sorted_by_step() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let names = [
@@ -235,7 +237,7 @@ mod tests {
             fs::create_dir(&folder).unwrap();
             fs::write(folder.join(MANIFEST), b"").unwrap();
         }
-        // Folders, a file and a link that hold nothing of a checkpoint.
+        // Folders, a file and a link without any part of a checkpoint.
         fs::create_dir_all(path.join("step-00000400/step-00000001")).unwrap();
         fs::write(path.join("step-00000500"), b"a file").unwrap();
         std::os::unix::fs::symlink("step-00000400", path.join("step-00000600")).unwrap();
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_to_is_refused_at_once() {
+    fn unwritable_folders_are_rejected_at_open() {
         let folder = tempfile::tempdir().unwrap();
         let refused = |path: &Path| Folder::open(path).unwrap_err().to_string();
         let names = ["file", "fifo", "dangling", "loop"].map(|name| folder.path().join(name));
@@ -274,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_was_made_again_is_not_written_to() {
+    fn a_recreated_folder_is_not_written_to() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("checkpoints");
         let first = Folder::open(&path).unwrap();
@@ -291,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_are_removed_once_nobody_writes() {
+    fn leftovers_are_removed_once_the_lock_is_free() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("made/on/the/way");
         let first = Folder::open(&path).unwrap();

@@ -1,7 +1,8 @@
-//! What a checkpoint says about itself.
+//! The manifest of a checkpoint.
 //!
-//! The manifest begins with a checksum of all that follows it: a flipped bit in a step or a learning rate would be believed.
-//! It is of bytes and not of values, because how JSON is written again depends on who writes it.
+//! It begins with a checksum of everything after it, because a flipped bit in a step or a learning rate would
+//! otherwise go unnoticed. The checksum covers bytes and not values, because serialising the JSON again may give
+//! other bytes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,26 +16,26 @@ use crate::Result;
 
 /// The version of this crate.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The format that is written and read. Format 1 was never released.
+/// Version of the format. Format 1 was never released.
 const FORMAT: u64 = 2;
 /// Name of the file.
 pub(super) const MANIFEST: &str = "manifest.json";
-/// What stands before the checksum of the rest, and after it.
+/// Bytes before and after the checksum at the beginning of the file.
 pub(super) const BEFORE: &[u8] = b"{\n  \"checksum\": \"";
 const AFTER: &[u8] = b"\",";
 
-/// Where a run is in its data: the batch that the next step takes.
+/// Position of a run in its data: the batch of the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
-    /// Seed of the order of samples, and of all other random numbers.
+    /// Seed of the shuffling and of all other random numbers.
     pub seed: u64,
-    /// Passes over the data that are complete, which is what [`Sampler::batch`](crate::Sampler::batch) calls the epoch.
+    /// Complete passes over the data: the epoch of [`Sampler::batch`](crate::Sampler::batch).
     pub epoch: u64,
     /// Steps made in this epoch.
     pub step: u64,
 }
 
-/// What a checkpoint says about itself.
+/// The manifest of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Manifest {
@@ -42,19 +43,19 @@ pub struct Manifest {
     format: u64,
     /// Training steps made.
     pub step: u64,
-    /// Where the run is in its data, if the program said so.
+    /// The position in the data, if the program saved it.
     pub position: Option<Position>,
-    /// Whatever else the program needs to go on, or wants to be known: hyper-parameters, number of ranks, precision.
+    /// Any other state of the program, such as hyper-parameters, number of ranks, precision.
     pub state: Value,
     /// Version of this crate that wrote it.
     pub version: String,
     /// Size and checksum of each file.
-    pub(super) files: BTreeMap<String, Entry>,
+    pub(super) files: BTreeMap<String, FileEntry>,
 }
 
-/// What is known of a file.
+/// Size and checksum of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct FileEntry {
     /// Its size.
     pub(super) bytes: u64,
     /// XXH3 (64 bits) of its bytes, in hexadecimal.
@@ -66,7 +67,7 @@ impl Manifest {
         step: u64,
         position: Option<Position>,
         state: Value,
-        files: BTreeMap<String, Entry>,
+        files: BTreeMap<String, FileEntry>,
     ) -> Self {
         Manifest { format: FORMAT, step, position, state, version: VERSION.to_owned(), files }
     }
@@ -74,7 +75,7 @@ impl Manifest {
     /// The text of the file.
     pub(super) fn to_json(&self) -> Vec<u8> {
         let text = serde_json::to_vec_pretty(self).expect("a manifest holds nothing that JSON cannot");
-        // Without the brace that opens it.
+        // Without the opening brace.
         let rest = &text[1..];
         [BEFORE, hexadecimal(xxh3_64(rest)).as_bytes(), AFTER, rest].concat()
     }
@@ -85,9 +86,10 @@ impl Manifest {
         let value: Value = serde_json::from_slice(text).map_err(|error| not(&error))?;
         match value.get("format").map(Value::as_u64) {
             Some(Some(FORMAT)) if has_checksum(text) => {}
-            Some(Some(FORMAT)) => return Err(damaged(path, "its content does not have its checksum")),
+            Some(Some(FORMAT)) => return Err(damaged(path, "its content does not match its checksum")),
             Some(Some(other)) => {
-                let text = format!("of format {other}, where version {VERSION} reads format {FORMAT}");
+                let text =
+                    format!("format {other} is not supported: version {VERSION} reads format {FORMAT}");
                 return Err(failed(path, text));
             }
             _ => return Err(not(&"it has no format")),
@@ -98,10 +100,10 @@ impl Manifest {
 
 /// Whether the text begins with the checksum of the rest.
 fn has_checksum(text: &[u8]) -> bool {
-    let Some((noted, text)) = text.strip_prefix(BEFORE).and_then(|text| text.split_at_checked(16)) else {
+    let Some((expected, text)) = text.strip_prefix(BEFORE).and_then(|text| text.split_at_checked(16)) else {
         return false;
     };
-    text.strip_prefix(AFTER).is_some_and(|rest| hexadecimal(xxh3_64(rest)).as_bytes() == noted)
+    text.strip_prefix(AFTER).is_some_and(|rest| hexadecimal(xxh3_64(rest)).as_bytes() == expected)
 }
 
 /// How checksums are written.
@@ -121,19 +123,19 @@ mod tests {
     }
 
     fn manifest() -> Manifest {
-        let entry = Entry { bytes: 120, xxh3: hexadecimal(7) };
+        let entry = FileEntry { bytes: 120, xxh3: hexadecimal(7) };
         let position = Position { seed: u64::MAX, epoch: 3, step: 14 };
         let state = json!({"lr": 0.1, "nets": ["a"], "third": 1.0 / 3.0});
         Manifest::new(45, Some(position), state, BTreeMap::from([("weights.safetensors".to_owned(), entry)]))
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn manifests_round_trip() {
         assert_eq!(parse(&manifest().to_json()).unwrap(), manifest());
     }
 
     #[test]
-    fn a_change_of_any_byte_is_noticed() {
+    fn any_flipped_bit_is_detected() {
         let text = manifest().to_json();
         for (at, bit) in (0..text.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
             let mut changed = text.clone();
@@ -146,12 +148,12 @@ mod tests {
     }
 
     #[test]
-    fn other_formats_are_refused() {
+    fn unknown_formats_are_rejected() {
         for format in [1, 3] {
             let text = format!(r#"{{"format": {format}, "step": 9, "state": null, "files": {{}}}}"#);
             let error = parse(text.as_bytes()).unwrap_err().to_string();
             let expected =
-                format!("checkpoint m: of format {format}, where version {VERSION} reads format 2");
+                format!("checkpoint m: format {format} is not supported: version {VERSION} reads format 2");
             assert_eq!(error, expected);
         }
         for text in ["{}", "[]", "7", r#"{"format": "1"}"#] {

@@ -1,24 +1,25 @@
-//! Checkpoints: what a run needs to go on as if it had never stopped.
+//! Checkpoints: everything that a run needs to resume as if it had never stopped.
 //!
-//! A checkpoint is a folder `step-00001234` with one safetensors file for each arena (weights, optimizer state, …) and
-//! `manifest.json`, which has the step, the position in the data, whatever the program adds, and size and checksum of every
-//! file. [`Checkpoint`] is one that is read, [`Writer`] writes them, [`Snapshot`] is what they hold.
+//! A checkpoint is a folder `step-00001234` with one safetensors file for each arena (weights, optimizer states) and
+//! `manifest.json`. The manifest contains the step, the position in the data, the program's own state, and size and
+//! checksum of every file. [`Checkpoint`] reads one, [`Writer`] writes them, and a [`Snapshot`] is what is written.
 //!
-//! **Training does not wait for the disk.** A snapshot owns its values; a thread of the writer turns them into files while
-//! the training goes on. At most one write is under way: the next save waits for it, and returns its error if it failed.
+//! **Training does not wait for the disk.** A snapshot owns its values; a thread of the writer writes them to files
+//! while the training continues. At most one write is in flight: the next save waits for it, and returns its error if
+//! it failed.
 //!
-//! **What has a name is whole.** A checkpoint is written under a hidden name. Every file and the folder itself are flushed to
-//! the disk before it gets its name, and the folder it lies in is flushed before an older one is taken away, which loses its
-//! name before its first file. So a kill at any instant, or a power failure, leaves the newest checkpoint as it was
-//! or has the new one in its place, and never nothing (`publish`). What a killed run leaves under hidden names the next writer
-//! removes; a lock on the folder tells the dead from the living (`folder`). Only files that a writer has written are ever
-//! removed, by name and by content (`removal`).
+//! **A checkpoint with a final name is complete.** It is written under a hidden name. Every file and the folder
+//! itself are flushed to disk before it gets its final name, and the parent folder is flushed before an older
+//! checkpoint is removed, whose name is removed before its files. So after a kill at any instant, or a power failure,
+//! the newest checkpoint is either the old one or the new one, and never missing (`publish`). The next writer removes
+//! what a killed run has left under hidden names; a lock on the folder tells whether its writer is alive (`folder`).
+//! Only files that a writer has written are ever removed, identified by name and content (`removal`).
 //!
-//! **Nothing damaged is loaded.** The manifest has a checksum of its own, every file is compared with the manifest, and
-//! [`find`] names what it had to pass over.
+//! **Damaged files are never loaded.** The manifest has its own checksum, every file is compared with the manifest,
+//! and [`find`] reports the checkpoints that it skipped.
 //!
-//! Random numbers have no state to save: they are functions of seed, step and element, so [`Position`] and the step are all
-//! that dropout and shuffling need.
+//! Random numbers have no state to save: they are functions of seed, step and element. [`Position`] and the step are
+//! all that dropout and shuffling need.
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -51,7 +52,7 @@
 //!     writer.finish()?;
 //! }
 //!
-//! // Another time, maybe with another number of ranks:
+//! Another time, maybe with another number of ranks:
 //! let found = checkpoint::find(folder)?.expect("ten were written, two are kept");
 //! assert_eq!((found.checkpoint.manifest().step, found.damaged.len()), (10, 0));
 //! # let mut world = mgpu::World::from_env()?;
@@ -82,12 +83,12 @@ use std::path::Path;
 
 use crate::Error;
 
-/// Something at `path` cannot be read or written.
+/// The error of a file or folder that cannot be read or written.
 fn failed(path: &Path, problem: impl Display) -> Error {
     Error::Checkpoint { path: path.to_owned(), problem: problem.to_string() }
 }
 
-/// Something at `path` is not as it was written.
+/// The error of a file or folder whose content is damaged.
 fn damaged(path: &Path, problem: impl Display) -> Error {
     Error::Damaged { path: path.to_owned(), problem: problem.to_string() }
 }

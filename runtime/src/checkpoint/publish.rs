@@ -1,31 +1,31 @@
-//! How a checkpoint gets its name, and older ones lose theirs.
+//! How a checkpoint gets its final name, and how older ones are removed.
 //!
-//! In this order, each step on the disk before the next one begins:
-//! 1. every file under a hidden name, the manifest last, then the folder they lie in;
-//! 2. the name: a rename, or, where a checkpoint of the same step has it, an exchange of the two names, so that there is
-//!    no moment without one. (A run that was resumed from an older checkpoint comes by the same steps again.) Some file
-//!    systems cannot exchange: there the old one becomes `step-N.replaced` first, which still counts as a checkpoint;
-//! 3. the folder of all checkpoints;
-//! 4. those that are too many get a hidden name, and only then are deleted: a deletion that is cut off leaves no
-//!    half of a checkpoint under a name.
+//! In this order; each step is flushed to disk before the next one begins:
+//! 1. Write all files into a folder with a hidden name, the manifest last; flush the folder.
+//! 2. Rename the folder to its final name. If a checkpoint of the same step exists (a run that resumed from an older
+//!    checkpoint repeats its steps), exchange the two names, so that one always exists. If the file system cannot
+//!    exchange names, the old checkpoint is renamed to `step-N.replaced` first, which still counts as a checkpoint.
+//! 3. Flush the parent folder.
+//! 4. Rename excess checkpoints to hidden names, then delete them: an interrupted deletion leaves no incomplete
+//!    checkpoint under a final name.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::folder::{Folder, Named, REMOVED, REPLACED, hidden, holds_checkpoint, list};
-use super::removal::{clear, free_name, is_folder, is_ours, is_taken};
+use super::folder::{Folder, NamedCheckpoint, REMOVED, REPLACED, hidden, holds_checkpoint, list};
+use super::removal::{is_folder, is_ours, is_taken, remove_written, unused_name};
 use super::snapshot::Snapshot;
 use super::{failed, files};
 use crate::Result;
 
-/// Writes `snapshot` as a checkpoint, and removes all but the newest `keep` of those that are not of later steps. Returns the
-/// path of the new one.
+/// Writes `snapshot` as a checkpoint. Of the checkpoints up to this step, removes all but the newest `keep`. Returns
+/// the path of the new one.
 pub(super) fn publish(folder: &Folder, snapshot: Snapshot, keep: usize) -> Result<PathBuf> {
     publish_with(folder, snapshot, keep, exchange)
 }
 
-/// `exchange` swaps two names, or returns that the file system cannot.
+/// `exchange` exchanges two names, and returns false if the file system cannot.
 fn publish_with(
     folder: &Folder,
     snapshot: Snapshot,
@@ -35,39 +35,39 @@ fn publish_with(
     let step = snapshot.step;
     let (partial, target) = (folder.partial(step), folder.target(step));
     folder.check()?;
-    clear(&partial, &target)?;
+    remove_written(&partial, &target)?;
     fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
     if let Err(error) = files::write(&partial, snapshot) {
-        // Perhaps the disk is full: not of this, at least.
-        let _ = clear(&partial, &target);
+        // The disk may be full: free the space of the incomplete checkpoint.
+        let _ = remove_written(&partial, &target);
         return Err(error);
     }
-    // It may have been replaced in the meantime.
+    // The folder may have been replaced in the meantime.
     folder.check()?;
-    make_way(&target, step)?;
+    move_aside(&target, step)?;
     if let Err(error) = put_in_place(folder, &partial, &target, exchange) {
-        // Nothing is lost with it while there is another one of this step.
+        // Another checkpoint of this step exists, so this one can be removed.
         if target.exists() {
-            let _ = clear(&partial, &target);
+            let _ = remove_written(&partial, &target);
         }
         return Err(failed(&target, error));
     }
     folder.flush()?;
-    // What had the name before, if it was an exchange.
-    clear(&partial, &target)?;
-    let ours = list(&folder.path)?.into_iter().filter(Named::is_ours).collect();
-    remove(folder, &superfluous(ours, step, keep))?;
+    // After an exchange, the hidden name refers to the old checkpoint.
+    remove_written(&partial, &target)?;
+    let ours = list(&folder.path)?.into_iter().filter(NamedCheckpoint::is_ours).collect();
+    remove(folder, &expired(ours, step, keep))?;
     Ok(target)
 }
 
-/// Gives something that is in the way of a new checkpoint another name, `other-step-…`: a file, a link, or a folder with a
-/// checkpoint in it that is damaged or of another step.
-fn make_way(target: &Path, step: u64) -> Result<()> {
+/// If something other than a valid checkpoint of this step is in the way (a file, a link, or a folder with a damaged
+/// checkpoint or one of another step), renames it to `other-step-…`.
+fn move_aside(target: &Path, step: u64) -> Result<()> {
     let in_the_way =
         if is_folder(target) { holds_checkpoint(target) && !is_ours(target, step) } else { is_taken(target) };
     if in_the_way {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let aside = free_name(&target.with_file_name(format!("other-{name}")));
+        let aside = unused_name(&target.with_file_name(format!("other-{name}")));
         fs::rename(target, aside).map_err(|error| failed(target, error))?;
     }
     Ok(())
@@ -85,7 +85,7 @@ fn put_in_place(
         }
         let replaced = target.with_extension(REPLACED);
         if is_taken(&replaced) {
-            // Of a run that was killed here. The target is newer, and whole.
+            // A previous run was killed here. The target is newer, and complete.
             remove(folder, &[(replaced.clone(), target.to_owned())]).map_err(io::Error::other)?;
         }
         fs::rename(target, &replaced)?;
@@ -105,38 +105,37 @@ fn exchange(one: &Path, other: &Path) -> io::Result<bool> {
     }
 }
 
-/// As if no file system could: the bindings lack the call.
+/// Behaves like a file system without exchange: the bindings lack the call.
 #[cfg(not(target_env = "gnu"))]
 fn exchange(_: &Path, _: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Which of this writer's checkpoints are to go once that of `step` is there: those that it or another one has replaced, and
-/// all but the newest `keep` up to `step`. Later ones are not this run's to remove. Each with the name that it had before it was
-/// replaced.
-fn superfluous(ours: Vec<Named>, step: u64, keep: usize) -> Vec<(PathBuf, PathBuf)> {
+/// The checkpoints to remove once that of `step` exists: those that were replaced, and all but the newest `keep` up
+/// to `step`. Later ones may belong to another run. Each comes with its name before it was replaced.
+fn expired(ours: Vec<NamedCheckpoint>, step: u64, keep: usize) -> Vec<(PathBuf, PathBuf)> {
     let current: Vec<u64> = ours.iter().filter(|named| named.current).map(|named| named.step).collect();
-    let (replaced, mut kept): (Vec<Named>, Vec<Named>) = ours
+    let (replaced, mut kept): (Vec<NamedCheckpoint>, Vec<NamedCheckpoint>) = ours
         .into_iter()
         .filter(|named| named.step <= step)
         .partition(|named| !named.current && current.contains(&named.step));
     kept.truncate(kept.len().saturating_sub(keep));
     let gone = replaced.into_iter().chain(kept);
-    gone.map(|Named { path, .. }| (path.clone(), path.with_extension(""))).collect()
+    gone.map(|NamedCheckpoint { path, .. }| (path.clone(), path.with_extension(""))).collect()
 }
 
-/// Takes checkpoints away: first their names, then their files. What else lies in one gets its name back, the second one.
+/// Removes checkpoints: first their names, then their files. Other files in them are moved back to the second path.
 fn remove(folder: &Folder, checkpoints: &[(PathBuf, PathBuf)]) -> Result<()> {
     if checkpoints.is_empty() {
         return Ok(());
     }
     for (path, home) in checkpoints {
         let removed = hidden(path, REMOVED);
-        clear(&removed, home)?;
+        remove_written(&removed, home)?;
         fs::rename(path, removed).map_err(|error| failed(path, error))?;
     }
     folder.flush()?;
-    checkpoints.iter().try_for_each(|(path, home)| clear(&hidden(path, REMOVED), home))
+    checkpoints.iter().try_for_each(|(path, home)| remove_written(&hidden(path, REMOVED), home))
 }
 
 #[cfg(test)]
@@ -170,14 +169,14 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_and_later_ones_left_alone() {
+    fn the_newest_are_kept_and_later_steps_are_left_alone() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
         for step in [5, 20, 100] {
             publish(&folder, snapshot(step, 0.0), 2).unwrap();
         }
         assert_eq!(names(&folder), ["step-00000020", "step-00000100"]);
-        // Of a run that begins anew in the folder of another one.
+        // As a run that starts anew in the folder of another one.
         for step in [1, 2, 3] {
             publish(&folder, snapshot(step, 0.0), 1).unwrap();
         }
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_of_the_same_step_is_replaced_also_where_names_cannot_be_exchanged() {
+    fn a_checkpoint_of_the_same_step_is_replaced_with_and_without_exchange() {
         for able in [true, false] {
             let temporary = tempfile::tempdir().unwrap();
             let folder = Folder::open(temporary.path()).unwrap();
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_that_was_cut_off_loses_nothing() {
+    fn an_interrupted_replacement_loses_nothing() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
         let target = publish(&folder, snapshot(7, 1.0), 1).unwrap();
@@ -216,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_fails_leaves_nothing_but_what_was_there() {
+    fn a_failed_write_leaves_the_folder_unchanged() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = Folder::open(temporary.path()).unwrap();
         publish(&folder, snapshot(1, 1.0), 2).unwrap();
@@ -225,7 +224,7 @@ mod tests {
         let mut elsewhere = snapshot(2, 2.0);
         elsewhere.add("../weights", &layout(), vec![0.0; 6]);
         let mut short = snapshot(2, 2.0);
-        short.add_later("short", &layout(), || vec![0.0; 5]);
+        short.add_deferred("short", &layout(), || vec![0.0; 5]);
         let mut infinite = snapshot(2, 2.0);
         infinite.add("exp_avg", &layout(), vec![0.0, 1.0, f32::NEG_INFINITY, f32::NAN, 0.0, 0.0]);
         let json = serde_json::to_string(&layout()).unwrap().replace("0.weight", "__metadata__");
@@ -238,8 +237,11 @@ mod tests {
                  checkpoint is not written; try a lower learning rate",
             ),
             (metadata, "a tensor is called `__metadata__`, which is not a tensor in a safetensors file"),
-            (twice, "weights.safetensors: an arena's name is a file's, and no other arena's"),
-            (elsewhere, "an arena's name is a file's, and no other arena's"),
+            (
+                twice,
+                "weights.safetensors: the name of an arena must be a file name, and no other arena may have it",
+            ),
+            (elsewhere, "the name of an arena must be a file name, and no other arena may have it"),
             (short, "short.safetensors: 5 values for tensors of 6"),
         ] {
             let error = publish(&folder, bad, 2).unwrap_err().to_string();

@@ -1,14 +1,14 @@
-//! Checkpoints that are read.
+//! Finding and reading checkpoints.
 
 use std::path::{Path, PathBuf};
 
 use super::files;
-use super::folder::{Named, list};
+use super::folder::{NamedCheckpoint, list};
 use super::{Manifest, damaged};
 use crate::{Error, Layout, Result};
 
-/// How often a folder is looked at that changes meanwhile.
-const LOOKS: usize = 10;
+/// How often a search is repeated if the folder changes during it.
+const MAX_ATTEMPTS: usize = 10;
 
 /// A checkpoint on the disk.
 #[derive(Debug, Clone)]
@@ -21,20 +21,20 @@ impl Checkpoint {
     /// Opens the checkpoint in folder `path` and reads its manifest, nothing else yet.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if the manifest is missing or not as it was written; [`Error::Checkpoint`] if it cannot be read or
-    /// is of a format that this version does not know.
+    /// [`Error::Damaged`] if the manifest is missing or damaged; [`Error::Checkpoint`] if it cannot be read or
+    /// has a format that this version does not know.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let manifest = files::read_manifest(&path)?;
         Ok(Checkpoint { path, manifest })
     }
 
-    /// Where it is.
+    /// The folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it says about itself.
+    /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -50,8 +50,8 @@ impl Checkpoint {
     /// The values of arena `name`, which must hold exactly the tensors of `layout`, as f32 in the layout's order.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if the file is missing or not as it was written; [`Error::Checkpoint`] if there is no such arena, or
-    /// if a tensor is missing or has another shape or type. Names the file and the tensor.
+    /// [`Error::Damaged`] if the file is missing or damaged; [`Error::Checkpoint`] if there is no such arena, or if a
+    /// tensor is missing or has another shape or type. The error names the file and the tensor.
     pub fn load(&self, name: &str, layout: &Layout) -> Result<Vec<f32>> {
         let file = format!("{name}.safetensors");
         match self.manifest.files.get(&file) {
@@ -61,28 +61,28 @@ impl Checkpoint {
     }
 }
 
-/// What [`find`] has found.
+/// The result of [`find`].
 #[derive(Debug, Clone)]
 pub struct Found {
-    /// The newest checkpoint that is whole.
+    /// The newest checkpoint that is intact.
     pub checkpoint: Checkpoint,
-    /// The newer ones, which are not, newest first: where, and why.
+    /// Newer checkpoints that are damaged, newest first, each with its error.
     pub damaged: Vec<(PathBuf, Error)>,
 }
 
-/// Looks for the newest checkpoint in `folder` whose files are all as they were written. `None` if there is no checkpoint at
-/// all, or no folder.
+/// Finds the newest checkpoint in `folder` whose files are all intact. `None` if there is no checkpoint, or no
+/// folder.
 ///
-/// That an older one is found in place of a damaged one is for the caller to say, or to refuse. A writer may be at work: what it
-/// takes away meanwhile is not damaged.
+/// The caller decides whether an older checkpoint in place of a damaged one is acceptable. A writer may run at the
+/// same time: checkpoints that it removes do not count as damaged.
 ///
 /// # Errors
-/// [`Error::Damaged`] if there are checkpoints and none is whole; [`Error::Checkpoint`] if one cannot be read for
-/// another reason, such as a format that this version does not know: an older one in its place would be a surprise.
+/// [`Error::Damaged`] if there are checkpoints and all are damaged; [`Error::Checkpoint`] if one cannot be read for
+/// another reason, such as an unknown format: silently using an older one would be a surprise.
 pub fn find(folder: &Path) -> Result<Option<Found>> {
-    for _ in 0..LOOKS {
+    for _ in 0..MAX_ATTEMPTS {
         let listed = list(folder)?;
-        let found = newest_whole(folder, listed.clone());
+        let found = newest_intact(folder, listed.clone());
         let is_damaged = match &found {
             Ok(found) => found.as_ref().is_some_and(|found| !found.damaged.is_empty()),
             Err(error) => matches!(error, Error::Damaged { .. }),
@@ -91,11 +91,11 @@ pub fn find(folder: &Path) -> Result<Option<Found>> {
             return found;
         }
     }
-    Err(super::failed(folder, "checkpoints come and go faster than they can be read"))
+    Err(super::failed(folder, "checkpoints are added and removed faster than they can be read"))
 }
 
-/// Looks at `listed`.
-fn newest_whole(folder: &Path, listed: Vec<Named>) -> Result<Option<Found>> {
+/// Finds the newest intact checkpoint in `listed`.
+fn newest_intact(folder: &Path, listed: Vec<NamedCheckpoint>) -> Result<Option<Found>> {
     let mut bad = Vec::new();
     for named in listed.into_iter().rev() {
         let whole = Checkpoint::open(&named.path).and_then(|checkpoint| {
@@ -111,7 +111,7 @@ fn newest_whole(folder: &Path, listed: Vec<Named>) -> Result<Option<Found>> {
     match bad.first() {
         None => Ok(None),
         Some((_, newest)) => {
-            let problem = format!("no checkpoint is whole, of {}; the newest: {newest}", bad.len());
+            let problem = format!("no intact checkpoint among {}; the newest: {newest}", bad.len());
             Err(damaged(folder, problem))
         }
     }
@@ -125,7 +125,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::checkpoint::manifest::{Entry, hexadecimal};
+    use crate::checkpoint::manifest::{FileEntry, hexadecimal};
     use crate::checkpoint::{Position, Snapshot, Writer};
 
     fn layout() -> Layout {
@@ -138,23 +138,23 @@ mod tests {
     const POSITION: Position = Position { seed: 3, epoch: 1, step: 2 };
 
     /// Checkpoints of steps 10 and 20.
-    fn two(folder: &Path) {
+    fn save_two(folder: &Path) {
         let mut writer = Writer::new(folder, 2).unwrap();
         for step in [10, 20] {
             let values: Vec<f32> = (0..18).map(|i| i as f32 + step as f32).collect();
             let mut snapshot = Snapshot::new(step).with_position(POSITION).with_state(json!({"lr": 0.1}));
             snapshot.add("weights", &layout(), &values[..]);
-            snapshot.add_later("momentum", &layout(), move || values);
+            snapshot.add_deferred("momentum", &layout(), move || values);
             writer.save(snapshot).unwrap();
         }
         writer.finish().unwrap();
     }
 
     #[test]
-    fn what_was_saved_is_loaded() {
+    fn checkpoints_round_trip() {
         let folder = tempfile::tempdir().unwrap();
         assert!(find(&folder.path().join("none")).unwrap().is_none());
-        two(folder.path());
+        save_two(folder.path());
         let Found { checkpoint, damaged } = find(folder.path()).unwrap().unwrap();
         assert!(checkpoint.path().ends_with("step-00000020") && damaged.is_empty());
         let manifest = checkpoint.manifest();
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(manifest.version, env!("CARGO_PKG_VERSION"));
         for name in ["weights", "momentum"] {
             let values = checkpoint.load(name, &layout()).unwrap();
-            // Between the tensors nothing is saved.
+            // Padding between tensors is not saved.
             assert_eq!((values[5], values[6], values[16], values[17]), (25.0, 0.0, 36.0, 37.0));
         }
         let error = checkpoint.load("average", &layout()).unwrap_err().to_string();
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_of_any_name_that_a_layout_takes_are_loaded_here_and_by_safetensors_own_reader() {
+    fn all_valid_tensor_names_are_loaded_by_us_and_by_the_safetensors_crate() {
         let folder = tempfile::tempdir().unwrap();
         let long = "é".repeat(512);
         let names = ["\0", "a/../b", "__metadata", "dtype", "\"\n", "\u{ffff}", &long];
@@ -194,9 +194,9 @@ mod tests {
     }
 
     #[test]
-    fn another_model_is_named() {
+    fn errors_name_the_tensor_of_a_different_model() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let checkpoint = find(folder.path()).unwrap().unwrap().checkpoint;
         let mut other = layout();
         other.push("extra", [1]);
@@ -210,9 +210,9 @@ mod tests {
     }
 
     #[test]
-    fn damage_of_any_byte_is_named_and_passed_over() {
+    fn damage_of_any_byte_is_detected_and_skipped() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let newest = folder.path().join("step-00000020");
         for name in ["weights.safetensors", "momentum.safetensors", "manifest.json"] {
             let file = newest.join(name);
@@ -232,8 +232,8 @@ mod tests {
                         assert_eq!(damaged[0].0, newest);
                         assert!(damaged[0].1.to_string().contains(name), "{}", damaged[0].1);
                     }
-                    // The manifest's format became another digit.
-                    Err(error) => assert!(error.to_string().contains("manifest.json: of format"), "{error}"),
+                    // The flipped bit changed the format to another digit.
+                    Err(error) => assert!(error.to_string().contains("manifest.json: format"), "{error}"),
                 }
             }
             fs::remove_file(&file).unwrap();
@@ -245,23 +245,23 @@ mod tests {
     }
 
     #[test]
-    fn nothing_whole_is_an_error_and_not_a_beginning() {
+    fn only_damaged_checkpoints_are_an_error() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         for step in [10, 20] {
             fs::remove_file(folder.path().join(format!("step-{step:08}/weights.safetensors"))).unwrap();
         }
         let error = find(folder.path()).unwrap_err().to_string();
-        assert!(error.contains("no checkpoint is whole, of 2; the newest: checkpoint"), "{error}");
+        assert!(error.contains("no intact checkpoint among 2; the newest: checkpoint"), "{error}");
         assert!(
             error.contains("step-00000020/weights.safetensors: damaged: there is no such file"),
             "{error}"
         );
     }
 
-    /// Makes the folder at `path` a checkpoint whose manifest lists the weights with this size and checksum.
+    /// Writes a manifest at `path` that lists the weights with this size and checksum.
     fn list(path: &Path, bytes: u64, xxh3: u64) {
-        let entry = Entry { bytes, xxh3: hexadecimal(xxh3) };
+        let entry = FileEntry { bytes, xxh3: hexadecimal(xxh3) };
         let files = BTreeMap::from([("weights.safetensors".to_owned(), entry)]);
         let manifest = Manifest::new(20, None, json!(null), files);
         fs::write(path.join("manifest.json"), manifest.to_json()).unwrap();
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn forged_headers_are_refused() {
+    fn forged_headers_are_rejected() {
         let file = |header: &str, data: usize| {
             [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
         };
@@ -285,7 +285,7 @@ mod tests {
             json!({"0.weight": tensor(&[2, 3], weight), "0.bias": tensor(&[2], bias)}).to_string()
         };
         assert_eq!(load_forged(&file(&tensors((0, 24), (24, 32)), 32)).unwrap(), vec![0.0; 18]);
-        let lie = "does not lie in bytes";
+        let lie = "is not within bytes";
         for (bytes, problem) in [
             (file(&tensors((0, 24), (24, 32)), 31), lie),
             (file(&tensors((24, 0), (24, 32)), 32), lie),
@@ -305,23 +305,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_or_no_file_is_refused_unread() {
+    fn oversized_and_irregular_files_are_rejected_unread() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let path = folder.path().join("step-00000020");
-        // Sparse files, which take no room on the disk: a terabyte of zeros would not fit into memory.
+        // Sparse files use no disk space; a terabyte of zeros would not fit into memory.
         let lengthen = |name: &str| File::options().write(true).open(path.join(name))?.set_len(1 << 40);
         for name in ["weights.safetensors", "manifest.json"] {
             lengthen(name).unwrap();
             let damaged = find(folder.path()).unwrap().unwrap().damaged;
             assert!(damaged[0].1.to_string().contains(&format!("{name}: damaged: 1099511627776 bytes")));
         }
-        // A manifest that allows it does not help: the model has a size, too.
+        // A manifest with that size does not help: the model's size is checked, too.
         list(&path, 1 << 40, 0);
         let error = Checkpoint::open(&path).unwrap().load("weights", &layout()).unwrap_err().to_string();
         let expected = "weights.safetensors: 1099511627776 bytes, where the model's tensors have 32";
         assert!(error.ends_with(expected), "{error}");
-        // Nobody writes into this pipe: whoever opened it would wait for ever.
+        // Nobody writes into this pipe: opening it would block forever.
         fs::remove_file(path.join("manifest.json")).unwrap();
         nix::unistd::mkfifo(&path.join("manifest.json"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         let error = Checkpoint::open(&path).unwrap_err().to_string();
@@ -329,9 +329,9 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_that_nobody_would_read_is_not_written() {
+    fn oversized_manifests_are_not_written() {
         let folder = tempfile::tempdir().unwrap();
-        two(folder.path());
+        save_two(folder.path());
         let mut writer = Writer::new(folder.path(), 2).unwrap();
         writer.save(Snapshot::new(30).with_state("x".repeat(2 << 20).into())).unwrap();
         let error = writer.finish().unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! What a checkpoint will hold, in memory: copies, so that the training may change the originals meanwhile.
+//! The content of a checkpoint in memory: copies, so that the training can change the originals during the write.
 
 use std::fmt;
 
@@ -7,21 +7,20 @@ use serde_json::Value;
 use super::Position;
 use crate::{DataParallel, Layout, Result};
 
-/// Everything that a checkpoint will hold.
+/// The content of a checkpoint.
 ///
-/// Made where the training runs, handed to [`Writer::save`](super::Writer::save); from then on it belongs to the thread that
-/// writes.
+/// Created by the training thread and passed to [`Writer::save`](super::Writer::save), whose thread then owns it.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) step: u64,
     pub(super) position: Option<Position>,
     pub(super) state: Value,
-    pub(super) arenas: Vec<Arena>,
+    pub(super) arenas: Vec<SnapshotArena>,
 }
 
-/// One flat arena with its layout.
+/// One arena with its layout.
 #[derive(Debug)]
-pub(super) struct Arena {
+pub(super) struct SnapshotArena {
     /// Name of the file, without extension.
     pub(super) name: String,
     pub(super) layout: Layout,
@@ -30,16 +29,16 @@ pub(super) struct Arena {
 
 /// The values of an arena.
 pub(super) enum Values {
-    Here(Vec<f32>),
-    /// To be made by the thread that writes.
-    Later(Box<dyn FnOnce() -> Vec<f32> + Send>),
+    Ready(Vec<f32>),
+    /// Computed by the writer's thread.
+    Deferred(Box<dyn FnOnce() -> Vec<f32> + Send>),
 }
 
 impl Values {
     pub(super) fn make(self) -> Vec<f32> {
         match self {
-            Values::Here(values) => values,
-            Values::Later(make) => make(),
+            Values::Ready(values) => values,
+            Values::Deferred(make) => make(),
         }
     }
 }
@@ -47,22 +46,22 @@ impl Values {
 impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Values::Here(values) => write!(f, "{} values", values.len()),
-            Values::Later(_) => f.write_str("values yet to be made"),
+            Values::Ready(values) => write!(f, "{} values", values.len()),
+            Values::Deferred(_) => f.write_str("deferred values"),
         }
     }
 }
 
 impl Snapshot {
-    /// After `step` training steps, with nothing in it yet.
+    /// An empty snapshot after `step` training steps.
     pub fn new(step: u64) -> Self {
         Snapshot { step, position: None, state: Value::Null, arenas: Vec::new() }
     }
 
-    /// The weights and the optimizer's state of `model`, whole, on rank 0; `None` on the others. Collective where the
+    /// The weights and optimizer states of `model`, complete, on rank 0; `None` on the other ranks. Collective if the
     /// optimizer is sharded.
     ///
-    /// What [`DataParallel::restore`] asks for on the way back, on any number of ranks.
+    /// [`DataParallel::restore`] loads them again, on any number of ranks.
     ///
     /// # Errors
     /// As [`DataParallel::arenas`].
@@ -79,41 +78,42 @@ impl Snapshot {
         Ok(Some(snapshot))
     }
 
-    /// With where the run is in its data.
+    /// Adds the position in the data.
     #[must_use]
     pub fn with_position(self, position: Position) -> Self {
         Snapshot { position: Some(position), ..self }
     }
 
-    /// With whatever else the program needs to go on: hyper-parameters, number of ranks, precision.
+    /// Adds other state of the program, such as hyper-parameters, number of ranks, precision.
     #[must_use]
     pub fn with_state(self, state: Value) -> Self {
         Snapshot { state, ..self }
     }
 
-    /// Adds an arena, to become the file `name.safetensors` with the tensors of `layout`. Slices are copied, vectors kept. A
-    /// snapshot with a value that is not finite is not written: it would take the place of one to go on from.
+    /// Adds an arena, which becomes the file `name.safetensors` with the tensors of `layout`. Slices are copied,
+    /// vectors are moved. A snapshot with non-finite values is not written: it must not replace a checkpoint that a
+    /// run can resume from.
     ///
     /// # Panics
     /// If `values` is shorter than `layout`.
     pub fn add(&mut self, name: &str, layout: &Layout, values: impl Into<Vec<f32>>) {
         let values = values.into();
         assert!(values.len() >= layout.len(), "{} values for {}", values.len(), layout.len());
-        self.push(name, layout, Values::Here(values));
+        self.push(name, layout, Values::Ready(values));
     }
 
-    /// Adds an arena whose values `make` makes on the thread that writes, from copies that it owns: to bring them into
-    /// another order, for instance. They must be as many as `layout` has.
-    pub fn add_later(
+    /// Adds an arena whose values `make` computes on the writer's thread, from copies that it owns: for example to
+    /// reorder them. It must return as many values as `layout` has.
+    pub fn add_deferred(
         &mut self,
         name: &str,
         layout: &Layout,
         make: impl FnOnce() -> Vec<f32> + Send + 'static,
     ) {
-        self.push(name, layout, Values::Later(Box::new(make)));
+        self.push(name, layout, Values::Deferred(Box::new(make)));
     }
 
     fn push(&mut self, name: &str, layout: &Layout, values: Values) {
-        self.arenas.push(Arena { name: name.to_owned(), layout: layout.clone(), values });
+        self.arenas.push(SnapshotArena { name: name.to_owned(), layout: layout.clone(), values });
     }
 }

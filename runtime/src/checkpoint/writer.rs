@@ -1,7 +1,7 @@
-//! The thread that writes.
+//! Writes checkpoints on a background thread.
 //!
-//! One thread for each write, joined before the next one begins: there is nothing to queue, as a snapshot that waits would be
-//! memory that grows, and nothing to wake up.
+//! Each write has a thread of its own, which is joined before the next write begins. There is no queue: waiting
+//! snapshots would accumulate memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ use std::thread::JoinHandle;
 use super::failed;
 use super::folder::Folder;
 use super::publish::publish;
-use super::removal::free_name;
+use super::removal::unused_name;
 use super::snapshot::Snapshot;
 use crate::process::{ForkDetector, block_sigxfsz, start_failure};
 use crate::{Error, Result};
 
-/// Writes checkpoints into a folder, beside the training.
+/// Writes checkpoints into a folder in the background.
 ///
-/// It has the folder for itself: a second writer, here or in another process, is refused while this one lives. One rank has
-/// it, best rank 0. Dropping it waits for the write that is under way, whose error is lost then: call
-/// [`finish`](Self::finish).
+/// A writer has exclusive access to its folder: while it lives, a second writer is rejected, in this or another
+/// process. Only one rank should have one, usually rank 0. Dropping it waits for the write in flight and discards its
+/// error: call [`finish`](Self::finish) first.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -48,34 +48,35 @@ pub struct Writer {
     origin: ForkDetector,
     folder: Arc<Folder>,
     keep: usize,
-    under_way: Option<JoinHandle<Result<PathBuf>>>,
+    in_flight: Option<JoinHandle<Result<PathBuf>>>,
     written: Option<PathBuf>,
 }
 
 impl Writer {
-    /// Gets ready to write into `folder`, which is made unless it is there, and to keep the newest `keep` checkpoints, at
-    /// least one. What a killed writer has left half-done in it is removed. Files that no writer has written are never removed,
-    /// wherever in the folder they lie.
+    /// Prepares to write into `folder`, which is created if it does not exist, and to keep the newest `keep`
+    /// checkpoints (at least 1). Removes incomplete checkpoints of killed writers. Files that no writer has written
+    /// are never removed.
     ///
     /// # Errors
-    /// If the folder cannot be made, read or written, or another writer has it.
+    /// If the folder cannot be created, read or written, or another writer uses it.
     pub fn new(folder: &Path, keep: usize) -> Result<Self> {
         let folder = Arc::new(Folder::open(folder)?);
         Ok(Writer {
             origin: ForkDetector::for_this_process(),
             folder,
             keep: keep.max(1),
-            under_way: None,
+            in_flight: None,
             written: None,
         })
     }
 
-    /// Begins to write `snapshot`, once the write before it has come to its end. A checkpoint of the same step is replaced;
-    /// those of later steps are left alone.
+    /// Starts writing `snapshot`, after waiting for the previous write. A checkpoint of the same step is replaced;
+    /// those of later steps are kept.
     ///
     /// # Errors
-    /// Of the write before, which left all earlier checkpoints as they were; the new one is begun nevertheless. Its own errors
-    /// come with the next call of `save` or [`finish`](Self::finish). Or if no thread can be started.
+    /// The error of the previous write, which left all earlier checkpoints intact; the new write is started
+    /// nevertheless. Its own error is returned by the next call of `save` or [`finish`](Self::finish). Or if no
+    /// thread can be started.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
         self.check_process()?;
         let before = self.wait();
@@ -88,22 +89,22 @@ impl Writer {
         let started = started.map_err(|error| {
             Error::system("start the thread that writes a checkpoint", start_failure(&error))
         });
-        self.under_way = Some(started?);
+        self.in_flight = Some(started?);
         before
     }
 
-    /// Waits for the write that is under way. Returns the path of the newest checkpoint written, if one was.
+    /// Waits for the write in flight. Returns the path of the newest checkpoint written by this writer, if any.
     ///
     /// # Errors
-    /// Of that write, which left all earlier checkpoints as they were.
+    /// The error of that write, which left all earlier checkpoints intact.
     pub fn finish(&mut self) -> Result<Option<PathBuf>> {
         self.check_process()?;
         self.wait()?;
         Ok(self.written.clone())
     }
 
-    /// An error in a forked child, which has a copy of this and not the thread: it would write beside its parent, and wait for
-    /// ever.
+    /// Returns an error in a forked child: it has a copy of the writer but not its thread, would write at the same
+    /// time as its parent, and would wait forever.
     fn check_process(&self) -> Result<()> {
         match self.origin.is_original_process() {
             true => Ok(()),
@@ -112,7 +113,7 @@ impl Writer {
     }
 
     fn wait(&mut self) -> Result<()> {
-        let Some(thread) = self.under_way.take() else { return Ok(()) };
+        let Some(thread) = self.in_flight.take() else { return Ok(()) };
         match thread.join() {
             Ok(written) => self.written = Some(written?),
             Err(_) => return Err(failed(&self.folder.path, "the thread that writes panicked")),
@@ -120,14 +121,14 @@ impl Writer {
         Ok(())
     }
 
-    /// Renames a damaged checkpoint of this folder to `damaged-step-…`, so that it is kept, no longer found, and in nobody's
-    /// way. Returns its new path.
+    /// Renames a damaged checkpoint of this folder to `damaged-step-…`: it is kept, but no longer found. Returns the
+    /// new path.
     ///
     /// # Errors
     /// If it cannot be renamed.
     pub fn set_aside(&self, path: &Path) -> Result<PathBuf> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let aside = free_name(&self.folder.path.join(format!("damaged-{name}")));
+        let aside = unused_name(&self.folder.path.join(format!("damaged-{name}")));
         fs::rename(path, &aside).map_err(|error| failed(path, error))?;
         self.folder.flush()?;
         Ok(aside)
@@ -163,14 +164,14 @@ mod tests {
     }
 
     #[test]
-    fn a_save_returns_before_it_is_written_and_the_next_one_waits() {
+    fn save_returns_before_the_write_ends_and_the_next_save_waits() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(folder.path(), 5).unwrap();
         let (go, wait) = mpsc::channel();
         let mut slow = Snapshot::new(1);
-        slow.add_later("weights", &layout(), move || vec![wait.recv().unwrap()]);
+        slow.add_deferred("weights", &layout(), move || vec![wait.recv().unwrap()]);
         writer.save(slow).unwrap();
-        // Back, although its values do not exist yet.
+        // `save` has returned, although the values do not exist yet.
         assert_eq!(latest(folder.path()).unwrap(), None);
         go.send(9.0).unwrap();
         writer.save(snapshot(2)).unwrap();
@@ -180,12 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_told_once_by_the_next_call_and_the_next_one_is_written() {
+    fn a_write_error_is_returned_once_by_the_next_call() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(folder.path(), 5).unwrap();
         let bad = |step| {
             let mut snapshot = Snapshot::new(step);
-            snapshot.add_later("weights", &layout(), Vec::new);
+            snapshot.add_deferred("weights", &layout(), Vec::new);
             snapshot
         };
         writer.save(bad(1)).unwrap();
@@ -195,14 +196,14 @@ mod tests {
         writer.save(bad(3)).unwrap();
         writer.finish().unwrap_err();
         let mut panics = Snapshot::new(4);
-        panics.add_later("weights", &layout(), || panic!("on purpose"));
+        panics.add_deferred("weights", &layout(), || panic!("on purpose"));
         writer.save(panics).unwrap();
         assert!(writer.finish().unwrap_err().to_string().contains("panicked"));
         assert_eq!(find(folder.path()).unwrap().unwrap().checkpoint.manifest().step, 2);
     }
 
     #[test]
-    fn a_writer_that_is_dropped_has_written() {
+    fn dropping_a_writer_waits_for_its_write() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(folder.path(), 1).unwrap();
         writer.save(snapshot(1)).unwrap();
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn in_a_folder_that_was_made_again_only_its_own_writer_writes() {
+    fn only_the_writer_of_a_recreated_folder_writes_to_it() {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("checkpoints");
         let mut first = Writer::new(&folder, 1).unwrap();
@@ -227,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_one_is_set_aside_and_kept() {
+    fn damaged_checkpoints_are_set_aside_and_kept() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(folder.path(), 1).unwrap();
         for (round, name) in ["damaged-step-00000001", "damaged-step-00000001-2"].iter().enumerate() {

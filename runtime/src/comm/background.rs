@@ -1,12 +1,12 @@
-//! Reductions on a thread of their own, while the rank computes.
+//! Reductions on a background thread, while the rank computes.
 //!
-//! The collectives of a CPU are over when their call returns, and while they last the rank does nothing else. This transport
-//! hands every call to another communicator, by whose rules it goes. All-reduce and reduce-scatter, by which gradients travel, go
-//! to a thread, one after the other, and the caller has their [`Pending`] at once. All other calls are made by the caller, after
-//! those, so that the order of operations is that of the calls, on every rank.
+//! On the CPU backend a collective ends within its call, and the rank does nothing else during it. This transport
+//! delegates every call to another communicator, which applies the rules. All-reduce and reduce-scatter, which reduce
+//! gradients, run on a thread, one after the other, and the caller gets a [`Pending`] immediately. All other calls
+//! wait for those and then run on the calling thread, so that all ranks execute operations in the order of the calls.
 //!
-//! It gains where a core is to spare: the thread copies and adds as much as the caller would have. Where there is none, the
-//! two take turns on one core, and what is left to gain is the time that a rank waits for later ones.
+//! This helps if there is a spare core: the thread copies and adds as much as the caller would. Without a spare core,
+//! the two alternate on one core, and only the time that a rank waits for late ranks is gained.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -14,49 +14,50 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::call::{Call, Request};
-use super::rules::Failing;
+use super::rules::FailureHandler;
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, Observer, Pending, ReduceOp, Transport};
 use crate::process::{ForkDetector, start_failure};
 use crate::{Error, Result};
 
 /// See the [module](self).
 pub(crate) struct Background {
-    /// A forked child has a copy, and not the thread.
+    /// A forked child has a copy of this, but not the thread.
     origin: ForkDetector,
-    shared: Arc<Shared>,
+    shared: Arc<WorkerState>,
     rank: u32,
     backend: &'static str,
     capabilities: Capabilities,
     observer: Option<Arc<dyn Observer>>,
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// Whether the thread may have something to do.
+    /// Whether the thread may have jobs.
     busy: bool,
 }
 
-/// What the thread and the caller share.
-struct Shared {
+/// State shared by the thread and the caller.
+struct WorkerState {
     comm: Mutex<Communicator>,
-    /// Nobody is left to wait for results.
+    /// Set by the drop: nobody waits for results any more.
     stopped: AtomicBool,
 }
 
-impl Shared {
-    /// After a panic of the other thread an operation is half done, and peers wait for the rest of it to their deadline.
+impl WorkerState {
+    /// Ignores poisoning: if the thread panicked, an operation is incomplete, and peers wait for the rest of it until
+    /// their timeout.
     fn comm(&self) -> MutexGuard<'_, Communicator> {
         self.comm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 enum Job {
-    Reduce(Reduction),
-    /// Answered when all before it are over.
+    Reduce(ReductionJob),
+    /// Answered when all earlier jobs have ended.
     Fence(SyncSender<()>),
 }
 
-/// A call for the thread. (A [`Call`] of any kind may hold what is not to leave the caller's.)
-struct Reduction {
+/// A reduction to run on the thread. (It is not a [`Call`], because other kinds of calls borrow from the caller.)
+struct ReductionJob {
     call: fn(ReduceOp) -> Call<'static>,
     op: ReduceOp,
     buffer: Buffer,
@@ -65,31 +66,31 @@ struct Reduction {
 }
 
 impl Background {
-    /// Has `comm` do everything. On all ranks alike.
+    /// Delegates all calls to `comm`. All ranks must do the same.
     ///
     /// # Errors
     /// If no thread can be started.
     pub(super) fn new(comm: Communicator) -> Result<Self> {
         let (rank, backend, capabilities) = (comm.rank(), comm.backend(), comm.capabilities());
         let observer = comm.shared_observer();
-        let shared = Arc::new(Shared { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
+        let shared = Arc::new(WorkerState { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
         let (jobs, queue) = channel();
-        let of_thread = Arc::clone(&shared);
+        let worker_state = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
-            .spawn(move || work(&of_thread, &queue))
+            .spawn(move || work(&worker_state, &queue))
             .map_err(|error| Error::system("start a thread for reductions", start_failure(&error)))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
         let origin = ForkDetector::for_this_process();
         Ok(Background { origin, shared, rank, backend, capabilities, observer, jobs, thread, busy: false })
     }
 
-    /// Gives the thread a job. Where it has ended by a panic, the job's result never comes.
-    fn give(&self, job: Job) {
+    /// Sends the thread a job. If the thread has panicked, the result never arrives.
+    fn send_job(&self, job: Job) {
         let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
     }
 
-    fn begin(
+    fn start(
         &mut self,
         call: fn(ReduceOp) -> Call<'static>,
         op: ReduceOp,
@@ -99,8 +100,8 @@ impl Background {
         self.check_process()?;
         let (result, pending) = sync_channel(1);
         self.busy = true;
-        self.give(Job::Reduce(Reduction { call, op, buffer: rest.take(), tag, result }));
-        Ok(Pending::under_way(rest, pending, self.observer.clone()))
+        self.send_job(Job::Reduce(ReductionJob { call, op, buffer: rest.take(), tag, result }));
+        Ok(Pending::in_flight(rest, pending, self.observer.clone()))
     }
 
     fn check_process(&self) -> Result<()> {
@@ -110,24 +111,24 @@ impl Background {
         }
     }
 
-    /// The communicator, once all reductions are over.
+    /// The communicator, after waiting for all reductions.
     fn idle(&mut self) -> Result<MutexGuard<'_, Communicator>> {
         self.check_process()?;
         if std::mem::take(&mut self.busy) {
             let (fence, passed) = sync_channel(1);
-            self.give(Job::Fence(fence));
-            // What has become of the reductions is told by their own results.
+            self.send_job(Job::Fence(fence));
+            // Errors of the reductions are returned with their own results.
             let _ = passed.recv();
         }
         Ok(self.shared.comm())
     }
 }
 
-/// What the thread does until there can be no more jobs.
-fn work(shared: &Shared, queue: &Receiver<Job>) {
+/// The thread: runs jobs until the sender is dropped.
+fn work(shared: &WorkerState, queue: &Receiver<Job>) {
     for job in queue {
         match job {
-            Job::Reduce(Reduction { call, op, buffer, tag, result }) => {
+            Job::Reduce(ReductionJob { call, op, buffer, tag, result }) => {
                 if shared.stopped.load(Ordering::Relaxed) {
                     continue;
                 }
@@ -135,7 +136,7 @@ fn work(shared: &Shared, queue: &Receiver<Job>) {
                 comm.set_background(true);
                 let reduced = comm.submit(call(op), buffer, tag);
                 comm.set_background(false);
-                // Nobody waits any more where a step was given up.
+                // If the step was given up, nobody receives the result.
                 let _ = result.send(reduced.and_then(Pending::wait));
             }
             Job::Fence(passed) => _ = passed.send(()),
@@ -144,7 +145,7 @@ fn work(shared: &Shared, queue: &Receiver<Job>) {
 }
 
 impl Drop for Background {
-    /// What has not begun yet is left out: a rank that goes because of an error keeps nobody waiting for that.
+    /// Skips jobs that have not started: a rank that leaves because of an error must not wait for them.
     fn drop(&mut self) {
         self.shared.stopped.store(true, Ordering::Relaxed);
         self.jobs = None;
@@ -155,8 +156,8 @@ impl Drop for Background {
     }
 }
 
-/// Called only while the thread has nothing to do: its own errors are those of the communicator that it calls.
-impl Failing for Background {
+/// Only called while the thread is idle. Errors of the delegate are handled by its own rules.
+impl FailureHandler for Background {
     fn stop(&self) {
         self.shared.comm().transport().stop();
     }
@@ -182,8 +183,8 @@ impl Transport for Background {
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let (buffer, tag) = (request.buffer.take(), request.tag);
         request.pending = Some(match std::mem::replace(&mut request.call, Call::Barrier) {
-            Call::AllReduce(op) => self.begin(Call::AllReduce, op, buffer, tag)?,
-            Call::ReduceScatter(op) => self.begin(Call::ReduceScatter, op, buffer, tag)?,
+            Call::AllReduce(op) => self.start(Call::AllReduce, op, buffer, tag)?,
+            Call::ReduceScatter(op) => self.start(Call::ReduceScatter, op, buffer, tag)?,
             call => self.idle()?.submit(call, buffer, tag)?,
         });
         Ok(())
@@ -197,8 +198,8 @@ impl Transport for Background {
         let _ = self.idle().map(|mut comm| comm.set_oversubscribed());
     }
 
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        let _ = self.idle().map(|mut comm| comm.note_arrivals(at));
+    fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
+        let _ = self.idle().map(|mut comm| comm.record_arrivals(at));
     }
 }
 
@@ -220,32 +221,32 @@ mod tests {
     }
 
     #[test]
-    fn operations_come_to_what_they_were_begun_as_in_any_order_of_waiting() {
+    fn results_do_not_depend_on_the_order_of_waiting() {
         on_ranks(3, |mut comm| {
             let rank = comm.rank() as f32;
             let first = comm.all_reduce(Buffer::from_slice(&[rank; 5000]), ReduceOp::Sum).unwrap();
             let second = comm.reduce_scatter(Buffer::from_slice(&[rank; 6]), ReduceOp::Avg).unwrap();
-            // By the caller, after both.
+            // Runs on the caller's thread, after both.
             let mut values = [rank];
             comm.broadcast_slice(&mut values, 2).unwrap();
             assert_eq!(values, [2.0]);
             let own = comm.rank() as usize * 2;
             assert_eq!(second.wait().unwrap().as_slice::<f32>()[own..own + 2], [1.0; 2]);
             assert_eq!(first.wait().unwrap().as_slice::<f32>(), [3.0; 5000]);
-            // One that nobody waits for is over before the next one by the caller.
+            // A reduction that nobody waits for still ends before the next call on the caller's thread.
             drop(comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap());
             comm.barrier().unwrap();
         });
     }
 
     #[test]
-    fn what_has_not_begun_when_it_is_dropped_never_is() {
+    fn dropping_skips_jobs_that_have_not_started() {
         let mut comm = Background::new(Communicator::alone(None)).unwrap();
         let shared = Arc::clone(&comm.shared);
-        // The thread comes to the first one at most.
+        // The thread starts the first one at most.
         let held = shared.comm();
         let mut begin =
-            || comm.begin(Call::AllReduce, ReduceOp::Sum, Buffer::from_slice(&[1.0f32]), None).unwrap();
+            || comm.start(Call::AllReduce, ReduceOp::Sum, Buffer::from_slice(&[1.0f32]), None).unwrap();
         let pending: Vec<_> = (0..10).map(|_| begin()).collect();
         std::thread::scope(|scope| {
             scope.spawn(move || drop(comm));
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_does_not_come_is_named_by_the_result() {
+    fn the_result_names_a_rank_that_did_not_arrive() {
         on_ranks(3, |mut comm| {
             if comm.rank() == 1 {
                 return;
@@ -270,13 +271,13 @@ mod tests {
     }
 
     #[test]
-    fn an_error_comes_with_what_it_is_the_error_of() {
+    fn an_error_is_returned_by_its_own_operation() {
         on_ranks(2, |mut comm| {
             let values = vec![1.0f32; 4 + comm.rank() as usize];
             let reduced = comm.all_reduce(Buffer::from_slice(&values), ReduceOp::Sum).unwrap();
             let error = reduced.wait().unwrap_err();
             assert!(matches!(error, Error::Mismatch { .. }), "{error}");
-            // And everything after it fails, as without a thread.
+            // Everything after it fails, as without a thread.
             assert!(comm.barrier().is_err());
         });
     }

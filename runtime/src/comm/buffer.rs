@@ -1,4 +1,4 @@
-//! Memory that operations take and give back.
+//! Buffers: memory that operations take and return.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::Range;
@@ -15,21 +15,21 @@ use crate::{Error, Result};
 /// Alignment of every allocation: a cache line and a vector register.
 pub(crate) const ALIGNMENT: usize = 64;
 
-/// What large allocations are aligned to.
+/// Alignment of large allocations.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// Asks for huge pages, before the memory is touched. Where there are none, small ones serve.
-fn wish_for_huge_pages(base: NonNull<u8>, bytes: usize) {
+/// Asks for huge pages before the memory is touched. If there are none, small pages are used.
+fn advise_huge_pages(base: NonNull<u8>, bytes: usize) {
     // SAFETY: the whole pages of a fresh allocation; the advice does not change their contents.
     let _ = unsafe { madvise(base.cast(), bytes / HUGE_PAGE * HUGE_PAGE, MmapAdvise::MADV_HUGEPAGE) };
 }
 
-/// A rank's part of memory that all ranks map.
+/// A shared-memory allocation of which every rank has a part, and that all ranks map.
 #[derive(Debug)]
 pub(crate) struct Arena {
     pub(crate) memory: SharedMemory,
-    /// Number of the allocation: the same on every rank, another one for every arena of a world, never 0. Arenas of other
-    /// worlds have the same numbers: [`belongs_to`](Self::belongs_to) tells those apart.
+    /// Number of the allocation: the same on every rank, unique within the world, never 0. Arenas of other worlds may
+    /// have the same number: see [`belongs_to`](Self::belongs_to).
     pub(crate) id: u64,
     /// The rank's membership of its world.
     pub(crate) owner: Weak<Membership>,
@@ -39,20 +39,20 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Whether it was allocated by this very rank of this very world. Peers know it then by its number; those of another
-    /// world would find other memory by it, or none.
+    /// Whether it was allocated by this rank of this world. Only then its number identifies it for the peers; in
+    /// another world that number may refer to other memory, or to none.
     pub(crate) fn belongs_to(&self, membership: &Arc<Membership>) -> bool {
         std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(membership))
     }
 
-    /// The error of an operation in another world, or of another rank.
+    /// The error of using it in another world, or by another rank.
     #[cold]
-    fn foreign(&self, operation: &'static str) -> Error {
+    fn foreign_error(&self, operation: &'static str) -> Error {
         let (communicator, number) = (self.id >> 32, self.id & u64::from(u32::MAX));
         let problem = format!(
-            "the buffer lies in arena {number} of communicator {communicator} that rank {} of {} allocated in another world, or \
-             that is of another rank of this one; allocate it with a communicator of the same world, or copy it into a private \
-             buffer",
+            "the buffer is in arena {number} of communicator {communicator}, which rank {} of {} allocated in another world, \
+             or which belongs to another rank of this world; allocate it with a communicator of the same world, or copy \
+             it into a private buffer",
             self.rank,
             self.parts.len(),
         );
@@ -83,7 +83,7 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         if let Allocation::Private { base, layout } = self {
-            // SAFETY: allocated with this layout in `zeroed`, and this is its only owner's end.
+            // SAFETY: allocated with this layout in `zeroed`; this drops its only owner.
             unsafe { dealloc(base.as_ptr(), *layout) };
         }
     }
@@ -96,8 +96,8 @@ unsafe impl Sync for Allocation {}
 
 /// Elements of one type, in private memory or in an arena that all ranks map.
 ///
-/// A buffer is the only owner of its elements: no two buffers of a process overlap. It can be split, and its
-/// parts handed to operations one by one.
+/// A buffer exclusively owns its elements: no two buffers of a process overlap. It can be split, and its parts can be
+/// passed to separate operations.
 ///
 /// ```
 /// let mut buffer = mgpu::Buffer::zeroed::<f32>(8);
@@ -109,16 +109,16 @@ unsafe impl Sync for Allocation {}
 pub struct Buffer {
     allocation: Arc<Allocation>,
     dtype: DType,
-    /// First byte within this rank's part of the allocation.
+    /// First byte within this rank's part of the arena, or within the private allocation.
     offset: usize,
     len: usize,
 }
 
 impl Buffer {
-    /// Private memory for `len` elements, all zero.
+    /// Zeroed private memory for `len` elements.
     ///
     /// # Panics
-    /// If the size overflows; aborts if memory is short.
+    /// If the size overflows. Aborts if memory is short.
     pub fn zeroed<T: Element>(len: usize) -> Self {
         Self::zeroed_of(T::DTYPE, len)
     }
@@ -132,7 +132,7 @@ impl Buffer {
         let base = unsafe { alloc_zeroed(layout) };
         let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
         if bytes >= HUGE_PAGE {
-            wish_for_huge_pages(base, layout.size());
+            advise_huge_pages(base, layout.size());
         }
         Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
     }
@@ -149,7 +149,7 @@ impl Buffer {
         Buffer { allocation: Arc::new(Allocation::Arena(arena)), dtype, offset: 0, len }
     }
 
-    /// The arena that holds the buffer, and its first byte there; `None` for private memory.
+    /// The arena that contains the buffer, and the offset of its first byte; `None` for private memory.
     #[inline]
     pub(crate) fn arena(&self) -> Option<(&Arena, usize)> {
         match &*self.allocation {
@@ -200,7 +200,7 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts(self.address().cast(), self.len) }
     }
 
-    /// The elements, to be changed.
+    /// The elements, mutable.
     ///
     /// # Panics
     /// If `T` is not the element type.
@@ -210,34 +210,36 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.address().cast(), self.len) }
     }
 
-    /// Checks that peers of `membership` reach the buffer, if it lies in an arena: that it is this rank's, of this world.
+    /// Checks that the peers of `membership` can reach the buffer: if it is in an arena, this rank of this world must
+    /// have allocated it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`].
     #[inline]
     pub(crate) fn check_owner(&self, operation: &'static str, membership: &Arc<Membership>) -> Result<()> {
         match self.arena() {
-            Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign(operation)),
+            Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign_error(operation)),
             _ => Ok(()),
         }
     }
 
-    /// Copies the elements `range` of `from`, which has the same element type, to those that begin at `at`.
+    /// Copies the elements `range` of `from`, which has the same element type, to the elements that begin at `at`.
     ///
     /// # Panics
-    /// If there are not so many, or the types differ.
+    /// If a range is out of bounds, or the types differ.
     pub(crate) fn copy_from(&mut self, at: usize, from: &Buffer, range: Range<usize>) {
         assert!(self.dtype == from.dtype, "a copy of {} into {}", from.dtype, self.dtype);
         assert!(range.start <= range.end && range.end <= from.len && at + range.len() <= self.len);
         let size = self.dtype.size();
         let source = from.address().wrapping_add(range.start * size);
-        // SAFETY: both ranges lie within buffers that own their elements alone, and of which one is borrowed mutably.
+        // SAFETY: both ranges are within their buffers, which exclusively own their elements; one is borrowed
+        // mutably.
         unsafe {
             std::ptr::copy_nonoverlapping(source, self.address().wrapping_add(at * size), range.len() * size);
         }
     }
 
-    /// All elements, of which none is left here.
+    /// Moves all elements out, and leaves an empty buffer.
     pub(crate) fn take(&mut self) -> Buffer {
         let empty = Buffer { allocation: Arc::clone(&self.allocation), len: 0, ..*self };
         std::mem::replace(self, empty)
@@ -255,10 +257,10 @@ impl Buffer {
         (Buffer { len: middle, ..self }, tail)
     }
 
-    /// Undoes [`split_at`](Self::split_at): this buffer and the one that begins where it ends.
+    /// Reverses [`split_at`](Self::split_at): joins this buffer and the one that begins at its end.
     ///
     /// # Panics
-    /// If `tail` does not, or is of another allocation.
+    /// If `tail` does not begin there, or belongs to another allocation.
     pub fn join(self, tail: Buffer) -> Buffer {
         let adjacent = Arc::ptr_eq(&self.allocation, &tail.allocation)
             && self.dtype == tail.dtype
@@ -274,12 +276,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a buffer of f32 read as i32")]
-    fn a_wrong_type_is_refused() {
+    fn a_wrong_type_panics() {
         Buffer::zeroed::<f32>(1).as_slice::<i32>();
     }
 
     #[test]
-    fn what_was_split_can_be_joined() {
+    fn split_buffers_can_be_joined() {
         let (head, rest) = Buffer::from_slice(&[1i64, 2, 3]).split_at(1);
         let (middle, tail) = rest.split_at(2);
         assert_eq!(head.join(middle).join(tail).as_slice::<i64>(), [1, 2, 3]);
@@ -287,7 +289,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "only neighbours")]
-    fn strangers_cannot_be_joined() {
+    fn only_adjacent_buffers_can_be_joined() {
         let (head, tail) = Buffer::zeroed::<f32>(4).split_at(2);
         let _ = tail.join(head);
     }

@@ -1,6 +1,6 @@
-//! A call of an operation, before any transport sees it, and the check of its arguments.
+//! A call of an operation, independent of the transport, and the check of its arguments.
 //!
-//! A new collective begins here: a variant of [`Call`], its arguments' check, a method of
+//! To add a collective, add a variant of [`Call`], the check of its arguments, a method of
 //! [`Communicator`](super::Communicator), and an arm in each transport.
 
 use std::ops::Range;
@@ -10,11 +10,11 @@ use super::{Buffer, Pending, ReduceOp};
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// Updates elements of this rank's shard of a segment: given the segment's index, and the block of elements that begins at
-/// this element of the whole buffer.
+/// Updates a block of this rank's shards. The arguments are the index of the segment, the index of the block's first
+/// element in the whole buffer, and the block.
 pub type Update<'a> = dyn FnMut(usize, usize, &mut Buffer) + 'a;
 
-/// Which operation, with the arguments that not all of them have.
+/// The operation, with the arguments that are specific to it.
 pub(crate) enum Call<'a> {
     Barrier,
     AllReduce(ReduceOp),
@@ -38,7 +38,7 @@ pub(crate) enum Call<'a> {
     AllGatherV {
         counts: &'a [usize],
     },
-    /// What is sent lies in `from`; what is received goes to the request's buffer.
+    /// `from` is the send buffer; the request's buffer is the receive buffer.
     AllToAllV {
         from: &'a Buffer,
         counts: &'a Counts,
@@ -51,36 +51,36 @@ pub(crate) enum Call<'a> {
     },
 }
 
-/// What a fused update + all-gather is about.
+/// Arguments of a fused update + all-gather.
 pub(crate) struct SegmentUpdate<'a> {
-    /// Ascending parts of the buffer, of which each rank updates its shards.
+    /// Ascending, disjoint parts of the buffer. Each rank updates its shard of each.
     pub(crate) segments: &'a [Range<usize>],
-    /// Most elements that are updated at once.
+    /// Largest number of elements per call of `update`.
     pub(crate) block: usize,
     pub(crate) update: &'a mut Update<'a>,
 }
 
 impl SegmentUpdate<'_> {
-    /// The same, for whoever needs one of its own.
+    /// Reborrows it.
     pub(crate) fn by_ref(&mut self) -> SegmentUpdate<'_> {
         SegmentUpdate { segments: self.segments, block: self.block, update: &mut *self.update }
     }
 }
 
-/// A call with what all of them have. Element type and length are those of the buffer.
+/// A call with its buffer, whose element type and length apply.
 pub(crate) struct Request<'a> {
     pub(crate) call: Call<'a>,
     pub(crate) buffer: Buffer,
-    /// A number of the caller's own for traces: the bucket's.
+    /// The caller's tag for traces: the index of the bucket.
     pub(crate) tag: Option<u32>,
-    /// Position among the collectives of the communicator, from 1; of a message, that of the next collective.
+    /// Sequence number among the communicator's collectives, from 1; for a message, that of the next collective.
     pub(crate) number: u32,
-    /// What a transport has left that goes on without it: that has the buffer then.
+    /// Set by a transport whose operation continues after `submit`; it then holds the buffer.
     pub(crate) pending: Option<Pending>,
 }
 
 impl Request<'_> {
-    /// What the caller gets, once a transport has carried it out.
+    /// The caller's handle, after a transport has executed the request.
     #[inline]
     pub(crate) fn done(self) -> Pending {
         match self.pending {
@@ -91,7 +91,7 @@ impl Request<'_> {
 }
 
 impl Call<'_> {
-    /// What the progress page knows it as.
+    /// The operation, as recorded on the progress page.
     #[inline(always)]
     pub(crate) fn operation(&self) -> Operation {
         match self {
@@ -112,7 +112,7 @@ impl Call<'_> {
         }
     }
 
-    /// Payload of this rank in bytes, with this buffer.
+    /// Payload of this rank in bytes.
     #[inline(always)]
     pub(crate) fn bytes(&self, buffer: &Buffer) -> usize {
         match self {
@@ -123,13 +123,13 @@ impl Call<'_> {
         }
     }
 
-    /// True unless only two ranks take part.
+    /// False for messages, in which only two ranks take part.
     #[inline(always)]
     pub(crate) fn is_collective(&self) -> bool {
         self.peer().is_none()
     }
 
-    /// How elements of several ranks become one, where they do.
+    /// The reduction, if the operation has one.
     #[inline]
     pub(crate) fn reduction(&self) -> Option<ReduceOp> {
         match *self {
@@ -138,7 +138,7 @@ impl Call<'_> {
         }
     }
 
-    /// The rank that the operation begins or ends at.
+    /// The root, if the operation has one.
     #[inline]
     pub(crate) fn root(&self) -> Option<u32> {
         match *self {
@@ -150,7 +150,7 @@ impl Call<'_> {
         }
     }
 
-    /// The rank at the other end of a message.
+    /// The peer of a message.
     #[inline(always)]
     pub(crate) fn peer(&self) -> Option<u32> {
         match *self {
@@ -194,8 +194,8 @@ impl Call<'_> {
             Call::AllGatherV { counts } => check_counts(counts, ranks, len, "the buffer"),
             Call::AllToAllV { from, counts } => {
                 let (sent, received) = (counts.sent_by(rank), counts.received_by(rank));
-                check_counts(sent, ranks, from.len(), "the buffer that is sent")
-                    .and_then(|()| check_counts(received, ranks, len, "the buffer that is received"))
+                check_counts(sent, ranks, from.len(), "the send buffer")
+                    .and_then(|()| check_counts(received, ranks, len, "the receive buffer"))
             }
             _ => Ok(()),
         };
@@ -203,7 +203,8 @@ impl Call<'_> {
     }
 }
 
-/// Whether segments of a buffer of `len` elements ascend, do not overlap and are within it, and can be cut into blocks.
+/// Checks that segments of a buffer of `len` elements are ascending, disjoint and within it, and that blocks are not
+/// empty.
 fn check_segments(len: usize, segments: &[Range<usize>], block: usize) -> Result<(), String> {
     let mut end = 0;
     let fits = |segment: &Range<usize>| {
@@ -220,7 +221,7 @@ fn check_segments(len: usize, segments: &[Range<usize>], block: usize) -> Result
     Ok(())
 }
 
-/// Whether there is a count for each of `ranks` ranks, and together they are the `len` elements of `what`.
+/// Checks that there is a count for each of `ranks` ranks, and that they add up to the `len` elements of `what`.
 pub(super) fn check_counts(counts: &[usize], ranks: usize, len: usize, what: &str) -> Result<(), String> {
     if counts.len() != ranks {
         return Err(format!("{} counts for {ranks} ranks", counts.len()));
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_are_checked_in_one_place() {
+    fn invalid_arguments_are_reported() {
         for (call, len, expected) in [
             (Call::Gather { root: 2 }, 5, ""),
             (Call::Gather { root: 3 }, 5, "gather: there is no rank 3 in a world of 3"),

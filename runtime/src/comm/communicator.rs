@@ -1,4 +1,4 @@
-//! The communicator: what a program calls, and the rules that hold for every call.
+//! The communicator: the API of collectives, and the rules of every call.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,9 +6,9 @@ use std::sync::atomic::AtomicU64;
 
 use super::background::Background;
 use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
-use super::exchange::{Counts, Unequal};
-use super::observer::{Nobody, Observed, Observer, Updating};
-use super::rules::{Noted, Rules};
+use super::exchange::{CountMismatch, Counts};
+use super::observer::{NoObserver, ObservedOperation, Observer, UpdateTiming};
+use super::rules::{ProgressEntry, Rules};
 use super::solo::Solo;
 use super::{Algorithm, Buffer, Capabilities, DType, Pending, ReduceOp, Transport, bytes_of};
 use crate::clock::now;
@@ -16,7 +16,7 @@ use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// Collectives over the ranks of a world. See the [module](super) for what holds for all of them.
+/// Collectives over the ranks of a world. The [module](super) describes the contract of all operations.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -41,15 +41,15 @@ pub struct Communicator {
     transport: Box<dyn Transport>,
     capabilities: Capabilities,
     rules: Arc<Rules>,
-    /// The transport hands every call to another communicator, by whose rules it goes.
-    hands_over: bool,
+    /// The transport delegates every call to another communicator, which applies the rules.
+    delegates: bool,
     observer: Option<Arc<dyn Observer>>,
-    /// Whether calls come from a thread beside the rank's own.
+    /// Whether calls come from the background thread.
     background: bool,
-    /// Collectives begun.
+    /// Sequence number of the last collective.
     number: u32,
-    /// What a barrier works on; `None` after one that failed.
-    nothing: Option<Buffer>,
+    /// The empty buffer of a barrier; `None` after a barrier that failed.
+    empty_buffer: Option<Buffer>,
 }
 
 impl Communicator {
@@ -60,20 +60,20 @@ impl Communicator {
             capabilities: transport.capabilities(),
             transport: Box::new(transport),
             rules,
-            hands_over: false,
+            delegates: false,
             observer: None,
             background: false,
             number: 0,
-            nothing: None,
+            empty_buffer: None,
         }
     }
 
-    /// That of a world of one. Where there is a launcher, it is told what the rank does.
+    /// The communicator of a world of one. It reports to the launcher, if there is one.
     pub(crate) fn alone(membership: Option<Arc<Membership>>) -> Self {
         Self::new(Solo, 0, 1, Arc::new(Rules::new(membership, 0)))
     }
 
-    /// The same ranks, with reductions [on a thread of their own](Background). On all ranks alike.
+    /// The same ranks, with reductions on a [background thread](Background). All ranks must call it.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -82,37 +82,39 @@ impl Communicator {
         let (rank, size, rules) = (self.rank, self.size, Arc::clone(&self.rules));
         let observer = self.observer.clone();
         let outer = Self::new(Background::new(self)?, rank, size, rules);
-        Ok(Communicator { hands_over: true, observer, ..outer })
+        Ok(Communicator { delegates: true, observer, ..outer })
     }
 
-    /// Carries out a call. The rules of all operations, in this order.
+    /// Executes a call, with the rules of all operations in this order.
     ///
-    /// Inlined, so that what depends on the kind of call alone costs a small all-reduce nothing.
+    /// Inlined, so that what only depends on the kind of the call is resolved at compile time: small all-reduces are
+    /// that sensitive.
     #[inline(always)]
     pub(super) fn submit(&mut self, call: Call<'_>, buffer: Buffer, tag: Option<u32>) -> Result<Pending> {
         let number = self.number.wrapping_add(1).max(1);
         let (operation, bytes) = (call.operation(), call.bytes(&buffer));
         let is_collective = call.is_collective();
-        // The arguments: told before anything is sent.
+        // Check the arguments before anything is sent.
         self.check(&call, &buffer)?;
         let mut request = Request { call, buffer, tag, number, pending: None };
-        if self.hands_over {
+        if self.delegates {
             self.transport.submit(&mut request)?;
             return Ok(request.done());
         }
         if is_collective {
             self.number = number;
         }
-        // A fault that is due, then the progress page; neither where an earlier error has poisoned the communicator.
-        self.rules.begin(Noted { operation, number, bytes })?;
-        // The operation itself, and around it the trace.
+        // Inject a planned fault, then update the progress page; neither if an earlier error has poisoned the
+        // communicator.
+        self.rules.begin(ProgressEntry { operation, number, bytes })?;
+        // Execute the operation, and trace it.
         let result = match &self.observer {
             None => self.transport.submit(&mut request),
             Some(observer) => observe(&**observer, operation, (tag, bytes, self.background), |updating| {
                 submit_timed(&mut *self.transport, &mut request, updating)
             }),
         };
-        // An error poisons.
+        // An error poisons the communicator.
         self.rules.end(result, &*self.transport)?;
         Ok(request.done())
     }
@@ -136,25 +138,25 @@ impl Communicator {
         self.size
     }
 
-    /// `solo`, `cpu` or `nccl`: for display. What matters to a program is among its [capabilities](Self::capabilities).
+    /// `solo`, `cpu` or `nccl`, for display. Programs should use the [capabilities](Self::capabilities).
     pub fn backend(&self) -> &'static str {
         self.transport.backend()
     }
 
-    /// What its buffers and reductions are like.
+    /// Properties of its buffers and reductions.
     pub fn capabilities(&self) -> Capabilities {
         self.capabilities
     }
 
-    /// Has `observer` told of every operation from now on, instead of the one before.
+    /// Reports every following operation to `observer`, in place of the previous observer.
     pub fn set_observer(&mut self, observer: Arc<dyn Observer>) {
         self.observer = Some(observer);
     }
 
-    /// Who is told of operations, for spans of the caller's own; one that records nothing, unless another was
-    /// [set](Self::set_observer).
+    /// The observer of operations, for the caller's own spans. Without one that was [set](Self::set_observer), it
+    /// records nothing.
     pub fn observer(&self) -> &dyn Observer {
-        self.observer.as_deref().unwrap_or(&Nobody)
+        self.observer.as_deref().unwrap_or(&NoObserver)
     }
 
     pub(super) fn shared_observer(&self) -> Option<Arc<dyn Observer>> {
@@ -165,48 +167,48 @@ impl Communicator {
         &*self.transport
     }
 
-    /// From now on calls come from a thread beside the rank's own, or from its own again.
+    /// Sets whether the following calls come from the background thread.
     pub(super) fn set_background(&mut self, background: bool) {
         self.background = background;
     }
 
-    /// Has every collective of all ranks note in `at`, where that is 0, when the last one had come to it, by
-    /// [`timeline::now`](crate::timeline::now). Backends that cannot tell leave it alone.
-    pub fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
-        self.transport.note_arrivals(at);
+    /// Makes every collective store the time at which the last rank arrived in `at`, if that is 0. The time is that
+    /// of [`timeline::now`](crate::timeline::now). Backends that do not know it leave `at` unchanged.
+    pub fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
+        self.transport.record_arrivals(at);
     }
 
-    /// Tells the launcher, if there is one, whom `error` holds responsible, because this rank is about to end with it: it
-    /// names that rank even if this one ends first. The first error told stays.
+    /// Tells the launcher, if there is one, which rank `error` blames, because this rank is about to end with that
+    /// error: the launcher reports the blamed rank even if this one ends first. Only the first such call counts.
     pub fn blame(&mut self, error: &Error) {
         if let Some(membership) = self.rules.membership() {
             membership.blame(error);
         }
     }
 
-    /// From now on other threads compute on the cores of the ranks while they wait here, so they are to give way soon. On all
-    /// ranks alike.
+    /// Declares that other threads compute on the ranks' cores, so that waiting ranks yield their core early. All
+    /// ranks must call it.
     pub fn set_oversubscribed(&mut self) {
         self.transport.set_oversubscribed();
     }
 
-    /// Chooses how the following all-reduces are carried out, on all ranks alike.
+    /// Chooses the algorithm of the following all-reduces. All ranks must choose the same.
     pub fn set_algorithm(&mut self, algorithm: Algorithm) {
         self.transport.set_algorithm(algorithm);
     }
 
-    /// Memory for `len` zeroed elements that peers reach in place. Collective.
+    /// Allocates `len` zeroed elements that peers can access in place. Collective.
     ///
     /// # Errors
     /// If memory is short, or as in the [contract](super).
     pub fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let bytes = bytes_of(dtype, len)?;
-        if self.hands_over {
+        if self.delegates {
             return self.transport.allocate(dtype, len);
         }
         self.number = self.number.wrapping_add(1).max(1);
         let operation = Operation::Allocate;
-        self.rules.begin(Noted { operation, number: self.number, bytes })?;
+        self.rules.begin(ProgressEntry { operation, number: self.number, bytes })?;
         let result = match &self.observer {
             None => self.transport.allocate(dtype, len),
             Some(observer) => observe(&**observer, operation, (None, bytes, self.background), |_| {
@@ -216,7 +218,7 @@ impl Communicator {
         self.rules.end(result, &*self.transport)
     }
 
-    /// Every rank's buffer becomes the reduction of all ranks' buffers.
+    /// All-reduce: every rank's buffer becomes the reduction of all ranks' buffers.
     ///
     /// # Errors
     /// As in the [contract](super).
@@ -224,7 +226,7 @@ impl Communicator {
         self.submit(Call::AllReduce(op), buffer, None)
     }
 
-    /// As [`all_reduce`](Self::all_reduce), with a number of the caller's own for [observers](Observer).
+    /// As [`all_reduce`](Self::all_reduce), with a tag for [observers](Observer).
     ///
     /// # Errors
     /// As in the [contract](super).
@@ -232,8 +234,8 @@ impl Communicator {
         self.submit(Call::AllReduce(op), buffer, tag)
     }
 
-    /// The buffer consists of n [shards](super::shard). Shard r of rank r becomes the reduction of all ranks' shards r; the
-    /// other shards hold unspecified values afterwards.
+    /// Reduce-scatter: the buffer consists of n [shards](super::shard). Shard r of rank r becomes the reduction of
+    /// all ranks' shards r; the other shards are unspecified afterwards.
     ///
     /// # Errors
     /// As in the [contract](super).
@@ -241,7 +243,7 @@ impl Communicator {
         self.submit(Call::ReduceScatter(op), buffer, None)
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), with a number of the caller's own for [observers](Observer).
+    /// As [`reduce_scatter`](Self::reduce_scatter), with a tag for [observers](Observer).
     ///
     /// # Errors
     /// As in the [contract](super).
@@ -254,7 +256,7 @@ impl Communicator {
         self.submit(Call::ReduceScatter(op), buffer, tag)
     }
 
-    /// The buffer consists of n [shards](super::shard). Shard r of every rank becomes that of rank r.
+    /// All-gather: the buffer consists of n [shards](super::shard). Shard r of every rank becomes that of rank r.
     ///
     /// # Errors
     /// As in the [contract](super).
@@ -262,22 +264,23 @@ impl Communicator {
         self.submit(Call::AllGather, buffer, None)
     }
 
-    /// As [`all_gather`](Self::all_gather), of parts that have another length on each rank: part r has `counts[r]` elements.
-    /// All ranks pass the same counts.
+    /// As [`all_gather`](Self::all_gather), with parts of different lengths: part r has `counts[r]` elements. All
+    /// ranks pass the same counts.
     ///
     /// # Errors
-    /// If the counts are not one for each rank, or do not add up to the buffer; or as in the [contract](super).
+    /// If there is not one count per rank, or they do not add up to the buffer's length; or as in the
+    /// [contract](super).
     pub fn all_gather_v(&mut self, buffer: Buffer, counts: &[usize]) -> Result<Pending> {
         self.submit(Call::AllGatherV { counts }, buffer, None)
     }
 
-    /// Updates shards and [all-gathers](Self::all_gather) them in one pass, for segments of the buffer which ascend and do not
-    /// overlap (the same segments on all ranks): `update` is handed this rank's own shards, front to back in blocks of at most
-    /// `block` elements. A backend whose ranks reach each other's memory passes every block on while it is in the cache, and
-    /// ranks wait for each other once before and once after all segments.
+    /// Fused update + all-gather: each rank updates its shard of each of the segments, and all ranks get all shards,
+    /// in one pass. Segments are ascending and disjoint, and the same on all ranks. `update` gets this rank's shards,
+    /// front to back, in blocks of at most `block` elements. A backend with shared memory copies every block to the
+    /// peers while it is in the cache, and synchronises only once before and once after all segments.
     ///
     /// # Errors
-    /// If `block` is 0, or the segments are not as they should be; or as in the [contract](super).
+    /// If `block` is 0, or the segments are invalid; or as in the [contract](super).
     pub fn update_all_gather(
         &mut self,
         buffer: Buffer,
@@ -288,7 +291,7 @@ impl Communicator {
         self.submit(Call::UpdateAllGather(SegmentUpdate { segments, block, update }), buffer, None)
     }
 
-    /// Every rank's buffer becomes a copy of that of rank `root`.
+    /// Broadcast: every rank's buffer becomes a copy of that of rank `root`.
     ///
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
@@ -296,7 +299,7 @@ impl Communicator {
         self.submit(Call::Broadcast { root }, buffer, None)
     }
 
-    /// The buffer of rank `root` becomes the reduction of all ranks' buffers; the others stay as they are.
+    /// Reduce: the buffer of rank `root` becomes the reduction of all ranks' buffers; the others are unchanged.
     ///
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
@@ -304,7 +307,7 @@ impl Communicator {
         self.submit(Call::Reduce { op, root }, buffer, None)
     }
 
-    /// The buffer consists of n equal shards. Shard q of rank r becomes what shard r of rank q was.
+    /// All-to-all: the buffer consists of n equal shards. Shard q of rank r becomes what shard r of rank q was.
     ///
     /// ```
     /// # let worlds = mgpu::World::threads(2)?;
@@ -323,13 +326,14 @@ impl Communicator {
         self.submit(Call::AllToAll, buffer, None)
     }
 
-    /// Sends rank r the next `send_counts[r]` elements of `send`, and fills the next `receive_counts[r]` elements of `receive`
-    /// with what rank r sends; that is as many as rank r has for this rank. `send` has been read when the call returns.
+    /// All-to-all with different lengths: sends the next `send_counts[r]` elements of `send` to rank r, and receives
+    /// the next `receive_counts[r]` elements of `receive` from rank r, which must send as many. `send` has been read
+    /// when the call returns.
     ///
     /// # Errors
-    /// If the counts are not one for each rank or do not add up to the buffers, or the buffers have two types; on all
-    /// ranks, with the names of both, if a rank receives another number of elements than another one sends it; or as in the
-    /// [contract](super).
+    /// If there is not one count per rank, if counts do not add up to the buffers' lengths, or if the buffers have
+    /// different types; on all ranks, naming both, if a rank expects another number of elements than the sender
+    /// sends; or as in the [contract](super).
     pub fn all_to_all_v(
         &mut self,
         send: &Buffer,
@@ -339,22 +343,26 @@ impl Communicator {
     ) -> Result<Pending> {
         let refused = |problem| Error::InvalidArgument { operation: "all_to_all_v", problem };
         if send.dtype() != receive.dtype() {
-            return Err(refused(format!("{} is sent and {} received", send.dtype(), receive.dtype())));
+            return Err(refused(format!(
+                "the send buffer is {} and the receive buffer is {}",
+                send.dtype(),
+                receive.dtype()
+            )));
         }
         let ranks = self.size as usize;
-        check_counts(send_counts, ranks, send.len(), "the buffer that is sent").map_err(refused)?;
-        check_counts(receive_counts, ranks, receive.len(), "the buffer that is received").map_err(refused)?;
+        check_counts(send_counts, ranks, send.len(), "the send buffer").map_err(refused)?;
+        check_counts(receive_counts, ranks, receive.len(), "the receive buffer").map_err(refused)?;
         let counts = self.agree_on_counts(send_counts, receive_counts, send.dtype())?;
         self.submit(Call::AllToAllV { from: send, counts: &counts }, receive, None)
     }
 
-    /// What each rank sends each rank and receives from it, compared.
+    /// Gathers the counts of all ranks and compares them.
     fn agree_on_counts(&mut self, send: &[usize], receive: &[usize], dtype: DType) -> Result<Counts> {
         let own: Vec<i64> = send.iter().chain(receive).map(|count| *count as i64).collect();
         let all = self.all_gather_slice(&own)?;
         let counts = all.into_iter().map(|count| count as usize).collect();
-        Counts::new(self.size, counts).map_err(|Unequal { from, to, sent, received }| {
-            // Every rank is told, and none accuses itself.
+        Counts::new(self.size, counts).map_err(|CountMismatch { from, to, sent, received }| {
+            // Every rank gets the error, and none blames itself.
             let sender = (from, format!("all_to_all_v({sent} {dtype} to rank {to})"));
             let receiver = (to, format!("all_to_all_v({received} {dtype} from rank {from})"));
             let sides = if self.rank == from { (sender, receiver) } else { (receiver, sender) };
@@ -365,8 +373,8 @@ impl Communicator {
         })
     }
 
-    /// The buffer consists of n [shards](super::shard). Shard r of rank `root` becomes that of rank r; the buffers of the other
-    /// ranks stay as they are.
+    /// Gather: the buffer consists of n [shards](super::shard). Shard r of rank `root` becomes that of rank r; the
+    /// buffers of the other ranks are unchanged.
     ///
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
@@ -374,8 +382,8 @@ impl Communicator {
         self.submit(Call::Gather { root }, buffer, None)
     }
 
-    /// The buffer consists of n [shards](super::shard). Shard r of rank r becomes that of rank `root`; all other shards stay as
-    /// they are.
+    /// Scatter: the buffer consists of n [shards](super::shard). Shard r of rank r becomes that of rank `root`; all
+    /// other shards are unchanged.
     ///
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
@@ -387,7 +395,7 @@ impl Communicator {
     /// ranks arrive in the order they were sent.
     ///
     /// # Errors
-    /// If `to` is this rank or none, or as in the [contract](super).
+    /// If `to` is this rank or does not exist, or as in the [contract](super).
     pub fn send(&mut self, buffer: Buffer, to: u32) -> Result<Pending> {
         self.submit(Call::Send { to }, buffer, None)
     }
@@ -395,18 +403,19 @@ impl Communicator {
     /// Fills the buffer with the next message of rank `from`.
     ///
     /// # Errors
-    /// If `from` is this rank or none, the message has another type or length, or as in the [contract](super).
+    /// If `from` is this rank or does not exist, the message has another type or length, or as in the
+    /// [contract](super).
     pub fn recv(&mut self, buffer: Buffer, from: u32) -> Result<Pending> {
         self.submit(Call::Recv { from }, buffer, None)
     }
 
-    /// Returns once all ranks have called it.
+    /// Barrier: returns once all ranks have called it.
     ///
     /// # Errors
     /// As in the [contract](super).
     pub fn barrier(&mut self) -> Result<()> {
-        let nothing = self.nothing.take().unwrap_or_else(|| Buffer::zeroed::<u8>(0));
-        self.nothing = Some(self.submit(Call::Barrier, nothing, None)?.wait()?);
+        let empty_buffer = self.empty_buffer.take().unwrap_or_else(|| Buffer::zeroed::<u8>(0));
+        self.empty_buffer = Some(self.submit(Call::Barrier, empty_buffer, None)?.wait()?);
         Ok(())
     }
 }
@@ -422,25 +431,33 @@ impl std::fmt::Debug for Communicator {
     }
 }
 
-/// Tells `observer` of an operation.
+/// Runs an operation and reports it to `observer`.
 fn observe<R>(
     observer: &dyn Observer,
     operation: Operation,
     (tag, bytes, background): (Option<u32>, usize, bool),
-    operate: impl FnOnce(&mut Updating) -> Result<R>,
+    operate: impl FnOnce(&mut UpdateTiming) -> Result<R>,
 ) -> Result<R> {
     observer.operation_begins();
-    let (mut updating, begin) = (Updating::default(), now());
+    let (mut updating, begin) = (UpdateTiming::default(), now());
     let result = operate(&mut updating);
-    observer.operation_ended(&Observed { operation, tag, begin, end: now(), bytes, updating, background });
+    observer.operation_ended(&ObservedOperation {
+        operation,
+        tag,
+        begin,
+        end: now(),
+        bytes,
+        updating,
+        background,
+    });
     result
 }
 
-/// Has `transport` carry out a request, and notes what is updated in the course of it.
+/// Executes a request and measures the update within a fused update + all-gather.
 fn submit_timed(
     transport: &mut dyn Transport,
     request: &mut Request<'_>,
-    updating: &mut Updating,
+    updating: &mut UpdateTiming,
 ) -> Result<()> {
     let Request { call: Call::UpdateAllGather(call), buffer, tag, number, .. } = request else {
         return transport.submit(request);

@@ -1,7 +1,7 @@
-//! Which elements each rank has for which other one: pure.
+//! Which elements each rank sends to and receives from every other rank: pure functions.
 //!
-//! Gather, scatter and all-to-all are messages between pairs of ranks, and so are their variants with another length on each
-//! rank. A transport without a faster way carries out the [`Exchange`] that a call comes to.
+//! Gather, scatter, all-to-all and their variants with different lengths are messages between pairs of ranks. A
+//! transport without a faster algorithm executes the [`Exchange`] of a call.
 
 use std::ops::Range;
 
@@ -13,21 +13,21 @@ use super::shard;
 /// Ranges of elements, by rank. No allocation up to 8 ranks.
 pub(crate) type Ranges = SmallVec<[Range<usize>; 8]>;
 
-/// The parts of a buffer that belong to each rank, one after the other.
+/// The partition of a buffer into one contiguous part per rank.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Shares<'a> {
-    /// The [shards](shard) of so many elements.
+pub(crate) enum Partition<'a> {
+    /// The [shards](shard) of `len` elements.
     Shards { len: usize, ranks: u32 },
-    /// As many elements as are given here, by rank.
+    /// One number of elements per rank.
     Counts(&'a [usize]),
 }
 
-impl Shares<'_> {
+impl Partition<'_> {
     /// The elements of `rank`.
     pub(crate) fn range(&self, rank: u32) -> Range<usize> {
         match *self {
-            Shares::Shards { len, ranks } => shard(len, ranks, rank),
-            Shares::Counts(counts) => {
+            Partition::Shards { len, ranks } => shard(len, ranks, rank),
+            Partition::Counts(counts) => {
                 let begin = counts[..rank as usize].iter().sum();
                 begin..begin + counts[rank as usize]
             }
@@ -37,8 +37,8 @@ impl Shares<'_> {
     /// Elements of the longest part.
     pub(crate) fn longest(&self) -> usize {
         match *self {
-            Shares::Shards { len, ranks } => shard(len, ranks, 0).len(),
-            Shares::Counts(counts) => counts.iter().copied().max().unwrap_or_default(),
+            Partition::Shards { len, ranks } => shard(len, ranks, 0).len(),
+            Partition::Counts(counts) => counts.iter().copied().max().unwrap_or_default(),
         }
     }
 
@@ -48,17 +48,17 @@ impl Shares<'_> {
     }
 }
 
-/// How many elements each rank sends to each rank of an `all_to_all_v`, and receives from each.
+/// How many elements each rank sends to and receives from each rank in an `all_to_all_v`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Counts {
     ranks: usize,
-    /// For each rank what it sends to each, then what it receives from each.
+    /// For each rank: the number of elements that it sends to each rank, then the number that it receives from each.
     counts: Vec<usize>,
 }
 
-/// A pair of ranks one of which sends another number of elements than the other one receives.
+/// A pair of ranks with different numbers of elements sent and received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Unequal {
+pub(crate) struct CountMismatch {
     pub(crate) from: u32,
     pub(crate) to: u32,
     pub(crate) sent: usize,
@@ -66,18 +66,19 @@ pub(crate) struct Unequal {
 }
 
 impl Counts {
-    /// What all ranks have told: for each rank what it sends to each of `ranks` ranks, then what it receives from each.
+    /// From the gathered counts: for each of `ranks` ranks, what it sends to each rank, then what it receives from
+    /// each.
     ///
     /// # Errors
-    /// The first pair of ranks that do not agree.
-    pub(crate) fn new(ranks: u32, counts: Vec<usize>) -> Result<Self, Unequal> {
+    /// The first pair of ranks whose counts differ.
+    pub(crate) fn new(ranks: u32, counts: Vec<usize>) -> Result<Self, CountMismatch> {
         let counts = Counts { ranks: ranks as usize, counts };
         for from in 0..ranks {
             for to in 0..ranks {
                 let sent = counts.sent_by(from)[to as usize];
                 let received = counts.received_by(to)[from as usize];
                 if sent != received {
-                    return Err(Unequal { from, to, sent, received });
+                    return Err(CountMismatch { from, to, sent, received });
                 }
             }
         }
@@ -102,25 +103,26 @@ impl Counts {
 /// The messages of one rank in a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Exchange {
-    /// The elements for each rank, in what is sent. What this rank has for itself is not listed.
+    /// Ranges of the send buffer, by receiver. The rank's own range is empty.
     pub(crate) send: Ranges,
-    /// Where those of each rank go, in what is received.
+    /// Ranges of the receive buffer, by sender.
     pub(crate) receive: Ranges,
-    /// What this rank has for itself in what is sent, and where it goes; empty where it stays in its place.
+    /// The range of the send buffer that stays on this rank, and its destination; empty if it does not move.
     pub(crate) own: (Range<usize>, usize),
-    /// Elements of the longest message of all ranks.
+    /// Number of elements of the longest message of all ranks.
     pub(crate) longest: usize,
 }
 
 impl Exchange {
-    /// The messages of `rank` of `ranks` ranks in a call on `len` elements; `None` for a call that is more than messages.
+    /// The messages of `rank` of `ranks` ranks in a call on `len` elements; `None` if the call does not consist of
+    /// messages only.
     pub(crate) fn of(call: &Call<'_>, rank: u32, ranks: u32, len: usize) -> Option<Self> {
         let nothing = || -> Ranges { (0..ranks).map(|_| 0..0).collect() };
-        let shards = Shares::Shards { len, ranks };
+        let shards = Partition::Shards { len, ranks };
         let (mut send, mut receive, longest) = match call {
             Call::AllToAll => (shards.ranges(ranks), shards.ranges(ranks), shards.longest()),
             Call::Gather { root } | Call::Scatter { root } => {
-                // A scatter mirrors a gather: sends and receives change places.
+                // A scatter is a gather with sends and receives swapped.
                 let (mut of_root, mut of_others) = (nothing(), nothing());
                 if rank == *root {
                     of_root = shards.ranges(ranks);
@@ -133,13 +135,13 @@ impl Exchange {
                 }
             }
             Call::AllGatherV { counts } => {
-                let parts = Shares::Counts(counts);
+                let parts = Partition::Counts(counts);
                 let own = parts.range(rank);
                 ((0..ranks).map(|_| own.clone()).collect(), parts.ranges(ranks), parts.longest())
             }
             Call::AllToAllV { counts, .. } => (
-                Shares::Counts(counts.sent_by(rank)).ranges(ranks),
-                Shares::Counts(counts.received_by(rank)).ranges(ranks),
+                Partition::Counts(counts.sent_by(rank)).ranges(ranks),
+                Partition::Counts(counts.received_by(rank)).ranges(ranks),
                 counts.longest(),
             ),
             _ => return None,
@@ -161,17 +163,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_that_do_not_agree_are_found() {
+    fn unequal_counts_are_found() {
         let counts = |received: usize| Counts::new(2, vec![5, 3, 5, 1, 1, 2, received, 2]);
         assert_eq!(counts(3).unwrap().sent_by(0), [5, 3]);
         assert_eq!(counts(3).unwrap().received_by(1), [3, 2]);
-        assert_eq!(counts(4).unwrap_err(), Unequal { from: 0, to: 1, sent: 3, received: 4 });
+        assert_eq!(counts(4).unwrap_err(), CountMismatch { from: 0, to: 1, sent: 3, received: 4 });
     }
 
     proptest! {
-        /// What one rank sends another one is what that receives from it.
+        /// What one rank sends is what the other one receives.
         #[test]
-        fn both_ends_of_a_message_have_the_same_length(ranks in 1u32..6, len in 0usize..40, root in 0u32..6) {
+        fn sender_and_receiver_agree_on_the_length(ranks in 1u32..6, len in 0usize..40, root in 0u32..6) {
             let (root, counts) = (root % ranks, [3, 0, 5, 1, 2, 4]);
             let calls = [
                 (Call::AllToAll, len * ranks as usize),

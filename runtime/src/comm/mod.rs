@@ -2,46 +2,48 @@
 //!
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
-//!   reduction and root. A rank that does not is named in an [`Error::Mismatch`](crate::Error::Mismatch) on every
-//!   rank. [`send`] and [`recv`] concern two ranks only; where one can never meet its other side, because that waits in another
-//!   call, this is a mismatch, too, named by those that wait for it. (Under `nccl` a message that meets a collective is; messages
-//!   that wait for each other around a circle of ranks wait for the deadline.)
-//! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then
-//!   peers may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
-//! - **Result.** Reductions combine in rank order 0…n−1 for every element (see
-//!   [`mgpu_kernels::reduce`]): the same bits on every rank, from run to run, with every algorithm. Under `nccl` the order
-//!   is NCCL's, and each step is rounded to the element type: an all-reduce leaves the same bits on every rank, but not
-//!   those of the other backends; sums of integers wrap before an average divides them.
-//! - **Failure.** A lost peer, a mismatch or a passed deadline makes the communicator unusable: the call returns
-//!   an error that names the rank, the buffer is gone (a peer may still be writing to it), and every later call
-//!   returns [`Error::Poisoned`](crate::Error::Poisoned). No call waits longer than the world's timeout without
-//!   any peer making progress. Invalid arguments are told before anything is sent and poison nothing. Of an operation on another
-//!   thread ([`ReducerConfig::overlap`](crate::ReducerConfig::overlap)) all of this is told by [`Pending::wait`].
-//! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first wait
-//!   for each other until the deadline. A communicator's end is collective there: all ranks come together in its drop.
-//! - **Buffers.** Memory from [`allocate`] is fastest, since peers reach it in place; for that, all ranks pass
-//!   the same part of the same allocation, or all pass private buffers. It is for the rank that allocated it, with any
-//!   communicator of the same world: others refuse it.
+//!   reduction and root. Otherwise every rank gets an [`Error::Mismatch`](crate::Error::Mismatch) that names a rank
+//!   that differs. [`send`] and [`recv`] only concern two ranks. A message that can never match, because the other
+//!   rank waits in another call, is a mismatch, too, reported by the ranks that wait for it. (Under `nccl` this is
+//!   detected if the other rank waits in a collective; cyclic waits of messages time out.)
+//! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then peers
+//!   may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
+//! - **Result.** Reductions combine in rank order 0…n−1 for every element (see [`mgpu_kernels::reduce`]): the same
+//!   bits on every rank, in every run, with every algorithm. Under `nccl` the order is NCCL's, and each step is
+//!   rounded to the element type: an all-reduce leaves the same bits on every rank, but not those of the other
+//!   backends; sums of integers wrap before an average divides them.
+//! - **Failure.** A lost peer, a mismatch or a timeout poisons the communicator: the call returns an error that names
+//!   the rank, the buffer is lost (a peer may still be writing to it), and every later call returns
+//!   [`Error::Poisoned`](crate::Error::Poisoned). No call waits longer than the world's timeout while no peer makes
+//!   progress. Invalid arguments are reported before anything is sent and do not poison. For an operation on the
+//!   background thread ([`ReducerConfig::overlap`](crate::ReducerConfig::overlap)), [`Pending::wait`] returns the
+//!   error.
+//! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first
+//!   wait for each other until the timeout. Dropping a communicator is collective there: all ranks synchronise before
+//!   it ends.
+//! - **Buffers.** Memory from [`allocate`] is fastest, since peers access it in place; for that, all ranks pass the
+//!   same part of the same allocation. Or all ranks pass private buffers. Allocated memory can only be used by the
+//!   rank that allocated it, with any communicator of the same world.
 //!
-//! # Who does what
+//! # Modules
 //! | file | question |
 //! |---|---|
-//! | `communicator` | what can a program call, and which rules hold for every call? |
-//! | `call` | what is asked for, and do the arguments make sense? |
-//! | `rules` | fault injection, progress page, poisoning: the same for buffers of the host and of GPUs |
-//! | `observer` | who is told of operations? |
+//! | `communicator` | what can a program call, and which rules apply to every call? |
+//! | `call` | what does a call consist of, and are its arguments valid? |
+//! | `rules` | fault injection, progress page, poisoning: for host buffers and device memory |
+//! | `observer` | how are operations traced? |
 //! | `transport` | what does a backend supply? `solo`, `cpu`, `nccl` and `background` do |
-//! | `signature` | on what of a call do ranks have to agree? |
+//! | `signature` | which properties of a call must be the same on all ranks? |
 //! | `exchange` | which elements go from which rank to which? |
 //!
-//! # Where more will plug in
-//! - **Groups of ranks.** `Communicator::split(colour, key)` will give the ranks that pass one colour a communicator of their
-//!   own, in the order of their keys. Its rank, size, collectives' numbers and rules are its own, so that an error in a group ends
-//!   that group alone; errors go on naming ranks of the world. A transport will be made for a list of the world's ranks, where
+//! # Planned extensions
+//! - **Groups of ranks.** `Communicator::split(colour, key)` will create a communicator for the ranks with the same
+//!   colour, ordered by key. Its rank, size, sequence numbers and rules are its own, so that an error only ends that
+//!   group; errors still name ranks of the world. A transport will be created for a list of the world's ranks, where
 //!   `cpu::connect` and NCCL's `Link` now take all of them.
-//! - **Several hosts.** One more `Transport`: it has a `cpu` transport for the ranks of its host and a connection to the next
-//!   host, and passes partial sums from host to host in the order of ranks, so that the bits do not depend on where ranks are. It
-//!   does not share memory, as far as its [`Capabilities`] say, and no program has to know more of it.
+//! - **Several hosts.** One more `Transport`, with a `cpu` transport for the ranks of its host and a connection to
+//!   the next host. Partial sums go from host to host in rank order, so that the bits do not depend on the placement
+//!   of ranks. Its [`Capabilities`] say that it does not share memory; programs need not know more.
 //!
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv
@@ -71,8 +73,8 @@ pub use call::Update;
 pub use communicator::Communicator;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use nccl::{Awaited, Captured, DeviceCommunicator, Group};
-pub use observer::{Begin, Observed, Observer, Updating};
+pub use nccl::{CapturedGroup, DeviceCommunicator, Group, Waitable};
+pub use observer::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 pub use pending::Pending;
 pub(crate) use rules::Rules;
 pub use transport::Capabilities;
@@ -80,17 +82,18 @@ use transport::Transport;
 
 use crate::Result;
 
-/// How an all-reduce is carried out. All give the same bits.
+/// Algorithm of an all-reduce. All give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Algorithm {
-    /// By size and kind of buffer.
+    /// Chosen by size and kind of buffer.
     #[default]
     Auto,
-    /// One synchronisation, payload copied through small slots; for up to 16 KiB.
+    /// One synchronisation; the payload is copied through small slots. Up to 16 KiB.
     Eager,
-    /// Every block is read from all ranks and written to all ranks by whichever rank comes first.
+    /// Every block is reduced in place, from all ranks' buffers to all ranks' buffers, by whichever rank takes it
+    /// first.
     Direct,
-    /// Blocks travel from rank to rank: the schedule for hosts that share no memory.
+    /// Blocks move from rank to rank: the schedule for hosts without shared memory.
     Ring,
 }
 
@@ -127,21 +130,21 @@ impl std::str::FromStr for Algorithm {
 }
 
 /// Largest buffer of a rank, in bytes.
-const MOST_BYTES: usize = 1 << 46;
+const MAX_BYTES: usize = 1 << 46;
 
-/// Bytes of `len` elements, unless no machine has so many.
+/// Size of `len` elements in bytes, or an error if no machine has that much memory.
 fn bytes_of(dtype: DType, len: usize) -> Result<usize> {
-    len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MOST_BYTES).ok_or_else(|| {
+    len.checked_mul(dtype.size()).filter(|bytes| *bytes <= MAX_BYTES).ok_or_else(|| {
         let problem = format!("{len} elements of {dtype} are more than any machine has memory for");
         crate::Error::InvalidArgument { operation: "allocate", problem }
     })
 }
 
-/// The elements of the shard of `rank`, where `len` elements are cut into shards for `ranks` ranks: all of ⌈len/n⌉
-/// elements, but for the last ones, which may be shorter or empty.
+/// The shard of `rank` if `len` elements are divided among `ranks` ranks: ⌈len/n⌉ elements each, except that the last
+/// shards may be shorter or empty.
 ///
 /// # Panics
-/// If there are no ranks.
+/// If `ranks` is 0.
 ///
 /// ```
 /// use mgpu::comm::shard;

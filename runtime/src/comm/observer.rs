@@ -1,4 +1,4 @@
-//! What tracing has to do with a communicator: it is told of operations, and of spans of those who use the communicator.
+//! Tracing of a communicator: an observer is told about operations, and about spans of the communicator's users.
 //!
 //! The runtime's own observer is the [`Timeline`](crate::timeline::Timeline).
 
@@ -7,37 +7,37 @@ use std::ops::Range;
 
 use crate::progress::Operation;
 
-/// When a span of the caller's own began; nothing, where nobody records.
+/// The start of a span; empty if nothing is recorded.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "a span is recorded when it ends"]
-pub struct Begin(pub(crate) Option<u64>);
+pub struct SpanStart(pub(crate) Option<u64>);
 
-/// Is told what a communicator does and what is done with it. Times are nanoseconds of
+/// Receives the operations of a communicator and the spans of its users. Times are nanoseconds of
 /// [`timeline::now`](crate::timeline::now). Set by [`Communicator::set_observer`](super::Communicator::set_observer).
 pub trait Observer: fmt::Debug + Send + Sync {
     /// An operation is about to begin.
     fn operation_begins(&self);
 
-    /// The operation has ended, with an error or without.
-    fn operation_ended(&self, operation: &Observed);
+    /// The operation has ended, successfully or not.
+    fn operation_ended(&self, operation: &ObservedOperation);
 
-    /// The rank's own thread has waited for an operation on another thread.
+    /// The rank's own thread has waited for an operation on the background thread.
     fn waited(&self, begin: u64, end: u64);
 
-    /// A span of the caller's own begins.
-    fn begin(&self) -> Begin;
+    /// Starts a span of the caller.
+    fn begin(&self) -> SpanStart;
 
-    /// The span that began then has ended: `number` tells which of several, such as the step.
-    fn end(&self, begin: Begin, name: &'static str, number: Option<u32>);
+    /// Ends a span; `number` distinguishes spans of the same name, such as the step.
+    fn end(&self, begin: SpanStart, name: &'static str, number: Option<u32>);
 }
 
 /// An operation that has ended.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct Observed {
-    /// Which.
+pub struct ObservedOperation {
+    /// Kind of the operation.
     pub operation: Operation,
-    /// The caller's number of it: the bucket's.
+    /// The caller's tag: the index of the bucket.
     pub tag: Option<u32>,
     /// When it began.
     pub begin: u64,
@@ -45,44 +45,44 @@ pub struct Observed {
     pub end: u64,
     /// Bytes of this rank's buffer.
     pub bytes: usize,
-    /// What was updated in the course of it, which is no communication.
-    pub updating: Updating,
-    /// Whether it ran on a thread beside the rank's own.
+    /// The update within a fused update + all-gather, which is not communication.
+    pub updating: UpdateTiming,
+    /// Whether it ran on the background thread.
     pub background: bool,
 }
 
-/// The update within a fused update + all-gather.
+/// Timing of the update within a fused update + all-gather.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
-pub struct Updating {
-    /// Nanoseconds it took.
-    pub took: u64,
-    /// From the begin of the first block to the end of the last; empty where nothing was updated.
+pub struct UpdateTiming {
+    /// Total time of the updates, in nanoseconds.
+    pub duration: u64,
+    /// From the start of the first block to the end of the last; empty if nothing was updated.
     pub span: Range<u64>,
 }
 
-impl Updating {
-    /// Counts a block.
+impl UpdateTiming {
+    /// Adds a block.
     pub(super) fn note(&mut self, begin: u64, end: u64) {
         self.span = if self.span.end == 0 { begin } else { self.span.start }..end;
-        self.took += end - begin;
+        self.duration += end - begin;
     }
 }
 
-/// The observer of a communicator that has none.
+/// The observer of a communicator without one; it records nothing.
 #[derive(Debug)]
-pub(super) struct Nobody;
+pub(super) struct NoObserver;
 
-impl Observer for Nobody {
+impl Observer for NoObserver {
     fn operation_begins(&self) {}
 
-    fn operation_ended(&self, _: &Observed) {}
+    fn operation_ended(&self, _: &ObservedOperation) {}
 
     fn waited(&self, _: u64, _: u64) {}
 
-    fn begin(&self) -> Begin {
-        Begin(None)
+    fn begin(&self) -> SpanStart {
+        SpanStart(None)
     }
 
-    fn end(&self, _: Begin, _: &'static str, _: Option<u32>) {}
+    fn end(&self, _: SpanStart, _: &'static str, _: Option<u32>) {}
 }

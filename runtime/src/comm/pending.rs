@@ -1,4 +1,4 @@
-//! An operation under way.
+//! An operation in flight.
 
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -7,18 +7,19 @@ use super::{Buffer, Observer};
 use crate::clock::now;
 use crate::{Error, Result};
 
-/// An operation under way, which holds its buffer.
+/// An operation in flight, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
 #[derive(Debug)]
 pub struct Pending {
-    /// That of a completed operation. A field of its own, which is handed on as it is: small operations notice the difference.
+    /// The buffer of a completed operation. It is a separate field that is moved as it is: small operations are that
+    /// sensitive.
     buffer: Buffer,
-    under_way: Option<Box<UnderWay>>,
+    in_flight: Option<Box<InFlight>>,
 }
 
-/// An operation on another thread, which has the buffer.
+/// An operation on the background thread, which holds the buffer.
 #[derive(Debug)]
-struct UnderWay {
+struct InFlight {
     result: Receiver<Result<Buffer>>,
     observer: Option<Arc<dyn Observer>>,
 }
@@ -27,43 +28,43 @@ impl Pending {
     /// An operation that has already completed.
     #[inline]
     pub(crate) fn complete(buffer: Buffer) -> Self {
-        Pending { buffer, under_way: None }
+        Pending { buffer, in_flight: None }
     }
 
-    /// One whose outcome `result` will tell, and that has left `rest` of its buffer, which is empty. `observer` is told of the
-    /// wait for it.
-    pub(crate) fn under_way(
+    /// An operation whose outcome arrives through `result`. `rest` is the empty remainder of its buffer. `observer`
+    /// is told about the wait.
+    pub(crate) fn in_flight(
         rest: Buffer,
         result: Receiver<Result<Buffer>>,
         observer: Option<Arc<dyn Observer>>,
     ) -> Self {
-        Pending { buffer: rest, under_way: Some(Box::new(UnderWay { result, observer })) }
+        Pending { buffer: rest, in_flight: Some(Box::new(InFlight { result, observer })) }
     }
 
     /// Waits until the operation has completed and returns its buffer.
     ///
     /// # Errors
-    /// As the operation's own.
+    /// The error of the operation.
     #[inline]
     pub fn wait(self) -> Result<Buffer> {
-        match self.under_way {
+        match self.in_flight {
             None => Ok(self.buffer),
-            Some(under_way) => under_way.wait(),
+            Some(in_flight) => in_flight.wait(),
         }
     }
 }
 
-impl UnderWay {
+impl InFlight {
     #[cold]
     fn wait(self) -> Result<Buffer> {
-        let UnderWay { result, observer } = self;
+        let InFlight { result, observer } = self;
         let begin = now();
         let result = result.recv();
         if let Some(observer) = observer {
             observer.waited(begin, now());
         }
         result.unwrap_or_else(|_| {
-            let reason = "the thread of reductions has ended";
+            let reason = "the background thread of reductions has ended";
             Err(Error::system("reduce in the background", reason))
         })
     }

@@ -1,4 +1,4 @@
-//! What holds for every operation of every communicator, on buffers of the host and of GPUs.
+//! Rules of every operation of every communicator, on host buffers and on device memory.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -8,7 +8,8 @@ use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// Fault injection, the progress page and poisoning. An operation [begins](Self::begin) and [ends](Self::end) by them.
+/// Fault injection, the progress page and poisoning. Every operation calls [`begin`](Self::begin) and
+/// [`end`](Self::end).
 #[derive(Debug)]
 pub(crate) struct Rules {
     /// `None` without a launcher.
@@ -16,33 +17,33 @@ pub(crate) struct Rules {
     rank: u32,
     /// Whether the transport touches the progress page in each operation.
     transport_touches: bool,
-    /// Whether an operation has begun.
+    /// Whether any operation has begun.
     begun: AtomicBool,
     /// The error that made the communicator unusable.
     poison: OnceLock<String>,
-    /// Locked as long as the communicator is being ended because of that.
+    /// Locked while the communicator is being aborted because of that.
     failing: Mutex<()>,
 }
 
-/// An operation as the progress page knows it.
+/// An operation as recorded on the progress page.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Noted {
+pub(crate) struct ProgressEntry {
     pub(crate) operation: Operation,
     pub(crate) number: u32,
     pub(crate) bytes: usize,
 }
 
-/// What a transport has to do with its failure. Most have nothing to do.
-pub(crate) trait Failing {
-    /// Whether it is this rank that differs from its peers, so that it accuses none of them.
+/// What a transport does on a failure. Most do nothing.
+pub(crate) trait FailureHandler {
+    /// Whether this rank is the one that differs from its peers, so that it must not blame one of them.
     fn is_at_fault(&self, _: &Error) -> bool {
         false
     }
 
-    /// Begins nothing any more. Called before anybody learns of the error.
+    /// Starts no further operation. Called before anybody sees the error.
     fn stop(&self) {}
 
-    /// Ends what is under way by force. Called once the error is known to all who look.
+    /// Aborts operations in flight. Called after the error was recorded.
     fn abort(&self) {}
 }
 
@@ -68,37 +69,37 @@ impl Rules {
         self.membership.as_ref()
     }
 
-    /// Begins an operation whose arguments were checked: commits a fault that is due, and lets everybody see the operation.
+    /// Begins an operation with valid arguments: injects a planned fault, and updates the progress page.
     ///
     /// # Errors
-    /// If this process has no part in the run, or an earlier error has made the communicator unusable.
+    /// If this process is a forked child, or an earlier error has poisoned the communicator.
     #[inline]
-    pub(crate) fn begin(&self, noted: Noted) -> Result<()> {
+    pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<()> {
         self.check_usable()?;
         let Some(membership) = &self.membership else { return Ok(()) };
         if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
-            membership.come_to(InjectionPoint::Collective);
+            membership.inject_faults(InjectionPoint::Collective);
         }
-        self.note(noted);
+        self.note(entry);
         Ok(())
     }
 
-    /// Lets everybody see what the rank is in from now on, until that [ends](Self::end).
+    /// Records on the progress page what the rank waits in, until it [ends](Self::end).
     #[inline]
-    pub(crate) fn note(&self, noted: Noted) {
+    pub(crate) fn note(&self, entry: ProgressEntry) {
         if let Some(membership) = &self.membership {
             let page = membership.page();
-            page.announce(self.rank, noted.operation, noted.number, noted.bytes);
+            page.announce(self.rank, entry.operation, entry.number, entry.bytes);
             if !self.transport_touches {
                 page.touch(self.rank);
             }
         }
     }
 
-    /// Ends the operation that has [begun](Self::begin). Its error, unless it is about the arguments, makes the communicator
-    /// unusable.
+    /// Ends the operation that has [begun](Self::begin). Its error poisons the communicator, unless it is about the
+    /// arguments.
     #[inline]
-    pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl Failing + ?Sized)) -> Result<R> {
+    pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl FailureHandler + ?Sized)) -> Result<R> {
         match result {
             Ok(value) => {
                 self.leave();
@@ -115,9 +116,9 @@ impl Rules {
         }
     }
 
-    /// Ends the communicator because of `error`, and accuses the rank that it names.
+    /// Aborts the communicator because of `error`, and blames the rank that it names.
     #[cold]
-    pub(crate) fn fail(&self, error: Error, transport: &(impl Failing + ?Sized)) -> Error {
+    pub(crate) fn fail(&self, error: Error, transport: &(impl FailureHandler + ?Sized)) -> Error {
         match error {
             Error::Poisoned { .. } => return error,
             Error::InvalidArgument { .. } => {
@@ -126,7 +127,7 @@ impl Rules {
             }
             _ => {}
         }
-        // If another thread is faster, it is waited for.
+        // If another thread fails at the same time, wait for it.
         let failing = self.failing();
         if self.poison.get().is_some() {
             return error;
@@ -134,21 +135,21 @@ impl Rules {
         transport.stop();
         let _ = self.poison.set(error.to_string());
         let membership = self.membership.as_ref();
-        // Before the abort, which may take its time: whoever asks meanwhile why this rank does not go on is to know.
+        // Before the abort, which may take long: the launcher should see the cause as early as possible.
         if let Some(membership) = membership.filter(|_| !transport.is_at_fault(&error)) {
-            membership.accuse(&error);
+            membership.record_blame(&error);
         }
         transport.abort();
         drop(failing);
         if let Some(membership) = membership {
-            membership.hold_back(&error);
+            membership.delay_error(&error);
         }
         error
     }
 
-    /// Ends the communicator without an error to report.
+    /// Aborts the communicator without an error to report.
     #[cfg(feature = "cuda")]
-    pub(crate) fn end_by_force(&self, why: &str, transport: &impl Failing) {
+    pub(crate) fn force_abort(&self, why: &str, transport: &impl FailureHandler) {
         let _failing = self.failing();
         if self.poison.get().is_some() {
             return;
@@ -158,8 +159,8 @@ impl Rules {
         transport.abort();
     }
 
-    /// The error of a communicator that had one. Returns it only once the communicator was ended: whoever learns of it may
-    /// free memory that the transport uses until then.
+    /// Returns the error of a poisoned communicator, once it was aborted: the caller may then free memory that the
+    /// transport was using.
     #[inline]
     pub(crate) fn check_usable(&self) -> Result<()> {
         if let Some(membership) = &self.membership {
@@ -170,7 +171,7 @@ impl Rules {
         Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
     }
 
-    /// Whether an error has made the communicator unusable.
+    /// Whether an error has poisoned the communicator.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_poisoned(&self) -> bool {
         self.poison.get().is_some()
@@ -187,7 +188,7 @@ mod tests {
 
     use super::*;
 
-    /// Notes what it is asked for, and whether the error was known then.
+    /// Records the calls, and whether the error was visible at that time.
     struct Recorder<'a>(&'a Rules, RefCell<Vec<(&'static str, bool)>>);
 
     impl Recorder<'_> {
@@ -196,7 +197,7 @@ mod tests {
         }
     }
 
-    impl Failing for Recorder<'_> {
+    impl FailureHandler for Recorder<'_> {
         fn stop(&self) {
             self.note("stop");
         }
@@ -207,22 +208,22 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_poisons_and_ends_the_transport_once() {
+    fn the_first_error_poisons_and_aborts_the_transport_once() {
         let rules = Rules::new(None, 3);
         let transport = Recorder(&rules, RefCell::default());
-        let noted = Noted { operation: Operation::Barrier, number: 1, bytes: 0 };
+        let entry = ProgressEntry { operation: Operation::Barrier, number: 1, bytes: 0 };
         let refusal = Error::InvalidArgument { operation: "broadcast", problem: "no".into() };
-        rules.begin(noted).unwrap();
+        rules.begin(entry).unwrap();
         assert!(rules.end::<()>(Err(refusal), &transport).is_err());
-        // What is wrong with the arguments alone ends nothing.
-        rules.begin(noted).unwrap();
+        // Invalid arguments do not poison.
+        rules.begin(entry).unwrap();
         assert_eq!(rules.end(Ok(7), &transport).unwrap(), 7);
         for reason in ["first", "second"] {
             let error = rules.end::<()>(Err(Error::system("wait", reason)), &transport).unwrap_err();
             assert!(error.to_string().contains(reason));
         }
         assert_eq!(*transport.1.borrow(), [("stop", false), ("abort", true)]);
-        let error = rules.begin(noted).unwrap_err().to_string();
+        let error = rules.begin(entry).unwrap_err().to_string();
         assert!(error.contains("rank 3") && error.contains("first"), "{error}");
     }
 }

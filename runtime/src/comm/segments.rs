@@ -1,4 +1,4 @@
-//! The parts of a buffer that a fused update + all-gather works on.
+//! Shared parts of a fused update + all-gather: splitting a buffer into segments and blocks.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::call::Update;
 use super::{Buffer, shard};
 use crate::Result;
 
-/// Has `update` change the shards of `rank` of `ranks`, block by block, and passes each on to `updated`.
+/// Calls `update` for the shards of `rank` of `ranks`, block by block, and then `updated` with each block.
 pub(super) fn update_blocks(
     buffer: Buffer,
     segments: &[Range<usize>],
@@ -32,7 +32,7 @@ pub(super) fn update_blocks(
     done.join(rest)
 }
 
-/// Has `gather` complete each of the segments.
+/// Calls `gather` for each of the segments.
 pub(super) fn gather_segments(
     buffer: Buffer,
     segments: &[Range<usize>],

@@ -1,8 +1,8 @@
-//! What of a call all ranks have to agree on.
+//! Signatures: the properties of a call that must be the same on all ranks.
 //!
-//! Every rank compares its own signature with those of its peers before it touches their memory, so that two ranks that
-//! disagree get an error with both sides instead of a wrong sum. On shared memory a digest of it travels beside the arrival
-//! flag, under NCCL all of it is gathered.
+//! Every rank compares its signature with those of its peers before it touches their memory, so that ranks with
+//! different calls get an error that names both, instead of a wrong sum. On shared memory a digest of the signature
+//! is published together with the arrival flag; under NCCL the whole signatures are gathered.
 
 use std::fmt;
 
@@ -10,11 +10,11 @@ use super::call::{Call, SegmentUpdate};
 use super::{Buffer, DType, ReduceOp};
 use crate::progress::Operation;
 
-/// How the payload travels; agreed like everything else, since all ranks must follow the same protocol.
+/// How the payload is transferred. It is part of the signature, because all ranks must follow the same protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Path {
-    /// Nothing to move.
+    /// No payload.
     None = 0,
     /// In the arrival line itself.
     Inline = 1,
@@ -24,7 +24,7 @@ pub(crate) enum Path {
     Direct = 3,
     /// Through staging memory, chunk by chunk.
     Staged = 4,
-    /// From rank to rank.
+    /// From rank to rank, around a ring.
     Ring = 5,
 }
 
@@ -35,22 +35,22 @@ impl Path {
 /// Words of an encoded signature.
 pub(crate) const SIGNATURE_WORDS: usize = 4;
 
-/// One operation's arguments, as far as all ranks must agree on them.
+/// The properties of a call that must be the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) operation: Operation,
     pub(crate) path: Path,
     pub(crate) dtype: DType,
     pub(crate) op: Option<ReduceOp>,
-    /// What the operation has beside: root, peer or a digest.
+    /// Root, peer or digest, depending on the operation.
     pub(crate) detail: u32,
     /// Elements.
     pub(crate) len: usize,
     /// Number of the arena, from 1, and byte offset in it; zeros for private memory.
-    pub(crate) place: (u64, usize),
+    pub(crate) location: (u64, usize),
 }
 
-/// What the number beside an operation's other arguments is.
+/// Meaning of `Signature::detail`.
 enum Detail {
     Nothing,
     Root,
@@ -58,7 +58,7 @@ enum Detail {
     Sender,
     /// A digest of the segments of the buffer.
     Segments,
-    /// A digest of the number of elements of each rank.
+    /// A digest of the number of elements per rank.
     Counts,
 }
 
@@ -76,7 +76,7 @@ impl Detail {
 }
 
 impl Signature {
-    /// That of a call on `buffer`.
+    /// The signature of a call on `buffer`.
     #[inline(always)]
     pub(crate) fn of(call: &Call<'_>, buffer: &Buffer) -> Self {
         let digest = |numbers: &mut dyn Iterator<Item = usize>| {
@@ -89,33 +89,33 @@ impl Signature {
             Call::AllGatherV { counts } => digest(&mut counts.iter().copied()),
             _ => call.root().or(call.peer()).unwrap_or_default(),
         };
-        // Messages are copied, and so is what has another length on each rank: where the buffer lies does not matter.
+        // Messages and transfers of different lengths are copied, so the location of their buffers does not matter.
         let is_in_place = call.is_collective() && !matches!(call, Call::AllToAllV { .. });
-        let place = buffer.arena().filter(|_| is_in_place);
+        let location = buffer.arena().filter(|_| is_in_place);
         Signature {
             detail,
             op: call.reduction(),
             len: if is_in_place || !call.is_collective() { buffer.len() } else { 0 },
-            place: place.map_or((0, 0), |(arena, offset)| (arena.id, offset)),
+            location: location.map_or((0, 0), |(arena, offset)| (arena.id, offset)),
             ..Self::plain(call.operation(), buffer.dtype(), 0)
         }
     }
 
-    /// That of an operation without payload.
+    /// The signature of an operation with the given type and length, without any other properties.
     #[inline(always)]
     pub(crate) fn plain(operation: Operation, dtype: DType, len: usize) -> Self {
-        Signature { operation, path: Path::None, dtype, op: None, detail: 0, len, place: (0, 0) }
+        Signature { operation, path: Path::None, dtype, op: None, detail: 0, len, location: (0, 0) }
     }
 
-    /// The same, on buffers that are wherever each rank likes.
+    /// The same, with the buffer at any location.
     #[cfg(feature = "cuda")]
-    pub(crate) fn anywhere(self) -> Self {
-        Signature { place: (0, 0), ..self }
+    pub(crate) fn without_location(self) -> Self {
+        Signature { location: (0, 0), ..self }
     }
 
-    /// The same, by this path.
+    /// The same, with this path.
     #[inline(always)]
-    pub(crate) fn via(self, path: Path) -> Self {
+    pub(crate) fn with_path(self, path: Path) -> Self {
         Signature { path, ..self }
     }
 
@@ -124,13 +124,13 @@ impl Signature {
         self.len * self.dtype.size()
     }
 
-    /// True unless only two ranks take part.
+    /// False for messages, in which only two ranks take part.
     pub(crate) fn is_collective(&self) -> bool {
         !matches!(self.operation, Operation::Send | Operation::Recv)
     }
 
-    /// What the peer of rank `rank` has to call: `send` and `recv` are the two sides of a message and each names the other
-    /// rank; all other calls are equal.
+    /// The signature that the peers of rank `rank` must have: for `send` and `recv` the other side of the message,
+    /// for all other calls the same.
     pub(crate) fn counterpart(self, rank: u32) -> Self {
         let operation = match self.operation {
             Operation::Send => Operation::Recv,
@@ -148,27 +148,28 @@ impl Signature {
             | (self.dtype as u64) << 16
             | op << 24
             | u64::from(self.detail) << 32;
-        [head, self.len as u64, self.place.0, self.place.1 as u64]
+        [head, self.len as u64, self.location.0, self.location.1 as u64]
     }
 
-    /// One word that tells encoded signatures apart.
+    /// A hash of an encoded signature.
     pub(crate) fn digest(words: [u64; SIGNATURE_WORDS]) -> u64 {
         words.into_iter().fold(0, mix)
     }
 }
 
-/// One more word of a digest.
+/// Adds a word to a hash.
 fn mix(digest: u64, word: u64) -> u64 {
     let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     mixed ^ mixed >> 32
 }
 
-/// Describes an encoded signature, which may come from a peer of any kind, for an error message.
+/// Text of an encoded signature for error messages. It may come from a peer with another version or with corrupted
+/// memory.
 pub(crate) fn describe(words: [u64; SIGNATURE_WORDS]) -> String {
     let [head, len, arena, offset] = words;
     let byte = |shift: u32| (head >> shift & 0xff) as usize;
     let Some(operation) = Operation::from_number(byte(0) as u8) else {
-        return format!("something unknown ({head:#x})");
+        return format!("unknown operation ({head:#x})");
     };
     let name = operation.name();
     if operation == Operation::Barrier {
@@ -208,15 +209,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptions_tell_calls_apart() {
+    fn descriptions_distinguish_calls() {
         let buffer = Buffer::zeroed::<f32>(1000);
         let of = |call: Call<'_>| Signature::of(&call, &buffer);
-        let signature = of(Call::AllReduce(ReduceOp::Sum)).via(Path::Eager);
+        let signature = of(Call::AllReduce(ReduceOp::Sum)).with_path(Path::Eager);
         assert_eq!(signature.to_string(), "all_reduce(1000 f32, sum, eager)");
-        let signature = of(Call::Broadcast { root: 3 }).via(Path::Staged);
+        let signature = of(Call::Broadcast { root: 3 }).with_path(Path::Staged);
         assert_eq!(signature.to_string(), "broadcast(1000 f32, root 3, staged)");
-        assert_eq!(describe([0xff, 0, 0, 0]), "something unknown (0xff)");
-        let signature = Signature { place: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
+        assert_eq!(describe([0xff, 0, 0, 0]), "unknown operation (0xff)");
+        let signature = Signature { location: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         assert_eq!(of(Call::Recv { from: 2 }).to_string(), "recv(1000 f32, from rank 2)");
         assert_eq!(of(Call::Recv { from: 2 }).counterpart(1).to_string(), "send(1000 f32, to rank 1)");

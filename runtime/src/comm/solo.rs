@@ -1,7 +1,7 @@
 //! A world of one: every collective is the identity.
 
 use super::call::{Call, Request, SegmentUpdate};
-use super::rules::Failing;
+use super::rules::FailureHandler;
 use super::segments::update_blocks;
 use super::{Buffer, Capabilities, DType, Transport};
 use crate::{Error, Result, memory};
@@ -10,7 +10,7 @@ use crate::{Error, Result, memory};
 #[derive(Debug)]
 pub(crate) struct Solo;
 
-impl Failing for Solo {}
+impl FailureHandler for Solo {}
 
 impl Transport for Solo {
     fn backend(&self) -> &'static str {
@@ -35,7 +35,7 @@ impl Transport for Solo {
                 *buffer = update_blocks(buffer.take(), segments, (1, 0), *block, *update, |_, _| ());
             }
             Call::AllToAllV { from, .. } => buffer.copy_from(0, from, 0..from.len()),
-            // A message needs two ranks: the check of its arguments has refused it.
+            // Rejected by the check of the arguments: a message needs two ranks.
             Call::Send { .. } | Call::Recv { .. } => {}
             Call::Barrier
             | Call::AllReduce(_)
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn allocations_beyond_memory_are_rejected() {
         for len in [1 << 43, usize::MAX] {
             let error = Communicator::alone(None).allocate(DType::F64, len).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { operation: "allocate", .. }), "{error}");

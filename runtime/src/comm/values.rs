@@ -1,10 +1,10 @@
-//! Collectives on values that live outside of buffers.
+//! Collectives on slices instead of buffers.
 
-use super::exchange::Shares;
+use super::exchange::Partition;
 use super::{Buffer, Communicator, DType, Element, ReduceOp, bytes_of};
 use crate::Result;
 
-/// Conveniences for values that live outside of buffers; each copies in and out.
+/// Conveniences for slices; each copies in and out.
 impl Communicator {
     /// All-reduces a slice in place.
     ///
@@ -26,7 +26,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// The values of all ranks, in rank order. All ranks pass equally many.
+    /// Gathers the values of all ranks, in rank order. All ranks pass the same number of values.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
@@ -37,7 +37,7 @@ impl Communicator {
         Ok(self.all_gather(all)?.wait()?.as_slice().to_vec())
     }
 
-    /// The bytes of all ranks, in rank order, of which each has any number: for objects that were turned into bytes.
+    /// Gathers the bytes of all ranks, in rank order; each rank may pass a different number. For serialised objects.
     ///
     /// ```
     /// let mut world = mgpu::World::from_env()?;
@@ -52,14 +52,14 @@ impl Communicator {
     pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let lens = self.all_gather_slice(&[bytes.len() as i64])?;
         let counts: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
-        let parts = Shares::Counts(&counts);
+        let parts = Partition::Counts(&counts);
         let mut all = Buffer::zeroed_of(DType::U8, total(&counts)?);
         all.as_mut_slice::<u8>()[parts.range(self.rank())].copy_from_slice(bytes);
         let all = self.all_gather_v(all, &counts)?.wait()?;
         Ok((0..self.size()).map(|rank| all.as_slice::<u8>()[parts.range(rank)].to_vec()).collect())
     }
 
-    /// The bytes of rank `root`, on all ranks, of which each may have any others, or none.
+    /// Broadcasts the bytes of rank `root`. The arguments of the other ranks are ignored.
     ///
     /// # Errors
     /// As [`Self::broadcast`].
@@ -74,7 +74,7 @@ impl Communicator {
     }
 }
 
-/// Bytes of all ranks together, as the ranks have told.
+/// Sum of the ranks' counts, checked against the largest buffer.
 fn total(counts: &[usize]) -> Result<usize> {
     let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count)).unwrap_or(usize::MAX);
     bytes_of(DType::U8, total)

@@ -1,15 +1,15 @@
-//! Running statistics that do not depend on how micro-batches are spread over ranks.
+//! World-size-invariant running statistics.
 //!
-//! Commonly one micro-batch moves them after the other, with statistics that are those of all ranks. Where nothing may
-//! depend on the number of ranks, each micro-batch moves them from where they were before the step, and the mean of the
-//! results is where they are after it, taken in the order of the gradients' sums.
+//! Normally the micro-batches update running statistics one after the other, with statistics over all ranks. For a
+//! world-size-invariant reduction, each micro-batch updates the values from before the step, and the result is the
+//! mean of these, summed in the order of the gradients.
 
 use super::accumulate::{Accumulator, Counter};
 use super::tree;
 use crate::Result;
 use crate::comm::{Buffer, Communicator};
 
-/// The mean of buffers after each micro-batch.
+/// The mean of the model's buffers over micro-batches.
 #[derive(Debug)]
 pub(super) struct BufferMean {
     before: Vec<f32>,
@@ -17,24 +17,24 @@ pub(super) struct BufferMean {
 }
 
 impl BufferMean {
-    /// For a step that begins with `buffers`.
+    /// For a step that begins with the values `buffers`.
     pub(super) fn new(buffers: &[f32], counter: &Counter) -> Self {
         let mut sum = Accumulator::new(buffers.len());
         sum.begin_step(counter);
         BufferMean { before: buffers.to_vec(), sum }
     }
 
-    /// Puts the buffers back for another micro-batch.
+    /// Resets the buffers for another micro-batch.
     pub(super) fn begin_batch(&self, buffers: &mut [f32]) {
         buffers.copy_from_slice(&self.before);
     }
 
-    /// Takes them as a micro-batch has left them.
+    /// Accumulates the values that a micro-batch has left.
     pub(super) fn add(&mut self, counter: &Counter, buffers: &mut [f32]) {
         self.sum.add(counter, 0..buffers.len(), buffers, 1.0);
     }
 
-    /// Replaces the sum over this rank's micro-batches, which the last one has left, by the mean over all. Collective.
+    /// Replaces the sum over this rank's micro-batches by the mean over all ranks. Collective.
     pub(super) fn finish(comm: &mut Communicator, counter: &Counter, buffers: &mut [f32]) -> Result<()> {
         let sum = tree::all_sum(comm, Buffer::from_slice(buffers))?;
         let count = (counter.count() * comm.size() as usize) as f32;

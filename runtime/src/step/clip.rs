@@ -1,61 +1,69 @@
-//! Clipping by the global norm: all reduced gradients together are one vector, which is shortened if it is too long.
+//! Clipping by the global norm of all reduced gradients.
 //!
-//! Squares are summed shard by shard, and these sums in the order of buckets and ranks, whether a rank has one shard of a
-//! bucket or all: a sharded optimizer clips to the same bits as a replicated one. (Pascanu, Mikolov and Bengio 2013; the
-//! small number in the denominator is that of PyTorch's `clip_grad_norm_`.)
+//! Squares are summed shard by shard, and these sums in the order of buckets and ranks, whether a rank holds one
+//! shard of a bucket or all of it: a sharded optimizer clips to the same bits as a replicated one. (Pascanu, Mikolov
+//! and Bengio 2013; the epsilon in the denominator is that of PyTorch's `clip_grad_norm_`.)
 
 use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
 
+use super::gradient_bucket::{Averaged, GradientBucket};
 use super::readiness::Readiness;
-use super::slot::{Averaged, Slot};
 use crate::comm::{Communicator, shard};
 use crate::{Layout, Result};
 
-/// Keeps a norm of zero from being divided by.
-const TINY: f64 = 1e-6;
+/// Avoids a division by zero.
+const EPSILON: f64 = 1e-6;
 
-/// Scales what this rank has of the reduced gradients so that their norm is `most` at most, and returns the norm they had.
-/// Collective where buckets are sharded.
+/// Scales this rank's part of the reduced gradients so that their global norm is at most `most`, and returns the norm
+/// before. Collective if buckets are sharded.
 ///
 /// # Errors
 /// As [`Communicator::all_gather`].
-pub(super) fn clip(comm: &mut Communicator, slots: &mut [Slot], most: f64) -> Result<f64> {
+pub(super) fn clip(comm: &mut Communicator, buckets: &mut [GradientBucket], most: f64) -> Result<f64> {
     let (rank, ranks) = (comm.rank(), comm.size());
-    let has_shard = |slot: &&Slot| slot.averaged == Averaged::Shard;
-    let squares = |slot: &Slot, rank| sum_of_squares(&slot.values()[shard(slot.elements.len(), ranks, rank)]);
-    let mine: Vec<f64> = slots.iter().filter(has_shard).map(|slot| squares(slot, rank)).collect();
+    let has_shard = |bucket: &&GradientBucket| bucket.averaged == Averaged::Shard;
+    let squares = |bucket: &GradientBucket, rank| {
+        sum_of_squares(&bucket.values()[shard(bucket.elements.len(), ranks, rank)])
+    };
+    let mine: Vec<f64> = buckets.iter().filter(has_shard).map(|bucket| squares(bucket, rank)).collect();
     let all = if mine.is_empty() { Vec::new() } else { comm.all_gather_slice(&mine)? };
-    let (mut sum, mut place) = (0.0, 0);
-    for slot in slots.iter() {
+    let (mut sum, mut shard_index) = (0.0, 0);
+    for bucket in buckets.iter() {
         for peer in 0..ranks {
-            sum += match slot.averaged {
-                Averaged::Shard => all[peer as usize * mine.len() + place],
-                _ => squares(slot, peer),
+            sum += match bucket.averaged {
+                Averaged::Shard => all[peer as usize * mine.len() + shard_index],
+                _ => squares(bucket, peer),
             };
         }
-        place += usize::from(has_shard(&slot));
+        shard_index += usize::from(has_shard(&bucket));
     }
-    Ok(shorten(slots, sum.sqrt(), most))
+    Ok(scale_down_to(buckets, sum.sqrt(), most))
 }
 
-/// As [`clip`], of gradients that all ranks have whole, by a sum in which neither ranks nor buckets show.
-pub(super) fn clip_invariant(layout: &Layout, readiness: &Readiness, slots: &mut [Slot], most: f64) -> f64 {
+/// As [`clip`], for gradients that all ranks hold completely. The order of the sum depends neither on ranks nor on
+/// buckets.
+pub(super) fn clip_invariant(
+    layout: &Layout,
+    readiness: &Readiness,
+    buckets: &mut [GradientBucket],
+    most: f64,
+) -> f64 {
     let squares = |tensor: usize| {
-        let slot = &slots[readiness.bucket_of(tensor)?];
-        Some(sum_of_squares(&slot.values()[slot.within(layout, tensor)]))
+        let bucket = &buckets[readiness.bucket_of(tensor)?];
+        Some(sum_of_squares(&bucket.values()[bucket.within(layout, tensor)]))
     };
     let sum: f64 = (0..layout.tensors().len()).filter_map(squares).sum();
-    shorten(slots, sum.sqrt(), most)
+    scale_down_to(buckets, sum.sqrt(), most)
 }
 
-/// Scales gradients of the norm `norm` to `most`, if that is less, and returns `norm`.
-fn shorten(slots: &mut [Slot], norm: f64, most: f64) -> f64 {
-    let factor = most / (norm + TINY);
+/// Scales gradients of norm `norm` down to `most` if they exceed it, and returns `norm`.
+fn scale_down_to(buckets: &mut [GradientBucket], norm: f64, most: f64) -> f64 {
+    let factor = most / (norm + EPSILON);
     if factor < 1.0 {
-        for slot in slots {
-            let reduced = slot.reduced();
-            scale(&mut slot.values_mut()[reduced], factor as f32);
+        for bucket in buckets {
+            let reduced = bucket.reduced();
+            scale(&mut bucket.values_mut()[reduced], factor as f32);
         }
     }
     norm

@@ -1,67 +1,67 @@
-//! What there is to choose of a [`Reducer`](super::Reducer) and of a [`DataParallel`](super::DataParallel).
+//! Configuration of a [`Reducer`](super::Reducer) and of a [`DataParallel`](super::DataParallel).
 
 use crate::optimizer::OptimizerConfig;
 use crate::{Error, Result};
 
-/// Bytes of the first bucket: small, so that communication starts early.
+/// Size of the first bucket in bytes: small, so that communication starts early.
 const FIRST_BUCKET: usize = 256 << 10;
-/// Bytes of the other buckets, unless the caller chooses: on a CPU small enough that gradients are still in the cache
-/// when they are reduced. (Of 1, 2, 4 and 25 MiB, steps of the larger networks with two ranks were up to 8% shorter
-/// with 1 MiB than with 25, and otherwise as long.)
+/// Default size of the other buckets in bytes: on a CPU small enough that gradients are still in the cache when they
+/// are reduced. (With 1, 2, 4 and 25 MiB and two ranks, steps of the larger networks were up to 8% shorter with 1 MiB
+/// than with 25, and otherwise equally long.)
 pub(super) const BUCKET: usize = 1 << 20;
-/// Bytes from which on a bucket is sharded, unless the caller chooses: below, the optimizer takes less than the exchange
-/// of what it has updated. (On a busy machine, two ranks with the 247 KB of `lenet5` took 0.84 ms a step replicated and
-/// 1.15 sharded; with the 27 MB of `deep`, sums and updates took 36 ms replicated and 28 sharded.)
+/// Default size in bytes from which a bucket is sharded: below, the replicated update takes less time than exchanging
+/// the updated parameters. (On a busy machine, two ranks with the 247 KB of `lenet5` took 0.84 ms per step replicated
+/// and 1.15 ms sharded; with the 27 MB of `deep`, reductions and updates took 36 ms replicated and 28 ms sharded.)
 pub(super) const SHARD_FROM: usize = 512 << 10;
-/// Steps between two comparisons of the ranks' weights, unless the caller chooses.
+/// Default number of steps between two comparisons of the ranks' weights.
 const VERIFY_EVERY: u64 = 100;
 
-/// How gradients are averaged. The same on all ranks, on the host and on devices.
+/// How gradients are averaged. Must be the same on all ranks. Used on the host and on devices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct ReducerConfig {
-    /// Micro-batches of a rank in each step, whose gradients are added up before they are reduced: from 1.
+    /// Number of micro-batches of a rank in each step, at least 1. Their gradients are accumulated before they are
+    /// reduced.
     pub micro_batches: usize,
-    /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB. `None` is what suits the
-    /// memory: 1 MiB on the host, 16 MiB on a device.
+    /// Bytes of gradients that are reduced in one operation; the first bucket has at most 256 KiB. `None` chooses a
+    /// default: 1 MiB on the host, 16 MiB on a device.
     pub bucket: Option<usize>,
-    /// Reduce buckets on a thread of its own, under the rest of the backward pass, for where a core is to spare. What is trained
-    /// keeps its bits. It changes nothing where ranks are to make no difference, which takes messages in place of reductions, nor
-    /// on GPUs, where reductions always go on beside the computation.
+    /// Reduce buckets on a background thread, overlapping the rest of the backward pass; useful if there is a spare
+    /// core. The results have the same bits. It has no effect on a world-size-invariant reduction, which uses
+    /// messages instead of reductions, nor on GPUs, where reductions always overlap.
     pub overlap: bool,
-    /// What the gradients of micro-batches and ranks become together.
+    /// How the gradients of micro-batches and ranks are combined.
     pub reduction: Reduction,
-    /// How gradients travel between ranks.
+    /// The communication dtype of gradients.
     pub compression: Compression,
-    /// The largest Euclidean norm that all reduced gradients together may have: longer ones are scaled down to it, by
-    /// `clip_norm / (norm + 10⁻⁶)` as in PyTorch's `clip_grad_norm_`. `None` leaves them as they are. The last bits of the norm
-    /// depend on how gradients are cut into buckets, but where ranks are to make no difference.
+    /// Largest Euclidean norm of all reduced gradients together: longer gradients are scaled by `clip_norm / (norm +
+    /// 10⁻⁶)`, as in PyTorch's `clip_grad_norm_`. `None` disables clipping. The last bits of the norm depend on the
+    /// buckets, except in a world-size-invariant reduction.
     pub clip_norm: Option<f64>,
-    /// Fail a step, before it changes any parameter, in which the reduced gradients are not all finite. Every element is
-    /// checked. The error names the tensor, and the rank that has such gradients of its own
-    /// ([`Error::NotFinite`](crate::Error::NotFinite)), if one was seen to: where there are several ranks, of tensors with more
-    /// than 65,536 elements one in 32 is checked before the reduction. Otherwise it is
-    /// [`Error::ReducedNotFinite`](crate::Error::ReducedNotFinite), of a sum that overflows for example.
+    /// Fail a step with non-finite reduced gradients before it changes any parameter. Every element is checked. The
+    /// error names the tensor, and the rank whose own gradients are non-finite
+    /// ([`Error::NotFinite`](crate::Error::NotFinite)), if it was found: with several ranks, only one in 32 elements
+    /// is checked before the reduction for tensors of more than 65,536 elements. Otherwise it is
+    /// [`Error::ReducedNotFinite`](crate::Error::ReducedNotFinite), for example because the sum overflows.
     pub check_finite: bool,
-    /// Sum the micro-batches of all ranks in an order that does not depend on the number of ranks: as a balanced binary
-    /// tree. Training with n ranks of k micro-batches each gives the same bits for all n and k that are powers of two with
-    /// the same product, as long as the model computes a micro-batch's gradients to the same bits (for the networks of
-    /// the examples: with the same number of threads). Ranks must be a power of two in number.
-    /// [`sum_over_ranks`](super::GradientSink::sum_over_ranks) then sums over nothing: each micro-batch is normalised by
-    /// itself. Costs log₂ n exchanges of all gradients in place of one reduction.
+    /// World-size-invariant reduction: sum the micro-batches of all ranks in an order that does not depend on the
+    /// number of ranks, as a balanced binary tree. Training with n ranks of k micro-batches each gives the same bits
+    /// for all n and k that are powers of two with the same product, if the model computes the same bits for a
+    /// micro-batch (for the networks of the examples: with the same number of threads). The number of ranks must be a
+    /// power of two. [`sum_over_ranks`](super::GradientSink::sum_over_ranks) then does nothing: each micro-batch is
+    /// normalised separately. Costs log₂ n exchanges of all gradients instead of one reduction.
     pub world_size_invariant: bool,
-    /// What a tensor means whose gradient is not handed over in a micro-batch.
+    /// What to do if a tensor's gradient is not marked ready in a micro-batch.
     pub unused: Unused,
-    /// Let ranks have different numbers of steps: one that has run out of data calls `join`, and takes part in the steps
-    /// of the others with weight 0, so that the mean is over the ranks that have data. Ranks then tell each other at the
-    /// beginning of every step whether they have data, which takes a small all-gather. Not together with
-    /// `world_size_invariant`, nor with [`sum_over_ranks`](super::GradientSink::sum_over_ranks), which a rank
-    /// without data does not call.
+    /// Let ranks have different numbers of steps. A rank that has run out of data calls `join`, and takes part in the
+    /// steps of the others with weight 0, so that the mean is over the ranks with data. At the beginning of every
+    /// step, a small all-gather tells which ranks have data. Incompatible with `world_size_invariant` and with
+    /// [`sum_over_ranks`](super::GradientSink::sum_over_ranks), which a rank without data does not call.
     pub join: bool,
 }
 
 impl ReducerConfig {
-    /// The mean of all gradients, as it is, of one micro-batch in each step; gradients checked.
+    /// One micro-batch per step; mean over ranks, uncompressed; gradients checked.
     pub fn new() -> Self {
         ReducerConfig {
             micro_batches: 1,
@@ -77,15 +77,15 @@ impl ReducerConfig {
         }
     }
 
-    /// Bytes of the first bucket and of the others, which have `default` bytes unless the caller chooses.
+    /// Sizes in bytes of the first bucket and of the others. `default` is the default of the others.
     pub(super) fn buckets(&self, default: usize) -> (usize, usize) {
         let bucket = self.bucket.unwrap_or(default);
         (FIRST_BUCKET.min(bucket), bucket)
     }
 
-    /// Everything that has to be the same on all ranks, by name: it decides what they exchange, and what becomes of it.
+    /// All settings that must be the same on all ranks, by name.
     pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
-        // All fields are named, so that nobody forgets a new one here.
+        // Destructured completely, so that a new field cannot be forgotten here.
         let ReducerConfig {
             micro_batches,
             bucket,
@@ -112,15 +112,15 @@ impl ReducerConfig {
         ]
     }
 
-    /// Whether all of this is compatible on `ranks` ranks.
+    /// Checks that the settings are compatible with each other and with `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
         check_micro_batches(self.micro_batches)?;
         let problem = if self.world_size_invariant && !ranks.is_power_of_two() {
-            format!("sums that do not depend on the number of ranks need 1, 2, 4, 8, … of them, not {ranks}")
+            format!("a world-size-invariant reduction needs 1, 2, 4, 8, … ranks, not {ranks}")
         } else if self.world_size_invariant && self.compression != Compression::None {
-            "compressed gradients depend on the number of ranks, which they are not to do".to_owned()
+            "compressed gradients are incompatible with a world-size-invariant reduction".to_owned()
         } else if self.world_size_invariant && self.join {
-            "ranks that run out of data make a difference, which they are not to do".to_owned()
+            "`join` is incompatible with a world-size-invariant reduction".to_owned()
         } else if self.clip_norm.is_some_and(|most| most.is_nan() || most <= 0.0) {
             "gradients are clipped to a norm above 0".to_owned()
         } else {
@@ -145,26 +145,26 @@ pub(super) fn check_micro_batches(count: usize) -> Result<()> {
     Err(Error::InvalidArgument { operation: "step", problem })
 }
 
-/// Checks that ranks may run out of data.
+/// Checks that `join` is enabled.
 pub(super) fn check_join(config: &ReducerConfig) -> Result<()> {
     if config.join {
         return Ok(());
     }
-    let problem = "ranks take part without data only where the configuration has `join`".to_owned();
+    let problem = "ranks can only take part without data if the configuration enables `join`".to_owned();
     Err(Error::InvalidArgument { operation: "join", problem })
 }
 
-/// Checks that all ranks take part in sums within a step.
+/// Checks that all ranks take part in sums within a step, that is, that `join` is disabled.
 pub(super) fn check_sums(config: &ReducerConfig) -> Result<()> {
     if !config.join {
         return Ok(());
     }
-    let problem = "a rank that has run out of data takes no part in sums within a step: leave out `join`";
+    let problem = "a rank that has run out of data takes no part in sums within a step: disable `join`";
     Err(Error::InvalidArgument { operation: "sum over ranks", problem: problem.to_owned() })
 }
 
-/// How a [`DataParallel`](super::DataParallel) trains, or a
-/// [`DeviceDataParallel`](super::device::DeviceDataParallel). The same on all ranks, but for `threads`.
+/// Configuration of a [`DataParallel`](super::DataParallel) or of a
+/// [`DeviceDataParallel`](super::device::DeviceDataParallel). Must be the same on all ranks, except for `threads`.
 ///
 /// ```
 /// use mgpu::DataParallelConfig;
@@ -178,22 +178,22 @@ pub(super) fn check_sums(config: &ReducerConfig) -> Result<()> {
 pub struct DataParallelConfig {
     /// How gradients are averaged.
     pub reducer: ReducerConfig,
-    /// How parameters follow their gradients.
+    /// Configuration of the optimizer.
     pub optimizer: OptimizerConfig,
-    /// Threads that updates on the host run on, at least one. It means nothing on a device.
+    /// Number of threads for updates on the host, at least 1. It has no effect on a device.
     pub threads: usize,
-    /// From which size on a bucket's part of the optimizer is sharded: every rank has 1/n of its state and of its moving
-    /// average, and updates 1/n of its parameters. The weights are the same to the last bit, sharded or not (under `nccl` where
-    /// two ranks add, and but for a clipped norm).
+    /// Size from which the optimizer of a bucket is sharded: every rank holds 1/n of its state and moving average,
+    /// and updates 1/n of its parameters. The weights have the same bits with and without sharding (under `nccl` only
+    /// with two ranks, and without clipping).
     pub shard_from: ShardFrom,
-    /// Steps between two comparisons of all ranks' weights by checksum, which fail with rank and tensor
-    /// ([`Error::Diverged`](crate::Error::Diverged)). `None` leaves comparing to
-    /// [`DataParallel::verify`](super::DataParallel::verify).
+    /// Number of steps between two comparisons of all ranks' weights by checksum. They fail with rank and tensor
+    /// ([`Error::Diverged`](crate::Error::Diverged)). With `None`, only
+    /// [`DataParallel::verify`](super::DataParallel::verify) compares.
     pub verify_every: Option<u64>,
 }
 
 impl DataParallelConfig {
-    /// A [`ReducerConfig::new`]; sharded where it pays; weights compared every 100 steps; updates on
+    /// The defaults: [`ReducerConfig::new`]; sharded where it pays; weights compared every 100 steps; updates on
     /// `threads` threads.
     pub fn new(optimizer: OptimizerConfig, threads: usize) -> Self {
         DataParallelConfig {
@@ -205,25 +205,25 @@ impl DataParallelConfig {
         }
     }
 
-    /// With [`threads`](Self::threads) threads.
+    /// Sets the number of [`threads`](Self::threads).
     #[must_use]
     pub fn with_threads(self, threads: usize) -> Self {
         DataParallelConfig { threads, ..self }
     }
 
-    /// With the optimizer sharded [from](Self::shard_from) this size on; `None` for never.
+    /// Shards the optimizer [from](Self::shard_from) this size; `None` for never.
     #[must_use]
     pub fn with_shard_from(self, from: impl Into<ShardFrom>) -> Self {
         DataParallelConfig { shard_from: from.into(), ..self }
     }
 
-    /// With weights compared every so many [steps](Self::verify_every); `None` for never.
+    /// Compares weights [every](Self::verify_every) so many steps; `None` for never.
     #[must_use]
     pub fn with_verify_every(self, steps: impl Into<Option<u64>>) -> Self {
         DataParallelConfig { verify_every: steps.into(), ..self }
     }
 
-    /// Everything that has to be the same on all ranks, by name.
+    /// All settings that must be the same on all ranks, by name.
     pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
         let DataParallelConfig {
             reducer,
@@ -244,7 +244,7 @@ impl DataParallelConfig {
         settings
     }
 
-    /// Whether all of this is compatible on `ranks` ranks.
+    /// Checks that the settings are compatible with each other and with `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
         let problem = if self.threads == 0 {
             "updates run on at least one thread".to_owned()
@@ -259,73 +259,73 @@ impl DataParallelConfig {
     }
 }
 
-/// The settings of a reducer, chosen one by one, of a configuration that has them in `$reducer`.
+/// Builder methods for the settings of a reducer, which are in the field `$reducer`, or in `self`.
 macro_rules! reducer_builders {
     ($($reducer:ident)?) => {
-        /// With this many [micro-batches](ReducerConfig::micro_batches) in each step.
+        /// Sets the number of [micro-batches](ReducerConfig::micro_batches) per step.
         #[must_use]
         pub fn with_micro_batches(mut self, count: usize) -> Self {
             self$(.$reducer)?.micro_batches = count;
             self
         }
 
-        /// With [buckets](ReducerConfig::bucket) of this many bytes.
+        /// Sets the size of [buckets](ReducerConfig::bucket) in bytes.
         #[must_use]
         pub fn with_bucket(mut self, bytes: usize) -> Self {
             self$(.$reducer)?.bucket = Some(bytes);
             self
         }
 
-        /// With reductions [beside](ReducerConfig::overlap) the backward pass, or not.
+        /// Enables or disables the [overlap](ReducerConfig::overlap) of reductions with the backward pass.
         #[must_use]
         pub fn with_overlap(mut self, overlap: bool) -> Self {
             self$(.$reducer)?.overlap = overlap;
             self
         }
 
-        /// With sums or means of gradients: [`ReducerConfig::reduction`].
+        /// Sets the [reduction](ReducerConfig::reduction): mean or sum.
         #[must_use]
         pub fn with_reduction(mut self, reduction: Reduction) -> Self {
             self$(.$reducer)?.reduction = reduction;
             self
         }
 
-        /// With gradients that travel [so](ReducerConfig::compression).
+        /// Sets the [communication dtype](ReducerConfig::compression) of gradients.
         #[must_use]
         pub fn with_compression(mut self, compression: Compression) -> Self {
             self$(.$reducer)?.compression = compression;
             self
         }
 
-        /// With gradients [clipped](ReducerConfig::clip_norm) to this norm; `None` for not.
+        /// [Clips](ReducerConfig::clip_norm) gradients to this norm; `None` disables clipping.
         #[must_use]
         pub fn with_clip_norm(mut self, most: impl Into<Option<f64>>) -> Self {
             self$(.$reducer)?.clip_norm = most.into();
             self
         }
 
-        /// With gradients [checked](ReducerConfig::check_finite), or not.
+        /// Enables or disables the [check](ReducerConfig::check_finite) for non-finite gradients.
         #[must_use]
         pub fn with_check_finite(mut self, check: bool) -> Self {
             self$(.$reducer)?.check_finite = check;
             self
         }
 
-        /// With sums that do not depend on the number of ranks, or with others: [`ReducerConfig::world_size_invariant`].
+        /// Enables or disables the [world-size-invariant](ReducerConfig::world_size_invariant) reduction.
         #[must_use]
         pub fn with_world_size_invariant(mut self, invariant: bool) -> Self {
             self$(.$reducer)?.world_size_invariant = invariant;
             self
         }
 
-        /// With gradients that are not handed over [taken](ReducerConfig::unused) so.
+        /// Sets what to do about [unused](ReducerConfig::unused) tensors.
         #[must_use]
         pub fn with_unused(mut self, unused: Unused) -> Self {
             self$(.$reducer)?.unused = unused;
             self
         }
 
-        /// With ranks that may run out of data, or not: [`ReducerConfig::join`].
+        /// Sets whether ranks may run out of data and [join](ReducerConfig::join).
         #[must_use]
         pub fn with_join(mut self, join: bool) -> Self {
             self$(.$reducer)?.join = join;
@@ -342,49 +342,49 @@ impl DataParallelConfig {
     reducer_builders!(reducer);
 }
 
-/// What the gradients of a step's micro-batches, on all ranks, become.
+/// How the gradients of a step's micro-batches on all ranks are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reduction {
-    /// Their mean: where each is the mean over its samples, the mean over all samples.
+    /// Their mean. If each is the mean over its samples, this is the mean over all samples.
     Mean,
     /// Their sum.
     Sum,
 }
 
-/// How gradients travel between ranks.
+/// The communication dtype of gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Compression {
-    /// As they are.
+    /// f32.
     None,
-    /// Rounded to bf16: half the bytes. They are added in f32, and the result is rounded once more (under `nccl` each sum of
-    /// two is).
+    /// Gradients are rounded to bf16, which halves the bytes. They are summed in f32, and the result is rounded once
+    /// more (under `nccl` each sum of two is rounded).
     Bf16,
 }
 
-/// What a tensor means whose gradient is not handed over in a micro-batch.
+/// What to do if a tensor's gradient is not marked ready in a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Unused {
-    /// A mistake: the step fails and names the tensor.
+    /// The step fails and names the tensor.
     Error,
-    /// The micro-batch does not depend on it: its gradient is 0. The optimizer takes that as any other gradient, so momentum
-    /// and weight decay go on moving the tensor, even where no rank has used it. (PyTorch's DDP leaves such a tensor alone.)
+    /// The gradient is 0. The optimizer treats it as any other gradient, so momentum and weight decay still change
+    /// the tensor, even if no rank has used it. (PyTorch's DDP leaves such a tensor unchanged.)
     Zero,
 }
 
-/// From which size on buckets are sharded.
+/// Size from which buckets are sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ShardFrom {
-    /// Where it pays: from 512 KiB on where ranks share memory on a host, never on devices. Nor on a host where ranks
-    /// do not share memory: there, sums may differ in their last bits from one operation to the other.
+    /// From 512 KiB if ranks share memory on a host. Never on devices, and never on a host without shared memory,
+    /// because there sums may differ in their last bits from one operation to another.
     Auto,
-    /// From this many bytes on; on a host only where ranks share memory, as for `Auto`.
+    /// From this many bytes. On a host only if ranks share memory, as for `Auto`.
     Bytes(usize),
-    /// All is replicated.
+    /// Never: the optimizer is replicated.
     Never,
 }
 
 impl ShardFrom {
-    /// The bytes from which on, where `Auto` is `default`.
+    /// The size in bytes, where `default` is that of `Auto`.
     pub(super) fn bytes(self, default: Option<usize>) -> Option<usize> {
         match self {
             ShardFrom::Auto => default,

@@ -1,38 +1,39 @@
-//! What is checked in every step before any parameter changes: gradients are finite, and all ranks make the same step.
+//! Checks in every step before any parameter changes: gradients are finite, and all ranks make the same step.
 //!
-//! A rank checks its own gradients before they are reduced, because only then can the rank be named. Small tensors are
-//! checked whole; of large ones one cache line in 32 is, another one in the next step. After the reduction every element is
-//! checked, since finite gradients may have an infinite sum: each rank checks its shard of each bucket, which all ranks
-//! together cover. A rank that is alone has no reduction, and checks all of its own gradients at once.
+//! A rank checks its own gradients before the reduction, because only then the error can name the rank. Small tensors
+//! are checked completely; of large ones one cache line in 32 is checked, a different one in each step. After the
+//! reduction every element is checked, since finite gradients may have an infinite sum: each rank checks its shard of
+//! each bucket, and all ranks together cover everything. A single rank has no reduction, and checks all of its own
+//! gradients at once.
 //!
-//! What the ranks have found they exchange in one small all-gather, together with what has to be the same on all of them.
+//! Ranks exchange the results in one small all-gather, together with the values that must be the same on all of them.
 
 use mgpu_kernels::digest::cpu as digest;
 
-use super::slot::Slot;
+use super::gradient_bucket::GradientBucket;
 use crate::comm::{Communicator, shard};
-use crate::replicate::{blamed, odd_one};
+use crate::replicate::{blame_and_fail, first_outlier};
 use crate::{Error, Layout, Result};
 
-/// Elements of a tensor that is checked whole before the reduction. (To read 81 MB of gradients, of which `layers` has most in
-/// two tensors, takes some 9 ms of a step of 200.)
-const SMALL: usize = 1 << 16;
+/// Largest tensor that is checked completely before the reduction, in elements. (Reading 81 MB of gradients, of which
+/// `layers` has most in two tensors, takes about 9 ms of a step of 200 ms.)
+const FULL_CHECK_LEN: usize = 1 << 16;
 
-impl Slot {
-    /// A tensor of the bucket with non-finite gradients of this rank, in step `step`.
+impl GradientBucket {
+    /// The index of a tensor of the bucket with non-finite gradients of this rank, in step `step`.
     pub(super) fn non_finite(&self, layout: &Layout, step: u64, is_alone: bool) -> Option<usize> {
         let values = self.values();
         let is_bad = |tensor: &usize| {
             let gradient = &values[self.within(layout, *tensor)];
             match gradient.len() {
-                len if is_alone || len <= SMALL => digest::count_non_finite(gradient) > 0,
+                len if is_alone || len <= FULL_CHECK_LEN => digest::count_non_finite(gradient) > 0,
                 _ => digest::sample_has_non_finite(gradient, step),
             }
         };
-        self.bucket.tensors.clone().rev().find(is_bad)
+        self.plan.tensors.clone().rev().find(is_bad)
     }
 
-    /// A tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
+    /// The index of a tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
     pub(super) fn reduced_non_finite(&self, layout: &Layout, rank: u32, ranks: u32) -> Option<usize> {
         let shard = shard(self.elements.len(), ranks, rank);
         let is_bad = |tensor: &usize| {
@@ -40,22 +41,22 @@ impl Slot {
             let elements = within.start.max(shard.start)..within.end.min(shard.end);
             !elements.is_empty() && digest::count_non_finite(&self.values()[elements]) > 0
         };
-        self.bucket.tensors.clone().rev().find(is_bad)
+        self.plan.tensors.clone().rev().find(is_bad)
     }
 }
 
-/// What a rank tells the others of its step.
+/// What a rank reports to the others in a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
-    /// A tensor of which this rank's own gradients are not finite.
+    /// A tensor with non-finite gradients of this rank.
     pub(super) own: Option<usize>,
-    /// A tensor of which the reduced gradients are not, as far as this rank checked them.
+    /// A tensor with non-finite reduced gradients, among those that this rank checked.
     pub(super) reduced: Option<usize>,
     pub(super) micro_batches: usize,
     pub(super) learning_rate: f64,
 }
 
-/// Words of an encoded report.
+/// Number of words of an encoded report.
 const WORDS: usize = 4;
 
 impl Report {
@@ -72,18 +73,17 @@ impl Report {
         let column = |word: usize| all.iter().skip(word).step_by(WORDS).copied().collect::<Vec<i64>>();
         let name = |tensor: i64| layout.tensors()[tensor as usize].name.clone();
         let [own, reduced, micro_batches, rates] = [0, 1, 2, 3].map(column);
-        if let Some((right, peer)) = odd_one(&micro_batches) {
+        if let Some((right, peer)) = first_outlier(&micro_batches) {
             let (what, ours, theirs) =
                 (format!("micro-batches in step {step}"), micro_batches[right], micro_batches[peer]);
             let (rank, peer) = (right as u32, peer as u32);
-            return blamed(comm, Error::Disagreement { rank, peer, what, ours, theirs });
+            return blame_and_fail(comm, Error::Disagreement { rank, peer, what, ours, theirs });
         }
-        if let Some((right, peer)) = odd_one(&rates) {
+        if let Some((right, peer)) = first_outlier(&rates) {
             let rate = |rank: usize| f64::from_bits(rates[rank] as u64).to_string();
-            let (setting, ours, theirs) =
-                (format!("in step {step} the learning rate"), rate(right), rate(peer));
+            let (setting, ours, theirs) = (format!("step {step} learning rate"), rate(right), rate(peer));
             let (rank, peer) = (right as u32, peer as u32);
-            return blamed(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs });
+            return blame_and_fail(comm, Error::SettingMismatch { rank, peer, setting, ours, theirs });
         }
         let found = |tensors: &[i64]| tensors.iter().position(|tensor| *tensor >= 0);
         if let Some(rank) = found(&own) {
@@ -101,9 +101,9 @@ mod tests {
     use crate::optimizer::{OptimizerConfig, Rule, Sgd};
     use crate::{DataParallel, DataParallelConfig, Layout, World};
 
-    /// Nothing but a fault of the machine or the program's memory makes them differ.
+    /// Only a hardware fault or memory corruption can make them differ.
     #[test]
-    fn weights_that_differ_are_found_while_training() {
+    fn diverged_weights_are_detected_during_training() {
         std::thread::scope(|scope| {
             for mut world in World::threads(4).unwrap() {
                 scope.spawn(move || {
@@ -123,7 +123,7 @@ mod tests {
                             gradients.write(0, &[1.0; 3])
                         });
                         let text = outcome.err().map(|error| error.to_string());
-                        let expected = "rank 2 holds other weights than rank 0 in tensor `b`";
+                        let expected = "rank 2 has different weights than rank 0 in tensor `b`";
                         assert_eq!(text, (step == 5).then(|| expected.to_owned()));
                     }
                 });

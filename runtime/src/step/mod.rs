@@ -1,12 +1,13 @@
-//! One training step, from the forward pass to the update, on one screen: see [`DataParallel::step_accumulated`].
+//! One training step, from the forward pass to the update: see [`DataParallel::step_accumulated`].
 //!
-//! The way of a gradient: the model writes it into its bucket ([`crate::bucket`]); the last one of a
-//! bucket starts the reduction ([`crate::comm`]), which is the [`Reducer`]'s part and ends with averages. These go through the
-//! optimizer ([`crate::optimizer`]) into the parameters, of which every rank has a copy. All copies were made equal once
-//! ([`crate::replicate`](mod@crate::replicate)). Of a small bucket every rank averages all and applies the same update to the
-//! same bits. Of a large one it averages and updates its shard, and passes that on: state and work are divided by n, and
-//! the bits are the same (`slot`). On a GPU the same way is `device`'s. What both do with bits and not with memory is one:
-//! which gradients are there and which bucket is next (`readiness`), and everything that can be chosen (`config`).
+//! The model writes a gradient into its bucket ([`crate::bucket`]). When the last gradient of a bucket is ready, the
+//! [`Reducer`] starts the reduction over ranks ([`crate::comm`]). The optimizer ([`crate::optimizer`]) then applies
+//! the averaged gradients to the parameters, of which every rank has a copy; all copies were made equal at the start
+//! ([`crate::replicate`](mod@crate::replicate)). Every rank averages all of a small bucket, and applies the same
+//! update to the same bits. Of a large bucket it averages and updates only its shard, which is then gathered: memory
+//! and work are divided by n, and the bits are the same (`gradient_bucket`). `device` does the same on a GPU. Host
+//! and device share what does not depend on the memory: which gradients are ready and which bucket is next
+//! (`readiness`), and the configuration (`config`).
 
 mod accumulate;
 mod buffers;
@@ -14,12 +15,12 @@ mod clip;
 mod config;
 #[cfg(feature = "cuda")]
 pub mod device;
+mod gradient_bucket;
+mod gradient_buckets;
 mod guard;
 mod readiness;
 mod reducer;
 mod sink;
-mod slot;
-mod slots;
 mod state;
 mod tree;
 
@@ -27,35 +28,35 @@ use std::time::{Duration, Instant};
 
 use config::SHARD_FROM;
 pub use config::{Compression, DataParallelConfig, ReducerConfig, Reduction, ShardFrom, Unused};
-use reducer::Attendance;
+use gradient_bucket::GradientBucket;
+use reducer::Participation;
 pub use reducer::Reducer;
 pub use sink::GradientSink;
-use slot::Slot;
 pub use state::NamedArena;
 
 use crate::comm::{Buffer, Communicator, DType};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::replicate::{agree, checksum, replicate, verify_equal};
+use crate::replicate::{checksum, replicate, verify_equal, verify_settings};
 use crate::{Error, Layout, Result};
 
-/// Elements that a thread updates before they are passed on: they, their gradients and their state fit the second-level
-/// cache.
+/// Number of elements that a thread updates at a time: they, their gradients and their state fit into the L2 cache.
 const BLOCK: usize = 1 << 15;
 
-/// A part of a rank's batch, of which gradients are computed by themselves.
+/// A part of a rank's batch, whose gradients are computed separately.
 pub struct MicroBatch<'a> {
-    /// Which of the step's on this rank, from 0.
+    /// Index among this rank's micro-batches of the step, from 0.
     pub index: usize,
-    /// The parameters, the same for all of the step.
+    /// The parameters, unchanged during the step.
     pub parameters: &'a [f32],
-    /// What the model changes while it computes, beside its parameters: running statistics.
+    /// The model's buffers, which the forward pass may change: values besides the parameters, such as running
+    /// statistics.
     pub buffers: &'a mut [f32],
-    /// Takes the gradients.
+    /// Receives the gradients.
     pub gradients: &'a mut dyn GradientSink,
 }
 
-/// A model's parameters, replicated on every rank and updated together, with the optimizer's state sharded over ranks: a
-/// [`Reducer`] with an optimizer.
+/// Data-parallel training on the host: a [`Reducer`] with an optimizer. Every rank holds all parameters; the
+/// optimizer's state is sharded over ranks.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -77,31 +78,32 @@ pub struct MicroBatch<'a> {
 /// # }
 /// ```
 ///
-/// A [`DeviceDataParallel`](device::DeviceDataParallel) has the same configuration and the same methods with the same meanings.
-/// What differs is where memory is: here, values are slices, and a call returns when its work is done.
+/// A [`DeviceDataParallel`](device::DeviceDataParallel) has the same configuration and methods, with the same
+/// meaning. The difference is the memory: here, values are slices, and a call returns when its work is done.
 pub struct DataParallel {
     reducer: Reducer,
-    /// Empty once they were lost to an error.
+    /// Empty after an error that lost them.
     parameters: Buffer,
-    /// What the model changes beside its parameters.
+    /// The model's buffers, such as running statistics.
     buffers: Vec<f32>,
     optimizer: Optimizer,
-    /// Threads that updates run on.
+    /// Number of threads for updates.
     threads: usize,
-    /// Steps between two comparisons of the ranks' weights.
+    /// Number of steps between two comparisons of the ranks' weights.
     verify_every: Option<u64>,
-    /// Elements that are updated before they are passed on.
+    /// Number of elements that are updated before they are copied to the peers.
     block: usize,
-    /// What updating has taken so far.
+    /// Total time of the updates.
     update_time: Duration,
 }
 
 impl DataParallel {
-    /// Replaces every rank's `parameters` by those of rank 0 and gets ready to train them. Collective. The update
-    /// runs on `threads` threads.
+    /// Replaces every rank's `parameters` by those of rank 0 and prepares training. Updates run on `threads` threads.
+    /// Collective.
     ///
     /// # Errors
-    /// If the ranks' layouts or settings differ (names the first tensor or setting), memory is short, or as the communicator's.
+    /// If the ranks' layouts or settings differ (the error names the first tensor or setting), memory is short, or as the
+    /// communicator.
     pub fn new(
         comm: Communicator,
         layout: Layout,
@@ -112,10 +114,10 @@ impl DataParallel {
         Self::with_config(comm, layout, parameters, DataParallelConfig::new(optimizer, threads))
     }
 
-    /// As [`new`](Self::new), with all there is to choose.
+    /// As [`new`](Self::new), with a configuration.
     ///
     /// # Errors
-    /// As [`new`](Self::new); if what is chosen is not compatible.
+    /// As [`new`](Self::new); if the settings are incompatible.
     pub fn with_config(
         mut comm: Communicator,
         layout: Layout,
@@ -123,21 +125,22 @@ impl DataParallel {
         config: DataParallelConfig,
     ) -> Result<Self> {
         config.check(comm.size())?;
-        agree(&mut comm, &config.settings())?;
+        verify_settings(&mut comm, &config.settings())?;
         replicate(&mut comm, &layout, &mut values)?;
         let shares_memory = comm.capabilities().shares_memory;
         let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
         let mut reducer = Reducer::assemble(comm, layout, config.reducer, shard_from)?;
-        // Of sharded buckets, peers write what they have updated in place.
+        // Peers write the updated parameters of sharded buckets in place.
         let mut parameters = match shard_from {
             None => Buffer::zeroed::<f32>(values.len()),
             Some(_) => reducer.comm.allocate(DType::F32, values.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
-        let slots = &reducer.slots;
-        let mut optimizer = Optimizer::new(config.optimizer, &reducer.layout, slots.states, config.threads)?;
+        let buckets = &reducer.buckets;
+        let mut optimizer =
+            Optimizer::new(config.optimizer, &reducer.layout, buckets.states, config.threads)?;
         if let Some(average) = optimizer.average_mut() {
-            slots.keep_own(&values, average);
+            buckets.copy_own(&values, average);
         }
         Ok(DataParallel {
             reducer,
@@ -151,19 +154,19 @@ impl DataParallel {
         })
     }
 
-    /// With what the model changes beside its parameters, such as running statistics: equal on all ranks now, and each rank's
-    /// own from then on, but where the number of ranks is to make no difference. Collective.
+    /// Adds buffers: values that the model changes besides its parameters, such as running statistics. They must be equal
+    /// on all ranks now; later each rank has its own, except in a world-size-invariant reduction. Collective.
     ///
     /// # Errors
-    /// [`Error::SettingMismatch`] if ranks have others; as the communicator's.
+    /// [`Error::SettingMismatch`] if ranks have different ones; as the communicator.
     pub fn with_buffers(mut self, buffers: Vec<f32>) -> Result<Self> {
-        agree(&mut self.reducer.comm, &[describe_buffers(&buffers)])?;
+        verify_settings(&mut self.reducer.comm, &[describe_buffers(&buffers)])?;
         Ok(DataParallel { buffers, ..self })
     }
 
-    /// Makes one step. `compute` runs forward and backward with the current parameters and hands over every
-    /// gradient, as the mean over this rank's batch; the step averages them over ranks and updates the
-    /// parameters. Returns what `compute` returns.
+    /// Makes one step. `compute` runs forward and backward with the current parameters and provides every gradient,
+    /// as the mean over this rank's batch. The step averages them over ranks and updates the parameters. Returns what
+    /// `compute` returns.
     ///
     /// # Errors
     /// As [`step_accumulated`](Self::step_accumulated); if there are several micro-batches.
@@ -178,7 +181,7 @@ impl DataParallel {
         Ok(result.expect("the micro-batch was computed"))
     }
 
-    /// Makes one step of all [micro-batches](ReducerConfig::micro_batches), which communicates as much as with one.
+    /// Makes one step of all [micro-batches](ReducerConfig::micro_batches), with as much communication as for one.
     ///
     /// ```
     /// # fn main() -> mgpu::Result<()> {
@@ -199,23 +202,25 @@ impl DataParallel {
     /// # }
     /// ```
     ///
-    /// `compute` runs forward and backward of each, and hands over every gradient as the mean over the micro-batch; the
-    /// step reduces them over micro-batches and ranks, and updates the parameters.
+    /// `compute` runs forward and backward of each micro-batch, and provides every gradient as the mean over the
+    /// micro-batch. The step reduces them over micro-batches and ranks, and updates the parameters.
     ///
     /// # Errors
-    /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or
-    /// twice; rank and tensor, if weights differ between ranks ([`Error::Diverged`]). Parameters and optimizer are as before,
-    /// and another step may be made, but [`buffers`](Self::buffers) are as `compute` has left them, if gradients are not finite
-    /// ([`Error::NotFinite`], which names rank and tensor), or only their sum over ranks is not ([`Error::ReducedNotFinite`]),
-    /// or ranks have different numbers of micro-batches or different learning rates in the step ([`Error::Disagreement`],
+    /// Those of `compute` and the communicator. If a tensor's gradient was not marked ready, or twice; the error
+    /// names it. If weights differ between ranks ([`Error::Diverged`], with rank and tensor).
+    ///
+    /// After the following errors, parameters and optimizer are unchanged and another step may be made, but
+    /// [`buffers`](Self::buffers) are as `compute` has left them: non-finite gradients of a rank
+    /// ([`Error::NotFinite`], with rank and tensor); non-finite reduced gradients only ([`Error::ReducedNotFinite`]);
+    /// different numbers of micro-batches or different learning rates on the ranks ([`Error::Disagreement`],
     /// [`Error::SettingMismatch`]).
     pub fn step_accumulated(&mut self, compute: impl FnMut(MicroBatch<'_>) -> Result<()>) -> Result<()> {
         self.make_step(true, compute).map(|_| ())
     }
 
-    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's parameters stay
-    /// equal to theirs. Each rank calls it once it has run out of data, also the last one. Returns the steps that were made
-    /// meanwhile. The learning rate is that of the others. Collective.
+    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's
+    /// parameters stay equal to theirs. Every rank calls it once it has run out of data, including the last one.
+    /// Returns the number of steps made meanwhile. The learning rate is that of the other ranks. Collective.
     ///
     /// ```
     /// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
@@ -254,7 +259,7 @@ impl DataParallel {
         Ok(self.steps() - before)
     }
 
-    /// Makes a step, of which this rank may have no data; none if no rank has, and returns false.
+    /// Makes a step, with or without data on this rank. If no rank has data, makes none and returns false.
     fn make_step(
         &mut self,
         has_data: bool,
@@ -262,11 +267,11 @@ impl DataParallel {
     ) -> Result<bool> {
         self.whole_parameters("step")?;
         let begin = self.reducer.comm.observer().begin();
-        let Some(attendance) = self.attend(has_data)? else { return Ok(false) };
-        self.follow_order()?;
+        let Some(participation) = self.agree_on_participation(has_data)? else { return Ok(false) };
+        self.apply_gradient_order()?;
         let Self { reducer, parameters, buffers, .. } = self;
         let parameters = parameters.as_slice();
-        reducer.run(attendance, buffers, |index, buffers, gradients| {
+        reducer.run(participation, buffers, |index, buffers, gradients| {
             compute(MicroBatch { index, parameters, buffers, gradients })
         })?;
         let updating = self.reducer.comm.observer().begin();
@@ -279,53 +284,57 @@ impl DataParallel {
         Ok(true)
     }
 
-    /// Agrees with the other ranks on who has data; a rank that has none goes along with their learning rate.
-    fn attend(&mut self, has_data: bool) -> Result<Option<Attendance>> {
+    /// Agrees with the other ranks on who has data; a rank without data adopts their learning rate.
+    fn agree_on_participation(&mut self, has_data: bool) -> Result<Option<Participation>> {
         let learning_rate = self.optimizer.base_learning_rate();
-        let attendance = self.reducer.attend(self.optimizer.steps(), has_data, learning_rate)?;
-        if let Some(Attendance { has_data: false, learning_rate, .. }) = attendance {
+        let participation =
+            self.reducer.agree_on_participation(self.optimizer.steps(), has_data, learning_rate)?;
+        if let Some(Participation { has_data: false, learning_rate, .. }) = participation {
             self.optimizer.set_learning_rate(learning_rate);
         }
-        Ok(attendance)
+        Ok(participation)
     }
 
-    /// Updates the parameters: of a replicated bucket all, of a sharded one this rank's shard for all ranks.
+    /// Updates the parameters: all of a replicated bucket; this rank's shard of a sharded bucket, which is then
+    /// gathered.
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
-        let Self { reducer: Reducer { comm, slots, .. }, parameters, optimizer, block, update_time, .. } =
-            self;
-        let mut update = |slot: &Slot, begin: usize, parameters: &mut [f32]| {
+        let Self {
+            reducer: Reducer { comm, buckets, .. }, parameters, optimizer, block, update_time, ..
+        } = self;
+        let mut update = |bucket: &GradientBucket, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
-            let from = begin - slot.elements.start;
-            let gradients = &slot.values()[from..from + parameters.len()];
-            optimizer.update(begin, slot.state + (begin - slot.own.start), parameters, gradients);
+            let from = begin - bucket.elements.start;
+            let gradients = &bucket.values()[from..from + parameters.len()];
+            optimizer.update(begin, bucket.state + (begin - bucket.own.start), parameters, gradients);
             *update_time += start.elapsed();
         };
-        for slot in slots.all.iter().filter(|slot| !slot.sharded) {
-            update(slot, slot.elements.start, &mut parameters.as_mut_slice()[slot.elements.clone()]);
+        for bucket in buckets.all.iter().filter(|bucket| !bucket.sharded) {
+            update(bucket, bucket.elements.start, &mut parameters.as_mut_slice()[bucket.elements.clone()]);
         }
-        if !slots.segments.is_empty() {
-            let mut make = |segment: usize, begin: usize, made: &mut Buffer| {
-                update(&slots.all[slots.of_segment[segment]], begin, made.as_mut_slice());
+        if !buckets.segments.is_empty() {
+            let mut update_block = |segment: usize, begin: usize, parameters: &mut Buffer| {
+                update(&buckets.all[buckets.of_segment[segment]], begin, parameters.as_mut_slice());
             };
             let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
-            *parameters = comm.update_all_gather(all, &slots.segments, *block, &mut make)?.wait()?;
+            *parameters =
+                comm.update_all_gather(all, &buckets.segments, *block, &mut update_block)?.wait()?;
         }
         Ok(())
     }
 
-    /// What updating the parameters has taken so far, without communication.
+    /// Total time of the updates so far, without communication.
     pub fn update_time(&self) -> Duration {
         self.update_time
     }
 
-    /// This rank's copy of the parameters, equal on all ranks. Empty after a step in which a rank was lost while updated
-    /// parameters were passed on.
+    /// This rank's copy of the parameters, equal on all ranks. Empty after an error during the gathering of updated
+    /// parameters.
     pub fn parameters(&self) -> &[f32] {
         self.parameters.as_slice()
     }
 
-    /// The parameters, unless they were lost.
+    /// The parameters, or an error if they were lost.
     fn whole_parameters(&self, operation: &'static str) -> Result<&[f32]> {
         let parameters = self.parameters.as_slice();
         if parameters.len() == self.layout().len() {
@@ -335,12 +344,12 @@ impl DataParallel {
         Err(Error::InvalidArgument { operation, problem })
     }
 
-    /// What the model changes beside its parameters.
+    /// The model's buffers, such as running statistics.
     pub fn buffers(&self) -> &[f32] {
         &self.buffers
     }
 
-    /// As [`buffers`](Self::buffers), to be changed: on all ranks alike.
+    /// As [`buffers`](Self::buffers), mutable. All ranks must make the same changes.
     pub fn buffers_mut(&mut self) -> &mut [f32] {
         &mut self.buffers
     }
@@ -350,8 +359,8 @@ impl DataParallel {
         self.reducer.layout()
     }
 
-    /// The gradient of `tensor` as of the last step, reduced over ranks and clipped. Collective where the optimizer is sharded:
-    /// a rank has only its shards' averages until somebody asks.
+    /// The gradient of `tensor` in the last step, reduced over ranks and clipped. Collective if the optimizer is
+    /// sharded: a rank only holds the averages of its shards until they are gathered here.
     ///
     /// # Errors
     /// As [`Reducer::gradient`].
@@ -359,8 +368,8 @@ impl DataParallel {
         self.reducer.gradient(tensor)
     }
 
-    /// A copy of the last step's gradients, as the optimizer has seen them: reduced and clipped; 0 for frozen tensors.
-    /// Collective where the optimizer is sharded.
+    /// A copy of the last step's gradients as the optimizer has used them: reduced and clipped; 0 for frozen tensors.
+    /// Collective if the optimizer is sharded.
     ///
     /// # Errors
     /// As [`Reducer::gradients`].
@@ -368,37 +377,37 @@ impl DataParallel {
         self.reducer.gradients()
     }
 
-    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not, or there was
-    /// none yet.
+    /// The Euclidean norm of the last step's reduced gradients before clipping; `None` without clipping, or before
+    /// the first step.
     pub fn gradient_norm(&self) -> Option<f64> {
         self.reducer.gradient_norm()
     }
 
-    /// The learning rate of the next step: that which was set last, times the
+    /// The learning rate of the next step: the one that was set last, times the
     /// [schedule's](OptimizerConfig::schedule) factor.
     pub fn learning_rate(&self) -> f64 {
         self.optimizer.learning_rate()
     }
 
-    /// Sets the learning rate of the following steps, which the schedule multiplies. The same on every rank.
+    /// Sets the learning rate of the following steps, which the schedule multiplies. Must be the same on every rank.
     pub fn set_learning_rate(&mut self, lr: f64) {
         self.optimizer.set_learning_rate(lr);
     }
 
-    /// Micro-batches of this rank in each step.
+    /// Number of micro-batches of this rank in each step.
     pub fn micro_batches(&self) -> usize {
         self.reducer.micro_batches()
     }
 
-    /// Sets the micro-batches of the following steps. The same on every rank.
+    /// Sets the number of micro-batches of the following steps. Must be the same on every rank.
     ///
     /// # Errors
-    /// If there are none.
+    /// If `count` is 0.
     pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
         self.reducer.set_micro_batches(count)
     }
 
-    /// Steps made.
+    /// Number of steps made.
     pub fn steps(&self) -> u64 {
         self.optimizer.steps()
     }
@@ -413,12 +422,12 @@ impl DataParallel {
         self.reducer.ranks()
     }
 
-    /// Elements of the optimizer's state on this rank, the moving average among them.
+    /// Number of elements of the optimizer's state on this rank, including the moving average.
     pub fn optimizer_len(&self) -> usize {
         self.optimizer.state_len()
     }
 
-    /// The communicator, for collectives of the program's own between steps.
+    /// The communicator, for the program's own collectives between steps.
     pub fn comm(&mut self) -> &mut Communicator {
         self.reducer.comm()
     }
@@ -433,7 +442,7 @@ impl DataParallel {
     }
 }
 
-/// Buffers as a setting that ranks compare.
+/// Describes buffers as a setting that ranks compare.
 fn describe_buffers(buffers: &[f32]) -> (&'static str, String) {
     ("buffers", format!("{} elements with checksum {:016x}", buffers.len(), checksum(buffers)))
 }

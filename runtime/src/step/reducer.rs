@@ -1,26 +1,26 @@
-//! Averages gradients over ranks, and knows no optimizer: see [`Reducer`].
+//! The reducer: averages gradients over ranks, without an optimizer.
 
 use super::accumulate::{Accumulator, Counter};
 use super::buffers::BufferMean;
 use super::clip;
 use super::config::{BUCKET, Compression, ReducerConfig, Unused, check_join, check_micro_batches};
+use super::gradient_bucket::{Exchange, GradientBucket};
+use super::gradient_buckets::{GradientBuckets, Sharding};
 use super::guard::Report;
 use super::readiness::{Readiness, check_tensor};
 use super::sink::{GradientSink, Sink};
-use super::slot::{Exchange, Slot};
-use super::slots::{Sharding, Slots};
-use crate::bucket::{self, Bucket};
+use crate::bucket::{self, BucketPlan};
 use crate::comm::{Communicator, DType};
-use crate::replicate::{agree, verify_layout};
+use crate::replicate::{verify_layout, verify_settings};
 use crate::{Error, Layout, Result};
 
-/// Averages a model's gradients over ranks: in buckets, over micro-batches, clipped, compressed and checked, as its
-/// [configuration](ReducerConfig) says. For programs that have an optimizer of their own;
+/// Averages a model's gradients over ranks: in buckets, over micro-batches, with clipping, compression and checks as
+/// its [configuration](ReducerConfig) says. For programs with their own optimizer;
 /// [`DataParallel`](super::DataParallel) is a `Reducer` with an optimizer.
 ///
-/// Gradients lie where the reducer has them: [`GradientSink::gradient`] is where a model writes, and
-/// [`gradient`](Self::gradient) has the averages in the same place. Parameters are the program's, which makes them equal once
-/// ([`replicate`](crate::replicate::replicate)) and updates them alike on all ranks.
+/// The reducer owns the memory of the gradients: the model writes to [`GradientSink::gradient`], and
+/// [`gradient`](Self::gradient) returns the averages in the same memory. The program owns the parameters. It makes
+/// them equal once ([`replicate`](crate::replicate::replicate)) and must update them identically on all ranks.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -45,64 +45,64 @@ use crate::{Error, Layout, Result};
 pub struct Reducer {
     pub(super) comm: Communicator,
     pub(super) layout: Layout,
-    pub(super) slots: Slots,
+    pub(super) buckets: GradientBuckets,
     sharding: Sharding,
     readiness: Readiness,
     accumulator: Accumulator,
     config: ReducerConfig,
-    /// Norm of the last gradients, where they are clipped.
+    /// Norm of the last gradients, if they are clipped.
     norm: Option<f64>,
-    /// Reductions made.
+    /// Number of reductions made.
     reductions: u64,
 }
 
-/// Who takes part in a step, and how.
+/// Which ranks take part in a step with data.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Attendance {
+pub(super) struct Participation {
     /// The step, from 0.
     pub(super) step: u64,
     /// Whether this rank has data.
     pub(super) has_data: bool,
-    /// Ranks that have.
+    /// Number of ranks with data.
     pub(super) active: u32,
-    /// Micro-batches of each of them.
+    /// Number of micro-batches of each of them.
     pub(super) micro_batches: usize,
     /// Their learning rate.
     pub(super) learning_rate: f64,
 }
 
-impl Attendance {
-    /// Learns from the others who has data; `None` if nobody has. A rank that has none goes along with the others' micro-batches
-    /// and learning rate. Collective.
+impl Participation {
+    /// Gathers which ranks have data; `None` if none has. A rank without data adopts the others' micro-batches and
+    /// learning rate. Collective.
     pub(super) fn agree(self, comm: &mut Communicator) -> Result<Option<Self>> {
-        let Attendance { has_data, micro_batches, learning_rate, .. } = self;
+        let Participation { has_data, micro_batches, learning_rate, .. } = self;
         let mine = [i64::from(has_data), micro_batches as i64, learning_rate.to_bits() as i64];
         let ranks = comm.all_gather_slice(&mine)?;
         let (ranks, _) = ranks.as_chunks::<3>();
         let mut active = ranks.iter().filter(|[has_data, ..]| *has_data != 0);
         let Some([_, micro_batches, rate]) = active.next() else { return Ok(None) };
-        let of_all = Attendance { active: 1 + active.count() as u32, ..self };
+        let of_all = Participation { active: 1 + active.count() as u32, ..self };
         let (micro_batches, learning_rate) = (*micro_batches as usize, f64::from_bits(*rate as u64));
-        Ok(Some(if has_data { of_all } else { Attendance { micro_batches, learning_rate, ..of_all } }))
+        Ok(Some(if has_data { of_all } else { Participation { micro_batches, learning_rate, ..of_all } }))
     }
 }
 
 impl Reducer {
-    /// Gets ready to average gradients of the tensors of `layout`. Collective.
+    /// Prepares averaging the gradients of the tensors of `layout`. Collective.
     ///
     /// # Errors
-    /// If the ranks' layouts or settings differ (names the first tensor or setting), settings are not compatible, memory is
-    /// short, or as the communicator's.
+    /// If the ranks' layouts or settings differ (the error names the first tensor or setting), settings are
+    /// incompatible, memory is short, or as the communicator.
     pub fn new(mut comm: Communicator, layout: Layout, config: ReducerConfig) -> Result<Self> {
         config.check(comm.size())?;
         layout.check("reducer")?;
-        agree(&mut comm, &config.settings())?;
+        verify_settings(&mut comm, &config.settings())?;
         verify_layout(&mut comm, &layout)?;
         Self::assemble(comm, layout, config, None)
     }
 
-    /// As [`new`](Self::new), where all ranks have the same layout and settings, and buckets are sharded from `shard_from` bytes
-    /// on.
+    /// As [`new`](Self::new), without comparing layout and settings. Buckets of at least `shard_from` bytes are
+    /// sharded.
     pub(super) fn assemble(
         mut comm: Communicator,
         layout: Layout,
@@ -114,7 +114,7 @@ impl Reducer {
             comm = comm.in_background()?;
         }
         let gradients = comm.allocate(DType::F32, layout.len())?;
-        let narrow = match config.compression {
+        let compressed = match config.compression {
             Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
             _ => None,
         };
@@ -124,7 +124,7 @@ impl Reducer {
         let counter = Counter::new(config.micro_batches, config.world_size_invariant);
         Ok(Reducer {
             readiness: Readiness::new(&layout, &buckets, ranks > 1, counter),
-            slots: Slots::cut(&layout, buckets, (gradients, narrow), sharding),
+            buckets: GradientBuckets::split(&layout, buckets, (gradients, compressed), sharding),
             accumulator: Accumulator::new(layout.len()),
             sharding,
             norm: None,
@@ -135,8 +135,8 @@ impl Reducer {
         })
     }
 
-    /// Averages gradients. `compute` runs forward and backward and hands over every gradient, as the mean over this rank's
-    /// batch. Returns what `compute` returns. Collective.
+    /// Averages gradients. `compute` runs forward and backward and provides every gradient, as the mean over this
+    /// rank's batch. Returns what `compute` returns. Collective.
     ///
     /// # Errors
     /// As [`reduce_accumulated`](Self::reduce_accumulated); if there are several micro-batches.
@@ -151,16 +151,18 @@ impl Reducer {
         Ok(result.expect("the micro-batch was computed"))
     }
 
-    /// Averages the gradients of all [micro-batches](ReducerConfig::micro_batches), with as much communication as for one.
-    /// Collective. `compute` runs forward and backward of each, given its index from 0, `buffers` and where gradients go. It
-    /// hands over every gradient as the mean over the micro-batch. `buffers` are what the model changes beside its
-    /// parameters, such as running statistics.
+    /// Averages the gradients of all [micro-batches](ReducerConfig::micro_batches), with as much communication as for
+    /// one. Collective. `compute` runs forward and backward of each micro-batch; its arguments are the index from 0,
+    /// `buffers`, and the sink of gradients. It provides every gradient as the mean over the micro-batch. `buffers`
+    /// are the model's running statistics.
     ///
     /// # Errors
-    /// As `compute` and the communicator. Names a tensor whose gradient was not handed over, or twice. Another reduction may
-    /// follow, but `buffers` are as `compute` has left them, if gradients are not finite ([`Error::NotFinite`], which names rank
-    /// and tensor), or only their sum over ranks is not ([`Error::ReducedNotFinite`]), or ranks have different numbers of
-    /// micro-batches ([`Error::Disagreement`]).
+    /// Those of `compute` and the communicator. If a tensor's gradient was not marked ready, or twice; the error
+    /// names it.
+    ///
+    /// After the following errors another reduction may be made, but `buffers` are as `compute` has left them:
+    /// non-finite gradients of a rank ([`Error::NotFinite`], with rank and tensor); non-finite reduced gradients only
+    /// ([`Error::ReducedNotFinite`]); different numbers of micro-batches on the ranks ([`Error::Disagreement`]).
     pub fn reduce_accumulated(
         &mut self,
         buffers: &mut [f32],
@@ -169,9 +171,10 @@ impl Reducer {
         self.make_reduction(true, buffers, compute).map(|_| ())
     }
 
-    /// Takes part in a reduction of the ranks that still have data, with weight 0: afterwards gradients are the averages over
-    /// those, for this rank's optimizer to follow. Returns false, with nothing reduced, once no rank has data. To be called
-    /// again and again by a rank that has run out, where the configuration has [`join`](ReducerConfig::join). Collective.
+    /// Takes part in a reduction of the ranks that still have data, with weight 0. Afterwards gradients are the
+    /// averages over those ranks, so that this rank's optimizer can make the same update. Returns false, without a
+    /// reduction, once no rank has data. A rank that has run out of data calls it until then. Requires
+    /// [`join`](ReducerConfig::join). Collective.
     ///
     /// # Errors
     /// As [`reduce_accumulated`](Self::reduce_accumulated); if the configuration has no `join`.
@@ -186,37 +189,39 @@ impl Reducer {
         buffers: &mut [f32],
         compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
     ) -> Result<bool> {
-        let Some(attendance) = self.attend(self.reductions, has_data, 0.0)? else { return Ok(false) };
+        let Some(participation) = self.agree_on_participation(self.reductions, has_data, 0.0)? else {
+            return Ok(false);
+        };
         if let Some(buckets) = self.next_buckets()? {
-            self.recut(buckets)?;
+            self.rebuild_buckets(buckets)?;
         }
-        self.run(attendance, buffers, compute)?;
+        self.run(participation, buffers, compute)?;
         self.reductions += 1;
         Ok(true)
     }
 
-    /// Agrees with the other ranks on who has data for step `step`; `None` if nobody has. Collective where ranks may join.
-    pub(super) fn attend(
+    /// Agrees with the other ranks on who has data for step `step`; `None` if none has. Collective if ranks may join.
+    pub(super) fn agree_on_participation(
         &mut self,
         step: u64,
         has_data: bool,
         learning_rate: f64,
-    ) -> Result<Option<Attendance>> {
+    ) -> Result<Option<Participation>> {
         let (active, micro_batches) = (self.comm.size(), self.config.micro_batches);
-        let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
+        let mine = Participation { step, has_data, active, micro_batches, learning_rate };
         if self.config.join { mine.agree(&mut self.comm) } else { Ok(Some(mine)) }
     }
 
-    /// Makes a step up to averaged and clipped gradients.
+    /// Computes, averages, checks and clips the gradients of a step.
     pub(super) fn run(
         &mut self,
-        attendance: Attendance,
+        participation: Participation,
         buffers: &mut [f32],
         mut compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
     ) -> Result<()> {
-        self.slots.all.iter_mut().try_for_each(Slot::begin_step)?;
-        // A rank without data has nothing but zeros to add up.
-        let micro_batches = if attendance.has_data { attendance.micro_batches } else { 1 };
+        self.buckets.all.iter_mut().try_for_each(GradientBucket::begin_step)?;
+        // A rank without data only contributes zeros, in one micro-batch.
+        let micro_batches = if participation.has_data { participation.micro_batches } else { 1 };
         self.readiness.begin_step(micro_batches);
         self.accumulator.begin_step(&self.readiness.counter);
         let mut non_finite = None;
@@ -227,35 +232,35 @@ impl Reducer {
             if let Some(mean) = &mut mean {
                 mean.begin_batch(buffers);
             }
-            let mut sink = self.sink(&attendance, &mut non_finite);
-            if attendance.has_data {
+            let mut sink = self.sink(&participation, &mut non_finite);
+            if participation.has_data {
                 compute(index, buffers, &mut sink)?;
             }
-            if !attendance.has_data || sink.config.unused == Unused::Zero {
-                sink.fill_open()?;
+            if !participation.has_data || sink.config.unused == Unused::Zero {
+                sink.zero_missing()?;
             }
             if let Some(mean) = &mut mean {
                 mean.add(&self.readiness.counter, buffers);
             }
             self.readiness.check_complete(&self.layout)?;
         }
-        self.slots.all.iter_mut().try_for_each(Slot::settle)?;
+        self.buckets.all.iter_mut().try_for_each(GradientBucket::finish_reduction)?;
         if is_mean {
             BufferMean::finish(&mut self.comm, &self.readiness.counter, buffers)?;
         }
-        self.compare_reports(&attendance, non_finite)?;
+        self.compare_reports(&participation, non_finite)?;
         self.clip()
     }
 
-    /// Where a micro-batch's gradients go. What is found in them goes to `non_finite`.
-    fn sink<'a>(&'a mut self, attendance: &Attendance, non_finite: &'a mut Option<usize>) -> Sink<'a> {
+    /// The sink of a micro-batch's gradients. `non_finite` receives a tensor with non-finite gradients.
+    fn sink<'a>(&'a mut self, participation: &Participation, non_finite: &'a mut Option<usize>) -> Sink<'a> {
         let ReducerConfig { reduction, world_size_invariant: invariant, .. } = self.config;
-        let Attendance { step, active, .. } = *attendance;
+        let Participation { step, active, .. } = *participation;
         let micro_batches = self.readiness.counter.count();
         Sink {
             comm: &mut self.comm,
             layout: &self.layout,
-            slots: &mut self.slots.all,
+            buckets: &mut self.buckets.all,
             readiness: &mut self.readiness,
             accumulator: &mut self.accumulator,
             config: &self.config,
@@ -265,50 +270,51 @@ impl Reducer {
         }
     }
 
-    /// Compares what the ranks have found in their gradients, `own` in those of this rank, and whether all make the same step.
-    fn compare_reports(&mut self, attendance: &Attendance, own: Option<usize>) -> Result<()> {
-        let Self { comm, layout, slots, config, .. } = self;
+    /// Compares the reports of all ranks. `own` is a tensor with non-finite gradients of this rank.
+    fn compare_reports(&mut self, participation: &Participation, own: Option<usize>) -> Result<()> {
+        let Self { comm, layout, buckets, config, .. } = self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let reduced = match config.check_finite && ranks > 1 {
-            true => slots.all.iter().find_map(|slot| slot.reduced_non_finite(layout, rank, ranks)),
+            true => buckets.all.iter().find_map(|bucket| bucket.reduced_non_finite(layout, rank, ranks)),
             false => None,
         };
-        let Attendance { step, micro_batches, learning_rate, .. } = *attendance;
+        let Participation { step, micro_batches, learning_rate, .. } = *participation;
         Report { own, reduced, micro_batches, learning_rate }.compare(comm, layout, step + 1)
     }
 
-    /// Shortens the gradients if they are longer than they may be.
+    /// Clips the gradients, if the configuration says so.
     fn clip(&mut self) -> Result<()> {
-        let Self { comm, layout, slots, readiness, config, norm, .. } = self;
+        let Self { comm, layout, buckets, readiness, config, norm, .. } = self;
         if let Some(most) = config.clip_norm {
             *norm = Some(match config.world_size_invariant {
-                true => clip::clip_invariant(layout, readiness, &mut slots.all, most),
-                false => clip::clip(comm, &mut slots.all, most)?,
+                true => clip::clip_invariant(layout, readiness, &mut buckets.all, most),
+                false => clip::clip(comm, &mut buckets.all, most)?,
             });
         }
         Ok(())
     }
 
-    /// The buckets to go on with, if they are others: once it is known in which order gradients come, they follow it, rank 0's
-    /// of the first step for all ranks. Where that is the order of the layout, last tensor first, nothing changes.
-    /// Collective then.
-    pub(super) fn next_buckets(&mut self) -> Result<Option<Vec<Bucket>>> {
-        let Some(order) = self.readiness.take_order() else { return Ok(None) };
-        let buckets = follow(&mut self.comm, &self.layout, order, self.config.buckets(BUCKET))?;
-        let current = self.slots.all.iter().map(|slot| &slot.bucket);
+    /// The new buckets, if they change: once the order of gradients is known, the buckets of all ranks follow that of
+    /// rank 0's first step. If that is the order of the layout, last tensor first, nothing changes. Collective at
+    /// that time.
+    pub(super) fn next_buckets(&mut self) -> Result<Option<Vec<BucketPlan>>> {
+        let Some(order) = self.readiness.take_observed_order() else { return Ok(None) };
+        let buckets = plan_from_order(&mut self.comm, &self.layout, order, self.config.buckets(BUCKET))?;
+        let current = self.buckets.all.iter().map(|bucket| &bucket.plan);
         Ok(if current.eq(&buckets) { None } else { Some(buckets) })
     }
 
-    /// Cuts the arenas into other buckets.
-    pub(super) fn recut(&mut self, buckets: Vec<Bucket>) -> Result<()> {
-        let arenas = std::mem::take(&mut self.slots).uncut()?;
-        self.readiness.recut(&buckets);
-        self.slots = Slots::cut(&self.layout, buckets, arenas, self.sharding);
+    /// Splits the arenas into other buckets.
+    pub(super) fn rebuild_buckets(&mut self, buckets: Vec<BucketPlan>) -> Result<()> {
+        let arenas = std::mem::take(&mut self.buckets).into_arenas()?;
+        self.readiness.set_buckets(&buckets);
+        self.buckets = GradientBuckets::split(&self.layout, buckets, arenas, self.sharding);
         Ok(())
     }
 
-    /// The averaged gradient of `tensor` as of the last reduction. Collective where the optimizer of a
-    /// [`DataParallel`](super::DataParallel) is sharded: a rank has only its shards' averages until somebody asks.
+    /// The averaged gradient of `tensor` of the last reduction. Collective if the optimizer of a
+    /// [`DataParallel`](super::DataParallel) is sharded: a rank only holds the averages of its shards until they are
+    /// gathered here.
     ///
     /// # Errors
     /// If there is no such tensor, it is frozen, it was not averaged since the last step began, or as
@@ -316,30 +322,31 @@ impl Reducer {
     pub fn gradient(&mut self, tensor: usize) -> Result<&[f32]> {
         check_tensor(&self.layout, "gradient", tensor)?;
         let Some(bucket) = self.readiness.bucket_of(tensor) else {
-            let problem = format!("tensor `{}` is frozen: it has none", self.layout.tensors()[tensor].name);
+            let problem =
+                format!("tensor `{}` is frozen: it has no gradient", self.layout.tensors()[tensor].name);
             return Err(Error::InvalidArgument { operation: "gradient", problem });
         };
-        let slot = &mut self.slots.all[bucket];
-        let range = slot.within(&self.layout, tensor);
-        Ok(&slot.averaged(&mut self.comm)?[range])
+        let bucket = &mut self.buckets.all[bucket];
+        let range = bucket.within(&self.layout, tensor);
+        Ok(&bucket.averaged(&mut self.comm)?[range])
     }
 
-    /// A copy of all averaged gradients, in the order of the layout; 0 for frozen tensors. Collective as
+    /// A copy of all averaged gradients, in the order of the layout; 0 for frozen tensors. Collective like
     /// [`gradient`](Self::gradient).
     ///
     /// # Errors
     /// As [`gradient`](Self::gradient).
     pub fn gradients(&mut self) -> Result<Vec<f32>> {
         let mut all = vec![0.0; self.layout.len()];
-        for slot in &mut self.slots.all {
-            let elements = slot.elements.clone();
-            all[elements].copy_from_slice(slot.averaged(&mut self.comm)?);
+        for bucket in &mut self.buckets.all {
+            let elements = bucket.elements.clone();
+            all[elements].copy_from_slice(bucket.averaged(&mut self.comm)?);
         }
         Ok(all)
     }
 
-    /// The Euclidean norm of the last averaged gradients, before they were clipped; `None` where they are not, or there were
-    /// none yet.
+    /// The Euclidean norm of the last averaged gradients before clipping; `None` without clipping, or before the
+    /// first reduction.
     pub fn gradient_norm(&self) -> Option<f64> {
         self.norm
     }
@@ -349,15 +356,15 @@ impl Reducer {
         &self.layout
     }
 
-    /// Micro-batches of this rank in each step.
+    /// Number of micro-batches of this rank in each step.
     pub fn micro_batches(&self) -> usize {
         self.config.micro_batches
     }
 
-    /// Sets the micro-batches of the following steps. The same on every rank.
+    /// Sets the number of micro-batches of the following steps. Must be the same on every rank.
     ///
     /// # Errors
-    /// If there are none.
+    /// If `count` is 0.
     pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
         check_micro_batches(count)?;
         self.config.micro_batches = count;
@@ -374,17 +381,17 @@ impl Reducer {
         self.comm.size()
     }
 
-    /// The communicator, for collectives of the program's own between reductions.
+    /// The communicator, for the program's own collectives between reductions.
     pub fn comm(&mut self) -> &mut Communicator {
         &mut self.comm
     }
 
-    /// Checks that ranks may run out of data.
+    /// Checks that `join` is enabled.
     pub(super) fn check_join(&self) -> Result<()> {
         check_join(&self.config)
     }
 
-    /// Checks that a step has one micro-batch; `other` is for several.
+    /// Checks that a step has one micro-batch; `other` is the method for several.
     pub(super) fn check_single(&self, operation: &'static str, other: &str) -> Result<()> {
         if self.config.micro_batches == 1 {
             return Ok(());
@@ -394,20 +401,20 @@ impl Reducer {
     }
 }
 
-/// Buckets for gradients that come in rank 0's `order`, the same on all ranks, the first of `sizes.0` bytes and the others of
-/// `sizes.1`. Collective.
-pub(super) fn follow(
+/// Plans buckets for rank 0's `order` of gradients, the same on all ranks. `sizes` are the bytes of the first bucket
+/// and of the others. Collective.
+pub(super) fn plan_from_order(
     comm: &mut Communicator,
     layout: &Layout,
     order: Vec<usize>,
     sizes: (usize, usize),
-) -> Result<Vec<Bucket>> {
+) -> Result<Vec<BucketPlan>> {
     let mut order: Vec<i64> = order.into_iter().map(|tensor| tensor as i64).collect();
     comm.broadcast_slice(&mut order, 0)?;
     let mut sorted = order.clone();
     sorted.sort_unstable();
     if !sorted.into_iter().eq(layout.trained().map(|tensor| tensor as i64)) {
-        let problem = "its order of gradients does not name every tensor once".to_owned();
+        let problem = "its order of gradients does not contain every tensor once".to_owned();
         return Err(Error::Protocol { peer: "rank 0".into(), problem });
     }
     let order = order.into_iter().map(|tensor| tensor as usize);

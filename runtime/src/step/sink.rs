@@ -1,40 +1,40 @@
-//! Where a model writes its gradients during a backward pass.
+//! The gradient sink: where a model writes its gradients during a backward pass.
 
 use super::accumulate::Accumulator;
 use super::config::{ReducerConfig, Reduction, check_sums};
+use super::gradient_bucket::{Exchange, GradientBucket};
 use super::readiness::{Readiness, check_tensor};
-use super::slot::{Exchange, Slot};
 use crate::comm::Communicator;
 use crate::replicate::sum_over_ranks;
 use crate::{Error, Layout, Result};
 
 /// Where a model writes its gradients during a backward pass.
 pub trait GradientSink {
-    /// Whether a gradient of `tensor` is taken: not of a [frozen](crate::ParameterGroup::frozen) one, nor where there is no such
-    /// tensor. Nothing else need be computed.
+    /// Whether the gradient of `tensor` is needed: false for a [frozen](crate::ParameterGroup::frozen) tensor and for
+    /// an index out of range.
     fn wants(&self, tensor: usize) -> bool {
         let _ = tensor;
         true
     }
 
-    /// The gradient of parameter tensor `tensor` (index in the layout), to be overwritten: it holds whatever the
-    /// last step left.
+    /// The gradient of tensor `tensor` (index in the layout), to be overwritten: it contains old values.
     ///
     /// # Panics
-    /// If there is no such tensor, it is frozen, or it may be on its way already, since it was announced.
+    /// If there is no such tensor, it is frozen, or its bucket may already be in flight, because the gradient was
+    /// marked ready.
     fn gradient(&mut self, tensor: usize) -> &mut [f32];
 
-    /// The gradient of `tensor` is final: its all-reduce may start. Called once per tensor and micro-batch, best in the order
-    /// of the first step, which buckets follow.
+    /// Marks the gradient of `tensor` ready: its reduction may start. Call it once per tensor and micro-batch,
+    /// ideally in the order of the first step, which the buckets follow.
     ///
     /// # Errors
-    /// If there is no such tensor, it is frozen, or was announced before; or as [`Communicator::all_reduce`].
+    /// If there is no such tensor, it is frozen, or was marked ready before; or as [`Communicator::all_reduce`].
     fn ready(&mut self, tensor: usize) -> Result<()>;
 
-    /// Copies the gradient of `tensor` and announces it.
+    /// Copies the gradient of `tensor` and marks it ready.
     ///
     /// # Errors
-    /// If `gradient` has not as many elements as the tensor (a sink may panic instead); or as [`ready`](Self::ready).
+    /// If the number of elements differs from the tensor's (a sink may panic instead); or as [`ready`](Self::ready).
     fn write(&mut self, tensor: usize, gradient: &[f32]) -> Result<()> {
         self.gradient(tensor).copy_from_slice(gradient);
         self.ready(tensor)
@@ -51,20 +51,20 @@ pub trait GradientSink {
 pub(super) struct Sink<'a> {
     pub(super) comm: &'a mut Communicator,
     pub(super) layout: &'a Layout,
-    pub(super) slots: &'a mut [Slot],
+    pub(super) buckets: &'a mut [GradientBucket],
     pub(super) readiness: &'a mut Readiness,
     pub(super) accumulator: &'a mut Accumulator,
     pub(super) config: &'a ReducerConfig,
     pub(super) exchange: Exchange,
-    /// The step being made, from 0.
+    /// The current step, from 0.
     pub(super) step: u64,
-    /// A tensor with gradients that are not finite.
+    /// A tensor with non-finite gradients.
     pub(super) non_finite: &'a mut Option<usize>,
 }
 
 impl Sink<'_> {
-    /// Takes 0 for all gradients that were not handed over.
-    pub(super) fn fill_open(&mut self) -> Result<()> {
+    /// Sets all gradients that were not marked ready to 0.
+    pub(super) fn zero_missing(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
             self.gradient(tensor).fill(0.0);
             self.ready(tensor)?;
@@ -73,12 +73,12 @@ impl Sink<'_> {
     }
 
     /// Starts the reduction of a bucket.
-    fn reduce(&mut self, bucket: usize) -> Result<()> {
-        let slot = &mut self.slots[bucket];
+    fn reduce(&mut self, index: usize) -> Result<()> {
+        let bucket = &mut self.buckets[index];
         if self.config.check_finite && self.non_finite.is_none() {
-            *self.non_finite = slot.non_finite(self.layout, self.step, self.comm.size() == 1);
+            *self.non_finite = bucket.non_finite(self.layout, self.step, self.comm.size() == 1);
         }
-        slot.reduce(self.comm, self.exchange, bucket as u32)
+        bucket.reduce(self.comm, self.exchange, index as u32)
     }
 }
 
@@ -90,22 +90,22 @@ impl GradientSink for Sink<'_> {
     fn gradient(&mut self, tensor: usize) -> &mut [f32] {
         check_tensor(self.layout, "step", tensor).unwrap_or_else(|error| panic!("{error}"));
         let bucket = self.readiness.bucket_of(tensor);
-        let slot = &mut self.slots[bucket.unwrap_or_else(|| panic!("step: tensor {tensor} is frozen"))];
-        let range = slot.within(self.layout, tensor);
-        &mut slot.values_mut()[range]
+        let bucket = &mut self.buckets[bucket.unwrap_or_else(|| panic!("step: tensor {tensor} is frozen"))];
+        let range = bucket.within(self.layout, tensor);
+        &mut bucket.values_mut()[range]
     }
 
     fn ready(&mut self, tensor: usize) -> Result<()> {
-        let (bucket, _) = self.readiness.hand_over(self.layout, tensor)?;
+        let (bucket, _) = self.readiness.mark_ready(self.layout, tensor)?;
         let counter = self.readiness.counter;
         if counter.count() > 1 {
-            let slot = &mut self.slots[bucket];
-            let within = slot.within(self.layout, tensor);
+            let bucket = &mut self.buckets[bucket];
+            let within = bucket.within(self.layout, tensor);
             let Exchange { reduction, invariant, micro_batches, .. } = self.exchange;
-            // Where ranks are to make no difference, all are divided by at once.
+            // A world-size-invariant reduction divides once at its end.
             let is_mean = reduction == Reduction::Mean && !invariant;
             let divisor = if is_mean { micro_batches as f32 } else { 1.0 };
-            let gradient = &mut slot.values_mut()[within];
+            let gradient = &mut bucket.values_mut()[within];
             self.accumulator.add(&counter, self.layout.range(tensor), gradient, divisor);
         }
         while let Some(bucket) = self.readiness.next_bucket() {
@@ -128,7 +128,7 @@ impl GradientSink for Sink<'_> {
 
     fn sum_over_ranks(&mut self, values: &mut [f64]) -> Result<()> {
         check_sums(self.config)?;
-        // Independent of the number of ranks is only what a micro-batch knows by itself.
+        // In a world-size-invariant reduction, a micro-batch only depends on its own samples.
         if self.exchange.invariant { Ok(()) } else { sum_over_ranks(self.comm, values) }
     }
 }

@@ -1,4 +1,4 @@
-//! What a checkpoint needs of a model, and what becomes of the optimizer's state when buckets change.
+//! Saving and restoring a model, and moving the optimizer's state when buckets change.
 
 use std::borrow::Cow;
 
@@ -16,35 +16,36 @@ impl DataParallel {
         self.optimizer.average().is_some()
     }
 
-    /// The moving average of the parameters, if the optimizer keeps one. Collective where the optimizer is sharded.
+    /// The moving average of the parameters, if the optimizer keeps one. Collective if the optimizer is sharded.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
-        let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
+        let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
-        // The average of a tensor that does not change is itself.
+        // Frozen tensors have no state: their average equals their value.
         let mut whole = parameters.as_slice().to_vec();
-        slots.gather(comm, local, &mut whole)?;
+        buckets.gather(comm, local, &mut whole)?;
         Ok(Some(whole))
     }
 
-    /// Everything a checkpoint needs of this model, by name: the parameters and the optimizer's state, each with the
-    /// parameters' [layout](Self::layout), whole on rank 0 and empty elsewhere. Collective where the optimizer is sharded.
+    /// Everything that a checkpoint needs of this model, by name: the parameters and the optimizer's state, each with
+    /// the [layout](Self::layout) of the parameters, complete on rank 0 and empty elsewhere. Collective if the
+    /// optimizer is sharded.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'_>>> {
         let len = if self.rank() == 0 { self.whole_parameters("arenas")?.len() } else { 0 };
-        let Self { reducer: Reducer { comm, slots, .. }, optimizer, parameters, .. } = self;
+        let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
         let mut arenas = Vec::new();
         for (name, local) in optimizer.state() {
-            // The average of a tensor that does not change is itself; it has no other state.
+            // Frozen tensors have no state: their average equals their value, the rest is 0.
             let mut whole = match name {
                 AVERAGE => parameters.as_slice::<f32>()[..len].to_vec(),
                 _ => vec![0.0; len],
             };
-            slots.gather(comm, local, &mut whole)?;
+            buckets.gather(comm, local, &mut whole)?;
             arenas.push((name, Cow::Owned(whole)));
         }
         let weights = &self.whole_parameters("arenas")?[..len];
@@ -52,19 +53,19 @@ impl DataParallel {
         Ok(arenas)
     }
 
-    /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas)
-    /// by its name. Collective; afterwards all ranks hold rank 0's values. They may come from any number of ranks, with
-    /// a sharded optimizer or not.
+    /// Restores the state after `steps` steps. `read` returns the values of one of the [`arenas`](Self::arenas) by
+    /// name. Afterwards all ranks hold rank 0's values. They may have been saved with any number of ranks, with a
+    /// sharded optimizer or not. Collective.
     ///
     /// # Errors
-    /// If ranks go back to different steps; as `read`, and the communicator's.
+    /// If ranks restore different steps; as `read`, and as the communicator.
     pub fn restore(
         &mut self,
         steps: u64,
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
-        let Self { reducer: Reducer { comm, layout, slots, .. }, optimizer, .. } = self;
-        verify_same(comm, "steps to go on from", steps as i64)?;
+        let Self { reducer: Reducer { comm, layout, buckets, .. }, optimizer, .. } = self;
+        verify_same(comm, "steps to resume from", steps as i64)?;
         let mut whole = |name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, layout)?;
             replicate(comm, layout, &mut values)?;
@@ -72,28 +73,28 @@ impl DataParallel {
         };
         self.parameters.as_mut_slice().copy_from_slice(&whole("weights")?);
         for (name, local) in optimizer.state_mut() {
-            slots.keep_own(&whole(name)?, local);
+            buckets.copy_own(&whole(name)?, local);
         }
         self.optimizer.set_steps(steps);
         Ok(())
     }
 
-    /// Cuts the buckets anew, once it is known in which order gradients come, and the optimizer's state with them.
-    pub(super) fn follow_order(&mut self) -> Result<()> {
+    /// Replaces the buckets once the order of gradients is known, and moves the optimizer's state accordingly.
+    pub(super) fn apply_gradient_order(&mut self) -> Result<()> {
         let Some(buckets) = self.reducer.next_buckets()? else { return Ok(()) };
         let Self { reducer, optimizer, .. } = self;
         let mut states = Vec::new();
         for (_, local) in optimizer.state() {
             let mut whole = vec![0.0; reducer.layout.len()];
-            reducer.slots.gather(&mut reducer.comm, local, &mut whole)?;
+            reducer.buckets.gather(&mut reducer.comm, local, &mut whole)?;
             states.push(whole);
         }
-        reducer.recut(buckets)?;
-        let (config, slots) = (optimizer.config(), &reducer.slots);
-        let mut renewed = Optimizer::new(config, &reducer.layout, slots.states, self.threads)?;
+        reducer.rebuild_buckets(buckets)?;
+        let (config, buckets) = (optimizer.config(), &reducer.buckets);
+        let mut renewed = Optimizer::new(config, &reducer.layout, buckets.states, self.threads)?;
         renewed.set_steps(optimizer.steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
-            slots.keep_own(&whole, local);
+            buckets.copy_own(&whole, local);
         }
         *optimizer = renewed;
         Ok(())

@@ -1,9 +1,9 @@
-//! Sums over ranks that do not depend on how many there are.
+//! World-size-invariant sums over ranks.
 //!
-//! The rank order of all other reductions, ((g₀ + g₁) + g₂) + g₃, cannot be that of two ranks with two micro-batches each,
-//! (g₀ + g₁) + (g₂ + g₃). Here ranks exchange and add by recursive doubling: with the neighbour in the lowest bit of the
-//! rank, then in the next, so that every rank holds the balanced tree over all. Addition commutes to the last bit, so
-//! both of a pair compute the same.
+//! All other reductions sum in rank order, ((g₀ + g₁) + g₂) + g₃, which two ranks with two micro-batches each cannot
+//! reproduce: they have (g₀ + g₁) + (g₂ + g₃). Here ranks exchange and add by recursive doubling: with the neighbour
+//! in the lowest bit of the rank, then in the next bit, so that every rank computes the balanced tree over all.
+//! Floating-point addition is commutative, so both ranks of a pair compute the same bits.
 
 use crate::Result;
 use crate::comm::{Buffer, Communicator};
@@ -21,7 +21,7 @@ pub(super) fn all_sum(comm: &mut Communicator, mut buffer: Buffer) -> Result<Buf
     let mut theirs = Buffer::zeroed::<f32>(buffer.len());
     for bit in 0..ranks.ilog2() {
         let peer = rank ^ 1 << bit;
-        // One of the two listens first: a message may be sent only once it is waited for.
+        // One of the two receives first: a send may block until the message is received.
         if rank < peer {
             buffer = comm.send(buffer, peer)?.wait()?;
             theirs = comm.recv(theirs, peer)?.wait()?;

@@ -1,15 +1,15 @@
-//! The trace event format: one JSON object, an event a line.
+//! The trace event format: a JSON object with one event per line.
 //!
-//! All ranks are threads of one process to the viewer, so that their tracks lie below each other, each rank's reductions below
-//! its own. Every span is a complete event (`"ph":"X"`) in microseconds from the first beginning of any rank, with three
-//! decimals: nothing is rounded. Spans that contain others come before them.
+//! To the viewer, all ranks are threads of one process, so that their tracks are shown together, with each rank's
+//! background reductions below its own track. Every span is a complete event (`"ph":"X"`) in microseconds since the
+//! first span of any rank, with three decimals, so that nothing is rounded. Outer spans come before inner ones.
 
 use std::cmp::Reverse;
 use std::io::{self, Write};
 
 use super::gather::{Track, TrackSpan};
 
-/// What all ranks are part of, to the viewer.
+/// The process that all ranks belong to, for the viewer.
 const PROCESS: u32 = 1;
 
 /// Writes the whole file to `out`.
@@ -20,11 +20,11 @@ pub(super) fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     writeln!(out, r#"{{"displayTimeUnit":"ms","otherData":{{"left_out":{left_out:?}}},"traceEvents":["#)?;
     write!(out, r#"{{"ph":"M","pid":{PROCESS},"name":"process_name","args":{{"name":"ranks"}}}}"#)?;
     for (rank, track) in tracks.iter().enumerate() {
-        let own = Place { title: format!("rank {rank}"), thread: thread(rank), order: 2 * rank, zero };
+        let own = TrackHeader { title: format!("rank {rank}"), thread: thread(rank), order: 2 * rank, zero };
         write_track(&own, track, false, out)?;
         if track.spans.iter().any(|span| span.background) {
             let title = format!("rank {rank}, reductions");
-            let below = Place { title, thread: tracks.len() + own.thread, order: own.order + 1, zero };
+            let below = TrackHeader { title, thread: tracks.len() + own.thread, order: own.order + 1, zero };
             write_track(&below, track, true, out)?;
         }
         if track.left_out > 0 {
@@ -38,24 +38,29 @@ pub(super) fn write(tracks: &[Track], out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "\n]}}")
 }
 
-/// The number of a rank's own thread. Viewers take thread 0 for the idle one.
+/// Thread id of a rank's own track. Viewers treat thread 0 as the idle thread.
 fn thread(rank: usize) -> usize {
     rank + 1
 }
 
-/// Where a viewer is to show something.
-struct Place {
+/// Title and position of a track in the viewer.
+struct TrackHeader {
     title: String,
-    /// Number of the thread, and its place among all.
+    /// Thread id, and position among all tracks.
     thread: usize,
     order: usize,
-    /// When the trace begins.
+    /// Start of the trace.
     zero: u64,
 }
 
-/// Writes a rank's own spans, or those of its thread of reductions.
-fn write_track(place: &Place, track: &Track, background: bool, out: &mut impl Write) -> io::Result<()> {
-    let &Place { ref title, thread, order, zero } = place;
+/// Writes a rank's own spans, or those of its background reductions.
+fn write_track(
+    header: &TrackHeader,
+    track: &Track,
+    background: bool,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let &TrackHeader { ref title, thread, order, zero } = header;
     let about = |name, value: &str| {
         format!(r#"{{"ph":"M","pid":{PROCESS},"tid":{thread},"name":"{name}","args":{{{value}}}}}"#)
     };
@@ -63,8 +68,8 @@ fn write_track(place: &Place, track: &Track, background: bool, out: &mut impl Wr
     write!(out, ",\n{}", about("thread_sort_index", &format!(r#""sort_index":{order}"#)))?;
     let of_thread = track.spans.iter().enumerate().filter(|(_, span)| span.background == background);
     let mut order: Vec<(usize, &TrackSpan)> = of_thread.collect();
-    // Of spans that are equally long, the outer one was recorded later.
-    order.sort_by_key(|(place, span)| (span.begin, Reverse(span.end), Reverse(*place)));
+    // Of spans with the same times, the outer one was recorded later.
+    order.sort_by_key(|(index, span)| (span.begin, Reverse(span.end), Reverse(*index)));
     let names: Vec<String> = track.names.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
     for (_, span) in order {
         let (begin, duration) = (Micros(span.begin - zero), Micros(span.end - span.begin));
@@ -94,7 +99,7 @@ fn write_arguments(span: &TrackSpan, name: &str, out: &mut impl Write) -> io::Re
     }
 }
 
-/// Nanoseconds, shown as microseconds.
+/// Nanoseconds, displayed as microseconds.
 struct Micros(u64);
 
 impl std::fmt::Display for Micros {
@@ -114,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_has_a_track_and_outer_spans_come_first() {
+    fn tracks_are_per_rank_and_outer_spans_come_first() {
         let names = ["step", "a \"quoted\" name", "all_reduce"].map(String::from).to_vec();
         let spans = vec![
             span(2, Some(4), (2_000_500, 2_000_600), 64),

@@ -1,16 +1,16 @@
-//! What a rank did when: a record of spans, all ranks on one clock, for a viewer of traces.
+//! Timelines: spans of all ranks on one clock, for a trace viewer.
 //!
-//! A [`Timeline`] keeps spans of fixed size in memory that was taken before: a name, a beginning, an end, and a number or
-//! two. Nothing is formatted while a rank trains, and nothing allocated. It holds so many spans and no more: when it is full,
-//! the first ones stay, and later ones are counted. At the end [`Timeline::write`] gathers all ranks' on rank 0 and writes
-//! them as one file; what a rank has recorded when it dies is lost.
+//! A [`Timeline`] records spans of fixed size in preallocated memory: a name, a start, an end, and one or two
+//! numbers. Nothing is formatted or allocated during the training. Its capacity is fixed: when it is full, the first
+//! spans are kept, and later ones are only counted. At the end [`Timeline::write`] gathers the spans of all ranks on
+//! rank 0 and writes them to one file. The record of a rank that dies is lost.
 //!
-//! The clock is `CLOCK_MONOTONIC`: one host has one of it, the same for all of its processes, so ranks need not agree on
-//! anything to be shown side by side.
+//! The clock is `CLOCK_MONOTONIC`, which is the same for all processes of a host, so that ranks need no clock
+//! synchronisation.
 //!
-//! Spans come from several places, none of which has to know of a file: the collectives from a communicator that was handed
-//! to [`Timeline::observe`], steps and updates from [`DataParallel`](crate::DataParallel), which tells the observer of its
-//! communicator, everything else from the program:
+//! Spans come from several sources: collectives, from a communicator that was passed to [`Timeline::observe`]; steps
+//! and updates, from [`DataParallel`](crate::DataParallel), which reports to its communicator's observer; and the
+//! program's own:
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -30,9 +30,10 @@
 //! # }
 //! ```
 //!
-//! Beside the spans a timeline always adds up what its rank spent in collectives ([`Timeline::communication`]): two readings
-//! of the clock an operation, and one more for the waiting among it. (On a virtual machine that reads its clock in 40 ns, that
-//! is 130 ns an operation, and a span recorded 100 ns: of a step of `lenet5` with 24 spans, a thousandth.)
+//! A timeline also accumulates the time that its rank spends in collectives ([`Timeline::communication`]). This costs
+//! two clock readings per operation, and one more for the time spent waiting for peers. (On a virtual machine where
+//! reading the clock takes 40 ns, that is 130 ns per operation, and 100 ns per recorded span: for a step of `lenet5`
+//! with 24 spans, 0.1% of its time.)
 
 mod chrome;
 mod gather;
@@ -44,114 +45,114 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub use crate::clock::now;
-pub use crate::comm::Begin;
 use crate::comm::Communicator;
-use crate::{Error, Result, memory, whole_file};
+pub use crate::comm::SpanStart;
+use crate::{Error, Result, memory, output_file};
 use gather::gather;
 
-/// What a span is of.
+/// The name of a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Name(Text);
+pub struct Name(NameText);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Text {
+enum NameText {
     Fixed(&'static str),
-    /// Its place among those that a timeline was told.
-    Told(u32),
+    /// Index among the names registered with the timeline.
+    Registered(u32),
 }
 
 impl Name {
-    /// One call of [`DataParallel::step`](crate::DataParallel::step); its number is the step's, from 1.
+    /// One call of [`DataParallel::step`](crate::DataParallel::step); the number is the step, from 1.
     pub const STEP: Name = Name::new("step");
-    /// Updating the parameters, with what is exchanged for that.
+    /// The update of the parameters, including its communication.
     pub const OPTIMIZER: Name = Name::new("optimizer");
-    /// The part of a collective in which this rank had come and another had not.
+    /// The part of a collective in which this rank waits for others to arrive.
     pub const WAIT: Name = Name::new("wait for peers");
-    /// The part of a [fused update + all-gather](Communicator::update_all_gather) in which what is gathered was made and passed on.
-    pub const MAKE: Name = Name::new("make and pass on");
-    /// Waiting for reductions [on another thread](crate::ReducerConfig::overlap).
+    /// The update within a [fused update + all-gather](Communicator::update_all_gather).
+    pub const UPDATE: Name = Name::new("update shard");
+    /// Waiting for reductions [on the background thread](crate::ReducerConfig::overlap).
     pub const WAIT_REDUCTIONS: Name = Name::new("wait for reductions");
-    /// [`Communicator::all_reduce`]; its number is the bucket's, if it is of one.
+    /// [`Communicator::all_reduce`]; the number is the bucket, if there is one.
     pub const ALL_REDUCE: Name = Name::new("all_reduce");
-    /// [`Communicator::reduce_scatter`]; its number is the bucket's, if it is of one.
+    /// [`Communicator::reduce_scatter`]; the number is the bucket, if there is one.
     pub const REDUCE_SCATTER: Name = Name::new("reduce_scatter");
     /// [`Communicator::all_gather`].
     pub const ALL_GATHER: Name = Name::new("all_gather");
 
-    /// A name that is known beforehand. For others there is [`Timeline::name`].
+    /// A name that is known at compile time. For others there is [`Timeline::name`].
     pub const fn new(text: &'static str) -> Self {
-        Name(Text::Fixed(text))
+        Name(NameText::Fixed(text))
     }
 }
 
-/// Something that a rank did from one moment to another.
+/// A span: an activity of a rank with its start and end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// What.
+    /// What the rank does.
     pub name: Name,
-    /// Which one: a step, a bucket. `None` where that means nothing.
+    /// Index of the step or bucket; `None` for other spans.
     pub number: Option<u32>,
-    /// When it began, by [`now`].
+    /// Start, by [`now`].
     pub begin: u64,
-    /// When it was over, by [`now`].
+    /// End, by [`now`].
     pub end: u64,
-    /// Bytes of this rank's buffer, where there is one.
+    /// Bytes of this rank's buffer; 0 without one.
     pub bytes: u64,
 }
 
-/// What a rank did when. Clones are of the same record. Made for one thread, and one for reductions beside it: spans of several
-/// would overlap.
+/// A recorder of spans. Clones share one record. Meant for one thread, plus the background thread of reductions:
+/// spans of further threads would overlap.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline {
-    shared: Option<Arc<Shared>>,
+    state: Option<Arc<TimelineState>>,
 }
 
-/// What all clones of a timeline share.
+/// State shared by all clones of a timeline.
 #[derive(Debug)]
-struct Shared {
+struct TimelineState {
     recording: AtomicBool,
-    /// Nanoseconds in collectives, and those of them waiting for peers.
+    /// Nanoseconds in collectives, and the part of them spent waiting for peers.
     communication: AtomicU64,
     waiting: AtomicU64,
-    /// When the last rank came to the current collective; 0 where that is not known yet.
+    /// When the last rank arrived at the current collective; 0 if not known yet.
     arrival: Arc<AtomicU64>,
     record: Mutex<Record>,
 }
 
-/// What was recorded.
+/// The recorded spans.
 #[derive(Debug, Default)]
 struct Record {
-    /// Texts of the names that were not known beforehand.
+    /// Names registered at run time.
     names: Vec<String>,
-    spans: Vec<Recorded>,
+    spans: Vec<RecordedSpan>,
     most: usize,
-    /// Spans that found no room.
+    /// Number of spans that did not fit.
     left_out: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Recorded {
+struct RecordedSpan {
     span: Span,
-    /// Whether it is of the rank's thread of reductions.
+    /// Whether it belongs to the background thread.
     background: bool,
 }
 
 const NO_NUMBER: u32 = u32::MAX;
 
 impl Timeline {
-    /// One that records and counts nothing, at no cost.
+    /// A timeline that records and counts nothing, at no cost.
     pub const fn off() -> Self {
-        Timeline { shared: None }
+        Timeline { state: None }
     }
 
-    /// One with room for `most` spans (56 bytes each, taken now), recording from now on. With room for none it only
-    /// adds up [`communication`](Self::communication).
+    /// A timeline with room for `most` spans (56 bytes each, allocated now), which starts recording. With room for
+    /// none it only accumulates [`communication`](Self::communication).
     ///
     /// # Errors
-    /// If there is no memory for so many.
+    /// If memory is short.
     pub fn new(most: usize) -> Result<Self> {
         let mut spans = Vec::new();
-        let bytes = most.saturating_mul(size_of::<Recorded>());
+        let bytes = most.saturating_mul(size_of::<RecordedSpan>());
         let problem = memory::shortage(bytes)
             .or_else(|| spans.try_reserve_exact(most).err().map(|error| error.to_string()));
         if let Some(problem) = problem {
@@ -159,132 +160,132 @@ impl Timeline {
             return Err(Error::InvalidArgument { operation: "timeline", problem });
         }
         let record = Record { spans, most, ..Record::default() };
-        let shared = Shared {
+        let state = TimelineState {
             recording: AtomicBool::new(most > 0),
             communication: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             arrival: Arc::default(),
             record: Mutex::new(record),
         };
-        Ok(Timeline { shared: Some(Arc::new(shared)) })
+        Ok(Timeline { state: Some(Arc::new(state)) })
     }
 
-    /// The communicator, with its operations recorded from now on.
+    /// Records the operations of a communicator from now on.
     pub fn observe(&self, mut comm: Communicator) -> Communicator {
-        if let Some(shared) = &self.shared {
-            comm.note_arrivals(Arc::clone(&shared.arrival));
+        if let Some(state) = &self.state {
+            comm.record_arrivals(Arc::clone(&state.arrival));
             comm.set_observer(Arc::new(self.clone()));
         }
         comm
     }
 
-    /// Goes on recording, or leaves everything out until it is told to go on. Counting goes on.
+    /// Pauses or resumes recording. Counting continues.
     pub fn set_recording(&self, recording: bool) {
-        if let Some(shared) = &self.shared {
-            shared.recording.store(recording && shared.record().most > 0, Relaxed);
+        if let Some(state) = &self.state {
+            state.recording.store(recording && state.record().most > 0, Relaxed);
         }
     }
 
-    /// A name for spans of the program's own, where it is made at run time. Allocates: before the training.
+    /// Registers a name that is only known at run time. It allocates: call it before the training.
     pub fn name(&self, text: &str) -> Name {
-        let Some(shared) = &self.shared else { return Name::new("") };
-        let names = &mut shared.record().names;
+        let Some(state) = &self.state else { return Name::new("") };
+        let names = &mut state.record().names;
         let known = names.iter().position(|name| name == text);
-        let place = known.unwrap_or_else(|| {
+        let index = known.unwrap_or_else(|| {
             names.push(text.to_owned());
             names.len() - 1
         });
-        Name(Text::Told(place as u32))
+        Name(NameText::Registered(index as u32))
     }
 
-    /// Something begins.
+    /// Starts a span.
     #[inline]
-    pub fn begin(&self) -> Begin {
-        let recording = self.shared.as_ref().is_some_and(|shared| shared.recording.load(Relaxed));
-        Begin(recording.then(now))
+    pub fn begin(&self) -> SpanStart {
+        let recording = self.state.as_ref().is_some_and(|state| state.recording.load(Relaxed));
+        SpanStart(recording.then(now))
     }
 
-    /// What has begun then is over.
+    /// Ends a span.
     #[inline]
-    pub fn end(&self, begin: Begin, name: Name) {
+    pub fn end(&self, begin: SpanStart, name: Name) {
         self.end_of(begin, name, None);
     }
 
-    /// As [`end`](Self::end), of one of several.
+    /// As [`end`](Self::end), with a number.
     #[inline]
-    pub fn end_of(&self, begin: Begin, name: Name, number: Option<u32>) {
+    pub fn end_of(&self, begin: SpanStart, name: Name, number: Option<u32>) {
         if let Some(begin) = begin.0 {
             self.record(Span { name, number, begin, end: now(), bytes: 0 });
         }
     }
 
-    /// Records what somebody else has measured.
+    /// Records a span that was measured elsewhere.
     pub fn record(&self, span: Span) {
         self.record_on(span, false);
     }
 
-    /// As [`record`](Self::record), on the track of the rank's thread of reductions if it is of that.
+    /// As [`record`](Self::record), on the track of the background thread if `background`.
     fn record_on(&self, span: Span, background: bool) {
-        let Some(shared) = &self.shared else { return };
-        if !shared.recording.load(Relaxed) {
+        let Some(state) = &self.state else { return };
+        if !state.recording.load(Relaxed) {
             return;
         }
-        let record = &mut *shared.record();
+        let record = &mut *state.record();
         if record.spans.len() < record.most {
             let span = Span { end: span.end.max(span.begin), ..span };
-            record.spans.push(Recorded { span, background });
+            record.spans.push(RecordedSpan { span, background });
         } else {
             record.left_out += 1;
         }
     }
 
-    /// What this rank has spent in collectives so far, without what it made for them itself; `None` if nobody counts.
-    /// Waiting for peers that come later is part of it.
+    /// Time that this rank has spent in collectives so far, including waiting for late ranks, but without its own
+    /// updates within them; `None` if the timeline is off.
     pub fn communication(&self) -> Option<Duration> {
-        self.shared.as_ref().map(|shared| Duration::from_nanos(shared.communication.load(Relaxed)))
+        self.state.as_ref().map(|state| Duration::from_nanos(state.communication.load(Relaxed)))
     }
 
-    /// What of [`communication`](Self::communication) went by before the last rank had come, where the backend can tell
-    /// (the CPU's can). Waiting in reductions on a thread of their own is not part of it.
+    /// The part of [`communication`](Self::communication) before the last rank had arrived, if the backend knows it
+    /// (the CPU backend does). Waiting for background reductions is not included.
     pub fn waiting(&self) -> Option<Duration> {
-        self.shared.as_ref().map(|shared| Duration::from_nanos(shared.waiting.load(Relaxed)))
+        self.state.as_ref().map(|state| Duration::from_nanos(state.waiting.load(Relaxed)))
     }
 
-    /// Ends the recording and has rank 0 write all ranks' spans to `path`, in the [trace event format][format] that Perfetto
-    /// and chrome://tracing open: a track for each rank, and one for its thread of reductions where it has one, microseconds from
-    /// the first span of any. The file is written as [`whole_file`] does. Collective: all ranks have a timeline that is not
-    /// [`off`](Self::off), or none has.
+    /// Stops recording, and writes all ranks' spans to `path` on rank 0, in the [trace event format][format] of
+    /// Perfetto and chrome://tracing: one track per rank, and one for its background reductions if there are any, in
+    /// microseconds since the first span of any rank. The file is written by [`output_file`]. Collective: either all
+    /// ranks have a timeline that is not [`off`](Self::off), or none has.
     ///
     /// # Errors
-    /// As the communicator's; names a rank that sent something else than a record. On rank 0 alone [`Error::Timeline`], if the
-    /// file cannot be written: the ranks can go on.
+    /// As the communicator; if a rank sends an invalid record (the error names it). On rank 0 only:
+    /// [`Error::Timeline`] if the file cannot be written; the ranks can continue.
     ///
     /// [format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     pub fn write(&self, comm: &mut Communicator, path: &Path) -> Result<()> {
-        let Some(shared) = &self.shared else { return Ok(()) };
-        shared.recording.store(false, Relaxed);
-        let record = std::mem::take(&mut *shared.record());
+        let Some(state) = &self.state else { return Ok(()) };
+        state.recording.store(false, Relaxed);
+        let record = std::mem::take(&mut *state.record());
         let tracks = gather(&record, comm)?;
         if comm.rank() > 0 {
             return Ok(());
         }
         let mut text = Vec::new();
         chrome::write(&tracks, &mut text)
-            .and_then(|()| whole_file::write(path, &text))
+            .and_then(|()| output_file::write(path, &text))
             .map_err(|error| cannot_write(path, &error))
     }
 
-    /// Looks whether [`write`](Self::write) could write to `path`, so that this is not found out when all is over.
+    /// Checks whether [`write`](Self::write) could write to `path`, so that a training does not fail at its end.
     ///
     /// # Errors
-    /// If not; names the file.
+    /// If it could not; the error names the file.
     pub fn check(path: &Path) -> Result<()> {
-        whole_file::check(path).map_err(|error| cannot_write(path, &error))
+        output_file::check(path).map_err(|error| cannot_write(path, &error))
     }
 }
 
-impl Shared {
-    /// A thread that panicked while it held the lock has left whole spans: there is no moment between.
+impl TimelineState {
+    /// A thread that panicked while it held the lock has left the record consistent: spans are pushed whole.
     fn record(&self) -> MutexGuard<'_, Record> {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }

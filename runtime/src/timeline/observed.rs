@@ -1,40 +1,40 @@
-//! How operations of a communicator become spans.
+//! Turns operations of a communicator into spans.
 //!
-//! Every operation of every transport is over when its call returns ([`Pending`](crate::comm::Pending) only hands the buffer
-//! back), so a call's beginning and end are the operation's. Where operations go on behind the caller's back, it is the thread
-//! there that calls.
+//! Every operation of every transport ends within its call ([`Pending`](crate::comm::Pending) only returns the
+//! buffer), so the start and end of the call are those of the operation. Operations on the background thread are
+//! called by that thread.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Name, Shared, Span, Timeline};
-use crate::comm::{Begin, Observed, Observer, Updating};
+use super::{Name, Span, Timeline, TimelineState};
+use crate::comm::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 use crate::progress::Operation;
 
 impl Observer for Timeline {
     fn operation_begins(&self) {
-        if let Some(shared) = &self.shared {
-            shared.arrival.store(0, Relaxed);
+        if let Some(state) = &self.state {
+            state.arrival.store(0, Relaxed);
         }
     }
 
-    fn operation_ended(&self, operation: &Observed) {
-        let Some(shared) = &self.shared else { return };
-        let &Observed { tag, begin, end, bytes, background, ref updating, .. } = operation;
-        let wait = waited(shared, begin, updating);
-        // What goes on beside the rank's own work counts as far as that waits for it.
+    fn operation_ended(&self, operation: &ObservedOperation) {
+        let Some(state) = &self.state else { return };
+        let &ObservedOperation { tag, begin, end, bytes, background, ref updating, .. } = operation;
+        let wait = waited(state, begin, updating);
+        // Operations on the background thread only count as far as the rank's own thread waits for them.
         if !background {
-            shared.communication.fetch_add((end - begin).saturating_sub(updating.took), Relaxed);
-            shared.waiting.fetch_add(wait.end - wait.start, Relaxed);
+            state.communication.fetch_add((end - begin).saturating_sub(updating.duration), Relaxed);
+            state.waiting.fetch_add(wait.end - wait.start, Relaxed);
         }
-        for (name, part) in [(Name::WAIT, wait), (Name::MAKE, updating.span.clone())] {
+        for (name, part) in [(Name::WAIT, wait), (Name::UPDATE, updating.span.clone())] {
             if !part.is_empty() {
                 let span = Span { name, number: None, begin: part.start, end: part.end, bytes: 0 };
                 self.record_on(span, background);
             }
         }
         let name = match operation.operation {
-            // The update within has a span of its own.
+            // The update within it has a span of its own.
             Operation::UpdateAllGather => Name::ALL_GATHER,
             other => Name::new(other.name()),
         };
@@ -42,25 +42,25 @@ impl Observer for Timeline {
     }
 
     fn waited(&self, begin: u64, end: u64) {
-        if let Some(shared) = &self.shared {
-            shared.communication.fetch_add(end - begin, Relaxed);
+        if let Some(state) = &self.state {
+            state.communication.fetch_add(end - begin, Relaxed);
             self.record(Span { name: Name::WAIT_REDUCTIONS, number: None, begin, end, bytes: 0 });
         }
     }
 
-    fn begin(&self) -> Begin {
+    fn begin(&self) -> SpanStart {
         Timeline::begin(self)
     }
 
-    fn end(&self, begin: Begin, name: &'static str, number: Option<u32>) {
+    fn end(&self, begin: SpanStart, name: &'static str, number: Option<u32>) {
         self.end_of(begin, Name::new(name), number);
     }
 }
 
-/// When this rank waited for the others to come, as far as the transport told.
-fn waited(shared: &Shared, begin: u64, updating: &Updating) -> Range<u64> {
-    let arrival = shared.arrival.load(Relaxed);
-    // Some transports update everything before they meet the others.
+/// When this rank waited for others to arrive, if the transport knows it.
+fn waited(state: &TimelineState, begin: u64, updating: &UpdateTiming) -> Range<u64> {
+    let arrival = state.arrival.load(Relaxed);
+    // Some transports update everything before they synchronise.
     let from = if updating.span.end < arrival { begin.max(updating.span.end) } else { begin };
     from..arrival.max(from)
 }

@@ -7,18 +7,18 @@ fn observed(timeline: &Timeline) -> Communicator {
 }
 
 fn names(timeline: &Timeline) -> Vec<Name> {
-    timeline.shared.as_ref().unwrap().record().spans.iter().map(|recorded| recorded.span.name).collect()
+    timeline.state.as_ref().unwrap().record().spans.iter().map(|recorded| recorded.span.name).collect()
 }
 
 #[test]
-fn nothing_is_recorded_where_nobody_asked() {
+fn timelines_that_are_off_or_only_count_record_nothing() {
     let off = Timeline::off();
     assert!(off.begin().0.is_none());
     off.end(off.begin(), Name::STEP);
     assert_eq!((off.communication(), off.waiting()), (None, None));
     let mut comm = observed(&off);
     assert!(comm.observer().begin().0.is_none());
-    // Nor is a file.
+    // No file is written either.
     off.write(&mut comm, Path::new("/nonexistent/timeline.json")).unwrap();
 
     let counting = Timeline::new(0).unwrap();
@@ -30,7 +30,7 @@ fn nothing_is_recorded_where_nobody_asked() {
 }
 
 #[test]
-fn the_first_spans_stay_and_later_ones_are_counted() {
+fn a_full_record_keeps_the_first_spans_and_counts_the_others() {
     let timeline = Timeline::new(2).unwrap();
     let mut comm = observed(&timeline);
     comm.barrier().unwrap();
@@ -40,12 +40,12 @@ fn the_first_spans_stay_and_later_ones_are_counted() {
     comm.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap();
     comm.barrier().unwrap();
     assert_eq!(names(&timeline), [Name::new("barrier"), Name::ALL_REDUCE]);
-    let record = timeline.shared.as_ref().unwrap().record();
+    let record = timeline.state.as_ref().unwrap().record();
     assert_eq!((record.left_out, record.spans.capacity()), (1, 2));
 }
 
 #[test]
-fn what_began_before_the_recording_is_left_out() {
+fn spans_that_began_before_the_recording_are_dropped() {
     let timeline = Timeline::new(2).unwrap();
     timeline.set_recording(false);
     let begin = timeline.begin();
@@ -55,7 +55,7 @@ fn what_began_before_the_recording_is_left_out() {
 }
 
 #[test]
-fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
+fn recording_a_step_does_not_change_its_bits() {
     let train = |comm: Communicator| {
         let mut layout = Layout::new();
         layout.push("first", [64]);
@@ -69,7 +69,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
                 .step(|_, gradients| {
                     for tensor in [2, 1, 0] {
                         gradients.gradient(tensor).fill(0.5);
-                        // Somebody else's reduction, of no bucket.
+                        // A reduction of the model's own, without a bucket.
                         gradients.sum_over_ranks(&mut [1.0])?;
                         gradients.ready(tensor)?;
                     }
@@ -82,7 +82,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
     let timeline = Timeline::new(100).unwrap();
     let alone = train(Communicator::alone(None));
     assert_eq!(train(observed(&timeline)), alone);
-    let record = timeline.shared.as_ref().unwrap().record();
+    let record = timeline.state.as_ref().unwrap().record();
     let of =
         |name: Name| record.spans.iter().map(|recorded| recorded.span).filter(move |span| span.name == name);
     let numbers = |name| of(name).map(|span| span.number).collect::<Vec<_>>();
@@ -95,7 +95,7 @@ fn a_step_is_recorded_with_its_buckets_and_its_bits_stay() {
 }
 
 #[test]
-fn what_is_made_for_a_gather_is_no_communication() {
+fn the_fused_update_does_not_count_as_communication() {
     for ranks in [2, 3] {
         let worlds = World::threads(ranks).unwrap();
         std::thread::scope(|scope| {
@@ -109,31 +109,32 @@ fn what_is_made_for_a_gather_is_no_communication() {
                             false => Buffer::zeroed::<f32>(1 << 12),
                         };
                         let before = timeline.communication().unwrap();
-                        let (mut made, whole) = (0, now());
-                        let mut make = |_: usize, _: usize, block: &mut Buffer| {
+                        let (mut updating, whole) = (0, now());
+                        let mut update = |_: usize, _: usize, block: &mut Buffer| {
                             let begin = now();
                             block.as_mut_slice::<f32>().fill(1.0);
-                            made += now() - begin;
+                            updating += now() - begin;
                         };
                         let segments = [0..1000, 1000..4000];
-                        let gathered = comm.update_all_gather(buffer, &segments, 100, &mut make).unwrap();
+                        let gathered = comm.update_all_gather(buffer, &segments, 100, &mut update).unwrap();
                         let gathered = gathered.wait().unwrap();
                         let whole = now() - whole;
                         assert!(gathered.as_slice::<f32>()[..4000].iter().all(|value| *value == 1.0));
-                        // A second clock around the same blocks, and one around it all: sums must fit between.
+                        // A second clock around the same blocks, and one around everything: the sums must be
+                        // consistent.
                         let counted = (timeline.communication().unwrap() - before).as_nanos() as u64;
-                        assert!(counted + made <= whole, "{counted} and {made} of {whole} ns");
+                        assert!(counted + updating <= whole, "{counted} and {updating} of {whole} ns");
                     }
-                    let record = timeline.shared.as_ref().unwrap().record();
+                    let record = timeline.state.as_ref().unwrap().record();
                     let last = |name: Name| {
                         record.spans.iter().map(|recorded| recorded.span).rfind(|span| span.name == name)
                     };
-                    let [gather, wait, make] =
-                        [Name::ALL_GATHER, Name::WAIT, Name::MAKE].map(|name| last(name).unwrap());
-                    for part in [wait, make] {
+                    let [gather, wait, update] =
+                        [Name::ALL_GATHER, Name::WAIT, Name::UPDATE].map(|name| last(name).unwrap());
+                    for part in [wait, update] {
                         assert!(gather.begin <= part.begin && part.end <= gather.end);
                     }
-                    assert!(wait.end <= make.begin || make.end <= wait.begin, "{wait:?} {make:?}");
+                    assert!(wait.end <= update.begin || update.end <= wait.begin, "{wait:?} {update:?}");
                     assert_eq!(gather.bytes, 16_000);
                 });
             }

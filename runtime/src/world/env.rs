@@ -1,15 +1,15 @@
-//! The environment of a rank, read once.
+//! The environment variables of a rank, read once.
 //!
-//! Our own launcher's variables win over all others: they are the innermost where `mgpurun` itself was started by another
-//! launcher. Without them, another launcher's are understood ([`foreign`](super::foreign)).
+//! The variables of `mgpurun` take precedence: if `mgpurun` itself was started by another launcher, its variables are
+//! the innermost. Without them, those of other launchers are read ([`other_launchers`](super::other_launchers)).
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use mgpu_kernels::level;
 
-use super::foreign::{Launched, Surroundings};
-use super::variable::{check_size, number, wrong};
+use super::other_launchers::{LaunchEnvironment, LaunchedRank};
+use super::variable::{check_size, number, variable_error};
 use crate::Result;
 use crate::inject::{self, ScheduledInjection};
 use crate::protocol::*;
@@ -23,22 +23,22 @@ pub enum Backend {
     Nccl,
 }
 
-/// Longest wait for a peer within one operation, unless `MGPU_TIMEOUT` says otherwise: long enough for a peer
-/// that writes a checkpoint, short enough not to waste a night.
+/// Default timeout of a wait for a peer within one operation (`MGPU_TIMEOUT`): long enough for a peer that writes a
+/// checkpoint, short enough not to waste a night.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Longest wait for the others to join, where no launcher of ours has a deadline for that, unless `MGPU_TIMEOUT` says
-/// otherwise: that of `mgpurun`.
+/// Default timeout of the wait for other ranks to join under another launcher (`MGPU_TIMEOUT`); the same as that of
+/// `mgpurun`.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where the ranks meet.
+/// Where the ranks find the rendezvous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Rendezvous {
-    /// The launcher serves at this address.
+    /// The launcher serves it at this address.
     Launcher(String),
-    /// Rank 0 serves, since the launcher is not ours.
+    /// Rank 0 serves it, because the launcher is not `mgpurun`.
     RankZero {
-        /// What users call the run.
+        /// The run's name for error texts.
         title: String,
         /// How long ranks wait for each other to join.
         patience: Duration,
@@ -52,27 +52,27 @@ pub(super) struct Identity {
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
     pub(super) local_world_size: u32,
-    /// `None` in a world of one that nobody has to meet in.
+    /// `None` in a world of one without `mgpurun`.
     pub(super) rendezvous: Option<Rendezvous>,
     pub(super) run_id: String,
-    /// The same after each restart; `None` where nobody restarts, or does not say what.
+    /// The same after each restart of the ranks; `None` if no launcher restarts them, or if it cannot be determined.
     pub(super) launch_id: Option<String>,
     pub(super) restart_count: u32,
     pub(super) backend: Backend,
-    /// Nobody has chosen a backend; it depends on the GPUs there are.
-    pub(super) backend_is_open: bool,
+    /// No backend was chosen; it depends on the number of GPUs.
+    pub(super) backend_is_auto: bool,
     pub(super) timeout: Duration,
-    /// Faults this rank is to commit in this life of it.
+    /// Faults to inject into this rank after this restart.
     pub(super) injections: Vec<ScheduledInjection>,
     pub(super) threads: Option<NonZeroUsize>,
-    /// The GPU to use, where it is not that of the local rank's number.
+    /// The GPU to use, if it is not `LOCAL_RANK`.
     pub(super) device: Option<u32>,
-    /// Ranks may use one GPU together.
+    /// Several ranks may share one GPU.
     pub(super) share_gpus: bool,
 }
 
 impl Identity {
-    /// A rank of one.
+    /// The only rank of a world of one.
     pub(super) fn alone() -> Self {
         Identity {
             rank: 0,
@@ -84,7 +84,7 @@ impl Identity {
             launch_id: None,
             restart_count: 0,
             backend: Backend::Cpu,
-            backend_is_open: false,
+            backend_is_auto: false,
             timeout: DEFAULT_TIMEOUT,
             injections: Vec::new(),
             threads: None,
@@ -93,32 +93,32 @@ impl Identity {
         }
     }
 
-    /// Reads what surrounds this process.
+    /// Reads the environment of this process.
     ///
     /// # Errors
-    /// If variables are missing, contradict each other, or cannot be read.
-    pub(super) fn read(surroundings: &Surroundings<'_>) -> Result<Self> {
-        let variable = surroundings.variable;
+    /// If variables are missing, contradict each other, or cannot be parsed.
+    pub(super) fn read(environment: &LaunchEnvironment<'_>) -> Result<Self> {
+        let variable = environment.variable;
         let settings = Self::settings(variable)?;
         let mut identity = match variable(MGPU_RENDEZVOUS) {
             Some(address) => Self::of_own_launcher(settings, variable, address)?,
-            None => Self::of_another_launcher(settings, surroundings)?,
+            None => Self::of_another_launcher(settings, environment)?,
         };
         identity.injections = identity.injections(&variable(MGPU_INJECT).unwrap_or_default())?;
         Ok(identity)
     }
 
-    /// Those of the faults in `text` that this rank is to commit.
+    /// The faults in `text` that are meant for this rank.
     fn injections(&self, text: &str) -> Result<Vec<ScheduledInjection>> {
         let faults = inject::split(text)
-            .map_err(|problem| wrong(MGPU_INJECT, format!("is no list of faults: {problem}")))?;
+            .map_err(|problem| variable_error(MGPU_INJECT, format!("is not a list of faults: {problem}")))?;
         if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size) {
             let problem = format!("has {fault}: ranks of a world of {} count from 0", self.world_size);
-            return Err(wrong(MGPU_INJECT, problem));
+            return Err(variable_error(MGPU_INJECT, problem));
         }
         if self.rendezvous.is_none() && !faults.is_empty() {
-            let problem = "is set for a world of one without mgpurun, which commits no faults; use mgpurun -n 1 --inject";
-            return Err(wrong(MGPU_INJECT, problem.into()));
+            let problem = "is set for a world of one without mgpurun, where no faults are injected; use mgpurun -n 1 --inject";
+            return Err(variable_error(MGPU_INJECT, problem.into()));
         }
         let planned = faults
             .into_iter()
@@ -130,29 +130,39 @@ impl Identity {
         Ok(planned.filter(is_own).collect())
     }
 
-    /// A rank of one with what may be set with any launcher or none.
+    /// A world of one, with the settings that are allowed under any launcher or none.
     fn settings(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let timeout = match variable(MGPU_TIMEOUT) {
             None => DEFAULT_TIMEOUT,
             Some(text) => match text.trim().parse::<f64>().map(Duration::try_from_secs_f64) {
                 Ok(Ok(timeout)) if !timeout.is_zero() => timeout,
-                _ => return Err(wrong(MGPU_TIMEOUT, format!("is `{text}` where seconds are expected"))),
+                _ => {
+                    return Err(variable_error(
+                        MGPU_TIMEOUT,
+                        format!("is `{text}` where seconds are expected"),
+                    ));
+                }
             },
         };
         let threads = match variable(MGPU_THREADS) {
             None => None,
             Some(text) => Some(text.trim().parse::<NonZeroUsize>().map_err(|_| {
-                wrong(MGPU_THREADS, format!("is `{text}` where a number of threads from 1 is expected"))
+                variable_error(
+                    MGPU_THREADS,
+                    format!("is `{text}` where a number of threads from 1 is expected"),
+                )
             })?),
         };
         let backend = match variable(MGPU_BACKEND).as_deref() {
             None | Some("cpu") => Backend::Cpu,
             Some("nccl") => Backend::Nccl,
-            Some(other) => return Err(wrong(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl"))),
+            Some(other) => {
+                return Err(variable_error(MGPU_BACKEND, format!("is `{other}`; known are cpu and nccl")));
+            }
         };
         if let Some(text) = variable(level::VARIABLE).filter(|text| !level::is_known(text)) {
             let problem = format!("is `{text}`; known are {}", level::NAMES.join(", "));
-            return Err(wrong(level::VARIABLE, problem));
+            return Err(variable_error(level::VARIABLE, problem));
         }
         let device = number(variable, MGPU_DEVICE)?;
         let share_gpus = variable(MGPU_SHARE_GPUS).is_some_and(|value| value.trim() == "1");
@@ -166,23 +176,26 @@ impl Identity {
     ) -> Result<Self> {
         let needed = |name| {
             let found = number(variable, name)?;
-            found.ok_or_else(|| wrong(name, format!("is missing while {MGPU_RENDEZVOUS} is set")))
+            found.ok_or_else(|| variable_error(name, format!("is missing while {MGPU_RENDEZVOUS} is set")))
         };
         let world_size = needed(WORLD_SIZE)?;
         check_size(WORLD_SIZE, world_size)?;
         let rank = needed(RANK)?;
         if rank >= world_size {
-            return Err(wrong(RANK, format!("is {rank} in a world of {world_size}; ranks count from 0")));
+            return Err(variable_error(
+                RANK,
+                format!("is {rank} in a world of {world_size}; ranks count from 0"),
+            ));
         }
         let run_id = variable(MGPU_RUN_ID).unwrap_or_default();
         if run_id.is_empty() {
-            return Err(wrong(MGPU_RUN_ID, format!("is missing while {MGPU_RENDEZVOUS} is set")));
+            return Err(variable_error(MGPU_RUN_ID, format!("is missing while {MGPU_RENDEZVOUS} is set")));
         }
         let local_world_size = number(variable, LOCAL_WORLD_SIZE)?.unwrap_or(world_size);
         let local_rank = number(variable, LOCAL_RANK)?.unwrap_or(rank);
         if local_rank >= local_world_size {
             let problem = format!("is {local_rank} where {LOCAL_WORLD_SIZE} is {local_world_size}");
-            return Err(wrong(LOCAL_RANK, problem));
+            return Err(variable_error(LOCAL_RANK, problem));
         }
         let restart_count = number(variable, MGPU_RESTART_COUNT)?.unwrap_or(0);
         let rendezvous = Some(Rendezvous::Launcher(address));
@@ -192,7 +205,7 @@ impl Identity {
             local_rank,
             local_world_size,
             rendezvous,
-            // The launcher makes it once, for all starts.
+            // The launcher creates it once, for all restarts.
             launch_id: Some(run_id.clone()),
             run_id,
             restart_count,
@@ -200,18 +213,18 @@ impl Identity {
         })
     }
 
-    fn of_another_launcher(settings: Self, surroundings: &Surroundings<'_>) -> Result<Self> {
-        let Some(launched) = surroundings.launched()? else { return Ok(settings) };
-        let Launched { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
+    fn of_another_launcher(settings: Self, environment: &LaunchEnvironment<'_>) -> Result<Self> {
+        let Some(launched) = environment.launched()? else { return Ok(settings) };
+        let LaunchedRank { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
         if world_size > 1 && job.is_none() {
             let problem = format!(
-                "is missing, and {launcher} does not say which job this rank is of; \
+                "is missing, and {launcher} does not say which job this rank belongs to; \
                  set it alike on all ranks of a run, or start the program with `mgpurun -n {world_size}`"
             );
-            return Err(wrong(MGPU_RUN_ID, problem));
+            return Err(variable_error(MGPU_RUN_ID, problem));
         }
-        // As with our own launcher, a slow start may take longer than a step, but not for ever.
-        let timeout_is_set = (surroundings.variable)(MGPU_TIMEOUT).is_some();
+        // As under `mgpurun`: a slow start may take longer than a step, but not forever.
+        let timeout_is_set = (environment.variable)(MGPU_TIMEOUT).is_some();
         let patience = if timeout_is_set { settings.timeout } else { JOIN_TIMEOUT };
         let rendezvous = job.as_ref().filter(|_| world_size > 1);
         Ok(Identity {
@@ -220,29 +233,29 @@ impl Identity {
             local_rank,
             local_world_size: world_size,
             rendezvous: rendezvous.map(|job| Rendezvous::RankZero { title: job.title(), patience }),
-            launch_id: job.as_ref().and_then(|job| job.launch_id(surroundings.parent)),
+            launch_id: job.as_ref().and_then(|job| job.launch_id(environment.parent)),
             run_id: job.map(|job| job.run_id(restart_count)).unwrap_or_default(),
             restart_count,
-            backend_is_open: (surroundings.variable)(MGPU_BACKEND).is_none(),
+            backend_is_auto: (environment.variable)(MGPU_BACKEND).is_none(),
             threads: settings.threads.or(threads),
             ..settings
         })
     }
 
-    /// Chooses the backend as `mgpurun --backend auto` does, where this process sees `gpus` GPUs. With `narrowed`, the
-    /// launcher has shown each rank its own alone, if it is one.
+    /// Chooses the backend as `mgpurun --backend auto` does, if this process sees `gpus` GPUs. `narrowed` says that
+    /// `CUDA_VISIBLE_DEVICES` is set: a single visible GPU is then taken as this rank's own.
     ///
     /// # Errors
-    /// If there are GPUs, but fewer than ranks: both choices are named.
+    /// If there are GPUs, but fewer than ranks. The error names both choices.
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn choose_backend(&mut self, gpus: u32, narrowed: bool) -> Result<()> {
         let ranks = self.local_world_size;
-        self.backend_is_open = false;
+        self.backend_is_auto = false;
         match gpus {
             0 => self.backend = Backend::Cpu,
             _ if gpus >= ranks || self.share_gpus => self.backend = Backend::Nccl,
             1 if narrowed => {
-                // Should all see the same one, they are told when they join.
+                // If all ranks see the same GPU, the rendezvous rejects them when they join.
                 self.backend = Backend::Nccl;
                 self.device.get_or_insert(0);
             }
@@ -251,7 +264,7 @@ impl Identity {
                     "is missing, with {ranks} ranks and {gpus} GPUs: start {gpus} for one rank on each GPU, or set it to \
                      cpu for {ranks} ranks without GPUs"
                 );
-                return Err(wrong(MGPU_BACKEND, problem));
+                return Err(variable_error(MGPU_BACKEND, problem));
             }
         }
         Ok(())
@@ -265,7 +278,7 @@ mod tests {
     fn read(pairs: &[(&str, &str)]) -> Result<Identity> {
         let variable =
             |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-        Identity::read(&Surroundings { variable: &variable, hydra: &|| None, parent: &|| None })
+        Identity::read(&LaunchEnvironment { variable: &variable, hydra: &|| None, parent: &|| None })
     }
 
     #[test]
@@ -274,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launched_rank_is_read_whole() {
+    fn all_variables_of_a_launched_rank_are_read() {
         let identity = read(&[
             (RANK, "3"),
             (WORLD_SIZE, "4"),
@@ -297,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn each_mistake_names_its_variable() {
+    fn errors_name_the_variable() {
         for (pairs, expected) in [
             (&[(RANK, "0")][..], "WORLD_SIZE is missing while RANK is set"),
             (&[(WORLD_SIZE, "2")], "RANK is missing while WORLD_SIZE is set"),
@@ -349,29 +362,29 @@ mod tests {
         }
     }
 
-    /// A rank of `ranks` that torchrun has started, with more variables.
+    /// Rank 1 of `ranks` under torchrun, with more variables.
     fn foreign(ranks: &str, more: &[(&str, &str)]) -> Identity {
         let pairs = [(RANK, "1"), (WORLD_SIZE, ranks), (MASTER_ADDR, "localhost"), (MASTER_PORT, "29500")];
         read(&[&pairs[..], more].concat()).unwrap()
     }
 
     #[test]
-    fn another_launchers_rank_keeps_what_the_user_has_set() {
+    fn user_settings_apply_under_other_launchers() {
         let plain = foreign("2", &[]);
         let Some(Rendezvous::RankZero { title, patience }) = &plain.rendezvous else { panic!("{plain:?}") };
         assert_eq!((title.as_str(), *patience), ("torchrun job localhost.29500", JOIN_TIMEOUT));
-        assert!(plain.backend_is_open && plain.injections.is_empty());
+        assert!(plain.backend_is_auto && plain.injections.is_empty());
         let set = foreign(
             "2",
             &[(MGPU_TIMEOUT, "5"), (MGPU_BACKEND, "cpu"), (MGPU_INJECT, "rank=1,step=2,fault=abort")],
         );
         let Some(Rendezvous::RankZero { patience, .. }) = set.rendezvous else { panic!("{set:?}") };
         assert_eq!((patience, set.timeout), (Duration::from_secs(5), Duration::from_secs(5)));
-        assert_eq!((set.backend_is_open, set.injections.len()), (false, 1));
+        assert_eq!((set.backend_is_auto, set.injections.len()), (false, 1));
     }
 
     #[test]
-    fn without_a_choice_the_gpus_decide_as_with_mgpurun() {
+    fn the_automatic_backend_is_that_of_mgpurun() {
         let choose = |gpus, narrowed, more: &[(&str, &str)]| {
             let mut identity = foreign("4", more);
             identity.choose_backend(gpus, narrowed).map(|()| (identity.backend, identity.device))
@@ -379,7 +392,7 @@ mod tests {
         assert_eq!(choose(0, true, &[]).unwrap(), (Backend::Cpu, None));
         assert_eq!(choose(4, false, &[]).unwrap(), (Backend::Nccl, None));
         assert_eq!(choose(8, true, &[]).unwrap(), (Backend::Nccl, None));
-        // Each rank sees its own alone.
+        // Each rank only sees its own.
         assert_eq!(choose(1, true, &[]).unwrap(), (Backend::Nccl, Some(0)));
         assert_eq!(choose(2, false, &[(MGPU_SHARE_GPUS, "1")]).unwrap(), (Backend::Nccl, None));
         for (gpus, narrowed) in [(1, false), (2, true), (3, false)] {

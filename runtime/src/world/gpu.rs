@@ -1,7 +1,7 @@
-//! The GPU of a rank, and NCCL where there are others.
+//! The GPU of a rank, and the NCCL library if there are other ranks.
 //!
-//! Both are opened before the rank joins, so that it can say what it works with: ranks that do not go together are told
-//! before they begin, not by a collective that never ends.
+//! Both are opened before the rank joins, so that the rank can tell the rendezvous what it uses. Incompatible ranks
+//! are then rejected before they start, instead of hanging in a collective.
 
 use std::sync::Arc;
 
@@ -12,20 +12,20 @@ use super::Identity;
 use crate::rendezvous::message::Manifest;
 use crate::{Error, Result};
 
-/// The oldest NCCL whose communicators can be configured as ours are.
-const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
+/// The oldest supported NCCL: it has the configuration of communicators that `owner` uses.
+const MIN_NCCL: Version = Version { major: 2, minor: 18, patch: 0 };
 
-/// What else there is for who lacks a library.
-const WITHOUT: &str = "`--backend cpu` trains without a GPU";
+/// What to try without the missing library.
+const CPU_HINT: &str = "`--backend cpu` trains without a GPU";
 
 fn missing(text: String) -> Error {
     Error::Gpu(cuda::Error::Missing(text))
 }
 
-/// CUDA's code for a machine with a driver and no GPU.
+/// `CUDA_ERROR_NO_DEVICE`: there is a driver, but no GPU.
 const NO_DEVICE: u32 = 100;
 
-/// GPUs that this process sees: none where there is no driver.
+/// Number of GPUs that this process sees; 0 without a driver.
 pub(super) fn count() -> Result<u32> {
     match Device::count() {
         Ok(count) => Ok(count),
@@ -46,26 +46,26 @@ fn version(nccl: &Library, rank: u32) -> Result<Version> {
 fn open_nccl(rank: u32) -> Result<Library> {
     let nccl = Library::open().map_err(|error| missing(error.summary()))?;
     let found = version(&nccl, rank)?;
-    if found < OLDEST {
+    if found < MIN_NCCL {
         let origin = nccl.origin();
-        return Err(missing(format!("NCCL {found} from {origin} is too old, {OLDEST} or newer is needed")));
+        return Err(missing(format!("NCCL {found} from {origin} is too old, {MIN_NCCL} or newer is needed")));
     }
     Ok(nccl)
 }
 
-/// What a rank under the nccl backend works with.
+/// What a rank uses under the nccl backend.
 #[derive(Debug)]
 pub(super) struct Gpu {
     pub(super) device: Arc<Device>,
-    /// Not needed in a world of one.
+    /// `None` in a world of one.
     pub(super) nccl: Option<Library>,
 }
 
 impl Gpu {
-    /// Opens what the rank needs.
+    /// Opens the GPU and, if needed, NCCL.
     pub(super) fn open(identity: &Identity) -> Result<Self> {
         Self::find(identity).map_err(|error| match error {
-            Error::Gpu(cuda::Error::Missing(text)) => missing(format!("{text}; {WITHOUT}")),
+            Error::Gpu(cuda::Error::Missing(text)) => missing(format!("{text}; {CPU_HINT}")),
             other => other,
         })
     }
@@ -84,7 +84,7 @@ impl Gpu {
         Ok(Gpu { device, nccl })
     }
 
-    /// What the other ranks are to know of it.
+    /// What the rendezvous compares between ranks.
     pub(super) fn manifest(&self, identity: &Identity) -> Result<Manifest> {
         let version = |nccl: &Library| Ok::<_, Error>(version(nccl, identity.rank)?.to_string());
         let (major, minor) = self.device.driver();

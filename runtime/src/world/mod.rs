@@ -1,15 +1,14 @@
-//! Who am I, and who are the others?
+//! The world: this rank's number, the number of ranks, and its membership of the run.
 //!
-//! A [`World`] is this rank's membership of a run. [`World::from_env`] reads what the launcher put into the
-//! environment and joins; without a launcher it is a world of one, in which everything degenerates to plain
-//! training. Ranks that torchrun, Slurm or an MPI launcher has started join too, through a rendezvous that rank 0
-//! serves. [`World::threads`] makes the ranks of a test within one process: they speak to the same kind of
-//! server over the same kind of socket and share the same kind of memory.
+//! [`World::from_env`] reads the launcher's environment variables and joins the run; without a launcher it is a world
+//! of one, in which every collective is the identity. Ranks started by torchrun, Slurm or an MPI launcher join
+//! through a rendezvous that rank 0 serves. [`World::threads`] creates ranks as threads of one process, for tests:
+//! they use the same server, sockets and shared memory as processes.
 
 mod env;
-mod foreign;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod other_launchers;
 mod threads;
 mod variable;
 
@@ -19,14 +18,14 @@ use std::time::Duration;
 
 pub use env::Backend;
 use env::{Identity, Rendezvous};
-use foreign::Surroundings;
+use other_launchers::LaunchEnvironment;
 
 use crate::inject::InjectionPoint;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
 use crate::rendezvous::message::Manifest;
 use crate::rendezvous::{HostedRun, HostedServer, PendingJoin, ServedBy, Store};
-use crate::survivor::let_the_culprit_be_seen;
+use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
 /// This rank's view of the run.
@@ -43,7 +42,7 @@ pub struct World {
     identity: Identity,
     /// `None` in a world of one without a launcher.
     membership: Option<Arc<Membership>>,
-    /// Communicators made so far: part of their names at the rendezvous.
+    /// Communicators created so far: their number is part of their keys at the rendezvous.
     communicators: u32,
     /// Under the nccl backend.
     #[cfg(feature = "cuda")]
@@ -51,13 +50,13 @@ pub struct World {
 }
 
 /// The environment of this process.
-const SURROUNDINGS: Surroundings<'static> = Surroundings {
+const PROCESS_ENVIRONMENT: LaunchEnvironment<'static> = LaunchEnvironment {
     variable: &|name| std::env::var(name).ok(),
-    hydra: &foreign::hydra_proxy,
-    parent: &foreign::parent,
+    hydra: &other_launchers::hydra_proxy,
+    parent: &other_launchers::parent,
 };
 
-/// Reaches the rendezvous, which rank 0 opens first where no launcher does.
+/// Connects to the rendezvous. Under another launcher, rank 0 starts it first.
 fn connect(
     identity: &Identity,
     rendezvous: &Rendezvous,
@@ -79,15 +78,15 @@ fn connect(
     }
 }
 
-/// Joins the run, as a rank that works with what the `manifest` says.
+/// Joins the run. `manifest` says what this rank uses.
 fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Result<Membership> {
     let (rank, ranks, injections) = (identity.rank, identity.world_size, identity.injections.clone());
     let (stream, served_by, server) = connect(identity, rendezvous)?;
-    membership::commit(&injections, InjectionPoint::Join);
+    membership::inject_planned(&injections, InjectionPoint::Join);
     let hello = Store::send_hello(stream, served_by, &identity.run_id, rank, ranks, manifest);
     let admitted = hello.and_then(PendingJoin::wait).map_err(Error::from).inspect_err(|error| {
         if served_by != ServedBy::Launcher {
-            let_the_culprit_be_seen(error, |_| None);
+            wait_until_culprit_reaped(error, |_| None);
         }
     });
     let (store, page) = admitted?;
@@ -98,24 +97,24 @@ fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Res
 }
 
 impl World {
-    /// Joins the run that the environment describes, or makes a world of one where it describes none. Returns when all
-    /// ranks have joined, so none begins its work beside others that it does not go together with.
+    /// Joins the run that the environment describes, or creates a world of one if it describes none. Returns when all
+    /// ranks have joined and were found compatible.
     ///
-    /// The environment is that of a rank of `mgpurun`, or else of torchrun, Open MPI's or hydra's `mpirun` (MPICH, Intel
-    /// MPI), or Slurm's `srun`, with all ranks on one host. Under those nobody supervises the run but the launcher: rank 0
-    /// serves the rendezvous on a thread, ranks wait for each other for `MGPU_TIMEOUT` (60 s), `MGPU_RUN_ID` names the run
-    /// where the launcher does not, and without `MGPU_BACKEND` the GPUs that there are decide. The loss of a peer is an error
-    /// 0.3 to 1 s later there, so that the launcher has seen the culprit's end first.
+    /// The environment is that of `mgpurun`, or else of torchrun, Open MPI's or hydra's `mpirun` (MPICH, Intel MPI),
+    /// or Slurm's `srun`, with all ranks on one host. Under these other launchers: rank 0 serves the rendezvous on a
+    /// thread; ranks wait for each other for `MGPU_TIMEOUT` (default: 60 s); `MGPU_RUN_ID` names the run if the
+    /// launcher does not; without `MGPU_BACKEND`, the number of GPUs decides. The error about a lost peer is delayed
+    /// there by 0.3 to 1 s, so that the launcher sees the failed rank's end first.
     ///
     /// # Errors
-    /// If the variables are incomplete or contradict each other (the text names the variable), or tell of several hosts; if
-    /// the launcher refuses this rank; if another one ends before it has joined, or does not come in time. Under the nccl
-    /// backend, if there is no GPU for this rank, or a library is missing.
+    /// If the variables are incomplete, contradict each other or describe several hosts (the text names the
+    /// variable); if the launcher rejects this rank; if another rank ends before it has joined, or does not join in
+    /// time. Under the nccl backend, if there is no GPU for this rank, or a library is missing.
     pub fn from_env() -> Result<Self> {
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
-        let mut identity = Identity::read(&SURROUNDINGS)?;
+        let mut identity = Identity::read(&PROCESS_ENVIRONMENT)?;
         #[cfg(feature = "cuda")]
-        if identity.backend_is_open {
+        if identity.backend_is_auto {
             let narrowed = std::env::var_os("CUDA_VISIBLE_DEVICES").is_some();
             identity.choose_backend(gpu::count()?, narrowed)?;
         }
@@ -131,10 +130,11 @@ impl World {
         let membership = match &identity.rendezvous {
             None => None,
             Some(rendezvous) => {
-                membership::commit(&identity.injections, InjectionPoint::Start);
+                membership::inject_planned(&identity.injections, InjectionPoint::Start);
                 #[cfg(not(feature = "cuda"))]
                 let manifest = Manifest::default();
-                // Before anything that others could wait for: a rank 0 without a GPU serves no rendezvous.
+                // Before anything that other ranks could wait for: a rank 0 without a GPU must not serve a
+                // rendezvous.
                 #[cfg(feature = "cuda")]
                 let manifest = match identity.backend {
                     Backend::Cpu => Manifest::default(),
@@ -156,17 +156,17 @@ impl World {
         })
     }
 
-    /// True when this process was started as a rank by a launcher, of ours or one of those that
-    /// [`from_env`](Self::from_env) understands.
+    /// True if this process was started as a rank, by `mgpurun` or one of the launchers that
+    /// [`from_env`](Self::from_env) supports.
     pub fn is_launched() -> bool {
-        let is_foreign = || !matches!(SURROUNDINGS.launched(), Ok(None));
+        let is_foreign = || !matches!(PROCESS_ENVIRONMENT.launched(), Ok(None));
         std::env::var_os(crate::protocol::MGPU_RENDEZVOUS).is_some() || is_foreign()
     }
 
-    /// The worlds of `size` ranks within this process; hand one to each thread.
+    /// Creates the worlds of `size` ranks within this process; pass one to each thread.
     ///
     /// # Errors
-    /// If the system refuses sockets, shared memory or a thread.
+    /// If the system cannot create sockets, shared memory or a thread.
     ///
     /// # Panics
     /// If `size` is 0.
@@ -184,7 +184,7 @@ impl World {
         self.identity.world_size
     }
 
-    /// Rank among those on this machine.
+    /// Rank among the ranks on this machine.
     pub fn local_rank(&self) -> u32 {
         self.identity.local_rank
     }
@@ -199,41 +199,41 @@ impl World {
         &self.identity.run_id
     }
 
-    /// Identifier of the launch, the same after each restart of the ranks: what the checkpoints are marked with that a
-    /// restarted run may take for its own. `None` without a launcher, or if it cannot be told.
+    /// Identifier of the launch, the same after each restart of the ranks. Checkpoints are marked with it: a
+    /// restarted run only resumes from its own. `None` without a launcher, or if it cannot be determined.
     ///
-    /// Under `mgpurun` it is the [`run_id`](Self::run_id), under torchrun it depends on the process that has started this
-    /// one, elsewhere on what the launcher calls the job, or on `MGPU_RUN_ID`.
+    /// Under `mgpurun` it is the [`run_id`](Self::run_id). Under torchrun it depends on the parent process. Elsewhere
+    /// it depends on the launcher's name of the job, or on `MGPU_RUN_ID`.
     pub fn launch_id(&self) -> Option<&str> {
         self.identity.launch_id.as_deref()
     }
 
-    /// How often the launcher has restarted the ranks, if it says so.
+    /// How often the launcher has restarted the ranks; 0 if it does not say so.
     pub fn restart_count(&self) -> u32 {
         self.identity.restart_count
     }
 
-    /// The backend that `MGPU_BACKEND` or the launcher chose, or that follows from the GPUs there are.
+    /// The backend: that of `MGPU_BACKEND` or of the launcher, or else chosen by the number of GPUs.
     pub fn backend(&self) -> Backend {
         self.identity.backend
     }
 
-    /// Threads this rank should use for its own arithmetic: its share of the cores, at least 1.
+    /// Number of threads this rank should use for its own computation, at least 1.
     ///
-    /// `MGPU_THREADS` where it is set: by the launcher, which knows the cores that it has bound the rank to, or by the
-    /// user. Else the cores this process may use, divided by the ranks on this machine.
+    /// This is `MGPU_THREADS` if it is set, by the launcher (which knows the cores that it has bound the rank to) or
+    /// by the user. Otherwise it is the number of cores this process may use, divided by the ranks on this machine.
     pub fn thread_share(&self) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         let share = || (cores() / self.local_size() as usize).max(1);
         self.identity.threads.map_or_else(share, usize::from)
     }
 
-    /// Longest wait for a peer within one operation.
+    /// Timeout of a wait for a peer within one operation.
     pub fn timeout(&self) -> Duration {
         self.identity.timeout
     }
 
-    /// Sets the longest wait for a peer within one operation, for communicators made afterwards.
+    /// Sets the timeout of a wait for a peer within one operation, for communicators created afterwards.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.identity.timeout = timeout;
     }
@@ -243,16 +243,17 @@ impl World {
         self.membership.as_ref().map(|membership| membership.store())
     }
 
-    /// The GPU of this rank; `None` under the cpu backend. Its number is `LOCAL_RANK`, or `MGPU_DEVICE` where that is set.
+    /// The GPU of this rank; `None` under the cpu backend. Its ordinal is `LOCAL_RANK`, or `MGPU_DEVICE` if that is
+    /// set.
     #[cfg(feature = "cuda")]
     pub fn device(&self) -> Option<&Arc<mgpu_kernels::cuda::Device>> {
         self.gpu.as_ref().map(|gpu| &gpu.device)
     }
 
-    /// Makes a communicator over all ranks. Collective: all ranks call it equally often.
+    /// Creates a communicator over all ranks. Collective: all ranks call it equally often.
     ///
     /// # Errors
-    /// If a peer does not come in time, or shared memory is short.
+    /// If a peer does not arrive in time, or shared memory is short.
     pub fn communicator(&mut self) -> Result<crate::Communicator> {
         #[cfg(feature = "cuda")]
         if self.size() > 1 && self.backend() == Backend::Nccl {
@@ -268,11 +269,11 @@ impl World {
         }
     }
 
-    /// Makes a communicator over all ranks for device memory. Collective: all ranks call it equally often, and in the same
-    /// order as [`communicator`](Self::communicator).
+    /// Creates a communicator over all ranks for device memory. Collective: all ranks call it equally often, and in
+    /// the same order as [`communicator`](Self::communicator).
     ///
     /// # Errors
-    /// Under the cpu backend; if a peer does not come in time, or NCCL refuses.
+    /// Under the cpu backend; if a peer does not arrive in time; if NCCL fails.
     #[cfg(feature = "cuda")]
     pub fn device_communicator(&mut self) -> Result<crate::DeviceCommunicator> {
         self.communicators += 1;
@@ -293,8 +294,8 @@ impl World {
         }
     }
 
-    /// Makes a communicator over all ranks for device memory, and one for host buffers that goes through it. Collective,
-    /// as [`device_communicator`](Self::device_communicator).
+    /// Creates a communicator over all ranks for device memory, and one for host buffers that uses it. Collective, as
+    /// [`device_communicator`](Self::device_communicator).
     ///
     /// # Errors
     /// As [`device_communicator`](Self::device_communicator).
@@ -315,7 +316,7 @@ impl World {
         }
     }
 
-    /// Tells the launcher that another part of the work begins, which may take its time without a step.
+    /// Tells the launcher that another phase of the work begins, which may take long without a step.
     pub fn report_phase(&self, phase: Phase) {
         if let Some(membership) = &self.membership {
             membership.begin_phase(phase);

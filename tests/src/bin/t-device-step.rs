@@ -7,7 +7,7 @@ mod uneven;
 
 use std::process::ExitCode;
 
-use mgpu::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, Health};
+use mgpu::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, StatusReadback};
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Sgd};
 use mgpu::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, ShardFrom, World};
@@ -369,16 +369,16 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     let inputs = Inputs::new(&model, 2)?;
     (0..2).try_for_each(|_| inputs.step(&mut model))?;
     let before = model.parameters()?;
-    let mut stale = Health::new(&model)?;
+    let mut stale = StatusReadback::new(&model)?;
     for later in 0..2 {
         inputs.set_infinite(&model, 2, is_culprit)?;
         inputs.step(&mut model)?;
-        model.look_later(&mut stale)?;
+        model.enqueue_status_readback(&mut stale)?;
         // In the second round the host goes on without having looked.
         (0..later).try_for_each(|_| inputs.step(&mut model))?;
         expect_non_finite(model.check(), ranks, 3);
         // What was seen before that says nothing any more.
-        model.look(&mut stale)?;
+        model.read_status(&mut stale)?;
         assert!(model.parameters()? == before, "parameters have changed");
         assert_eq!(model.steps(), 2);
         inputs.set_infinite(&model, 2, false)?;
@@ -391,13 +391,13 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
-    told(model.ready(6), "the gradient of tensor `6` was handed over twice");
-    told(model.next_micro_batch(), "was not handed over");
+    told(model.ready(6), "the gradient of tensor `6` was marked ready twice");
+    told(model.next_micro_batch(), "was not marked ready");
     told(model.finish_step(), "a step of 2 micro-batches ends after 1");
     model.begin_step()?;
     (0..7).try_for_each(|tensor| model.ready(tensor))?;
     model.next_micro_batch()?;
-    told(model.next_micro_batch(), "a step has 2 micro-batches and no more");
+    told(model.next_micro_batch(), "the step has only 2 micro-batches");
 
     (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
     assert!(model.parameters()? == expected.weights, "the training goes on as another one");

@@ -103,10 +103,10 @@ fn a_frozen_tensor_takes_no_gradient() {
         assert!((0..6).map(|tensor| gradients.wants(tensor)).eq([true, false, true, false, true, false]));
         gradients.ready(1)
     });
-    assert_eq!(error.unwrap_err().to_string(), format!("step: {frozen}: its gradient is not taken"));
+    assert_eq!(error.unwrap_err().to_string(), format!("step: {frozen}: it has no gradient"));
     let error = model.step(|_, gradients| gradients.write(1, &[0.0; 13])).unwrap_err().to_string();
-    assert_eq!(error, format!("step: {frozen}: its gradient is not taken"));
-    assert_eq!(model.gradient(1).unwrap_err().to_string(), format!("gradient: {frozen}: it has none"));
+    assert_eq!(error, format!("step: {frozen}: it has no gradient"));
+    assert_eq!(model.gradient(1).unwrap_err().to_string(), format!("gradient: {frozen}: it has no gradient"));
     let everything = 0..shapes().tensors().len();
     let mut all = shapes();
     all.assign(everything, ParameterGroup::FROZEN);

@@ -177,11 +177,11 @@ fn what_is_not_compatible_with_joining_is_an_error() {
     let mut world = World::from_env().unwrap();
     let mut refused = model(&mut world, &shapes(), config(sgd())).unwrap();
     let error = refused.join().unwrap_err().to_string();
-    assert_eq!(error, "join: ranks take part without data only where the configuration has `join`");
+    assert_eq!(error, "join: ranks can only take part without data if the configuration enables `join`");
     let mut joining = model(&mut world, &shapes(), config(sgd()).with_join(true)).unwrap();
     let error = joining.step(|_, gradients| gradients.sum_over_ranks(&mut [1.0])).unwrap_err().to_string();
     assert!(error.starts_with("sum over ranks: a rank that has run out of data"), "{error}");
     let invariant = config(sgd()).with_join(true).with_world_size_invariant(true);
     let error = model(&mut world, &shapes(), invariant).err().unwrap().to_string();
-    assert!(error.contains("ranks that run out of data make a difference"), "{error}");
+    assert!(error.contains("`join` is incompatible with a world-size-invariant reduction"), "{error}");
 }

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use mgpu::whole_file;
+use mgpu::output_file;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
@@ -19,13 +19,13 @@ const FONT: (&str, u32) = ("sans-serif", 18);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the curves to `path`, as [`whole_file`] does.
+/// Draws the curves to `path`, as [`output_file`] does.
 ///
 /// # Errors
 /// If the file cannot be written.
 pub(super) fn draw(points: &Points, path: &Path) -> Result<(), String> {
     let text = render(points).map_err(|error| format!("cannot draw {PLOT} {}: {error}", path.display()))?;
-    whole_file::write(path, text.as_bytes()).map_err(|error| cannot_write(PLOT, path, &error))
+    output_file::write(path, text.as_bytes()).map_err(|error| cannot_write(PLOT, path, &error))
 }
 
 /// The curves as the text of an SVG.

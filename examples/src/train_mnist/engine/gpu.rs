@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
-use mgpu::device::{DeviceConfig, DeviceDataParallel, Health, Reading, StepGraph};
+use mgpu::device::{DeviceConfig, DeviceDataParallel, Readback, StatusReadback, StepGraph};
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
@@ -39,8 +39,8 @@ pub(in super::super) struct Options {
 
 /// A place in the stream's work, and how things stood there.
 struct Mark {
-    score: Reading,
-    health: Health,
+    score: Readback,
+    status: StatusReadback,
     /// Steps that had been made.
     step: u64,
 }
@@ -81,8 +81,8 @@ impl Gpu {
         let model = model.with_buffers(&net.initial_buffers())?;
         let device = model.stream().device();
         let mark = |_| -> mgpu::Result<Mark> {
-            let (score, health) = (Reading::new(device, Score::BYTES)?, Health::new(&model)?);
-            Ok(Mark { score, health, step: 0 })
+            let (score, status) = (Readback::new(device, Score::BYTES)?, StatusReadback::new(&model)?);
+            Ok(Mark { score, status, step: 0 })
         };
         // What set-up took to time kernels with is not the training's.
         device.reset_memory_peak();
@@ -214,8 +214,8 @@ impl Engine for Gpu {
             self.launched += steps;
             let Gpu { model, net, marks, .. } = self;
             let mark = &mut marks[place];
-            model.read_later(net.score(), &mut mark.score)?;
-            model.look_later(&mut mark.health)?;
+            model.enqueue_readback(net.score(), &mut mark.score)?;
+            model.enqueue_status_readback(&mut mark.status)?;
             mark.step = model.steps();
             launches += 1;
             if self.graphs.is_empty() {
@@ -264,7 +264,7 @@ impl Engine for Gpu {
         for (name, values) in arenas {
             let to_host = self.net.host_order();
             let values = values.into_owned();
-            snapshot.add_later(name, self.host_layout(), move || to_host(&values));
+            snapshot.add_deferred(name, self.host_layout(), move || to_host(&values));
         }
         let buffers = self.model.buffers().to_vec::<f32>(self.model.stream())?;
         snapshot.add("buffers", self.net.buffers_layout(), buffers);
@@ -323,7 +323,7 @@ impl Gpu {
         steps: std::ops::Range<u64>,
         seen: &mut Seen<'_>,
     ) -> mgpu::Result<LossReport> {
-        self.model.look(&mut self.marks[place].health)?;
+        self.model.read_status(&mut self.marks[place].status)?;
         let bytes = self.model.read(&mut self.marks[place].score)?;
         let score: LossReport = Score::from_bytes(bytes).into();
         let samples = (score.samples - before.samples).max(1);

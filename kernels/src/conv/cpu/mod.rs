@@ -205,6 +205,7 @@ impl Conv {
         E::conv_forward(self, threads, scratch, x, weights, bias, y, chosen);
     }
 
+    #[expect(clippy::too_many_arguments, reason = "those of `forward`")]
     pub(crate) fn forward_as<E: Storage>(
         &mut self,
         threads: &Threads,

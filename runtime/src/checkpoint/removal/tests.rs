@@ -1,4 +1,4 @@
-//! Foreign files lie everywhere, and are all found again, whatever writers do.
+//! Files of others are placed everywhere, and must all survive whatever writers do.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -27,7 +27,7 @@ fn snapshot(step: u64) -> Snapshot {
     snapshot
 }
 
-/// Folders that somebody may put something into.
+/// Folders in which users may place files.
 const FOLDERS: [&str; 13] = [
     "",
     "step-00000001",
@@ -57,7 +57,7 @@ const NAMES: [&str; 7] = [
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     File,
-    /// It looks like a file of a checkpoint: a copy that somebody keeps.
+    /// Looks like a checkpoint file: a copy that the user keeps.
     Copy,
     Folder,
     LinkToFile,
@@ -67,8 +67,8 @@ enum Kind {
 }
 
 #[derive(Debug, Clone)]
-enum Deed {
-    /// Somebody puts something of their own somewhere.
+enum Action {
+    /// A user places a file of their own.
     Plant {
         folder: usize,
         name: usize,
@@ -78,17 +78,17 @@ enum Deed {
         step: u64,
         keep: usize,
     },
-    /// The writer ends, and another one begins.
+    /// The writer is dropped, and another one is created.
     Begin,
-    /// A file of a checkpoint is cut or lost.
+    /// A checkpoint file is truncated or removed.
     Damage {
         step: u64,
         name: &'static str,
         lost: bool,
     },
-    /// As a run that goes on: what is damaged is set aside.
+    /// As a resumed run does: damaged checkpoints are set aside.
     Resume,
-    /// A writer is killed after it has written or removed so many files.
+    /// A writer is killed after it has written or removed this number of files.
     KilledWriting {
         step: u64,
         files: usize,
@@ -102,7 +102,7 @@ enum Deed {
     },
 }
 
-fn deed() -> impl Strategy<Value = Deed> {
+fn action() -> impl Strategy<Value = Action> {
     let kind = prop::sample::select(vec![
         Kind::File,
         Kind::Copy,
@@ -114,18 +114,19 @@ fn deed() -> impl Strategy<Value = Deed> {
     ]);
     let part = prop::sample::select(vec!["weights.safetensors", "exp_avg.safetensors", MANIFEST]);
     prop_oneof![
-        6 => (0..FOLDERS.len(), 0..NAMES.len(), kind).prop_map(|(folder, name, kind)| Deed::Plant { folder, name, kind }),
-        4 => (1..4u64, 1..3usize).prop_map(|(step, keep)| Deed::Save { step, keep }),
-        1 => Just(Deed::Begin),
-        1 => (1..4u64, part, any::<bool>()).prop_map(|(step, name, lost)| Deed::Damage { step, name, lost }),
-        1 => Just(Deed::Resume),
-        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Deed::KilledWriting { step, files }),
-        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Deed::KilledRemoving { step, files }),
-        1 => (1..4u64).prop_map(|step| Deed::KilledReplacing { step }),
+        6 => (0..FOLDERS.len(), 0..NAMES.len(), kind).prop_map(|(folder, name, kind)| Action::Plant { folder, name, kind }),
+        4 => (1..4u64, 1..3usize).prop_map(|(step, keep)| Action::Save { step, keep }),
+        1 => Just(Action::Begin),
+        1 => (1..4u64, part, any::<bool>()).prop_map(|(step, name, lost)| Action::Damage { step, name, lost }),
+        1 => Just(Action::Resume),
+        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Action::KilledWriting { step, files }),
+        1 => (1..4u64, 0..4usize).prop_map(|(step, files)| Action::KilledRemoving { step, files }),
+        1 => (1..4u64).prop_map(|step| Action::KilledReplacing { step }),
     ]
 }
 
-/// Everything below `folder` by its inode: path, and content of a file or target of a link. Links are not followed.
+/// Everything below `folder` by inode: the path, and the content of a file or the target of a link. Links are not
+/// followed.
 fn inventory(folder: &Path) -> BTreeMap<u64, (PathBuf, String)> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -149,9 +150,9 @@ fn inventory(folder: &Path) -> BTreeMap<u64, (PathBuf, String)> {
 struct Scene {
     parent: tempfile::TempDir,
     writer: Option<Writer>,
-    /// By inode: name and content of what was planted.
+    /// By inode: name and content of the files that were placed.
     planted: BTreeMap<u64, (String, String)>,
-    /// What links lead to.
+    /// What the links point to.
     elsewhere: BTreeMap<u64, (PathBuf, String)>,
 }
 
@@ -176,7 +177,7 @@ impl Scene {
         let folder = self.folder().join(folder);
         let path = folder.join(name);
         let is_in_the_way = folder.exists() && !is_folder(&folder);
-        // A copy in a folder that a writer has begun to fill is what a writer writes.
+        // A copy in a partial checkpoint is indistinguishable from a writer's own file.
         let is_begun =
             matches!(kind, Kind::Copy) && folder.extension().is_some_and(|suffix| suffix == "partial");
         if is_in_the_way || is_taken(&path) || is_begun || fs::create_dir_all(&folder).is_err() {
@@ -197,7 +198,7 @@ impl Scene {
             Kind::Fifo => mkfifo(&path, Mode::S_IRWXU).unwrap(),
         }
         for (inode, (found, content)) in inventory(&folder) {
-            // A folder by itself is nothing to miss, if all that lies in it is found.
+            // An empty folder itself may be lost, as long as its files survive.
             if found.starts_with(&path) && !is_folder(&found) {
                 let name = found.file_name().unwrap().to_str().unwrap().to_owned();
                 self.planted.insert(inode, (name, content));
@@ -236,7 +237,7 @@ impl Scene {
         if !is_ours(&path, step) || is_taken(&removed) {
             return;
         }
-        let stage = Stage::of(&path);
+        let stage = LeftoverState::of(&path);
         fs::rename(path, &removed).unwrap();
         for name in ["exp_avg.safetensors", "weights.safetensors"].into_iter().take(count) {
             let file = removed.join(name);
@@ -246,7 +247,7 @@ impl Scene {
         }
     }
 
-    /// Between the exchange of names and the removal of the old one.
+    /// Killed between the exchange of names and the removal of the old checkpoint.
     fn killed_replacing(&self, step: u64) {
         let (path, partial) = (format!("step-{step:08}"), format!(".step-{step:08}.partial"));
         let [path, partial] = [path, partial].map(|name| self.folder().join(name));
@@ -263,10 +264,10 @@ impl Scene {
         self.writer.insert(Writer::new(&folder, keep).unwrap())
     }
 
-    fn act(&mut self, deed: &Deed) {
-        match *deed {
-            Deed::Plant { folder, name, kind } => self.plant(FOLDERS[folder], NAMES[name], kind),
-            Deed::Save { step, keep } => {
+    fn act(&mut self, action: &Action) {
+        match *action {
+            Action::Plant { folder, name, kind } => self.plant(FOLDERS[folder], NAMES[name], kind),
+            Action::Save { step, keep } => {
                 let writer = self.writer(keep);
                 writer.save(snapshot(step)).unwrap();
                 let path = writer.finish().unwrap().unwrap();
@@ -278,12 +279,12 @@ impl Scene {
                 assert!(ours.len() <= keep, "{keep} are kept: {ours:?}");
                 self.assert_nothing_is_left();
             }
-            Deed::Begin => {
+            Action::Begin => {
                 self.writer(1);
                 self.assert_nothing_is_left();
             }
-            Deed::Damage { step, name, lost } => self.damage(step, name, lost),
-            Deed::Resume => {
+            Action::Damage { step, name, lost } => self.damage(step, name, lost),
+            Action::Resume => {
                 if let Ok(Some(found)) = find(&self.folder()) {
                     let writer = self.writer(1);
                     for (path, _) in found.damaged {
@@ -291,13 +292,13 @@ impl Scene {
                     }
                 }
             }
-            Deed::KilledWriting { step, files } => self.killed_writing(step, files),
-            Deed::KilledRemoving { step, files } => self.killed_removing(step, files),
-            Deed::KilledReplacing { step } => self.killed_replacing(step),
+            Action::KilledWriting { step, files } => self.killed_writing(step, files),
+            Action::KilledRemoving { step, files } => self.killed_removing(step, files),
+            Action::KilledReplacing { step } => self.killed_replacing(step),
         }
     }
 
-    /// A writer has removed all of a checkpoint that has no final name.
+    /// Asserts that a writer has removed all checkpoints without a final name.
     fn assert_nothing_is_left(&self) {
         for (path, content) in inventory(&self.folder()).into_values() {
             let step = path.strip_prefix(self.folder()).unwrap().to_string_lossy().into_owned();
@@ -325,17 +326,17 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn whatever_somebody_else_has_put_there_is_found_again(deeds in prop::collection::vec(deed(), 1..25)) {
+    fn files_of_others_survive_any_sequence_of_actions(actions in prop::collection::vec(action(), 1..25)) {
         let mut scene = Scene::new();
-        for deed in &deeds {
-            scene.act(deed);
+        for action in &actions {
+            scene.act(action);
             scene.assert_all_is_there();
         }
     }
 }
 
 #[test]
-fn notes_in_a_checkpoint_stay_where_they_are_when_it_is_removed_or_replaced() {
+fn notes_in_a_checkpoint_survive_its_removal_and_replacement() {
     let folder = tempfile::tempdir().unwrap();
     let notes = folder.path().join("step-00000001/notes.txt");
     let mut writer = Writer::new(folder.path(), 1).unwrap();
@@ -345,7 +346,7 @@ fn notes_in_a_checkpoint_stay_where_they_are_when_it_is_removed_or_replaced() {
     };
     save(1);
     fs::write(&notes, "mine").unwrap();
-    // Replaced, removed, and then there again.
+    // Replaced, removed, and written again.
     for (step, files) in [(1, 4), (2, 1), (1, 4)] {
         save(step);
         assert_eq!(fs::read_to_string(&notes).unwrap(), "mine");
@@ -366,11 +367,11 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
         bytes[8..8 + MARK.len()].fill(b' ');
         fs::write(path.join(name), &bytes).unwrap();
         let xxh3 = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(&bytes));
-        entries.insert(name.to_owned(), Entry { bytes: bytes.len() as u64, xxh3 });
+        entries.insert(name.to_owned(), FileEntry { bytes: bytes.len() as u64, xxh3 });
     }
     let manifest = Manifest::new(1, None, serde_json::Value::Null, entries).to_json();
     fs::write(path.join(MANIFEST), manifest).unwrap();
-    // A file of the same size, which is another one.
+    // A file of the same size with other content.
     let changed = path.join("exp_avg.safetensors");
     let mut bytes = fs::read(&changed).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -382,7 +383,7 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
 }
 
 #[test]
-fn a_folder_that_is_not_ours_makes_way_and_stays() {
+fn a_foreign_folder_is_moved_aside_and_kept() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let target = folder.target(7);

@@ -1,4 +1,4 @@
-//! How ranks come together: arrival, comparison, and waiting for each other without ever hanging.
+//! How ranks synchronise at an operation: arrival, comparison of the calls, and waiting without ever hanging.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -11,31 +11,31 @@ use crate::comm::signature::{Path, SIGNATURE_WORDS, Signature, describe};
 use crate::{Error, Result};
 
 impl CpuTransport {
-    /// The number the next operation will have: what to write before [`enter`](Self::enter) belongs to it.
+    /// Sequence number of the next operation. Slots that are written before [`enter`](Self::enter) belong to it.
     pub(super) fn next_sequence(&self) -> u32 {
         self.sequence.wrapping_add(1)
     }
 
-    /// Arrives at the next operation and waits until all ranks have, with the same call.
+    /// Arrives at the next operation and waits until all ranks have arrived with the same call.
     pub(super) fn enter(&mut self, call: &Signature) -> Result<()> {
         self.sequence = self.next_sequence();
         let own = self.region.lines(self.rank);
-        own.arrive(self.sequence, call, self.patience);
-        // Peers have what they wait for: reading the clock delays none of them.
+        own.arrive(self.sequence, call, self.policy);
+        // After the arrival was published: reading the clock then delays no peer.
         self.membership.page().touch(self.rank);
         let digest = own.arrival(self.sequence).digest();
         for peer in self.peers() {
             let line = self.region.lines(peer).arrival(self.sequence);
             if call.path == Path::Eager {
-                self.patience.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
+                self.policy.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
             }
             let waited = self.wait(&line.flag, self.sequence, call, || {
                 let arrived =
                     |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
-                (vec![peer], self.not_waiting(self.peers().filter(|peer| !arrived(peer)).collect()))
+                (vec![peer], self.blocking_ranks(self.peers().filter(|peer| !arrived(peer)).collect()))
             });
             if let Err(error) = waited {
-                // A rank that has come with another call, and ended because of that, did not just end.
+                // Prefer the mismatch: a rank that arrived with another call may have ended because of it.
                 let differs = |peer: &u32| {
                     let line = self.region.lines(*peer).arrival(self.sequence);
                     line.flag.reached(self.sequence) && line.digest() != digest
@@ -47,37 +47,38 @@ impl CpuTransport {
             }
         }
         if let Some(arrival) = &self.arrival {
-            // An operation of several parts has begun with its first one.
+            // Of an operation with several rounds, the first one counts.
             let _ = arrival.compare_exchange(0, now(), Relaxed, Relaxed);
         }
-        // Peers have finished with the next line: it can come back to this core while there is time.
+        // Peers have finished with the next arrival line: prefetch it for writing.
         let next: *const Arrival = own.arrival(self.next_sequence());
         prefetch::for_writing(next.cast());
         Ok(())
     }
 
-    /// The error of having come to the present operation with another call than `peer`.
+    /// The error of arriving at the current operation with another call than `peer`.
     #[cold]
     fn mismatch(&self, peer: u32, call: &Signature) -> Error {
         let theirs = self.region.lines(peer).call(self.sequence);
-        self.disagreement(peer, self.sequence, call, theirs)
+        self.mismatch_error(peer, self.sequence, call, theirs)
     }
 
-    /// The error of having called something else than `peer`.
-    pub(super) fn disagreement(
+    /// The error of calling something else than `peer`.
+    pub(super) fn mismatch_error(
         &self,
         peer: u32,
         sequence: u32,
         ours: &Signature,
         theirs: [u64; SIGNATURE_WORDS],
     ) -> Error {
-        self.outvoted.set(self.is_outvoted(sequence, ours));
+        self.in_minority.set(self.is_in_minority(sequence, ours));
         let (ours, theirs) = (ours.to_string(), describe(theirs));
         Error::Mismatch { rank: self.rank, peer, sequence, ours, theirs }
     }
 
-    /// Whether more ranks have come to operation `sequence` with one other call than with `ours`.
-    fn is_outvoted(&self, sequence: u32, ours: &Signature) -> bool {
+    /// Whether some other call was made by more ranks than `ours`, among the ranks that have arrived at operation
+    /// `sequence`.
+    fn is_in_minority(&self, sequence: u32, ours: &Signature) -> bool {
         let has_come = |peer: &u32| self.region.lines(*peer).arrival(sequence).flag.reached(sequence);
         let calls: Vec<_> =
             self.peers().filter(has_come).map(|peer| self.region.lines(peer).call(sequence)).collect();
@@ -86,8 +87,8 @@ impl CpuTransport {
         calls.iter().filter(|call| **call != ours).map(count).max() > Some(1 + count(&ours))
     }
 
-    /// Waits until `flag` has come to `target`. `absent` tells, when it takes long, which ranks must be there for
-    /// that to happen at all, and which ones it is waiting for.
+    /// Waits until `flag` has reached `target`. In a long wait, `absent` returns the ranks without which that cannot
+    /// happen, and the ranks that are being waited for.
     #[inline]
     pub(super) fn wait(
         &self,
@@ -96,28 +97,28 @@ impl CpuTransport {
         call: &Signature,
         absent: impl Fn() -> (Vec<u32>, Vec<u32>),
     ) -> Result<()> {
-        self.patience.wait(
+        self.policy.wait(
             flag,
             target,
             || self.spread_over_cores(),
             |waited| {
                 let (needed, waited_for) = absent();
-                self.look_around(flag, target, call, waited, &needed, waited_for)
+                self.check_peers(flag, target, call, waited, &needed, waited_for)
             },
         )
     }
 
     #[cold]
     fn spread_over_cores(&self) {
-        if !self.patience.is_crowded() {
+        if !self.policy.is_oversubscribed() {
             cores::spread(self.rank, |rank| self.region.cores(rank), self.size);
         }
     }
 
-    /// What a rank does between two slices of sleep: it leaves a note whom it waits for, looks whether that is in
-    /// vain, and gives up after the deadline.
+    /// Runs between two sleeps of a long wait: records whom this rank waits for, checks whether the wait can still
+    /// succeed, and times out.
     #[cold]
-    fn look_around(
+    fn check_peers(
         &self,
         flag: &Flag,
         target: u32,
@@ -136,7 +137,7 @@ impl CpuTransport {
         if let Some(peer) = waited_for.first() {
             self.membership.page().wait(self.rank, *peer);
         }
-        // Before a look at who has gone: a peer that has seen the same, and ended, still called what it called.
+        // Check this before lost peers: a peer that has found the same deadlock may have ended already.
         if let Some(error) = needed.first().and_then(|peer| self.deadlock(*peer, call)) {
             return Err(error);
         }
@@ -150,11 +151,12 @@ impl CpuTransport {
         Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
     }
 
-    /// The error of waiting for `peer` in vain: it waits in another call for a rank that waits in turn, and so on, until one
-    /// waits for this rank, or for one that was met before. Each of them could only go on if the next one did.
+    /// The error of a deadlock: `peer` waits in another call for a rank that also waits, and so on, up to this rank
+    /// or one that occurred before.
     ///
-    /// A rank has one call of a communicator at a time, so who waits in it does nothing else there. The notes are read one
-    /// after the other, while ranks may go on: only if all still stand when the last one has been read did they stand together.
+    /// A rank has at most one call of a communicator at a time, so a rank that waits in it makes no progress there.
+    /// The records are read one after the other while ranks may continue: they were only true at the same time if all
+    /// of them are unchanged after the last one was read.
     fn deadlock(&self, peer: u32, call: &Signature) -> Option<Error> {
         let (mut chain, mut next) = (Vec::new(), peer);
         while next != self.rank && !chain.iter().any(|(rank, _)| *rank == next) {
@@ -167,12 +169,12 @@ impl CpuTransport {
         if !chain.iter().all(stands) {
             return None;
         }
-        // Messages have no number: the collective that comes next does.
+        // Messages have no sequence number; report that of the next collective.
         let sequence = if call.is_collective() { self.sequence } else { self.next_sequence() };
-        Some(self.disagreement(peer, sequence, call, theirs.call))
+        Some(self.mismatch_error(peer, sequence, call, theirs.call))
     }
 
-    /// What `rank` has been waiting for, and still is, as far as it has not given up.
+    /// What `rank` is recorded to wait for, if the wait is not over.
     fn unfinished_wait(&self, rank: u32) -> Option<Waiting> {
         self.region.lines(rank).waiting().filter(|wait| {
             let flag = self.region.flag_at(wait.flag);
@@ -180,16 +182,17 @@ impl CpuTransport {
         })
     }
 
-    /// Those of `absent` that hold up the others: a rank that is late because it waits for another one itself does not.
-    fn not_waiting(&self, absent: Vec<u32>) -> Vec<u32> {
+    /// Those of `absent` that block the others: not the ranks that are late because they wait for another one.
+    fn blocking_ranks(&self, absent: Vec<u32>) -> Vec<u32> {
         let holding_up: Vec<u32> =
-            absent.iter().copied().filter(|peer| self.last_in_line(*peer) == *peer).collect();
+            absent.iter().copied().filter(|peer| self.end_of_wait_chain(*peer) == *peer).collect();
         if holding_up.is_empty() { absent } else { holding_up }
     }
 
-    /// The rank that `peer` waits for in turn, and so on: the first that does not wait, or whose wait is over, is the
-    /// one that holds up all the others. (A rank may have been stopped in its sleep: its note is still there then.)
-    pub(super) fn last_in_line(&self, peer: u32) -> u32 {
+    /// Follows the records from `peer` to the rank that it waits for, and so on. Returns the first rank that does not
+    /// wait or whose wait is over: it blocks the others. (A rank may have been stopped while asleep; its record still
+    /// exists then.)
+    pub(super) fn end_of_wait_chain(&self, peer: u32) -> u32 {
         let mut last = peer;
         for _ in 0..self.size {
             match self.unfinished_wait(last) {

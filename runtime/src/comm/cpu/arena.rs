@@ -1,4 +1,4 @@
-//! Memory in which every rank has a part and that every rank maps.
+//! Arenas: shared memory of which every rank has a part, and that all ranks map.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use crate::shm::{SharedMemory, reserve};
 use crate::{Error, Result, memory};
 
 const PAGE: usize = 4096;
-/// Offset between the parts of neighbouring ranks beyond their alignment: equal elements of all ranks must not
-/// fall into the same cache set.
+/// Additional offset between the parts of adjacent ranks: the same elements of all ranks must not fall into the same
+/// cache set.
 const STAGGER: usize = 65 * 64;
 
-/// Where the parts of `ranks` ranks of `bytes` bytes each begin, and the size of the whole. Parts are aligned to huge
-/// pages once they fill one.
+/// Offsets of the parts of `ranks` ranks with `bytes` bytes each, and the total size. Large parts are aligned to huge
+/// pages.
 fn place_parts(ranks: usize, bytes: usize) -> (Vec<usize>, usize) {
     let part = bytes + ranks * STAGGER;
     let stride = part.next_multiple_of(if part >= HUGE_PAGE { HUGE_PAGE } else { PAGE });
@@ -37,7 +37,7 @@ fn refusal(problem: String) -> Error {
 }
 
 impl CpuTransport {
-    /// Memory for `len` elements of every rank.
+    /// Allocates `len` elements for every rank.
     pub(super) fn allocate_arena(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let bytes = bytes_of(dtype, len)?;
         let call = Signature::plain(Operation::Allocate, dtype, len);
@@ -47,7 +47,7 @@ impl CpuTransport {
         let (parts, total) = place_parts(self.size as usize, bytes);
         let (memory, fd) = self.share_arena(&name, total)?;
         reserve(&name, &memory, fd.as_fd(), parts[self.rank as usize], bytes)?;
-        // Nobody touches a peer's part before that rank has reserved it.
+        // A peer's part must not be touched before that rank has reserved it.
         self.enter(&call)?;
         memory.map_pages();
         let id = u64::from(self.number) << 32 | u64::from(self.arenas);
@@ -55,7 +55,7 @@ impl CpuTransport {
         Ok(Buffer::in_arena(arena, dtype, len))
     }
 
-    /// Makes the memory on rank 0, if the machine has enough, and maps it on all.
+    /// Creates the memory on rank 0, if there is enough, and maps it on all ranks.
     fn share_arena(&self, name: &str, total: usize) -> Result<(SharedMemory, OwnedFd)> {
         let store = self.membership.store();
         if self.rank == 0 {
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_lie_apart_and_within() {
+    fn parts_are_disjoint_and_within_the_arena() {
         for ranks in [2, 3, 9, 64] {
             for bytes in [0, 1, 4096, 100_000, HUGE_PAGE, (5 << 20) + 7] {
                 let (parts, total) = place_parts(ranks, bytes);

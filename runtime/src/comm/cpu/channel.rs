@@ -1,7 +1,7 @@
-//! Channels from rank to rank: two chunks of shared memory, filled and emptied in turn.
+//! Channels between two ranks: two chunks of shared memory, filled and emptied alternately.
 //!
-//! Every rank has one to each peer for messages, and one to the next rank for the ring. The sender notes beside each
-//! chunk what it belongs to, so that a receiver that expects something else finds out.
+//! Every rank has a channel to each peer for messages, and one to the next rank for the ring. The sender stores its
+//! call with each chunk, so that the receiver detects a mismatch.
 
 use std::sync::atomic::Ordering;
 
@@ -10,79 +10,81 @@ use crate::Result;
 use crate::comm::Buffer;
 use crate::comm::signature::Signature;
 
-/// One channel of `from`. Its place among the sender's channels is that of the rank it leads to; the sender's own
-/// place, which no message needs, is that of the ring.
+/// One channel of `from`. Its index among the sender's channels is the receiver's rank; the sender's own index is
+/// used for the ring.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Channel {
     pub(super) from: u32,
     pub(super) to: u32,
-    place: u32,
+    index: u32,
 }
 
 impl Channel {
     /// Carries messages.
     fn of_messages(from: u32, to: u32) -> Self {
-        Channel { from, to, place: to }
+        Channel { from, to, index: to }
     }
 
     /// Carries the blocks of a ring of `size` ranks that leave rank `from`.
     pub(super) fn of_ring(from: u32, size: u32) -> Self {
-        Channel { from, to: (from + 1) % size, place: from }
+        Channel { from, to: (from + 1) % size, index: from }
     }
 }
 
 impl CpuTransport {
-    /// Sends the next chunk, once there is room for it; `fill` writes it.
+    /// Sends the next chunk, after waiting for a free one; `fill` writes it.
     pub(super) fn send_chunk(
         &mut self,
         channel: Channel,
         call: &Signature,
         fill: impl FnOnce(*mut u8),
     ) -> Result<()> {
-        let Channel { from, to, place } = channel;
-        let count = self.sent[place as usize];
-        // Two chunks may be under way: this one replaces chunk `count - 2`.
-        let taken = &self.region.taken(from, place).count;
-        self.wait(taken, count.wrapping_sub(1), call, || (vec![to], vec![self.last_in_line(to)]))?;
-        fill(self.region.chunk(from, place, count));
-        let sent = self.region.sent(from, place);
+        let Channel { from, to, index } = channel;
+        let count = self.sent[index as usize];
+        // Two chunks may be in flight: this one replaces chunk `count - 2`.
+        let released = &self.region.released(from, index).count;
+        self.wait(released, count.wrapping_sub(1), call, || (vec![to], vec![self.end_of_wait_chain(to)]))?;
+        fill(self.region.chunk(from, index, count));
+        let sent = self.region.sent(from, index);
         for (slot, word) in sent.calls[(count % 2) as usize].iter().zip(call.encode()) {
             slot.store(word, Ordering::Relaxed);
         }
-        self.sent[place as usize] = count.wrapping_add(1);
-        sent.count.publish(count.wrapping_add(1), self.patience);
+        self.sent[index as usize] = count.wrapping_add(1);
+        sent.count.publish(count.wrapping_add(1), self.policy);
         Ok(())
     }
 
-    /// Chunks received on a channel so far.
+    /// Number of chunks received on a channel.
     fn received(&mut self, channel: Channel) -> &mut u32 {
-        let ring = channel.place == channel.from;
+        let ring = channel.index == channel.from;
         &mut self.received[if ring { self.rank } else { channel.from } as usize]
     }
 
-    /// Waits for the next chunk; it stays valid until [`release_chunk`](Self::release_chunk).
+    /// Waits for the next chunk, which is valid until [`release_chunk`](Self::release_chunk).
     pub(super) fn receive_chunk(&mut self, channel: Channel, call: &Signature) -> Result<*mut u8> {
-        let Channel { from, place, .. } = channel;
+        let Channel { from, index, .. } = channel;
         let count = *self.received(channel);
-        let sent = self.region.sent(from, place);
-        self.wait(&sent.count, count.wrapping_add(1), call, || (vec![from], vec![self.last_in_line(from)]))?;
+        let sent = self.region.sent(from, index);
+        self.wait(&sent.count, count.wrapping_add(1), call, || {
+            (vec![from], vec![self.end_of_wait_chain(from)])
+        })?;
         let calls = &sent.calls[(count % 2) as usize];
         let theirs = std::array::from_fn(|index| calls[index].load(Ordering::Relaxed));
         if theirs != call.counterpart(self.rank).encode() {
-            return Err(self.disagreement(from, count.wrapping_add(1), call, theirs));
+            return Err(self.mismatch_error(from, count.wrapping_add(1), call, theirs));
         }
-        Ok(self.region.chunk(from, place, count))
+        Ok(self.region.chunk(from, index, count))
     }
 
-    /// Gives the chunk received last back to its sender.
+    /// Releases the last received chunk to its sender.
     pub(super) fn release_chunk(&mut self, channel: Channel) {
         let count = self.received(channel);
         *count = count.wrapping_add(1);
         let count = *count;
-        self.region.taken(channel.from, channel.place).count.publish(count, self.patience);
+        self.region.released(channel.from, channel.index).count.publish(count, self.policy);
     }
 
-    /// Byte ranges of a message's chunks; at least one, so that an empty message is one too.
+    /// Byte ranges of a message's chunks; at least one, so that an empty message synchronises, too.
     fn message_chunks(&self, bytes: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let most = self.region.chunk_bytes();
         (0..bytes.div_ceil(most).max(1)).map(move |index| (index * most, most.min(bytes - index * most)))
@@ -94,7 +96,7 @@ impl CpuTransport {
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
             self.send_chunk(channel, call, |chunk| {
-                // SAFETY: the range lies within the buffer, and the receiver has released the chunk.
+                // SAFETY: the range is within the buffer, and the receiver has released the chunk.
                 unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
             })?;
         }
@@ -106,7 +108,7 @@ impl CpuTransport {
         let channel = Channel::of_messages(from, self.rank);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let chunk = self.receive_chunk(channel, call)?;
-            // SAFETY: the range lies within the buffer, and the sender leaves the chunk until its release.
+            // SAFETY: the range is within the buffer, and the sender does not write the chunk before its release.
             unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
             self.release_chunk(channel);
         }
@@ -121,7 +123,7 @@ mod tests {
     use crate::{Buffer, World};
 
     #[test]
-    fn each_side_of_a_message_is_called_by_its_name() {
+    fn a_message_mismatch_names_send_and_recv() {
         let mut worlds = World::threads(2).unwrap();
         worlds.iter_mut().for_each(|world| world.set_timeout(Duration::from_millis(50)));
         let [mut first, mut second] = <[World; 2]>::try_from(worlds).unwrap();

@@ -1,14 +1,14 @@
-//! Whether every rank has a core of its own, and seeing to it that it does.
+//! Whether every rank has a core of its own (or the machine is oversubscribed), and spreading ranks over cores.
 //!
-//! Whether there are enough decides how to wait and which path small payloads take, so all ranks must come to the same
-//! answer: each publishes the cores it may use, and all count their union. A control group may allow less time than
-//! there are cores; its quota is for all ranks together, so it limits the union. It is read from the group itself: what
-//! the standard library offers as a process's parallelism is 1 for a rank that is bound to one core, quota or not.
+//! This decides how ranks wait and which path small payloads take, so all ranks must get the same result: each
+//! publishes the cores it may use, and all count their union. A control group may allow less CPU time than there are
+//! cores; its quota is for all ranks together, so it limits the union. It is read from the group itself, because the
+//! standard library reports a parallelism of 1 for a rank that is bound to one core, with or without a quota.
 //!
-//! Ranks that start together and wait for each other may come to lie on the same core while another is idle, and the
-//! scheduler, which sees two tasks that forever give way to each other, may leave them there. A rank that finds itself
-//! on the core of a lower one moves to a free core. It does not bind itself: it asks to run there and then takes the
-//! wish back.
+//! Ranks that start together and wait for each other may run on the same core while another is idle, and the
+//! scheduler, which sees two tasks that keep yielding to each other, may leave them there. A rank that finds itself
+//! on the core of a lower rank moves to a free core. It does not stay bound: it sets its affinity to that core and
+//! then restores it.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 
 use crate::control_group::cpu_quota;
 
-/// Words of a set of cores: as many as the system call knows.
+/// Words of a core set: as many as the system call supports.
 const WORDS: usize = 16;
 
 const THIS_THREAD: Pid = Pid::from_raw(0);
@@ -27,14 +27,14 @@ const THIS_THREAD: Pid = Pid::from_raw(0);
 #[repr(C, align(128))]
 pub(super) struct Cores {
     set: [AtomicU64; WORDS],
-    /// How many cores all processes of the control group may keep busy together; the largest number without a limit.
+    /// CPU quota of the control group in cores, shared by all of its processes; `u32::MAX` without a limit.
     quota: AtomicU32,
-    /// The core it was last seen on, plus one; 0 before.
+    /// The core on which the rank was last seen, plus one; 0 if none.
     last: AtomicU32,
 }
 
 impl Cores {
-    /// Publishes what this thread may use.
+    /// Publishes the cores that this thread may use.
     pub(super) fn publish(&self) {
         let set = sched_getaffinity(THIS_THREAD).unwrap_or_else(|_| CpuSet::new());
         for core in (0..WORDS * 64).filter(|core| set.is_set(*core).unwrap_or(false)) {
@@ -44,7 +44,7 @@ impl Cores {
         self.quota.store(quota.unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
-    /// How many cores the ranks have between them.
+    /// Number of cores that all ranks have together.
     pub(super) fn count<'a>(ranks: impl Iterator<Item = &'a Cores> + Clone) -> usize {
         let union = |word: usize| {
             ranks.clone().fold(0, |union, cores| union | cores.set[word].load(Ordering::Relaxed)).count_ones()
@@ -72,7 +72,7 @@ pub(super) fn spread<'a>(rank: u32, cores_of: impl Fn(u32) -> &'a Cores, ranks: 
     let mut only = CpuSet::new();
     if only.set(free).and_then(|()| sched_setaffinity(THIS_THREAD, &only)).is_ok() {
         cores_of(rank).last.store(free as u32 + 1, Ordering::Relaxed);
-        // What was allowed a moment ago is allowed still, unless the core was taken away from the whole machine.
+        // This restores the previous affinity; it only fails if the core was taken offline.
         let _ = sched_setaffinity(THIS_THREAD, &allowed);
     }
 }
@@ -98,14 +98,14 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_what_the_standard_library_says() {
+    fn the_core_count_of_a_process_is_that_of_the_standard_library() {
         let own = Cores::default();
         own.publish();
         assert_eq!(Cores::count([own].iter()), std::thread::available_parallelism().unwrap().get());
     }
 
     #[test]
-    fn ranks_bound_to_a_core_each_have_a_core_each() {
+    fn ranks_bound_to_different_cores_are_not_oversubscribed() {
         let allowed = sched_getaffinity(THIS_THREAD).unwrap();
         let cores = (0..WORDS * 64).filter(|core| allowed.is_set(*core).unwrap_or(false));
         let bound = |core: usize| {
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_on_one_core_part() {
+    fn two_ranks_on_one_core_are_spread() {
         let allowed = sched_getaffinity(THIS_THREAD).unwrap();
         let ranks = [Cores::default(), Cores::default()];
         ranks[0].last.store(sched_getcpu().unwrap() as u32 + 1, Ordering::Relaxed);

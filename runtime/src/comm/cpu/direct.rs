@@ -1,10 +1,10 @@
-//! Collectives over memory that every rank maps: in place, in an arena.
+//! In-place collectives on arenas, which all ranks map.
 //!
 //! The all-reduce reads each block of all n buffers and writes the result to all n: 2·n·S bytes of memory traffic,
-//! the least there is for n results. The other collectives are the same with fewer sources or destinations. Each
-//! rank has its own part of the blocks (see [`lines`](super::lines)) and helps ranks that are late with theirs, so
-//! that a rank that is descheduled holds up one block at most. Who reduces a block does not matter for its bits:
-//! the order of summation is that of the ranks.
+//! the minimum for n results. The other collectives are the same with fewer sources or destinations. Each rank has a
+//! queue of blocks (see [`lines`](super::lines)) and, when done, takes blocks of late ranks, so that a descheduled
+//! rank delays the others by at most one block. The bits do not depend on which rank reduces a block: the order of
+//! summation is that of the ranks.
 
 use std::ops::Range;
 
@@ -14,23 +14,23 @@ use smallvec::SmallVec;
 use super::CpuTransport;
 use super::eager::Sources;
 use crate::Result;
-use crate::comm::exchange::Shares;
+use crate::comm::exchange::Partition;
 use crate::comm::segments::update_blocks;
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp, Update, shard};
 
-/// Largest block: with n = 4 ranks, all buffers' fit the second-level cache together.
+/// Largest block in bytes: with 4 ranks, a block of each buffer fits into the L2 cache together.
 const MAX_BLOCK: usize = 256 << 10;
-/// Smallest block: below, a ticket costs more than balance gains.
+/// Smallest block in bytes: below, taking a ticket costs more than the balance gains.
 const MIN_BLOCK: usize = 16 << 10;
-/// Blocks of a rank's part, unless they would be too large or too small.
+/// Number of blocks of a rank's part, unless they would be too large or too small.
 const BLOCKS: usize = 4;
 
 /// The addresses of all ranks' buffers. No allocation up to 16 ranks.
 pub(super) type Addresses = SmallVec<[*mut u8; 16]>;
 
-/// How the elements of an operation are dealt out: rank q's part begins at q·stride and ends at the next one's
-/// begin, or at `len`; it is worked on in blocks.
+/// How the elements of an operation are divided: the part of rank q begins at q·stride and ends where the next one
+/// begins, or at `len`. Parts are processed in blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Parts {
     len: usize,
@@ -42,11 +42,11 @@ impl Parts {
     /// Parts of `stride` elements of `element` bytes.
     pub(super) fn of_stride(len: usize, stride: usize, element: usize) -> Self {
         let bytes = (stride * element / BLOCKS).clamp(MIN_BLOCK, MAX_BLOCK);
-        // Blocks begin at cache lines of the buffer: no two ranks write into one.
+        // Blocks begin at cache lines of the buffer, so that no two ranks write to the same line.
         Parts { len, stride, block: bytes.next_multiple_of(64) / element }
     }
 
-    /// Equal parts, but for the last, that begin at cache lines.
+    /// Equal parts that begin at cache lines; the last one may be shorter.
     pub(super) fn equal(len: usize, ranks: u32, element: usize) -> Self {
         let stride = (len.div_ceil(ranks as usize) * element).next_multiple_of(64) / element;
         Self::of_stride(len, stride, element)
@@ -71,40 +71,46 @@ impl Parts {
     }
 }
 
-/// Which ranks' memory a block is read from, and which ranks' it is written to.
+/// Which ranks' memory a block is read from and written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flow {
-    /// From all to all.
+    /// From all ranks to all ranks.
     AllReduce(ReduceOp),
-    /// From all to one rank.
+    /// From all ranks to one rank.
     Reduce(ReduceOp, u32),
-    /// From all to the rank whose part it is.
+    /// From all ranks to the owner of the part.
     ReduceScatter(ReduceOp),
-    /// From the rank whose part it is to all others.
+    /// From the owner of the part to all others.
     AllGather,
     /// From one rank to all others.
     Broadcast(u32),
-    /// From the rank whose part it is to one rank.
+    /// From the owner of the part to one rank.
     Gather(u32),
-    /// From one rank to the rank whose part it is.
+    /// From one rank to the owner of the part.
     Scatter(u32),
 }
 
 impl CpuTransport {
-    /// Where the buffer of every rank begins.
+    /// Addresses of all ranks' buffers.
     fn addresses(&self, buffer: &Buffer) -> Addresses {
         let (arena, offset) = buffer.arena().expect("a direct operation is on an arena");
         (0..self.size).map(|rank| arena.address(rank, offset)).collect()
     }
 
-    /// All of an operation's work, after the arrival: this rank's own part, then help for those that are late. Returns
-    /// once all blocks are done.
-    fn work_together(&mut self, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) -> Result<()> {
-        self.work_on(self.rank, parts, flow, all, call);
+    /// Processes all blocks of an operation, after the arrival: first this rank's own queue, then those of late
+    /// ranks. Returns once all blocks are complete.
+    fn process_all_queues(
+        &mut self,
+        parts: Parts,
+        flow: Flow,
+        all: &Addresses,
+        call: &Signature,
+    ) -> Result<()> {
+        self.process_queue(self.rank, parts, flow, all, call);
         let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
         for queue in self.peers() {
-            if !self.patience.glance(self.region.lines(queue).completed(), target(self, queue)) {
-                self.work_on(queue, parts, flow, all, call);
+            if !self.policy.spin_briefly(self.region.lines(queue).completed(), target(self, queue)) {
+                self.process_queue(queue, parts, flow, all, call);
             }
         }
         for queue in self.peers().chain([self.rank]) {
@@ -121,14 +127,14 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Works through what is left of the part of rank `queue`.
-    fn work_on(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
+    /// Processes the remaining blocks of the queue of rank `queue`.
+    fn process_queue(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
         let own = self.region.lines(self.rank);
         let begin = self.queued[queue as usize];
-        self.region.lines(queue).work((own, queue), begin, parts.blocks(queue), |block| {
-            // SAFETY: all ranks have arrived with buffers of `len` elements and leave them alone until every block
-            // is done; the ticket makes this rank the only one to touch this block of any of them.
-            unsafe { work_on_block(call, flow, queue, all, parts.range(queue, block)) };
+        self.region.lines(queue).process((own, queue), begin, parts.blocks(queue), |block| {
+            // SAFETY: all ranks have arrived with buffers of `len` elements and do not touch them until every block
+            // is complete; the ticket gives this rank exclusive access to this block of all of them.
+            unsafe { process_block(call, flow, queue, all, parts.range(queue, block)) };
         });
     }
 
@@ -141,7 +147,7 @@ impl CpuTransport {
     ) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
-        self.work_together(parts, Flow::AllReduce(op), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::AllReduce(op), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
@@ -154,7 +160,7 @@ impl CpuTransport {
     ) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
-        self.work_together(parts, Flow::Reduce(op, root), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::Reduce(op, root), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
@@ -166,27 +172,32 @@ impl CpuTransport {
     ) -> Result<()> {
         self.enter(call)?;
         let parts = self.shards(call);
-        self.work_together(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::ReduceScatter(op), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
     pub(super) fn direct_all_gather(
         &mut self,
         buffer: &Buffer,
-        shares: Shares<'_>,
+        shares: Partition<'_>,
         call: &Signature,
     ) -> Result<()> {
-        if let Shares::Shards { .. } = shares {
+        if let Partition::Shards { .. } = shares {
             self.enter(call)?;
-            return self.work_together(self.shards(call), Flow::AllGather, &self.addresses(buffer), call);
+            return self.process_all_queues(
+                self.shards(call),
+                Flow::AllGather,
+                &self.addresses(buffer),
+                call,
+            );
         }
         let (element, own) = (call.dtype.size(), shares.range(self.rank));
         self.enter_and_write(buffer, call, |comm, all| {
             let source = buffer.address().wrapping_add(own.start * element);
             for peer in comm.peers() {
                 let destination = all[peer as usize].wrapping_add(own.start * element);
-                // SAFETY: all ranks have arrived with buffers of `len` elements and the same counts, and nobody but this rank
-                // touches its part of any of them before it is completed; buffers of different ranks do not overlap.
+                // SAFETY: all ranks have arrived with buffers of `len` elements and the same counts; only this rank
+                // accesses its part of any of them before it is complete; buffers of different ranks do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(source, destination, own.len() * element) };
             }
         })
@@ -195,16 +206,16 @@ impl CpuTransport {
     #[inline(never)]
     pub(super) fn direct_gather(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
-        self.work_together(self.shards(call), Flow::Gather(root), &self.addresses(buffer), call)
+        self.process_all_queues(self.shards(call), Flow::Gather(root), &self.addresses(buffer), call)
     }
 
     #[inline(never)]
     pub(super) fn direct_scatter(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
-        self.work_together(self.shards(call), Flow::Scatter(root), &self.addresses(buffer), call)
+        self.process_all_queues(self.shards(call), Flow::Scatter(root), &self.addresses(buffer), call)
     }
 
-    /// What two ranks have for each other changes places; one of the two does that.
+    /// One of each pair of ranks swaps the shards that the two have for each other.
     #[inline(never)]
     pub(super) fn direct_all_to_all(&mut self, buffer: &Buffer, call: &Signature) -> Result<()> {
         self.enter_and_write(buffer, call, |comm, all| {
@@ -213,14 +224,15 @@ impl CpuTransport {
                 let (peer_begin, _) = comm.shard(peer, call);
                 let ours = all[comm.rank as usize].wrapping_add(peer_begin);
                 let theirs = all[peer as usize].wrapping_add(own_begin);
-                // SAFETY: all ranks have arrived with buffers of `len` elements; of the two ranks that these shards concern only
-                // this one touches them before it is completed; buffers of different ranks do not overlap.
+                // SAFETY: all ranks have arrived with buffers of `len` elements; of the two ranks that use these
+                // shards, only this one accesses them before it is complete; buffers of different ranks do not
+                // overlap.
                 unsafe { std::ptr::swap_nonoverlapping(ours, theirs, len * call.dtype.size()) };
             }
         })
     }
 
-    /// Only a rank itself can update its shards, so there are no blocks to be dealt out: all of them are one.
+    /// Only a rank itself can update its shards, so they form a single block that no other rank can take.
     #[inline(never)]
     pub(super) fn direct_update_all_gather(
         &mut self,
@@ -234,13 +246,13 @@ impl CpuTransport {
         let (all, element) = (self.addresses(&buffer), call.dtype.size());
         let mut buffer = Some(buffer);
         self.write(call, |comm| {
-            let place = (comm.size, comm.rank);
+            let ranks = (comm.size, comm.rank);
             buffer = buffer.take().map(|buffer| {
-                update_blocks(buffer, segments, place, block, update, |begin, updated| {
+                update_blocks(buffer, segments, ranks, block, update, |begin, updated| {
                     for peer in comm.peers() {
                         let destination = all[peer as usize].wrapping_add(begin * element);
-                        // SAFETY: all ranks have arrived with buffers of `len` elements, and nobody but this rank touches
-                        // its shards of any of them before it is completed; buffers of different ranks do not overlap.
+                        // SAFETY: all ranks have arrived with buffers of `len` elements; only this rank accesses its
+                        // shards of any of them before it is complete; buffers of different ranks do not overlap.
                         unsafe {
                             std::ptr::copy_nonoverlapping(updated.address(), destination, updated.bytes());
                         }
@@ -251,7 +263,8 @@ impl CpuTransport {
         Ok(buffer.expect("the one block has put it back"))
     }
 
-    /// Arrives, has this rank do its part of an operation as one block, given the buffers of all ranks, and waits for the others.
+    /// Arrives, writes this rank's part of an operation as a single block, given the buffers of all ranks, and waits
+    /// for the others.
     fn enter_and_write(
         &mut self,
         buffer: &Buffer,
@@ -263,14 +276,14 @@ impl CpuTransport {
         self.write(call, |comm| write(comm, &all))
     }
 
-    /// Has this rank do its part of an operation as one block, after the arrival, and waits for the others.
+    /// Writes this rank's part of an operation as a single block, after the arrival, and waits for the others.
     fn write(&mut self, call: &Signature, mut write: impl FnMut(&Self)) -> Result<()> {
         let own = self.region.lines(self.rank);
-        own.work((own, self.rank), self.queued[self.rank as usize], 1, |_| write(self));
+        own.process((own, self.rank), self.queued[self.rank as usize], 1, |_| write(self));
         self.await_parts(call)
     }
 
-    /// How shards are dealt out.
+    /// The parts of an operation on shards.
     fn shards(&self, call: &Signature) -> Parts {
         Parts::of_stride(call.len, shard(call.len, self.size, 0).len(), call.dtype.size())
     }
@@ -279,11 +292,11 @@ impl CpuTransport {
     pub(super) fn direct_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
-        self.work_together(parts, Flow::Broadcast(root), &self.addresses(buffer), call)
+        self.process_all_queues(parts, Flow::Broadcast(root), &self.addresses(buffer), call)
     }
 }
 
-/// Whether `rank`, and not `peer`, exchanges what the two have for each other: each rank with as many of the others as can be.
+/// Whether `rank`, and not `peer`, swaps the shards of the two. Each rank does so for half of its peers.
 fn swaps(rank: u32, peer: u32, ranks: u32) -> bool {
     let distance = (peer + ranks - rank) % ranks;
     2 * distance < ranks || 2 * distance == ranks && rank < peer
@@ -292,8 +305,8 @@ fn swaps(rank: u32, peer: u32, ranks: u32) -> bool {
 /// Reduces or copies the elements `range` of the part of rank `queue`.
 ///
 /// # Safety
-/// `all` are buffers of at least `range.end` elements of the call's type, and nobody else touches these elements.
-unsafe fn work_on_block(call: &Signature, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
+/// `all` are buffers of at least `range.end` elements of the call's type, and nobody else accesses these elements.
+unsafe fn process_block(call: &Signature, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
     let (element, len) = (call.dtype.size(), range.len());
     let at = |base: &*mut u8| base.wrapping_add(range.start * element);
     let blocks: Addresses = all.iter().map(at).collect();
@@ -329,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_of_two_ranks_exchanges_what_they_have_for_each_other() {
+    fn exactly_one_rank_of_each_pair_swaps() {
         for ranks in 1..10u32 {
             for rank in 0..ranks {
                 let peers = || (0..ranks).filter(move |peer| *peer != rank);

@@ -1,25 +1,26 @@
-//! Small collectives: one synchronisation.
+//! Small collectives with a single synchronisation.
 //!
-//! A rank copies its contribution beside its arrival flag, or into its slot, before it publishes its arrival. Once
-//! all have arrived, every rank takes what it needs by itself: n·S bytes read instead of a second synchronisation.
+//! A rank copies its contribution next to its arrival flag, or into its slot, before it publishes its arrival. After
+//! all have arrived, every rank computes its result by itself: it reads n·S bytes, but needs no second
+//! synchronisation.
 
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
 use super::{CpuTransport, prefetch};
 use crate::Result;
-use crate::comm::exchange::{Exchange, Shares};
+use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
 
-/// Payload to ask for in advance.
+/// Bytes of the payload to prefetch.
 const FETCHED_BYTES: usize = 256;
 
-/// What is read of every rank. No allocation up to 16 ranks.
+/// Addresses of all ranks' contributions. No allocation up to 16 ranks.
 pub(super) type Sources = SmallVec<[*const u8; 16]>;
 
 impl CpuTransport {
-    /// The slot of `rank` for the payload of operation `sequence`: in its arrival line if it fits there.
+    /// The slot of `rank` for the payload of operation `sequence`: within its arrival line if it fits there.
     #[inline]
     fn slot(&self, rank: u32, sequence: u32, path: Path) -> *mut u8 {
         if path == Path::Inline {
@@ -29,20 +30,20 @@ impl CpuTransport {
         }
     }
 
-    /// Copies `bytes` bytes from `source` into this rank's slot of the next operation, and enters it.
+    /// Copies `bytes` bytes from `source` into this rank's slot of the next operation, and arrives there.
     ///
     /// # Safety
     /// `source` is valid for `bytes` bytes, which fit a slot of the call's path.
     unsafe fn enter_with_slot(&mut self, source: *const u8, bytes: usize, call: &Signature) -> Result<()> {
         let slot = self.slot(self.rank, self.next_sequence(), call.path);
-        // SAFETY: the caller's promise; nobody reads this slot before the arrival that `enter` publishes, nor any
-        // more since the operation before the last (see `lines`).
+        // SAFETY: the caller's promise; the slot is not read before `enter` publishes the arrival, and its readers of
+        // the operation before last have finished (see `lines`).
         unsafe { std::ptr::copy_nonoverlapping(source, slot, bytes) };
         self.enter(call)
     }
 
-    /// Asks for the first lines of a peer's slot while the peer is on its way. They come together with its flag then,
-    /// not after it. Only a few: to fetch a line that the peer is about to write costs the peer time.
+    /// Prefetches the first lines of a peer's slot while waiting for its arrival, so that they come together with its
+    /// flag. Only a few: fetching a line that the peer is about to write delays the peer.
     pub(super) fn fetch_slot(&self, peer: u32, call: &Signature) {
         let slot = self.slot(peer, self.sequence, call.path);
         let bytes = call.bytes().min(FETCHED_BYTES);
@@ -58,8 +59,8 @@ impl CpuTransport {
     pub(super) fn eager_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
-        // SAFETY: all ranks have filled their slots with `len` elements and leave them until the operation after
-        // next; slots are aligned to 8 bytes at least, and the buffer is ours.
+        // SAFETY: all ranks have filled their slots with `len` elements and do not write them until the operation
+        // after next; slots are aligned to at least 8 bytes, and the buffer is ours.
         unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
         Ok(())
     }
@@ -98,7 +99,7 @@ impl CpuTransport {
     pub(super) fn eager_gather(
         &mut self,
         buffer: &Buffer,
-        parts: Shares<'_>,
+        parts: Partition<'_>,
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
@@ -116,13 +117,14 @@ impl CpuTransport {
         let slots = self.slots(0, call);
         for peer in self.peers() {
             let (at, bytes) = at(peer);
-            // SAFETY: the peer has filled its slot with its part and leaves it until the operation after next.
+            // SAFETY: the peer has filled its slot with its part and does not write it until the operation after
+            // next.
             unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at, bytes) };
         }
         Ok(())
     }
 
-    /// What a rank has for others lies in its slot as it does in its buffer: in the shard of the other rank.
+    /// A slot has the layout of the buffer: what a rank sends to another one is in the shard of that rank.
     pub(super) fn eager_exchange(
         &mut self,
         buffer: &Buffer,
@@ -135,8 +137,8 @@ impl CpuTransport {
         let element = call.dtype.size();
         for (receive, source) in exchange.receive.iter().zip(self.slots(begin, call)) {
             let at = buffer.address().wrapping_add(receive.start * element);
-            // SAFETY: the peer has filled its slot with its buffer, which is as long as ours and so has our shard, and leaves it
-            // until the operation after next.
+            // SAFETY: the peer has filled its slot with its buffer, which is as long as ours and so contains our
+            // shard, and does not write it until the operation after next.
             unsafe { std::ptr::copy_nonoverlapping(source, at, receive.len() * element) };
         }
         Ok(())
@@ -147,7 +149,7 @@ impl CpuTransport {
         // SAFETY: the payload fits a slot (the path was chosen so).
         unsafe { self.enter_with_slot(buffer.address(), bytes, call)? };
         if self.rank != root {
-            // SAFETY: the root has filled its slot and leaves it until the operation after next.
+            // SAFETY: the root has filled its slot and does not write it until the operation after next.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     self.slots(0, call)[root as usize],

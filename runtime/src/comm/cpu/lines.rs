@@ -1,33 +1,33 @@
-//! The lines of shared memory on which ranks meet, and the order in which they may be touched.
+//! The cache lines of shared memory on which ranks synchronise, and the order in which they may be accessed.
 //!
 //! **Arrival.** A rank publishes operation `s` in arrival line `s mod 2`: a digest of its arguments, a small payload
 //! and then the flag, all in one cache line, so that a peer that sees the flag has everything. Two lines are enough:
-//! a rank that writes the line for `s` has left `s − 1`, which it could only after every peer had arrived there, and
-//! so had finished reading what belonged to `s − 2`. The same argument covers everything that alternates between two
+//! a rank that writes the line for `s` has left `s − 1`, which required that every peer had arrived there and so had
+//! finished reading what belonged to `s − 2`. The same argument applies to everything that alternates between two
 //! copies.
 //!
-//! **Work.** The blocks of a larger operation are queued with the ranks, each rank's queue being a pair of counters
-//! that only grow (and wrap): tickets drawn, blocks completed. Every rank knows from the sequence of operations where
-//! each one begins. A rank works through its own queue, and then through those of ranks that are late, so that a rank
-//! that is descheduled holds up one block at most. Counters on lines of their own cost nothing as long as nobody
-//! helps; a single counter for all would be fetched from another core for every block.
+//! **Work.** Each rank has a queue of blocks of the current operation. A queue is a pair of counters that only grow
+//! (and wrap): tickets drawn, and blocks completed. Every rank knows from the sequence of operations where each
+//! operation begins. A rank processes its own queue, and then those of late ranks, so that a descheduled rank delays
+//! the others by at most one block. The counters are on separate lines, so that they cost nothing while nobody helps;
+//! a single counter for all would have to be fetched from another core for every block.
 //!
-//! **Order.** Publishing a flag or completing a block releases; seeing it acquires. Between the arrival of all and
-//! the completion of all blocks, a ticket makes its holder the only one to touch the block's memory.
+//! **Order.** Publishing a flag or completing a block releases; observing it acquires. Between the arrival of all
+//! ranks and the completion of all blocks, a ticket gives its holder exclusive access to the block's memory.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::wait::{FLAG_WORDS, Flag, Patience};
+use super::wait::{FLAG_WORDS, Flag, WaitPolicy};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 
-/// Payload that fits an arrival line, beside the digest.
+/// Size of the payload that fits into an arrival line.
 pub(super) const INLINE_BYTES: usize = (FLAG_WORDS - 1) * 8;
 
 /// A rank's arrival at an operation.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct Arrival {
-    /// Number of the operation; beside it the digest of the call and the payload.
+    /// Sequence number of the operation; in its line are the digest of the call and the payload.
     pub(super) flag: Flag,
 }
 
@@ -36,8 +36,8 @@ impl Arrival {
         self.flag.words[0].load(Ordering::Relaxed)
     }
 
-    /// Where the payload lies: [`INLINE_BYTES`] bytes, aligned to 8. Plain memory, like a slot: written before the
-    /// arrival and read after it.
+    /// The payload: [`INLINE_BYTES`] bytes, aligned to 8. Plain memory, like a slot: written before the arrival and
+    /// read after it.
     pub(super) fn payload(&self) -> *mut u8 {
         self.flag.words[1..].as_ptr().cast_mut().cast()
     }
@@ -46,35 +46,35 @@ impl Arrival {
 /// Tickets drawn from a rank's queue.
 #[derive(Default)]
 #[repr(C, align(128))]
-struct Drawn {
+struct Tickets {
     count: AtomicU32,
 }
 
-/// What peers read only when something is wrong.
+/// Read by peers only when something is wrong.
 #[derive(Default)]
 #[repr(C, align(128))]
-struct Account {
-    /// The queue a block of which this rank holds, plus one; 0 for none.
+struct Diagnostics {
+    /// The queue from which this rank is processing a block, plus one; 0 for none.
     busy: AtomicU32,
-    /// Counts the changes of the note on a long wait; odd while it is changed.
+    /// Sequence lock of the record of a long wait; odd during a change.
     version: AtomicU32,
-    /// While it has been waiting for long: the rank it waits for, plus one, the place of the flag and its target.
+    /// During a long wait: the rank it waits for, plus one; the number of the flag's line; the flag's target.
     waiting: [AtomicU32; 3],
-    /// The call that it waits in.
+    /// The call in which it waits.
     waits_in: [AtomicU64; SIGNATURE_WORDS],
     /// The arguments of the last two operations.
     calls: [[AtomicU64; SIGNATURE_WORDS]; 2],
 }
 
-/// A wait that takes long.
+/// The record of a long wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Waiting {
-    /// The rank that is to advance the flag.
+    /// The rank that must advance the flag.
     pub(super) peer: u32,
     /// Number of the flag's line in the region.
     pub(super) flag: u32,
     pub(super) target: u32,
-    /// The call that the rank waits in, encoded.
+    /// The encoded call in which the rank waits.
     pub(super) call: [u64; SIGNATURE_WORDS],
 }
 
@@ -83,10 +83,10 @@ pub(super) struct Waiting {
 #[repr(C)]
 pub(super) struct RankLines {
     arrivals: [Arrival; 2],
-    drawn: Drawn,
+    tickets: Tickets,
     /// Completed blocks of this rank's queue.
     completed: Flag,
-    account: Account,
+    diagnostics: Diagnostics,
 }
 
 impl RankLines {
@@ -95,41 +95,47 @@ impl RankLines {
         &self.arrivals[(sequence % 2) as usize]
     }
 
-    /// This rank arrives at operation `sequence`.
-    pub(super) fn arrive(&self, sequence: u32, call: &Signature, patience: Patience) {
+    /// Publishes this rank's arrival at operation `sequence`.
+    pub(super) fn arrive(&self, sequence: u32, call: &Signature, policy: WaitPolicy) {
         let words = call.encode();
         let digest = Signature::digest(words);
-        for (slot, word) in self.account.calls[(sequence % 2) as usize].iter().zip(words) {
+        for (slot, word) in self.diagnostics.calls[(sequence % 2) as usize].iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
         let flag = &self.arrival(sequence).flag;
         flag.words[0].store(digest, Ordering::Relaxed);
-        flag.publish(sequence, patience);
+        flag.publish(sequence, policy);
     }
 
     /// What this rank passed to operation `sequence`, for the error message of a peer that passed something else.
     pub(super) fn call(&self, sequence: u32) -> [u64; SIGNATURE_WORDS] {
-        let words = &self.account.calls[(sequence % 2) as usize];
+        let words = &self.diagnostics.calls[(sequence % 2) as usize];
         std::array::from_fn(|index| words[index].load(Ordering::Relaxed))
     }
 
-    /// Works through what is left of this rank's queue on behalf of `worker`. The queue's operation began at count
-    /// `begin` and has `blocks` blocks.
-    pub(super) fn work(&self, worker: (&RankLines, u32), begin: u32, blocks: u32, mut each: impl FnMut(u32)) {
+    /// Processes the remaining blocks of this rank's queue on behalf of `worker`. The operation began at count `begin`
+    /// of the queue and has `blocks` blocks.
+    pub(super) fn process(
+        &self,
+        worker: (&RankLines, u32),
+        begin: u32,
+        blocks: u32,
+        mut each: impl FnMut(u32),
+    ) {
         let (lines, queue) = worker;
-        lines.account.busy.store(queue + 1, Ordering::Relaxed);
-        while let Some(block) = self.draw(begin, blocks) {
+        lines.diagnostics.busy.store(queue + 1, Ordering::Relaxed);
+        while let Some(block) = self.draw_ticket(begin, blocks) {
             each(block);
             self.completed.increment();
         }
-        lines.account.busy.store(0, Ordering::Relaxed);
+        lines.diagnostics.busy.store(0, Ordering::Relaxed);
     }
 
     /// Draws a ticket, unless none is left.
-    fn draw(&self, begin: u32, blocks: u32) -> Option<u32> {
+    fn draw_ticket(&self, begin: u32, blocks: u32) -> Option<u32> {
         let draw = |count: u32| (count.wrapping_sub(begin) < blocks).then_some(count.wrapping_add(1));
-        let drawn = self.drawn.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, draw);
-        drawn.ok().map(|count| count.wrapping_sub(begin))
+        let ticket = self.tickets.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, draw);
+        ticket.ok().map(|count| count.wrapping_sub(begin))
     }
 
     /// Completed blocks of this rank's queue.
@@ -137,20 +143,20 @@ impl RankLines {
         &self.completed
     }
 
-    /// Tells whom this rank has been waiting for, and on which flag. Only the rank itself does so.
+    /// Records what this rank has been waiting for. Only the rank itself may call it.
     ///
-    /// The version and the fences make a sequence lock (Boehm 2012, "Can seqlocks get along with programming language memory
-    /// models?"): a reader that sees the same even number before and after has read one note and not parts of two.
+    /// The version and the fences form a sequence lock (Boehm 2012, "Can seqlocks get along with programming language
+    /// memory models?"): a reader that sees the same even version before and after has read a consistent record.
     pub(super) fn set_waiting(&self, waiting: Option<Waiting>) {
         if waiting == self.waiting() {
             return;
         }
-        let Account { version, waiting: place, waits_in, .. } = &self.account;
+        let Diagnostics { version, waiting: record, waits_in, .. } = &self.diagnostics;
         let begin = version.load(Ordering::Relaxed).wrapping_add(1);
         version.store(begin, Ordering::Relaxed);
         fence(Ordering::Release);
         let words = waiting.map_or([0; 3], |wait| [wait.peer + 1, wait.flag, wait.target]);
-        for (slot, word) in place.iter().zip(words) {
+        for (slot, word) in record.iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
         for (slot, word) in waits_in.iter().zip(waiting.map_or([0; SIGNATURE_WORDS], |wait| wait.call)) {
@@ -159,9 +165,9 @@ impl RankLines {
         version.store(begin.wrapping_add(1), Ordering::Release);
     }
 
-    /// Whom this rank has been waiting for. `None` also while the note is being changed.
+    /// What this rank has been waiting for; also `None` while the record is being changed.
     pub(super) fn waiting(&self) -> Option<Waiting> {
-        let Account { version, waiting, waits_in, .. } = &self.account;
+        let Diagnostics { version, waiting, waits_in, .. } = &self.diagnostics;
         let begin = version.load(Ordering::Acquire);
         let [peer, flag, target] = std::array::from_fn(|index| waiting[index].load(Ordering::Relaxed));
         let call = std::array::from_fn(|index| waits_in[index].load(Ordering::Relaxed));
@@ -172,16 +178,16 @@ impl RankLines {
         Some(Waiting { peer: peer.checked_sub(1)?, flag, target, call })
     }
 
-    /// The queue that this rank holds a block of.
+    /// The queue from which this rank is processing a block.
     pub(super) fn busy_with(&self) -> Option<u32> {
-        self.account.busy.load(Ordering::Relaxed).checked_sub(1)
+        self.diagnostics.busy.load(Ordering::Relaxed).checked_sub(1)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    //! The protocol alone, on memory without any mapping, sockets or processes: what Miri and ThreadSanitizer can
-    //! look at (see the README's long checks). Payloads are plain memory, so that a missing order is a data race.
+    //! The protocol alone, without mappings, sockets or processes, so that Miri and ThreadSanitizer can check it.
+    //! Payloads are plain memory, so that a missing order is a data race.
 
     use std::cell::UnsafeCell;
 
@@ -193,11 +199,11 @@ mod tests {
     const ROUNDS: u32 = if cfg!(miri) { 6 } else { 2000 };
     const BLOCKS: usize = 2;
 
-    /// Memory that the protocol alone protects.
+    /// Memory that only the protocol protects.
     #[derive(Default)]
     struct Plain<T>(UnsafeCell<T>);
 
-    // SAFETY: this is what the tests are to show.
+    // SAFETY: this is what the tests verify.
     unsafe impl<T: Send> Sync for Plain<T> {}
 
     impl<T: Copy> Plain<T> {
@@ -225,12 +231,12 @@ mod tests {
         Signature { op: Some(ReduceOp::Sum), ..Signature::plain(Operation::AllReduce, DType::I32, len) }
     }
 
-    /// One rank among all, with a core of its own or without.
+    /// One of the ranks.
     #[derive(Clone, Copy)]
     struct Member<'a> {
         ranks: &'a [Rank],
         rank: u32,
-        patience: Patience,
+        policy: WaitPolicy,
     }
 
     impl Member<'_> {
@@ -239,15 +245,15 @@ mod tests {
         }
 
         fn wait(&self, flag: &Flag, target: u32) {
-            self.patience.wait(flag, target, || {}, |_| Ok::<(), ()>(())).unwrap();
+            self.policy.wait(flag, target, || {}, |_| Ok::<(), ()>(())).unwrap();
         }
 
         /// Arrives with a payload and waits for all; returns the sum of all payloads.
         fn enter(&self, sequence: u32, payload: u64) -> u64 {
             let own = &self.own().lines;
-            // SAFETY: what the tests are to show: nobody reads the payload now.
+            // SAFETY: what the tests verify: nobody reads the payload now.
             unsafe { own.arrival(sequence).payload().cast::<u64>().write(payload) };
-            own.arrive(sequence, &call(), self.patience);
+            own.arrive(sequence, &call(), self.policy);
             let payload_of = |peer: &Rank| {
                 let line = peer.lines.arrival(sequence);
                 self.wait(&line.flag, sequence);
@@ -258,11 +264,11 @@ mod tests {
             self.ranks.iter().map(payload_of).sum()
         }
 
-        /// Works through all queues, its own first.
+        /// Processes all queues, its own first.
         fn work(&self, begin: u32, blocks: u32, mut each: impl FnMut(u32, u32)) {
             for queue in (self.rank..RANKS).chain(0..self.rank) {
                 let lines = &self.ranks[queue as usize].lines;
-                lines.work((&self.own().lines, queue), begin, blocks, |block| each(queue, block));
+                lines.process((&self.own().lines, queue), begin, blocks, |block| each(queue, block));
             }
         }
 
@@ -271,14 +277,14 @@ mod tests {
         }
     }
 
-    /// Runs `body` on every rank, first with a core for each, then crowded: flags are published differently.
+    /// Runs `body` on every rank, first with a core for each, then oversubscribed, which publishes flags differently.
     fn in_threads(body: impl Fn(Member<'_>) + Sync) {
         for cores in [RANKS as usize, 1] {
             let ranks: Vec<Rank> = (0..RANKS).map(|_| Rank::default()).collect();
-            let patience = Patience::for_ranks(RANKS, cores);
+            let policy = WaitPolicy::for_ranks(RANKS, cores);
             std::thread::scope(|scope| {
                 for rank in 0..RANKS {
-                    let member = Member { ranks: &ranks, rank, patience };
+                    let member = Member { ranks: &ranks, rank, policy };
                     let body = &body;
                     scope.spawn(move || body(member));
                 }
@@ -287,14 +293,14 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_lines() {
-        assert_eq!([size_of::<Arrival>(), size_of::<Drawn>(), size_of::<Flag>()], [128; 3]);
-        assert_eq!((size_of::<Account>(), size_of::<RankLines>()), (128, 640));
+    fn lines_have_the_size_of_cache_lines() {
+        assert_eq!([size_of::<Arrival>(), size_of::<Tickets>(), size_of::<Flag>()], [128; 3]);
+        assert_eq!((size_of::<Diagnostics>(), size_of::<RankLines>()), (128, 640));
         assert!(std::mem::offset_of!(Flag, words) + FLAG_WORDS * 8 <= 64);
     }
 
     #[test]
-    fn payloads_and_slots_are_those_of_the_operation() {
+    fn payloads_and_slots_belong_to_their_operation() {
         in_threads(|member| {
             for sequence in 1..=ROUNDS {
                 let turn = (sequence % 2) as usize;
@@ -310,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn every_block_is_worked_on_once_and_seen_by_all() {
+    fn every_block_is_processed_once_and_seen_by_all() {
         in_threads(|member| {
             for round in 0..ROUNDS {
                 member.own().buffer.iter().for_each(|element| element.write(member.rank + round));
@@ -330,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_never_works_holds_nobody_up() {
+    fn a_descheduled_rank_does_not_block_the_others() {
         in_threads(|member| {
             member.enter(1, 0);
             if member.rank != 0 {

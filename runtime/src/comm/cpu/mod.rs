@@ -1,16 +1,18 @@
 //! Collectives over the shared memory of one host.
 //!
-//! Every operation begins with an arrival ([`agree`]): a rank publishes what it has called, waits for its peers and
-//! compares. From then on all buffers of the operation may be touched by all ranks. How the payload travels is a
-//! matter of size and place:
+//! Every operation begins with an arrival ([`agree`]): a rank publishes its call, waits for its peers and compares.
+//! After that all ranks may access all buffers of the operation. The path of the payload depends on its size and
+//! location:
 //!
 //! | payload | path | synchronisations |
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
-//! | up to about a KiB, 16 KiB if private | [`eager`]: through small slots, every rank reduces all | 1 |
-//! | in an arena | [`direct`]: in place, in blocks that late ranks are helped with | 2 |
-//! | a fused update + all-gather, an all-to-all, parts of any length, in an arena | [`direct`]: every rank writes what is its own | 2 |
-//! | elsewhere | [`staged`]: through staging memory, in chunks | 2 a chunk |
+//! | up to about 1 KiB, or 16 KiB if private | [`eager`]: through small slots, every rank reduces everything itself |
+//! 1 |
+//! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
+//! | fused update + all-gather, all-to-all, parts of different lengths; in an arena | [`direct`]: every rank writes
+//! its own part | 2 |
+//! | private | [`staged`]: through staging memory, in chunks | 2 per chunk |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
 mod agree;
@@ -36,11 +38,11 @@ use arena::one_descriptor;
 use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
-use wait::Patience;
+use wait::WaitPolicy;
 
 use super::call::{Call, Request, SegmentUpdate};
-use super::exchange::{Exchange, Shares};
-use super::rules::Failing;
+use super::exchange::{Exchange, Partition};
+use super::rules::FailureHandler;
 use super::segments::{gather_segments, update_blocks};
 use super::signature::{Path, Signature};
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, ReduceOp, Rules, Transport, shard};
@@ -51,34 +53,34 @@ use crate::{Error, Result};
 /// The transport of one rank.
 pub(crate) struct CpuTransport {
     membership: Arc<Membership>,
-    /// Position among the communicators of the world.
+    /// Number of the communicator within the world.
     number: u32,
     name: String,
     rank: u32,
     size: u32,
     region: Region,
-    /// Number of the last operation entered.
+    /// Sequence number of the last operation that was entered.
     sequence: u32,
-    /// Blocks that earlier operations have queued with each rank.
+    /// Number of blocks that earlier operations have put into each rank's queue.
     queued: Vec<u32>,
-    /// Chunks sent to and received from each rank; at this rank's own place those of the ring.
+    /// Number of chunks sent to and received from each rank; at this rank's own index, those of the ring.
     sent: Vec<u32>,
     received: Vec<u32>,
-    /// Arenas allocated so far.
+    /// Number of arenas allocated so far.
     arenas: u32,
     algorithm: Algorithm,
-    /// Cores that all ranks have between them.
+    /// Number of cores that all ranks have together.
     cores: usize,
-    patience: Patience,
+    policy: WaitPolicy,
     timeout: Duration,
-    /// Where to note when all ranks had come to an operation, if somebody wants to know.
+    /// Where to store the time at which all ranks had arrived, if requested.
     arrival: Option<Arc<AtomicU64>>,
-    /// Whether more ranks made another call than made this rank's, where calls were compared last: then none of them is to
-    /// blame for the mismatch.
-    outvoted: Cell<bool>,
+    /// Whether, at the last mismatch, some other call was made by more ranks than this rank's: then this rank is at
+    /// fault and must not blame the others.
+    in_minority: Cell<bool>,
 }
 
-/// Joins communicator `number` of a world of `size` ranks.
+/// Connects communicator `number` of a world of `size` ranks.
 pub(crate) fn connect(
     membership: &Arc<Membership>,
     size: u32,
@@ -90,8 +92,8 @@ pub(crate) fn connect(
     let (rank, page) = (membership.rank(), membership.page());
     page.enter(rank, Operation::Connect, number, 0);
     let region = share_region(membership, size, &name, timeout).inspect_err(|error| {
-        membership.accuse(error);
-        membership.hold_back(error);
+        membership.record_blame(error);
+        membership.delay_error(error);
     })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
@@ -109,16 +111,16 @@ pub(crate) fn connect(
         arenas: 0,
         algorithm: Algorithm::Auto,
         cores,
-        patience: Patience::for_ranks(size, cores),
+        policy: WaitPolicy::for_ranks(size, cores),
         timeout,
         arrival: None,
-        outvoted: Cell::new(false),
+        in_minority: Cell::new(false),
     };
     let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank).touched_by_transport());
     Ok(Communicator::new(transport, rank, size, rules))
 }
 
-/// The memory of communicator `name`: made by rank 0, mapped by all.
+/// Creates the memory of communicator `name` on rank 0 and maps it on all ranks.
 fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duration) -> Result<Region> {
     let (rank, store) = (membership.rank(), membership.store());
     let key = format!("{name}/region");
@@ -138,13 +140,13 @@ fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duratio
 }
 
 impl CpuTransport {
-    /// The ranks other than this one, the next one first.
+    /// The other ranks, beginning with the next one.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, size) = (self.rank, self.size);
         (1..size).map(move |distance| (rank + distance) % size)
     }
 
-    /// First byte and number of elements of the shard of `rank` of an operation's buffer.
+    /// First byte and number of elements of the shard of `rank`.
     fn shard(&self, rank: u32, call: &Signature) -> (usize, usize) {
         let range = shard(call.len, self.size, rank);
         (range.start * call.dtype.size(), range.len())
@@ -157,19 +159,23 @@ impl CpuTransport {
             Algorithm::Direct => Ok(large(buffer)),
             Algorithm::Eager if buffer.bytes() > EAGER_BYTES => Err(Error::InvalidArgument {
                 operation: "all_reduce",
-                problem: format!("the eager algorithm carries {EAGER_BYTES} bytes, not {}", buffer.bytes()),
+                problem: format!(
+                    "the eager algorithm supports at most {EAGER_BYTES} bytes, not {}",
+                    buffer.bytes()
+                ),
             }),
             Algorithm::Eager => Ok(Path::Eager),
             Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes())),
         }
     }
 
-    /// The path of an operation of which every rank contributes at most `bytes` bytes.
+    /// The path of an operation in which every rank contributes at most `bytes` bytes.
     fn by_size(&self, buffer: &Buffer, bytes: usize) -> Path {
-        // Slots cost copies, the other paths a synchronisation more: cheap between cores, dear when ranks have to be
-        // scheduled for it. All limits measured, on two ranks and on four on two cores.
+        // Slots cost copies; the other paths cost one more synchronisation, which is cheap between cores but
+        // expensive when ranks must be scheduled for it. All limits were measured, with two ranks and with four on
+        // two cores.
         let eager = match buffer.arena() {
-            Some(_) if self.patience.is_crowded() => 2 << 10,
+            Some(_) if self.policy.is_oversubscribed() => 2 << 10,
             Some(_) => 768,
             None => EAGER_BYTES,
         };
@@ -189,7 +195,7 @@ fn large(buffer: &Buffer) -> Path {
 impl CpuTransport {
     fn all_reduce(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
         let path = self.choose_path(buffer)?;
-        let call = &Signature::of(&Call::AllReduce(op), buffer).via(path);
+        let call = &Signature::of(&Call::AllReduce(op), buffer).with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_all_reduce(buffer, op, call),
             Path::Direct => self.direct_all_reduce(buffer, op, call),
@@ -201,7 +207,7 @@ impl CpuTransport {
     #[inline(never)]
     fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &Signature::of(&Call::ReduceScatter(op), buffer).via(path);
+        let call = &Signature::of(&Call::ReduceScatter(op), buffer).with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce_scatter(buffer, op, call),
             Path::Direct => self.direct_reduce_scatter(buffer, op, call),
@@ -209,17 +215,17 @@ impl CpuTransport {
         }
     }
 
-    /// Gathers `parts` of all ranks on all, or on `root` alone.
+    /// Gathers the parts of all ranks on all ranks, or only on `root`.
     #[inline(never)]
     fn gather(
         &mut self,
         buffer: &Buffer,
-        parts: Shares<'_>,
+        parts: Partition<'_>,
         root: Option<u32>,
         call: Signature,
     ) -> Result<()> {
         let path = self.by_size(buffer, parts.longest() * call.dtype.size());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match (path, root) {
             (Path::Inline | Path::Eager, _) => self.eager_gather(buffer, parts, root, call),
             (Path::Direct, Some(root)) => self.direct_gather(buffer, root, call),
@@ -236,11 +242,17 @@ impl CpuTransport {
         call: Signature,
     ) -> Result<Buffer> {
         if buffer.arena().is_some() {
-            return self.direct_update_all_gather(buffer, segments, block, update, &call.via(Path::Direct));
+            return self.direct_update_all_gather(
+                buffer,
+                segments,
+                block,
+                update,
+                &call.with_path(Path::Direct),
+            );
         }
         let updated = update_blocks(buffer, segments, (self.size, self.rank), block, update, |_, _| ());
         gather_segments(updated, segments, |segment| {
-            let shards = Shares::Shards { len: segment.len(), ranks: self.size };
+            let shards = Partition::Shards { len: segment.len(), ranks: self.size };
             self.gather(&segment, shards, None, Signature::of(&Call::AllGather, &segment))?;
             Ok(segment)
         })
@@ -249,7 +261,7 @@ impl CpuTransport {
     #[inline(never)]
     fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_broadcast(buffer, root, call),
             Path::Direct => self.direct_broadcast(buffer, root, call),
@@ -260,7 +272,7 @@ impl CpuTransport {
     #[inline(never)]
     fn reduce(&mut self, buffer: &Buffer, op: ReduceOp, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce(buffer, op, root, call),
             Path::Direct => self.direct_reduce(buffer, op, root, call),
@@ -268,11 +280,11 @@ impl CpuTransport {
         }
     }
 
-    /// Scatters the shards of `root`, or exchanges those of all ranks.
+    /// Scatters the shards of `root`, or exchanges the shards of all ranks.
     #[inline(never)]
     fn exchange(&mut self, buffer: &Buffer, request: &Call<'_>, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
-        let call = &call.via(path);
+        let call = &call.with_path(path);
         match (path, request) {
             (Path::Direct, Call::Scatter { root }) => self.direct_scatter(buffer, *root, call),
             (Path::Direct, Call::AllToAll) => self.direct_all_to_all(buffer, call),
@@ -287,7 +299,7 @@ impl CpuTransport {
         }
     }
 
-    /// Exchanges what has another length for each rank, from one buffer to another.
+    /// Exchanges parts of different lengths, from one buffer to another.
     #[inline(never)]
     fn all_to_all_v(
         &mut self,
@@ -298,13 +310,13 @@ impl CpuTransport {
     ) -> Result<()> {
         let (own, at) = exchange.own.clone();
         to.copy_from(at, from, own);
-        self.staged_exchange(from, to, exchange, &call.via(Path::Staged))
+        self.staged_exchange(from, to, exchange, &call.with_path(Path::Staged))
     }
 }
 
-impl Failing for CpuTransport {
+impl FailureHandler for CpuTransport {
     fn is_at_fault(&self, error: &Error) -> bool {
-        matches!(error, Error::Mismatch { .. }) && self.outvoted.get()
+        matches!(error, Error::Mismatch { .. }) && self.in_minority.get()
     }
 }
 
@@ -324,15 +336,16 @@ impl Transport for CpuTransport {
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let Request { call, buffer, .. } = request;
-        let shards = Shares::Shards { len: buffer.len(), ranks: self.size };
+        let shards = Partition::Shards { len: buffer.len(), ranks: self.size };
         match call {
-            // What follows from the kind alone is known where these are compiled: they are as short as a wait for a peer.
+            // Signatures that only depend on the kind of the call are built here, so that they are constants: small
+            // operations are that sensitive.
             Call::Barrier => self.enter(&Signature::of(&Call::Barrier, buffer))?,
             &mut Call::AllReduce(op) => self.all_reduce(buffer, op)?,
             &mut Call::ReduceScatter(op) => self.reduce_scatter(buffer, op)?,
             Call::AllGather => self.gather(buffer, shards, None, Signature::of(&Call::AllGather, buffer))?,
             &mut Call::AllGatherV { counts } => {
-                self.gather(buffer, Shares::Counts(counts), None, Signature::of(call, buffer))?;
+                self.gather(buffer, Partition::Counts(counts), None, Signature::of(call, buffer))?;
             }
             &mut Call::Gather { root } => {
                 self.gather(buffer, shards, Some(root), Signature::of(call, buffer))?;
@@ -363,10 +376,10 @@ impl Transport for CpuTransport {
     }
 
     fn set_oversubscribed(&mut self) {
-        self.patience = Patience::for_ranks(2 * self.size, self.cores);
+        self.policy = WaitPolicy::for_ranks(2 * self.size, self.cores);
     }
 
-    fn note_arrivals(&mut self, at: Arc<AtomicU64>) {
+    fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
         self.arrival = Some(at);
     }
 }

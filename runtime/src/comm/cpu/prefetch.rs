@@ -1,18 +1,17 @@
-//! Asking for cache lines before they are needed. Without effect on anything but time, and on processors that have no
-//! such instructions without any.
+//! Prefetching of cache lines. It only affects time; on processors without such instructions it does nothing.
 
-/// Asks for the line at `address`, to be read.
+/// Prefetches the line at `address` for reading.
 pub(super) fn for_reading(address: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch neither reads nor writes for the program, and no address makes it fail.
+        // SAFETY: a prefetch does not access memory as far as the program can observe, and any address is valid.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
     }
     let _ = address;
 }
 
-/// Asks for the line at `address`, to be written.
+/// Prefetches the line at `address` for writing.
 pub(super) fn for_writing(address: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {

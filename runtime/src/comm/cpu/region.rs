@@ -1,6 +1,6 @@
 //! The layout of a communicator's shared memory.
 //!
-//! One file holds everything, mapped by every rank:
+//! One shared-memory file, mapped by every rank:
 //!
 //! ```text
 //! per rank          its lines (see `lines`), its cores
@@ -8,7 +8,7 @@
 //! per rank, paged   two eager slots, two staging areas, a two-chunk channel to each rank
 //! ```
 //!
-//! Slots and staging areas alternate from operation to operation; why two are enough is told in `lines`.
+//! Slots and staging areas alternate between operations; `lines` explains why two are enough.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
@@ -20,25 +20,25 @@ use crate::Result;
 use crate::comm::signature::SIGNATURE_WORDS;
 use crate::shm::{Shared, SharedMemory, reserve};
 
-/// Payload of an eager slot.
+/// Size of an eager slot in bytes.
 pub(super) const EAGER_BYTES: usize = 16 << 10;
-/// Size of one staging area.
+/// Size of a staging area in bytes.
 pub(super) const STAGE_BYTES: usize = 256 << 10;
 
-/// The sender's line of a channel: chunks sent so far, and what the two latest belong to.
+/// The sender's line of a channel: the number of chunks sent, and the calls of the two latest ones.
 #[repr(C, align(128))]
 pub(super) struct ChannelSent {
     pub(super) count: Flag,
     pub(super) calls: [[AtomicU64; SIGNATURE_WORDS]; 2],
 }
 
-/// The receiver's line of a channel: chunks taken so far.
+/// The receiver's line of a channel: the number of chunks released.
 #[repr(C, align(128))]
-pub(super) struct ChannelTaken {
+pub(super) struct ChannelReleased {
     pub(super) count: Flag,
 }
 
-// SAFETY: atomics and structs and arrays of atomics only, all of them.
+// SAFETY: all of these consist of atomics only.
 unsafe impl Shared for RankLines {}
 // SAFETY: as above.
 unsafe impl Shared for Flag {}
@@ -47,11 +47,11 @@ unsafe impl Shared for Cores {}
 // SAFETY: as above.
 unsafe impl Shared for ChannelSent {}
 // SAFETY: as above.
-unsafe impl Shared for ChannelTaken {}
+unsafe impl Shared for ChannelReleased {}
 
 const PAGE: usize = 4096;
 
-/// Where everything lies for a number of ranks.
+/// Offsets for a number of ranks.
 #[derive(Debug, Clone, Copy)]
 struct Offsets {
     ranks: usize,
@@ -67,9 +67,9 @@ impl Offsets {
     fn new(ranks: usize) -> Self {
         let cores = ranks * size_of::<RankLines>();
         let channel_lines = cores + ranks * size_of::<Cores>();
-        let data =
-            (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelTaken)>()).next_multiple_of(PAGE);
-        // Channels take about as much as staging whatever the number of ranks.
+        let data = (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelReleased)>())
+            .next_multiple_of(PAGE);
+        // Channels take about as much memory as staging, for any number of ranks.
         let chunk = (STAGE_BYTES / ranks).clamp(16 << 10, 128 << 10).next_multiple_of(PAGE);
         let data_stride = 2 * EAGER_BYTES + 2 * STAGE_BYTES + ranks * 2 * chunk;
         let total = data + ranks * data_stride;
@@ -97,7 +97,7 @@ impl Region {
         Ok(Region { memory: SharedMemory::open(name, fd, offsets.total)?, offsets })
     }
 
-    /// Takes the memory of `rank`'s own part.
+    /// Reserves the memory of `rank`'s own part.
     pub(super) fn reserve(&self, name: &str, fd: BorrowedFd<'_>, rank: u32) -> Result<()> {
         Ok(reserve(name, &self.memory, fd, self.data(rank, 0), self.offsets.data_stride)?)
     }
@@ -112,13 +112,13 @@ impl Region {
         self.memory.view(self.offsets.cores + rank as usize * size_of::<Cores>())
     }
 
-    /// Number of the line of one of the region's flags, by which peers find it.
+    /// Number of the cache line of one of the region's flags, which identifies it to peers.
     pub(super) fn line_of(&self, flag: &Flag) -> u32 {
         let address: *const Flag = flag;
         ((address as usize - self.memory.at(0) as usize) / size_of::<Flag>()) as u32
     }
 
-    /// The flag at line `line`, if there can be one.
+    /// The flag at line `line`, if the line can contain one.
     pub(super) fn flag_at(&self, line: u32) -> Option<&Flag> {
         let offset = line as usize * size_of::<Flag>();
         (offset + size_of::<Flag>() <= self.offsets.data).then(|| self.memory.view(offset))
@@ -126,14 +126,14 @@ impl Region {
 
     fn channel(&self, from: u32, to: u32) -> usize {
         let index = from as usize * self.offsets.ranks + to as usize;
-        self.offsets.channel_lines + index * size_of::<(ChannelSent, ChannelTaken)>()
+        self.offsets.channel_lines + index * size_of::<(ChannelSent, ChannelReleased)>()
     }
 
     pub(super) fn sent(&self, from: u32, to: u32) -> &ChannelSent {
         self.memory.view(self.channel(from, to))
     }
 
-    pub(super) fn taken(&self, from: u32, to: u32) -> &ChannelTaken {
+    pub(super) fn released(&self, from: u32, to: u32) -> &ChannelReleased {
         self.memory.view(self.channel(from, to) + size_of::<ChannelSent>())
     }
 
@@ -189,10 +189,10 @@ mod tests {
                 let cores: *const Cores = region.cores(rank);
                 parts.push((cores as usize - base, size_of::<Cores>()));
                 for to in 0..ranks {
-                    let (sent, taken): (*const ChannelSent, *const ChannelTaken) =
-                        (region.sent(rank, to), region.taken(rank, to));
+                    let (sent, released): (*const ChannelSent, *const ChannelReleased) =
+                        (region.sent(rank, to), region.released(rank, to));
                     parts.push((sent as usize - base, size_of::<ChannelSent>()));
-                    parts.push((taken as usize - base, size_of::<ChannelTaken>()));
+                    parts.push((released as usize - base, size_of::<ChannelReleased>()));
                 }
             }
             parts.sort_unstable();

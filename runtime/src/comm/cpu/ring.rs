@@ -1,12 +1,12 @@
-//! The all-reduce from rank to rank.
+//! The ring all-reduce.
 //!
-//! Words: a *block* is the payload of one chunk; the *reduce wave* of a block runs from rank 0 to rank n−1, each
-//! rank combining its own elements into the accumulators it received; the *gather wave* carries the result on
-//! from rank n−1 around to rank n−2. All blocks' waves follow each other one step apart, so that in the steady
-//! state every link carries one block of each wave per step.
+//! Terms: a *block* is the payload of one chunk. The *reduce wave* of a block runs from rank 0 to rank n−1, where
+//! each rank adds its own elements to the accumulators it received. The *gather wave* carries the result from rank
+//! n−1 around to rank n−2. The waves of successive blocks are one step apart, so that in the steady state every link
+//! carries one block of each wave per step.
 //!
-//! A textbook ring starts each block at another rank, which halves nothing here and makes the order of summation
-//! differ from block to block. Starting all at rank 0 keeps the fixed order, and with it the bits.
+//! A textbook ring starts each block at another rank. That saves nothing here and makes the order of summation differ
+//! from block to block. Starting all blocks at rank 0 keeps the order fixed, and with it the bits.
 //!
 //! Both ends of a link derive the order of its chunks from the same schedule, which is a pure function.
 
@@ -18,21 +18,21 @@ use crate::Result;
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp};
 
-/// What a rank does in one step: first the reduce wave, then the gather wave.
+/// What a rank does in one step: first its part of a reduce wave, then of a gather wave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Step {
-    /// Block whose reduce wave is here.
+struct RingStep {
+    /// The block whose reduce wave reaches this rank.
     reduce: Option<usize>,
-    /// Block whose result arrives here.
+    /// The block whose result reaches this rank.
     gather: Option<usize>,
 }
 
 /// The steps of `rank` among `ranks` for `blocks` blocks. The reduce wave of block b is at rank r in step b + r,
 /// and so ends in step b + n − 1; its gather wave is at rank r in step b + n + r.
-fn schedule(rank: usize, ranks: usize, blocks: usize) -> impl Iterator<Item = Step> {
+fn schedule(rank: usize, ranks: usize, blocks: usize) -> impl Iterator<Item = RingStep> {
     let last_step = blocks + 2 * ranks - 2;
     let within = move |block: usize| (block < blocks).then_some(block);
-    (0..last_step).map(move |step| Step {
+    (0..last_step).map(move |step| RingStep {
         reduce: step.checked_sub(rank).and_then(within),
         gather: step.checked_sub(ranks + rank).and_then(within).filter(|_| rank + 1 < ranks),
     })
@@ -62,29 +62,30 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// The channels from the left and to the right.
+    /// The channels from the left and to the right neighbour.
     fn neighbours(&self) -> (Channel, Channel) {
         let left = (self.rank + self.size - 1) % self.size;
         (Channel::of_ring(left, self.size), Channel::of_ring(self.rank, self.size))
     }
 
-    /// Combines this rank's block into what comes from the left and sends it on to the right.
+    /// Adds this rank's block to the accumulators from the left and sends them to the right.
     fn reduce_wave(&mut self, own: *mut u8, len: usize, op: ReduceOp, call: &Signature) -> Result<()> {
         let (dtype, ranks, last) = (call.dtype, self.size, self.size - 1);
         let bytes = len * reduce::accumulator_size(dtype);
         let (left, right) = self.neighbours();
         if self.rank == 0 {
-            // SAFETY: `len` elements of our buffer become as many accumulators in a chunk that holds them.
+            // SAFETY: `len` elements of our buffer are converted to as many accumulators, which fit into the chunk.
             return self.send_chunk(right, call, |out| unsafe { reduce::start(dtype, own, out, len) });
         }
         let acc = self.receive_chunk(left, call)?;
-        // SAFETY: the left neighbour has filled the chunk with `len` accumulators and leaves it until its release.
+        // SAFETY: the left neighbour has filled the chunk with `len` accumulators and does not write it before its
+        // release.
         unsafe { reduce::accumulate(dtype, op, own, acc, len) };
         if self.rank < last {
-            // SAFETY: both chunks hold `len` accumulators and belong to us for now.
+            // SAFETY: both chunks hold `len` accumulators, and we have exclusive access to them for now.
             self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(acc, out, bytes) })?;
         } else {
-            // SAFETY: the accumulators are in a chunk of ours for now; the result goes to our own buffer.
+            // SAFETY: we have exclusive access to the chunk for now; the result goes to our own buffer.
             unsafe { reduce::finish(dtype, op, ranks, acc, own, len) };
             let bytes = len * dtype.size();
             // SAFETY: the block lies within our buffer and fits a chunk.
@@ -94,7 +95,7 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Stores the result that comes from the left and sends it on, unless the right neighbour made it.
+    /// Stores the result from the left and sends it to the right, unless the right neighbour computed it.
     fn gather_wave(&mut self, own: *mut u8, bytes: usize, call: &Signature) -> Result<()> {
         let (left, right) = self.neighbours();
         let result = self.receive_chunk(left, call)?;
@@ -127,7 +128,7 @@ mod tests {
             let mut schedules: Vec<_> = (0..ranks).map(|rank| schedule(rank, ranks, blocks)).collect();
             // One step of all ranks at a time; what is sent in a step is received in the next.
             loop {
-                let steps: Vec<Step> = schedules.iter_mut().filter_map(Iterator::next).collect();
+                let steps: Vec<RingStep> = schedules.iter_mut().filter_map(Iterator::next).collect();
                 if steps.is_empty() {
                     break;
                 }

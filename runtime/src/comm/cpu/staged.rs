@@ -1,8 +1,8 @@
 //! Collectives on private buffers: chunk by chunk through staging memory.
 //!
-//! Every rank has two staging areas, used in turn, so a chunk needs no synchronisation at its end beyond what the
-//! next arrival gives (see [`lines`](super::lines) for why two are enough). In the all-reduce rank r reduces part r of
-//! every chunk, and fills its other area with the next chunk while its peers still work on this one.
+//! Every rank has two staging areas and alternates between them, so that the end of a chunk needs no synchronisation
+//! besides the next arrival (see [`lines`](super::lines) for why two are enough). In the all-reduce, rank r reduces
+//! part r of every chunk, and fills its other area with the next chunk while its peers still process this one.
 
 use std::ops::Range;
 
@@ -14,16 +14,16 @@ use super::eager::Sources;
 use super::region::STAGE_BYTES;
 use super::wait::Flag;
 use crate::Result;
-use crate::comm::exchange::{Exchange, Shares};
+use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp};
 
-/// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises too.
+/// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises, too.
 fn chunks(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(most).max(1)).map(move |index| index * most..len.min((index + 1) * most))
 }
 
-/// The elements `chunk` of those in `range`, as far as there are so many.
+/// The elements `chunk` of the elements `range`, truncated at its end.
 fn within(range: &Range<usize>, chunk: &Range<usize>) -> Range<usize> {
     let at = |element: usize| range.end.min(range.start + element);
     at(chunk.start)..at(chunk.end)
@@ -32,20 +32,20 @@ fn within(range: &Range<usize>, chunk: &Range<usize>) -> Range<usize> {
 /// Copies `bytes` bytes between private and staging memory.
 ///
 /// # Safety
-/// Both ranges are valid and do not overlap; nobody writes the source or touches the destination meanwhile.
+/// Both ranges are valid and do not overlap; nobody writes the source or accesses the destination meanwhile.
 unsafe fn copy(source: *const u8, destination: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(source, destination, bytes) };
 }
 
-/// A chunk of an all-reduce: where it lies in this rank's buffer, and who reduces which part of it.
-struct Chunk {
+/// A chunk of an all-reduce: its address in this rank's buffer, and the parts that the ranks reduce.
+struct ReduceChunk {
     address: *mut u8,
     parts: Parts,
     element: usize,
 }
 
-impl Chunk {
+impl ReduceChunk {
     /// First byte and number of bytes of the part of `rank`.
     fn part(&self, rank: u32) -> (usize, usize) {
         let range = self.parts.part(rank);
@@ -74,7 +74,7 @@ impl CpuTransport {
         let element = call.dtype.size();
         let size = self.size;
         let mut chunks = chunks(call.len, STAGE_BYTES / element)
-            .map(|range| Chunk {
+            .map(|range| ReduceChunk {
                 address: buffer.address().wrapping_add(range.start * element),
                 parts: Parts::equal(range.len(), size, element),
                 element,
@@ -88,7 +88,7 @@ impl CpuTransport {
             let stages = self.stages();
             let own = self.region.lines(self.rank);
             let begin = self.queued[self.rank as usize];
-            own.work((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
+            own.process((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
             if let Some(next) = chunks.peek() {
                 self.fill_stage(next);
             }
@@ -98,31 +98,31 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Copies what peers will reduce of a chunk into the stage of the next operation.
-    fn fill_stage(&self, chunk: &Chunk) {
+    /// Copies the parts of a chunk that peers will reduce into the staging area of the next operation.
+    fn fill_stage(&self, chunk: &ReduceChunk) {
         let stage = self.own_stage();
         for peer in self.peers() {
             let (at, bytes) = chunk.part(peer);
-            // SAFETY: the chunk lies within our buffer and fits a stage, which nobody else touches before our arrival
-            // at the next operation: all have left the one before this.
+            // SAFETY: the chunk is within our buffer and fits into a staging area; nobody else accesses that area
+            // before our arrival at the next operation, because all have left the operation before this one.
             unsafe { copy(chunk.address.wrapping_add(at), stage.wrapping_add(at), bytes) };
         }
     }
 
-    /// Reduces this rank's part of a chunk: its own elements straight from its buffer, those of its peers from their
-    /// stages. The result goes to its buffer, and to its stage for the peers.
-    fn reduce_part(&self, chunk: &Chunk, stages: &Addresses, op: ReduceOp, call: &Signature) {
+    /// Reduces this rank's part of a chunk: its own elements directly from its buffer, those of its peers from their
+    /// staging areas. The result goes to its buffer, and to its staging area for the peers.
+    fn reduce_part(&self, chunk: &ReduceChunk, stages: &Addresses, op: ReduceOp, call: &Signature) {
         let (at, bytes) = chunk.part(self.rank);
         let mut sources: Sources = stages.iter().map(|stage| stage.wrapping_add(at).cast_const()).collect();
         let own = chunk.address.wrapping_add(at);
         sources[self.rank as usize] = own;
         let destinations = [own, stages[self.rank as usize].wrapping_add(at)];
-        // SAFETY: all have arrived with their stages filled, and nobody else touches our part of any of them before
-        // it is completed.
+        // SAFETY: all ranks have arrived with their staging areas filled, and only this rank accesses its part of any
+        // of them before it is complete.
         unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, bytes / chunk.element) };
     }
 
-    /// The flag that says that `rank` has reduced its part of the present chunk, and its value then.
+    /// The flag that counts the parts that `rank` has reduced, and its value after the current chunk.
     fn reduced(&self, rank: u32) -> (&Flag, u32) {
         (self.region.lines(rank).completed(), self.queued[rank as usize].wrapping_add(1))
     }
@@ -143,11 +143,12 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Copies what the peers have reduced of a chunk into our buffer.
-    fn fetch_results(&self, chunk: &Chunk, stages: &Addresses) {
+    /// Copies the parts that peers have reduced into our buffer.
+    fn fetch_results(&self, chunk: &ReduceChunk, stages: &Addresses) {
         for peer in self.peers() {
             let (at, bytes) = chunk.part(peer);
-            // SAFETY: the peer's part of the result is in its stage, where it stays until its next turn.
+            // SAFETY: the peer's staging area contains its part of the result, and is not written until the operation
+            // after next.
             unsafe { copy(stages[peer as usize].wrapping_add(at), chunk.address.wrapping_add(at), bytes) };
         }
     }
@@ -168,7 +169,8 @@ impl CpuTransport {
             self.enter(call)?;
             if self.rank == root {
                 let sources: Sources = self.stages().into_iter().map(<*mut u8>::cast_const).collect();
-                // SAFETY: every rank has filled its stage with this chunk and leaves it until its next turn.
+                // SAFETY: every rank has filled its staging area with this chunk and does not write it until the
+                // operation after next.
                 unsafe { reduce::reduce(call.dtype, op, &sources, &[own], chunk.len()) };
             }
         }
@@ -183,7 +185,7 @@ impl CpuTransport {
         call: &Signature,
     ) -> Result<()> {
         let (element, ranks) = (call.dtype.size(), self.size as usize);
-        // A stage holds one piece for every rank, each beginning at a cache line.
+        // A staging area holds one piece for every rank, each beginning at a cache line.
         let piece = (STAGE_BYTES / ranks) & !63;
         for chunk in chunks(self.shard(0, call).1, piece / element) {
             let stage = self.own_stage();
@@ -203,12 +205,12 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Gathers `shares` of all ranks on all, or on `root` alone.
+    /// Gathers the parts of all ranks on all ranks, or only on `root`.
     #[inline(never)]
     pub(super) fn staged_gather(
         &mut self,
         buffer: &Buffer,
-        shares: Shares<'_>,
+        shares: Partition<'_>,
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
@@ -228,14 +230,16 @@ impl CpuTransport {
             let stages = self.stages();
             for peer in self.peers() {
                 let (at, bytes) = part(peer);
-                // SAFETY: the peer has filled its stage with its chunk and leaves it until its next turn.
+                // SAFETY: the peer has filled its staging area with its chunk and does not write it until the
+                // operation after next.
                 unsafe { copy(stages[peer as usize], at, bytes) };
             }
         }
         Ok(())
     }
 
-    /// Moves the messages of an exchange from one buffer to another, or within one. A stage holds one piece for every rank.
+    /// Transfers the messages of an exchange from one buffer to another, or within one. A staging area holds one
+    /// piece for every rank.
     #[inline(never)]
     pub(super) fn staged_exchange(
         &mut self,
@@ -261,15 +265,15 @@ impl CpuTransport {
                     stage.wrapping_add(self.rank as usize * piece),
                     to.address().wrapping_add(part.start * element),
                 );
-                // SAFETY: the peer has filled our piece of its stage with as much and leaves it until its next turn; what
-                // this chunk brings goes to elements that no later chunk sends.
+                // SAFETY: the peer has filled our piece of its staging area with as many bytes and does not write it
+                // until the operation after next; the destination elements are not sent by any later chunk.
                 unsafe { copy(source, destination, part.len() * element) };
             }
         }
         Ok(())
     }
 
-    /// Address and number of elements of what the elements `chunk` of a shard are in that of `rank`.
+    /// Address and length of the elements `chunk` of the shard of `rank`.
     fn shard_chunk(
         &self,
         buffer: &Buffer,
@@ -294,7 +298,8 @@ impl CpuTransport {
             }
             self.enter(call)?;
             if self.rank != root {
-                // SAFETY: the root has filled its stage with this chunk and leaves it until its next turn.
+                // SAFETY: the root has filled its staging area with this chunk and does not write it until the
+                // operation after next.
                 unsafe { copy(self.region.stage(root, self.sequence), own, bytes) };
             }
         }
@@ -307,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_cover_everything_once_and_are_never_none() {
+    fn chunks_cover_all_elements_once_and_are_never_empty() {
         for (len, most) in [(0, 4), (1, 4), (4, 4), (5, 4), (12, 4), (13, 4)] {
             let ranges: Vec<_> = chunks(len, most).collect();
             assert!(!ranges.is_empty());

@@ -1,4 +1,4 @@
-//! A call into NCCL as data: made by whoever wants the operation, carried out by the thread that owns the communicator.
+//! An NCCL call as data: created by the caller, executed by the thread that owns the communicator.
 
 use std::ffi::{c_int, c_void};
 use std::fmt;
@@ -9,9 +9,9 @@ use crate::comm::signature::Signature;
 use crate::comm::{DType, ReduceOp};
 use crate::progress::Operation;
 
-/// Which of NCCL's functions, with the arguments that not all of them have.
+/// The NCCL function, with the arguments that are specific to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum NcclOp {
     AllReduce(ReduceOp),
     ReduceScatter(ReduceOp),
     AllGather,
@@ -21,100 +21,103 @@ pub(super) enum Kind {
     Recv { from: u32 },
 }
 
-/// A stream of this process, for the owner's thread.
+/// A CUDA stream, to be passed to the owner's thread.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RawStream(pub(super) cudaStream_t);
 
-// SAFETY: a handle that the driver takes from all threads. It is used while the caller that lent it waits for the answer,
-// or not at all: see `Shared::within`.
+// SAFETY: a handle that the driver accepts on all threads. It is only used while the caller that lent it waits for
+// the reply, or not at all: see `OwnerState::guarded`.
 unsafe impl Send for RawStream {}
 
 /// One operation.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Call {
-    pub(super) kind: Kind,
-    /// Address of what is read; ignored where nothing is.
+pub(super) struct NcclCall {
+    pub(super) kind: NcclOp,
+    /// Address of the send buffer; ignored if there is none.
     pub(super) from: u64,
-    /// Address of what is written; ignored where nothing is.
+    /// Address of the receive buffer; ignored if there is none.
     pub(super) to: u64,
-    /// Elements, as NCCL counts them for the operation: those of a shard where there are shards.
+    /// Number of elements as NCCL counts them for the operation: those of a shard if there are shards.
     pub(super) count: usize,
     pub(super) dtype: DType,
     pub(super) stream: RawStream,
 }
 
-impl Call {
-    /// What the progress page knows it as.
+impl NcclCall {
+    /// The operation, as recorded on the progress page.
     pub(super) fn operation(&self) -> Operation {
         match self.kind {
-            Kind::AllReduce(_) => Operation::AllReduce,
-            Kind::ReduceScatter(_) => Operation::ReduceScatter,
-            Kind::AllGather => Operation::AllGather,
-            Kind::Broadcast { .. } => Operation::Broadcast,
-            Kind::Reduce { .. } => Operation::Reduce,
-            Kind::Send { .. } => Operation::Send,
-            Kind::Recv { .. } => Operation::Recv,
+            NcclOp::AllReduce(_) => Operation::AllReduce,
+            NcclOp::ReduceScatter(_) => Operation::ReduceScatter,
+            NcclOp::AllGather => Operation::AllGather,
+            NcclOp::Broadcast { .. } => Operation::Broadcast,
+            NcclOp::Reduce { .. } => Operation::Reduce,
+            NcclOp::Send { .. } => Operation::Send,
+            NcclOp::Recv { .. } => Operation::Recv,
         }
     }
 
-    /// The function of NCCL.
+    /// Name of the NCCL function.
     pub(super) fn function(&self) -> &'static str {
         match self.kind {
-            Kind::AllReduce(_) => "ncclAllReduce",
-            Kind::ReduceScatter(_) => "ncclReduceScatter",
-            Kind::AllGather => "ncclAllGather",
-            Kind::Broadcast { .. } => "ncclBroadcast",
-            Kind::Reduce { .. } => "ncclReduce",
-            Kind::Send { .. } => "ncclSend",
-            Kind::Recv { .. } => "ncclRecv",
+            NcclOp::AllReduce(_) => "ncclAllReduce",
+            NcclOp::ReduceScatter(_) => "ncclReduceScatter",
+            NcclOp::AllGather => "ncclAllGather",
+            NcclOp::Broadcast { .. } => "ncclBroadcast",
+            NcclOp::Reduce { .. } => "ncclReduce",
+            NcclOp::Send { .. } => "ncclSend",
+            NcclOp::Recv { .. } => "ncclRecv",
         }
     }
 
-    /// True unless only two ranks take part.
+    /// False for messages, in which only two ranks take part.
     pub(super) fn is_collective(&self) -> bool {
-        !matches!(self.kind, Kind::Send { .. } | Kind::Recv { .. })
+        !matches!(self.kind, NcclOp::Send { .. } | NcclOp::Recv { .. })
     }
 
-    /// Payload of this rank.
+    /// Payload of this rank in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
 
-    /// Puts the operation on its stream.
+    /// Enqueues the operation on its stream.
     ///
     /// # Safety
-    /// The contract of [`Library`]'s calls: `comm` is alive and this thread's, the addresses have room for the elements.
+    /// The contract of [`Library`]'s calls: `comm` is alive and owned by this thread; the addresses have room for the
+    /// elements.
     pub(super) unsafe fn enqueue(&self, nccl: &Library, comm: ncclComm_t) -> Result<Progress, NcclError> {
-        let Call { count, stream: RawStream(stream), .. } = *self;
+        let NcclCall { count, stream: RawStream(stream), .. } = *self;
         let (from, to) = (self.from as *const c_void, self.to as *mut c_void);
         let dtype = data_type(self.dtype);
         // SAFETY: the caller vouches for the communicator, the addresses and the stream.
         unsafe {
             match self.kind {
-                Kind::AllReduce(op) => nccl.all_reduce(from, to, count, dtype, reduction(op), comm, stream),
-                Kind::ReduceScatter(op) => {
+                NcclOp::AllReduce(op) => nccl.all_reduce(from, to, count, dtype, reduction(op), comm, stream),
+                NcclOp::ReduceScatter(op) => {
                     nccl.reduce_scatter(from, to, count, dtype, reduction(op), comm, stream)
                 }
-                Kind::AllGather => nccl.all_gather(from, to, count, dtype, comm, stream),
-                Kind::Broadcast { root } => nccl.broadcast(from, to, count, dtype, rank(root), comm, stream),
-                Kind::Reduce { op, root } => {
+                NcclOp::AllGather => nccl.all_gather(from, to, count, dtype, comm, stream),
+                NcclOp::Broadcast { root } => {
+                    nccl.broadcast(from, to, count, dtype, rank(root), comm, stream)
+                }
+                NcclOp::Reduce { op, root } => {
                     nccl.reduce(from, to, count, dtype, reduction(op), rank(root), comm, stream)
                 }
-                Kind::Send { to } => nccl.send(from, count, dtype, rank(to), comm, stream),
-                Kind::Recv { from } => nccl.recv(to, count, dtype, rank(from), comm, stream),
+                NcclOp::Send { to } => nccl.send(from, count, dtype, rank(to), comm, stream),
+                NcclOp::Recv { from } => nccl.recv(to, count, dtype, rank(from), comm, stream),
             }
         }
     }
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for NcclCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (op, detail) = match self.kind {
-            Kind::AllReduce(op) | Kind::ReduceScatter(op) => (Some(op), 0),
-            Kind::AllGather => (None, 0),
-            Kind::Broadcast { root } => (None, root),
-            Kind::Reduce { op, root } => (Some(op), root),
-            Kind::Send { to: peer } | Kind::Recv { from: peer } => (None, peer),
+            NcclOp::AllReduce(op) | NcclOp::ReduceScatter(op) => (Some(op), 0),
+            NcclOp::AllGather => (None, 0),
+            NcclOp::Broadcast { root } => (None, root),
+            NcclOp::Reduce { op, root } => (Some(op), root),
+            NcclOp::Send { to: peer } | NcclOp::Recv { from: peer } => (None, peer),
         };
         Signature { op, detail, ..Signature::plain(self.operation(), self.dtype, self.count) }.fmt(f)
     }
@@ -151,17 +154,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_says_what_it_is() {
+    fn calls_are_described() {
         let stream = RawStream(std::ptr::null_mut());
-        let call = |kind| Call { kind, from: 0, to: 0, count: 10, dtype: DType::F32, stream };
+        let call = |kind| NcclCall { kind, from: 0, to: 0, count: 10, dtype: DType::F32, stream };
         for (kind, text) in [
-            (Kind::AllReduce(ReduceOp::Avg), "all_reduce(10 f32, avg)"),
-            (Kind::AllGather, "all_gather(10 f32)"),
-            (Kind::Reduce { op: ReduceOp::Max, root: 2 }, "reduce(10 f32, max, root 2)"),
-            (Kind::Recv { from: 1 }, "recv(10 f32, from rank 1)"),
+            (NcclOp::AllReduce(ReduceOp::Avg), "all_reduce(10 f32, avg)"),
+            (NcclOp::AllGather, "all_gather(10 f32)"),
+            (NcclOp::Reduce { op: ReduceOp::Max, root: 2 }, "reduce(10 f32, max, root 2)"),
+            (NcclOp::Recv { from: 1 }, "recv(10 f32, from rank 1)"),
         ] {
             assert_eq!(call(kind).to_string(), text);
         }
-        assert_eq!(call(Kind::AllGather).bytes(), 40);
+        assert_eq!(call(NcclOp::AllGather).bytes(), 40);
     }
 }

@@ -1,4 +1,4 @@
-//! Operations that are captured once and repeated at the price of one launch.
+//! Operations that are captured into a CUDA graph and replayed with one launch each time.
 
 use mgpu_kernels::cuda::{Graph, Stream};
 
@@ -7,53 +7,53 @@ use super::group::Copies;
 use super::{DeviceCommunicator, Group};
 use crate::Result;
 
-/// Operations of a communicator in a graph, made by [`DeviceCommunicator::capture`]. It borrows all that they use, so it
-/// can be launched as often as one likes, and is gone before the communicator is.
+/// Captured operations of a communicator, created by [`DeviceCommunicator::capture`]. They borrow all memory that
+/// they use and the communicator, and can be launched any number of times.
 #[derive(Debug)]
-pub struct Captured<'a> {
+pub struct CapturedGroup<'a> {
     graph: Graph,
     copies: Copies<'a>,
     comm: &'a DeviceCommunicator,
 }
 
 impl DeviceCommunicator {
-    /// Captures `times` turns of what `fill` collects; the streams that it names do not matter. Collective, and so is every
-    /// launch. The operations have been run once before.
+    /// Captures the operations that `fill` collects, `times` times; their streams are ignored. Collective, and so is
+    /// every launch. The operations must have run once before.
     ///
     /// # Errors
-    /// That of `fill`, or as [`all_reduce`](Self::all_reduce), or if the driver refuses.
+    /// That of `fill`, or as [`all_reduce`](Self::all_reduce), or if the driver returns an error.
     pub fn capture<'a>(
         &'a self,
         times: u32,
         fill: impl FnOnce(&mut Group<'a>) -> Result<()>,
-    ) -> Result<Captured<'a>> {
+    ) -> Result<CapturedGroup<'a>> {
         let mut group = self.collect(fill)?;
-        // A stream that nobody else knows: nothing but these operations gets into the graph.
+        // A new stream, so that only these operations are captured.
         let stream = Stream::new(self.device())?;
         group.calls.iter_mut().for_each(|call| call.stream = RawStream(stream.raw().cast()));
         self.note_capture();
         stream.begin_capture()?;
         let turns = (0..times).try_for_each(|_| self.submit(group.calls.clone()));
-        // The capture has to be ended whatever has come of it.
+        // End the capture even after an error.
         let graph = stream.end_capture();
         turns?;
-        Ok(Captured { graph: graph?, copies: group.copies, comm: self })
+        Ok(CapturedGroup { graph: graph?, copies: group.copies, comm: self })
     }
 }
 
-impl Captured<'_> {
-    /// Puts all of it on `stream`.
+impl CapturedGroup<'_> {
+    /// Enqueues all of it on `stream`.
     ///
     /// # Errors
-    /// If an error has made the communicator unusable, or the driver refuses.
+    /// If an earlier error has poisoned the communicator, or the driver returns an error.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.comm.begin_launch()?;
         for (from, to, _) in &self.copies {
             stream.copy(*from, *to)?;
         }
-        // SAFETY: nothing is in the graph but operations of the communicator, which was not aborted when it was looked at
-        // and is borrowed, as is the memory. If another thread aborts it now, NCCL keeps what captured operations use until
-        // the graph is gone.
+        // SAFETY: the graph only contains operations of the communicator. It and the memory are borrowed, and it was
+        // not aborted when this was checked. If another thread aborts it now, NCCL keeps what captured operations use
+        // until the graph is gone.
         Ok(unsafe { stream.launch_graph(&self.graph) }?)
     }
 }

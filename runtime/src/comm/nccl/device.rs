@@ -1,4 +1,4 @@
-//! The communicator of a training step: operations on device memory, in the order of streams.
+//! The communicator for device memory: collectives in stream order.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -6,52 +6,54 @@ use std::time::Duration;
 use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
 use nccl_sys::{Library, UniqueId};
 
-use super::call::Call;
+use super::call::NcclCall;
 use super::group::{Calls, Group};
-use super::link::{Doing, Link};
+use super::link::{Link, WaitContext};
 use super::owner::Owner;
 use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// Collectives on device memory, through NCCL. Made by [`World::device_communicator`](crate::World::device_communicator).
+/// Collectives on device memory through NCCL. Created by
+/// [`World::device_communicator`](crate::World::device_communicator).
 ///
-/// Operations are put on a [`Stream`] and happen in its order; the call returns when they are on it, not when they are
-/// done. While the stream is captured, they become part of the graph: all ranks capture alike, and have run every operation
-/// once before, since NCCL sets up connections when it first needs them. The order in which a rank puts operations on
-/// streams is part of the contract: it is the same on all ranks.
+/// Operations are enqueued on a [`Stream`] and execute in its order; a call returns when they are enqueued, not when
+/// they are done. While the stream is being captured, they become part of the graph: all ranks must capture the same
+/// operations, and must have run each of them once before, since NCCL sets up connections when it first needs them.
+/// All ranks must enqueue operations in the same order.
 ///
-/// [`wait`](Self::wait) is how the host learns that work is done. [`Stream::synchronize`] waits for ever if a peer has died.
+/// [`wait`](Self::wait) tells the host that work is done. [`Stream::synchronize`] would wait forever if a peer has
+/// died.
 ///
-/// # What differs from the host's communicators
-/// - NCCL compares nothing. Ranks that call different operations, or with different lengths, wait for each other until the
-///   deadline; the error then names those that hold up the others, as far as can be seen from outside.
-/// - Sums are made in the order of NCCL's algorithm, in the element type. An all-reduce leaves the same bits on all ranks,
-///   but not those of the cpu backend, and with another number of ranks, another length or another NCCL they may be others.
-///   Averages of integers are made of sums that wrap.
+/// # Differences to the communicators for host buffers
+/// - NCCL does not compare calls. Ranks that call different operations, or use different lengths, wait for each other
+///   until the timeout; the error then names the ranks that seem to block the others.
+/// - Sums have the order of NCCL's algorithm, in the element type. An all-reduce leaves the same bits on all ranks,
+///   but not those of the cpu backend, and they may change with the number of ranks, the length or the version of
+///   NCCL. Sums of integers wrap before an average divides them.
 ///
-/// # The end
-/// Dropping it is collective: all ranks come together before NCCL lets go, in the same order where there are several.
-/// After an error it was aborted already, and nobody is waited for; nor is a peer that waits in a collective which this rank
-/// lets go of the communicator without, because of an error of the program's own. Graphs that its operations were captured in are
-/// dropped before it.
+/// # Drop
+/// Dropping it is collective: all ranks synchronise before NCCL destroys the communicator; with several
+/// communicators, in the same order. After an error it has been aborted, and dropping it waits for nobody. Nor does
+/// it wait for a peer that is in a collective which this rank has skipped because of the program's own error. Graphs
+/// with captured operations must be dropped first.
 ///
 /// In a world of one there is no NCCL: every operation is the identity.
 #[derive(Debug)]
 pub struct DeviceCommunicator {
     /// `None` in a world of one.
     link: Option<Link>,
-    /// Goes after the link: NCCL works on it.
+    /// Dropped after the link, because NCCL uses it.
     device: Arc<Device>,
     last: Mutex<Last>,
 }
 
-/// The last operation that was put on a stream.
+/// The last operation that was enqueued.
 #[derive(Debug, Default)]
 struct Last {
     sequence: u32,
-    call: Option<Call>,
+    call: Option<NcclCall>,
 }
 
 mod sealed {
@@ -62,8 +64,8 @@ mod sealed {
     }
 }
 
-/// What [`DeviceCommunicator::wait`] waits for: all work on a [`Stream`], or that up to an [`Event`].
-pub trait Awaited: sealed::Sealed {}
+/// What [`DeviceCommunicator::wait`] can wait for: all work on a [`Stream`], or the work before an [`Event`].
+pub trait Waitable: sealed::Sealed {}
 
 impl sealed::Sealed for Stream {
     fn is_done(&self) -> cuda::Result<bool> {
@@ -77,16 +79,16 @@ impl sealed::Sealed for Event {
     }
 }
 
-impl Awaited for Stream {}
-impl Awaited for Event {}
+impl Waitable for Stream {}
+impl Waitable for Event {}
 
 impl DeviceCommunicator {
-    /// That of a world of one.
+    /// The communicator of a world of one.
     pub(crate) fn alone(device: &Arc<Device>) -> Self {
         DeviceCommunicator { device: Arc::clone(device), link: None, last: Mutex::default() }
     }
 
-    /// Joins communicator `number` of a world of `size` ranks.
+    /// Connects communicator `number` of a world of `size` ranks.
     pub(crate) fn connect(
         membership: &Arc<Membership>,
         size: u32,
@@ -105,17 +107,17 @@ impl DeviceCommunicator {
             owner: Owner::start(nccl, device)?,
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
         };
-        let doing = Doing {
+        let context = WaitContext {
             operation: Operation::Connect,
             sequence: number,
             bytes: 0,
-            text: "the start of NCCL".into(),
+            text: "the initialisation of NCCL".into(),
             peers: link.peers(),
             messages: None,
         };
-        link.during(&doing, || {
-            let id = share_id(&link, &doing)?;
-            link.answer(&link.owner.init(id, size, link.rank), &doing)
+        link.during(&context, || {
+            let id = share_id(&link, &context)?;
+            link.answer(&link.owner.init(id, size, link.rank), &context)
         })?;
         Ok(DeviceCommunicator { device: Arc::clone(device), link: Some(link), last: Mutex::default() })
     }
@@ -135,17 +137,17 @@ impl DeviceCommunicator {
         self.link.as_ref().map_or(1, |link| link.size)
     }
 
-    /// Every rank's buffer becomes the reduction of all ranks' buffers.
+    /// All-reduce: every rank's buffer becomes the reduction of all ranks' buffers.
     ///
     /// # Errors
-    /// If the stream is of another GPU; as NCCL reports them; if a peer fails, or does not take part before the world's
-    /// timeout, while NCCL is waited for. All but the first make the communicator unusable. The same for the other
-    /// operations.
+    /// If the stream belongs to another GPU; if NCCL returns an error; if a peer fails, or does not take part within
+    /// the world's timeout. All but the first poison the communicator. The other operations have the same errors.
     pub fn all_reduce(&self, stream: &Stream, buffer: View<'_>, op: ReduceOp) -> Result<()> {
         self.group(|group| group.all_reduce(stream, buffer, op))
     }
 
-    /// Every rank's `to` becomes the reduction of all ranks' `from`. They are one or do not overlap.
+    /// All-reduce out of place: every rank's `to` becomes the reduction of all ranks' `from`. The two are the same or
+    /// do not overlap.
     ///
     /// # Errors
     /// If they differ in type or length, or as [`all_reduce`](Self::all_reduce).
@@ -153,25 +155,25 @@ impl DeviceCommunicator {
         self.group(|group| group.all_reduce_into(stream, from, to, op))
     }
 
-    /// `from` consists of n equal shards; `to` of rank r becomes the reduction of all ranks' shards r. It may be that shard
-    /// itself, else it does not overlap `from`.
+    /// Reduce-scatter: `from` consists of n equal shards; `to` of rank r becomes the reduction of all ranks' shards
+    /// r. `to` is that shard itself or does not overlap `from`.
     ///
     /// # Errors
-    /// If the lengths or types do not go together, or as [`all_reduce`](Self::all_reduce).
+    /// If lengths or types are incompatible, or as [`all_reduce`](Self::all_reduce).
     pub fn reduce_scatter(&self, stream: &Stream, from: View<'_>, to: View<'_>, op: ReduceOp) -> Result<()> {
         self.group(|group| group.reduce_scatter(stream, from, to, op))
     }
 
-    /// `to` consists of n equal shards; shard r of every rank becomes `from` of rank r. `from` may be the rank's own shard of
-    /// `to`, else it does not overlap it.
+    /// All-gather: `to` consists of n equal shards; shard r of every rank becomes `from` of rank r. `from` is the
+    /// rank's own shard of `to` or does not overlap it.
     ///
     /// # Errors
-    /// If the lengths or types do not go together, or as [`all_reduce`](Self::all_reduce).
+    /// If lengths or types are incompatible, or as [`all_reduce`](Self::all_reduce).
     pub fn all_gather(&self, stream: &Stream, from: View<'_>, to: View<'_>) -> Result<()> {
         self.group(|group| group.all_gather(stream, from, to))
     }
 
-    /// Every rank's buffer becomes a copy of that of rank `root`.
+    /// Broadcast: every rank's buffer becomes a copy of that of rank `root`.
     ///
     /// # Errors
     /// If there is no rank `root`, or as [`all_reduce`](Self::all_reduce).
@@ -179,7 +181,7 @@ impl DeviceCommunicator {
         self.group(|group| group.broadcast(stream, buffer, root))
     }
 
-    /// The buffer of rank `root` becomes the reduction of all ranks' buffers; the others stay as they are.
+    /// Reduce: the buffer of rank `root` becomes the reduction of all ranks' buffers; the others are unchanged.
     ///
     /// # Errors
     /// If there is no rank `root`, or as [`all_reduce`](Self::all_reduce).
@@ -187,11 +189,11 @@ impl DeviceCommunicator {
         self.group(|group| group.reduce(stream, buffer, op, root))
     }
 
-    /// Sends the buffer to rank `to`, which calls [`recv`](Self::recv) with as many elements of the type. What follows on
-    /// the stream waits until it does.
+    /// Sends the buffer to rank `to`, which must call [`recv`](Self::recv) with the same type and length. Later work
+    /// on the stream waits for that.
     ///
     /// # Errors
-    /// If `to` is this rank or none, or as [`all_reduce`](Self::all_reduce).
+    /// If `to` is this rank or does not exist, or as [`all_reduce`](Self::all_reduce).
     pub fn send(&self, stream: &Stream, buffer: View<'_>, to: u32) -> Result<()> {
         self.group(|group| group.send(stream, buffer, to))
     }
@@ -199,40 +201,40 @@ impl DeviceCommunicator {
     /// Fills the buffer with what rank `from` sends.
     ///
     /// # Errors
-    /// If `from` is this rank or none, or as [`all_reduce`](Self::all_reduce).
+    /// If `from` is this rank or does not exist, or as [`all_reduce`](Self::all_reduce).
     pub fn recv(&self, stream: &Stream, buffer: View<'_>, from: u32) -> Result<()> {
         self.group(|group| group.recv(stream, buffer, from))
     }
 
-    /// Puts all operations that `fill` collects on their streams together.
+    /// Enqueues all operations that `fill` collects as one NCCL group.
     ///
     /// # Errors
-    /// That of `fill`, and nothing is put on any stream then; or as [`all_reduce`](Self::all_reduce).
+    /// That of `fill`, in which case nothing is enqueued; or as [`all_reduce`](Self::all_reduce).
     pub fn group<'a>(&'a self, fill: impl FnOnce(&mut Group<'a>) -> Result<()>) -> Result<()> {
         let group = self.collect(fill)?;
         group.copies.iter().try_for_each(|(from, to, stream)| stream.copy(*from, *to))?;
         self.submit(group.calls)
     }
 
-    /// Checks whether a graph of operations may be launched, and counts it.
+    /// Checks that a graph of operations may be launched, and counts the launch as a collective.
     ///
     /// # Errors
-    /// If an error has made the communicator unusable.
+    /// If an earlier error has poisoned the communicator.
     pub(crate) fn begin_launch(&self) -> Result<()> {
         let Some(link) = &self.link else { return Ok(()) };
         link.check()?;
-        link.membership.standing.count_turn(link.number);
+        link.membership.collectives.count_collective(link.number);
         Ok(())
     }
 
-    /// Notes that operations are being captured.
+    /// Records that operations are being captured, which changes the abort.
     pub(super) fn note_capture(&self) {
         if let Some(link) = &self.link {
             link.owner.note_capture();
         }
     }
 
-    /// What `fill` collects, if it may still be carried out.
+    /// Collects the operations of `fill`, if the communicator is usable.
     pub(super) fn collect<'a>(
         &'a self,
         fill: impl FnOnce(&mut Group<'a>) -> Result<()>,
@@ -243,109 +245,110 @@ impl DeviceCommunicator {
         Ok(group)
     }
 
-    /// Puts calls on their streams together.
+    /// Enqueues calls as one group.
     pub(super) fn submit(&self, calls: Calls) -> Result<()> {
         let Some(link) = self.link.as_ref().filter(|_| !calls.is_empty()) else { return Ok(()) };
-        // Two threads that enqueue at once: the numbers are those of the order in which NCCL gets to see the operations.
+        // Holding the lock, so that with several threads the sequence numbers have NCCL's order.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.sequence = last.sequence.wrapping_add(1).max(1);
         last.call = calls.last().copied();
-        let doing = Doing { peers: link.peers(), ..self.doing(&last, &calls) };
-        link.operation(&doing, || {
-            if calls.iter().any(Call::is_collective) {
-                link.membership.standing.count_turn(link.number);
+        let context = WaitContext { peers: link.peers(), ..self.context(&last, &calls) };
+        link.operation(&context, || {
+            if calls.iter().any(NcclCall::is_collective) {
+                link.membership.collectives.count_collective(link.number);
             }
             let answer = link.owner.enqueue(calls);
             drop(last);
-            link.answer(&answer, &doing)
+            link.answer(&answer, &context)
         })
     }
 
-    /// Returns once the GPU has done everything on a stream, or up to an event. `what` is what the caller waits for, in the
-    /// words of an error: `the loss of step 7`.
+    /// Waits until the GPU has done all work on a stream, or before an event. `what` describes it for errors: `the
+    /// loss of step 7`.
     ///
     /// # Errors
-    /// If a peer fails, NCCL reports an error, the GPU does, or it is not done before the world's timeout. The
-    /// communicator is unusable then: its operations have been aborted, and what they were to write is not defined.
-    pub fn wait(&self, work: &impl Awaited, what: &str) -> Result<()> {
+    /// If a peer fails, if NCCL or the GPU reports an error, or if the work is not done within the world's timeout.
+    /// This poisons the communicator: its operations are aborted, and their results are undefined.
+    pub fn wait(&self, work: &impl Waitable, what: &str) -> Result<()> {
         let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
-        let doing = {
+        let context = {
             let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-            let doing = self.doing(&last, last.call.as_slice());
-            Doing {
-                text: if what.is_empty() { doing.text } else { format!("{what}, after {}", doing.text) },
-                ..doing
+            let context = self.context(&last, last.call.as_slice());
+            WaitContext {
+                text: if what.is_empty() { context.text } else { format!("{what}, after {}", context.text) },
+                ..context
             }
         };
-        link.during(&doing, || link.device(|| work.is_done(), &doing))
+        link.during(&context, || link.device(|| work.is_done(), &context))
     }
 
-    /// As [`wait`](Self::wait), for work that needs no other rank, all collectives before it being over. No peer is held
-    /// responsible if it does not end, and none waits for this rank in vain without a sign of it.
+    /// As [`wait`](Self::wait), for work that does not depend on other ranks, after all collectives have ended. If it
+    /// does not end, no peer is blamed, and peers that wait for this rank see that it is busy.
     ///
     /// # Errors
-    /// As [`wait`](Self::wait); past the world's timeout, [`Error::Stuck`] with this rank.
-    pub fn wait_local(&self, work: &impl Awaited, what: &str) -> Result<()> {
+    /// As [`wait`](Self::wait); after the world's timeout [`Error::Stuck`], which blames this rank.
+    pub fn wait_local(&self, work: &impl Waitable, what: &str) -> Result<()> {
         let Some(link) = &self.link else { return wait_alone(work) };
         link.check()?;
         let operation = Operation::Barrier;
         let (text, peers) = (what.to_owned(), Vec::new());
-        let doing = Doing { operation, sequence: 0, bytes: 0, text, peers, messages: None };
-        // Nothing is noted on the page: to the peers this rank is busy.
-        link.device(|| work.is_done(), &doing).map_err(|error| link.fail(error))
+        let context = WaitContext { operation, sequence: 0, bytes: 0, text, peers, messages: None };
+        // The progress page is not changed: to the peers this rank is busy.
+        link.device(|| work.is_done(), &context).map_err(|error| link.fail(error))
     }
 
-    /// Returns once all work on `stream` is over, in whatever way: before memory is freed that collectives on it use.
-    /// Freeing it waits for the GPU, and for ever if a peer does not come, unless the communicator was ended before.
-    pub(crate) fn come_to_rest(&self, stream: &Stream) {
+    /// Drains `stream`: returns once all its work has ended, successfully or not. Called before memory is freed that
+    /// its collectives use: freeing it would wait for the GPU, and forever if a peer does not arrive, unless the
+    /// communicator was aborted first.
+    pub(crate) fn drain(&self, stream: &Stream) {
         let Some(link) = &self.link else { return };
         if std::thread::panicking() {
             if !matches!(stream.is_done(), Ok(true)) {
-                link.end_by_force("a panic");
+                link.force_abort("a panic");
             }
             return;
         }
-        // An error has ended the communicator.
-        let _ = self.wait(stream, "the end of its work");
+        // An error has aborted the communicator.
+        let _ = self.wait(stream, "draining a stream");
     }
 
-    /// What the last operations are to those who look.
-    fn doing(&self, last: &Last, calls: &[Call]) -> Doing {
+    /// Describes the last operations for errors and the progress page.
+    fn context(&self, last: &Last, calls: &[NcclCall]) -> WaitContext {
         let text = match calls {
             [] => "no operation".to_owned(),
             [call] => call.to_string(),
             [first, rest @ ..] => format!("{first} and {} more", rest.len()),
         };
-        Doing {
-            operation: calls.first().map_or(Operation::Barrier, Call::operation),
+        WaitContext {
+            operation: calls.first().map_or(Operation::Barrier, NcclCall::operation),
             sequence: last.sequence,
-            bytes: calls.iter().map(Call::bytes).sum(),
+            bytes: calls.iter().map(NcclCall::bytes).sum(),
             text,
             peers: self.link.as_ref().map(Link::peers).unwrap_or_default(),
             messages: None,
         }
     }
 
-    /// What connects it with the others; `None` in a world of one.
+    /// The connection to the other ranks; `None` in a world of one.
     pub(super) fn link(&self) -> Option<&Link> {
         self.link.as_ref()
     }
 }
 
-/// Waits where there is no other rank: until the GPU is done.
-fn wait_alone(work: &impl Awaited) -> Result<()> {
+/// Waits for the GPU in a world of one.
+fn wait_alone(work: &impl Waitable) -> Result<()> {
     while !work.is_done()? {
         std::thread::park_timeout(Duration::from_micros(50));
     }
     Ok(())
 }
 
-/// The id of the communicator: made by rank 0, the same on all ranks.
-fn share_id(link: &Link, doing: &Doing) -> Result<UniqueId> {
+/// The NCCL unique id of the communicator: created by rank 0, the same on all ranks.
+fn share_id(link: &Link, context: &WaitContext) -> Result<UniqueId> {
     let (store, key) = (link.membership.store(), format!("{}/id", link.name));
     if link.rank == 0 {
-        let id = link.answer(&link.owner.unique_id(), doing)?;
+        let id = link.answer(&link.owner.unique_id(), context)?;
         store.set(&key, id.as_bytes(), &[], link.size - 1)?;
         return Ok(id);
     }

@@ -1,18 +1,18 @@
-//! Operations before they are carried out: checked, and collected where several begin together.
+//! Groups of operations: arguments are checked, and calls collected, before they are enqueued together.
 
 use mgpu_kernels::cuda::{Stream, View};
 use smallvec::SmallVec;
 
 use super::DeviceCommunicator;
-use super::call::{Call, Kind, RawStream};
-use crate::comm::call::Call as HostCall;
+use super::call::{NcclCall, NcclOp, RawStream};
+use crate::comm::call::Call;
 use crate::comm::{DType, ReduceOp};
 use crate::{Error, Result};
 
-/// Operations that begin together: sends and receives in a group do not wait for each other, and small collectives are
-/// cheaper in one. Made by [`DeviceCommunicator::group`].
+/// Operations that are enqueued together: sends and receives in a group do not wait for each other, and small
+/// collectives are cheaper together. Created by [`DeviceCommunicator::group`].
 ///
-/// The methods are those of [`DeviceCommunicator`]. What they take is borrowed until the group has begun.
+/// The methods are those of [`DeviceCommunicator`]. Their arguments are borrowed until the group is enqueued.
 #[derive(Debug)]
 pub struct Group<'a> {
     comm: &'a DeviceCommunicator,
@@ -20,13 +20,13 @@ pub struct Group<'a> {
     pub(super) copies: Copies<'a>,
 }
 
-/// Operations that begin together.
-pub(super) type Calls = SmallVec<[Call; 2]>;
+/// Calls that are enqueued together.
+pub(super) type Calls = SmallVec<[NcclCall; 2]>;
 
-/// What operations come to in a world of one: from where to where, and on what stream.
+/// Equivalent of operations in a world of one: copies with source, destination and stream.
 pub(super) type Copies<'a> = SmallVec<[(View<'a>, View<'a>, &'a Stream); 2]>;
 
-fn wrong<T>(operation: &'static str, problem: String) -> Result<T> {
+fn invalid<T>(operation: &'static str, problem: String) -> Result<T> {
     Err(Error::InvalidArgument { operation, problem })
 }
 
@@ -55,7 +55,7 @@ impl<'a> Group<'a> {
         op: ReduceOp,
     ) -> Result<()> {
         self.check_lengths("all_reduce", from, 1, to, 1)?;
-        self.add("all_reduce", Kind::AllReduce(op), stream, from, to, from.len())
+        self.add("all_reduce", NcclOp::AllReduce(op), stream, from, to, from.len())
     }
 
     /// As [`DeviceCommunicator::reduce_scatter`].
@@ -70,7 +70,7 @@ impl<'a> Group<'a> {
         op: ReduceOp,
     ) -> Result<()> {
         self.check_lengths("reduce_scatter", from, 1, to, self.comm.size() as usize)?;
-        self.add("reduce_scatter", Kind::ReduceScatter(op), stream, from, to, to.len())
+        self.add("reduce_scatter", NcclOp::ReduceScatter(op), stream, from, to, to.len())
     }
 
     /// As [`DeviceCommunicator::all_gather`].
@@ -79,7 +79,7 @@ impl<'a> Group<'a> {
     /// As there.
     pub fn all_gather(&mut self, stream: &'a Stream, from: View<'a>, to: View<'a>) -> Result<()> {
         self.check_lengths("all_gather", from, self.comm.size() as usize, to, 1)?;
-        self.add("all_gather", Kind::AllGather, stream, from, to, from.len())
+        self.add("all_gather", NcclOp::AllGather, stream, from, to, from.len())
     }
 
     /// As [`DeviceCommunicator::broadcast`].
@@ -87,8 +87,8 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn broadcast(&mut self, stream: &'a Stream, buffer: View<'a>, root: u32) -> Result<()> {
-        self.check(&HostCall::Broadcast { root }, buffer)?;
-        self.add("broadcast", Kind::Broadcast { root }, stream, buffer, buffer, buffer.len())
+        self.check(&Call::Broadcast { root }, buffer)?;
+        self.add("broadcast", NcclOp::Broadcast { root }, stream, buffer, buffer, buffer.len())
     }
 
     /// As [`DeviceCommunicator::reduce`].
@@ -96,8 +96,8 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn reduce(&mut self, stream: &'a Stream, buffer: View<'a>, op: ReduceOp, root: u32) -> Result<()> {
-        self.check(&HostCall::Reduce { op, root }, buffer)?;
-        self.add("reduce", Kind::Reduce { op, root }, stream, buffer, buffer, buffer.len())
+        self.check(&Call::Reduce { op, root }, buffer)?;
+        self.add("reduce", NcclOp::Reduce { op, root }, stream, buffer, buffer, buffer.len())
     }
 
     /// As [`DeviceCommunicator::send`].
@@ -105,8 +105,8 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn send(&mut self, stream: &'a Stream, buffer: View<'a>, to: u32) -> Result<()> {
-        self.check(&HostCall::Send { to }, buffer)?;
-        self.add("send", Kind::Send { to }, stream, buffer, buffer, buffer.len())
+        self.check(&Call::Send { to }, buffer)?;
+        self.add("send", NcclOp::Send { to }, stream, buffer, buffer, buffer.len())
     }
 
     /// As [`DeviceCommunicator::recv`].
@@ -114,15 +114,15 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn recv(&mut self, stream: &'a Stream, buffer: View<'a>, from: u32) -> Result<()> {
-        self.check(&HostCall::Recv { from }, buffer)?;
-        self.add("recv", Kind::Recv { from }, stream, buffer, buffer, buffer.len())
+        self.check(&Call::Recv { from }, buffer)?;
+        self.add("recv", NcclOp::Recv { from }, stream, buffer, buffer, buffer.len())
     }
 
-    /// Collects a call; in a world of one, where nobody else is needed, what it comes to.
+    /// Collects a call; in a world of one, the equivalent copy.
     fn add(
         &mut self,
         operation: &'static str,
-        kind: Kind,
+        kind: NcclOp,
         stream: &'a Stream,
         from: View<'a>,
         to: View<'a>,
@@ -130,9 +130,9 @@ impl<'a> Group<'a> {
     ) -> Result<()> {
         if stream.device().uuid() != self.comm.device().uuid() {
             let (ours, theirs) = (self.comm.device().ordinal(), stream.device().ordinal());
-            return wrong(
+            return invalid(
                 operation,
-                format!("the stream is of GPU {theirs}, the communicator of GPU {ours}"),
+                format!("the stream belongs to GPU {theirs}, the communicator to GPU {ours}"),
             );
         }
         if self.comm.size() == 1 {
@@ -148,24 +148,25 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// Collects a call whose arguments were checked. The addresses have room for its elements.
+    /// Collects a call with valid arguments. The addresses have room for its elements.
     pub(super) fn push(
         &mut self,
-        kind: Kind,
+        kind: NcclOp,
         stream: &'a Stream,
         (from, to): (u64, u64),
         count: usize,
         dtype: DType,
     ) {
-        self.calls.push(Call { kind, from, to, count, dtype, stream: RawStream(stream.raw().cast()) });
+        self.calls.push(NcclCall { kind, from, to, count, dtype, stream: RawStream(stream.raw().cast()) });
     }
 
-    /// Checks ranks by the same rules as those of host buffers.
-    fn check(&self, call: &HostCall<'_>, buffer: View<'_>) -> Result<()> {
+    /// Checks root and peer by the rules of host buffers.
+    fn check(&self, call: &Call<'_>, buffer: View<'_>) -> Result<()> {
         call.check(self.comm.rank(), self.comm.size(), buffer.len())
     }
 
-    /// Both views hold the same type, and `from_times` as many elements of `from` are as many as `to_times` of `to`.
+    /// Checks that both views have the same type, and that `from_times` as many elements as `from` has are `to_times`
+    /// as many as `to` has.
     fn check_lengths(
         &self,
         operation: &'static str,
@@ -175,14 +176,17 @@ impl<'a> Group<'a> {
         to_times: usize,
     ) -> Result<()> {
         if from.dtype() != to.dtype() {
-            return wrong(
+            return invalid(
                 operation,
-                format!("from {} to {}, which are of two types", from.dtype(), to.dtype()),
+                format!("from {} to {}, which have different types", from.dtype(), to.dtype()),
             );
         }
         if from.len() * from_times != to.len() * to_times {
             let (from, to, ranks) = (from.len(), to.len(), self.comm.size());
-            return wrong(operation, format!("from {from} elements to {to} does not go with {ranks} ranks"));
+            return invalid(
+                operation,
+                format!("from {from} elements to {to} are incompatible with {ranks} ranks"),
+            );
         }
         Ok(())
     }

@@ -1,11 +1,11 @@
-//! The transport for host buffers: every program that works on the CPU's communicators works on NCCL's.
+//! The transport for host buffers on NCCL, so that programs for CPU communicators run unchanged.
 //!
-//! An operation begins with an agreement: each rank's call, in a few words, is gathered by NCCL itself, with a size that
-//! does not depend on the call. So ranks that disagree all learn it, and from whom, instead of waiting for each other. The
-//! payload then goes through pinned memory and memory of the GPU, in chunks, two of them under way at a time.
+//! An operation begins with an agreement: NCCL gathers the signatures of all ranks' calls, which have a fixed size.
+//! So all ranks detect a mismatch and know which rank differs, instead of waiting for each other. The payload is then
+//! copied in chunks through pinned memory and GPU memory, with two chunks in flight.
 //!
-//! Messages are agreed upon by the two ranks that they concern. A message that meets a collective has nobody to agree with: the
-//! rank in the collective finds that out by the notes on the progress page (`Link::unmet_message`).
+//! The two ranks of a message agree with each other. If one of them is in a collective instead, there is no
+//! agreement: the rank in the collective detects that by the records on the progress page (`Link::unmet_message`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,26 +14,27 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use mgpu_kernels::cuda::{Device, Event, Memory, Pinned, Stream};
 
 use super::DeviceCommunicator;
-use super::call::Kind;
+use super::call::NcclOp;
 use super::group::Group;
-use super::link::{Doing, Link};
-use super::staging::{Chunk, Route, exchange_chunks};
+use super::link::{Link, WaitContext};
+use super::staging::{Chunk, Transfer, exchange_chunks};
 use crate::comm::call::{Call, Request, SegmentUpdate};
 use crate::comm::exchange::Exchange;
-use crate::comm::rules::Failing;
+use crate::comm::rules::FailureHandler;
 use crate::comm::segments::{gather_segments, update_blocks};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
 use crate::comm::{Buffer, Capabilities, Communicator, DType, Transport};
 use crate::{Error, Result, memory};
 
-/// Bytes of a stage.
+/// Size of a stage in bytes.
 const STAGE: usize = 4 << 20;
-/// Bytes of a signature in the agreement.
+/// Size of an encoded signature in bytes.
 const WORDS: usize = SIGNATURE_WORDS * size_of::<u64>();
 
-/// The transport of one rank of several.
+/// The transport of one rank, in a world of several.
 pub(super) struct HostTransport {
-    /// The first to go: freeing the memory below waits for the GPU, which may wait for a peer until the communicator ends.
+    /// Dropped first: freeing the memory below waits for the GPU, which may wait for a peer until the communicator
+    /// ends.
     device: Arc<DeviceCommunicator>,
     stages: [Stage; 2],
     /// Every rank's signature.
@@ -41,11 +42,11 @@ pub(super) struct HostTransport {
     calls_on_host: Pinned,
     stream: Stream,
     done: Event,
-    /// Messages begun with each rank.
+    /// Number of messages begun with each rank.
     messages: Vec<u32>,
 }
 
-/// A place that a chunk goes through.
+/// Staging memory for one chunk.
 struct Stage {
     host: Pinned,
     device: Memory,
@@ -62,7 +63,7 @@ impl Stage {
     }
 }
 
-/// A communicator over that of the device, which has more than one rank.
+/// A communicator for host buffers over the device's communicator, in a world of several ranks.
 pub(crate) fn host_communicator(device: Arc<DeviceCommunicator>) -> Result<Communicator> {
     let transport = HostTransport::new(device)?;
     let (rank, size, rules) = {
@@ -91,8 +92,8 @@ impl HostTransport {
         self.device.link().expect("a world of one has another communicator")
     }
 
-    /// What peers and errors are told of a request.
-    fn doing(&mut self, request: &Request<'_>, signature: &Signature) -> Doing {
+    /// Describes a request for the progress page and for errors.
+    fn context(&mut self, request: &Request<'_>, signature: &Signature) -> WaitContext {
         let call = &request.call;
         let peers = match call.peer() {
             Some(peer) => {
@@ -100,11 +101,11 @@ impl HostTransport {
                 vec![peer]
             }
             None => {
-                self.link().membership.standing.count_turn(self.link().number);
+                self.link().membership.collectives.count_collective(self.link().number);
                 self.link().peers()
             }
         };
-        Doing {
+        WaitContext {
             operation: call.operation(),
             sequence: request.number,
             bytes: request.call.bytes(&request.buffer),
@@ -114,47 +115,47 @@ impl HostTransport {
         }
     }
 
-    /// Puts operations that begin together on the stream.
-    fn enqueue<'a>(&'a self, doing: &Doing, fill: impl FnOnce(&mut Group<'a>)) -> Result<()> {
+    /// Enqueues operations as one group.
+    fn enqueue<'a>(&'a self, context: &WaitContext, fill: impl FnOnce(&mut Group<'a>)) -> Result<()> {
         let mut group = Group::new(&self.device);
         fill(&mut group);
-        self.link().answer(&self.link().owner.enqueue(group.calls), doing)
+        self.link().answer(&self.link().owner.enqueue(group.calls), context)
     }
 
     /// Compares this rank's call with those of its peers.
-    fn agree(&mut self, peer: Option<u32>, call: &Signature, doing: &Doing) -> Result<()> {
+    fn agree(&mut self, peer: Option<u32>, call: &Signature, context: &WaitContext) -> Result<()> {
         let own = self.link().rank as usize * WORDS;
-        // SAFETY: the last agreement has been waited for, or has made the communicator unusable.
+        // SAFETY: the previous agreement has ended, or has poisoned the communicator.
         let bytes = unsafe { self.calls_on_host.bytes_mut() };
         bytes[own..own + WORDS].copy_from_slice(cast_slice(&call.encode()));
         let slot = self.calls.slice(own..own + WORDS);
         self.stream.enqueue_upload_part(&self.calls_on_host, own, slot)?;
-        self.enqueue(doing, |group| match peer {
+        self.enqueue(context, |group| match peer {
             Some(peer) => {
                 let theirs = self.calls.slice(peer as usize * WORDS..(peer as usize + 1) * WORDS).address();
-                let (send, recv) = (Kind::Send { to: peer }, Kind::Recv { from: peer });
+                let (send, recv) = (NcclOp::Send { to: peer }, NcclOp::Recv { from: peer });
                 group.push(send, &self.stream, (slot.address(), 0), WORDS, DType::U8);
                 group.push(recv, &self.stream, (0, theirs), WORDS, DType::U8);
             }
             None => {
                 let all = self.calls.view().address();
-                group.push(Kind::AllGather, &self.stream, (slot.address(), all), WORDS, DType::U8);
+                group.push(NcclOp::AllGather, &self.stream, (slot.address(), all), WORDS, DType::U8);
             }
         })?;
         self.stream.enqueue_download(self.calls.view(), &mut self.calls_on_host)?;
         self.stream.record(&self.done)?;
-        self.link().device(|| self.done.is_done(), doing)?;
-        // SAFETY: the copy is over.
+        self.link().device(|| self.done.is_done(), context)?;
+        // SAFETY: the copy has ended.
         let all = unsafe { self.calls_on_host.bytes() };
-        for peer in &doing.peers {
+        for peer in &context.peers {
             let mut theirs = [0; SIGNATURE_WORDS];
             let at = *peer as usize * WORDS;
             cast_slice_mut(&mut theirs).copy_from_slice(&all[at..at + WORDS]);
             if theirs != call.counterpart(self.link().rank).encode() {
-                let (rank, sequence) = (self.link().rank, doing.sequence);
+                let (rank, sequence) = (self.link().rank, context.sequence);
                 let (ours, theirs) = (call.to_string(), describe(theirs));
                 if call.is_collective() {
-                    self.let_all_know(sequence);
+                    self.sync_mismatch(sequence);
                 }
                 return Err(Error::Mismatch { rank, peer: *peer, sequence, ours, theirs });
             }
@@ -162,56 +163,68 @@ impl HostTransport {
         Ok(())
     }
 
-    /// All ranks learn of a disagreement, but not at once: an abort by one that knows already would take the news away from
-    /// one that does not.
-    fn let_all_know(&self, sequence: u32) {
+    /// Waits until all ranks have seen a mismatch: an abort by the first one could prevent the others from reading
+    /// the signatures.
+    fn sync_mismatch(&self, sequence: u32) {
         let link = self.link();
         let limit = link.timeout.min(Duration::from_secs(1));
         let _ = link.membership.store().barrier(&format!("{}/disagree-{sequence}", link.name), limit);
     }
 
-    /// Moves the payload of one of NCCL's own operations through the stages.
-    fn carry(&mut self, kind: Kind, buffer: &Buffer, doing: &Doing) -> Result<()> {
+    /// Transfers the payload of an operation that NCCL has.
+    fn transfer(&mut self, kind: NcclOp, buffer: &Buffer, context: &WaitContext) -> Result<()> {
         let (rank, ranks) = (self.link().rank, self.link().size);
         let (len, element) = (buffer.len(), buffer.dtype().size());
-        let route = Route { kind, rank, ranks, len, element, stage: STAGE };
-        self.carry_chunks(route.chunks(), buffer, buffer, doing)
+        let transfer = Transfer { kind, rank, ranks, len, element, stage: STAGE };
+        self.transfer_chunks(transfer.chunks(), buffer, buffer, context)
     }
 
-    /// Moves messages between pairs of ranks through the stages.
-    fn exchange(&mut self, exchange: &Exchange, from: &Buffer, to: &Buffer, doing: &Doing) -> Result<()> {
-        self.carry_chunks(exchange_chunks(exchange, to.dtype().size(), STAGE), from, to, doing)
+    /// Transfers messages between pairs of ranks.
+    fn exchange(
+        &mut self,
+        exchange: &Exchange,
+        from: &Buffer,
+        to: &Buffer,
+        context: &WaitContext,
+    ) -> Result<()> {
+        self.transfer_chunks(exchange_chunks(exchange, to.dtype().size(), STAGE), from, to, context)
     }
 
-    fn carry_chunks(
+    fn transfer_chunks(
         &mut self,
         chunks: impl Iterator<Item = Chunk>,
         from: &Buffer,
         to: &Buffer,
-        doing: &Doing,
+        context: &WaitContext,
     ) -> Result<()> {
-        let mut under_way: [Option<Chunk>; 2] = [None, None];
+        let mut in_flight: [Option<Chunk>; 2] = [None, None];
         let mut turn = 0;
         for chunk in chunks {
-            self.finish(turn, under_way[turn].take(), to, doing)?;
-            self.begin(turn, &chunk, from, doing)?;
-            under_way[turn] = Some(chunk);
+            self.finish_chunk(turn, in_flight[turn].take(), to, context)?;
+            self.begin_chunk(turn, &chunk, from, context)?;
+            in_flight[turn] = Some(chunk);
             turn = 1 - turn;
         }
         for _ in 0..2 {
-            self.finish(turn, under_way[turn].take(), to, doing)?;
+            self.finish_chunk(turn, in_flight[turn].take(), to, context)?;
             turn = 1 - turn;
         }
         Ok(())
     }
 
-    /// Starts a chunk on its way through stage `which`, which is free.
-    fn begin(&mut self, which: usize, chunk: &Chunk, buffer: &Buffer, doing: &Doing) -> Result<()> {
+    /// Starts the transfer of a chunk through stage `which`, which must be free.
+    fn begin_chunk(
+        &mut self,
+        which: usize,
+        chunk: &Chunk,
+        buffer: &Buffer,
+        context: &WaitContext,
+    ) -> Result<()> {
         let Stage { host, device, .. } = &mut self.stages[which];
-        for piece in &chunk.put {
-            // SAFETY: the stage is free: its last chunk was waited for.
+        for piece in &chunk.to_stage {
+            // SAFETY: the stage is free: its last chunk has ended.
             let target = &mut unsafe { host.bytes_mut() }[piece.stage..piece.stage + piece.bytes];
-            // SAFETY: the piece lies within the buffer, which this operation has for itself.
+            // SAFETY: the piece is within the buffer, which this operation owns.
             let source = unsafe { std::slice::from_raw_parts(buffer.address().add(piece.host), piece.bytes) };
             target.copy_from_slice(source);
             self.stream.enqueue_upload_part(
@@ -221,29 +234,35 @@ impl HostTransport {
             )?;
         }
         let stage = self.stages[which].device.view().address();
-        self.enqueue(doing, |group| {
-            for launch in &chunk.launches {
-                let addresses = (stage + launch.from as u64, stage + launch.to as u64);
-                group.push(launch.kind, &self.stream, addresses, launch.count, buffer.dtype());
+        self.enqueue(context, |group| {
+            for call in &chunk.calls {
+                let addresses = (stage + call.from as u64, stage + call.to as u64);
+                group.push(call.kind, &self.stream, addresses, call.count, buffer.dtype());
             }
         })?;
         let Stage { host, device, done } = &mut self.stages[which];
-        for piece in &chunk.take {
+        for piece in &chunk.from_stage {
             let part = device.slice(piece.stage..piece.stage + piece.bytes);
             self.stream.enqueue_download_part(part, host, piece.stage)?;
         }
         Ok(self.stream.record(done)?)
     }
 
-    /// Waits for the chunk in stage `which`, if there is one, and takes what it brings.
-    fn finish(&self, which: usize, chunk: Option<Chunk>, buffer: &Buffer, doing: &Doing) -> Result<()> {
+    /// Waits for the chunk in stage `which`, if there is one, and copies its results to the buffer.
+    fn finish_chunk(
+        &self,
+        which: usize,
+        chunk: Option<Chunk>,
+        buffer: &Buffer,
+        context: &WaitContext,
+    ) -> Result<()> {
         let Some(chunk) = chunk else { return Ok(()) };
         let Stage { host, done, .. } = &self.stages[which];
-        self.link().device(|| done.is_done(), doing)?;
-        for piece in &chunk.take {
-            // SAFETY: the copies are over.
+        self.link().device(|| done.is_done(), context)?;
+        for piece in &chunk.from_stage {
+            // SAFETY: the copies have ended.
             let source = &unsafe { host.bytes() }[piece.stage..piece.stage + piece.bytes];
-            // SAFETY: the piece lies within the buffer, which this operation has for itself.
+            // SAFETY: the piece is within the buffer, which this operation owns.
             let target =
                 unsafe { std::slice::from_raw_parts_mut(buffer.address().add(piece.host), piece.bytes) };
             target.copy_from_slice(source);
@@ -252,8 +271,8 @@ impl HostTransport {
     }
 }
 
-/// The error or the abort of one of the two communicators is that of both.
-impl Failing for HostTransport {
+/// The two communicators fail and abort together.
+impl FailureHandler for HostTransport {
     fn stop(&self) {
         self.link().stop();
     }
@@ -272,7 +291,7 @@ impl Transport for HostTransport {
         Capabilities { shares_memory: false, sums_in_rank_order: false, device_buffers: true }
     }
 
-    /// Memory of this rank alone: peers reach none of it.
+    /// Memory of this rank only; peers cannot access it.
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let ranks = self.device.size();
         if let Some(problem) = memory::shortage((len * dtype.size()).saturating_mul(ranks as usize)) {
@@ -284,35 +303,39 @@ impl Transport for HostTransport {
 
     /// Agreement, then the payload.
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
-        // Where the buffer lies is this rank's own affair: there is no arena.
-        let signature = Signature::of(&request.call, &request.buffer).anywhere();
-        let doing = &self.doing(request, &signature);
+        // The signature ignores the buffer's location: there are no arenas.
+        let signature = Signature::of(&request.call, &request.buffer).without_location();
+        let context = &self.context(request, &signature);
         let Request { call, buffer, .. } = request;
-        self.agree(call.peer(), &signature, doing)?;
+        self.agree(call.peer(), &signature, context)?;
         let (rank, ranks) = (self.link().rank, self.link().size);
         let exchange = Exchange::of(call, rank, ranks, buffer.len());
         match (call, &exchange) {
             (Call::Barrier, _) => {}
-            (&mut Call::AllReduce(op), _) => self.carry(Kind::AllReduce(op), buffer, doing)?,
-            (&mut Call::ReduceScatter(op), _) => self.carry(Kind::ReduceScatter(op), buffer, doing)?,
-            (Call::AllGather, _) => self.carry(Kind::AllGather, buffer, doing)?,
+            (&mut Call::AllReduce(op), _) => self.transfer(NcclOp::AllReduce(op), buffer, context)?,
+            (&mut Call::ReduceScatter(op), _) => self.transfer(NcclOp::ReduceScatter(op), buffer, context)?,
+            (Call::AllGather, _) => self.transfer(NcclOp::AllGather, buffer, context)?,
             (Call::UpdateAllGather(SegmentUpdate { segments, block, update }), _) => {
                 let updated =
                     update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
                 *buffer = gather_segments(updated, segments, |segment| {
-                    self.carry(Kind::AllGather, &segment, doing).map(|()| segment)
+                    self.transfer(NcclOp::AllGather, &segment, context).map(|()| segment)
                 })?;
             }
-            (&mut Call::Broadcast { root }, _) => self.carry(Kind::Broadcast { root }, buffer, doing)?,
-            (&mut Call::Reduce { op, root }, _) => self.carry(Kind::Reduce { op, root }, buffer, doing)?,
-            (&mut Call::Send { to }, _) => self.carry(Kind::Send { to }, buffer, doing)?,
-            (&mut Call::Recv { from }, _) => self.carry(Kind::Recv { from }, buffer, doing)?,
+            (&mut Call::Broadcast { root }, _) => {
+                self.transfer(NcclOp::Broadcast { root }, buffer, context)?;
+            }
+            (&mut Call::Reduce { op, root }, _) => {
+                self.transfer(NcclOp::Reduce { op, root }, buffer, context)?;
+            }
+            (&mut Call::Send { to }, _) => self.transfer(NcclOp::Send { to }, buffer, context)?,
+            (&mut Call::Recv { from }, _) => self.transfer(NcclOp::Recv { from }, buffer, context)?,
             (Call::AllToAllV { from, .. }, Some(exchange)) => {
                 let (own, at) = exchange.own.clone();
                 buffer.copy_from(at, from, own);
-                self.exchange(exchange, from, buffer, doing)?;
+                self.exchange(exchange, from, buffer, context)?;
             }
-            (_, Some(exchange)) => self.exchange(exchange, buffer, buffer, doing)?,
+            (_, Some(exchange)) => self.exchange(exchange, buffer, buffer, context)?,
             (_, None) => unreachable!("all others consist of messages"),
         }
         Ok(())

@@ -1,8 +1,8 @@
-//! Waiting for what the owner's thread or the GPU does, without ever hanging.
+//! Waiting for the owner's thread or the GPU, without ever hanging.
 //!
-//! NCCL does not tell that a peer on the same machine has died, and a kernel that waits for one never ends. So every wait
-//! looks around: at the progress page, where the launcher notes the end of a rank; at what NCCL says of itself; at the
-//! clock. Whatever ends a wait early ends the communicator: it is aborted, and says why from then on.
+//! NCCL does not report the death of a peer on the same machine, and a kernel that waits for one never ends. So every
+//! wait also checks the progress page, where the launcher records the end of a rank; NCCL's asynchronous error; and
+//! the timeout. An error of a wait aborts the communicator, which then returns that error from every call.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -10,23 +10,23 @@ use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda;
 
-use super::owner::{Answer, Ended, Owner};
-use crate::comm::rules::{Failing, Noted, Rules};
+use super::owner::{Ended, Owner, Reply};
+use crate::comm::rules::{FailureHandler, ProgressEntry, Rules};
 use crate::membership::Membership;
 use crate::process;
 use crate::progress::{CollectiveCounter, Operation, RankState};
 use crate::{Error, Result};
 
-/// How often a wait looks around.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Interval between two checks of peers, NCCL and the timeout.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A wait below this is not worth a look, nor a nap.
-const MOMENT: Duration = Duration::from_micros(100);
+/// Waits below this spin and do not check anything.
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Longest nap between two questions whether the GPU is done.
-const NAP: Duration = Duration::from_millis(1);
+/// Longest sleep between two polls of the GPU.
+const MAX_SLEEP: Duration = Duration::from_millis(1);
 
-/// How long the end of a communicator may take once all ranks have come to it.
+/// Timeout of ncclCommFinalize and ncclCommDestroy after all ranks have arrived at the shutdown.
 const FINALISE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A communicator's connection to the other ranks.
@@ -39,35 +39,35 @@ pub(super) struct Link {
     pub(super) name: String,
     pub(super) timeout: Duration,
     pub(super) owner: Owner,
-    /// Shared with the communicator for host buffers that goes through this one.
+    /// Shared with the communicator for host buffers that uses this one.
     pub(super) rules: Arc<Rules>,
 }
 
-/// What a rank waits in, for the page and for errors.
+/// What a rank waits in, for the progress page and for errors.
 #[derive(Debug, Clone)]
-pub(super) struct Doing {
+pub(super) struct WaitContext {
     pub(super) operation: Operation,
-    /// Its number in the communicator, 0 for what has none.
+    /// Sequence number within the communicator; 0 if it has none.
     pub(super) sequence: u32,
     pub(super) bytes: usize,
     pub(super) text: String,
-    /// The ranks without which it does not end; none where it is this rank's own affair.
+    /// The ranks that it depends on; none for the rank's own work.
     pub(super) peers: Vec<u32>,
-    /// How many messages were begun with each rank until then, this one included; only for operations on host buffers.
+    /// Number of messages begun with each rank, including this one; only for operations on host buffers.
     pub(super) messages: Option<Vec<u32>>,
 }
 
-impl Doing {
-    /// The message and its peer, if that is what it is.
+impl WaitContext {
+    /// The peer and its number of messages, if this is a message.
     fn message(&self) -> Option<(u32, u32)> {
         let messages = self.messages.as_ref().filter(|_| !self.is_collective())?;
         let peer = *self.peers.first()?;
         Some((peer, messages[peer as usize]))
     }
 
-    /// What the progress page is told of it.
-    fn noted(&self) -> Noted {
-        Noted { operation: self.operation, number: self.sequence, bytes: self.bytes }
+    /// The entry of the progress page.
+    fn progress_entry(&self) -> ProgressEntry {
+        ProgressEntry { operation: self.operation, number: self.sequence, bytes: self.bytes }
     }
 
     fn is_collective(&self) -> bool {
@@ -75,14 +75,14 @@ impl Doing {
     }
 }
 
-impl Failing for Link {
-    /// No call that is still queued is made once anybody has seen the error: it was lent memory that may be gone.
+impl FailureHandler for Link {
+    /// After the error is visible, queued calls must not run: the memory that was lent to them may be gone.
     fn stop(&self) {
-        self.owner.give_up();
+        self.owner.request_stop();
     }
 
     fn abort(&self) {
-        self.membership.standing.fail();
+        self.membership.collectives.fail();
         self.owner.abort();
     }
 }
@@ -93,122 +93,130 @@ impl Link {
         (0..self.size).filter(|peer| *peer != self.rank).collect()
     }
 
-    /// The error of a communicator that had one.
+    /// Returns an error if the communicator is poisoned.
     pub(super) fn check(&self) -> Result<()> {
         self.rules.check_usable()
     }
 
-    /// Runs `operate` as an operation of the communicator. Its error is the end of the communicator.
-    pub(super) fn operation<R>(&self, doing: &Doing, operate: impl FnOnce() -> Result<R>) -> Result<R> {
-        self.rules.begin(doing.noted())?;
+    /// Runs `operate` as an operation of the communicator. Its error poisons the communicator.
+    pub(super) fn operation<R>(
+        &self,
+        context: &WaitContext,
+        operate: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        self.rules.begin(context.progress_entry())?;
         self.rules.end(operate(), self)
     }
 
-    /// Runs `wait` with a note on the page for its time. Its error is the end of the communicator.
-    pub(super) fn during<R>(&self, doing: &Doing, wait: impl FnOnce() -> Result<R>) -> Result<R> {
-        self.rules.note(doing.noted());
+    /// Runs `wait` with an entry on the progress page. Its error poisons the communicator.
+    pub(super) fn during<R>(&self, context: &WaitContext, wait: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.rules.note(context.progress_entry());
         self.rules.end(wait(), self)
     }
 
-    /// Ends the communicator because of `error`.
+    /// Aborts the communicator because of `error`.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.rules.fail(error, self)
     }
 
-    /// Ends the communicator at once, without an error to report.
-    pub(super) fn end_by_force(&self, why: &str) {
-        self.rules.end_by_force(why, self);
+    /// Aborts the communicator without an error to report.
+    pub(super) fn force_abort(&self, why: &str) {
+        self.rules.force_abort(why, self);
     }
 
-    /// Waits for an answer of the owner.
-    pub(super) fn answer<R>(&self, answer: &Receiver<Answer<R>>, doing: &Doing) -> Result<R> {
-        let (began, mut slice) = (Instant::now(), MOMENT);
+    /// Waits for a reply of the owner.
+    pub(super) fn answer<R>(&self, answer: &Receiver<Reply<R>>, context: &WaitContext) -> Result<R> {
+        let (began, mut slice) = (Instant::now(), SPIN_TIME);
         loop {
             match answer.recv_timeout(slice) {
                 Ok(Ok(value)) => return Ok(value),
-                Ok(Err(error)) => return Err(self.refused(doing, error)),
+                Ok(Err(error)) => return Err(self.nccl_error(context, error)),
                 Err(RecvTimeoutError::Disconnected) => {
                     let problem = "the thread that owns the communicator has ended".into();
-                    return Err(Error::Nccl { rank: self.rank, operation: self.describe(doing), problem });
+                    return Err(Error::Nccl { rank: self.rank, operation: self.describe(context), problem });
                 }
-                Err(RecvTimeoutError::Timeout) => self.look_around(doing, began.elapsed())?,
+                Err(RecvTimeoutError::Timeout) => self.check_peers(context, began.elapsed())?,
             }
-            slice = (slice * 2).min(LOOK_EVERY);
+            slice = (slice * 2).min(POLL_INTERVAL);
         }
     }
 
-    /// Waits until the GPU has come to where `is_done` asks for.
-    pub(super) fn device(&self, is_done: impl Fn() -> cuda::Result<bool>, doing: &Doing) -> Result<()> {
-        let is_over = || is_done().map_err(|error| self.broken(doing, error));
+    /// Waits until `is_done` returns true.
+    pub(super) fn device(
+        &self,
+        is_done: impl Fn() -> cuda::Result<bool>,
+        context: &WaitContext,
+    ) -> Result<()> {
+        let is_over = || is_done().map_err(|error| self.gpu_error(context, error));
         if is_over()? {
             return Ok(());
         }
         let began = Instant::now();
-        let mut next_look = LOOK_EVERY;
+        let mut next_look = POLL_INTERVAL;
         let mut watcher = None;
         loop {
             if is_over()? {
                 return Ok(());
             }
             let waited = began.elapsed();
-            if waited < MOMENT {
+            if waited < SPIN_TIME {
                 std::thread::yield_now();
                 continue;
             }
-            std::thread::park_timeout((waited / 16).min(NAP));
+            std::thread::park_timeout((waited / 16).min(MAX_SLEEP));
             if waited < next_look {
                 continue;
             }
-            next_look = waited + LOOK_EVERY;
+            next_look = waited + POLL_INTERVAL;
             watcher.get_or_insert_with(|| self.owner.watch());
-            if let Err(trouble) = self.look_around(doing, waited) {
-                // What is done counts, whatever has happened since.
+            if let Err(error) = self.check_peers(context, waited) {
+                // If the work is done, the wait has succeeded, whatever has failed since.
                 if matches!(is_done(), Ok(true)) {
                     return Ok(());
                 }
-                return Err(trouble);
+                return Err(error);
             }
         }
     }
 
-    /// What a rank does now and then while it waits: it leaves a note whom it waits for, looks whether that is in vain,
-    /// and gives up after the deadline.
+    /// Runs periodically during a wait: records whom this rank waits for, checks whether the wait can still succeed,
+    /// and times out.
     #[cold]
-    fn look_around(&self, doing: &Doing, waited: Duration) -> Result<()> {
+    fn check_peers(&self, context: &WaitContext, waited: Duration) -> Result<()> {
         self.check()?;
         if let Some(error) = self.owner.failure() {
-            return Err(self.refused(doing, error.to_owned()));
+            return Err(self.nccl_error(context, error.to_owned()));
         }
         let page = self.membership.page();
-        // A rank whose own call does not return waits for nobody; others see that, and know whom to blame.
+        // If this rank's own NCCL call does not return, it records no wait, so that others see it as the cause.
         let stuck = self.owner.stuck_call(self.timeout.min(Duration::from_secs(1)));
-        let suspects = self.suspects(doing);
+        let suspects = self.suspects(context);
         if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
             page.wait(self.rank, *peer);
-            page.note_waiting_collective(self.rank, self.place());
-            if let Some((_, turns)) = doing.message() {
+            page.note_waiting_collective(self.rank, self.progress());
+            if let Some((_, turns)) = context.message() {
                 page.note_waiting_message(
                     self.rank,
                     CollectiveCounter { communicator: self.number, count: turns },
                 );
             }
         }
-        if let Some(error) = self.unmet_message(doing) {
+        if let Some(error) = self.unmet_message(context) {
             return Err(error);
         }
-        if let Some(error) = self.membership.lost_peer(&doing.peers, || self.describe(doing)) {
+        if let Some(error) = self.membership.lost_peer(&context.peers, || self.describe(context)) {
             return Err(error);
         }
-        if let Some(peer) = self.deserter(&doing.peers) {
-            let (rank, operation, how) = (self.rank, self.describe(doing), "has let go of the communicator");
+        if let Some(peer) = self.departed_peer(&context.peers) {
+            let (rank, operation, how) = (self.rank, self.describe(context), "has dropped the communicator");
             return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
         if waited < self.timeout {
             return Ok(());
         }
-        let (rank, operation) = (self.rank, self.describe(doing));
+        let (rank, operation) = (self.rank, self.describe(context));
         Err(match stuck {
-            None if doing.peers.is_empty() => {
+            None if context.peers.is_empty() => {
                 Error::Stuck { rank, operation, call: "the GPU's own work", after: waited }
             }
             Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
@@ -216,13 +224,13 @@ impl Link {
         })
     }
 
-    /// The error of waiting in a collective on host buffers for a peer that has not begun it, and waits in a message which this
-    /// rank has not begun: it does one such operation at a time, so neither of the two can come to its end.
-    fn unmet_message(&self, doing: &Doing) -> Option<Error> {
-        let messages = doing.messages.as_ref().filter(|_| doing.is_collective())?;
-        let (page, ours) = (self.membership.page(), self.place());
+    /// Detects that this rank waits in a collective on host buffers for a peer that has not begun it and waits in a
+    /// message that this rank has not begun. A rank has one such operation at a time, so neither of the two can end.
+    fn unmet_message(&self, context: &WaitContext) -> Option<Error> {
+        let messages = context.messages.as_ref().filter(|_| context.is_collective())?;
+        let (page, ours) = (self.membership.page(), self.progress());
         let is_unmet = |peer: &u32| {
-            // A peer that is done with this collective may be ahead of a rank that has yet to see that.
+            // A peer may have finished this collective already, and be ahead of this rank.
             let message = page.waiting_message(*peer, self.rank).zip(page.waiting_collective(*peer));
             message.is_some_and(|(message, theirs)| {
                 message.communicator == ours.communicator
@@ -231,22 +239,21 @@ impl Link {
                     && theirs.count < ours.count
             })
         };
-        let peer = doing.peers.iter().copied().find(is_unmet)?;
+        let peer = context.peers.iter().copied().find(is_unmet)?;
         let theirs = page.progress(peer).operation.map_or_else(
             || "a message".to_owned(),
             |last| format!("{} of {} bytes with rank {}", last.operation.name(), last.bytes, self.rank),
         );
-        let (rank, sequence, ours) = (self.rank, doing.sequence, doing.text.clone());
+        let (rank, sequence, ours) = (self.rank, context.sequence, context.text.clone());
         Some(Error::Mismatch { rank, peer, sequence, ours, theirs })
     }
 
-    /// Those of the awaited that seem to hold up the others: stopped by somebody, or busy with something else than
-    /// waiting, or behind. NCCL does not say who has come to an operation, so all there is to go by is what the ranks
-    /// note on the page.
-    fn suspects(&self, doing: &Doing) -> Vec<u32> {
+    /// The ranks that seem to block the others: stopped (SIGSTOP), or busy with something other than waiting, or
+    /// behind. NCCL does not tell which ranks have arrived at an operation, so this relies on the progress page.
+    fn suspects(&self, context: &WaitContext) -> Vec<u32> {
         let page = self.membership.page();
         let those = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
-            doing.peers.iter().copied().filter(|peer| is(*peer)).collect()
+            context.peers.iter().copied().filter(|peer| is(*peer)).collect()
         };
         let stopped = |peer| page.state(peer) == RankState::Joined && is_stopped(page.progress(peer).pid);
         let busy = |peer| {
@@ -255,28 +262,28 @@ impl Link {
         };
         let behind = |peer| {
             let last = page.progress(peer).operation;
-            last.is_some_and(|last| last.sequence < u64::from(doing.sequence))
+            last.is_some_and(|last| last.sequence < u64::from(context.sequence))
         };
         let classes: [&dyn Fn(u32) -> bool; 4] = [&stopped, &busy, &behind, &|_| true];
         classes.into_iter().map(those).find(|suspects| !suspects.is_empty()).unwrap_or_default()
     }
 
-    /// The error of something that NCCL refused.
-    fn refused(&self, doing: &Doing, problem: String) -> Error {
-        // A peer that has ended is the better explanation of what NCCL says then.
-        let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
-        lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(doing), problem })
+    /// The error of an NCCL call.
+    fn nccl_error(&self, context: &WaitContext, problem: String) -> Error {
+        // If a peer has ended, that is the better explanation of NCCL's error.
+        let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
+        lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(context), problem })
     }
 
-    /// The error of the GPU's work. A peer that dies can surface as one, too.
-    fn broken(&self, doing: &Doing, error: cuda::Error) -> Error {
-        let lost = self.membership.lost_peer(&doing.peers, || self.describe(doing));
-        let place = || format!("rank {} in {}", self.rank, self.describe(doing));
-        lost.unwrap_or_else(|| Error::Gpu(error.detected_by(&place())))
+    /// The error of the GPU's work, which may also be caused by a lost peer.
+    fn gpu_error(&self, context: &WaitContext, error: cuda::Error) -> Error {
+        let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
+        let location = || format!("rank {} in {}", self.rank, self.describe(context));
+        lost.unwrap_or_else(|| Error::Gpu(error.detected_by(&location())))
     }
 
-    fn describe(&self, doing: &Doing) -> String {
-        let Doing { operation, sequence, text, peers, .. } = doing;
+    fn describe(&self, context: &WaitContext) -> String {
+        let WaitContext { operation, sequence, text, peers, .. } = context;
         match (operation, sequence) {
             _ if peers.is_empty() => text.clone(),
             (Operation::Connect, _) | (_, 0) => format!("{text}, {}", self.name),
@@ -285,23 +292,23 @@ impl Link {
     }
 }
 
-/// True if somebody has stopped the process, as with SIGSTOP: what it has noted on the page is then no longer true.
+/// True if the process is stopped, as by SIGSTOP: its records on the progress page are then outdated.
 fn is_stopped(pid: u32) -> bool {
     matches!(process::state(pid), Some('T' | 't'))
 }
 
 impl Drop for Link {
-    /// The proper end needs all ranks: they come together first, so that none is gone while another still works. A rank
-    /// that does not come, or has failed, leaves nothing but the abort.
+    /// A proper shutdown needs all ranks: they synchronise first, so that none is gone while another still works. If
+    /// a rank does not arrive or has failed, the communicator is aborted.
     fn drop(&mut self) {
-        // A forked child has a copy of all this, and not the thread that owns the communicator.
+        // A forked child has a copy of all this, but not the owner's thread.
         if self.rules.is_poisoned() || self.membership.check_process().is_err() {
             return;
         }
-        let _: Ended = if self.come_to_the_end() {
+        let _: Ended = if self.shutdown_barrier() {
             self.owner.finalise(FINALISE_LIMIT.min(self.timeout))
         } else {
-            self.membership.standing.fail();
+            self.membership.collectives.fail();
             self.owner.abort()
         };
     }
@@ -312,7 +319,7 @@ mod tests {
     use super::is_stopped;
 
     #[test]
-    fn a_process_that_runs_is_not_stopped() {
+    fn a_running_process_is_not_stopped() {
         assert!(!is_stopped(std::process::id()));
         assert!(!is_stopped(0));
     }

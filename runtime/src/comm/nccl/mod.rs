@@ -3,30 +3,30 @@
 //! | file | question |
 //! |---|---|
 //! | [`device`] | what does a training step call? |
-//! | [`group`] | do the arguments of an operation go together? |
-//! | [`captured`] | how are operations repeated? |
-//! | [`call`] | which function of NCCL is that? |
-//! | [`owner`] | who calls it, and how is it brought to an end? |
-//! | [`link`] | how does one wait for it without ever hanging? |
-//! | [`ending`] | how do ranks part, in peace or not? |
-//! | [`host`], [`staging`] | how do buffers of the host get there? |
+//! | [`group`] | are the arguments of an operation compatible? |
+//! | [`captured`] | how are operations captured and replayed? |
+//! | [`call`] | which NCCL function does an operation call? |
+//! | [`owner`] | which thread calls NCCL, and how is it aborted? |
+//! | [`link`] | how do callers wait for it without ever hanging? |
+//! | [`shutdown`] | how do ranks shut down a communicator, also after errors? |
+//! | [`host`], [`staging`] | how are host buffers transferred? |
 //!
-//! Every communicator has a thread of its own, the [`owner`], which alone enters NCCL. A call goes: arguments are checked
-//! and become data ([`call`]), the owner carries them out, the caller waits for it with a deadline and an eye on its peers
-//! ([`link`]). What the GPU does later is waited for in the same way.
+//! Every communicator has a thread, the [`owner`], which makes all NCCL calls. The caller checks the arguments and
+//! passes them as data ([`call`]); the owner executes the call; the caller waits for it with a timeout, and checks
+//! its peers meanwhile ([`link`]). The caller waits for the GPU in the same way.
 
 mod call;
 mod captured;
 mod device;
-mod ending;
 mod group;
 mod host;
 mod link;
 mod owner;
+mod shutdown;
 mod staging;
 
-pub use captured::Captured;
-pub use device::{Awaited, DeviceCommunicator};
-pub(crate) use ending::Standing;
+pub use captured::CapturedGroup;
+pub use device::{DeviceCommunicator, Waitable};
 pub use group::Group;
 pub(crate) use host::host_communicator;
+pub(crate) use shutdown::CollectiveCounters;

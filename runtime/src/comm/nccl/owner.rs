@@ -1,15 +1,14 @@
-//! The thread that owns the communicator.
+//! The thread that owns an NCCL communicator.
 //!
-//! NCCL wants all calls of a communicator from one thread at a time, and any of them may turn out not to return: a peer
-//! that died in the midst of the set-up, a driver that hangs. So one thread makes all of them, and nobody else ever
-//! enters NCCL; whoever wants a call made hands it over and waits with a deadline of its own. When that passes, the
-//! waiting thread goes on. That holds for the abort, too: at its end NCCL frees the communicator, and a call that another
-//! thread is in would return into freed memory. If the owner does not come to the abort, the GPU is given up instead, and
-//! all that is left goes with the process.
+//! NCCL requires that only one thread at a time calls a communicator, and any call may fail to return: because a peer
+//! died during the initialisation, or because a driver hangs. So one thread makes all calls of a communicator;
+//! callers send it tasks and wait with a timeout of their own, after which they continue. This also holds for the
+//! abort: NCCL frees the communicator in it, so a call of another thread would return into freed memory. If the owner
+//! is stuck and cannot abort, the GPU is abandoned, and everything on it is left to the end of the process.
 //!
-//! The owner holds nothing that the rest of the process waits for at its end, nor anything that takes the GPU away when it
-//! lets go: not the membership, whose last holder says goodbye, and not the device. A thread that is stuck for good is left
-//! behind.
+//! The owner holds no reference whose drop the rest of the process waits for, or whose drop would release the GPU:
+//! neither the membership, whose last reference leaves the run, nor the device. A thread that is stuck forever is
+//! left behind.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -21,109 +20,110 @@ use std::time::{Duration, Instant};
 use mgpu_kernels::cuda::Device;
 use nccl_sys::{InitConfig, Library, NcclError, Progress, UniqueId, ncclComm};
 
-use super::call::Call;
+use super::call::NcclCall;
 use super::group::Calls;
 use crate::process::start_failure;
 use crate::{Error, Result};
 
-/// How often NCCL is asked whether something went wrong in the background, while somebody waits.
-const LOOK_EVERY: Duration = Duration::from_millis(3);
+/// Interval between two polls of NCCL's asynchronous error, while somebody waits.
+const POLL_INTERVAL: Duration = Duration::from_millis(3);
 
-/// How long an abort may take before the GPU is given up. Whoever launched this process has little more patience.
+/// Timeout of an abort before the GPU is abandoned. The launcher does not wait much longer for this process.
 const ABORT_LIMIT: Duration = Duration::from_secs(3);
 
-/// The same for a communicator whose operations were captured: NCCL does not free it before the graphs are gone, which
-/// their owner drops only when it has been told. What runs is ended before that.
+/// The same for a communicator with captured operations: NCCL does not free it before their graphs are gone, which
+/// their owner only drops after it has seen the error. Running kernels are aborted before that.
 const ABORT_LIMIT_WITH_GRAPHS: Duration = Duration::from_millis(600);
 
-/// How long the owner may still be in another call when it is to abort. In non-blocking mode none of them takes time.
-const OWNER_LIMIT: Duration = Duration::from_millis(300);
+/// How long another call may delay the abort. In non-blocking mode calls return quickly.
+const OWNER_BUSY_LIMIT: Duration = Duration::from_millis(300);
 
-/// How long the thread may take to begin.
+/// Timeout of the start of the thread.
 const START_LIMIT: Duration = Duration::from_secs(5);
 
-/// Something that the owner is to do.
-type Task = Box<dyn FnOnce(&Shared) + Send>;
+/// A task for the owner's thread.
+type Task = Box<dyn FnOnce(&OwnerState) + Send>;
 
-/// What comes of it, or NCCL's reason why nothing does.
-pub(super) type Answer<R> = Result<R, String>;
+/// The result of a task, or NCCL's error.
+pub(super) type Reply<R> = Result<R, String>;
 
-/// Why a task came to nothing.
-enum Trouble {
+/// Why a task has failed.
+enum TaskError {
     Nccl(NcclError),
-    /// Nobody waits for it any more.
-    GivenUp,
+    /// The owner was told to stop: nobody waits for the task.
+    StopRequested,
 }
 
-impl From<NcclError> for Trouble {
+impl From<NcclError> for TaskError {
     fn from(error: NcclError) -> Self {
-        Trouble::Nccl(error)
+        TaskError::Nccl(error)
     }
 }
 
-type Outcome<R> = Result<R, Trouble>;
+type Outcome<R> = Result<R, TaskError>;
 
-/// A call of NCCL's, and since when the owner has been in it.
-pub(super) type Entered = (&'static str, Instant);
+/// An NCCL call in progress: its name and start.
+pub(super) type ActiveCall = (&'static str, Instant);
 
-/// What the owner's thread and the others know in common.
-pub(super) struct Shared {
+/// State shared by the owner's thread and its callers.
+pub(super) struct OwnerState {
     nccl: Library,
-    /// Null before NCCL has written it, and again once the communicator is destroyed or aborted. Only the owner destroys or
-    /// aborts it.
+    /// Null before NCCL has written it, and after the communicator was destroyed or aborted, which only the owner's
+    /// thread does.
     comm: AtomicPtr<ncclComm>,
-    /// NCCL will not write to `comm` any more.
+    /// False while NCCL may still write to `comm`.
     handle_is_final: AtomicBool,
-    /// The call that the owner is in, and since when.
-    call: Mutex<Option<Entered>>,
-    /// Nobody waits for the owner any more: it is to touch no address that was lent to it. Set while `call` is locked.
-    given_up: AtomicBool,
-    /// Graphs may have some of its operations.
+    /// The call in progress.
+    call: Mutex<Option<ActiveCall>>,
+    /// The owner was told to stop: it must not access any memory that was lent to it. Set while `call` is locked.
+    stop_requested: AtomicBool,
+    /// Whether operations were captured, so that graphs may contain them.
     captured: AtomicBool,
-    /// Those who wait for more than a moment, so that NCCL is to be asked how it is.
+    /// Number of waits that want NCCL's asynchronous error to be polled.
     watchers: AtomicU32,
-    /// What NCCL said had gone wrong in the background.
+    /// NCCL's asynchronous error, once there is one.
     failure: OnceLock<String>,
 }
 
-impl Shared {
-    fn call(&self) -> MutexGuard<'_, Option<Entered>> {
+impl OwnerState {
+    fn call(&self) -> MutexGuard<'_, Option<ActiveCall>> {
         self.call.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a call, unless the owner was given up, and lets everybody see which.
-    fn within<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
-        let mut entered = self.call();
-        // Looked at under the lock: who gives up knows then whether the owner is in a call or makes no other.
-        if self.is_given_up() {
-            return Err(Trouble::GivenUp);
+    /// Makes an NCCL call and records it, unless the owner was told to stop.
+    fn guarded<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
+        let mut active = self.call();
+        // Check this under the lock: whoever sets it then knows whether a call is in progress, and that no other will
+        // follow.
+        if self.is_stop_requested() {
+            return Err(TaskError::StopRequested);
         }
-        *entered = Some((name, Instant::now()));
-        drop(entered);
+        *active = Some((name, Instant::now()));
+        drop(active);
         let result = call();
         *self.call() = None;
         Ok(result?)
     }
 
-    /// Makes a call come what may, and lets everybody see which.
-    fn note<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
+    /// Makes an NCCL call and records it, even if the owner was told to stop.
+    fn tracked<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
         *self.call() = Some((name, Instant::now()));
         let result = call();
         *self.call() = None;
         Ok(result?)
     }
 
-    fn give_up(&self) {
+    fn request_stop(&self) {
         let _entered = self.call();
-        self.given_up.store(true, Ordering::SeqCst);
+        self.stop_requested.store(true, Ordering::SeqCst);
     }
 
-    fn is_given_up(&self) -> bool {
-        self.given_up.load(Ordering::SeqCst)
+    fn is_stop_requested(&self) -> bool {
+        self.stop_requested.load(Ordering::SeqCst)
     }
 
-    /// An error with all that NCCL says of it.
-    fn explain(&self, error: &NcclError) -> String {
+    /// Text of an error, with NCCL's last error message.
+    fn error_text(&self, error: &NcclError) -> String {
         match self.nccl.last_error() {
             more if more.is_empty() => error.to_string(),
             more => format!("{error}: {more}"),
@@ -131,41 +131,41 @@ impl Shared {
     }
 
     fn unique_id(&self) -> Outcome<UniqueId> {
-        self.within("ncclGetUniqueId", || self.nccl.unique_id())
+        self.guarded("ncclGetUniqueId", || self.nccl.unique_id())
     }
 
     fn init(&self, id: UniqueId, size: u32, rank: u32) -> Outcome<()> {
         self.handle_is_final.store(false, Ordering::SeqCst);
-        let progress = self.within("ncclCommInitRankConfig", || {
+        let progress = self.guarded("ncclCommInitRankConfig", || {
             let config = InitConfig::non_blocking();
-            // SAFETY: `self` is not freed before NCCL has written the handle for the last time: the owner sees to that at
-            // its end. The thread has bound the device.
+            // SAFETY: `self` is not freed before NCCL has written the handle for the last time: `Owner::drop` ensures
+            // that. The thread has bound the device.
             unsafe {
                 self.nccl.comm_init_rank_config(self.comm.as_ptr(), size as c_int, id, rank as c_int, config)
             }
         })?;
-        self.settle(progress)?;
-        self.handle_is_final.store(!self.is_given_up(), Ordering::SeqCst);
+        self.wait_done(progress)?;
+        self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
         Ok(())
     }
 
-    fn enqueue(&self, calls: &[Call]) -> Outcome<()> {
+    fn enqueue(&self, calls: &[NcclCall]) -> Outcome<()> {
         let group = calls.len() > 1;
         if group {
             // SAFETY: takes no arguments; ended below, in this thread.
-            let _ = self.within("ncclGroupStart", || unsafe { self.nccl.group_start() })?;
+            let _ = self.guarded("ncclGroupStart", || unsafe { self.nccl.group_start() })?;
         }
         let mut outcome = Ok(Progress::Done);
         for call in calls {
             let comm = self.comm.load(Ordering::SeqCst);
             if comm.is_null() {
-                outcome = Err(Trouble::GivenUp);
+                outcome = Err(TaskError::StopRequested);
                 break;
             }
-            // SAFETY: the communicator is alive, and this is its thread, which alone ends it; the views that the addresses
-            // were taken from were checked for their lengths, and are alive while their owner waits for the answer. If it
-            // gives up meanwhile, memory is not freed before the communicator was aborted, or never.
-            let progress = self.within(call.function(), || unsafe { call.enqueue(&self.nccl, comm) });
+            // SAFETY: the communicator is alive, and only this thread ends it. The lengths of the views were checked,
+            // and the views are alive while their caller waits for the reply. If it stops waiting, memory is not
+            // freed before the communicator was aborted, or never.
+            let progress = self.guarded(call.function(), || unsafe { call.enqueue(&self.nccl, comm) });
             match progress {
                 Ok(Progress::Done) => {}
                 Ok(Progress::InProgress) => outcome = Ok(Progress::InProgress),
@@ -176,108 +176,109 @@ impl Shared {
             }
         }
         if group {
-            // Made in any case, since a group that is open defers the abort.
-            // SAFETY: as for its start. What has been collected may begin, which does no harm: see above.
-            let end = self.note("ncclGroupEnd", || unsafe { self.nccl.group_end() });
+            // Also after an error, since an open group would delay the abort.
+            // SAFETY: as for its start. The collected calls may begin, which is harmless: see above.
+            let end = self.tracked("ncclGroupEnd", || unsafe { self.nccl.group_end() });
             outcome = match (outcome, end) {
                 (Err(error), _) | (Ok(_), Err(error)) => Err(error),
                 (Ok(Progress::InProgress), _) | (_, Ok(Progress::InProgress)) => Ok(Progress::InProgress),
                 _ => Ok(Progress::Done),
             };
         }
-        self.settle(outcome?)
+        self.wait_done(outcome?)
     }
 
-    /// Waits until what is in progress is done, unless nobody waits for it any more.
-    fn settle(&self, mut progress: Progress) -> Outcome<()> {
+    /// Waits until NCCL is done with a call in progress, unless the owner was told to stop.
+    fn wait_done(&self, mut progress: Progress) -> Outcome<()> {
         let began = Instant::now();
         while progress == Progress::InProgress {
-            if self.is_given_up() {
-                return Err(Trouble::GivenUp);
+            if self.is_stop_requested() {
+                return Err(TaskError::StopRequested);
             }
             match began.elapsed() {
                 waited if waited < Duration::from_micros(200) => std::thread::yield_now(),
                 waited => std::thread::park_timeout((waited / 16).min(Duration::from_millis(1))),
             }
             let comm = self.comm.load(Ordering::SeqCst);
-            // A non-blocking initialisation may be under way for a moment before there is a handle.
+            // A non-blocking initialisation may be in progress before there is a handle.
             if !comm.is_null() {
-                progress = self.state(comm)?;
+                progress = self.async_state(comm)?;
             }
         }
         Ok(())
     }
 
-    /// What NCCL says of the communicator.
-    fn state(&self, comm: *mut ncclComm) -> Outcome<Progress> {
+    /// NCCL's asynchronous error or progress.
+    fn async_state(&self, comm: *mut ncclComm) -> Outcome<Progress> {
         // SAFETY: the handle is alive, since only this thread destroys or aborts it.
-        self.within("ncclCommGetAsyncError", || unsafe { self.nccl.comm_async_error(comm) })
+        self.guarded("ncclCommGetAsyncError", || unsafe { self.nccl.comm_async_error(comm) })
     }
 
-    /// Asks NCCL whether something has gone wrong, and lets everybody see the answer.
-    fn look(&self) {
+    /// Polls NCCL's asynchronous error and publishes it.
+    fn poll_async_error(&self) {
         let comm = self.comm.load(Ordering::SeqCst);
         if comm.is_null() || self.failure.get().is_some() {
             return;
         }
-        if let Err(Trouble::Nccl(error)) = self.state(comm) {
-            let _ = self.failure.set(self.explain(&error));
+        if let Err(TaskError::Nccl(error)) = self.async_state(comm) {
+            let _ = self.failure.set(self.error_text(&error));
         }
     }
 
-    /// Ends the communicator properly. All ranks do.
+    /// Finalises and destroys the communicator. All ranks must do so.
     fn finalise(&self) -> Outcome<()> {
         let comm = self.comm.load(Ordering::SeqCst);
         if comm.is_null() {
             return Ok(());
         }
-        // SAFETY: the handle is alive and this is its thread.
-        let progress = self.within("ncclCommFinalize", || unsafe { self.nccl.comm_finalize(comm) })?;
-        self.settle(progress)?;
-        let destroyed = self.within("ncclCommDestroy", || {
+        // SAFETY: the handle is alive, and this is its thread.
+        let progress = self.guarded("ncclCommFinalize", || unsafe { self.nccl.comm_finalize(comm) })?;
+        self.wait_done(progress)?;
+        let destroyed = self.guarded("ncclCommDestroy", || {
             self.comm.store(ptr::null_mut(), Ordering::SeqCst);
-            // SAFETY: the handle is alive, this is its thread, and nobody finds it any more.
+            // SAFETY: the handle is alive, this is its thread, and nobody else can get it any more.
             unsafe { self.nccl.comm_destroy(comm) }
         });
         destroyed.map(drop)
     }
 
-    /// Aborts the communicator, if there still is one.
+    /// Aborts the communicator, if it still exists.
     fn abort(&self) {
         let comm = self.comm.swap(ptr::null_mut(), Ordering::SeqCst);
         if !comm.is_null() {
-            // SAFETY: the handle was alive and is found by nobody from now on; this is its thread, which is in no other
-            // call.
+            // SAFETY: the handle was alive, nobody else can get it any more, and this is its thread, which is in no
+            // other call.
             let _ = unsafe { self.nccl.comm_abort(comm) };
         }
     }
 }
 
-/// How an end of a communicator went.
+/// How a communicator has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
-    /// Nothing of it is left.
+    /// Cleanly; nothing is left.
     Yes,
-    /// Something does not return: the GPU was given up.
+    /// A call does not return: the GPU was abandoned.
     Abandoned,
 }
 
-/// The others' side.
+/// The callers' side.
 pub(super) struct Owner {
-    shared: Arc<Shared>,
-    /// The last to let go of it is not the thread, which may do so while the process ends.
+    state: Arc<OwnerState>,
+    /// The callers keep the device: its last reference must not be dropped by the thread, which may happen while the
+    /// process ends.
     device: Arc<Device>,
     tasks: Mutex<Sender<Task>>,
 }
 
 impl std::fmt::Debug for Owner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Owner").field("nccl", &self.shared.nccl).finish_non_exhaustive()
+        f.debug_struct("Owner").field("nccl", &self.state.nccl).finish_non_exhaustive()
     }
 }
 
-/// NCCL is asked how it is as long as this exists.
-pub(super) struct Watcher<'a>(&'a Shared);
+/// While this exists, the owner polls NCCL's asynchronous error.
+pub(super) struct Watcher<'a>(&'a OwnerState);
 
 impl Drop for Watcher<'_> {
     fn drop(&mut self) {
@@ -289,132 +290,132 @@ impl Owner {
     /// Starts the thread.
     pub(super) fn start(nccl: Library, device: &Arc<Device>) -> Result<Self> {
         let (sender, receiver) = channel();
-        let shared = Arc::new(Shared {
+        let state = Arc::new(OwnerState {
             nccl,
             comm: AtomicPtr::default(),
             handle_is_final: AtomicBool::new(true),
             call: Mutex::default(),
-            given_up: AtomicBool::default(),
+            stop_requested: AtomicBool::default(),
             captured: AtomicBool::default(),
             watchers: AtomicU32::default(),
             failure: OnceLock::new(),
         });
-        let (owned, bound) = (Arc::clone(&shared), Arc::clone(device));
+        let (owned, bound) = (Arc::clone(&state), Arc::clone(device));
         let (ready, is_ready) = sync_channel(1);
         std::thread::Builder::new()
             .name("mgpu-nccl".into())
             .spawn(move || {
-                // If the driver refuses, NCCL's first call says so. The context stays as long as the other side.
+                // If this fails, NCCL's first call reports it. The context lives as long as the callers' side.
                 let _ = bound.bind();
                 drop(bound);
                 let _ = ready.send(());
-                serve(&owned, &receiver);
+                run(&owned, &receiver);
             })
             .map_err(|error| Error::system("start the thread that owns NCCL", start_failure(&error)))?;
         let _ = is_ready.recv_timeout(START_LIMIT);
-        Ok(Owner { shared, device: Arc::clone(device), tasks: Mutex::new(sender) })
+        Ok(Owner { state, device: Arc::clone(device), tasks: Mutex::new(sender) })
     }
 
-    /// Hands a task over. The answer comes through the receiver, or never.
-    fn ask_nccl<R: Send + 'static>(
+    /// Sends a task with an NCCL result. The reply comes through the receiver, or never.
+    fn submit_nccl<R: Send + 'static>(
         &self,
-        task: impl FnOnce(&Shared) -> Outcome<R> + Send + 'static,
-    ) -> Receiver<Answer<R>> {
-        self.ask(move |shared| {
-            task(shared).map_err(|trouble| match trouble {
-                Trouble::Nccl(error) => shared.explain(&error),
-                Trouble::GivenUp => "the communicator was given up".into(),
+        task: impl FnOnce(&OwnerState) -> Outcome<R> + Send + 'static,
+    ) -> Receiver<Reply<R>> {
+        self.submit(move |state| {
+            task(state).map_err(|error| match error {
+                TaskError::Nccl(error) => state.error_text(&error),
+                TaskError::StopRequested => "the communicator is being aborted".into(),
             })
         })
     }
 
-    /// Hands any task over.
-    fn ask<R: Send + 'static>(&self, task: impl FnOnce(&Shared) -> R + Send + 'static) -> Receiver<R> {
+    /// Sends any task.
+    fn submit<R: Send + 'static>(&self, task: impl FnOnce(&OwnerState) -> R + Send + 'static) -> Receiver<R> {
         let (sender, receiver): (SyncSender<R>, _) = sync_channel(1);
-        let task: Task = Box::new(move |shared| {
-            // Who has given up waiting is not interested.
-            let _ = sender.send(task(shared));
+        let task: Task = Box::new(move |state| {
+            // The caller may have stopped waiting.
+            let _ = sender.send(task(state));
         });
-        // If the thread is gone, so is the task, and the receiver says so.
+        // If the thread has ended, the task is dropped, and the receiver reports that.
         let _ = self.tasks.lock().unwrap_or_else(PoisonError::into_inner).send(task);
         receiver
     }
 
-    /// Has a new unique id made.
-    pub(super) fn unique_id(&self) -> Receiver<Answer<UniqueId>> {
-        self.ask_nccl(Shared::unique_id)
+    /// Creates a new unique id.
+    pub(super) fn unique_id(&self) -> Receiver<Reply<UniqueId>> {
+        self.submit_nccl(OwnerState::unique_id)
     }
 
-    /// Has the communicator made.
-    pub(super) fn init(&self, id: UniqueId, size: u32, rank: u32) -> Receiver<Answer<()>> {
-        self.ask_nccl(move |shared| shared.init(id, size, rank))
+    /// Initialises the communicator.
+    pub(super) fn init(&self, id: UniqueId, size: u32, rank: u32) -> Receiver<Reply<()>> {
+        self.submit_nccl(move |state| state.init(id, size, rank))
     }
 
-    /// Has operations put on their streams.
-    pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Answer<()>> {
-        self.ask_nccl(move |shared| shared.enqueue(&calls))
+    /// Enqueues operations on their streams.
+    pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Reply<()>> {
+        self.submit_nccl(move |state| state.enqueue(&calls))
     }
 
-    /// Has NCCL asked how it is, from now on until the watcher is dropped.
+    /// Polls NCCL's asynchronous error until the watcher is dropped.
     pub(super) fn watch(&self) -> Watcher<'_> {
-        self.shared.watchers.fetch_add(1, Ordering::SeqCst);
-        drop(self.ask(Shared::look));
-        Watcher(&self.shared)
+        self.state.watchers.fetch_add(1, Ordering::SeqCst);
+        drop(self.submit(OwnerState::poll_async_error));
+        Watcher(&self.state)
     }
 
-    /// Notes that operations are being captured.
+    /// Records that operations are being captured.
     pub(super) fn note_capture(&self) {
-        self.shared.captured.store(true, Ordering::SeqCst);
+        self.state.captured.store(true, Ordering::SeqCst);
     }
 
-    /// What has gone wrong in the background, as far as is known.
+    /// NCCL's asynchronous error, if any is known.
     pub(super) fn failure(&self) -> Option<&str> {
-        self.shared.failure.get().map(String::as_str)
+        self.state.failure.get().map(String::as_str)
     }
 
-    /// The call that the owner has been in for longer than `limit`: in non-blocking mode none of them should take time.
-    pub(super) fn stuck_call(&self, limit: Duration) -> Option<Entered> {
-        self.shared.call().filter(|(_, since)| since.elapsed() >= limit)
+    /// The call that has been in progress for longer than `limit`: in non-blocking mode none should.
+    pub(super) fn stuck_call(&self, limit: Duration) -> Option<ActiveCall> {
+        self.state.call().filter(|(_, since)| since.elapsed() >= limit)
     }
 
-    /// No call is made any more but the abort.
-    pub(super) fn give_up(&self) {
-        self.shared.give_up();
+    /// Tells the owner to make no further calls but the abort.
+    pub(super) fn request_stop(&self) {
+        self.state.request_stop();
     }
 
-    /// Ends the communicator together with all other ranks; aborts it if that does not come to an end.
+    /// Ends the communicator together with all other ranks; aborts it if that does not end in time.
     pub(super) fn finalise(&self, limit: Duration) -> Ended {
-        let done = self.ask(Shared::finalise);
+        let done = self.submit(OwnerState::finalise);
         match done.recv_timeout(limit) {
             Ok(Ok(())) => Ended::Yes,
             _ => self.abort(),
         }
     }
 
-    /// Ends the communicator by force, whatever state it is in. Returns within a few seconds.
+    /// Aborts the communicator in whatever state it is. Returns within a few seconds.
     pub(super) fn abort(&self) -> Ended {
-        let captured = self.shared.captured.load(Ordering::SeqCst);
+        let captured = self.state.captured.load(Ordering::SeqCst);
         let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
-        self.give_up();
+        self.request_stop();
         if self.device.is_abandoned() {
-            // Because of another communicator, most likely: there is nothing left to be saved.
+            // Probably because of another communicator; nothing can be saved.
             return Ended::Abandoned;
         }
-        let aborted = self.ask(Shared::abort);
-        if aborted.recv_timeout(OWNER_LIMIT).is_ok() {
-            return self.ended();
+        let aborted = self.submit(OwnerState::abort);
+        if aborted.recv_timeout(OWNER_BUSY_LIMIT).is_ok() {
+            return self.check_ended();
         }
-        let is_in_another_call = self.shared.call().is_some();
-        if !is_in_another_call && aborted.recv_timeout(limit.saturating_sub(OWNER_LIMIT)).is_ok() {
-            return self.ended();
+        let is_in_another_call = self.state.call().is_some();
+        if !is_in_another_call && aborted.recv_timeout(limit.saturating_sub(OWNER_BUSY_LIMIT)).is_ok() {
+            return self.check_ended();
         }
         self.device.abandon();
         Ended::Abandoned
     }
 
-    /// Nothing hangs; but what the call that makes the communicator has left, nobody knows.
-    fn ended(&self) -> Ended {
-        if self.shared.comm.load(Ordering::SeqCst).is_null() {
+    /// The thread is not stuck. But if the initialisation has left a handle, its state is unknown.
+    fn check_ended(&self) -> Ended {
+        if self.state.comm.load(Ordering::SeqCst).is_null() {
             return Ended::Yes;
         }
         self.device.abandon();
@@ -424,24 +425,24 @@ impl Owner {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if !self.shared.handle_is_final.load(Ordering::SeqCst) {
-            // An initialisation that was given up may still write its handle.
-            std::mem::forget(Arc::clone(&self.shared));
+        if !self.state.handle_is_final.load(Ordering::SeqCst) {
+            // An unfinished initialisation may still write its handle: leak the state.
+            std::mem::forget(Arc::clone(&self.state));
         }
     }
 }
 
-/// The thread: does what it is asked for, and while somebody waits asks NCCL how it is.
-fn serve(shared: &Shared, tasks: &Receiver<Task>) {
+/// The thread: executes tasks, and polls NCCL's asynchronous error while somebody waits.
+fn run(state: &OwnerState, tasks: &Receiver<Task>) {
     loop {
-        let task = if shared.watchers.load(Ordering::SeqCst) > 0 {
-            tasks.recv_timeout(LOOK_EVERY)
+        let task = if state.watchers.load(Ordering::SeqCst) > 0 {
+            tasks.recv_timeout(POLL_INTERVAL)
         } else {
             tasks.recv().map_err(|_| RecvTimeoutError::Disconnected)
         };
         match task {
-            Ok(task) => task(shared),
-            Err(RecvTimeoutError::Timeout) => shared.look(),
+            Ok(task) => task(state),
+            Err(RecvTimeoutError::Timeout) => state.poll_async_error(),
             Err(RecvTimeoutError::Disconnected) => return,
         }
     }

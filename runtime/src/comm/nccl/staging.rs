@@ -1,16 +1,17 @@
-//! How a host buffer travels through staging memory: pure.
+//! How host buffers are transferred through staging memory: pure functions.
 //!
-//! A buffer of any size goes through memory of a fixed size in chunks. For each chunk it is decided here which bytes of
-//! the buffer are put where in the stage, on what part of it NCCL works, and which bytes are taken back to where.
+//! A buffer of any size is transferred in chunks through memory of a fixed size. For each chunk, this module decides
+//! which bytes of the buffer are copied to which place of the stage, on which part of the stage NCCL works, and which
+//! bytes are copied back.
 
 use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::call::Kind;
+use super::call::NcclOp;
 use crate::comm::exchange::Exchange;
 
-/// Bytes that travel between buffer and stage.
+/// Bytes to copy between buffer and stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
     /// First byte in the buffer.
@@ -20,45 +21,42 @@ pub(super) struct Piece {
     pub(super) bytes: usize,
 }
 
-/// A call of NCCL on the stage.
+/// An NCCL call on the stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Launch {
-    pub(super) kind: Kind,
-    /// Bytes of the stage where NCCL reads and where it writes.
+pub(super) struct StageCall {
+    pub(super) kind: NcclOp,
+    /// Byte offsets in the stage at which NCCL reads and writes.
     pub(super) from: usize,
     pub(super) to: usize,
-    /// Elements as NCCL counts them.
+    /// Number of elements as NCCL counts them.
     pub(super) count: usize,
 }
 
-/// One turn through the stage.
+/// One pass through the stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Chunk {
-    pub(super) put: Vec<Piece>,
-    /// Calls that begin together.
-    pub(super) launches: Calls<Launch>,
-    pub(super) take: Vec<Piece>,
+    pub(super) to_stage: Vec<Piece>,
+    /// Calls that are enqueued together.
+    pub(super) calls: SmallVec<[StageCall; 1]>,
+    pub(super) from_stage: Vec<Piece>,
 }
 
-/// A few of them, most often one.
-type Calls<T> = SmallVec<[T; 1]>;
-
-/// A buffer and the stage it goes through.
+/// The transfer of a buffer through a stage.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Route {
-    pub(super) kind: Kind,
+pub(super) struct Transfer {
+    pub(super) kind: NcclOp,
     pub(super) rank: u32,
     pub(super) ranks: u32,
     /// Elements of the buffer.
     pub(super) len: usize,
     /// Bytes of an element.
     pub(super) element: usize,
-    /// Bytes of the stage: room for an element of every rank at least.
+    /// Bytes of the stage, at least one element for every rank.
     pub(super) stage: usize,
 }
 
-impl Route {
-    /// All chunks, none for an empty buffer. They are the same in number and length on all ranks.
+impl Transfer {
+    /// All chunks; none for an empty buffer. Their number and lengths are the same on all ranks.
     pub(super) fn chunks(self) -> impl Iterator<Item = Chunk> {
         let shards = if self.is_sharded() { self.ranks as usize } else { 1 };
         let (shard, most) = (self.len.div_ceil(shards), (self.stage / self.element / shards).max(1));
@@ -66,13 +64,13 @@ impl Route {
     }
 
     fn is_sharded(&self) -> bool {
-        matches!(self.kind, Kind::ReduceScatter(_) | Kind::AllGather)
+        matches!(self.kind, NcclOp::ReduceScatter(_) | NcclOp::AllGather)
     }
 
     /// The chunk of `count` elements from `begin` of each shard.
     fn chunk(&self, begin: usize, count: usize, shard: usize) -> Chunk {
         let bytes = count * self.element;
-        // NCCL's shards are equal: where the buffer's last ones are shorter, the stage holds what belongs to nobody.
+        // NCCL's shards are equal: if the buffer's last ones are shorter, the stage has padding.
         let piece = |index: usize| {
             let host = (index * shard + begin) * self.element;
             let bytes = bytes.min((self.len * self.element).saturating_sub(host));
@@ -82,24 +80,24 @@ impl Route {
         let all = || (0..self.ranks as usize).map(piece).filter(|piece| piece.bytes > 0).collect::<Vec<_>>();
         let own_piece = || Some(piece(own)).filter(|piece| piece.bytes > 0).into_iter().collect();
         let if_root = |root: u32| if root == self.rank { vec![piece(0)] } else { Vec::new() };
-        let (put, take, from, to) = match self.kind {
-            Kind::AllReduce(_) => (vec![piece(0)], vec![piece(0)], 0, 0),
-            Kind::ReduceScatter(_) => (all(), own_piece(), 0, own * bytes),
-            Kind::AllGather => (own_piece(), all(), own * bytes, 0),
-            Kind::Broadcast { root } => {
+        let (to_stage, from_stage, from, to) = match self.kind {
+            NcclOp::AllReduce(_) => (vec![piece(0)], vec![piece(0)], 0, 0),
+            NcclOp::ReduceScatter(_) => (all(), own_piece(), 0, own * bytes),
+            NcclOp::AllGather => (own_piece(), all(), own * bytes, 0),
+            NcclOp::Broadcast { root } => {
                 (if_root(root), if root == self.rank { Vec::new() } else { vec![piece(0)] }, 0, 0)
             }
-            Kind::Reduce { root, .. } => (vec![piece(0)], if_root(root), 0, 0),
-            Kind::Send { .. } => (vec![piece(0)], Vec::new(), 0, 0),
-            Kind::Recv { .. } => (Vec::new(), vec![piece(0)], 0, 0),
+            NcclOp::Reduce { root, .. } => (vec![piece(0)], if_root(root), 0, 0),
+            NcclOp::Send { .. } => (vec![piece(0)], Vec::new(), 0, 0),
+            NcclOp::Recv { .. } => (Vec::new(), vec![piece(0)], 0, 0),
         };
-        let launches = smallvec![Launch { kind: self.kind, from, to, count }];
-        Chunk { put, launches, take }
+        let calls = smallvec![StageCall { kind: self.kind, from, to, count }];
+        Chunk { to_stage, calls, from_stage }
     }
 }
 
-/// The chunks of messages between pairs of ranks, of elements of `element` bytes: half of the stage is for what is sent and half
-/// for what is received, a piece of each for every rank. Both ends of a message cut it alike, so that its parts meet.
+/// The chunks of messages between pairs of ranks, with elements of `element` bytes. Half of the stage is for sending
+/// and half for receiving, with a piece for every rank. Both ends of a message cut it in the same way.
 pub(super) fn exchange_chunks(
     exchange: &Exchange,
     element: usize,
@@ -110,27 +108,27 @@ pub(super) fn exchange_chunks(
     let messages = || exchange.send.iter().chain(&exchange.receive);
     let longest = messages().map(Range::len).max().unwrap_or_default();
     (0..longest).step_by(most).map(move |begin| {
-        let mut chunk = Chunk { put: Vec::new(), launches: SmallVec::new(), take: Vec::new() };
-        let piece = |message: &Range<usize>, place: usize| {
+        let mut chunk = Chunk { to_stage: Vec::new(), calls: SmallVec::new(), from_stage: Vec::new() };
+        let piece = |message: &Range<usize>, offset: usize| {
             let count = message.len().saturating_sub(begin).min(most);
             let (host, bytes) = ((message.start + begin) * element, count * element);
-            (count > 0).then_some((Piece { host, stage: place, bytes }, count))
+            (count > 0).then_some((Piece { host, stage: offset, bytes }, count))
         };
         for (peer, (send, receive)) in (0..).zip(exchange.send.iter().zip(&exchange.receive)) {
-            let place = peer as usize * most * element;
-            if let Some((piece, count)) = piece(send, place) {
-                chunk.put.push(piece);
-                chunk.launches.push(Launch {
-                    kind: Kind::Send { to: peer },
+            let offset = peer as usize * most * element;
+            if let Some((piece, count)) = piece(send, offset) {
+                chunk.to_stage.push(piece);
+                chunk.calls.push(StageCall {
+                    kind: NcclOp::Send { to: peer },
                     from: piece.stage,
                     to: 0,
                     count,
                 });
             }
-            if let Some((piece, count)) = piece(receive, half + place) {
-                chunk.take.push(piece);
-                chunk.launches.push(Launch {
-                    kind: Kind::Recv { from: peer },
+            if let Some((piece, count)) = piece(receive, half + offset) {
+                chunk.from_stage.push(piece);
+                chunk.calls.push(StageCall {
+                    kind: NcclOp::Recv { from: peer },
                     from: 0,
                     to: piece.stage,
                     count,
@@ -152,37 +150,37 @@ mod tests {
     use crate::comm::exchange::Counts;
     use crate::comm::{Buffer, ReduceOp};
 
-    fn kinds() -> impl Strategy<Value = Kind> {
+    fn kinds() -> impl Strategy<Value = NcclOp> {
         let sum = ReduceOp::Sum;
         prop_oneof![
-            Just(Kind::AllReduce(sum)),
-            Just(Kind::ReduceScatter(sum)),
-            Just(Kind::AllGather),
-            (0u32..3).prop_map(|root| Kind::Broadcast { root }),
-            (0u32..3).prop_map(move |root| Kind::Reduce { op: sum, root }),
+            Just(NcclOp::AllReduce(sum)),
+            Just(NcclOp::ReduceScatter(sum)),
+            Just(NcclOp::AllGather),
+            (0u32..3).prop_map(|root| NcclOp::Broadcast { root }),
+            (0u32..3).prop_map(move |root| NcclOp::Reduce { op: sum, root }),
         ]
     }
 
-    /// What NCCL does to the stages of all ranks, on bytes that wrap.
-    fn carry_out(kind: Kind, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
+    /// What NCCL does to the stages of all ranks, with wrapping bytes.
+    fn simulate_nccl(kind: NcclOp, chunks: &[Chunk], element: usize, stages: &mut [Vec<u8>]) {
         let before = stages.to_vec();
-        let bytes = chunks[0].launches[0].count * element;
+        let bytes = chunks[0].calls[0].count * element;
         let sum = |at: usize| {
-            before.iter().zip(chunks).fold(0u8, |sum, (s, c)| sum.wrapping_add(s[c.launches[0].from + at]))
+            before.iter().zip(chunks).fold(0u8, |sum, (s, c)| sum.wrapping_add(s[c.calls[0].from + at]))
         };
         for (rank, stage) in stages.iter_mut().enumerate() {
-            let to = chunks[rank].launches[0].to;
+            let to = chunks[rank].calls[0].to;
             for at in 0..bytes {
                 match kind {
-                    Kind::AllReduce(_) => stage[to + at] = sum(at),
-                    Kind::ReduceScatter(_) => stage[to + at] = sum(rank * bytes + at),
-                    Kind::AllGather => {
+                    NcclOp::AllReduce(_) => stage[to + at] = sum(at),
+                    NcclOp::ReduceScatter(_) => stage[to + at] = sum(rank * bytes + at),
+                    NcclOp::AllGather => {
                         for peer in 0..before.len() {
-                            stage[to + peer * bytes + at] = before[peer][chunks[peer].launches[0].from + at];
+                            stage[to + peer * bytes + at] = before[peer][chunks[peer].calls[0].from + at];
                         }
                     }
-                    Kind::Broadcast { root } => stage[to + at] = before[root as usize][at],
-                    Kind::Reduce { root, .. } if root as usize == rank => stage[to + at] = sum(at),
+                    NcclOp::Broadcast { root } => stage[to + at] = before[root as usize][at],
+                    NcclOp::Reduce { root, .. } if root as usize == rank => stage[to + at] = sum(at),
                     _ => {}
                 }
             }
@@ -191,24 +189,24 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_arrives_is_what_the_operation_means(kind in kinds(), len in 0usize..120, element in 1usize..3, room in 1usize..9) {
+        fn chunks_carry_out_the_operation(kind in kinds(), len in 0usize..120, element in 1usize..3, room in 1usize..9) {
             let ranks = 3usize;
             let stage = room * ranks * element;
-            let route = |rank: usize| Route { kind, rank: rank as u32, ranks: 3, len, element, stage };
+            let transfer = |rank: usize| Transfer { kind, rank: rank as u32, ranks: 3, len, element, stage };
             let input: Vec<Vec<u8>> =
                 (0..ranks).map(|rank| (0..len * element).map(|i| (i * 7 + rank * 91) as u8).collect()).collect();
             let (mut buffers, mut stages) = (input.clone(), vec![vec![0; stage]; ranks]);
-            let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| route(rank).chunks().collect()).collect();
+            let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| transfer(rank).chunks().collect()).collect();
             for turn in 0..plans[0].len() {
                 let chunks: Vec<Chunk> = plans.iter().map(|plan| plan[turn].clone()).collect();
                 for rank in 0..ranks {
-                    for piece in &chunks[rank].put {
+                    for piece in &chunks[rank].to_stage {
                         stages[rank][piece.stage..][..piece.bytes].copy_from_slice(&buffers[rank][piece.host..][..piece.bytes]);
                     }
                 }
-                carry_out(kind, &chunks, element, &mut stages);
+                simulate_nccl(kind, &chunks, element, &mut stages);
                 for rank in 0..ranks {
-                    for piece in &chunks[rank].take {
+                    for piece in &chunks[rank].from_stage {
                         buffers[rank][piece.host..][..piece.bytes].copy_from_slice(&stages[rank][piece.stage..][..piece.bytes]);
                     }
                 }
@@ -218,11 +216,11 @@ mod tests {
                 for (i, found) in buffer.iter().enumerate() {
                     let owner = i / (len.div_ceil(ranks) * element);
                     let expected = match kind {
-                        Kind::AllReduce(_) => sum(i),
-                        Kind::ReduceScatter(_) if owner == rank => sum(i),
-                        Kind::AllGather => input[owner][i],
-                        Kind::Broadcast { root } => input[root as usize][i],
-                        Kind::Reduce { root, .. } if root as usize == rank => sum(i),
+                        NcclOp::AllReduce(_) => sum(i),
+                        NcclOp::ReduceScatter(_) if owner == rank => sum(i),
+                        NcclOp::AllGather => input[owner][i],
+                        NcclOp::Broadcast { root } => input[root as usize][i],
+                        NcclOp::Reduce { root, .. } if root as usize == rank => sum(i),
                         _ => input[rank][i],
                     };
                     prop_assert_eq!(*found, expected, "byte {} of rank {}", i, rank);
@@ -232,7 +230,7 @@ mod tests {
 
         /// Messages of any lengths between three ranks.
         #[test]
-        fn what_is_received_is_what_was_sent(lens in prop::collection::vec(0usize..40, 9), element in 1usize..3, room in 1usize..9) {
+        fn exchanged_messages_arrive_unchanged(lens in prop::collection::vec(0usize..40, 9), element in 1usize..3, room in 1usize..9) {
             let ranks = 3usize;
             let stage = 2 * room * ranks * element;
             let counts: Vec<usize> = (0..ranks)
@@ -251,36 +249,36 @@ mod tests {
             let input = |rank: usize, at: usize| (at * 7 + rank * 91) as u8;
             let mut received: Vec<Vec<Option<u8>>> =
                 (0..ranks).map(|rank| vec![None; counts.received_by(rank as u32).iter().sum::<usize>() * element]).collect();
-            // Bytes under way, by sender and receiver.
+            // Bytes in flight, by sender and receiver.
             let mut links = vec![VecDeque::new(); ranks * ranks];
             let plans: Vec<Vec<Chunk>> = (0..ranks).map(|rank| exchange_chunks(&of(rank), element, stage).collect()).collect();
             for turn in 0..plans.iter().map(Vec::len).max().unwrap() {
                 let mut stages = vec![vec![0u8; stage]; ranks];
                 let chunks = || (0..ranks).filter_map(|rank| Some((rank, plans[rank].get(turn)?)));
                 for (rank, chunk) in chunks() {
-                    for piece in &chunk.put {
+                    for piece in &chunk.to_stage {
                         for at in 0..piece.bytes {
                             stages[rank][piece.stage + at] = input(rank, piece.host + at);
                         }
                     }
-                    for launch in &chunk.launches {
-                        if let Kind::Send { to } = launch.kind {
-                            let bytes = &stages[rank][launch.from..][..launch.count * element];
+                    for call in &chunk.calls {
+                        if let NcclOp::Send { to } = call.kind {
+                            let bytes = &stages[rank][call.from..][..call.count * element];
                             links[rank * ranks + to as usize].push_back(bytes.to_vec());
                         }
                     }
                 }
                 for (rank, chunk) in chunks() {
-                    for launch in &chunk.launches {
-                        if let Kind::Recv { from } = launch.kind {
+                    for call in &chunk.calls {
+                        if let NcclOp::Recv { from } = call.kind {
                             let bytes = links[from as usize * ranks + rank].pop_front().unwrap();
-                            stages[rank][launch.to..][..launch.count * element].copy_from_slice(&bytes);
+                            stages[rank][call.to..][..call.count * element].copy_from_slice(&bytes);
                         }
                     }
-                    for piece in &chunk.take {
+                    for piece in &chunk.from_stage {
                         for at in 0..piece.bytes {
-                            let place = &mut received[rank][piece.host + at];
-                            prop_assert_eq!(place.replace(stages[rank][piece.stage + at]), None);
+                            let byte = &mut received[rank][piece.host + at];
+                            prop_assert_eq!(byte.replace(stages[rank][piece.stage + at]), None);
                         }
                     }
                 }

@@ -1,50 +1,50 @@
-//! What there is to choose of a [`DeviceDataParallel`](super::DeviceDataParallel).
+//! Configuration of a [`DeviceDataParallel`](super::DeviceDataParallel).
 
 use super::super::config::DataParallelConfig;
 use super::UpdatePlan;
 use crate::{Error, Result};
 
-/// Bytes of a bucket, unless the caller chooses: large enough for the links between GPUs, small enough that several are under
-/// way in a backward pass.
+/// Default size of a bucket in bytes: large enough for the links between GPUs, small enough that several are in
+/// flight during a backward pass.
 pub(super) const BUCKET: usize = 16 << 20;
 
-/// How a [`DeviceDataParallel`](super::DeviceDataParallel) trains: as on the host, and what only a device has. The same on all
-/// ranks.
+/// Configuration of a [`DeviceDataParallel`](super::DeviceDataParallel): that of the host, and what only a device
+/// has. Must be the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct DeviceConfig {
-    /// What there is to choose on every backend.
+    /// The configuration that all backends share.
     pub parallel: DataParallelConfig,
-    /// Steps after which the position in an epoch, which kernels read, is 0 again: from 1.
+    /// Number of steps after which the position in the epoch, which kernels read, restarts from 0; at least 1.
     pub steps_per_epoch: u64,
     /// Keep a copy of the parameters in bf16, for kernels that read it.
     pub bf16_copy: bool,
 }
 
 impl DeviceConfig {
-    /// `parallel` with one step an epoch and without a copy in bf16.
+    /// `parallel` with one step per epoch and without a copy in bf16.
     pub fn new(parallel: DataParallelConfig) -> Self {
         DeviceConfig { parallel, steps_per_epoch: 1, bf16_copy: false }
     }
 
-    /// With epochs of so many [steps](Self::steps_per_epoch).
+    /// Sets the number of [steps per epoch](Self::steps_per_epoch).
     #[must_use]
     pub fn with_steps_per_epoch(self, steps: u64) -> Self {
         DeviceConfig { steps_per_epoch: steps, ..self }
     }
 
-    /// With a [copy](Self::bf16_copy) of the parameters in bf16, or without.
+    /// Keeps a [copy](Self::bf16_copy) of the parameters in bf16, or not.
     #[must_use]
     pub fn with_bf16_copy(self, copy: bool) -> Self {
         DeviceConfig { bf16_copy: copy, ..self }
     }
 
-    /// What the index of a step says about it.
+    /// What kernels derive from the index of a step.
     pub(super) fn plan(&self) -> UpdatePlan {
         UpdatePlan { steps_per_epoch: self.steps_per_epoch, schedule: self.parallel.optimizer.schedule }
     }
 
-    /// Everything that has to be the same on all ranks, by name.
+    /// All settings that must be the same on all ranks, by name.
     pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
         let DeviceConfig { parallel, steps_per_epoch, bf16_copy } = self;
         let mut settings = parallel.settings();
@@ -53,7 +53,7 @@ impl DeviceConfig {
         settings
     }
 
-    /// Whether all of this is compatible on `ranks` ranks.
+    /// Checks that the settings are compatible with each other and with `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
         if self.steps_per_epoch == 0 {
             let problem = "an epoch has at least one step".to_owned();

@@ -1,11 +1,11 @@
-//! The way of a bucket's gradients from micro-batches through ranks to the update.
+//! How a bucket's gradients are accumulated over micro-batches, reduced over ranks, and applied by the optimizer.
 
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, Stream, View};
 use mgpu_kernels::optimizer::cuda::{Arenas, update};
 
 use super::DeviceDataParallel;
-use super::slot::Slot;
+use super::device_bucket::DeviceBucket;
 use super::sums::all_sum;
 use crate::Result;
 use crate::comm::{Group, ReduceOp};
@@ -20,52 +20,52 @@ impl DeviceDataParallel {
         self.config.parallel.reducer.world_size_invariant
     }
 
-    /// Whether a rank updates a part of the parameters only.
+    /// Whether the optimizer is sharded.
     pub(super) fn is_sharded(&self) -> bool {
-        self.slots.iter().any(Slot::is_sharded)
+        self.buckets.iter().any(DeviceBucket::is_sharded)
     }
 
-    /// Adds a bucket's gradients of a micro-batch, which are all there, to those of earlier ones.
+    /// Accumulates the gradients of a complete bucket of the current micro-batch.
     pub(super) fn accumulate(&self, bucket: usize) -> Result<()> {
         let counter = &self.readiness.counter;
-        // Where ranks are to make no difference, all are divided by at once.
+        // A world-size-invariant reduction divides once at its end.
         let is_mean = self.is_mean() && !self.is_invariant();
         let divisor = if is_mean { counter.count() as f32 } else { 1.0 };
-        let elements = self.slots[bucket].elements.clone();
+        let elements = self.buckets[bucket].elements.clone();
         self.sums.add(counter, &self.compute, &self.gradients, elements, divisor)
     }
 
-    /// Begins the exchange of a bucket's gradients over ranks.
-    pub(super) fn begin_exchange(&self, bucket: usize) -> Result<()> {
+    /// Starts the exchange of a bucket's gradients over ranks.
+    pub(super) fn begin_exchange(&self, index: usize) -> Result<()> {
         if self.config.parallel.reducer.check_finite {
-            self.find_non_finite(bucket)?;
+            self.find_non_finite(index)?;
         }
-        let slot = &self.slots[bucket];
+        let bucket = &self.buckets[index];
         if self.ranks() == 1 {
-            // Nobody to exchange with, and no other stream to wait for.
-            return if self.is_invariant() { self.sum_invariant(slot, &self.compute) } else { Ok(()) };
+            // A single rank exchanges nothing and uses no other stream.
+            return if self.is_invariant() { self.sum_invariant(bucket, &self.compute) } else { Ok(()) };
         }
-        self.compute.record(&slot.written)?;
-        self.exchange.wait_for(&slot.written)?;
-        // With the last bucket goes the mark of gradients that are not finite.
-        let with_mark = self.config.parallel.reducer.check_finite && bucket + 1 == self.slots.len();
+        self.compute.record(&bucket.written)?;
+        self.exchange.wait_for(&bucket.written)?;
+        // The mark of non-finite gradients is reduced together with the last bucket.
+        let with_mark = self.config.parallel.reducer.check_finite && index + 1 == self.buckets.len();
         if self.is_invariant() {
-            self.sum_invariant(slot, &self.exchange)?;
+            self.sum_invariant(bucket, &self.exchange)?;
             self.comm.group(|group| self.add_mark(group, with_mark))?;
         } else {
-            self.reduce(slot, with_mark)?;
+            self.reduce(bucket, with_mark)?;
         }
-        Ok(self.exchange.record(&slot.exchanged)?)
+        Ok(self.exchange.record(&bucket.exchanged)?)
     }
 
-    /// Sums a bucket's gradients over ranks as a tree.
-    fn sum_invariant(&self, slot: &Slot, stream: &Stream) -> Result<()> {
-        let gradients = self.gradients.slice(slot.elements.clone());
+    /// Sums a bucket's gradients over ranks in a world-size-invariant order.
+    fn sum_invariant(&self, bucket: &DeviceBucket, stream: &Stream) -> Result<()> {
+        let gradients = self.gradients.slice(bucket.elements.clone());
         if gradients.is_empty() {
             return Ok(());
         }
         if let Some(theirs) = &self.theirs {
-            all_sum(&self.comm, stream, gradients, theirs.slice(slot.elements.clone()))?;
+            all_sum(&self.comm, stream, gradients, theirs.slice(bucket.elements.clone()))?;
         }
         let count = self.ranks() as usize * self.readiness.counter.count();
         if self.is_mean() && count > 1 {
@@ -74,31 +74,31 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Reduces a bucket's gradients over ranks: of its shards each rank gets its own.
-    fn reduce(&self, slot: &Slot, with_mark: bool) -> Result<()> {
+    /// Reduces a bucket's gradients over ranks: each rank gets its own shard, and the rest.
+    fn reduce(&self, bucket: &DeviceBucket, with_mark: bool) -> Result<()> {
         let (stream, ranks) = (&self.exchange, self.ranks());
         let all_have_data = self.active == ranks;
         let op = if self.is_mean() && all_have_data { ReduceOp::Avg } else { ReduceOp::Sum };
-        let (own, rest) = (slot.own(), slot.rest(ranks));
-        if let Some(narrow) = &self.narrow {
-            let elements = slot.elements.clone();
-            arena::narrow(stream, self.gradients.slice(elements.clone()), narrow.slice(elements))?;
+        let (own, rest) = (bucket.own(), bucket.rest(ranks));
+        if let Some(compressed) = &self.compressed {
+            let elements = bucket.elements.clone();
+            arena::narrow(stream, self.gradients.slice(elements.clone()), compressed.slice(elements))?;
         }
-        let travels = self.narrow.as_ref().unwrap_or(&self.gradients);
+        let sent = self.compressed.as_ref().unwrap_or(&self.gradients);
         self.comm.group(|group| {
-            if slot.is_sharded() {
-                let shards = travels.slice(slot.shards(ranks));
-                group.reduce_scatter(stream, shards, travels.slice(own.clone()), op)?;
+            if bucket.is_sharded() {
+                let shards = sent.slice(bucket.shards(ranks));
+                group.reduce_scatter(stream, shards, sent.slice(own.clone()), op)?;
             }
             if !rest.is_empty() {
-                group.all_reduce(stream, travels.slice(rest.clone()), op)?;
+                group.all_reduce(stream, sent.slice(rest.clone()), op)?;
             }
             self.add_mark(group, with_mark)
         })?;
         for reduced in [own, rest].into_iter().filter(|reduced| !reduced.is_empty()) {
             let gradients = self.gradients.slice(reduced.clone());
-            if let Some(narrow) = &self.narrow {
-                arena::widen(stream, narrow.slice(reduced), gradients)?;
+            if let Some(compressed) = &self.compressed {
+                arena::widen(stream, compressed.slice(reduced), gradients)?;
             }
             if self.is_mean() && !all_have_data {
                 arena::scale(stream, gradients, 1.0 / self.active as f32)?;
@@ -107,7 +107,7 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// The mark of gradients that are not finite, where it is to go along.
+    /// Adds the reduction of the mark of non-finite gradients, if `with_mark`.
     fn add_mark<'a>(&'a self, group: &mut Group<'a>, with_mark: bool) -> Result<()> {
         if !with_mark {
             return Ok(());
@@ -115,10 +115,10 @@ impl DeviceDataParallel {
         group.all_reduce(&self.exchange, self.non_finite(), ReduceOp::Max)
     }
 
-    /// Updates the parameters, and gathers what is sharded.
+    /// Updates the parameters, and gathers sharded buckets.
     pub(super) fn update(&self) -> Result<()> {
         let reducer = &self.config.parallel.reducer;
-        // Whether a part may be updated, and by how much, is known when all gradients are.
+        // With checks or clipping, an update depends on all gradients.
         let together = reducer.check_finite || reducer.clip_norm.is_some() || self.ranks() == 1;
         if together && self.ranks() > 1 {
             self.wait_for_exchanges()?;
@@ -129,34 +129,34 @@ impl DeviceDataParallel {
             return self.update_chunks(self.chunks.view(), self.copy.as_ref());
         }
         let ranks = self.ranks();
-        for slot in &self.slots {
-            self.compute.wait_for(&slot.exchanged)?;
-            let [own, rest] = slot.chunks.clone();
-            // The copy of a sharded bucket is made when all of it is here.
-            let copy = self.copy.as_ref().filter(|_| !slot.is_sharded());
+        for bucket in &self.buckets {
+            self.compute.wait_for(&bucket.exchanged)?;
+            let [own, rest] = bucket.chunks.clone();
+            // The bf16 copy of a sharded bucket is made after it was gathered.
+            let copy = self.copy.as_ref().filter(|_| !bucket.is_sharded());
             self.update_chunks(self.chunks.slice(own.start..rest.end), copy)?;
-            if slot.is_sharded() {
-                self.compute.record(&slot.written)?;
-                self.exchange.wait_for(&slot.written)?;
-                let whole = self.parameters.slice(slot.shards(ranks));
-                self.comm.all_gather(&self.exchange, self.parameters.slice(slot.own()), whole)?;
-                self.exchange.record(&slot.exchanged)?;
+            if bucket.is_sharded() {
+                self.compute.record(&bucket.written)?;
+                self.exchange.wait_for(&bucket.written)?;
+                let whole = self.parameters.slice(bucket.shards(ranks));
+                self.comm.all_gather(&self.exchange, self.parameters.slice(bucket.own()), whole)?;
+                self.exchange.record(&bucket.exchanged)?;
             }
         }
-        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
-            self.compute.wait_for(&slot.exchanged)?;
+        for bucket in self.buckets.iter().filter(|bucket| bucket.is_sharded()) {
+            self.compute.wait_for(&bucket.exchanged)?;
             if let Some(copy) = &self.copy {
-                let elements = slot.elements.clone();
+                let elements = bucket.elements.clone();
                 arena::narrow(&self.compute, self.parameters.slice(elements.clone()), copy.slice(elements))?;
             }
         }
         Ok(())
     }
 
-    /// Has the compute stream wait for the exchanges of all buckets.
+    /// Makes the compute stream wait for the exchanges of all buckets.
     pub(super) fn wait_for_exchanges(&self) -> Result<()> {
-        // Buckets are exchanged in order, and so does the exchange stream go: what began last ends last.
-        Ok(self.slots.last().map_or(Ok(()), |slot| self.compute.wait_for(&slot.exchanged))?)
+        // Buckets are exchanged in order on one stream, so the last one ends last.
+        Ok(self.buckets.last().map_or(Ok(()), |bucket| self.compute.wait_for(&bucket.exchanged))?)
     }
 
     fn update_chunks(&self, chunks: View<'_>, copy: Option<&Memory>) -> Result<()> {

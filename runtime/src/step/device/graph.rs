@@ -1,4 +1,4 @@
-//! Captured steps, and what the host reads while they run.
+//! Captured steps, and read-backs to the host while they run.
 
 use std::sync::Arc;
 
@@ -8,60 +8,60 @@ use super::{DeviceDataParallel, STEP};
 use crate::comm::DeviceCommunicator;
 use crate::{Error, Result};
 
-/// Captured steps. Dropped before the model's communicator, which waits for that.
+/// Steps captured into a CUDA graph. It must be dropped before the model's communicator can end.
 #[derive(Debug)]
 pub struct StepGraph {
     graph: Graph,
     steps: u64,
-    /// The learning rate, before the schedule, that it was captured with.
+    /// The learning rate at the capture, without the schedule's factor.
     learning_rate: f64,
-    /// Its collectives are part of the graph, which is held for that alone.
+    /// Keeps the communicator alive, because its collectives are part of the graph.
     _comm: Arc<DeviceCommunicator>,
-    /// Who it was captured from.
+    /// The model from which it was captured.
     model: Arc<()>,
 }
 
 impl StepGraph {
-    /// Steps that one replay makes.
+    /// Number of steps of one replay.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 }
 
-/// A copy on the way to the host.
+/// An asynchronous copy from the GPU to the host.
 #[derive(Debug)]
-pub struct Reading {
+pub struct Readback {
     bytes: Pinned,
     done: Event,
 }
 
-impl Reading {
-    /// Room for `len` bytes.
+impl Readback {
+    /// Allocates pinned memory for `len` bytes.
     ///
     /// # Errors
     /// If memory is short.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
-        Ok(Reading { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+        Ok(Readback { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
     }
 }
 
 impl DeviceDataParallel {
-    /// Captures the steps that `work` puts on the stream into a graph. None of them is made.
+    /// Captures the steps that `work` enqueues into a graph. The steps are not executed.
     ///
-    /// Whatever `work` launches has been launched before, outside of a capture: kernels are compiled and loaded when they
-    /// are launched first, which a capture forbids.
+    /// `work` must have run before outside of a capture: kernels are compiled and loaded at their first launch, which
+    /// a capture forbids.
     ///
     /// # Errors
-    /// As `work`, and if something cannot be captured.
+    /// Those of `work`; if something cannot be captured.
     pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<StepGraph> {
-        self.get_ready()?;
+        self.prepare_step()?;
         let made = self.steps;
         self.compute.begin_capture()?;
         self.capturing = true;
         let outcome = work(self);
-        // A step that breaks off here was none.
+        // A step that broke off during the capture does not count.
         (self.capturing, self.open) = (false, false);
-        // A capture is ended, come what may: until then the stream takes no other work.
+        // End the capture even after an error: until then the stream accepts no other work.
         let graph = self.compute.end_capture();
         let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
@@ -70,51 +70,52 @@ impl DeviceDataParallel {
         Ok(StepGraph { graph: graph?, steps, learning_rate, _comm: Arc::clone(&self.comm), model })
     }
 
-    /// Makes the steps of a graph that was captured from this model.
+    /// Executes the steps of a graph that was captured from this model.
     ///
     /// # Errors
-    /// If an error has made the communicator unusable, or the driver refuses; if another learning rate was set since the capture;
-    /// as [`begin_step`](Self::begin_step).
+    /// If an earlier error has poisoned the communicator, or the driver returns an error; if the learning rate was
+    /// changed since the capture; as [`begin_step`](Self::begin_step).
     ///
     /// # Panics
-    /// If it was captured from another one.
+    /// If the graph was captured from another model.
     pub fn replay(&mut self, graph: &StepGraph) -> Result<()> {
         assert!(Arc::ptr_eq(&graph.model, &self.identity), "a graph of another model");
         let (captured, lr) = (graph.learning_rate, self.config.parallel.optimizer.rule.lr());
         if captured != lr {
-            let problem =
-                format!("a graph with learning rate {captured} at learning rate {lr}: capture again");
+            let problem = format!(
+                "the graph was captured with learning rate {captured}, but it is now {lr}: capture again"
+            );
             return Err(Error::InvalidArgument { operation: "replay", problem });
         }
-        self.get_ready()?;
+        self.prepare_step()?;
         self.comm.begin_launch()?;
-        // SAFETY: the graph holds its only communicator, which was not aborted when it was looked at. If another thread
-        // aborts it now, NCCL keeps what captured operations use until the graph is gone.
+        // SAFETY: the graph holds its only communicator, which was not aborted when this was checked. If another
+        // thread aborts it now, NCCL keeps what captured operations use until the graph is gone.
         unsafe { self.compute.launch_graph(&graph.graph)? };
         let before = self.steps;
         self.steps += graph.steps;
         self.compare_if_due(before)
     }
 
-    /// Begins to copy `from`, as it is at this place of the stream, to the host.
+    /// Enqueues a copy of `from` to the host, in stream order.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If the driver returns an error.
     ///
     /// # Panics
     /// If the sizes differ.
-    pub fn read_later(&self, from: View<'_>, to: &mut Reading) -> Result<()> {
+    pub fn enqueue_readback(&self, from: View<'_>, to: &mut Readback) -> Result<()> {
         self.compute.enqueue_download(from, &mut to.bytes)?;
         Ok(self.compute.record(&to.done)?)
     }
 
-    /// Waits for the copy that was begun last, as far as the other ranks come along, and returns it.
+    /// Waits for the last copy that was enqueued, and returns it.
     ///
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
-    pub fn read<'a>(&self, reading: &'a mut Reading) -> Result<&'a [u8]> {
+    pub fn read<'a>(&self, reading: &'a mut Readback) -> Result<&'a [u8]> {
         self.comm.wait(&reading.done, STEP)?;
-        // SAFETY: the event lies behind the copy, and none is begun while the bytes are lent.
+        // SAFETY: the event follows the copy, and no copy is enqueued while the bytes are borrowed.
         Ok(unsafe { reading.bytes.bytes() })
     }
 }

@@ -1,13 +1,14 @@
-//! What keeps a training on a GPU from going wrong unseen, and how the host learns of it without a wait in each step.
+//! Checks during training on a GPU, without a wait in each step.
 //!
-//! - *Non-finite gradients*: a rank checks its own before they are reduced, and marks itself and the tensor in the
-//!   [`StepState`]. The largest mark of all ranks travels with the last bucket. Then it checks the reduced ones that it updates,
-//!   every element: finite gradients may have an infinite sum. So all ranks know before any parameter changes: the update is not
-//!   made then, and none after it.
-//! - *Weights that differ*: every now and then each rank's are hashed where they lie, and the hashes gathered.
+//! - *Non-finite gradients*: before the reduction, a rank checks its own gradients, and stores a mark with its rank
+//!   and the tensor in the [`StepState`]. The largest mark of all ranks is reduced together with the last bucket.
+//!   Then each rank checks every element of the reduced gradients that it updates, because finite gradients may have
+//!   an infinite sum. So all ranks know the result before any parameter changes: that update and all later ones are
+//!   skipped.
+//! - *Diverged weights*: every `verify_every` steps each rank hashes its weights on the GPU, and the hashes are
+//!   gathered.
 //!
-//! Marks and hashes are copied to the host in the order of the stream ([`Health`]), which looks at them when it looks at losses
-//! anyway.
+//! Marks and hashes are copied to the host in stream order ([`StatusReadback`]), and read together with the losses.
 
 use std::ops::Range;
 
@@ -18,42 +19,48 @@ use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda as optimizer;
 
 use super::super::config::DataParallelConfig;
-use super::slot::{Slot, Slots};
+use super::device_bucket::{DeviceBucket, DeviceBuckets};
 use super::{CHUNK, DeviceDataParallel, STEP};
 use crate::comm::{DType, ReduceOp};
 use crate::{Error, Layout, Result};
 
-/// What the guards need of a GPU's memory.
+/// GPU memory of the checks.
 #[derive(Debug)]
 pub(super) struct Guard {
     /// Table of what is checked of this rank's own gradients.
     parts: Memory,
-    /// Table of what is checked of the reduced ones.
+    /// Table of what is checked of the reduced gradients.
     reduced: Memory,
-    /// Where gradients are clipped.
+    /// `None` without clipping.
     squares: Option<Squares>,
     /// A hash of each rank's weights.
     hashes: Memory,
-    /// How often the training has gone back: what is known of before says nothing.
+    /// Incremented when the training goes back to an earlier step: older read-backs are then outdated.
     pub(super) generation: u64,
 }
 
-/// Sums of the gradients' squares, chunk by chunk.
+/// Sums of squares of the gradients, chunk by chunk.
 #[derive(Debug)]
 struct Squares {
-    /// The chunks of all gradients, in the order of the arena, so that neither ranks nor buckets show in the sum; `None` where a
-    /// rank has its shards of them only.
+    /// The chunks of all gradients in arena order, so that the sum depends neither on ranks nor on buckets; `None` if
+    /// this rank only holds its shards.
     whole: Option<Memory>,
     /// The sum of each chunk.
     sums: Memory,
 }
 
 impl Squares {
-    fn new(stream: &Stream, slots: &Slots, layout: &Layout, config: &DataParallelConfig) -> Result<Self> {
-        let sharded = slots.all.iter().any(Slot::is_sharded) && !config.reducer.world_size_invariant;
+    fn new(
+        stream: &Stream,
+        buckets: &DeviceBuckets,
+        layout: &Layout,
+        config: &DataParallelConfig,
+    ) -> Result<Self> {
+        let sharded =
+            buckets.all.iter().any(DeviceBucket::is_sharded) && !config.reducer.world_size_invariant;
         let all = || chunks(layout.trained().map(|tensor| (layout.range(tensor), Factors::ONE)));
         let whole = (!sharded).then(all);
-        let len = whole.as_ref().map_or(slots.chunks.len(), Vec::len);
+        let len = whole.as_ref().map_or(buckets.chunks.len(), Vec::len);
         let whole = whole.map(|table| Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&table)));
         let sums = Memory::zeroed(stream.device(), DType::F64, len)?;
         Ok(Squares { whole: whole.transpose()?, sums })
@@ -63,15 +70,15 @@ impl Squares {
 impl Guard {
     pub(super) fn new(
         stream: &Stream,
-        slots: &Slots,
+        buckets: &DeviceBuckets,
         layout: &Layout,
         config: &DataParallelConfig,
         ranks: u32,
     ) -> Result<Self> {
-        let squares = config.reducer.clip_norm.map(|_| Squares::new(stream, slots, layout, config));
+        let squares = config.reducer.clip_norm.map(|_| Squares::new(stream, buckets, layout, config));
         Ok(Guard {
-            parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.parts))?,
-            reduced: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&slots.reduced))?,
+            parts: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&buckets.parts))?,
+            reduced: Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&buckets.reduced))?,
             squares: squares.transpose()?,
             hashes: Memory::zeroed(stream.device(), DType::I64, ranks as usize)?,
             generation: 0,
@@ -79,36 +86,36 @@ impl Guard {
     }
 }
 
-/// How the steps up to a place of the stream went, on the way to the host.
+/// A read-back of the status of the steps up to a point of the stream.
 #[derive(Debug)]
-pub struct Health {
+pub struct StatusReadback {
     bytes: Pinned,
     done: Event,
     generation: u64,
 }
 
-impl Health {
-    /// Room for what there is to know of `model`.
+impl StatusReadback {
+    /// Allocates pinned memory for the status of `model`.
     ///
     /// # Errors
     /// If memory is short.
     pub fn new(model: &DeviceDataParallel) -> Result<Self> {
         let device = model.compute.device();
         let bytes = Pinned::zeroed(device, StepState::BYTES + model.guard.hashes.view().bytes())?;
-        Ok(Health { bytes, done: Event::new(device)?, generation: 0 })
+        Ok(StatusReadback { bytes, done: Event::new(device)?, generation: 0 })
     }
 }
 
-/// The mark of gradients of `rank` that are no numbers, less the index of the tensor: of several ranks' the lowest one's is the
-/// largest, and there is no mark 0.
+/// The mark of non-finite gradients of `rank`, without the tensor's index: lower ranks have larger marks, and no mark
+/// is 0.
 fn mark(rank: u32, ranks: u32) -> u64 {
     u64::from(ranks - rank) << 32 | 1
 }
 
-/// The mark of reduced gradients, less the index of the tensor: below those of all ranks, which say more.
+/// The mark of non-finite reduced gradients, without the tensor's index: smaller than those of ranks, which say more.
 const REDUCED: u64 = 1;
 
-/// The rank and the tensor of a mark; behind the last rank for that of reduced gradients.
+/// The rank and the tensor of a mark; a rank of `ranks` or more means reduced gradients.
 fn marked(mark: u64, ranks: u32, layout: &Layout) -> (u32, String) {
     let tensor = (mark & u64::from(u32::MAX)).saturating_sub(1) as usize;
     let name =
@@ -117,20 +124,20 @@ fn marked(mark: u64, ranks: u32, layout: &Layout) -> (u32, String) {
 }
 
 impl DeviceDataParallel {
-    /// The bytes of the state that ranks exchange, as one number.
+    /// A part of the state that ranks reduce, as one number.
     fn number(&self, bytes: Range<usize>, dtype: DType) -> View<'_> {
         self.state.slice(bytes).cast(dtype)
     }
 
-    /// The mark of gradients that are no numbers.
+    /// The mark of non-finite gradients.
     pub(super) fn non_finite(&self) -> View<'_> {
         self.number(StepState::NON_FINITE, DType::I64)
     }
 
-    /// Looks through this rank's gradients of a bucket.
-    pub(super) fn find_non_finite(&self, place: usize) -> Result<()> {
+    /// Checks this rank's own gradients of a bucket.
+    pub(super) fn find_non_finite(&self, index: usize) -> Result<()> {
         let (parts, mark) =
-            (self.guard.parts.slice(self.slots[place].parts.clone()), mark(self.rank(), self.ranks()));
+            (self.guard.parts.slice(self.buckets[index].parts.clone()), mark(self.rank(), self.ranks()));
         let gradients = self.gradients.view();
         Ok(digest::find_non_finite(
             &self.compute,
@@ -142,21 +149,21 @@ impl DeviceDataParallel {
         )?)
     }
 
-    /// Checks the reduced gradients that this rank updates. Collective where buckets are sharded.
+    /// Checks the reduced gradients that this rank updates. Collective if buckets are sharded.
     pub(super) fn check_reduced(&self) -> Result<()> {
         if self.ranks() == 1 || !self.config.parallel.reducer.check_finite {
             return Ok(());
         }
         let (stream, gradients, parts) = (&self.compute, self.gradients.view(), self.guard.reduced.view());
         digest::find_non_finite(stream, gradients, parts, self.state.view(), REDUCED, self.non_finite())?;
-        // What a rank has of a sharded bucket, the others have not seen.
+        // The other ranks have not checked this rank's shards.
         if self.is_sharded() {
             self.comm.all_reduce(stream, self.non_finite(), ReduceOp::Max)?;
         }
         Ok(())
     }
 
-    /// Clips the reduced gradients, if that is asked for. Collective where buckets are sharded.
+    /// Clips the reduced gradients, if the configuration says so. Collective if buckets are sharded.
     pub(super) fn clip(&self) -> Result<()> {
         let (Some(most), Some(squares)) = (self.config.parallel.reducer.clip_norm, &self.guard.squares)
         else {
@@ -171,9 +178,9 @@ impl DeviceDataParallel {
                 let sums = squares.sums.slice(chunks.start / CHUNK..chunks.end / CHUNK);
                 optimizer::squares(stream, gradients, self.chunks.slice(chunks), sums)
             };
-            // What all ranks have, one counts.
-            for slot in &self.slots {
-                let [own, rest] = slot.chunks.clone();
+            // The rest is the same on all ranks: only one rank counts it.
+            for bucket in &self.buckets {
+                let [own, rest] = bucket.chunks.clone();
                 sum(own)?;
                 if self.rank() == 0 {
                     sum(rest)?;
@@ -185,7 +192,8 @@ impl DeviceDataParallel {
         Ok(optimizer::clip(stream, self.state.view(), most)?)
     }
 
-    /// Hashes the weights for comparison, if it is time, where `before` steps had been made before the last ones. Collective.
+    /// Hashes the weights for a comparison if one is due. `before` is the number of steps before the last ones.
+    /// Collective.
     pub(super) fn compare_if_due(&self, before: u64) -> Result<()> {
         let is_due =
             self.config.parallel.verify_every.is_some_and(|every| self.steps / every > before / every);
@@ -198,43 +206,45 @@ impl DeviceDataParallel {
         self.comm.all_gather(&self.compute, mine, hashes.view())
     }
 
-    /// Begins to copy to the host how the steps so far went.
+    /// Enqueues a read-back of the status of the steps so far.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If the driver returns an error.
     ///
     /// # Panics
-    /// If `to` was made for a model on another number of ranks.
-    pub fn look_later(&self, to: &mut Health) -> Result<()> {
+    /// If `to` was created for a model with another number of ranks.
+    pub fn enqueue_status_readback(&self, to: &mut StatusReadback) -> Result<()> {
         self.compute.enqueue_download_part(self.state.view(), &mut to.bytes, 0)?;
         self.compute.enqueue_download_part(self.guard.hashes.view(), &mut to.bytes, StepState::BYTES)?;
         to.generation = self.guard.generation;
         Ok(self.compute.record(&to.done)?)
     }
 
-    /// Waits for the copy that was begun last, as far as the other ranks come along, and says whether all is well; nothing of
-    /// steps that the training has gone back from since. Collective where all is not well: ranks look at the same places.
+    /// Waits for the last read-back that was enqueued, and returns the error that it shows, if any. Ignores
+    /// read-backs from before the training went back to an earlier step. Collective after an error: all ranks must
+    /// read the status at the same points.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only those of all ranks together
-    /// are: parameters, optimizer and [`steps`](Self::steps) are as before that step, and another one may be made, but buffers
-    /// are as the model has left them. [`Error::Diverged`] if weights differ between ranks. As [`wait`](Self::wait).
-    pub fn look(&mut self, health: &mut Health) -> Result<()> {
-        self.comm.wait(&health.done, STEP)?;
-        // SAFETY: the event lies behind the copies, and none is begun while the bytes are lent.
-        let (state, hashes) = unsafe { health.bytes.bytes() }.split_at(StepState::BYTES);
-        if health.generation != self.guard.generation {
+    /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only the reduced
+    /// gradients are non-finite: parameters, optimizer and [`steps`](Self::steps) are as before that step, and
+    /// another one may be made, but buffers are as the model has left them. [`Error::Diverged`] if weights differ
+    /// between ranks. As [`wait`](Self::wait).
+    pub fn read_status(&mut self, status: &mut StatusReadback) -> Result<()> {
+        self.comm.wait(&status.done, STEP)?;
+        // SAFETY: the event follows the copies, and no copy is enqueued while the bytes are borrowed.
+        let (state, hashes) = unsafe { status.bytes.bytes() }.split_at(StepState::BYTES);
+        if status.generation != self.guard.generation {
             return Ok(());
         }
         let state: StepState = bytemuck::pod_read_unaligned(state);
         let hashes: Vec<i64> = bytemuck::pod_collect_to_vec(hashes);
-        self.judge(&state, &hashes)
+        self.check_status(&state, &hashes)
     }
 
-    /// Says whether all is well, by a state and hashes of this generation.
-    fn judge(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
+    /// Returns the error that a state and hashes of this generation show, if any.
+    fn check_status(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
         if state.non_finite != 0 {
-            self.go_to(state.step)?;
+            self.reset_to_step(state.step)?;
             let ((rank, tensor), step) =
                 (marked(state.non_finite, self.ranks(), &self.layout), state.step + 1);
             return Err(match rank < self.ranks() {
@@ -248,10 +258,11 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Waits for all steps so far, and says whether all is well. A step that broke off is given up. Collective.
+    /// Waits for all steps so far, and returns the error of their status, if any. Gives up a step that broke off.
+    /// Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn check(&mut self) -> Result<()> {
         if self.open {
             self.abandon_step()?;
@@ -259,11 +270,11 @@ impl DeviceDataParallel {
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
         let hashes = self.guard.hashes.to_vec::<i64>(&self.compute)?;
-        self.judge(&state, &hashes)
+        self.check_status(&state, &hashes)
     }
 
-    /// Makes the step after `steps` steps the next one. What was found until now is forgotten.
-    pub(super) fn go_to(&mut self, steps: u64) -> Result<()> {
+    /// Continues after `steps` steps, and discards the status until now.
+    pub(super) fn reset_to_step(&mut self, steps: u64) -> Result<()> {
         self.wait(STEP)?;
         self.compute.upload(bytemuck::bytes_of(&StepState::after(steps)), self.state.view())?;
         self.compute.zero(self.guard.hashes.view())?;
@@ -272,14 +283,14 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Gets a step out of the way that broke off: its collectives, its number, and what was found in its gradients.
+    /// Discards a step that broke off: its collectives, its number, and its status.
     pub(super) fn abandon_step(&mut self) -> Result<()> {
-        // Not by their events, which may have been recorded in a capture.
+        // Not by the buckets' events, which may have been recorded in a capture.
         self.comm.wait(&self.exchange, STEP)?;
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
         self.open = false;
-        // An earlier one that was to be the last still is, and the host has yet to see it.
+        // An earlier step has halted the training, and the host has yet to read that status.
         if state.halted != 0 {
             return Ok(());
         }
@@ -287,8 +298,8 @@ impl DeviceDataParallel {
         Ok(self.compute.upload(bytemuck::bytes_of(&StepState::after(self.steps)), self.state.view())?)
     }
 
-    /// The Euclidean norm of the last step's reduced gradients, before they were clipped; `None` where they are not, or there was
-    /// none yet.
+    /// The Euclidean norm of the last step's reduced gradients before clipping; `None` without clipping, or before
+    /// the first step.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
@@ -304,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_several_marks_the_lowest_ranks_is_the_largest() {
+    fn the_lowest_rank_has_the_largest_mark() {
         let mut layout = Layout::new();
         layout.push("a", [1]);
         layout.push("b", [1]);
@@ -315,7 +326,7 @@ mod tests {
         assert!(marks.iter().all(|mark| *mark > REDUCED + 1));
         assert_eq!(marked(REDUCED + 1, 3, &layout), (3, "b".into()));
         assert!(marks.iter().all(|mark| *mark > 0 && i64::try_from(*mark).is_ok()));
-        // Memory that was harmed is no reason to panic.
+        // Corrupted memory must not cause a panic.
         assert_eq!(marked(u64::MAX, 3, &layout), (0, "unknown".into()));
     }
 }

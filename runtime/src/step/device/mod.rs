@@ -1,22 +1,23 @@
-//! The training step on a GPU, where nothing waits for anything on the host.
+//! The training step on a GPU, without waits on the host.
 //!
-//! The way of a gradient is that of [`DataParallel`](super::DataParallel): into its bucket, over the ranks, through the
-//! optimizer. Here every leg of it is work on one of two streams. The *compute* stream has the model's kernels and the
-//! optimizer's; the *exchange* stream has the collectives. When the last gradient of a bucket has been asked for, the
-//! exchange stream is told to wait for the compute stream to come to that place (`Slot::written`), and to reduce;
-//! before the update the compute stream waits for the exchange stream in turn (`Slot::exchanged`). So buckets
-//! travel under the rest of the backward pass, and the whole step can be captured into one graph: the streams part and
-//! join within it. Of a sharded bucket every rank gets and updates its own shard (`slot`), and gathers the others'.
+//! A gradient passes through the same stages as in [`DataParallel`](super::DataParallel): bucket, reduction over
+//! ranks, optimizer. Here each stage is work on one of two streams. The *compute* stream has the kernels of the model
+//! and of the optimizer; the *exchange* stream has the collectives. When the last gradient of a bucket is marked
+//! ready, the exchange stream waits for the compute stream to reach that point (`DeviceBucket::written`) and reduces.
+//! Before the update, the compute stream waits for the exchange stream (`DeviceBucket::exchanged`). So reductions
+//! overlap the rest of the backward pass, and the whole step can be captured into one graph, in which the streams
+//! fork and join. Every rank gets and updates its own shard of a sharded bucket (`device_bucket`), and gathers the
+//! others.
 //!
-//! What differs from step to step (its index, the learning rate, Adam's corrections, what clipping multiplies gradients with)
-//! lies in the GPU's memory and is advanced there, so that a captured step can be replayed as it is. A world of one exchanges
+//! Everything that changes from step to step (index, learning rate, Adam's corrections, the clipping factor) is in
+//! GPU memory and is advanced there, so that a captured step can be replayed unchanged. A world of one exchanges
 //! nothing and updates all parameters in one launch.
 
 mod config;
+mod device_bucket;
 mod exchange;
 mod graph;
 mod guard;
-mod slot;
 mod state;
 mod step;
 mod sums;
@@ -25,16 +26,16 @@ use std::sync::Arc;
 
 use config::BUCKET;
 pub use config::DeviceConfig;
-pub use graph::{Reading, StepGraph};
+use device_bucket::{DeviceBucket, DeviceBuckets, padded};
+pub use graph::{Readback, StepGraph};
 use guard::Guard;
-pub use guard::Health;
+pub use guard::StatusReadback;
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
 use mgpu_kernels::optimizer::cuda::UpdatePlan;
-use slot::{Slot, Slots, padded};
-use state::keep_own;
-use sums::{Buffers, Sums};
+use state::copy_own;
+use sums::{Buffers, DeviceAccumulator};
 
 use super::accumulate::Counter;
 use super::config::{Compression, check_micro_batches, check_sums};
@@ -42,29 +43,31 @@ use super::describe_buffers;
 use super::readiness::Readiness;
 use crate::bucket;
 use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
-use crate::replicate::{agree, replicate, verify_same};
+use crate::replicate::{replicate, verify_same, verify_settings};
 use crate::{Error, Layout, Result, TensorSpec};
 
-/// Elements that every tensor's offset is a multiple of: 256 bytes of f32, 128 of bf16.
+/// Required alignment of every tensor's offset in elements: 256 bytes of f32, 128 of bf16.
 pub const ALIGNMENT: usize = 64;
 
-/// Elements that the kernels count in all tensors together.
-const MOST_ELEMENTS: usize = (1 << 31) - ALIGNMENT;
+/// Largest number of elements in all tensors together that kernels can index.
+const MAX_ELEMENTS: usize = (1 << 31) - ALIGNMENT;
 
-/// What is waited for mostly, in the words of errors.
+/// What most waits are for, in error texts.
 const STEP: &str = "training step";
 
-/// Bytes of an entry of the table of chunks.
+/// Size of an entry of the table of chunks in bytes.
 const CHUNK: usize = size_of::<Chunk>();
 
-/// Checks that kernels can work on the tensors of `layout`.
+/// Checks that kernels can use the tensors of `layout`.
 fn check_layout(layout: &Layout) -> Result<()> {
     let problem = |tensor: &TensorSpec| {
         let TensorSpec { name, shape, offset, .. } = tensor;
         if !offset.is_multiple_of(ALIGNMENT) {
-            Some(format!("tensor `{name}` begins at element {offset}, which is no multiple of {ALIGNMENT}"))
-        } else if tensor.range().end > MOST_ELEMENTS {
-            Some(format!("tensor `{name}` of shape {shape:?} ends behind {MOST_ELEMENTS} elements"))
+            Some(format!(
+                "tensor `{name}` begins at element {offset}, which is not a multiple of {ALIGNMENT}"
+            ))
+        } else if tensor.range().end > MAX_ELEMENTS {
+            Some(format!("tensor `{name}` of shape {shape:?} ends after more than {MAX_ELEMENTS} elements"))
         } else {
             None
         }
@@ -75,16 +78,18 @@ fn check_layout(layout: &Layout) -> Result<()> {
     }
 }
 
-/// A model's parameters on this rank's GPU, replicated on every rank and updated together.
+/// Data-parallel training on GPUs: every rank holds all parameters on its GPU.
 ///
-/// Used in the order of a step: [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which
-/// write every [`gradient`](Self::gradient) and announce it by [`ready`](Self::ready); [`finish_step`](Self::finish_step).
-/// Between two micro-batches comes [`next_micro_batch`](Self::next_micro_batch). None of these waits for the GPU, but at the end of
-/// the first step, where ranks agree on its order; [`check`](Self::check) does and says whether all is well.
+/// A step consists of [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which write
+/// every [`gradient`](Self::gradient), each followed by [`ready`](Self::ready); and
+/// [`finish_step`](Self::finish_step). Micro-batches are separated by [`next_micro_batch`](Self::next_micro_batch).
+/// None of these waits for the GPU, except at the end of the first step, where ranks agree on the order of gradients.
+/// [`check`](Self::check) waits and returns errors of the steps.
 ///
-/// Configuration, methods and their meanings are those of a [`DataParallel`](super::DataParallel). What differs is where memory
-/// is: here, gradients and buffers are views of the GPU's, [`parameters`](Self::parameters), [`gradients`](Self::gradients) and
-/// [`averaged_parameters`](Self::averaged_parameters) are copies on the host, and what returns one waits for the GPU.
+/// Configuration and methods have the same meaning as those of a [`DataParallel`](super::DataParallel). The
+/// difference is the memory: here, gradients and buffers are views of GPU memory; [`parameters`](Self::parameters),
+/// [`gradients`](Self::gradients) and [`averaged_parameters`](Self::averaged_parameters) return copies on the host,
+/// and wait for the GPU.
 ///
 /// ```no_run
 /// use mgpu::DataParallelConfig;
@@ -110,62 +115,62 @@ fn check_layout(layout: &Layout) -> Result<()> {
 /// # }
 /// ```
 pub struct DeviceDataParallel {
-    // Both go before the memory below, after `drop` has seen to it that collectives do nothing to it any more.
+    // Dropped before the memory below, after `drop` has drained the collectives that use it.
     host: Communicator,
     comm: Arc<DeviceCommunicator>,
     layout: Layout,
     config: DeviceConfig,
-    /// Buckets, in the order in which they are expected to be complete.
-    slots: Vec<Slot>,
+    /// In the expected order of completion.
+    buckets: Vec<DeviceBucket>,
     /// Which gradients are still to come.
     readiness: Readiness,
-    /// Ranks that have data for this step.
+    /// Number of ranks with data for this step.
     active: u32,
-    /// A step has begun and is not finished.
+    /// A step has begun and has not finished.
     open: bool,
-    sums: Sums,
+    sums: DeviceAccumulator,
     buffers: Buffers,
     guard: Guard,
     state: Memory,
     chunks: Memory,
     parameters: Memory,
     gradients: Memory,
-    /// The gradients rounded to bf16, where they travel so.
-    narrow: Option<Memory>,
-    /// What a peer has sent of its gradients, where ranks are to make no difference.
+    /// The gradients rounded to bf16, if the communication dtype is bf16.
+    compressed: Option<Memory>,
+    /// Receive buffer for a peer's gradients, in a world-size-invariant reduction.
     theirs: Option<Memory>,
     first: Option<Memory>,
     second: Option<Memory>,
     average: Option<Memory>,
-    /// The parameters, while their average is in their place.
-    aside: Option<Memory>,
+    /// The parameters, while they are replaced by their moving average.
+    saved_parameters: Option<Memory>,
     copy: Option<Memory>,
     compute: Stream,
     exchange: Stream,
     steps: u64,
-    /// Steps are being captured and not made.
+    /// Steps are being captured, not executed.
     capturing: bool,
-    /// Tells this model from others.
+    /// Identifies this model, for its captured graphs.
     identity: Arc<()>,
 }
 
 impl Drop for DeviceDataParallel {
-    /// The communicator may have other holders, so it need not end here: the work does.
+    /// Other owners may keep the communicator, so only its work is drained.
     fn drop(&mut self) {
-        self.comm.come_to_rest(&self.exchange);
-        self.comm.come_to_rest(&self.compute);
+        self.comm.drain(&self.exchange);
+        self.comm.drain(&self.compute);
     }
 }
 
 impl DeviceDataParallel {
-    /// Replaces every rank's `parameters` by those of rank 0, brings them to the GPU and gets ready to train them.
-    /// Collective. Every tensor of `layout` begins at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). Gradients
-    /// travel by `comm`; `host` serves for what is set up and verified on the host
-    /// ([`World::communicators`](crate::World::communicators) has both).
+    /// Replaces every rank's `parameters` by those of rank 0, copies them to the GPU and prepares training. Every
+    /// tensor of `layout` must begin at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). Gradients are reduced
+    /// by `comm`; `host` is used to set up and verify ([`World::communicators`](crate::World::communicators) creates
+    /// both). Collective.
     ///
     /// # Errors
-    /// If a tensor is not aligned, or ends behind 2³¹ elements; if the ranks' layouts or settings differ (names the first tensor
-    /// or setting), what is chosen is not compatible, memory is short, or as the communicator's.
+    /// If a tensor is not aligned, or ends after 2³¹ elements; if the ranks' layouts or settings differ (the error
+    /// names the first tensor or setting), settings are incompatible, memory is short, or as the communicator.
     pub fn new(
         comm: Arc<DeviceCommunicator>,
         mut host: Communicator,
@@ -175,7 +180,7 @@ impl DeviceDataParallel {
     ) -> Result<Self> {
         check_layout(&layout)?;
         config.check(comm.size())?;
-        agree(&mut host, &config.settings())?;
+        verify_settings(&mut host, &config.settings())?;
         replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::with_high_priority(&device)?);
@@ -185,27 +190,32 @@ impl DeviceDataParallel {
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
         let readiness = Readiness::new(&layout, &buckets, several, counter);
-        let slots = Slots::cut(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
+        let buckets =
+            DeviceBuckets::split(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
         let (rule, invariant) = (parallel.optimizer.rule, parallel.reducer.world_size_invariant);
         let model = DeviceDataParallel {
-            sums: Sums::new(&device, len, &counter)?,
+            sums: DeviceAccumulator::new(&device, len, &counter)?,
             buffers: Buffers::new(&compute, &[], &counter, invariant)?,
-            guard: Guard::new(&compute, &slots, &layout, &parallel, comm.size())?,
+            guard: Guard::new(&compute, &buckets, &layout, &parallel, comm.size())?,
             state: StepState::after(0).upload(&compute)?,
-            chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?,
+            chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?,
             gradients: Memory::zeroed(&device, DType::F32, len)?,
-            narrow: arena(several && parallel.reducer.compression == Compression::Bf16, DType::Bf16, len)?,
+            compressed: arena(
+                several && parallel.reducer.compression == Compression::Bf16,
+                DType::Bf16,
+                len,
+            )?,
             theirs: arena(several && invariant, DType::F32, len)?,
-            first: arena(rule.states() > 0, DType::F32, slots.states)?,
-            second: arena(rule.states() > 1, DType::F32, slots.states)?,
-            average: arena(parallel.optimizer.average.is_some(), DType::F32, slots.states)?,
-            aside: None,
+            first: arena(rule.states() > 0, DType::F32, buckets.states)?,
+            second: arena(rule.states() > 1, DType::F32, buckets.states)?,
+            average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,
+            saved_parameters: None,
             copy: arena(config.bf16_copy, DType::Bf16, len)?,
             parameters: Memory::from_slice(&compute, &parameters)?,
-            slots: slots.all,
+            buckets: buckets.all,
             readiness,
             active: comm.size(),
             open: false,
@@ -220,38 +230,38 @@ impl DeviceDataParallel {
             identity: Arc::default(),
         };
         if let Some(average) = &model.average {
-            keep_own(&model.compute, (&model.slots, model.ranks()), &model.parameters, average)?;
+            copy_own(&model.compute, (&model.buckets, model.ranks()), &model.parameters, average)?;
         }
-        model.renew_copy()?;
+        model.refresh_bf16_copy()?;
         Ok(model)
     }
 
-    /// With what the model changes beside its parameters, such as running statistics: equal on all ranks now, and each rank's
-    /// own from then on, but where the number of ranks is to make no difference. Collective.
+    /// Adds buffers: values that the model changes besides its parameters, such as running statistics. They must be
+    /// equal on all ranks now; later each rank has its own, except in a world-size-invariant reduction. Collective.
     ///
     /// # Errors
-    /// [`Error::SettingMismatch`] if ranks have others; if memory is short, and as the communicator's.
+    /// [`Error::SettingMismatch`] if ranks have different ones; if memory is short; as the communicator.
     pub fn with_buffers(mut self, buffers: &[f32]) -> Result<Self> {
-        agree(&mut self.host, &[describe_buffers(buffers)])?;
+        verify_settings(&mut self.host, &[describe_buffers(buffers)])?;
         self.wait(STEP)?;
         self.buffers = Buffers::new(&self.compute, buffers, &self.readiness.counter, self.is_invariant())?;
         Ok(self)
     }
 
-    /// Makes the bf16 copy that of the parameters.
-    fn renew_copy(&self) -> Result<()> {
+    /// Updates the bf16 copy of the parameters.
+    fn refresh_bf16_copy(&self) -> Result<()> {
         if let Some(copy) = &self.copy {
             arena::narrow(&self.compute, self.parameters.view(), copy.view())?;
         }
         Ok(())
     }
 
-    /// The stream that the model's kernels belong on.
+    /// The stream for the model's kernels.
     pub fn stream(&self) -> &Stream {
         &self.compute
     }
 
-    /// Index, learning rate and the like of the step being made, for kernels that depend on them.
+    /// The state of the current step (index, learning rate and so on), for kernels that depend on it.
     pub fn state(&self) -> View<'_> {
         self.state.view()
     }
@@ -264,7 +274,7 @@ impl DeviceDataParallel {
         self.parameters.slice(self.layout.range(tensor))
     }
 
-    /// The parameters of `tensor` as `dtype`: themselves for f32, their copy for bf16.
+    /// The parameters of `tensor` as `dtype`: the parameters themselves for f32, their copy for bf16.
     ///
     /// # Panics
     /// If there is no such tensor, or no copy.
@@ -276,8 +286,8 @@ impl DeviceDataParallel {
         }
     }
 
-    /// The gradient of `tensor`, f32, to be overwritten in every micro-batch. After a step: reduced over micro-batches and
-    /// ranks, of a sharded bucket this rank's shard alone, and as long as it was before clipping.
+    /// The gradient of `tensor`, f32, to be overwritten in every micro-batch. After a step it is reduced over
+    /// micro-batches and ranks, but not clipped; of a sharded bucket it only contains this rank's shard.
     ///
     /// # Panics
     /// If there is no such tensor.
@@ -285,16 +295,16 @@ impl DeviceDataParallel {
         self.gradients.slice(self.layout.range(tensor))
     }
 
-    /// What the model changes beside its parameters, f32.
+    /// The model's buffers, f32.
     pub fn buffers(&self) -> View<'_> {
         self.buffers.values.view()
     }
 
-    /// Sums `values` over all ranks, in place, between what is on the stream before and after: for synchronised batch
-    /// normalisation. Where ranks are to make no difference, each micro-batch is normalised by itself, and this does nothing.
+    /// Sums `values` over all ranks, in place and in stream order, for synchronised batch normalisation. Does nothing
+    /// in a world-size-invariant reduction, where each micro-batch is normalised separately.
     ///
     /// # Errors
-    /// As the communicator's; if ranks may [`join`](Self::join).
+    /// As the communicator; if ranks may [`join`](Self::join).
     pub fn sum_over_ranks(&self, values: View<'_>) -> Result<()> {
         check_sums(&self.config.parallel.reducer)?;
         if self.ranks() == 1 || self.is_invariant() {
@@ -303,8 +313,7 @@ impl DeviceDataParallel {
         self.comm.all_reduce(&self.compute, values, ReduceOp::Sum)
     }
 
-    /// Waits until all work on the stream is over, as far as the other ranks are alive and come along. `what` is what it
-    /// is, in the words of an error.
+    /// Waits until all work on the stream is done. `what` describes the work for errors.
     ///
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
@@ -312,7 +321,7 @@ impl DeviceDataParallel {
         self.comm.wait(&self.compute, what)
     }
 
-    /// As [`wait`](Self::wait), where no other rank has a part in the work on the stream, as in an evaluation.
+    /// As [`wait`](Self::wait), for work that does not depend on other ranks, such as an evaluation.
     ///
     /// # Errors
     /// As [`DeviceCommunicator::wait_local`].
@@ -325,7 +334,7 @@ impl DeviceDataParallel {
         &self.layout
     }
 
-    /// Steps made, as far as they have been put on the stream.
+    /// Number of steps that were enqueued.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -340,49 +349,49 @@ impl DeviceDataParallel {
         self.comm.size()
     }
 
-    /// The learning rate of the next step: that which was set last, times the
+    /// The learning rate of the next step: the one that was set last, times the
     /// [schedule's](crate::optimizer::OptimizerConfig::schedule) factor.
     pub fn learning_rate(&self) -> f64 {
         let optimizer = &self.config.parallel.optimizer;
         optimizer.rule.lr() * optimizer.schedule.factor(self.steps)
     }
 
-    /// Sets the learning rate of the following steps, which the schedule multiplies. The same on every rank. Steps that were
-    /// captured before are to be captured again.
+    /// Sets the learning rate of the following steps, which the schedule multiplies. Must be the same on every rank.
+    /// Steps must be captured again afterwards.
     pub fn set_learning_rate(&mut self, lr: f64) {
         let optimizer = &mut self.config.parallel.optimizer;
         optimizer.rule = optimizer.rule.with_lr(lr);
     }
 
-    /// Micro-batches of this rank in each step.
+    /// Number of micro-batches of this rank in each step.
     pub fn micro_batches(&self) -> usize {
         self.config.parallel.reducer.micro_batches
     }
 
-    /// Sets the micro-batches of the following steps, once the GPU is done with those so far. The same on every rank. Steps
-    /// that were captured before keep theirs, and are not to be replayed any more. Collective.
+    /// Waits for the GPU, then sets the number of micro-batches of the following steps. Must be the same on every
+    /// rank. Steps that were captured before must not be replayed any more. Collective.
     ///
     /// # Errors
-    /// If there are none, memory is short, or ranks have different numbers of them; as [`wait`](Self::wait).
+    /// If `count` is 0, memory is short, or ranks have different counts; as [`wait`](Self::wait).
     pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
         check_micro_batches(count)?;
         verify_same(&mut self.host, "micro-batches", count as i64)?;
         self.wait(STEP)?;
         let counter = self.readiness.counter.with_count(count);
-        self.sums = Sums::new(self.compute.device(), self.parameters.len(), &counter)?;
+        self.sums = DeviceAccumulator::new(self.compute.device(), self.parameters.len(), &counter)?;
         self.buffers.set_counter(&counter)?;
         self.config.parallel.reducer.micro_batches = count;
-        // A graph holds the addresses of the sums that were.
+        // Graphs contain addresses of the old accumulators.
         self.identity = Arc::default();
         Ok(())
     }
 
-    /// Elements of the optimizer's state on this rank, the moving average among them.
+    /// Number of elements of the optimizer's state on this rank, including the moving average.
     pub fn optimizer_len(&self) -> usize {
         [&self.first, &self.second, &self.average].into_iter().flatten().map(Memory::len).sum()
     }
 
-    /// The communicator for host buffers, for collectives of the program's own between steps.
+    /// The communicator for host buffers, for the program's own collectives between steps.
     pub fn comm(&mut self) -> &mut Communicator {
         &mut self.host
     }

@@ -1,13 +1,13 @@
-//! What a checkpoint needs of a model on GPUs, and its moving average.
+//! Saving and restoring a model on GPUs, its moving average, and moving its state when buckets change.
 
 use std::borrow::Cow;
 
 use mgpu_kernels::cuda::{Memory, StepState, Stream};
 
-use super::super::reducer::follow;
+use super::super::reducer::plan_from_order;
 use super::super::state::NamedArena;
+use super::device_bucket::{DeviceBucket, DeviceBuckets};
 use super::guard::Guard;
-use super::slot::{Slot, Slots};
 use super::{BUCKET, DeviceDataParallel, STEP};
 use crate::comm::DType;
 use crate::optimizer::AVERAGE;
@@ -15,25 +15,26 @@ use crate::replicate::{replicate, verify_equal, verify_same};
 use crate::{Layout, Result};
 
 impl DeviceDataParallel {
-    /// A copy of the parameters on the host. Collective, as [`check`](Self::check), which it begins with.
+    /// A copy of the parameters on the host. Collective: begins with [`check`](Self::check).
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn parameters(&mut self) -> Result<Vec<f32>> {
         self.check()?;
         self.download(&self.parameters)
     }
 
-    /// A copy on the host of the last step's gradients, as the optimizer has seen them: reduced and clipped. Collective.
+    /// A copy on the host of the last step's gradients as the optimizer has used them: reduced and clipped.
+    /// Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn gradients(&mut self) -> Result<Vec<f32>> {
         self.check()?;
         let ranks = self.ranks();
-        for slot in self.slots.iter().filter(|slot| slot.is_sharded()) {
-            let shards = self.gradients.slice(slot.shards(ranks));
-            self.comm.all_gather(&self.compute, self.gradients.slice(slot.own()), shards)?;
+        for bucket in self.buckets.iter().filter(|bucket| bucket.is_sharded()) {
+            let shards = self.gradients.slice(bucket.shards(ranks));
+            self.comm.all_gather(&self.compute, self.gradients.slice(bucket.own()), shards)?;
         }
         self.wait(STEP)?;
         let mut gradients = self.download(&self.gradients)?;
@@ -42,7 +43,7 @@ impl DeviceDataParallel {
         Ok(gradients)
     }
 
-    /// The elements of the layout.
+    /// Copies the elements of the layout to the host.
     fn download(&self, arena: &Memory) -> Result<Vec<f32>> {
         Ok(arena.slice(0..self.layout.len()).to_vec(&self.compute)?)
     }
@@ -52,99 +53,106 @@ impl DeviceDataParallel {
         self.average.is_some()
     }
 
-    /// Puts the moving average in the place of the parameters, to evaluate with it on the device, or the parameters back.
-    /// Collective where the optimizer is sharded.
+    /// Replaces the parameters by their moving average, to evaluate with it on the device; called again, restores the
+    /// parameters. Collective if the optimizer is sharded.
     ///
     /// # Errors
-    /// If the driver refuses, or memory is short; as [`DeviceCommunicator::all_gather`](crate::DeviceCommunicator::all_gather).
+    /// If the driver returns an error, or memory is short; as
+    /// [`DeviceCommunicator::all_gather`](crate::DeviceCommunicator::all_gather).
     ///
     /// # Panics
     /// If no average is kept.
     pub fn swap_average(&mut self) -> Result<()> {
-        // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
+        // Allocating and freeing waits for the GPU; wait here instead, with a timeout.
         self.wait(STEP)?;
-        // Captured graphs hold the addresses: the values change places, not the memories.
-        if let Some(parameters) = &self.aside {
+        // Captured graphs contain addresses, so values are copied and memory is not swapped.
+        if let Some(parameters) = &self.saved_parameters {
             self.compute.copy(parameters.view(), self.parameters.view())?;
             self.wait(STEP)?;
-            self.aside = None;
+            self.saved_parameters = None;
         } else {
-            let aside = Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
-            self.compute.copy(self.parameters.view(), aside.view())?;
+            let saved_parameters =
+                Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
+            self.compute.copy(self.parameters.view(), saved_parameters.view())?;
             let average = self.average.as_ref().expect("a moving average is kept");
-            self.aside = Some(aside);
+            self.saved_parameters = Some(saved_parameters);
             self.gather(average, &self.parameters)?;
         }
-        self.renew_copy()
+        self.refresh_bf16_copy()
     }
 
-    /// Gathers an arena of which this rank has its own elements. Collective where the optimizer is sharded.
+    /// Gathers an arena of which this rank holds its own elements. Collective if the optimizer is sharded.
     fn gather(&self, local: &Memory, whole: &Memory) -> Result<()> {
         let ranks = self.ranks();
-        for slot in &self.slots {
-            let [own, rest] = slot.states(ranks);
-            if slot.is_sharded() {
-                self.comm.all_gather(&self.compute, local.slice(own), whole.slice(slot.shards(ranks)))?;
+        for bucket in &self.buckets {
+            let [own, rest] = bucket.states(ranks);
+            if bucket.is_sharded() {
+                self.comm.all_gather(&self.compute, local.slice(own), whole.slice(bucket.shards(ranks)))?;
             }
-            self.compute.copy(local.slice(rest), whole.slice(slot.rest(ranks)))?;
+            self.compute.copy(local.slice(rest), whole.slice(bucket.rest(ranks)))?;
         }
         Ok(())
     }
 
-    /// Cuts the buckets anew, once it is known in which order gradients come: rank 0's of the first step, for all ranks.
-    /// Where that is the order of the layout, last tensor first, nothing changes. Not in a capture, where nothing can be waited
-    /// for: who captures a first step keeps the buckets as they are.
-    pub(super) fn follow_order(&mut self) -> Result<()> {
-        let Some(order) = self.readiness.take_order().filter(|_| !self.capturing) else { return Ok(()) };
+    /// Replaces the buckets once the order of gradients is known: the buckets of all ranks follow that of rank 0's
+    /// first step. If that is the order of the layout, last tensor first, nothing changes. Not during a capture,
+    /// which cannot wait: if the first step is captured, the buckets stay as they are.
+    pub(super) fn apply_gradient_order(&mut self) -> Result<()> {
+        let Some(order) = self.readiness.take_observed_order().filter(|_| !self.capturing) else {
+            return Ok(());
+        };
         let sizes = self.config.parallel.reducer.buckets(BUCKET);
-        let buckets = follow(&mut self.host, &self.layout, order, sizes)?;
-        if self.slots.iter().map(|slot| &slot.bucket).eq(&buckets) {
+        let plans = plan_from_order(&mut self.host, &self.layout, order, sizes)?;
+        if self.buckets.iter().map(|bucket| &bucket.plan).eq(&plans) {
             return Ok(());
         }
-        // Memory comes and goes when the GPU has nothing to do, which is waited for here, where there is a deadline.
+        // Allocating and freeing waits for the GPU; wait here instead, with a timeout.
         self.wait(STEP)?;
-        let (device, place) = (self.compute.device(), (self.rank(), self.ranks()));
-        let slots = Slots::cut(device, &self.layout, &buckets, &self.config.parallel, place)?;
-        let mut guard = Guard::new(&self.compute, &slots, &self.layout, &self.config.parallel, place.1)?;
+        let (device, rank_of_ranks) = (self.compute.device(), (self.rank(), self.ranks()));
+        let buckets =
+            DeviceBuckets::split(device, &self.layout, &plans, &self.config.parallel, rank_of_ranks)?;
+        let mut guard =
+            Guard::new(&self.compute, &buckets, &self.layout, &self.config.parallel, rank_of_ranks.1)?;
         guard.generation = self.guard.generation;
-        let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&slots.chunks))?;
+        let chunks = Memory::from_slice(&self.compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?;
         let zeroed = |len| Memory::zeroed(device, DType::F32, len);
         let states = self.states().into_iter().map(|(_, local)| local);
-        let moved = states.map(|local| Ok((local, zeroed(self.parameters.len())?, zeroed(slots.states)?)));
+        let moved = states.map(|local| Ok((local, zeroed(self.parameters.len())?, zeroed(buckets.states)?)));
         let moved = moved.collect::<Result<Vec<_>>>()?;
         for (local, whole, renewed) in &moved {
             self.gather(local, whole)?;
-            keep_own(&self.compute, (&slots.all, place.1), whole, renewed)?;
+            copy_own(&self.compute, (&buckets.all, rank_of_ranks.1), whole, renewed)?;
         }
         self.wait(STEP)?;
         let mut renewed = moved.into_iter().map(|(_, _, renewed)| renewed).collect::<Vec<_>>().into_iter();
         for arena in [&mut self.first, &mut self.second, &mut self.average].into_iter().flatten() {
             *arena = renewed.next().expect("as many as there are");
         }
-        self.readiness.recut(&buckets);
-        self.slots = slots.all;
+        self.readiness.set_buckets(&plans);
+        self.buckets = buckets.all;
         (self.guard, self.chunks) = (guard, chunks);
         Ok(())
     }
 
-    /// The arenas with the optimizer's state, by the names they have in a checkpoint.
+    /// The arenas of the optimizer's state, by their names in a checkpoint.
     fn states(&self) -> Vec<(&'static str, &Memory)> {
         let names = self.config.parallel.optimizer.rule.state_names().iter().copied();
         let states = names.zip([&self.first, &self.second].into_iter().flatten());
         states.chain(self.average.iter().map(|average| (AVERAGE, average))).collect()
     }
 
-    /// Copies on the host of the parameters and the optimizer's state, with the names a checkpoint has for them: whole on rank 0
-    /// and empty elsewhere. Collective.
+    /// Copies on the host of the parameters and the optimizer's state, with their names in a checkpoint: complete on
+    /// rank 0, empty elsewhere. Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'static>>> {
         self.check()?;
         let download = |arena: &Memory| {
             if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
         };
-        let mut arenas = vec![("weights", download(self.aside.as_ref().unwrap_or(&self.parameters))?)];
+        let mut arenas =
+            vec![("weights", download(self.saved_parameters.as_ref().unwrap_or(&self.parameters))?)];
         for (name, local) in self.states() {
             let has_all = local.len() == self.parameters.len();
             arenas.push((
@@ -155,17 +163,17 @@ impl DeviceDataParallel {
         Ok(arenas.into_iter().map(|(name, values)| (name, Cow::Owned(values))).collect())
     }
 
-    /// All of an arena of which this rank has its own elements, once the GPU is done with it. Collective where the optimizer is
-    /// sharded.
+    /// Gathers an arena of which this rank holds its own elements into new memory, and waits for the GPU. Collective
+    /// if the optimizer is sharded.
     fn gathered(&self, name: &str, local: &Memory) -> Result<Memory> {
         let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
         if name == AVERAGE {
-            // The average of a tensor that does not change is itself.
-            let parameters = self.aside.as_ref().unwrap_or(&self.parameters);
+            // Frozen tensors have no state: their average equals their value.
+            let parameters = self.saved_parameters.as_ref().unwrap_or(&self.parameters);
             self.compute.copy(parameters.view(), whole.view())?;
         }
         self.gather(local, &whole)?;
-        // Before the memory may go.
+        // Before the memory may be freed.
         self.wait(STEP)?;
         Ok(whole)
     }
@@ -173,26 +181,26 @@ impl DeviceDataParallel {
     /// A copy on the host of the moving average of the parameters, if the optimizer keeps one. Collective.
     ///
     /// # Errors
-    /// As [`look`](Self::look).
+    /// As [`read_status`](Self::read_status).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
         self.check()?;
         let Some(average) = &self.average else { return Ok(None) };
         self.download(&self.gathered(AVERAGE, average)?).map(Some)
     }
 
-    /// Goes back to the state after `steps` steps. `read` returns the values of one of [`arenas`](Self::arenas) by its
-    /// name, in the order of the device's layout. Collective; afterwards all ranks hold rank 0's values. They may come from any
-    /// number of ranks, with a sharded optimizer or not.
+    /// Restores the state after `steps` steps. `read` returns the values of one of the [`arenas`](Self::arenas) by
+    /// name, in the order of the device's layout. Afterwards all ranks hold rank 0's values. They may have been saved
+    /// with any number of ranks, with a sharded optimizer or not. Collective.
     ///
     /// # Errors
-    /// If ranks go back to different steps; as `read`, and the communicator's.
+    /// If ranks restore different steps; as `read`, and as the communicator.
     pub fn restore(
         &mut self,
         steps: u64,
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
         self.wait(STEP)?;
-        verify_same(&mut self.host, "steps to go on from", steps as i64)?;
+        verify_same(&mut self.host, "steps to resume from", steps as i64)?;
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, &model.layout)?;
@@ -202,23 +210,23 @@ impl DeviceDataParallel {
         };
         let weights = whole(self, "weights")?;
         self.compute.upload(&weights, self.parameters.view())?;
-        for (place, name) in states.into_iter().enumerate() {
+        for (index, name) in states.into_iter().enumerate() {
             let values = whole(self, name)?;
             let values = Memory::from_slice(&self.compute, &values)?;
-            keep_own(&self.compute, (&self.slots, self.ranks()), &values, self.states()[place].1)?;
-            // Before the memory goes.
+            copy_own(&self.compute, (&self.buckets, self.ranks()), &values, self.states()[index].1)?;
+            // Before the memory is freed.
             self.wait(STEP)?;
         }
-        self.aside = None;
-        self.renew_copy()?;
-        self.go_to(steps)
+        self.saved_parameters = None;
+        self.refresh_bf16_copy()?;
+        self.reset_to_step(steps)
     }
 
     /// Checks that all ranks hold the same parameters, and returns their checksum in the order of the device's layout.
     /// Collective.
     ///
     /// # Errors
-    /// [`Error::Diverged`](crate::Error::Diverged) with rank and tensor; as [`look`](Self::look).
+    /// [`Error::Diverged`](crate::Error::Diverged) with rank and tensor; as [`read_status`](Self::read_status).
     pub fn verify(&mut self) -> Result<u64> {
         self.check()?;
         self.compare_all()
@@ -232,15 +240,15 @@ impl DeviceDataParallel {
     }
 }
 
-/// Keeps the elements of a whole arena that this rank of so many updates.
-pub(super) fn keep_own(
+/// Copies the elements of a whole arena that this rank updates.
+pub(super) fn copy_own(
     stream: &Stream,
-    (slots, ranks): (&[Slot], u32),
+    (buckets, ranks): (&[DeviceBucket], u32),
     whole: &Memory,
     local: &Memory,
 ) -> Result<()> {
-    for slot in slots {
-        for (state, elements) in slot.states(ranks).into_iter().zip([slot.own(), slot.rest(ranks)]) {
+    for bucket in buckets {
+        for (state, elements) in bucket.states(ranks).into_iter().zip([bucket.own(), bucket.rest(ranks)]) {
             stream.copy(whole.slice(elements), local.slice(state))?;
         }
     }

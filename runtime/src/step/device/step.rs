@@ -1,27 +1,27 @@
-//! A step on a GPU, from its beginning to the update: what is put on the streams, and when.
+//! A step on a GPU, from its beginning to the update: what is enqueued on the streams, and when.
 
 use mgpu_kernels::optimizer::cuda::begin_step;
 
 use super::super::config::{Unused, check_join};
-use super::super::reducer::Attendance;
+use super::super::reducer::Participation;
 use super::{DeviceConfig, DeviceDataParallel};
 use crate::{Error, Result};
 
 impl DeviceDataParallel {
-    /// Begins a step and its first micro-batch: what follows on the stream reads the [`state`](Self::state) of the next one. A
-    /// step that broke off is made anew, once the GPU is done with it. Collective where ranks may
-    /// [`join`](Self::join): they then wait here for each other.
+    /// Begins a step and its first micro-batch: later work on the stream reads the [`state`](Self::state) of this
+    /// step. If the previous step broke off, waits for the GPU and repeats that step. Collective if ranks may
+    /// [`join`](Self::join): then ranks wait here for each other.
     ///
     /// # Errors
-    /// If a kernel cannot be launched, or the moving average is in the parameters' place; where ranks may join, as the
-    /// communicator's, and in a capture.
+    /// If a kernel cannot be launched, or the moving average is in place of the parameters; if ranks may join: as the
+    /// communicator, and during a capture.
     pub fn begin_step(&mut self) -> Result<()> {
         self.begin_step_with(true).map(|_| ())
     }
 
-    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's parameters stay
-    /// equal to theirs. Each rank calls it once it has run out of data, also the last one. Returns the steps that were made
-    /// meanwhile. The learning rate is that of the others. Collective.
+    /// Takes part in the steps of ranks that still have data, with weight 0, until no rank has; so this rank's
+    /// parameters stay equal to theirs. Every rank calls it once it has run out of data, including the last one.
+    /// Returns the number of steps made meanwhile. The learning rate is that of the other ranks. Collective.
     ///
     /// # Errors
     /// As [`begin_step`](Self::begin_step) and [`finish_step`](Self::finish_step); if the configuration has no
@@ -30,32 +30,32 @@ impl DeviceDataParallel {
         check_join(&self.config.parallel.reducer)?;
         let before = self.steps;
         while self.begin_step_with(false)? {
-            self.fill_open()?;
+            self.zero_missing()?;
             self.finish_step()?;
         }
         Ok(self.steps - before)
     }
 
-    /// Begins a step, for which this rank may have no data; none if no rank has, and returns false.
+    /// Begins a step, with or without data on this rank. If no rank has data, begins none and returns false.
     fn begin_step_with(&mut self, has_data: bool) -> Result<bool> {
         if !self.capturing {
-            self.get_ready()?;
+            self.prepare_step()?;
         }
-        if !self.attend(has_data)? {
+        if !self.agree_on_participation(has_data)? {
             return Ok(false);
         }
         self.open = true;
         let DeviceConfig { parallel, .. } = &self.config;
         begin_step(&self.compute, &parallel.optimizer.rule, self.config.plan(), self.state.view())?;
-        // A rank without data has nothing but zeros to add up.
+        // A rank without data only contributes zeros, in one micro-batch.
         self.readiness.begin_step(if has_data { self.micro_batches() } else { 1 });
         self.begin_micro_batch(0)?;
         Ok(true)
     }
 
-    /// Agrees with the other ranks on who has data, where they may run out of it; a rank that has none goes along with their
-    /// learning rate. Returns false if nobody has.
-    fn attend(&mut self, has_data: bool) -> Result<bool> {
+    /// Agrees with the other ranks on who has data, if ranks may join; a rank without data adopts their learning
+    /// rate. Returns false if no rank has data.
+    fn agree_on_participation(&mut self, has_data: bool) -> Result<bool> {
         let DeviceConfig { parallel, .. } = &mut self.config;
         if !parallel.reducer.join {
             return Ok(true);
@@ -67,17 +67,18 @@ impl DeviceDataParallel {
         let rule = &mut parallel.optimizer.rule;
         let (micro_batches, learning_rate) = (parallel.reducer.micro_batches, rule.lr());
         let (step, active) = (self.steps, self.comm.size());
-        let mine = Attendance { step, has_data, active, micro_batches, learning_rate };
+        let mine = Participation { step, has_data, active, micro_batches, learning_rate };
         let Some(agreed) = mine.agree(&mut self.host)? else { return Ok(false) };
         *rule = rule.with_lr(agreed.learning_rate);
         self.active = agreed.active;
         Ok(true)
     }
 
-    /// Gets ready for a step: gives up one that broke off.
-    pub(super) fn get_ready(&mut self) -> Result<()> {
-        if self.aside.is_some() {
-            let problem = "the moving average is in the parameters' place: swap it back first".to_owned();
+    /// Prepares a step: discards a previous one that broke off.
+    pub(super) fn prepare_step(&mut self) -> Result<()> {
+        if self.saved_parameters.is_some() {
+            let problem =
+                "the parameters are replaced by their moving average: swap it back first".to_owned();
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
         if self.open { self.abandon_step() } else { Ok(()) }
@@ -88,14 +89,15 @@ impl DeviceDataParallel {
         self.buffers.begin_batch(&self.readiness.counter, &self.compute)
     }
 
-    /// Ends a micro-batch, and begins the next one of the step.
+    /// Ends a micro-batch, and begins the step's next one.
     ///
     /// # Errors
-    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if the step has no further micro-batch.
+    /// If a kernel cannot be launched; if a tensor's gradient was not marked ready (the error names it); if the step
+    /// has no further micro-batch.
     pub fn next_micro_batch(&mut self) -> Result<()> {
         let counter = self.readiness.counter;
         if counter.is_last() {
-            let problem = format!("a step has {} micro-batches and no more", counter.count());
+            let problem = format!("the step has only {} micro-batches", counter.count());
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
         self.end_micro_batch()?;
@@ -104,19 +106,19 @@ impl DeviceDataParallel {
 
     fn end_micro_batch(&mut self) -> Result<()> {
         if self.config.parallel.reducer.unused == Unused::Zero {
-            self.fill_open()?;
+            self.zero_missing()?;
         }
         self.readiness.check_complete(&self.layout)?;
         let counter = &self.readiness.counter;
         if self.is_invariant() && counter.is_last() && self.ranks() > 1 {
-            // Messages between two ranks have no names: those of gradients are over before those of buffers.
+            // Messages between two ranks have no tags: those of gradients must end before those of buffers.
             self.wait_for_exchanges()?;
         }
         self.buffers.end_batch(counter, &self.comm, &self.compute)
     }
 
-    /// Takes 0 for all gradients that were not announced.
-    fn fill_open(&mut self) -> Result<()> {
+    /// Sets all gradients that were not marked ready to 0.
+    fn zero_missing(&mut self) -> Result<()> {
         while let Some(tensor) = self.readiness.last_open() {
             self.compute.zero(self.gradient(tensor))?;
             self.ready(tensor)?;
@@ -124,19 +126,20 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Whether a gradient of `tensor` is taken: not of a [frozen](crate::ParameterGroup::frozen) one, nor where there is no such
-    /// tensor.
+    /// Whether the gradient of `tensor` is needed: false for a [frozen](crate::ParameterGroup::frozen) tensor and for
+    /// an index out of range.
     pub fn wants(&self, tensor: usize) -> bool {
         self.layout.tensors().get(tensor).is_some_and(|tensor| !tensor.group.frozen)
     }
 
-    /// The kernels that write the gradient of `tensor` are on the stream: its bucket's exchange may follow them.
-    /// Called once per tensor and micro-batch, best in the order of the first step, which buckets follow.
+    /// Marks the gradient of `tensor` ready: the kernels that write it are enqueued, and its bucket's exchange may
+    /// follow them. Call it once per tensor and micro-batch, ideally in the order of the first step, which the
+    /// buckets follow.
     ///
     /// # Errors
-    /// If there is no such tensor, it is frozen, or was announced before; as the communicator's.
+    /// If there is no such tensor, it is frozen, or was marked ready before; as the communicator.
     pub fn ready(&mut self, tensor: usize) -> Result<()> {
-        let (bucket, is_complete) = self.readiness.hand_over(&self.layout, tensor)?;
+        let (bucket, is_complete) = self.readiness.mark_ready(&self.layout, tensor)?;
         if is_complete {
             self.accumulate(bucket)?;
         }
@@ -146,10 +149,11 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Updates the parameters by the gradients, reduced over micro-batches and ranks.
+    /// Ends the step: updates the parameters with the gradients, reduced over micro-batches and ranks.
     ///
     /// # Errors
-    /// If a kernel cannot be launched; names a tensor whose gradient was not announced; if micro-batches are missing.
+    /// If a kernel cannot be launched; if a tensor's gradient was not marked ready (the error names it); if
+    /// micro-batches are missing.
     pub fn finish_step(&mut self) -> Result<()> {
         let counter = self.readiness.counter;
         if !counter.is_last() {
@@ -161,7 +165,7 @@ impl DeviceDataParallel {
         self.update()?;
         self.steps += 1;
         self.open = false;
-        self.follow_order()?;
+        self.apply_gradient_order()?;
         self.compare_if_due(self.steps - 1)
     }
 }

@@ -1,5 +1,6 @@
-//! Sums over micro-batches, and over ranks in an order that does not depend on how many there are: what
-//! [`accumulate`](super::super::accumulate), [`tree`](super::super::tree) and [`buffers`](super::super::buffers) are on a CPU.
+//! Accumulation over micro-batches, and world-size-invariant sums over ranks: the counterparts of
+//! [`accumulate`](super::super::accumulate), [`tree`](super::super::tree) and [`buffers`](super::super::buffers) on a
+//! GPU.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,21 +12,21 @@ use super::super::accumulate::Counter;
 use crate::Result;
 use crate::comm::{DType, DeviceCommunicator};
 
-/// Sums of micro-batches, for all elements of an arena.
+/// Partial sums of micro-batches, for all elements of an arena.
 #[derive(Debug)]
-pub(super) struct Sums {
+pub(super) struct DeviceAccumulator {
     levels: Vec<Memory>,
 }
 
-impl Sums {
+impl DeviceAccumulator {
     /// For an arena of `len` elements and steps as `counter` counts them.
     pub(super) fn new(device: &Arc<Device>, len: usize, counter: &Counter) -> Result<Self> {
         let level = |_| Ok(Memory::zeroed(device, DType::F32, len)?);
-        Ok(Sums { levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
+        Ok(DeviceAccumulator { levels: (0..counter.levels()).map(level).collect::<Result<_>>()? })
     }
 
-    /// Takes the elements `at` of the micro-batch's `values`; with the last micro-batch, replaces them by the sum of all, divided
-    /// by `divisor`.
+    /// Accumulates the elements `at` of the current micro-batch's `values`. For the last micro-batch, replaces them
+    /// by the sum of all, divided by `divisor`.
     pub(super) fn add(
         &self,
         counter: &Counter,
@@ -38,18 +39,18 @@ impl Sums {
         if values.is_empty() {
             return Ok(());
         }
-        for (level, divisor) in counter.carried(divisor) {
+        for (level, divisor) in counter.carried_levels(divisor) {
             arena::add(stream, values, self.levels[level].slice(at.clone()), divisor)?;
         }
-        match counter.kept() {
+        match counter.result_level() {
             Some(level) => Ok(stream.copy(values, self.levels[level].slice(at))?),
             None => Ok(()),
         }
     }
 }
 
-/// Replaces every rank's `values` (f32) by their sum over ranks, in the order of a balanced binary tree. `theirs` has room for as
-/// many. Collective; the number of ranks is a power of two.
+/// Replaces every rank's `values` (f32) by their sum over ranks, in the order of a balanced binary tree. `theirs` is
+/// a receive buffer of the same length. Collective; the number of ranks must be a power of two.
 ///
 /// # Errors
 /// As [`DeviceCommunicator::send`].
@@ -70,58 +71,59 @@ pub(super) fn all_sum(
     Ok(())
 }
 
-/// What a model changes beside its parameters: running statistics.
+/// The model's buffers: values that it changes besides its parameters, such as running statistics.
 #[derive(Debug)]
 pub(super) struct Buffers {
     pub(super) values: Memory,
-    /// Where ranks are to make no difference.
-    mean: Option<Mean>,
+    /// Only in a world-size-invariant reduction.
+    mean: Option<DeviceBufferMean>,
 }
 
-/// The mean of buffers after each micro-batch.
+/// The mean of buffers over micro-batches.
 #[derive(Debug)]
-struct Mean {
+struct DeviceBufferMean {
     before: Memory,
-    sums: Sums,
+    sums: DeviceAccumulator,
     theirs: Memory,
 }
 
 impl Buffers {
     /// For steps as `counter` counts them.
     pub(super) fn new(stream: &Stream, values: &[f32], counter: &Counter, is_mean: bool) -> Result<Self> {
-        let mean = || -> Result<Mean> {
+        let mean = || -> Result<DeviceBufferMean> {
             let device = stream.device();
             let zeroed = || Memory::zeroed(device, DType::F32, values.len());
-            let sums = Sums::new(device, values.len(), counter)?;
-            Ok(Mean { before: zeroed()?, sums, theirs: zeroed()? })
+            let sums = DeviceAccumulator::new(device, values.len(), counter)?;
+            Ok(DeviceBufferMean { before: zeroed()?, sums, theirs: zeroed()? })
         };
         let mean = (is_mean && !values.is_empty()).then(mean).transpose()?;
         Ok(Buffers { values: Memory::from_slice(stream, values)?, mean })
     }
 
-    /// Gets ready for steps of another number of micro-batches.
+    /// Prepares steps of another number of micro-batches.
     pub(super) fn set_counter(&mut self, counter: &Counter) -> Result<()> {
         if let Some(mean) = &mut self.mean {
-            mean.sums = Sums::new(self.values.device(), self.values.len(), counter)?;
+            mean.sums = DeviceAccumulator::new(self.values.device(), self.values.len(), counter)?;
         }
         Ok(())
     }
 
-    /// Puts them back for a micro-batch.
+    /// Saves the values before the first micro-batch, and resets them before the others.
     pub(super) fn begin_batch(&self, counter: &Counter, stream: &Stream) -> Result<()> {
-        let Some(Mean { before, .. }) = &self.mean else { return Ok(()) };
+        let Some(DeviceBufferMean { before, .. }) = &self.mean else { return Ok(()) };
         let (values, before) = (self.values.view(), before.view());
         Ok(if counter.current() == 0 { stream.copy(values, before) } else { stream.copy(before, values) }?)
     }
 
-    /// Takes them as a micro-batch has left them; replaces them by the mean over all of all ranks after the last one. Collective.
+    /// Accumulates the values that a micro-batch has left; after the last one, replaces them by the mean over all
+    /// micro-batches of all ranks. Collective.
     pub(super) fn end_batch(
         &self,
         counter: &Counter,
         comm: &DeviceCommunicator,
         stream: &Stream,
     ) -> Result<()> {
-        let Some(Mean { sums, theirs, .. }) = &self.mean else { return Ok(()) };
+        let Some(DeviceBufferMean { sums, theirs, .. }) = &self.mean else { return Ok(()) };
         sums.add(counter, stream, &self.values, 0..self.values.len(), 1.0)?;
         if !counter.is_last() {
             return Ok(());

@@ -8,7 +8,7 @@ use nix::unistd::{geteuid, mkfifo};
 
 use super::*;
 
-/// A folder in which nothing is left but these names.
+/// Asserts that the folder contains exactly these names.
 fn assert_names(folder: &Path, names: &[&str]) {
     let entries = fs::read_dir(folder).unwrap();
     let mut found: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -23,7 +23,7 @@ fn refused(path: &Path) -> String {
 }
 
 #[test]
-fn a_file_is_made_or_replaced_whole_with_its_mode() {
+fn files_are_replaced_atomically_with_their_mode() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("plot.svg");
     check(&path).unwrap();
@@ -31,7 +31,7 @@ fn a_file_is_made_or_replaced_whole_with_its_mode() {
     write(&path, b"first").unwrap();
     fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
     let before = fs::metadata(&path).unwrap();
-    // Whoever reads the old one goes on reading it.
+    // A process that has the old file open keeps reading the old content.
     let mut old = File::open(&path).unwrap();
     check(&path).unwrap();
     write(&path, b"second").unwrap();
@@ -43,7 +43,7 @@ fn a_file_is_made_or_replaced_whole_with_its_mode() {
 }
 
 #[test]
-fn the_owner_of_a_file_stays() {
+fn the_owner_of_a_file_is_preserved() {
     if !geteuid().is_root() {
         return;
     }
@@ -57,7 +57,7 @@ fn the_owner_of_a_file_stays() {
 }
 
 #[test]
-fn links_are_followed_and_stay() {
+fn symbolic_links_are_followed_and_kept() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     fs::create_dir(path("deeper")).unwrap();
@@ -70,7 +70,7 @@ fn links_are_followed_and_stay() {
         assert_eq!(fs::read_link(path("first")).unwrap(), Path::new("deeper/second"));
         assert_names(&path("deeper"), &["second"]);
     }
-    // Both names of a file have the new content.
+    // Both hard links have the new content.
     fs::hard_link(path("file"), path("other-name")).unwrap();
     write(&path("file"), b"new").unwrap();
     assert_eq!(fs::read(path("other-name")).unwrap(), b"new");
@@ -82,19 +82,19 @@ fn links_are_followed_and_stay() {
 }
 
 #[test]
-fn devices_stay_devices() {
+fn devices_are_not_replaced() {
     for name in ["/dev/null", "/dev/full"] {
         let before = fs::metadata(name).unwrap();
         check(name.as_ref()).unwrap();
         let written = write(name.as_ref(), b"new");
         assert_eq!(written.is_ok(), name == "/dev/null", "{written:?}");
         let after = fs::metadata(name).unwrap();
-        assert!(same(&before, &after) && after.file_type().is_char_device(), "{name}");
+        assert!(same_file(&before, &after) && after.file_type().is_char_device(), "{name}");
     }
 }
 
 #[test]
-fn a_pipe_is_written_to_if_somebody_reads() {
+fn pipes_are_written_if_they_have_a_reader() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pipe");
     mkfifo(&path, Mode::S_IRWXU).unwrap();
@@ -121,7 +121,7 @@ fn a_pipe_is_written_to_if_somebody_reads() {
 }
 
 #[test]
-fn what_cannot_be_a_file_is_refused() {
+fn folders_sockets_and_missing_parents_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     fs::create_dir(path("folder")).unwrap();
@@ -136,7 +136,7 @@ fn what_cannot_be_a_file_is_refused() {
     if geteuid().is_root() {
         return;
     }
-    // A file in a folder where none can be made is written through.
+    // A file in a folder without write permission is overwritten in place.
     fs::set_permissions(folder.path(), Permissions::from_mode(0o555)).unwrap();
     assert_eq!(refused(&path("new")), "Permission denied (os error 13)");
     write(&path("file"), b"new").unwrap();
@@ -145,7 +145,7 @@ fn what_cannot_be_a_file_is_refused() {
 }
 
 #[test]
-fn nothing_foreign_is_overwritten_on_the_way() {
+fn temporary_names_never_overwrite_existing_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("plot.svg");
     let taken = folder.path().join(format!(".mgpu-{}-0.partial", process::id()));

@@ -1,4 +1,4 @@
-//! What launchers tell their ranks, as maps: as they were seen, with contradictions, and made up.
+//! Environments of launchers: recorded ones, contradictory ones and random ones.
 
 use std::collections::BTreeMap;
 
@@ -12,12 +12,12 @@ fn variables(pairs: &[(&'static str, &str)]) -> Variables {
     pairs.iter().map(|(name, value)| (*name, (*value).to_owned())).collect()
 }
 
-fn read(variables: &Variables) -> Result<Option<Launched>> {
+fn read(variables: &Variables) -> Result<Option<LaunchedRank>> {
     let variable = |name: &str| variables.get(name).cloned();
-    Surroundings { variable: &variable, hydra: &|| Some("77 of 12".into()), parent: &|| None }.launched()
+    LaunchEnvironment { variable: &variable, hydra: &|| Some("77 of 12".into()), parent: &|| None }.launched()
 }
 
-/// The variables of `rank` of `size` under each launcher, as they set them.
+/// The variables of `rank` of `size` under each launcher.
 fn ranks_of(launcher: Launcher, rank: u32, size: u32) -> Variables {
     let (rank, size) = (rank.to_string(), size.to_string());
     match launcher {
@@ -67,7 +67,7 @@ fn launchers() -> impl Strategy<Value = Launcher> {
     prop::sample::select(ALL.to_vec())
 }
 
-/// Variables of all launchers, with values that may or may not make sense.
+/// Variables of all launchers, with valid and invalid values.
 fn any_variables() -> impl Strategy<Value = Variables> {
     let names: Vec<&'static str> = ALL
         .into_iter()
@@ -85,7 +85,7 @@ fn any_variables() -> impl Strategy<Value = Variables> {
 
 proptest! {
     #[test]
-    fn each_launchers_ranks_are_understood_and_meet_under_one_name(
+    fn ranks_of_each_launcher_are_recognised_and_share_one_run_id(
         launcher in launchers(), size in 1u32..9, restart in 0u32..3
     ) {
         let mut run_ids = Vec::new();
@@ -99,7 +99,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_is_understood_is_consistent(variables in any_variables()) {
+    fn accepted_environments_are_consistent(variables in any_variables()) {
         match read(&variables) {
             Ok(None) | Err(Error::Environment { .. }) => {}
             Ok(Some(launched)) => {
@@ -109,16 +109,17 @@ proptest! {
         }
     }
 
-    /// A variable less gives the same rank, an error that names a variable, or no launcher; never another rank.
+    /// Without one variable the result is the same rank, an error that names a variable, or no launcher; never
+    /// another rank.
     #[test]
-    fn a_missing_variable_makes_nobody_another_rank(
+    fn a_missing_variable_never_changes_the_rank(
         launcher in launchers(), size in 2u32..9, rank in 0u32..8, gone in any::<prop::sample::Index>()
     ) {
         let rank = rank % size;
         let mut variables = ranks_of(launcher, rank, size);
         let name = *gone.get(&variables.keys().copied().collect::<Vec<_>>());
         variables.remove(name);
-        // Without the step's, the allocation's number is taken, which is another one here.
+        // Without the step's number of tasks that of the allocation is used, which differs here.
         prop_assume!(!name.starts_with("SLURM_STEP_NUM"));
         if let Ok(Some(launched)) = read(&variables) {
             prop_assert_eq!((launched.rank, launched.world_size), (rank, size), "without {}", name);
@@ -126,7 +127,7 @@ proptest! {
     }
 
     #[test]
-    fn any_stat_is_survived(stat in any::<String>()) {
+    fn parsing_any_stat_does_not_panic(stat in any::<String>()) {
         let _ = parse_stat(&stat);
     }
 }
@@ -137,7 +138,7 @@ fn run_id(variables: &Variables) -> String {
 }
 
 #[test]
-fn different_jobs_have_different_names() {
+fn different_jobs_have_different_run_ids() {
     let mut jobs: Vec<Variables> = ALL.into_iter().map(|launcher| ranks_of(launcher, 0, 2)).collect();
     for (launcher, name, value) in [
         (Launcher::Torchrun, "TORCHELASTIC_RESTART_COUNT", "1"),
@@ -160,7 +161,7 @@ fn different_jobs_have_different_names() {
 }
 
 #[test]
-fn a_launch_keeps_its_identifier_over_restarts_and_no_other_has_it() {
+fn the_launch_id_survives_restarts_and_is_unique() {
     let id = |variables: &Variables, parent: &str| {
         let parent = (!parent.is_empty()).then(|| parent.to_owned());
         read(variables).unwrap().unwrap().job.unwrap().launch_id(|| parent)
@@ -175,7 +176,7 @@ fn a_launch_keeps_its_identifier_over_restarts_and_no_other_has_it() {
         assert_eq!(id(&with(count, "1"), "7 of 1"), id(&first, "7 of 1"));
         assert_ne!(id(&with(name, "99"), "7 of 1"), id(&first, "7 of 1"));
     }
-    // Two launches of torchrun may differ in nothing else.
+    // Two launches of torchrun may only differ in their process.
     let torchrun = ranks_of(Launcher::Torchrun, 0, 2);
     assert_ne!(id(&torchrun, "7 of 1"), id(&torchrun, "8 of 2"));
     assert_eq!(id(&torchrun, ""), None);
@@ -184,7 +185,7 @@ fn a_launch_keeps_its_identifier_over_restarts_and_no_other_has_it() {
 }
 
 #[test]
-fn the_innermost_launcher_counts() {
+fn the_innermost_launcher_takes_precedence() {
     let outer_to_inner = [Launcher::Slurm, Launcher::Hydra, Launcher::OpenMpi, Launcher::Torchrun];
     let mut variables = Variables::new();
     for (rank, launcher) in outer_to_inner.into_iter().enumerate() {
@@ -195,20 +196,20 @@ fn the_innermost_launcher_counts() {
 }
 
 #[test]
-fn what_a_batch_script_shows_is_no_rank_of_slurm() {
+fn a_slurm_batch_script_is_not_a_rank() {
     for step in [None, Some("4294967291"), Some("4294967290")] {
         let mut script = ranks_of(Launcher::Slurm, 0, 4);
         script.remove("SLURM_STEP_ID");
         script.extend(step.map(|step| ("SLURM_STEP_ID", step.to_owned())));
         assert_eq!(read(&script).unwrap(), None, "step {step:?}");
-        // `mpirun` in the script.
+        // As if the script had started `mpirun`.
         script.extend(ranks_of(Launcher::Hydra, 1, 2));
         assert_eq!(read(&script).unwrap().unwrap().launcher, Launcher::Hydra);
     }
 }
 
 #[test]
-fn slurm_speaks_for_itself_where_it_sets_variables_for_mpi_or_a_script_does_for_torch() {
+fn slurm_takes_precedence_over_mpi_and_torch_variables_within_its_step() {
     let mut variables = ranks_of(Launcher::Slurm, 3, 4);
     variables.extend([("PMI_RANK", "3".into()), ("PMI_SIZE", "4".into()), ("WORLD_SIZE", "4".into())]);
     variables.insert("SLURM_CPUS_PER_TASK", "6".into());
@@ -218,7 +219,7 @@ fn slurm_speaks_for_itself_where_it_sets_variables_for_mpi_or_a_script_does_for_
 }
 
 #[test]
-fn each_mistake_names_its_variable() {
+fn errors_name_the_variable() {
     use Launcher::{Hydra, OpenMpi, Slurm, Torchrun};
     for (launcher, changes, expected) in [
         (Torchrun, &[("RANK", None)][..], "RANK is missing while WORLD_SIZE is set"),
@@ -267,7 +268,7 @@ fn each_mistake_names_its_variable() {
 }
 
 #[test]
-fn a_process_is_read_whatever_it_is_called() {
+fn process_names_may_contain_parentheses() {
     let rest = "S 7 1 1 0 -1 4194560 9 0 0 0 0 0 0 0 20 0 1 0 4242 1 2";
     assert_eq!(parse_stat(&format!("12 (a) b (c) {rest}")), Some(("a) b (c", 7, 4242)));
     let own = std::fs::read_to_string("/proc/self/stat").unwrap();

@@ -1,7 +1,8 @@
-//! Ranks that another launcher has started: what torchrun, Open MPI, hydra (MPICH, Intel MPI) and Slurm tell them.
+//! Ranks started by other launchers: the variables of torchrun, Open MPI, hydra (MPICH, Intel MPI) and Slurm.
 //!
-//! Each says which rank a process is and how many there are. None says where the ranks meet, so they need a name for
-//! the job that is the same on all its ranks and on those of no other job: rank 0 serves the rendezvous under it.
+//! Each launcher says which rank a process is and how many ranks there are. None says where the ranks meet, so they
+//! need a name that is the same on all ranks of a job and different from other jobs: rank 0 serves the rendezvous
+//! under it.
 //!
 //! | | rank, size, on this host | the job's name |
 //! |---|---|---|
@@ -10,33 +11,33 @@
 //! | hydra | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | `PMI_PORT`, else its process on this host |
 //! | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID` | `SLURM_JOB_ID`, `SLURM_STEP_ID` |
 //!
-//! `MGPU_RUN_ID` names the job under any of them. Launchers start each other (`srun` the proxies of hydra, a batch script
-//! `mpirun`, `mpirun` a `torchrun` per host) and their variables are inherited, so they are looked for from the inside out,
-//! in the order of the table. Slurm shows a batch script and an interactive shell variables of a rank, too: only those of a
-//! step that `srun` started count.
+//! `MGPU_RUN_ID` overrides the job's name under all of them. Launchers can be nested (`srun` starts hydra's proxies,
+//! a batch script starts `mpirun`, `mpirun` starts one `torchrun` per host) and their variables are inherited. So
+//! they are looked up from the innermost to the outermost, in the order of the table. Slurm also sets a rank's
+//! variables for a batch script and an interactive shell; only those of a step started by `srun` count.
 
 use std::fmt;
 use std::num::NonZeroUsize;
 
-use super::variable::{self, check_size, wrong};
+use super::variable::{self, check_size, variable_error};
 use crate::protocol::*;
 use crate::{Error, Result};
 
-/// A rank as its launcher describes it: consistent, and on one host with all others.
+/// A rank as its launcher describes it: validated, and on one host with all others.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Launched {
+pub(super) struct LaunchedRank {
     pub(super) launcher: Launcher,
     pub(super) rank: u32,
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
     pub(super) restart_count: u32,
-    /// What the launcher calls the job; `None` if it gives it no name.
+    /// The launcher's name of the job; `None` if it has none.
     pub(super) job: Option<Job>,
-    /// Cores that the launcher has set aside for this rank, where it says so.
+    /// Number of cores that the launcher has reserved for this rank, if it says so.
     pub(super) threads: Option<NonZeroUsize>,
 }
 
-/// Who has started the ranks.
+/// The launcher that started the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Launcher {
     Torchrun,
@@ -56,7 +57,7 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// A run of a launcher.
+/// A job of a launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Job {
     launcher: Launcher,
@@ -64,18 +65,19 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// For errors.
+    /// The name for error texts.
     pub(super) fn title(&self) -> String {
         format!("{} job {}", self.launcher, self.name)
     }
 
-    /// The run's identifier: 32 hexadecimal digits like those of a launcher of our own. One of another start is another.
+    /// The run's identifier: 32 hexadecimal digits, like those of `mgpurun`. It differs after a restart.
     pub(super) fn run_id(&self, restart_count: u32) -> String {
         self.identifier(&restart_count.to_string())
     }
 
-    /// The launch's identifier, of all its starts. `None` if that of torchrun cannot be told: unless somebody gives them one,
-    /// its launches all have one name and one port, and only `parent`, its process, tells them apart.
+    /// The launch's identifier, the same after restarts. `None` if it cannot be determined for torchrun: unless the
+    /// user sets an id, all launches of torchrun have the same name and port, and only the parent process tells them
+    /// apart.
     pub(super) fn launch_id(&self, parent: impl FnOnce() -> Option<String>) -> Option<String> {
         let starter = match self.launcher {
             Launcher::Torchrun => parent()?,
@@ -86,14 +88,14 @@ impl Job {
 
     fn identifier(&self, start: &str) -> String {
         let Job { launcher, name } = self;
-        // None can contain a zero byte, so different ones are different texts.
+        // None of the parts can contain a zero byte, so different parts give different texts.
         let text = format!("{launcher}\0{name}\0{start}");
         format!("{:032x}", xxhash_rust::xxh3::xxh3_128(text.as_bytes()))
     }
 }
 
-/// The names of one launcher's variables. The first of those that are set counts.
-struct Names {
+/// Names of one launcher's variables. If there are several, the first that is set counts.
+struct VariableNames {
     launcher: Launcher,
     rank: &'static str,
     size: &'static [&'static str],
@@ -102,7 +104,7 @@ struct Names {
     restarts: Option<&'static str>,
 }
 
-const TORCHRUN: Names = Names {
+const TORCHRUN: VariableNames = VariableNames {
     launcher: Launcher::Torchrun,
     rank: RANK,
     size: &[WORLD_SIZE],
@@ -110,7 +112,7 @@ const TORCHRUN: Names = Names {
     local_size: Some(LOCAL_WORLD_SIZE),
     restarts: Some("TORCHELASTIC_RESTART_COUNT"),
 };
-const OPEN_MPI: Names = Names {
+const OPEN_MPI: VariableNames = VariableNames {
     launcher: Launcher::OpenMpi,
     rank: "OMPI_COMM_WORLD_RANK",
     size: &["OMPI_COMM_WORLD_SIZE"],
@@ -118,7 +120,7 @@ const OPEN_MPI: Names = Names {
     local_size: Some("OMPI_COMM_WORLD_LOCAL_SIZE"),
     restarts: None,
 };
-const HYDRA: Names = Names {
+const HYDRA: VariableNames = VariableNames {
     launcher: Launcher::Hydra,
     rank: "PMI_RANK",
     size: &["PMI_SIZE"],
@@ -126,7 +128,7 @@ const HYDRA: Names = Names {
     local_size: Some("MPI_LOCALNRANKS"),
     restarts: None,
 };
-const SLURM: Names = Names {
+const SLURM: VariableNames = VariableNames {
     launcher: Launcher::Slurm,
     rank: "SLURM_PROCID",
     size: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
@@ -134,37 +136,39 @@ const SLURM: Names = Names {
     local_size: None,
     restarts: Some("SLURM_RESTART_COUNT"),
 };
-/// Hosts of the step, else of the allocation.
+/// Number of hosts of the step, or else of the allocation.
 const SLURM_NODES: [&str; 2] = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];
-/// Slurm's numbers from here on are no steps of `srun`, but the batch script's and the interactive shell's own.
+/// Slurm's step numbers from here on are not steps of `srun`, but of the batch script and the interactive shell.
 const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 
-/// What a rank's environment is read through.
-pub(super) struct Surroundings<'a> {
+/// Where a rank's environment is read from; tests replace it.
+pub(super) struct LaunchEnvironment<'a> {
     pub(super) variable: &'a dyn Fn(&str) -> Option<String>,
-    /// Names hydra's process on this host that has started this one, if there is one.
+    /// Identifies hydra's process on this host that started this one, if there is one.
     pub(super) hydra: &'a dyn Fn() -> Option<String>,
-    /// Names the process that has started this one.
+    /// Identifies the process that started this one.
     pub(super) parent: &'a dyn Fn() -> Option<String>,
 }
 
-impl Surroundings<'_> {
-    /// The rank that another launcher describes; `None` where none has started this process.
+impl LaunchEnvironment<'_> {
+    /// The rank that another launcher describes; `None` if no launcher started this process.
     ///
     /// # Errors
-    /// If variables are missing, contradict each other, or speak of several hosts.
-    pub(super) fn launched(&self) -> Result<Option<Launched>> {
+    /// If variables are missing, contradict each other, or describe several hosts.
+    pub(super) fn launched(&self) -> Result<Option<LaunchedRank>> {
         let Some(names) = self.launcher() else { return Ok(None) };
         let (size_name, world_size) = match self.first(names.size)? {
             Some(found) => found,
-            None => return Err(wrong(names.size[0], format!("is missing while {} is set", names.rank))),
+            None => {
+                return Err(variable_error(names.size[0], format!("is missing while {} is set", names.rank)));
+            }
         };
         check_size(size_name, world_size)?;
         let Some(rank) = self.number(names.rank)? else {
-            return Err(wrong(names.rank, format!("is missing while {size_name} is set")));
+            return Err(variable_error(names.rank, format!("is missing while {size_name} is set")));
         };
         if rank >= world_size {
-            return Err(wrong(
+            return Err(variable_error(
                 names.rank,
                 format!("is {rank} in a world of {world_size}; ranks count from 0"),
             ));
@@ -178,7 +182,10 @@ impl Surroundings<'_> {
                     local_size_name,
                     format!("is {local_size} where {size_name} is {world_size}"),
                 ),
-                false => wrong(local_size_name, format!("is {local_size} where {size_name} is {world_size}")),
+                false => variable_error(
+                    local_size_name,
+                    format!("is {local_size} where {size_name} is {world_size}"),
+                ),
             });
         }
         if names.launcher == Launcher::Slurm
@@ -190,10 +197,10 @@ impl Surroundings<'_> {
         let local_rank = self.number(names.local_rank)?.unwrap_or(rank);
         if local_rank >= world_size {
             let problem = format!("is {local_rank} where {world_size} ranks are on this host");
-            return Err(wrong(names.local_rank, problem));
+            return Err(variable_error(names.local_rank, problem));
         }
         let restarts = names.restarts.map(|name| self.number(name)).transpose()?.flatten();
-        Ok(Some(Launched {
+        Ok(Some(LaunchedRank {
             launcher: names.launcher,
             rank,
             world_size,
@@ -204,36 +211,37 @@ impl Surroundings<'_> {
         }))
     }
 
-    /// The innermost launcher that has given this process a rank; else, for an error, one that has given it a world size.
-    fn launcher(&self) -> Option<Names> {
+    /// The innermost launcher that gives this process a rank; or else, so that the error can name it, one that gives
+    /// it a world size.
+    fn launcher(&self) -> Option<VariableNames> {
         let is_set = |name: &str| (self.variable)(name).is_some();
         let is_slurm_step = self.is_slurm_step();
-        let speaks = |names: &Names| match names.launcher {
+        let is_candidate = |names: &VariableNames| match names.launcher {
             Launcher::Torchrun | Launcher::OpenMpi => true,
-            // Slurm can set these two as well, for MPI programs.
+            // Slurm can set PMI_RANK and PMI_SIZE as well, for MPI programs.
             Launcher::Hydra => is_set(names.local_rank) || !is_slurm_step,
             Launcher::Slurm => is_slurm_step,
         };
-        let speaking = || [TORCHRUN, OPEN_MPI, HYDRA, SLURM].into_iter().filter(speaks);
-        let has_size = |names: &Names| names.size.iter().any(|name| is_set(name));
-        speaking().find(|names| is_set(names.rank)).or_else(|| speaking().find(has_size))
+        let candidates = || [TORCHRUN, OPEN_MPI, HYDRA, SLURM].into_iter().filter(is_candidate);
+        let has_size = |names: &VariableNames| names.size.iter().any(|name| is_set(name));
+        candidates().find(|names| is_set(names.rank)).or_else(|| candidates().find(has_size))
     }
 
-    /// True in a step that `srun` has started.
+    /// True within a step that `srun` has started.
     fn is_slurm_step(&self) -> bool {
         let step = (self.variable)("SLURM_STEP_ID").and_then(|step| step.trim().parse::<u32>().ok());
         step.is_some_and(|step| step < FIRST_SPECIAL_STEP)
     }
 
-    /// What the ranks of this job, and no others, call it.
-    fn job(&self, names: &Names) -> Option<Job> {
+    /// The job's name: the same on all ranks of this job, and only there.
+    fn job(&self, names: &VariableNames) -> Option<Job> {
         let text = |name: &str| (self.variable)(name).filter(|value| !value.is_empty());
         let all = |wanted: &[&str]| -> Option<String> {
             let values: Option<Vec<String>> = wanted.iter().map(|name| text(name)).collect();
             values.map(|values| values.join("."))
         };
         let name = text(MGPU_RUN_ID).or_else(|| match names.launcher {
-            // Where nobody has chosen an id it may be `none` for every run; no two can have one port.
+            // The default id may be `none` for every run, but two runs cannot share a port.
             Launcher::Torchrun => {
                 let (id, port) = (text("TORCHELASTIC_RUN_ID"), all(&[MASTER_ADDR, MASTER_PORT]));
                 let parts: Vec<String> = id.into_iter().chain(port).collect();
@@ -248,8 +256,8 @@ impl Surroundings<'_> {
         Some(Job { launcher: names.launcher, name })
     }
 
-    /// The cores of this rank alone, where the launcher gives their number.
-    fn threads(&self, names: &Names) -> Option<NonZeroUsize> {
+    /// Number of cores reserved for this rank, if the launcher tells.
+    fn threads(&self, names: &VariableNames) -> Option<NonZeroUsize> {
         let cores = (names.launcher == Launcher::Slurm).then(|| (self.variable)("SLURM_CPUS_PER_TASK"))??;
         cores.trim().parse().ok()
     }
@@ -270,41 +278,43 @@ impl Surroundings<'_> {
 }
 
 fn several_hosts(name: &'static str, finding: String) -> Error {
-    wrong(
+    variable_error(
         name,
-        format!("{finding}: the ranks are on several hosts, and have to be on one; start all of them there"),
+        format!(
+            "{finding}: the ranks are on several hosts, but must all be on one host; start all of them there"
+        ),
     )
 }
 
-/// Shells that a launcher may have started this process by.
+/// Shells that may lie between the launcher and this process.
 const SHELLS: [&str; 6] = ["sh", "bash", "dash", "ksh", "zsh", "fish"];
 
-/// Names the process that has started this one, but for shells in between: its number, and when it was started, because numbers
-/// are given again.
+/// Identifies the process that started this one, skipping shells: by process id and start time, because process ids
+/// are reused.
 pub(super) fn parent() -> Option<String> {
     ancestor(std::os::unix::process::parent_id(), |name| !SHELLS.contains(&name))
 }
 
-/// Names the process of hydra that has started this one, in the same way. All ranks on a host are children of one, or of shells
-/// that are.
+/// Identifies the hydra process that started this one, in the same way. All ranks on a host are children of one, or
+/// of shells that are.
 pub(super) fn hydra_proxy() -> Option<String> {
     ancestor(std::process::id(), |name| name.starts_with("hydra"))
 }
 
-/// Names the first process that `is_it`, by its name, from `process` upwards.
-fn ancestor(mut process: u32, is_it: impl Fn(&str) -> bool) -> Option<String> {
+/// Identifies the nearest process, from `process` upwards, whose name satisfies `matches`.
+fn ancestor(mut process: u32, matches: impl Fn(&str) -> bool) -> Option<String> {
     loop {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
         let (name, parent, started) = parse_stat(&stat)?;
-        if is_it(name) {
+        if matches(name) {
             return Some(format!("{process} of {started}"));
         }
         process = Some(parent).filter(|parent| *parent > 0)?;
     }
 }
 
-/// Name, parent and start of the process that a `/proc/PID/stat` is of. The name may contain anything; it ends at the
-/// last parenthesis.
+/// Name, parent and start time from the text of `/proc/PID/stat`. The name may contain anything; it ends at the last
+/// parenthesis.
 fn parse_stat(stat: &str) -> Option<(&str, u32, u64)> {
     let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();

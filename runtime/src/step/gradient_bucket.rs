@@ -1,10 +1,10 @@
-//! A bucket in a step: its gradients, and which of its elements this rank updates.
+//! A bucket of gradients during a step, and the elements of it that this rank updates.
 //!
-//! Where the optimizer is replicated, the bucket's gradients are all-reduced, and every rank updates all elements by itself.
-//! Where it is sharded, gradients are reduce-scattered, every rank updates the elements of its own
-//! [shard](crate::comm::shard), and the updated parameters are all-gathered. In bytes, with S of them a bucket and Adam on
-//! n ranks: replicated, 2·n·S for the sums and 7·n·S for the updates; sharded, (n + 1)·S, 7·S and (n − 1)·S for what is
-//! passed on.
+//! With a replicated optimizer, the bucket's gradients are all-reduced, and every rank updates all elements itself.
+//! With a sharded one, gradients are reduce-scattered, every rank updates the elements of its own
+//! [shard](crate::comm::shard), and the updated parameters are all-gathered. Memory traffic in bytes, for a bucket of
+//! S bytes and Adam on n ranks: replicated, 2·n·S for the reduction and 7·n·S for the updates; sharded, (n + 1)·S,
+//! 7·S, and (n − 1)·S for the all-gather.
 
 use std::ops::Range;
 
@@ -12,32 +12,32 @@ use half::bf16;
 use mgpu_kernels::arena::cpu as arena;
 
 use super::{Reduction, tree};
-use crate::bucket::Bucket;
+use crate::bucket::BucketPlan;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
 
-/// How gradients become one over ranks.
+/// How a bucket is reduced over ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exchange {
     pub(super) reduction: Reduction,
-    /// Whether the result is not to depend on the number of ranks.
+    /// Whether the reduction is world-size-invariant.
     pub(super) invariant: bool,
-    /// Micro-batches of each rank.
+    /// Number of micro-batches of each rank.
     pub(super) micro_batches: usize,
-    /// Ranks that have data in this step. The others' gradients are 0.
+    /// Number of ranks with data in this step. The gradients of the others are 0.
     pub(super) active: u32,
 }
 
-/// A bucket's gradient: here, or with the communicator.
+/// State of a bucket's gradient buffer.
 #[derive(Debug)]
 pub(super) enum Gradient {
-    Here(Buffer),
-    /// `scale` makes a sum over the ranks that have data their mean.
+    Local(Buffer),
+    /// `scale` turns the sum into the mean over the ranks with data.
     Reducing {
         pending: Pending,
         scale: f32,
     },
-    /// A copy of it travels, rounded to bf16.
+    /// A copy that is rounded to bf16 is being reduced.
     Compressed {
         pending: Pending,
         gradient: Buffer,
@@ -47,78 +47,78 @@ pub(super) enum Gradient {
     Lost,
 }
 
-/// How much of a gradient is averaged over ranks.
+/// Which elements of a bucket are averaged over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Averaged {
     None,
-    /// This rank's.
+    /// Those of this rank's shard.
     Shard,
     All,
 }
 
-/// A bucket and the gradients in it.
+/// A bucket and its gradients.
 #[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) bucket: Bucket,
-    /// Elements of the arena: the bucket's, and what lies between them and the next one's.
+pub(super) struct GradientBucket {
+    pub(super) plan: BucketPlan,
+    /// Elements of the arena: the bucket's tensors and the padding after them.
     pub(super) elements: Range<usize>,
     pub(super) sharded: bool,
     /// Elements of the arena that this rank updates.
     pub(super) own: Range<usize>,
-    /// Where their state begins in the optimizer's arenas.
+    /// Where the optimizer's state of these elements begins.
     pub(super) state: usize,
     pub(super) gradient: Gradient,
-    /// Where gradients are compressed, memory for what travels; `None` while that does.
-    pub(super) narrow: Option<Buffer>,
+    /// Buffer of the compressed gradients, if gradients are compressed; `None` during the reduction.
+    pub(super) compressed: Option<Buffer>,
     pub(super) averaged: Averaged,
 }
 
-impl Slot {
-    /// Gets ready for a step. One that broke off may have left a reduction under way.
+impl GradientBucket {
+    /// Prepares a step. If the previous step broke off, waits for its reduction.
     pub(super) fn begin_step(&mut self) -> Result<()> {
         self.averaged = Averaged::None;
-        self.settle()
+        self.finish_reduction()
     }
 
-    /// Waits for the reduction, if that is under way.
-    pub(super) fn settle(&mut self) -> Result<()> {
-        self.gradient = Gradient::Here(self.take()?);
+    /// Waits for the reduction, if one is in flight.
+    pub(super) fn finish_reduction(&mut self) -> Result<()> {
+        self.gradient = Gradient::Local(self.take()?);
         Ok(())
     }
 
-    /// The gradient, which is settled.
+    /// The gradient; no reduction may be in flight.
     pub(super) fn values(&self) -> &[f32] {
         match &self.gradient {
-            Gradient::Here(gradient) => gradient.as_slice(),
+            Gradient::Local(gradient) => gradient.as_slice(),
             _ => panic!("a gradient is read while it is reduced"),
         }
     }
 
-    /// As [`values`](Self::values), to be changed.
+    /// As [`values`](Self::values), mutable.
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
         match &mut self.gradient {
-            Gradient::Here(gradient) => gradient.as_mut_slice(),
+            Gradient::Local(gradient) => gradient.as_mut_slice(),
             _ => panic!("a gradient is written after all of its bucket was ready"),
         }
     }
 
-    /// Takes the gradient, waiting for its reduction if that is under way.
+    /// Takes the gradient, after waiting for its reduction if one is in flight.
     pub(super) fn take(&mut self) -> Result<Buffer> {
         match std::mem::replace(&mut self.gradient, Gradient::Lost) {
-            Gradient::Here(buffer) => Ok(buffer),
+            Gradient::Local(buffer) => Ok(buffer),
             Gradient::Reducing { pending, scale } => {
                 let mut gradient = pending.wait()?;
                 self.scale_reduced(&mut gradient, scale);
                 Ok(gradient)
             }
             Gradient::Compressed { pending, mut gradient, scale } => {
-                let narrow = pending.wait()?;
+                let compressed = pending.wait()?;
                 let reduced = self.reduced();
                 arena::widen(
-                    &narrow.as_slice::<bf16>()[reduced.clone()],
+                    &compressed.as_slice::<bf16>()[reduced.clone()],
                     &mut gradient.as_mut_slice()[reduced],
                 );
-                self.narrow = Some(narrow);
+                self.compressed = Some(compressed);
                 self.scale_reduced(&mut gradient, scale);
                 Ok(gradient)
             }
@@ -136,17 +136,17 @@ impl Slot {
         }
     }
 
-    /// Starts the reduction of what is bucket `number`.
+    /// Starts the reduction. `number` is the index of the bucket.
     pub(super) fn reduce(&mut self, comm: &mut Communicator, exchange: Exchange, number: u32) -> Result<()> {
         let mut gradient = self.take()?;
         if exchange.invariant {
             gradient = tree::all_sum(comm, gradient)?;
             if exchange.reduction == Reduction::Mean {
-                // Divided once, as a single rank would.
+                // Divide once, as a single rank would.
                 let count = comm.size() as usize * exchange.micro_batches;
                 arena::scale(gradient.as_mut_slice(), 1.0 / count as f32);
             }
-            (self.gradient, self.averaged) = (Gradient::Here(gradient), Averaged::All);
+            (self.gradient, self.averaged) = (Gradient::Local(gradient), Averaged::All);
             return Ok(());
         }
         let (op, scale) = match exchange.reduction {
@@ -158,18 +158,18 @@ impl Slot {
             true => comm.reduce_scatter_tagged(buffer, op, Some(number)),
             false => comm.all_reduce_tagged(buffer, op, Some(number)),
         };
-        self.gradient = match self.narrow.take() {
+        self.gradient = match self.compressed.take() {
             None => Gradient::Reducing { pending: start(gradient)?, scale },
-            Some(mut narrow) => {
-                arena::narrow(gradient.as_slice(), narrow.as_mut_slice::<bf16>());
-                Gradient::Compressed { pending: start(narrow)?, gradient, scale }
+            Some(mut compressed) => {
+                arena::narrow(gradient.as_slice(), compressed.as_mut_slice::<bf16>());
+                Gradient::Compressed { pending: start(compressed)?, gradient, scale }
             }
         };
         self.averaged = if self.sharded { Averaged::Shard } else { Averaged::All };
         Ok(())
     }
 
-    /// Elements of the gradient that a reduction leaves on this rank.
+    /// Elements of the gradient that hold the reduction's result on this rank.
     pub(super) fn reduced(&self) -> Range<usize> {
         if self.averaged == Averaged::Shard { self.own_within() } else { 0..self.elements.len() }
     }
@@ -179,7 +179,7 @@ impl Slot {
         self.own.start - self.elements.start..self.own.end - self.elements.start
     }
 
-    /// The averaged gradient. Collective where only shards of it have been averaged.
+    /// The averaged gradient. Collective if only this rank's shard has been averaged.
     pub(super) fn averaged(&mut self, comm: &mut Communicator) -> Result<&[f32]> {
         match self.averaged {
             Averaged::None => {
@@ -188,16 +188,16 @@ impl Slot {
             }
             Averaged::Shard => {
                 let gradient = self.take()?;
-                self.gradient = Gradient::Here(comm.all_gather(gradient)?.wait()?);
+                self.gradient = Gradient::Local(comm.all_gather(gradient)?.wait()?);
                 self.averaged = Averaged::All;
             }
             Averaged::All => {}
         }
-        self.settle()?;
+        self.finish_reduction()?;
         Ok(self.values())
     }
 
-    /// Elements of the state that this rank has.
+    /// Range of this bucket in the optimizer's state.
     pub(super) fn states(&self) -> Range<usize> {
         self.state..self.state + self.own.len()
     }

@@ -1,13 +1,14 @@
-//! Files that are written as a whole beside a training: a plot, a timeline, logits.
+//! By-product files of a training: plots, timelines, logits.
 //!
-//! A regular file is replaced once the new content is whole: it is written beside the old one, flushed, and renamed. So a full
-//! disk, or a kill, leaves what was there. The new file has the mode and the owner of the old one. Symbolic links are followed,
-//! also one that leads to nothing yet.
+//! A regular file is replaced atomically: the new content is written to a temporary file beside it, flushed, and
+//! renamed. A full disk or a kill leaves the old file. The new file has the mode and the owner of the old one.
+//! Symbolic links are followed, also a link whose target does not exist yet.
 //!
-//! What cannot be replaced without harm is written through, as a shell's `>` does: devices (a rename would make a regular file
-//! of `/dev/null`), pipes, files with several names (hard links), files whose owner cannot be kept or whose folder cannot be
-//! written to, and the file that standard output or standard error goes to, where it follows what was printed. A pipe that nobody reads is
-//! an error and not a wait. Folders, sockets and block devices are refused.
+//! Some files cannot be replaced by a rename; these are truncated and overwritten in place, as a shell's `>` does:
+//! devices (a rename would turn `/dev/null` into a regular file), pipes, files with several hard links, and files
+//! whose owner cannot be preserved or whose folder is not writable. If the file is this process's standard output or
+//! error, the content is appended after what was printed. Writing to a pipe without a reader is an error and does not
+//! block. Folders, sockets and block devices are rejected.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Error, ErrorKind, Write};
@@ -25,39 +26,39 @@ use nix::unistd::{AccessFlags, faccessat};
 
 pub use mgpu_control::process::block_sigxfsz;
 
-/// Symbolic links in a row that the kernel follows.
-const MOST_LINKS: usize = 40;
-/// Milliseconds after which a pipe whose reader takes nothing is given up.
-const PATIENCE: u16 = 10_000;
+/// Most symbolic links in a row that the kernel follows.
+const MAX_LINKS: usize = 40;
+/// Milliseconds until a write to a pipe fails if its reader reads nothing.
+const PIPE_TIMEOUT_MS: u16 = 10_000;
 
 /// How a file gets its content.
 #[derive(Debug)]
 enum Destination {
-    /// By a rename to this path, in place of the file that has this metadata, if there is one.
+    /// By a rename to this path. The metadata is that of the file which is replaced, if there is one.
     Replace(PathBuf, Option<Metadata>),
     Truncate,
-    /// Standard output or standard error, which goes there.
+    /// The file is this process's standard output or standard error.
     Standard(File),
     /// A device or a pipe.
     Stream,
 }
 
-/// Writes `content` as the whole of the file `path`.
+/// Writes `content` as the whole content of the file `path`.
 ///
 /// ```
 /// # fn main() -> std::io::Result<()> {
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("plot.svg");
-/// mgpu::whole_file::check(&path)?; // Before the training, and
-/// mgpu::whole_file::write(&path, b"<svg/>")?; // after it.
+/// mgpu::output_file::check(&path)?; // Before the training, and
+/// mgpu::output_file::write(&path, b"<svg/>")?; // after it.
 /// assert_eq!(std::fs::read(&path)?, b"<svg/>");
-/// mgpu::whole_file::write("/dev/null".as_ref(), b"<svg/>")?; // Still a device.
+/// mgpu::output_file::write("/dev/null".as_ref(), b"<svg/>")?; // Still a device.
 /// # Ok(())
 /// # }
 /// ```
 ///
 /// # Errors
-/// If it cannot be written. A regular file is then as it was before, unless it had to be written through.
+/// If the file cannot be written. A regular file is then unchanged, unless it had to be overwritten in place.
 pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     match Destination::of(path)? {
         Destination::Replace(target, old) => replace(&target, old.as_ref(), content),
@@ -70,11 +71,11 @@ pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Checks whether [`write`](write()) could write to `path`, so that this is not found out when all is over. Nothing is opened or made: the
-/// reader of a pipe would take that for its end.
+/// Checks whether [`write`](write()) could write to `path`, so that a training does not fail at its end. Opens and
+/// creates nothing: the reader of a pipe would take the close for the end.
 ///
 /// # Errors
-/// If not.
+/// If [`write`](write()) would fail.
 pub fn check(path: &Path) -> io::Result<()> {
     let access = |path: &Path, flags| Ok(faccessat(AT_FDCWD, path, flags, AtFlags::AT_EACCESS)?);
     match Destination::of(path)? {
@@ -90,7 +91,7 @@ impl Destination {
             Err(error)
                 if error.kind() == ErrorKind::NotFound && !path.as_os_str().as_bytes().ends_with(b"/") =>
             {
-                return Ok(Destination::Replace(follow(path)?, None));
+                return Ok(Destination::Replace(resolve_links(path)?, None));
             }
             other => other?,
         };
@@ -104,9 +105,9 @@ impl Destination {
         } else if !kind.is_file() {
             return Ok(Destination::Stream);
         }
-        let target = follow(path)?;
-        // A link of /proc can lead to a file that has no name any more.
-        let is_named = target.symlink_metadata().is_ok_and(|found| same(&found, &metadata));
+        let target = resolve_links(path)?;
+        // A link in /proc can lead to a file that was unlinked.
+        let is_named = target.symlink_metadata().is_ok_and(|found| same_file(&found, &metadata));
         let folder = faccessat(AT_FDCWD, folder_of(&target), AccessFlags::W_OK, AtFlags::AT_EACCESS);
         Ok(if let Some(stream) = standard_stream(&metadata) {
             Destination::Standard(stream)
@@ -118,10 +119,10 @@ impl Destination {
     }
 }
 
-/// Where a path leads, if it is a symbolic link.
-fn follow(path: &Path) -> io::Result<PathBuf> {
+/// Resolves symbolic links.
+fn resolve_links(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
-    for _ in 0..MOST_LINKS {
+    for _ in 0..MAX_LINKS {
         match fs::read_link(&path) {
             Ok(target) => path = folder_of(&path).join(target),
             Err(_) => return Ok(path),
@@ -134,12 +135,12 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn same(one: &Metadata, other: &Metadata) -> bool {
+fn same_file(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Standard output or standard error, if it goes to the file of this metadata. Whoever opened that file anew would write where the
-/// stream writes next, and one would overwrite the other.
+/// Standard output or standard error, if it refers to the file with this metadata. Opening that file a second time
+/// would have a separate offset, and the two would overwrite each other.
 pub fn standard_stream(metadata: &Metadata) -> Option<File> {
     let to_file = |stream: BorrowedFd<'_>| {
         let found = fstat(stream).ok()?;
@@ -151,18 +152,18 @@ pub fn standard_stream(metadata: &Metadata) -> Option<File> {
 
 fn replace(target: &Path, old: Option<&Metadata>, content: &[u8]) -> io::Result<()> {
     let (mut file, partial) = create_beside(target)?;
-    if old.is_some_and(|old| take_after(old, &file).is_err()) {
+    if old.is_some_and(|old| copy_owner_and_mode(old, &file).is_err()) {
         let _ = fs::remove_file(&partial);
         return write_through(OpenOptions::new().truncate(true), target, content);
     }
     let written = file.write_all(content).and_then(|()| file.sync_all());
     written.and_then(|()| fs::rename(&partial, target)).inspect_err(|_| {
-        // This process has made it, so nobody else misses it.
+        // This process has created it, so nobody else needs it.
         let _ = fs::remove_file(&partial);
     })
 }
 
-/// A new file in the folder of `target`, under a name that nothing had.
+/// Creates a new file with an unused name in the folder of `target`.
 fn create_beside(target: &Path) -> io::Result<(File, PathBuf)> {
     for number in 0u64.. {
         let partial = folder_of(target).join(format!(".mgpu-{}-{number}.partial", process::id()));
@@ -174,8 +175,8 @@ fn create_beside(target: &Path) -> io::Result<(File, PathBuf)> {
     Err(ErrorKind::AlreadyExists.into())
 }
 
-/// Gives `file` the owner and the mode of an older one.
-fn take_after(old: &Metadata, file: &File) -> io::Result<()> {
+/// Gives `file` the owner and the mode of `old`.
+fn copy_owner_and_mode(old: &Metadata, file: &File) -> io::Result<()> {
     let new = file.metadata()?;
     if (new.uid(), new.gid()) != (old.uid(), old.gid()) {
         fchown(file, Some(old.uid()), Some(old.gid()))?;
@@ -190,7 +191,7 @@ fn write_through(how: &mut OpenOptions, path: &Path, content: &[u8]) -> io::Resu
     file.sync_all()
 }
 
-/// Writes to a device or a pipe, unless nobody takes anything for too long.
+/// Writes to a device or a pipe; times out if the reader reads nothing for too long.
 fn stream(path: &Path, mut content: &[u8]) -> io::Result<()> {
     let flags = OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
     let mut file =
@@ -213,8 +214,8 @@ fn stream(path: &Path, mut content: &[u8]) -> io::Result<()> {
 }
 
 fn wait_for_room(file: &File) -> io::Result<()> {
-    match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], PollTimeout::from(PATIENCE)) {
-        Ok(0) => Err(Error::new(ErrorKind::TimedOut, "its reader has taken nothing for 10 s")),
+    match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], PollTimeout::from(PIPE_TIMEOUT_MS)) {
+        Ok(0) => Err(Error::new(ErrorKind::TimedOut, "its reader has read nothing for 10 s")),
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(error) => Err(error.into()),
     }

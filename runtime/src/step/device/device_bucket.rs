@@ -1,8 +1,8 @@
-//! A bucket on a GPU: which of its elements this rank updates, and where they lie.
+//! A bucket on a GPU: the elements that this rank updates, and where they are.
 //!
-//! A sharded bucket is cut into n equal shards, one for each rank, of whole vectors; what is left over, fewer than 8·n elements,
-//! every rank updates for itself. So is all of a replicated bucket, which has no shards. (On the CPU, where ranks share memory,
-//! shards may differ in length; NCCL's may not.)
+//! A sharded bucket is cut into n equal shards of whole vectors, one for each rank. Every rank updates the rest,
+//! fewer than 8·n elements, itself. A replicated bucket has no shards and consists of the rest only. (On the CPU,
+//! where ranks share memory, shards may differ in length; NCCL's must be equal.)
 
 use std::mem;
 use std::ops::Range;
@@ -14,40 +14,41 @@ use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 
 use super::super::config::DataParallelConfig;
 use super::ALIGNMENT;
-use crate::bucket::Bucket;
+use crate::bucket::BucketPlan;
 use crate::{Layout, Result};
 
-/// Elements that a shard is a multiple of: 16 bytes of bf16.
+/// A shard's length is a multiple of this many elements: 16 bytes of bf16.
 const VECTOR: usize = 8;
 
-/// A bucket, and where its gradients are on their way.
+/// A bucket on a GPU, and the events of its exchange.
 #[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) bucket: Bucket,
-    /// Elements of the arena: the bucket's, and what lies between them and the next one's.
+pub(super) struct DeviceBucket {
+    pub(super) plan: BucketPlan,
+    /// Elements of the arena: the bucket's tensors and the padding after them.
     pub(super) elements: Range<usize>,
-    /// Elements of the shard of each rank, and whose this rank's is.
+    /// Length of the shard of each rank, and this rank's number.
     shard: usize,
     rank: usize,
-    /// Where the state of the elements that this rank updates begins: its shard's, then that of the rest.
+    /// Where the optimizer's state of this rank's elements begins: first that of its shard, then that of the rest.
     state: usize,
-    /// Bytes of the table of chunks: of this rank's shard, and of the rest.
+    /// Byte ranges in the table of chunks: those of this rank's shard, and those of the rest.
     pub(super) chunks: [Range<usize>; 2],
-    /// Bytes of the table of what is looked through for gradients that are no numbers.
+    /// Byte range in the table of what is checked for non-finite gradients.
     pub(super) parts: Range<usize>,
-    /// The compute stream has written all gradients of the bucket, or updated this rank's shard of the parameters.
+    /// Recorded after the compute stream has written all gradients of the bucket, or updated this rank's shard of the
+    /// parameters.
     pub(super) written: Event,
-    /// The exchange stream has reduced the gradients, or gathered the parameters.
+    /// Recorded after the exchange stream has reduced the gradients, or gathered the parameters.
     pub(super) exchanged: Event,
 }
 
-impl Slot {
-    /// Elements of all ranks' shards.
+impl DeviceBucket {
+    /// Elements of all shards.
     pub(super) fn shards(&self, ranks: u32) -> Range<usize> {
         self.elements.start..self.elements.start + self.shard * ranks as usize
     }
 
-    /// Elements of this rank's shard; none of a replicated bucket.
+    /// Elements of this rank's shard; empty in a replicated bucket.
     pub(super) fn own(&self) -> Range<usize> {
         let begin = self.elements.start + self.shard * self.rank;
         begin..begin + self.shard
@@ -58,13 +59,13 @@ impl Slot {
         self.shards(ranks).end..self.elements.end
     }
 
-    /// The state of this rank's shard, and that of the rest.
+    /// Ranges of the optimizer's state: of this rank's shard, and of the rest.
     pub(super) fn states(&self, ranks: u32) -> [Range<usize>; 2] {
         let between = self.state + self.shard;
         [self.state..between, between..between + self.rest(ranks).len()]
     }
 
-    /// Whether each rank updates a part of it only.
+    /// Whether each rank only updates a part of it.
     pub(super) fn is_sharded(&self) -> bool {
         self.shard > 0
     }
@@ -72,42 +73,42 @@ impl Slot {
 
 /// The buckets of a model.
 #[derive(Debug)]
-pub(super) struct Slots {
-    /// In the order in which they are expected to be complete.
-    pub(super) all: Vec<Slot>,
-    /// Elements that this rank has the optimizer's state of.
+pub(super) struct DeviceBuckets {
+    /// In the expected order of completion.
+    pub(super) all: Vec<DeviceBucket>,
+    /// Number of elements whose optimizer state this rank holds.
     pub(super) states: usize,
-    /// What the optimizer updates here, bucket by bucket.
+    /// What the optimizer updates on this rank, bucket by bucket.
     pub(super) chunks: Vec<Chunk>,
-    /// What is checked to be finite of this rank's own gradients, bucket by bucket.
+    /// What is checked of this rank's own gradients, bucket by bucket.
     pub(super) parts: Vec<Part>,
-    /// What is checked of the reduced gradients: all that this rank updates.
+    /// What is checked of the reduced gradients: all elements that this rank updates.
     pub(super) reduced: Vec<Part>,
 }
 
-impl Slots {
-    /// Cuts the model into `buckets` for rank `rank` of `ranks`.
-    pub(super) fn cut(
+impl DeviceBuckets {
+    /// Creates the buckets `plans` for rank `rank` of `ranks`.
+    pub(super) fn split(
         device: &Arc<Device>,
         layout: &Layout,
-        buckets: &[Bucket],
+        plans: &[BucketPlan],
         config: &DataParallelConfig,
         (rank, ranks): (u32, u32),
     ) -> Result<Self> {
-        // From the beginning of the arena, so that states lie in its order. Tensors tell that: of two buckets that begin at one
-        // element, one has none.
-        let mut places: Vec<usize> = (0..buckets.len()).collect();
-        places.sort_by_key(|place| buckets[*place].tensors.start);
-        let mut all: Vec<Option<Slot>> = buckets.iter().map(|_| None).collect();
+        // From the beginning of the arena, so that states have its order. Sorted by tensors, because two buckets may
+        // begin at the same element if one is empty.
+        let mut order: Vec<usize> = (0..plans.len()).collect();
+        order.sort_by_key(|index| plans[*index].tensors.start);
+        let mut all: Vec<Option<DeviceBucket>> = plans.iter().map(|_| None).collect();
         let (mut states, mut chunk_table, mut part_table) = (0, Vec::new(), Vec::new());
         let mut reduced = Vec::new();
-        for place in places {
-            let bucket = buckets[place].clone();
-            let elements = bucket.elements.start..padded_end(layout, bucket.tensors.end - 1);
+        for index in order {
+            let plan = plans[index].clone();
+            let elements = plan.elements.start..padded_end(layout, plan.tensors.end - 1);
             let sharded =
                 config.shard_from.bytes(None).is_some_and(|least| size_of::<f32>() * elements.len() >= least);
             let shard = elements.len() / ranks as usize / VECTOR * VECTOR;
-            let mut slot = Slot {
+            let mut bucket = DeviceBucket {
                 shard: if sharded && ranks > 1 { shard } else { 0 },
                 rank: rank as usize,
                 state: states,
@@ -116,13 +117,13 @@ impl Slots {
                 written: Event::new(device)?,
                 exchanged: Event::new(device)?,
                 elements,
-                bucket,
+                plan,
             };
-            let regions = [slot.own(), slot.rest(ranks)];
-            slot.chunks = regions.map(|region| {
+            let regions = [bucket.own(), bucket.rest(ranks)];
+            bucket.chunks = regions.map(|region| {
                 let state = states;
                 states += region.len();
-                let tensors = slot.bucket.tensors.clone().map(|tensor| {
+                let tensors = bucket.plan.tensors.clone().map(|tensor| {
                     let Range { start, end } = layout.range(tensor);
                     (tensor, start.max(region.start)..end.min(region.end))
                 });
@@ -139,23 +140,23 @@ impl Slots {
                 from..mem::size_of_val(&chunk_table[..])
             });
             let from = mem::size_of_val(&part_table[..]);
-            let tensors = slot.bucket.tensors.clone().map(|tensor| (tensor, layout.range(tensor)));
-            // Alone, there is no reduction after which all would be checked.
+            let tensors = bucket.plan.tensors.clone().map(|tensor| (tensor, layout.range(tensor)));
+            // A single rank has no reduction after which everything would be checked.
             part_table.extend(if ranks == 1 { whole_parts(tensors) } else { parts(tensors) });
-            slot.parts = from..mem::size_of_val(&part_table[..]);
-            all[place] = Some(slot);
+            bucket.parts = from..mem::size_of_val(&part_table[..]);
+            all[index] = Some(bucket);
         }
         let all = all.into_iter().flatten().collect();
-        Ok(Slots { all, states, chunks: chunk_table, parts: part_table, reduced })
+        Ok(DeviceBuckets { all, states, chunks: chunk_table, parts: part_table, reduced })
     }
 }
 
-/// The first element behind tensor `tensor` and what lies between it and the next one.
+/// First element after tensor `tensor` and the padding that follows it.
 fn padded_end(layout: &Layout, tensor: usize) -> usize {
     if tensor + 1 == layout.tensors().len() { padded(layout) } else { layout.padded_end(tensor) }
 }
 
-/// Elements of the arenas: as many as end where the next tensor would begin.
+/// Length of the arenas: the last tensor is padded as well.
 pub(super) fn padded(layout: &Layout) -> usize {
     layout.len().next_multiple_of(ALIGNMENT)
 }
