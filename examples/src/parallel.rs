@@ -34,8 +34,8 @@ pub(crate) struct Parallel {
     #[arg(long, value_name = "X", value_parser = above_0)]
     clip_norm: Option<f64>,
     /// What gradients travel as between ranks: f32, or bf16, which rounds them.
-    #[arg(long, value_enum, value_name = "TYPE", default_value_t = Travel::F32, hide_possible_values = true)]
-    gradients: Travel,
+    #[arg(long, value_enum, value_name = "TYPE", default_value_t = CommDtype::F32, hide_possible_values = true)]
+    gradients: CommDtype,
 }
 
 /// What of the optimizer is sharded.
@@ -48,7 +48,7 @@ enum Sharding {
 
 /// How gradients travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Travel {
+enum CommDtype {
     F32,
     Bf16,
 }
@@ -82,7 +82,7 @@ impl Parallel {
 
     /// Whether gradients are rounded on their way.
     pub(crate) fn compresses(&self) -> bool {
-        self.gradients == Travel::Bf16
+        self.gradients == CommDtype::Bf16
     }
 
     /// Whether the number of ranks is to make no difference.

@@ -86,7 +86,7 @@ fn assert_equal<T: Sample>(found: &[T], expected: &[T], what: &dyn Fn() -> Strin
 
 /// Memory the collective runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum BufferKind {
     /// Memory that peers reach in place.
     Arena,
     /// Memory of this rank alone.
@@ -97,7 +97,7 @@ pub enum Place {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Case {
     /// Where the buffers lie.
-    pub place: Place,
+    pub kind: BufferKind,
     /// Elements of the allocation before the buffer; one more follows it.
     pub offset: usize,
     /// Element type.
@@ -156,44 +156,44 @@ impl Case {
 
     fn run_with<T: Sample>(&self, comm: &mut Communicator) -> Result<()> {
         let (len, op, ranks) = (self.len, self.op, comm.size());
-        let mut bench = Bench { comm, places: &[self.place], offset: self.offset };
+        let mut test = CollectiveTest { comm, kinds: &[self.kind], offset: self.offset };
         match self.collective {
-            Collective::AllReduce => bench.all_reduce::<T>(len, op),
-            Collective::ReduceScatter => bench.reduce_scatter::<T>(len, op),
+            Collective::AllReduce => test.all_reduce::<T>(len, op),
+            Collective::ReduceScatter => test.reduce_scatter::<T>(len, op),
             Collective::AllGather => {
-                bench.all_gather::<T>(len)?;
-                bench.update_all_gather::<T>(len)
+                test.all_gather::<T>(len)?;
+                test.update_all_gather::<T>(len)
             }
-            Collective::Broadcast(root) => bench.broadcast::<T>(len, root % ranks),
-            Collective::Reduce(root) => bench.reduce::<T>(len, op, root % ranks),
-            Collective::AllToAll => bench.all_to_all::<T>(len / ranks as usize),
-            Collective::Gather(root) => bench.gather::<T>(len, root % ranks),
-            Collective::Scatter(root) => bench.scatter::<T>(len, root % ranks),
+            Collective::Broadcast(root) => test.broadcast::<T>(len, root % ranks),
+            Collective::Reduce(root) => test.reduce::<T>(len, op, root % ranks),
+            Collective::AllToAll => test.all_to_all::<T>(len / ranks as usize),
+            Collective::Gather(root) => test.gather::<T>(len, root % ranks),
+            Collective::Scatter(root) => test.scatter::<T>(len, root % ranks),
             Collective::Uneven => {
-                bench.all_gather_v::<T>(len)?;
-                bench.all_to_all_v::<T>(len)?;
-                bench.bytes(len)
+                test.all_gather_v::<T>(len)?;
+                test.all_to_all_v::<T>(len)?;
+                test.bytes(len)
             }
-            Collective::Messages => bench.messages::<T>(len),
-            Collective::Barrier => bench.comm.barrier(),
+            Collective::Messages => test.messages::<T>(len),
+            Collective::Barrier => test.comm.barrier(),
         }
     }
 }
 
-struct Bench<'a> {
+struct CollectiveTest<'a> {
     comm: &'a mut Communicator,
     /// Each operation runs in all of them: what should come out, which takes longer to make, is the same.
-    places: &'a [Place],
+    kinds: &'a [BufferKind],
     offset: usize,
 }
 
-impl Bench<'_> {
+impl CollectiveTest<'_> {
     /// A buffer with these values, somewhere within a larger allocation: offsets are exercised too.
-    fn buffer<T: Sample>(&mut self, place: Place, values: &[T]) -> Result<Buffer> {
+    fn buffer<T: Sample>(&mut self, kind: BufferKind, values: &[T]) -> Result<Buffer> {
         let whole = self.offset + values.len() + 1;
-        let allocation = match place {
-            Place::Private => Buffer::zeroed::<T>(whole),
-            Place::Arena => self.comm.allocate(T::DTYPE, whole)?,
+        let allocation = match kind {
+            BufferKind::Private => Buffer::zeroed::<T>(whole),
+            BufferKind::Arena => self.comm.allocate(T::DTYPE, whole)?,
         };
         let (_, tail) = allocation.split_at(self.offset);
         let (mut buffer, _) = tail.split_at(values.len());
@@ -202,22 +202,22 @@ impl Bench<'_> {
     }
 
     /// What failed, for a message.
-    fn describe<T: Sample>(&self, name: &str, len: usize, place: Place) -> String {
-        format!("{name} of {len} {} ({place:?} from element {})", T::DTYPE, self.offset)
+    fn describe<T: Sample>(&self, name: &str, len: usize, kind: BufferKind) -> String {
+        format!("{name} of {len} {} ({kind:?} from element {})", T::DTYPE, self.offset)
     }
 
     fn all_reduce<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mine, expected) = (input::<T>(rank, len), reduced::<T>(ranks, len, op));
-        for place in self.places.iter().copied() {
+        for kind in self.kinds.iter().copied() {
             for algorithm in Algorithm::ALL {
                 if algorithm == Algorithm::Eager && len * T::DTYPE.size() > EAGER_BYTES {
                     continue;
                 }
                 self.comm.set_algorithm(algorithm);
-                let buffer = self.buffer(place, &mine)?;
+                let buffer = self.buffer(kind, &mine)?;
                 let found = self.comm.all_reduce(buffer, op)?.wait()?;
-                let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len, place);
+                let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len, kind);
                 assert_equal(found.as_slice::<T>(), &expected, &what);
             }
         }
@@ -229,11 +229,11 @@ impl Bench<'_> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let shard = shard(len, ranks, rank);
         let (mine, expected) = (input::<T>(rank, len), reduced_part::<T>(ranks, shard.clone(), op));
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.reduce_scatter(buffer, op)?.wait()?;
             assert_equal(&found.as_slice::<T>()[shard.clone()], &expected, &|| {
-                self.describe::<T>(&format!("{op} reduce_scatter"), len, place)
+                self.describe::<T>(&format!("{op} reduce_scatter"), len, kind)
             });
         }
         Ok(())
@@ -245,10 +245,10 @@ impl Bench<'_> {
         let expected = input::<T>(0, len);
         let mut mine = input::<T>(rank + 1, len);
         mine[shard.clone()].copy_from_slice(&expected[shard]);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.all_gather(buffer)?.wait()?;
-            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len, place));
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len, kind));
         }
         Ok(())
     }
@@ -262,8 +262,8 @@ impl Bench<'_> {
         for rest in [0..segments[0].start, segments[0].end..segments[1].start] {
             expected[rest.clone()].copy_from_slice(&mine[rest]);
         }
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let (block, mut made) = (1 + len / 7, 0);
             let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
                 let elements = begin..begin + values.len();
@@ -275,7 +275,7 @@ impl Bench<'_> {
             };
             let found = self.comm.update_all_gather(buffer, &segments, block, &mut make)?.wait()?;
             assert_eq!(made, own(0).len() + own(1).len());
-            let what = || self.describe::<T>("update_all_gather", len, place);
+            let what = || self.describe::<T>("update_all_gather", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -283,10 +283,10 @@ impl Bench<'_> {
 
     fn broadcast<T: Sample>(&mut self, len: usize, root: u32) -> Result<()> {
         let (mine, expected) = (input::<T>(self.comm.rank(), len), input::<T>(root, len));
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.broadcast(buffer, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("broadcast from {root}"), len, place);
+            let what = || self.describe::<T>(&format!("broadcast from {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -296,10 +296,10 @@ impl Bench<'_> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let mine = input::<T>(rank, len);
         let reduced = (rank == root).then(|| reduced::<T>(ranks, len, op));
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.reduce(buffer, op, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len, place);
+            let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), reduced.as_ref().unwrap_or(&mine), &what);
         }
         Ok(())
@@ -313,10 +313,10 @@ impl Bench<'_> {
         let expected: Vec<T> =
             (0..ranks).flat_map(|peer| input::<T>(peer, whole)[own.clone()].to_vec()).collect();
         let mine = input::<T>(rank as u32, whole);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.all_to_all(buffer)?.wait()?;
-            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_to_all", len, place));
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_to_all", len, kind));
         }
         Ok(())
     }
@@ -331,10 +331,10 @@ impl Bench<'_> {
                 expected[shard.clone()].copy_from_slice(&input::<T>(peer, len)[shard]);
             }
         }
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.gather(buffer, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("gather to {root}"), len, place);
+            let what = || self.describe::<T>(&format!("gather to {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -345,10 +345,10 @@ impl Bench<'_> {
         let (mine, own) = (input::<T>(rank, len), shard(len, ranks, rank));
         let mut expected = mine.clone();
         expected[own.clone()].copy_from_slice(&input::<T>(root, len)[own]);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.scatter(buffer, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("scatter from {root}"), len, place);
+            let what = || self.describe::<T>(&format!("scatter from {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -363,10 +363,10 @@ impl Bench<'_> {
         let mut mine = input::<T>(rank + 1, expected.len());
         let own = begin..begin + counts[rank as usize];
         mine[own.clone()].copy_from_slice(&expected[own]);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.all_gather_v(buffer, &counts)?.wait()?;
-            let what = || self.describe::<T>("all_gather_v", len, place);
+            let what = || self.describe::<T>("all_gather_v", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -380,17 +380,17 @@ impl Bench<'_> {
         let received: Vec<usize> = (0..ranks).map(|from| uneven(len, from, rank)).collect();
         let mine: Vec<T> = (0..ranks).flat_map(|to| message(rank, to)).collect();
         let expected: Vec<T> = (0..ranks).flat_map(|from| message(from, rank)).collect();
-        for place in self.places.iter().copied() {
+        for kind in self.kinds.iter().copied() {
             // Arenas are equally long on all ranks.
             let mut part = |values: &[T]| -> Result<Buffer> {
                 let mut padded = values.to_vec();
                 padded.resize(len * ranks as usize, T::sample(0));
-                Ok(self.buffer(place, &padded)?.split_at(values.len()).0)
+                Ok(self.buffer(kind, &padded)?.split_at(values.len()).0)
             };
             let send = part(&mine)?;
             let receive = part(&vec![T::sample(1); expected.len()])?;
             let found = self.comm.all_to_all_v(&send, &sent, receive, &received)?.wait()?;
-            let what = || self.describe::<T>("all_to_all_v", len, place);
+            let what = || self.describe::<T>("all_to_all_v", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
             assert_equal(send.as_slice::<T>(), &mine, &what);
         }
@@ -419,8 +419,8 @@ impl Bench<'_> {
         }
         let (left, right) = neighbours(self.comm);
         let (mine, expected) = (input::<T>(rank, len), input::<T>(left, len));
-        for place in self.places.iter().copied() {
-            let (outgoing, incoming) = (self.buffer(place, &mine)?, self.buffer(place, &mine)?);
+        for kind in self.kinds.iter().copied() {
+            let (outgoing, incoming) = (self.buffer(kind, &mine)?, self.buffer(kind, &mine)?);
             let found = if rank % 2 == 0 {
                 let _ = self.comm.send(outgoing, right)?.wait()?;
                 self.comm.recv(incoming, left)?.wait()?
@@ -429,7 +429,7 @@ impl Bench<'_> {
                 let _ = self.comm.send(outgoing, right)?.wait()?;
                 found
             };
-            let what = || self.describe::<T>("send and recv", len, place);
+            let what = || self.describe::<T>("send and recv", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -505,14 +505,14 @@ fn neighbours(comm: &Communicator) -> (u32, u32) {
 /// As the collectives.
 pub fn all(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
-    let mut bench = Bench { comm: &mut comm, places: &[Place::Arena, Place::Private], offset: 3 };
-    bench.element::<f32>()?;
-    bench.element::<f64>()?;
-    bench.element::<f16>()?;
-    bench.element::<bf16>()?;
-    bench.element::<i32>()?;
-    bench.element::<i64>()?;
-    bench.element::<u8>()?;
+    let mut test = CollectiveTest { comm: &mut comm, kinds: &[BufferKind::Arena, BufferKind::Private], offset: 3 };
+    test.element::<f32>()?;
+    test.element::<f64>()?;
+    test.element::<f16>()?;
+    test.element::<bf16>()?;
+    test.element::<i32>()?;
+    test.element::<i64>()?;
+    test.element::<u8>()?;
     comm.barrier()
 }
 
@@ -598,7 +598,7 @@ pub fn shortage(mut world: World) -> Result<()> {
         assert!(error.to_string().contains("more than any machine has"), "{error}");
         assert_eq!(memory_files(), before);
         let case = Case {
-            place: Place::Arena,
+            kind: BufferKind::Arena,
             offset: 0,
             dtype: DType::F32,
             op: ReduceOp::Sum,

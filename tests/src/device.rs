@@ -60,14 +60,14 @@ pub fn reduced<T: Number>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
 }
 
 /// A communicator and a stream to try it on.
-pub struct Bench<'a> {
+pub struct DeviceTest<'a> {
     /// The communicator.
     pub comm: &'a DeviceCommunicator,
     /// The stream.
     pub stream: &'a Stream,
 }
 
-impl Bench<'_> {
+impl DeviceTest<'_> {
     /// Waits for the stream and compares.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ impl Bench<'_> {
     }
 
     fn reductions<T: Number>(&self, len: usize, op: ReduceOp) -> Result<()> {
-        let Bench { comm, stream } = *self;
+        let DeviceTest { comm, stream } = *self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let memory = Memory::from_slice(stream, &input::<T>(rank, len))?;
         comm.all_reduce(stream, memory.view(), op)?;
@@ -120,7 +120,7 @@ impl Bench<'_> {
     }
 
     fn moves<T: Number>(&self, len: usize) -> Result<()> {
-        let Bench { comm, stream } = *self;
+        let DeviceTest { comm, stream } = *self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let shard = Memory::from_slice(stream, &input::<T>(rank, len))?;
         let whole = Memory::zeroed(comm.device(), T::DTYPE, len * ranks as usize)?;
@@ -184,7 +184,7 @@ impl Bench<'_> {
     /// # Errors
     /// As the operations.
     pub fn groups(&self) -> Result<()> {
-        let Bench { comm, stream } = *self;
+        let DeviceTest { comm, stream } = *self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let other = Stream::new(comm.device())?;
         let sum = Memory::from_slice(stream, &input::<f32>(rank, 1000))?;

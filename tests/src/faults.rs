@@ -4,7 +4,7 @@ use mgpu::Algorithm;
 
 /// An all-reduce of f32 whose payload travels in a certain way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Way {
+pub struct PayloadPath {
     /// The name on the command line of `t-misbehave`.
     pub name: &'static str,
     /// Elements.
@@ -19,18 +19,18 @@ pub struct Way {
     pub usual_path: &'static str,
 }
 
-const AUTO: Way =
-    Way { name: "", len: 0, in_arena: true, algorithm: Algorithm::Auto, path: "", usual_path: "" };
+const AUTO: PayloadPath =
+    PayloadPath { name: "", len: 0, in_arena: true, algorithm: Algorithm::Auto, path: "", usual_path: "" };
 
 /// All ways.
-pub const WAYS: [Way; 6] = [
-    Way { name: "inline", len: 1, path: "inline", usual_path: "inline", ..AUTO },
-    Way { name: "eager", len: 150, path: "eager", usual_path: "eager", ..AUTO },
-    Way { name: "private", len: 2048, in_arena: false, path: "eager", usual_path: "eager", ..AUTO },
-    Way { name: "direct", len: 1 << 18, path: "direct", usual_path: "direct", ..AUTO },
+pub const PAYLOAD_PATHS: [PayloadPath; 6] = [
+    PayloadPath { name: "inline", len: 1, path: "inline", usual_path: "inline", ..AUTO },
+    PayloadPath { name: "eager", len: 150, path: "eager", usual_path: "eager", ..AUTO },
+    PayloadPath { name: "private", len: 2048, in_arena: false, path: "eager", usual_path: "eager", ..AUTO },
+    PayloadPath { name: "direct", len: 1 << 18, path: "direct", usual_path: "direct", ..AUTO },
     // Four chunks.
-    Way { name: "staged", len: 1 << 18, in_arena: false, path: "staged", usual_path: "staged", ..AUTO },
-    Way {
+    PayloadPath { name: "staged", len: 1 << 18, in_arena: false, path: "staged", usual_path: "staged", ..AUTO },
+    PayloadPath {
         name: "ring",
         len: 1 << 18,
         algorithm: Algorithm::Ring,
@@ -40,10 +40,10 @@ pub const WAYS: [Way; 6] = [
     },
 ];
 
-impl Way {
+impl PayloadPath {
     /// The way of this name.
-    pub fn named(name: &str) -> Option<Way> {
-        WAYS.into_iter().find(|way| way.name == name)
+    pub fn named(name: &str) -> Option<PayloadPath> {
+        PAYLOAD_PATHS.into_iter().find(|payload| payload.name == name)
     }
 
     /// Another algorithm than the way's.

@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 
 /// A thread that is stopped at a system call.
 #[derive(Debug)]
-pub struct Stop {
+pub struct SyscallStop {
     /// Which thread of the program, from 0, in the order in which they were seen.
     pub thread: usize,
     /// How many stops this thread has had before.
@@ -33,7 +33,7 @@ pub struct Stop {
     result: i64,
 }
 
-impl Stop {
+impl SyscallStop {
     /// Whether the call has succeeded, after it.
     pub fn succeeded(&self) -> bool {
         self.result >= 0
@@ -80,16 +80,16 @@ impl Stop {
 
 /// What to do with a stopped program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Then {
+pub enum Action {
     /// Let it go on.
-    GoOn,
+    Continue,
     /// End it by SIGKILL, where it is.
     Kill,
 }
 
 /// How a program ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
+pub enum ProgramEnd {
     /// By itself, with this exit code.
     Exited(i32),
     /// By this signal.
@@ -108,8 +108,8 @@ pub enum Ended {
 pub fn trace(
     program: &mut Command,
     marker: c_long,
-    mut at: impl FnMut(&Stop) -> Then,
-) -> Result<Ended, Errno> {
+    mut at: impl FnMut(&SyscallStop) -> Action,
+) -> Result<ProgramEnd, Errno> {
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("the program starts");
     let pid = Pid::from_raw(child.id() as i32);
     let options = Options::PTRACE_O_TRACESYSGOOD | Options::PTRACE_O_TRACECLONE | Options::PTRACE_O_EXITKILL;
@@ -126,8 +126,8 @@ pub fn trace(
     loop {
         let status = waitpid(None, Some(WaitPidFlag::__WALL | WaitPidFlag::__WNOTHREAD))?;
         let (tid, signal) = match status {
-            WaitStatus::Exited(tid, code) if tid == pid => return Ok(Ended::Exited(code)),
-            WaitStatus::Signaled(tid, signal, _) if tid == pid => return Ok(Ended::Killed(signal)),
+            WaitStatus::Exited(tid, code) if tid == pid => return Ok(ProgramEnd::Exited(code)),
+            WaitStatus::Signaled(tid, signal, _) if tid == pid => return Ok(ProgramEnd::Killed(signal)),
             WaitStatus::PtraceSyscall(tid) => {
                 let mut stop = stopped(tid)?;
                 if stop.call == marker && tid == pid {
@@ -145,7 +145,7 @@ pub fn trace(
                         true => *arguments = stop.arguments,
                         false => stop.arguments = *arguments,
                     }
-                    if at(&stop) == Then::Kill {
+                    if at(&stop) == Action::Kill {
                         kill(pid, Signal::SIGKILL)?;
                         continue;
                     }
@@ -169,10 +169,10 @@ pub fn trace(
     }
 }
 
-fn stopped(tid: Pid) -> Result<Stop, Errno> {
+fn stopped(tid: Pid) -> Result<SyscallStop, Errno> {
     let (call, arguments, result) = system_call(&ptrace::getregs(tid)?);
     let before = ptrace::syscall_info(tid)?.op == libc::PTRACE_SYSCALL_INFO_ENTRY;
-    Ok(Stop { thread: 0, index: 0, before, call, tid, arguments, result })
+    Ok(SyscallStop { thread: 0, index: 0, before, call, tid, arguments, result })
 }
 
 /// The number of a thread's system call, its first arguments and its result, by the kernel's convention for the processor.

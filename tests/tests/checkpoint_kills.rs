@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use mgpu::checkpoint::{self, Checkpoint, Writer};
 use mgpu_tests::checkpoints::{identify, snapshot};
 use mgpu_tests::process::command;
-use mgpu_tests::tracer::{Ended, Stop, Then, trace};
+use mgpu_tests::tracer::{ProgramEnd, SyscallStop, Action, trace};
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::signal::Signal;
@@ -73,7 +73,7 @@ impl Scenario {
     }
 
     /// Runs the program that writes.
-    fn write(&self, folder: &Path, at: impl FnMut(&Stop) -> Then) -> Result<Ended, Errno> {
+    fn write(&self, folder: &Path, at: impl FnMut(&SyscallStop) -> Action) -> Result<ProgramEnd, Errno> {
         let mut program = command(env!("CARGO_BIN_EXE_t-checkpoint"));
         program.arg(folder).args([self.keep as u64, self.step, 2].map(|number| number.to_string()));
         trace(&mut program, libc::SYS_getppid, at)
@@ -152,7 +152,7 @@ fn forbidden<T>(result: &Result<T, Errno>) -> bool {
 }
 
 #[test]
-fn killed_at_any_system_call_nothing_is_lost() {
+fn a_writer_killed_at_any_system_call_loses_no_checkpoint() {
     for scenario in &SCENARIOS {
         // How many stops each thread has, when nothing happens.
         let mut stops = [0; 2];
@@ -160,12 +160,12 @@ fn killed_at_any_system_call_nothing_is_lost() {
         let folder = scenario.prepare(parent.path());
         let ended = scenario.write(&folder, |stop| {
             stops[stop.thread] = stop.index + 1;
-            Then::GoOn
+            Action::Continue
         });
         if forbidden(&ended) {
             return;
         }
-        assert_eq!(ended, Ok(Ended::Exited(0)));
+        assert_eq!(ended, Ok(ProgramEnd::Exited(0)));
         assert!(scenario.check(&folder));
         // Made once: to bring it to the disk takes most of the time.
         let made = tempfile::tempdir().unwrap();
@@ -180,13 +180,13 @@ fn killed_at_any_system_call_nothing_is_lost() {
             let ended = scenario.write(&folder, |stop| {
                 let here = (stop.thread, stop.index) == (thread, index);
                 call = call.or(here.then_some((stop.call, stop.before)));
-                if here { Then::Kill } else { Then::GoOn }
+                if here { Action::Kill } else { Action::Continue }
             });
             let place = format!("{}: thread {thread}, stop {index}, {call:?}", scenario.name);
             match ended.unwrap() {
-                Ended::Killed(Signal::SIGKILL) => killed += 1,
+                ProgramEnd::Killed(Signal::SIGKILL) => killed += 1,
                 // How often threads wait for each other differs from run to run.
-                Ended::Exited(0) if call.is_none() => {}
+                ProgramEnd::Exited(0) if call.is_none() => {}
                 other => panic!("{place}: {other:?}"),
             }
             let checked = std::panic::catch_unwind(|| {
@@ -206,7 +206,7 @@ fn killed_at_any_system_call_nothing_is_lost() {
 
 /// What a system call did to the folder or to what is in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Deed {
+enum FileOp {
     /// A file or folder came to be.
     Make(PathBuf),
     Write(PathBuf),
@@ -220,103 +220,103 @@ enum Deed {
     Remove(PathBuf),
 }
 
-impl Deed {
+impl FileOp {
     /// What the call is about to do. Calls that change no file do nothing.
-    fn of(stop: &Stop) -> Option<Deed> {
+    fn of(stop: &SyscallStop) -> Option<FileOp> {
         Some(match stop.call {
             libc::SYS_openat if stop.argument(2) & libc::O_CREAT as u64 != 0 => {
-                Deed::Make(stop.path(Some(0), 1))
+                FileOp::Make(stop.path(Some(0), 1))
             }
-            libc::SYS_mkdir => Deed::Make(stop.path(None, 0)),
-            libc::SYS_mkdirat => Deed::Make(stop.path(Some(0), 1)),
-            libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 => Deed::Write(stop.file(0)),
-            libc::SYS_fsync | libc::SYS_fdatasync => Deed::Flush(stop.file(0)),
-            libc::SYS_rename => Deed::Rename { from: stop.path(None, 0), to: stop.path(None, 1) },
-            libc::SYS_renameat => Deed::Rename { from: stop.path(Some(0), 1), to: stop.path(Some(2), 3) },
+            libc::SYS_mkdir => FileOp::Make(stop.path(None, 0)),
+            libc::SYS_mkdirat => FileOp::Make(stop.path(Some(0), 1)),
+            libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 => FileOp::Write(stop.file(0)),
+            libc::SYS_fsync | libc::SYS_fdatasync => FileOp::Flush(stop.file(0)),
+            libc::SYS_rename => FileOp::Rename { from: stop.path(None, 0), to: stop.path(None, 1) },
+            libc::SYS_renameat => FileOp::Rename { from: stop.path(Some(0), 1), to: stop.path(Some(2), 3) },
             // Its fifth argument, the flags, is not looked at: std knows no such call, and the runtime exchanges with it.
-            libc::SYS_renameat2 => Deed::Exchange(stop.path(Some(0), 1), stop.path(Some(2), 3)),
-            libc::SYS_unlink | libc::SYS_rmdir => Deed::Remove(stop.path(None, 0)),
-            libc::SYS_unlinkat => Deed::Remove(stop.path(Some(0), 1)),
+            libc::SYS_renameat2 => FileOp::Exchange(stop.path(Some(0), 1), stop.path(Some(2), 3)),
+            libc::SYS_unlink | libc::SYS_rmdir => FileOp::Remove(stop.path(None, 0)),
+            libc::SYS_unlinkat => FileOp::Remove(stop.path(Some(0), 1)),
             _ => return None,
         })
     }
 }
 
 /// The deeds of a whole write, and the thread that did each.
-fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, Deed)>, Errno> {
-    let (mut deeds, mut begun) = (Vec::new(), [None, None]);
+fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, FileOp)>, Errno> {
+    let (mut ops, mut begun) = (Vec::new(), [None, None]);
     let ended = scenario.write(folder, |stop| {
         if stop.before {
-            begun[stop.thread] = Deed::of(stop);
-        } else if let Some(deed) = begun[stop.thread].take().filter(|_| stop.succeeded()) {
-            deeds.push((stop.thread, deed));
+            begun[stop.thread] = FileOp::of(stop);
+        } else if let Some(op) = begun[stop.thread].take().filter(|_| stop.succeeded()) {
+            ops.push((stop.thread, op));
         }
-        Then::GoOn
+        Action::Continue
     })?;
-    assert_eq!(ended, Ended::Exited(0));
-    Ok(deeds)
+    assert_eq!(ended, ProgramEnd::Exited(0));
+    Ok(ops)
 }
 
 /// Asserts that whatever is relied on was brought to the disk before.
-fn assert_flushed(deeds: &[Deed], folder: &Path) {
-    let position = |from: usize, wanted: &Deed| {
-        let place = deeds[from..].iter().position(|deed| deed == wanted);
-        from + place.unwrap_or_else(|| panic!("no {wanted:?} after number {from} of {deeds:#?}"))
+fn assert_flushed(ops: &[FileOp], folder: &Path) {
+    let position = |from: usize, wanted: &FileOp| {
+        let place = ops[from..].iter().position(|op| op == wanted);
+        from + place.unwrap_or_else(|| panic!("no {wanted:?} after number {from} of {ops:#?}"))
     };
     let hidden = |path: &Path| {
         let inside = path.strip_prefix(folder).unwrap_or_else(|_| panic!("{} is elsewhere", path.display()));
         inside.to_string_lossy().starts_with('.')
     };
-    let of_folder = Deed::Flush(folder.to_owned());
+    let of_folder = FileOp::Flush(folder.to_owned());
     let is_final = |path: &Path| path.parent() == Some(folder) && !hidden(path) && path.extension().is_none();
     let mut named = 0;
-    for (index, deed) in deeds.iter().enumerate() {
-        match deed {
+    for (index, op) in ops.iter().enumerate() {
+        match op {
             // A checkpoint gets its name.
-            Deed::Rename { from, to } | Deed::Exchange(from, to) if is_final(to) => {
+            FileOp::Rename { from, to } | FileOp::Exchange(from, to) if is_final(to) => {
                 named += 1;
-                let files: Vec<&PathBuf> = deeds[..index]
+                let files: Vec<&PathBuf> = ops[..index]
                     .iter()
-                    .filter_map(|deed| match deed {
-                        Deed::Make(path) if path.parent() == Some(from) => Some(path),
+                    .filter_map(|op| match op {
+                        FileOp::Make(path) if path.parent() == Some(from) => Some(path),
                         _ => None,
                     })
                     .collect();
                 assert_eq!(files.len(), 3, "two arenas and a manifest: {files:?}");
                 for file in files {
-                    let written = deeds.iter().rposition(|deed| *deed == Deed::Write(file.clone()));
-                    let flushed = position(written.expect("a write"), &Deed::Flush(file.clone()));
-                    let entered = position(flushed, &Deed::Flush(from.clone()));
-                    assert!(entered < index, "{} was not on the disk: {deeds:#?}", file.display());
+                    let written = ops.iter().rposition(|op| *op == FileOp::Write(file.clone()));
+                    let flushed = position(written.expect("a write"), &FileOp::Flush(file.clone()));
+                    let entered = position(flushed, &FileOp::Flush(from.clone()));
+                    assert!(entered < index, "{} was not on the disk: {ops:#?}", file.display());
                 }
                 // Nothing goes before the new one's name is on the disk.
                 let flushed = position(index, &of_folder);
-                for deed in &deeds[index + 1..flushed] {
+                for op in &ops[index + 1..flushed] {
                     assert!(
-                        !matches!(deed, Deed::Rename { .. } | Deed::Exchange(..) | Deed::Remove(_)),
-                        "{deed:?}"
+                        !matches!(op, FileOp::Rename { .. } | FileOp::Exchange(..) | FileOp::Remove(_)),
+                        "{op:?}"
                     );
                 }
             }
             // A checkpoint loses its name.
-            Deed::Rename { from, to } => {
-                assert!(is_final(from) && hidden(to), "{deed:?}");
+            FileOp::Rename { from, to } => {
+                assert!(is_final(from) && hidden(to), "{op:?}");
                 let removed =
-                    deeds.iter().position(|deed| matches!(deed, Deed::Remove(path) if path.starts_with(to)));
-                assert!(position(index, &of_folder) < removed.expect("it is removed"), "{deeds:#?}");
+                    ops.iter().position(|op| matches!(op, FileOp::Remove(path) if path.starts_with(to)));
+                assert!(position(index, &of_folder) < removed.expect("it is removed"), "{ops:#?}");
             }
-            Deed::Exchange(..) => panic!("{deed:?}"),
-            Deed::Make(path) | Deed::Remove(path) | Deed::Write(path) => {
-                assert!(folder.starts_with(path) || hidden(path), "under a final name: {deed:?}");
+            FileOp::Exchange(..) => panic!("{op:?}"),
+            FileOp::Make(path) | FileOp::Remove(path) | FileOp::Write(path) => {
+                assert!(folder.starts_with(path) || hidden(path), "under a final name: {op:?}");
             }
-            Deed::Flush(_) => {}
+            FileOp::Flush(_) => {}
         }
     }
-    assert_eq!(named, 1, "{deeds:#?}");
+    assert_eq!(named, 1, "{ops:#?}");
 }
 
 #[test]
-fn everything_is_on_the_disk_before_it_is_relied_on_and_another_thread_waits_for_that() {
+fn every_dependency_is_flushed_before_use_and_by_another_thread() {
     // What is not a writer's own is moved, which is no deed that a checkpoint relies on.
     for scenario in SCENARIOS.iter().filter(|scenario| !scenario.notes) {
         let parent = tempfile::tempdir().unwrap();
@@ -329,25 +329,25 @@ fn everything_is_on_the_disk_before_it_is_relied_on_and_another_thread_waits_for
         // The thread that trains makes the folder and cleans it up, before it trains.
         let first = recorded.iter().position(|(thread, _)| *thread == 1).expect("a thread that writes");
         assert!(recorded[first..].iter().all(|(thread, _)| *thread == 1), "{recorded:#?}");
-        for (_, deed) in &recorded[..first] {
-            let made_or_cleaned = match deed {
-                Deed::Make(path) => folder.starts_with(path),
-                Deed::Flush(path) => folder.starts_with(path),
-                Deed::Remove(path) => path != &folder && path.starts_with(&folder),
+        for (_, op) in &recorded[..first] {
+            let made_or_cleaned = match op {
+                FileOp::Make(path) => folder.starts_with(path),
+                FileOp::Flush(path) => folder.starts_with(path),
+                FileOp::Remove(path) => path != &folder && path.starts_with(&folder),
                 _ => false,
             };
-            assert!(made_or_cleaned, "{}: {deed:?}", scenario.name);
+            assert!(made_or_cleaned, "{}: {op:?}", scenario.name);
         }
-        let deeds: Vec<Deed> = recorded.into_iter().map(|(_, deed)| deed).collect();
+        let ops: Vec<FileOp> = recorded.into_iter().map(|(_, op)| op).collect();
         if scenario.there.is_empty() {
             // The folders on the way are there after a power failure, too.
             for made in folder.ancestors().take(3) {
-                let make = deeds.iter().position(|deed| *deed == Deed::Make(made.to_owned()));
-                let flush = Deed::Flush(made.parent().unwrap().to_owned());
+                let make = ops.iter().position(|op| *op == FileOp::Make(made.to_owned()));
+                let flush = FileOp::Flush(made.parent().unwrap().to_owned());
                 let make = make.unwrap_or_else(|| panic!("{} was not made", made.display()));
-                assert!(deeds[make..].contains(&flush), "{} has no name on the disk", made.display());
+                assert!(ops[make..].contains(&flush), "{} has no name on the disk", made.display());
             }
         }
-        assert_flushed(&deeds, &folder);
+        assert_flushed(&ops, &folder);
     }
 }

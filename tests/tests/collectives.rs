@@ -1,7 +1,7 @@
 //! Threads as ranks and processes as ranks run the same collectives.
 
 use mgpu::{Buffer, Communicator, DType, Error, ReduceOp, Result, World};
-use mgpu_tests::collectives::{self, Case, Collective, Place};
+use mgpu_tests::collectives::{self, Case, Collective, BufferKind};
 use mgpu_tests::process::{command, run};
 use mgpu_tests::threads;
 use proptest::prelude::*;
@@ -40,7 +40,7 @@ fn processes_6_to_9() {
 }
 
 #[test]
-fn two_communicators_share_memory_and_take_turns() {
+fn two_communicators_share_memory_and_alternate() {
     for ranks in [1, 2, 3, 5] {
         in_threads(ranks, collectives::two_communicators);
         in_processes(ranks, "two-communicators");
@@ -57,14 +57,14 @@ fn messages_wait_while_a_ring_runs() {
 
 /// In processes only: a rank looks at what its process holds.
 #[test]
-fn a_shortage_of_memory_is_told_and_survived() {
+fn a_memory_shortage_is_an_error_and_survivable() {
     for ranks in [2, 3, 5] {
         in_processes(ranks, "shortage");
     }
 }
 
 /// What every rank is told that makes its own call of a collective or a message, by rank.
-fn told(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
+fn mismatch_errors(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
     threads::run(ranks, |mut world| {
         let error = call(&mut world.communicator().unwrap()).err()?;
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
@@ -74,14 +74,14 @@ fn told(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Ve
 
 /// Without a deadline: nobody waits for calls that cannot meet.
 #[test]
-fn messages_that_cannot_meet_are_named_by_those_that_wait() {
-    type Call = fn(&mut Communicator, u32) -> Result<()>;
-    let send: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(1 << 20), to)?.wait().map(drop);
-    let send_few: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(3), to)?.wait().map(drop);
-    let send_bytes: Call = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
-    let recv: Call = |comm, from| comm.recv(Buffer::zeroed::<f32>(1 << 20), from)?.wait().map(drop);
-    let barrier: Call = |comm, _| comm.barrier();
-    let broadcast: Call = |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
+fn mismatched_messages_are_named_on_waiting_ranks() {
+    type CollectiveFn = fn(&mut Communicator, u32) -> Result<()>;
+    let send: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<f32>(1 << 20), to)?.wait().map(drop);
+    let send_few: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<f32>(3), to)?.wait().map(drop);
+    let send_bytes: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
+    let recv: CollectiveFn = |comm, from| comm.recv(Buffer::zeroed::<f32>(1 << 20), from)?.wait().map(drop);
+    let barrier: CollectiveFn = |comm, _| comm.barrier();
+    let broadcast: CollectiveFn = |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
     let (sends, receives) = ("send(1048576 f32, to rank ", "recv(1048576 f32, from rank ");
     for (calls, texts) in [
         ([recv, recv], [receives; 2]),
@@ -91,12 +91,12 @@ fn messages_that_cannot_meet_are_named_by_those_that_wait() {
         ([broadcast, send], ["broadcast(262144 f32, root 1, staged)", sends]),
         ([recv, broadcast], [receives, "broadcast(262144 f32, root 0, staged)"]),
     ] {
-        let errors = told(2, |comm| {
+        let errors = mismatch_errors(2, |comm| {
             let rank = comm.rank();
             calls[rank as usize](comm, 1 - rank)
         });
         for (rank, error) in errors.into_iter().enumerate() {
-            let error = error.unwrap_or_else(|| panic!("rank {rank} is not told: {texts:?}"));
+            let error = error.unwrap_or_else(|| panic!("rank {rank} is not mismatch_errors: {texts:?}"));
             for (peer, text) in texts.iter().enumerate() {
                 let call = format!("rank {peer} calls {text}");
                 assert!(error.contains(&call), "rank {rank} should say `{call}`: {error}");
@@ -105,7 +105,7 @@ fn messages_that_cannot_meet_are_named_by_those_that_wait() {
     }
     // What was sent was sent: only who receives something else can tell.
     for (wrong, text) in [(send_few, "send(3 f32, to rank 1)"), (send_bytes, "send(12 u8, to rank 1)")] {
-        let errors = told(2, |comm| if comm.rank() == 0 { wrong(comm, 1) } else { recv(comm, 0) });
+        let errors = mismatch_errors(2, |comm| if comm.rank() == 0 { wrong(comm, 1) } else { recv(comm, 0) });
         assert_eq!(errors[0], None);
         let error = errors[1].as_deref().unwrap_or_default();
         assert!(error.contains(text) && error.contains("recv(1048576 f32, from rank 0)"), "{error}");
@@ -113,21 +113,21 @@ fn messages_that_cannot_meet_are_named_by_those_that_wait() {
 }
 
 #[test]
-fn circles_of_any_length_are_found_and_those_who_wait_for_them_are_told() {
+fn deadlock_cycles_of_any_length_are_reported() {
     for ranks in [3, 5] {
         // All receive from the next one.
-        let errors = told(ranks, |comm| {
+        let errors = mismatch_errors(ranks, |comm| {
             let next = (comm.rank() + 1) % comm.size();
             comm.recv(Buffer::zeroed::<u8>(1), next)?.wait().map(drop)
         });
         assert!(errors.iter().all(Option::is_some), "{errors:?}");
         // One receives from a rank that is in a barrier with all others.
-        let errors = told(ranks, |comm| match comm.rank() {
+        let errors = mismatch_errors(ranks, |comm| match comm.rank() {
             1 => comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait().map(drop),
             _ => comm.barrier(),
         });
         for error in errors {
-            let error = error.expect("every rank is told");
+            let error = error.expect("every rank is mismatch_errors");
             assert!(error.contains("rank 1 calls recv(1 u8, from rank 0)"), "{error}");
             assert!(error.contains("calls barrier") && error.contains("operation 1:"), "{error}");
         }
@@ -136,9 +136,9 @@ fn circles_of_any_length_are_found_and_those_who_wait_for_them_are_told() {
 
 /// What each rank passes to a collective has to go with what the others pass, and who differs is named.
 #[test]
-fn exchanges_that_do_not_meet_are_named_on_every_rank() {
-    type Call = fn(&mut Communicator, u32) -> Result<()>;
-    let calls: [(Call, [&str; 2]); 5] = [
+fn mismatched_exchanges_are_named_on_every_rank() {
+    type CollectiveFn = fn(&mut Communicator, u32) -> Result<()>;
+    let calls: [(CollectiveFn, [&str; 2]); 5] = [
         (
             |comm, other| comm.gather(Buffer::zeroed::<f32>(8), other)?.wait().map(drop),
             ["rank 0 calls gather(8 f32, root 0, inline)", "rank 1 calls gather(8 f32, root 1, inline)"],
@@ -176,32 +176,32 @@ fn exchanges_that_do_not_meet_are_named_on_every_rank() {
         ),
     ];
     for (call, texts) in calls {
-        for error in told(2, |comm| call(comm, comm.rank())) {
-            let error = error.unwrap_or_else(|| panic!("every rank is told: {texts:?}"));
+        for error in mismatch_errors(2, |comm| call(comm, comm.rank())) {
+            let error = error.unwrap_or_else(|| panic!("every rank is mismatch_errors: {texts:?}"));
             for text in texts {
                 assert!(error.contains(text), "`{text}` is missing: {error}");
             }
         }
     }
     // Ranks that have no part in what does not meet are told, too.
-    let errors = told(3, |comm| {
+    let errors = mismatch_errors(3, |comm| {
         let rank = comm.rank();
         let expected = [0, if rank == 2 { 1 } else { 0 }, 0];
         let receive = Buffer::zeroed::<u8>(expected.iter().sum());
         comm.all_to_all_v(&Buffer::zeroed::<u8>(0), &[0; 3], receive, &expected)?.wait().map(drop)
     });
     for error in errors {
-        let error = error.expect("every rank is told");
+        let error = error.expect("every rank is mismatch_errors");
         assert!(error.contains("rank 2 calls all_to_all_v(1 u8 from rank 1)"), "{error}");
     }
 }
 
 #[test]
-fn lengths_that_make_no_sense_are_refused_before_anything_is_sent() {
+fn invalid_lengths_are_refused_before_communication() {
     in_threads(3, |mut world| {
         let mut comm = world.communicator()?;
-        type Call = fn(&mut Communicator) -> Result<mgpu::Pending>;
-        let calls: [(Call, &str); 6] = [
+        type CollectiveFn = fn(&mut Communicator) -> Result<mgpu::Pending>;
+        let calls: [(CollectiveFn, &str); 6] = [
             (
                 |comm| comm.all_to_all(Buffer::zeroed::<f32>(4)),
                 "all_to_all: 4 elements cannot be cut into equal shards for 3 ranks",
@@ -306,7 +306,7 @@ fn an_arena_belongs_to_one_world() {
 }
 
 #[test]
-fn segments_that_make_no_sense_are_refused() {
+fn invalid_segments_are_refused() {
     in_threads(2, |mut world| {
         let mut comm = world.communicator()?;
         for in_arena in [true, false] {
@@ -358,11 +358,11 @@ fn collective() -> impl Strategy<Value = Collective> {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let place = select(&[Place::Arena, Place::Private][..]);
+    let kind = select(&[BufferKind::Arena, BufferKind::Private][..]);
     let dtype = select(&DType::ALL[..]).prop_flat_map(|dtype| (Just(dtype), lengths(dtype)));
     let op = select(&ReduceOp::ALL[..]);
-    (place, 0usize..40, dtype, op, collective()).prop_map(|(place, offset, (dtype, len), op, collective)| {
-        Case { place, offset, dtype, op, len, collective }
+    (kind, 0usize..40, dtype, op, collective()).prop_map(|(kind, offset, (dtype, len), op, collective)| {
+        Case { kind, offset, dtype, op, len, collective }
     })
 }
 

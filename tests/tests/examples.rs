@@ -67,7 +67,7 @@ fn small_networks_learn_on_one_rank_and_on_two() {
 }
 
 #[test]
-fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
+fn every_program_has_help_and_refuses_unknown_arguments() {
     for (name, program) in [
         ("all_reduce", env!("CARGO_BIN_EXE_t-all_reduce")),
         ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
@@ -120,7 +120,7 @@ fn collective_perf_checks_every_size() {
 }
 
 #[test]
-fn collective_perf_stops_where_an_algorithm_carries_no_more() {
+fn collective_perf_stops_at_the_limit_of_an_algorithm() {
     let eager = ["--dtype", "f64", "--op", "max", "--algo", "eager"];
     let (lines, stderr) = measured(2, "262144", &eager);
     assert!(sizes(&lines).starts_with(&[8, 64, 1024]) && lines.len() < 5, "{lines:#?}");
@@ -175,7 +175,7 @@ fn collective_perf_adds_the_memory_bound_of_an_all_reduce() {
 }
 
 #[test]
-fn collective_perf_stands_beside_its_peers() {
+fn collective_perf_compares_with_other_programs() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("peers.jsonl");
     let peers = [
@@ -210,7 +210,7 @@ fn collective_perf_stands_beside_its_peers() {
 }
 
 #[test]
-fn collective_perf_refuses_arguments_that_make_no_sense() {
+fn collective_perf_refuses_invalid_arguments() {
     for (arguments, problem) in [
         (&["--dtype", "f8"][..], "known are f32, f64, f16"),
         (&["--min", "8", "--max", "4"], "--min 8 is larger than --max 4"),

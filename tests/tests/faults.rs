@@ -4,41 +4,41 @@
 use std::fs;
 use std::ops::RangeInclusive;
 
-use mgpu_tests::faults::{WAYS, Way};
+use mgpu_tests::faults::{PAYLOAD_PATHS, PayloadPath};
 use mgpu_tests::process::{Finished, command, run, survivors};
 
 /// How a fault ends.
 #[derive(Debug, Clone, Copy)]
-enum End {
+enum Outcome {
     /// The others lose the rank: the launcher's exit code, and what they say of the rank's end.
     Lost(i32, &'static str),
     /// The others wait until their deadline.
     Silent,
     /// The others learn what the rank called instead.
-    Mismatch(fn(&Way) -> String),
+    Mismatch(fn(&PayloadPath) -> String),
 }
-use End::{Lost, Mismatch, Silent};
+use Outcome::{Lost, Mismatch, Silent};
 
 fn all_reduce(len: usize, dtype_and_op: &str, path: &str) -> String {
     format!("all_reduce({len} {dtype_and_op}, {path}")
 }
 
 /// What a rank may do instead of the next all-reduce.
-const FAULTS: [(&str, End); 13] = [
+const FAULTS: [(&str, Outcome); 13] = [
     ("kill", Lost(137, "was killed by SIGKILL")),
     ("exit-3", Lost(3, "exited with code 3")),
     // The first to fail is then a rank that needed it.
     ("exit-0", Lost(9, "exited with code 0")),
     ("panic", Lost(101, "panicked")),
     ("stop", Silent),
-    ("wrong-count", Mismatch(|way| all_reduce(way.len / 2, "f32, sum", way.path))),
-    ("wrong-type", Mismatch(|way| format!("all_reduce({} i32, sum", way.len))),
-    ("wrong-reduction", Mismatch(|way| all_reduce(way.len, "f32, max", way.path))),
-    ("wrong-algorithm", Mismatch(|way| all_reduce(way.len, "f32, sum", way.other_algorithm().name()))),
+    ("wrong-count", Mismatch(|payload| all_reduce(payload.len / 2, "f32, sum", payload.path))),
+    ("wrong-type", Mismatch(|payload| format!("all_reduce({} i32, sum", payload.len))),
+    ("wrong-reduction", Mismatch(|payload| all_reduce(payload.len, "f32, max", payload.path))),
+    ("wrong-algorithm", Mismatch(|payload| all_reduce(payload.len, "f32, sum", payload.other_algorithm().name()))),
     ("barrier", Mismatch(|_| "barrier".into())),
-    ("broadcast", Mismatch(|way| format!("broadcast({} f32, root 0, {}", way.len, way.usual_path))),
+    ("broadcast", Mismatch(|payload| format!("broadcast({} f32, root 0, {}", payload.len, payload.usual_path))),
     ("send", Mismatch(|_| "send(1048576 f32, to rank ".into())),
-    ("recv", Mismatch(|way| format!("recv({} f32, from rank ", way.len))),
+    ("recv", Mismatch(|payload| format!("recv({} f32, from rank ", payload.len))),
 ];
 
 /// A cell of the matrix. With a seed, the fault happens within an operation.
@@ -46,20 +46,20 @@ const FAULTS: [(&str, End); 13] = [
 struct Case {
     ranks: u32,
     culprit: u32,
-    way: Way,
+    payload: PayloadPath,
     fault: &'static str,
-    end: End,
+    outcome: Outcome,
     seed: Option<u64>,
 }
 
 /// Every way and every fault that `choose` chooses. Number of ranks and culprit change from one to the next, and with
 /// the seed.
 fn matrix(seed: Option<u64>, choose: impl Fn(&Case) -> bool) -> Vec<Case> {
-    let cells = FAULTS.into_iter().flat_map(|(fault, end)| WAYS.map(|way| (fault, end, way)));
-    let case = |(index, (fault, end, way)): (usize, _)| {
-        let turn = index + index / WAYS.len() + seed.unwrap_or(0) as usize;
+    let cells = FAULTS.into_iter().flat_map(|(fault, outcome)| PAYLOAD_PATHS.map(|payload| (fault, outcome, payload)));
+    let case = |(index, (fault, outcome, payload)): (usize, _)| {
+        let turn = index + index / PAYLOAD_PATHS.len() + seed.unwrap_or(0) as usize;
         let ranks = [2, 3, 5][turn % 3];
-        Case { ranks, culprit: (turn / 3) as u32 % ranks, way, fault, end, seed }
+        Case { ranks, culprit: (turn / 3) as u32 % ranks, payload, fault, outcome, seed }
     };
     cells.enumerate().map(case).filter(choose).collect()
 }
@@ -90,11 +90,11 @@ fn misbehave(ranks: u32, arguments: &[&str]) -> Finished {
 impl Case {
     fn run(&self) {
         let (culprit, seed) = (self.culprit.to_string(), self.seed.map(|seed| seed.to_string()));
-        let mut arguments = vec![self.fault, &culprit, self.way.name];
+        let mut arguments = vec![self.fault, &culprit, self.payload.name];
         arguments.extend(seed.as_deref());
         let finished = misbehave(self.ranks, &arguments);
         let what = format!("{self:?}: {finished:#?}");
-        match self.end {
+        match self.outcome {
             Lost(code, how) => {
                 assert_eq!(finished.code, Some(code), "{what}");
                 let said = format!("mgpurun: rank {culprit} ");
@@ -109,8 +109,8 @@ impl Case {
             }
             Mismatch(theirs) => {
                 assert_eq!(finished.code, Some(9), "{what}");
-                let ours = all_reduce(self.way.len, "f32, sum", self.way.path);
-                let theirs = format!("rank {culprit} calls {}", theirs(&self.way));
+                let ours = all_reduce(self.payload.len, "f32, sum", self.payload.path);
+                let theirs = format!("rank {culprit} calls {}", theirs(&self.payload));
                 self.all_others_say(&finished, &["ranks disagree on operation", &ours, &theirs]);
             }
         }
@@ -136,22 +136,22 @@ impl Case {
 
 #[test]
 fn a_rank_that_dies_before_an_operation() {
-    matrix(None, |case| matches!(case.end, Lost(..))).iter().for_each(Case::run);
+    matrix(None, |case| matches!(case.outcome, Lost(..))).iter().for_each(Case::run);
 }
 
 #[test]
 fn a_rank_that_dies_within_an_operation() {
     for seed in 1..=8 {
         // A panic cannot come from outside of the operation.
-        let dies = |case: &Case| matches!(case.end, Lost(..)) && case.fault != "panic";
+        let dies = |case: &Case| matches!(case.outcome, Lost(..)) && case.fault != "panic";
         matrix(Some(seed), dies).iter().for_each(Case::run);
     }
 }
 
 /// Around a ring most ranks learn of the culprit from others that fail before them.
-fn around_a_long_ring(seeds: RangeInclusive<u64>, fault: &'static str, end: End) -> Vec<Case> {
-    let way = Way::named("ring").expect("a way of this name");
-    seeds.map(|seed| Case { ranks: 8, culprit: seed as u32 % 8, way, fault, end, seed: Some(seed) }).collect()
+fn around_a_long_ring(seeds: RangeInclusive<u64>, fault: &'static str, outcome: Outcome) -> Vec<Case> {
+    let payload = PayloadPath::named("ring").expect("a payload of this name");
+    seeds.map(|seed| Case { ranks: 8, culprit: seed as u32 % 8, payload, fault, outcome, seed: Some(seed) }).collect()
 }
 
 #[test]
@@ -161,8 +161,8 @@ fn a_rank_that_leaves_a_long_ring() {
 
 #[test]
 fn a_rank_that_is_silent() {
-    let mut cases = matrix(None, |case| matches!(case.end, Silent));
-    cases.extend(matrix(Some(1), |case| matches!(case.end, Silent)));
+    let mut cases = matrix(None, |case| matches!(case.outcome, Silent));
+    cases.extend(matrix(Some(1), |case| matches!(case.outcome, Silent)));
     cases.extend(around_a_long_ring(1..=3, "stop", Silent));
     // They do little but wait: all at once.
     std::thread::scope(|scope| {
@@ -173,16 +173,16 @@ fn a_rank_that_is_silent() {
 }
 
 #[test]
-fn ranks_that_disagree_name_both_sides() {
-    matrix(None, |case| matches!(case.end, Mismatch(_))).iter().for_each(Case::run);
+fn mismatched_collectives_name_both_sides() {
+    matrix(None, |case| matches!(case.outcome, Mismatch(_))).iter().for_each(Case::run);
 }
 
 #[test]
-fn ranks_that_disagree_on_the_part_of_an_arena() {
-    let way = Way::named("direct").unwrap();
+fn mismatched_arena_ranges_are_named() {
+    let payload = PayloadPath::named("direct").unwrap();
     let theirs =
-        |way: &Way| format!("all_reduce({} f32, sum, direct, arena 4294967297 at byte 524288", way.len / 2);
-    Case { ranks: 3, culprit: 1, way, fault: "wrong-place", end: Mismatch(theirs), seed: None }.run();
+        |payload: &PayloadPath| format!("all_reduce({} f32, sum, direct, arena 4294967297 at byte 524288", payload.len / 2);
+    Case { ranks: 3, culprit: 1, payload, fault: "wrong-place", outcome: Mismatch(theirs), seed: None }.run();
 }
 
 #[test]

@@ -72,13 +72,13 @@ fn all_networks_in_bf16() {
 }
 
 #[test]
-fn networks_with_compressed_gradients() {
+fn golden_runs_with_compressed_gradients() {
     check_some(2, &["--gradients", "bf16"], &["lenet5", "deep", "keras", "ensemble2400"]);
 }
 
 /// Batch normalisation of micro-batches is another computation, so keras is left out.
 #[test]
-fn networks_in_micro_batches() {
+fn golden_runs_in_micro_batches() {
     let nets = ["lenet5", "deep", "ensemble2400"];
     check_some(2, &["--accumulate", "4"], &nets);
     check_some(2, &["--world-size-invariant", "8"], &nets);

@@ -29,33 +29,33 @@ fn every_operation_type_and_reduction_on_device_memory() {
 }
 
 #[test]
-fn operations_begin_together() {
+fn grouped_operations_start_together() {
     for ranks in [1, 2, 4] {
         on_devices(ranks, "groups");
     }
 }
 
 #[test]
-fn operations_are_captured_and_repeated() {
+fn operations_are_captured_and_replayed() {
     for ranks in [1, 2, 4] {
         on_devices(ranks, "capture");
     }
 }
 
 #[test]
-fn host_buffers_go_through_the_device() {
+fn host_buffers_are_staged_through_the_device() {
     for ranks in [1, 2, 3] {
         run(launcher(ranks).args([env!("CARGO_BIN_EXE_t-collectives"), "all"])).expect(0, &[]);
     }
 }
 
 #[test]
-fn two_communicators_take_turns() {
+fn two_communicators_alternate() {
     run(launcher(2).args([env!("CARGO_BIN_EXE_t-collectives"), "two-communicators"])).expect(0, &[]);
 }
 
 #[test]
-fn programs_need_not_know_the_backend() {
+fn programs_are_independent_of_the_backend() {
     run(launcher(2).arg("t-hello_ring")).expect(
         0,
         &["hello from rank 1 of 2 (nccl backend): the ranks sum to 1", "the token came back with 1"],
@@ -74,7 +74,7 @@ fn a_world_of_one_needs_no_nccl() {
 }
 
 #[test]
-fn each_rank_has_the_gpu_it_is_shown() {
+fn each_rank_uses_its_visible_gpu() {
     let finished = run(launcher(2).args(["--isolate-gpus", "--dry-run", "true"]));
     // The driver of the fakes lists no GPU, so there is nothing to narrow.
     assert!(!finished.stdout.contains("CUDA_VISIBLE_DEVICES"), "{finished:#?}");
@@ -86,7 +86,7 @@ fn each_rank_has_the_gpu_it_is_shown() {
 }
 
 #[test]
-fn ranks_share_a_gpu_only_when_told_to() {
+fn ranks_share_a_gpu_only_on_request() {
     let mut sharing = launcher(3);
     sharing.env("FAKE_GPU_COUNT", "1").arg("--share-gpus");
     run(sharing.args([env!("CARGO_BIN_EXE_t-device"), "groups"])).expect(0, &["rank 2 of 3"]);

@@ -105,7 +105,7 @@ fn a_rank_that_is_silent() {
 /// The peers are in a collective that the rank with the error never comes to, and that rank at the end that they never come
 /// to: both know better than to wait for a deadline.
 #[test]
-fn a_rank_with_an_error_of_its_own() {
+fn a_rank_that_returns_an_error() {
     // Two communicators, of which the one that nobody waits in ends first.
     let finished = Case::new(3, &["loop", "error", "1"]).run();
     finished.expect(9, &["mgpurun: rank 1 exited with code 9", "error: turn: an error of its own"]);
@@ -160,7 +160,7 @@ fn an_initialisation_that_never_ends() {
 }
 
 #[test]
-fn a_call_that_never_returns_is_its_own_ranks_fault() {
+fn a_call_that_never_returns_is_blamed_on_its_own_rank() {
     let finished = Case::nccl(2, "hang_call_init@0").run();
     finished.expect(65, &["mgpurun: rank 0 made no progress"]);
     let texts =
@@ -175,7 +175,7 @@ fn an_initialisation_that_nccl_refuses() {
 }
 
 #[test]
-fn an_error_in_the_background() {
+fn an_asynchronous_error() {
     let finished = Case::nccl(2, "async_error@1:after=3").run();
     finished.expect(9, &["mgpurun: rank 1 exited with code 9"]);
     gives_up(&finished, 1, &["rank 1 in operation ", "all_reduce(1000 f32, sum)", "NCCL result 6"]);
@@ -189,7 +189,7 @@ fn a_collective_that_never_ends() {
 }
 
 #[test]
-fn work_of_a_ranks_own_that_never_ends() {
+fn local_work_that_never_ends() {
     let stuck = Case { fault: "stuck_collective@1:after=3", ..Case::new(2, &["loop", "local", "1"]) };
     let finished = Case { timeout: TIMEOUT, ..stuck }.run();
     finished.expect(65, &["mgpurun: rank 1 made no progress"]);
@@ -206,7 +206,7 @@ fn an_abort_that_never_returns() {
 }
 
 #[test]
-fn an_end_that_never_comes() {
+fn a_finalise_that_never_returns() {
     // All work is done by then: that NCCL does not let go spoils nothing.
     Case::nccl(2, "stuck_finalize").run().expect(0, &[]);
 }
@@ -264,7 +264,7 @@ fn too_few_gpus() {
 }
 
 #[test]
-fn what_is_missing_is_told_in_one_line() {
+fn missing_libraries_are_reported_in_one_line() {
     let missing = |command: &mut Command, code: i32, text: &str| {
         let finished = run(command);
         finished.expect(code, &[text]);
@@ -302,7 +302,7 @@ fn what_is_missing_is_told_in_one_line() {
 
 /// NCCLs that have next to nothing in them: one too old, and one that lacks what its version should have.
 #[test]
-fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
+fn an_unsuitable_nccl_is_named_by_version_or_function() {
     for (version, text) in [
         (21000, "libnccl-odd.so is too old, 2.18.0 or newer is needed"),
         (21900, "in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
@@ -328,7 +328,7 @@ fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
 
 /// Host buffers: the rank in the collective says what it met, and the others lose it.
 #[test]
-fn a_message_that_meets_a_collective() {
+fn a_message_paired_with_a_collective() {
     for (ranks, fault, theirs) in
         [(2, "recv", "recv of 8192 bytes with rank 0"), (3, "send", "send of 4194304 bytes with rank 2")]
     {

@@ -45,7 +45,7 @@ fn all_kernels_are_right_with_threads_shuffled() {
 
 /// A kernel whose last block does nothing is found by the checks of its operation.
 #[test]
-fn a_kernel_that_is_wrong_is_found() {
+fn a_wrong_kernel_is_detected() {
     for (kernel, only) in [
         ("activation_bias_bf16", "activation bias"),
         ("arena_narrow_bf16", "arena narrow"),
@@ -77,7 +77,7 @@ fn a_kernel_that_is_wrong_is_found() {
 
 /// `bench/gpu_check.sh` itself, dry: small, without times, and labelled.
 #[test]
-fn the_script_for_machines_with_a_gpu_runs_dry() {
+fn the_gpu_benchmark_script_has_a_dry_run() {
     let folder = tempfile::tempdir().expect("a folder");
     for (name, program) in [
         ("mgpurun", env!("CARGO_BIN_EXE_t-mgpurun")),
@@ -109,7 +109,7 @@ fn the_script_for_machines_with_a_gpu_runs_dry() {
 }
 
 #[test]
-fn nothing_is_measured_on_what_is_no_gpu() {
+fn nothing_is_measured_on_a_fake_gpu() {
     let finished = run(gpu_check().arg("--bandwidth"));
     finished.expect(0, &["FAKE GPU (tests only)", "is not measured"]);
     assert!(!finished.stdout.contains("GB/s"));

@@ -36,7 +36,7 @@ fn assert_all(lines: &[&str], texts: &[&str]) {
 }
 
 #[test]
-fn the_libraries_serve_every_pass_and_are_remembered() {
+fn library_kernels_serve_every_pass_and_are_cached() {
     let cache = tempfile::tempdir().expect("a folder");
     let first = run(&mut program(cache.path()));
     let passes = ["forward cuDNN ", "backward input cuDNN ", "backward weights cuDNN "];
@@ -90,14 +90,14 @@ fn the_libraries_serve_every_pass_and_are_remembered() {
 }
 
 #[test]
-fn chance_is_let_in_on_request_only() {
+fn nondeterministic_kernels_are_used_only_on_request() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).arg("nondeterministic"));
     finished.expect(0, &["algorithm 3 is not deterministic", "adds up in place"]);
 }
 
 #[test]
-fn without_the_libraries_everything_is_built_in() {
+fn without_libraries_all_kernels_are_built_in() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
     command.env("MGPU_CUDNN_LIBRARY", "/nowhere/libcudnn.so.9");
@@ -119,7 +119,7 @@ fn stub(folder: &Path, function: &str) -> PathBuf {
 }
 
 #[test]
-fn a_library_that_lacks_a_function_is_left_alone() {
+fn a_library_without_a_required_function_is_not_used() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
     command.env("MGPU_CUDNN_LIBRARY", stub(cache.path(), "cudnnGetConvolutionForwardAlgorithm_v7"));
@@ -136,7 +136,7 @@ fn a_library_that_lacks_a_function_is_left_alone() {
 }
 
 #[test]
-fn a_library_that_refuses_the_gpu_is_left_alone() {
+fn a_library_that_rejects_the_gpu_is_not_used() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).env("FAKE_CUDNN_CREATE", "0").env("FAKE_CUBLASLT_CREATE", "0"));
     assert_all(
@@ -150,7 +150,7 @@ fn a_library_that_refuses_the_gpu_is_left_alone() {
 }
 
 #[test]
-fn what_the_library_leaves_out_is_added() {
+fn missing_library_epilogues_are_added() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
     command.env("FAKE_CUDNN_FUSED", "0").env("FAKE_CUBLASLT_FUSED", "0").env("FAKE_CUDNN_WIDE_GRADIENT", "1");
@@ -165,7 +165,7 @@ fn what_the_library_leaves_out_is_added() {
 }
 
 #[test]
-fn a_library_with_other_results_is_not_chosen() {
+fn a_library_with_wrong_results_is_not_chosen() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).env("FAKE_CUDNN_WRONG", "1").env("FAKE_CUBLASLT_WRONG", "1"));
     let convs = lines(&finished, "conv");

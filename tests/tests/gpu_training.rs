@@ -58,7 +58,7 @@ fn a_graph_gives_the_bits_of_single_launches() {
 }
 
 #[test]
-fn work_that_comes_late_changes_nothing() {
+fn late_stream_work_does_not_change_the_result() {
     let arguments = ["--steps", "5", "--skip-test"];
     let prompt = train(2, &arguments).weights();
     let mut late = on_gpus(2, TRAIN);
@@ -74,7 +74,7 @@ fn losses(metrics: &std::path::Path) -> [f64; 2] {
 }
 
 #[test]
-fn a_gpu_trains_as_the_cpu_does() {
+fn gpu_and_cpu_training_agree() {
     let folder = tempfile::tempdir().unwrap();
     // Dropout and batch normalisation, L2 and a moving average, pooling that rounds up.
     for (net, tolerance) in [("lenet5", 1e-4), ("keras", 2e-3), ("deep", 1e-4), ("ensemble2400", 2e-3)] {
@@ -106,7 +106,7 @@ fn a_gpu_trains_as_the_cpu_does() {
 }
 
 #[test]
-fn a_test_set_is_judged_whole_by_any_number_of_ranks() {
+fn evaluation_covers_the_whole_test_set_on_any_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let mut found = Vec::new();
     for ranks in [1, 2] {
@@ -133,7 +133,7 @@ fn a_test_set_is_judged_whole_by_any_number_of_ranks() {
 }
 
 #[test]
-fn a_run_goes_on_from_its_checkpoint_to_the_same_bits() {
+fn a_resumed_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     // An epoch of generated digits is long; the steps of this run end within the first.
@@ -146,7 +146,7 @@ fn a_run_goes_on_from_its_checkpoint_to_the_same_bits() {
 }
 
 #[test]
-fn a_checkpoint_of_the_cpu_goes_on_on_a_gpu() {
+fn a_cpu_checkpoint_resumes_on_a_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let kept =
@@ -158,7 +158,7 @@ fn a_checkpoint_of_the_cpu_goes_on_on_a_gpu() {
 }
 
 #[test]
-fn the_precisions_of_a_gpu_are_told_from_those_of_a_cpu() {
+fn gpu_only_precisions_are_refused_on_a_cpu() {
     for precision in ["tf32", "bf16"] {
         let finished = train(1, &["--steps", "4", "--precision", precision, "--skip-test"]);
         assert_eq!(finished.json()["dtype"], precision);

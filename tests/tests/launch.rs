@@ -41,7 +41,7 @@ fn send(child: &Child, signal: Signal) {
 }
 
 #[test]
-fn lines_carry_their_rank() {
+fn lines_have_a_rank_prefix() {
     let finished = run(&mut shell(3, &[], "echo out $RANK of $WORLD_SIZE; echo err $LOCAL_RANK >&2"));
     assert_eq!(finished.code, Some(0));
     for rank in 0..3 {
@@ -60,7 +60,7 @@ fn lines_carry_their_rank() {
 }
 
 #[test]
-fn lines_are_never_cut_into_each_other() {
+fn lines_are_never_interleaved() {
     let script = "i=0; while [ $i -lt 300 ]; do printf \"$RANK\"; printf \"$RANK$RANK\\n\"; i=$((i+1)); done";
     let finished = run(&mut shell(4, &["--no-prefix"], script));
     assert_eq!(finished.stdout.lines().count(), 1200);
@@ -71,7 +71,7 @@ fn lines_are_never_cut_into_each_other() {
 }
 
 #[test]
-fn standard_input_is_closed_and_the_environment_is_the_contract() {
+fn standard_input_is_empty_and_the_environment_is_complete() {
     let finished = run(&mut shell(2, &["--no-prefix", "--backend", "cpu"], "cat; env | sort"));
     finished.expect(0, &["MASTER_ADDR=127.0.0.1\n", "MGPU_BACKEND=cpu\n", "MGPU_RESTART_COUNT=0\n"]);
     for name in ["MASTER_PORT", "MGPU_RENDEZVOUS", "MGPU_RUN_ID"] {
@@ -83,7 +83,7 @@ fn standard_input_is_closed_and_the_environment_is_the_contract() {
 }
 
 #[test]
-fn the_first_failure_decides_and_speaks_last() {
+fn the_first_failure_decides_the_exit_code_and_is_reported_last() {
     let script = "[ $RANK = 1 ] || sleep 60; echo the reason; echo more >&2; exit 3";
     let finished = run(&mut shell(3, &[], script));
     assert_eq!(finished.code, Some(3));
@@ -96,7 +96,7 @@ fn the_first_failure_decides_and_speaks_last() {
 }
 
 #[test]
-fn exit_codes_are_the_contract() {
+fn exit_codes_match_the_documentation() {
     for (script, code) in [("exit 0", 0), ("exit 77", 77), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)] {
         assert_eq!(run(&mut shell(2, &[], script)).code, Some(code), "{script}");
     }
@@ -204,7 +204,7 @@ fn the_second_signal_kills() {
 }
 
 #[test]
-fn ranks_that_ignore_the_end_are_killed_after_the_grace_time() {
+fn ranks_that_ignore_sigterm_are_killed_after_the_grace_time() {
     let folder = tempfile::tempdir().unwrap();
     let script = "trap '' TERM; if [ $RANK = 1 ]; then until [ -e ready-0 ]; do :; done; exit 5; fi";
     let script = format!("{script}\n: > ready-$RANK\nwhile :; do sleep 0.05; done");
@@ -236,7 +236,7 @@ fn ranks_die_with_the_launcher() {
 }
 
 #[test]
-fn children_of_a_rank_go_with_its_group() {
+fn children_of_a_rank_are_killed_with_its_process_group() {
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = shell(2, &[], "sleep 1000 & echo started");
     launcher.env("MGPU_TEST_MARK", folder.path());
@@ -264,7 +264,7 @@ fn no_folder_is_left() {
 }
 
 #[test]
-fn a_closed_reader_ends_the_ranks_as_without_a_launcher() {
+fn a_closed_pipe_ends_ranks_as_without_a_launcher() {
     let mut child = shell(2, &[], "while echo line; do :; done")
         .stdout(Stdio::piped())
         .stderr(Stdio::null())

@@ -58,7 +58,7 @@ fn paths(base: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn foreign_files_stay_and_the_folder_of_a_killed_launcher_goes() {
+fn cleanup_removes_the_folder_of_a_killed_launcher_and_no_foreign_files() {
     let (temporary, runtime) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let bases = [temporary.path(), runtime.path()];
     bases.iter().for_each(|base| put_foreign_files(base));
@@ -92,7 +92,7 @@ fn few_descriptors_leave_no_folder() {
 }
 
 #[test]
-fn a_limit_of_file_sizes_ends_a_log_and_not_the_run() {
+fn a_file_size_limit_ends_the_log_but_not_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let script = "head -c 300000 /dev/zero | tr '\\0' '\\n'; echo done $RANK >&2";
     let logged = ["-n", "2", "--log-dir", "logs", "--events", "events", "sh", "-c", script];
@@ -112,7 +112,7 @@ fn a_limit_of_file_sizes_ends_a_log_and_not_the_run() {
 }
 
 #[test]
-fn shared_memory_beyond_the_limit_of_file_sizes_is_an_error_that_names_it() {
+fn shared_memory_beyond_the_file_size_limit_is_a_named_error() {
     let folder = tempfile::tempdir().unwrap();
     let named = "raise the limit with `ulimit -f`";
     let finished = limited(folder.path(), "ulimit -f 1", &["-n", "2", "true"]);
@@ -124,7 +124,7 @@ fn shared_memory_beyond_the_limit_of_file_sizes_is_an_error_that_names_it() {
 }
 
 #[test]
-fn without_proc_the_error_says_so() {
+fn a_missing_proc_file_system_is_named() {
     let isolated = |arguments: &[&str]| -> Command {
         let mut isolated = command("unshare");
         isolated.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use mgpu_tests::process::{command, run};
 
 #[test]
-fn ranks_get_the_id_that_the_real_library_made() {
+fn ranks_receive_the_unique_id_of_the_real_library() {
     if let Err(error) = nccl_sys::Library::open() {
         println!("skipped: {}", error.summary());
         return;

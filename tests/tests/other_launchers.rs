@@ -203,7 +203,7 @@ fn a_rank_that_dies_is_named_by_all_others() {
 }
 
 #[test]
-fn a_rank_that_dies_is_named_although_its_child_lives() {
+fn a_dead_rank_is_named_while_its_child_lives() {
     let folder = tempfile::tempdir().unwrap();
     let job = Job::new(Slurm, "linger", 3);
     let start = |rank| {
@@ -268,7 +268,7 @@ fn a_rank_that_stops_is_named_at_the_deadline() {
 }
 
 #[test]
-fn a_rank_that_never_comes_is_named_at_the_deadline() {
+fn a_rank_that_never_joins_is_named_at_the_deadline() {
     let mut waiting = Vec::new();
     for absent in 0..3 {
         let job = Job::new(Torchrun, &format!("absent-{absent}"), 3);
@@ -286,7 +286,7 @@ fn a_rank_that_never_comes_is_named_at_the_deadline() {
 }
 
 #[test]
-fn ranks_that_do_not_go_together_are_told_at_once() {
+fn incompatible_ranks_are_reported_at_once() {
     let job = Job::new(Slurm, "programs", 3);
     let [mut first, mut second] = [0, 1].map(|rank| job.start(rank, HELLO_RING, &[]));
     // Whoever came later would find nobody: rank 0 ends when it is told.
@@ -310,7 +310,7 @@ fn has_joined(child: &Child, rank: u32) -> bool {
 }
 
 #[test]
-fn jobs_side_by_side_do_not_meet() {
+fn concurrent_jobs_are_separate() {
     let jobs: Vec<Job> = [2, 3, 4].map(|ranks| Job::new(Torchrun, &format!("side-{ranks}"), ranks)).into();
     let start = |rank: u32| -> Vec<(&Job, Child)> {
         let with_this_rank = jobs.iter().filter(|job| rank < job.ranks);
@@ -324,7 +324,7 @@ fn jobs_side_by_side_do_not_meet() {
 }
 
 #[test]
-fn a_second_run_of_a_name_is_refused_while_the_first_one_starts() {
+fn a_second_run_with_the_same_name_is_refused_while_the_first_starts() {
     let job = Job::new(OpenMpi, "twice", 2);
     let mut first = job.start(0, HELLO_RING, &[]);
     until(|| serves(&first));
@@ -338,7 +338,7 @@ fn a_second_run_of_a_name_is_refused_while_the_first_one_starts() {
 }
 
 #[test]
-fn a_killed_run_leaves_nothing_in_the_way_of_the_next() {
+fn a_killed_run_does_not_block_the_next() {
     let job = Job::new(Slurm, "killed", 2);
     let mut killed = job.start(0, HELLO_RING, &[]);
     until(|| serves(&killed));
@@ -348,7 +348,7 @@ fn a_killed_run_leaves_nothing_in_the_way_of_the_next() {
 }
 
 #[test]
-fn mgpuruns_own_variables_win() {
+fn mgpurun_variables_take_precedence() {
     let mut launcher = Job::new(Slurm, "outer", 1).rank(0, env!("CARGO_BIN_EXE_t-mgpurun"), &[]);
     launcher.envs([("OMPI_COMM_WORLD_RANK", "5"), ("OMPI_COMM_WORLD_SIZE", "7")]);
     launcher.envs([("TORCHELASTIC_RESTART_COUNT", "2"), ("MASTER_ADDR", "elsewhere")]);
@@ -369,7 +369,7 @@ fn on_gpus(job: &Job, gpus: u32, visible: Option<&str>, program: &str, arguments
 }
 
 #[test]
-fn the_gpus_there_are_decide_the_backend() {
+fn the_number_of_gpus_decides_the_backend() {
     for finished in on_gpus(&Job::new(Slurm, "gpus", 2), 4, None, HELLO_RING, &[]) {
         finished.expect(0, &["of 2 (nccl backend): the ranks sum to 1"]);
     }
@@ -397,7 +397,7 @@ fn a_rank_that_dies_in_nccl_is_named_by_all_others() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_configurations_are_reported() {
     for (launcher, name, value, text) in [
         (
             Torchrun,

@@ -11,7 +11,7 @@ fn train(ranks: u32, arguments: &[&str]) -> Finished {
 }
 
 #[test]
-fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
+fn world_size_invariant_training_is_bit_equal() {
     // keras has batch normalisation and dropout.
     for (net, steps) in [("lenet5", "10"), ("keras", "3")] {
         let run = |ranks: u32, flags: &[&str]| {
@@ -31,7 +31,7 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
 
 /// Killed after the fifth step, of which four were saved.
 #[test]
-fn whatever_a_step_does_a_killed_run_goes_on_to_the_same_bits() {
+fn a_killed_run_resumes_bit_equal_with_every_option() {
     for flags in [
         &["--schedule", "cosine:0.1", "--warm-up", "3", "--clip-norm", "0.5"][..],
         &["--accumulate", "4", "--schedule", "step:3:0.5", "--shard-optimizer", "on"],
@@ -53,7 +53,7 @@ fn whatever_a_step_does_a_killed_run_goes_on_to_the_same_bits() {
 
 /// Begun by four ranks, gone on by two, which give the bits of one.
 #[test]
-fn a_run_goes_on_with_other_ranks_to_the_same_bits() {
+fn a_world_size_invariant_run_resumes_on_other_ranks_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let run = |ranks: u32, steps: &str, flags: &[&str]| {
@@ -71,7 +71,7 @@ fn a_run_goes_on_with_other_ranks_to_the_same_bits() {
 }
 
 #[test]
-fn micro_batches_take_less_memory_and_train_as_well() {
+fn micro_batches_use_less_memory() {
     let run = |flags: &[&str]| {
         let all = ["--net", "conv6", "--steps", "1", "--batch", "32", "--skip-test"];
         let finished = train(2, &[&all[..], flags].concat());
@@ -87,7 +87,7 @@ fn micro_batches_take_less_memory_and_train_as_well() {
 }
 
 #[test]
-fn what_cannot_be_divided_is_told_by_its_flag() {
+fn indivisible_batches_name_the_flag() {
     let told = |ranks, flags: &[&str], text| {
         train(ranks, &[&["--steps", "1"], flags].concat()).expect(1, &[text]);
     };
@@ -99,7 +99,7 @@ fn what_cannot_be_divided_is_told_by_its_flag() {
 }
 
 #[test]
-fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
+fn overlap_does_not_change_the_weights() {
     // keras sums over ranks in between; deep has sharded buckets.
     for (ranks, net, flags) in [
         (3, "lenet5", &[][..]),
@@ -154,7 +154,7 @@ fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
 }
 
 #[test]
-fn digits_that_differ_between_ranks_are_named() {
+fn data_that_differs_between_ranks_is_named() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     folders.iter().for_each(|folder| mnist::write_tiny(folder.path()));
     let [first, second] = folders.each_ref().map(|folder| folder.path().to_str().unwrap());

@@ -73,7 +73,7 @@ fn floats(values: &[f64]) -> Vec<f32> {
 }
 
 #[test]
-fn optimizers_move_parameters_as_pytorchs_do() {
+fn optimizers_match_pytorch() {
     let recorded = recorded();
     assert_eq!(recorded.optimizers.len(), rules().len());
     for (name, rule) in rules() {
@@ -94,7 +94,7 @@ fn optimizers_move_parameters_as_pytorchs_do() {
 }
 
 #[test]
-fn schedules_are_those_of_pytorch() {
+fn schedules_match_pytorch() {
     let recorded = recorded();
     let schedules = [
         ("constant", Schedule::CONSTANT),
@@ -113,7 +113,7 @@ fn schedules_are_those_of_pytorch() {
 }
 
 #[test]
-fn gradients_are_clipped_as_by_pytorch() {
+fn gradient_clipping_matches_pytorch() {
     for Clipped { most, norm, gradients } in recorded().clipped {
         let optimizer = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.0, ..Sgd::default() }));
         let config = DataParallelConfig::new(optimizer, 1).with_clip_norm(Some(most));
@@ -143,7 +143,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f64], scale: f64) {
 }
 
 #[test]
-fn parameter_groups_have_learning_rates_and_weight_decays_of_their_own() {
+fn parameter_groups_match_pytorch() {
     let recorded = recorded();
     let start = &recorded.start;
     for (name, rule) in rules().into_iter().filter(|(name, _)| recorded.groups.contains_key(*name)) {
@@ -190,7 +190,7 @@ fn rank_of(
 const LARGE: f64 = 10.0;
 
 #[test]
-fn tensors_that_a_rank_does_not_use_are_averaged_as_by_distributed_data_parallel() {
+fn unused_parameters_match_distributed_data_parallel() {
     let recorded = recorded();
     threads::run(2, |mut world| {
         let mut model = rank_of(&mut world, &recorded, |config| config.with_unused(Unused::Zero));
@@ -208,7 +208,7 @@ fn tensors_that_a_rank_does_not_use_are_averaged_as_by_distributed_data_parallel
 }
 
 #[test]
-fn ranks_run_out_of_data_as_under_pytorchs_join() {
+fn uneven_inputs_match_pytorch_join() {
     let recorded = recorded();
     threads::run(recorded.batches.len() as u32, |mut world| {
         let mut model = rank_of(&mut world, &recorded, |config| config.with_join(true));

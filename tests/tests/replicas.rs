@@ -102,7 +102,7 @@ fn tensors_in_different_places_are_named_on_every_rank() {
 }
 
 #[test]
-fn shapes_that_fit_no_memory_are_refused() {
+fn shapes_too_large_for_memory_are_refused() {
     let mut layout = Layout::new();
     layout.push("huge", [1 << 32, 1 << 32]);
     let mut world = World::from_env().unwrap();
@@ -127,7 +127,7 @@ fn a_flipped_bit_is_found() {
 }
 
 #[test]
-fn a_forgotten_gradient_is_named_and_changes_nothing() {
+fn a_missing_gradient_is_named_and_changes_nothing() {
     let mut world = World::from_env().unwrap();
     let comm = world.communicator().unwrap();
     let len = layout().len();

@@ -82,7 +82,7 @@ fn resumed_after(finished: &Finished) -> u64 {
 }
 
 #[test]
-fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
+fn a_run_killed_within_an_epoch_resumes_at_the_next_step() {
     for precision in ["f32", "bf16"] {
         let tiny = Tiny::new();
         let all = ["--net", "keras", "--precision", precision, "--skip-test"];
@@ -105,7 +105,7 @@ fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
 }
 
 #[test]
-fn as_many_as_are_wanted_are_kept() {
+fn keep_limits_the_number_of_checkpoints() {
     let tiny = Tiny::new();
     let finished = tiny.saved(TRAIN.launched(2), &["--checkpoint-every", "5", "--keep", "3", "--skip-test"]);
     assert_eq!(finished.json()["checkpoints"], 7, "after steps 5, 8, 10, 15, 16, 20 and 24");
@@ -116,7 +116,7 @@ fn as_many_as_are_wanted_are_kept() {
 }
 
 #[test]
-fn a_finished_run_tells_what_it_has_come_to() {
+fn resuming_a_finished_run_reports_its_result() {
     let tiny = Tiny::new();
     let first = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
     let again = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
@@ -130,7 +130,7 @@ fn a_finished_run_tells_what_it_has_come_to() {
 }
 
 #[test]
-fn another_run_is_refused_by_all_that_differs() {
+fn resuming_another_run_is_refused_with_every_difference() {
     let tiny = Tiny::new();
     let first = ["--skip-test", "--epochs", "1"];
     tiny.saved(TRAIN.launched(2), &first).expect(0, &[]);
@@ -168,7 +168,7 @@ fn another_run_is_refused_by_all_that_differs() {
 }
 
 #[test]
-fn other_ranks_and_threads_may_go_on_and_are_told_of_the_bits() {
+fn resuming_with_other_ranks_or_threads_warns_about_rounding() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant", "--steps"];
     tiny.saved(TRAIN.launched(2), &[&all[..], &["5"]].concat()).expect(0, &[]);
@@ -183,7 +183,7 @@ fn other_ranks_and_threads_may_go_on_and_are_told_of_the_bits() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
+fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant"];
     let whole = tiny.run(TRAIN.launched(2), &all).weights();
@@ -205,7 +205,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
 }
 
 #[test]
-fn a_folder_that_another_run_writes_to_is_refused() {
+fn a_folder_in_use_by_another_run_is_refused() {
     let tiny = Tiny::new();
     let _writer = Writer::new(&tiny.checkpoints(), 1).unwrap();
     tiny.saved(TRAIN.launched(2), &["--skip-test"])
@@ -213,7 +213,7 @@ fn a_folder_that_another_run_writes_to_is_refused() {
 }
 
 #[test]
-fn on_a_full_disk_a_training_ends_with_its_earlier_checkpoints() {
+fn on_a_full_disk_earlier_checkpoints_survive() {
     let tiny = Tiny::new();
     let disk = tiny.checkpoints();
     fs::create_dir(&disk).unwrap();
@@ -232,7 +232,7 @@ fn on_a_full_disk_a_training_ends_with_its_earlier_checkpoints() {
 }
 
 #[test]
-fn other_files_in_the_folder_of_checkpoints_stay_over_saves_resumes_and_kills() {
+fn foreign_files_in_the_checkpoint_folder_survive() {
     let tiny = Tiny::new();
     let folder = tiny.checkpoints();
     let every = ["--skip-test", "--checkpoint-every", "2", "--keep", "1"];
@@ -274,7 +274,7 @@ fn load_in_torch(folder: &Path, arguments: &[&str]) -> Finished {
 }
 
 #[test]
-fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() {
+fn load_in_torch_reads_the_newest_checkpoint_and_reports_errors() {
     if Command::new("python3").arg("--version").output().is_err() {
         eprintln!("skipped: there is no python3");
         return;
@@ -305,7 +305,7 @@ fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() 
 }
 
 #[test]
-fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
+fn logits_are_written_after_training_and_after_resuming() {
     let tiny = Tiny::new();
     let file = tiny.folder.path().join("logits.json");
     let read =
@@ -325,7 +325,7 @@ fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
 }
 
 #[test]
-fn a_sharded_run_goes_on_replicated_and_back() {
+fn a_run_resumes_between_sharded_and_replicated() {
     let folder = tempfile::tempdir().unwrap();
     let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
     let whole = train(TRAIN.launched(2), &[&all[..], &["--steps", "15"]].concat()).weights();
@@ -340,7 +340,7 @@ fn a_sharded_run_goes_on_replicated_and_back() {
 }
 
 #[test]
-fn a_prolonged_run_is_bit_equal() {
+fn an_extended_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
@@ -372,7 +372,7 @@ fn a_run_that_is_killed_with_its_launcher_and_resumed_is_bit_equal() {
 }
 
 #[test]
-fn a_restarted_run_goes_on_from_its_checkpoint() {
+fn a_restarted_run_resumes_from_its_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let restarted = |faults: &[&str]| {
@@ -395,7 +395,7 @@ fn a_restarted_run_goes_on_from_its_checkpoint() {
 }
 
 #[test]
-fn a_restart_does_not_take_up_the_checkpoints_of_an_earlier_launch() {
+fn a_restart_ignores_checkpoints_of_an_earlier_launch() {
     let tiny = Tiny::new();
     let folder = tiny.checkpoints();
     let all = ["--skip-test", "--epochs", "1", "--checkpoint-dir", folder.to_str().unwrap()];

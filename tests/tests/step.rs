@@ -140,7 +140,7 @@ fn buckets_follow_the_order_of_gradients() {
 }
 
 #[test]
-fn gradients_are_summed_where_that_is_asked_for() {
+fn gradients_are_summed_on_request() {
     let mean = config(sgd());
     let sum = mean.with_reduction(Reduction::Sum);
     threads::run(2, |mut world| {
@@ -155,7 +155,7 @@ fn gradients_are_summed_where_that_is_asked_for() {
 }
 
 #[test]
-fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
+fn world_size_invariant_steps_are_bit_equal() {
     let mut differs = 0;
     for optimizer in optimizers() {
         for clip_norm in [None, Some(0.5)] {
@@ -182,7 +182,7 @@ fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
 
 /// Running statistics: moved by every micro-batch in turn, or by all of them from the same place.
 #[test]
-fn buffers_do_not_depend_on_the_number_of_ranks() {
+fn buffers_do_not_depend_on_the_world_size() {
     let invariant = config(sgd()).with_world_size_invariant(true);
     let run = |world: &mut World, micro_batches: usize| {
         let config = invariant.with_micro_batches(micro_batches);
@@ -237,7 +237,7 @@ fn gradients_are_clipped_by_their_global_norm() {
 }
 
 #[test]
-fn compressed_gradients_are_rounded_and_no_worse() {
+fn compressed_gradients_are_rounded_once() {
     threads::run(3, |mut world| {
         for optimizer in optimizers() {
             for config in [config(optimizer), sharded(optimizer)] {
@@ -261,7 +261,7 @@ fn compressed_gradients_are_rounded_and_no_worse() {
 }
 
 #[test]
-fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
+fn non_finite_gradients_are_named_and_change_nothing() {
     for config in [config(sgd()), sharded(sgd())] {
         threads::run(3, |mut world| {
             let mut model = model(&mut world, &shapes(), config).unwrap();
@@ -336,7 +336,7 @@ fn sums_that_overflow_are_named_and_change_nothing() {
 
 /// Too large to be checked whole before the reduction.
 #[test]
-fn a_single_bad_element_of_a_large_tensor_is_found_in_the_step() {
+fn one_non_finite_element_of_a_large_tensor_is_found() {
     let large = layout(&[&[3], &[700, 300]]);
     for shard_from in [None, Some(0)] {
         for ranks in [1, 3] {
@@ -432,7 +432,7 @@ fn settings_that_differ_are_named_before_the_first_step() {
 }
 
 #[test]
-fn ranks_that_make_different_steps_are_told_before_anything_changes() {
+fn different_steps_are_an_error_before_anything_changes() {
     for check_finite in [true, false] {
         threads::run(3, |mut world| {
             let config = config(sgd()).with_check_finite(check_finite);
@@ -453,7 +453,7 @@ fn ranks_that_make_different_steps_are_told_before_anything_changes() {
 
 /// Adam's corrections, for one, depend on the number of steps.
 #[test]
-fn ranks_that_go_back_to_different_steps_are_told() {
+fn restoring_different_steps_is_an_error() {
     threads::run(2, |mut world| {
         let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
         let steps = 7 + u64::from(world.rank());
@@ -465,7 +465,7 @@ fn ranks_that_go_back_to_different_steps_are_told() {
 }
 
 #[test]
-fn arguments_that_make_no_sense_are_errors() {
+fn invalid_arguments_are_errors() {
     let mut world = World::from_env().unwrap();
     let none = config(sgd()).with_threads(0);
     let error = model(&mut world, &shapes(), none).err().unwrap().to_string();
@@ -486,7 +486,7 @@ fn arguments_that_make_no_sense_are_errors() {
 }
 
 #[test]
-fn a_gradient_handed_over_twice_is_named() {
+fn a_gradient_announced_twice_is_named() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &layout(&[&[2], &[3]]), config(sgd())).unwrap();
     let error = model.step(|_, gradients| [1, 1].into_iter().try_for_each(|tensor| gradients.ready(tensor)));
@@ -499,7 +499,7 @@ fn a_gradient_handed_over_twice_is_named() {
 }
 
 #[test]
-fn errors_of_the_program_come_back() {
+fn errors_of_the_step_closure_are_returned() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
     let error = model.step(|_, _| -> Result<()> { Err(Error::program("no more images")) }).unwrap_err();
@@ -507,7 +507,7 @@ fn errors_of_the_program_come_back() {
 }
 
 #[test]
-fn ranks_with_different_numbers_are_told() {
+fn ranks_with_different_weights_are_named() {
     let errors = threads::run(3, |mut world| {
         let steps = if world.rank() == 0 { 11 } else { 10 };
         verify_same(&mut world.communicator().unwrap(), "steps in epoch 3", steps).unwrap_err().to_string()
@@ -516,7 +516,7 @@ fn ranks_with_different_numbers_are_told() {
 }
 
 #[test]
-fn what_does_not_go_together_is_refused() {
+fn incompatible_options_are_refused() {
     let invariant = config(sgd()).with_world_size_invariant(true);
     let errors = threads::run(3, |mut world| {
         let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();

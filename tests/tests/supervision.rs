@@ -38,14 +38,14 @@ fn left_of(folder: &Path) -> Vec<u32> {
 
 /// A cell of the matrix.
 #[derive(Debug, Clone, Copy)]
-struct Cell {
+struct FaultCase {
     ranks: u32,
     culprit: u32,
     fault: &'static str,
     phase: &'static str,
 }
 
-impl Cell {
+impl FaultCase {
     fn run(self) {
         let folder = tempfile::tempdir().unwrap();
         let inject = format!("rank={},{},fault={}", self.culprit, self.phase, self.fault);
@@ -92,25 +92,25 @@ impl Cell {
 
 /// Runs the cells of these faults, a few at a time.
 fn run_all(faults: &[&'static str]) {
-    let cells = faults.iter().flat_map(|fault| PHASES.map(|phase| (*fault, phase)));
-    let sized = cells.flat_map(|(fault, phase)| [1, 2, 5].map(|ranks| (ranks, fault, phase)));
+    let cases = faults.iter().flat_map(|fault| PHASES.map(|phase| (*fault, phase)));
+    let sized = cases.flat_map(|(fault, phase)| [1, 2, 5].map(|ranks| (ranks, fault, phase)));
     // A single rank that never joins is a program that does not use the runtime: nobody waits for it.
     let is_possible = |(ranks, fault, phase): &(u32, &str, &str)| {
         !(*ranks == 1 && ["hang", "sigstop"].contains(fault) && ["phase=start", "phase=join"].contains(phase))
     };
-    let cells: VecDeque<Cell> = sized
+    let cases: VecDeque<FaultCase> = sized
         .filter(is_possible)
         .enumerate()
-        .map(|(index, (ranks, fault, phase))| Cell { ranks, culprit: index as u32 % ranks, fault, phase })
+        .map(|(index, (ranks, fault, phase))| FaultCase { ranks, culprit: index as u32 % ranks, fault, phase })
         .collect();
-    let queue = Mutex::new(cells);
+    let queue = Mutex::new(cases);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 loop {
                     let next = queue.lock().unwrap().pop_front();
-                    let Some(cell) = next else { break };
-                    cell.run();
+                    let Some(case) = next else { break };
+                    case.run();
                 }
             });
         }
@@ -138,7 +138,7 @@ fn a_rank_that_leaves_a_child_in_any_phase() {
 }
 
 #[test]
-fn what_a_dead_rank_left_behind_goes_too() {
+fn leftover_processes_of_a_dead_rank_are_killed() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "--inject", "rank=1,step=2,fault=leak-child"]);
@@ -188,7 +188,7 @@ fn nothing_survives_a_killed_launcher() {
 }
 
 #[test]
-fn the_groups_of_ranks_go_when_launcher_and_guardian_are_killed_at_once() {
+fn rank_process_groups_end_when_launcher_and_guardian_are_killed_together() {
     let folder = tempfile::tempdir().unwrap();
     let stubborn = "trap '' TERM INT HUP; sh -c 'while :; do sleep 1; done' & : > ready-$RANK; \
                     while :; do sleep 1; done";
@@ -207,7 +207,7 @@ fn the_groups_of_ranks_go_when_launcher_and_guardian_are_killed_at_once() {
 }
 
 #[test]
-fn processes_that_keep_starting_others_are_outrun() {
+fn processes_that_keep_forking_are_all_killed() {
     let folder = tempfile::tempdir().unwrap();
     // Each daemon of a chain starts the next one, in the same session or in one of its own, and ends.
     let fork = "chain() { chain & exit; }; chain";
@@ -223,7 +223,7 @@ fn processes_that_keep_starting_others_are_outrun() {
 }
 
 #[test]
-fn what_a_shell_started_before_it_became_mgpurun_is_left_alone() {
+fn processes_started_by_the_shell_before_exec_are_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
     let script = format!("sleep 1000 & echo $!; exec {launcher} --no-prefix -n 2 true");
@@ -238,7 +238,7 @@ fn what_a_shell_started_before_it_became_mgpurun_is_left_alone() {
 }
 
 #[test]
-fn a_run_can_be_looked_at_from_inside_and_outside() {
+fn the_status_of_a_run_is_visible_from_inside_and_outside() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "--inject", "rank=1,step=3,fault=sigstop", env!("CARGO_BIN_EXE_t-job")]);
@@ -262,7 +262,7 @@ fn a_run_can_be_looked_at_from_inside_and_outside() {
 }
 
 #[test]
-fn ranks_that_never_join_are_seen_to_live() {
+fn ranks_that_never_join_are_shown_as_alive() {
     let folder = tempfile::tempdir().unwrap();
     let script = "[ $RANK = 0 ] && { : > ready-0; exit; }; : > ready-1; while :; do sleep 1; done";
     let (mut child, launcher) = start_script(folder.path(), 2, script);
@@ -303,7 +303,7 @@ fn the_culprit_is_named_before_the_others_have_ended() {
 }
 
 #[test]
-fn a_deadline_of_the_ranks_own_shows_the_table_too() {
+fn a_timeout_inside_a_rank_also_prints_the_status_table() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.env("MGPU_TIMEOUT", "1").args(["-n", "3", "--inject", "rank=2,step=3,fault=hang"]);
@@ -314,7 +314,7 @@ fn a_deadline_of_the_ranks_own_shows_the_table_too() {
 }
 
 #[test]
-fn ranks_that_do_not_go_together_are_told_apart() {
+fn incompatible_ranks_are_reported_by_rank() {
     let hello = env!("CARGO_BIN_EXE_t-hello");
     for (lists, code, said) in [
         (["2,2", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
@@ -333,7 +333,7 @@ fn ranks_that_do_not_go_together_are_told_apart() {
 }
 
 #[test]
-fn ranks_run_one_program() {
+fn ranks_must_run_the_same_program() {
     let folder = tempfile::tempdir().unwrap();
     let job = env!("CARGO_BIN_EXE_t-job");
     let other = folder.path().join("other");
@@ -396,7 +396,7 @@ fn a_signal_in_the_pause_before_a_restart_ends_the_run() {
 }
 
 #[test]
-fn a_fault_that_does_not_happen_is_told() {
+fn a_fault_that_was_not_injected_is_reported() {
     let job = env!("CARGO_BIN_EXE_t-job");
     let folder = tempfile::tempdir().unwrap();
     let inject = |faults: &[&str], program: &str| {
@@ -425,7 +425,7 @@ fn a_fault_that_does_not_happen_is_told() {
 }
 
 #[test]
-fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
+fn a_rank_that_floods_the_rendezvous_blocks_nobody_and_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     let finished = run(job.args(["-n", "2", env!("CARGO_BIN_EXE_t-flood"), "1", "3000"]));
@@ -444,7 +444,7 @@ fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
 }
 
 #[test]
-fn ranks_that_use_mpi_are_told_that_they_are_alone() {
+fn ranks_that_use_mpi_are_warned_about_their_world_of_one() {
     let folder = tempfile::tempdir().unwrap();
     // Any library will do under that name.
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
@@ -464,7 +464,7 @@ fn ranks_that_use_mpi_are_told_that_they_are_alone() {
 }
 
 #[test]
-fn a_forked_child_harms_nobody() {
+fn a_forked_child_does_no_harm() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(launcher(folder.path()).args(["-n", "3", env!("CARGO_BIN_EXE_t-fork")]));
     finished.expect(0, &["[0] 3 ranks went on", "[2] 3 ranks went on", "a forked child cannot use"]);
@@ -486,7 +486,7 @@ fn many_launches_at_once() {
 }
 
 #[test]
-fn a_taken_port_and_no_network_at_all_do_not_matter() {
+fn a_used_port_or_a_missing_network_does_not_matter() {
     // Whoever holds it, it is taken.
     let _holder = std::net::TcpListener::bind(("127.0.0.1", 29500));
     let folder = tempfile::tempdir().unwrap();
@@ -503,7 +503,7 @@ fn a_taken_port_and_no_network_at_all_do_not_matter() {
 }
 
 #[test]
-fn signals_that_somebody_ignored_do_no_harm() {
+fn inherited_ignored_signals_do_no_harm() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = command("env");
     job.args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_t-mgpurun"), "-n", "2"]);
@@ -522,7 +522,7 @@ fn start_script(folder: &Path, ranks: u32, script: &str) -> (Child, Pid) {
 }
 
 #[test]
-fn a_signal_to_all_processes_is_one_signal() {
+fn a_signal_to_all_processes_counts_once() {
     let folder = tempfile::tempdir().unwrap();
     let script = "trap 'sleep 0.3; echo clean; exit 0' TERM; : > ready-$RANK; while :; do sleep 0.01; done";
     let (mut child, launcher) = start_script(folder.path(), 2, script);
@@ -532,7 +532,7 @@ fn a_signal_to_all_processes_is_one_signal() {
 }
 
 #[test]
-fn what_a_shell_runs_has_its_time_to_end() {
+fn children_of_a_shell_get_the_grace_time() {
     let folder = tempfile::tempdir().unwrap();
     // The inner shell is the program; the outer one dies of the signal at once.
     let inner = "trap \"sleep 0.3; echo saved; exit 0\" TERM; : > ready-$RANK; while :; do sleep 0.01; done";
@@ -543,7 +543,7 @@ fn what_a_shell_runs_has_its_time_to_end() {
 }
 
 #[test]
-fn a_rank_that_leaves_its_group_is_reached_all_the_same() {
+fn a_rank_that_leaves_its_process_group_is_still_killed() {
     let folder = tempfile::tempdir().unwrap();
     let script =
         format!("[ $RANK = 1 ] && {{ sleep 0.2; exit 3; }}; exec {}", env!("CARGO_BIN_EXE_t-wander"));
@@ -553,7 +553,7 @@ fn a_rank_that_leaves_its_group_is_reached_all_the_same() {
 }
 
 #[test]
-fn a_number_outside_of_the_world_is_refused() {
+fn a_rank_outside_the_world_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "env", "RANK=5", "WORLD_SIZE=6", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=6"]);
@@ -561,7 +561,7 @@ fn a_number_outside_of_the_world_is_refused() {
 }
 
 #[test]
-fn nothing_is_lost_when_a_restart_does_not_come_about() {
+fn a_cancelled_restart_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let (program, events) = (folder.path().join("prog"), folder.path().join("events"));
     fs::write(&program, "#!/bin/sh\nseq 1 60000\nrm -f \"$0\"\nexit 7\n").unwrap();
@@ -582,7 +582,7 @@ fn nothing_is_lost_when_a_restart_does_not_come_about() {
 }
 
 #[test]
-fn a_run_within_a_run_has_no_faults_of_the_outer_one() {
+fn a_nested_run_does_not_inherit_faults() {
     let folder = tempfile::tempdir().unwrap();
     let inner =
         format!("exec {} --no-prefix -n 1 sh -c 'echo faults:$MGPU_INJECT'", env!("CARGO_BIN_EXE_t-mgpurun"));

@@ -166,7 +166,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
 }
 
 #[test]
-fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
+fn overlapped_reductions_have_their_own_tracks() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "6", "--skip-test", "--json"];
@@ -206,7 +206,7 @@ fn a_world_of_one_has_a_timeline_too() {
 }
 
 #[test]
-fn only_the_steps_asked_for_are_recorded() {
+fn only_the_requested_steps_are_recorded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let arguments = ["--batch", "8", "--steps", "9", "--skip-test", "--timeline-steps", "4-6"];
@@ -223,7 +223,7 @@ fn only_the_steps_asked_for_are_recorded() {
 }
 
 #[test]
-fn the_weights_do_not_depend_on_being_watched() {
+fn recording_a_timeline_does_not_change_the_weights() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let weights = |watched: bool| {
@@ -248,7 +248,7 @@ fn the_weights_do_not_depend_on_being_watched() {
 }
 
 #[test]
-fn spans_beyond_the_room_are_counted_in_the_file() {
+fn spans_beyond_the_limit_are_counted_in_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     threads::run(2, |mut world| {
@@ -303,7 +303,7 @@ fn a_timeline_of_gpus_is_refused() {
 }
 
 #[test]
-fn communication_is_reported_where_there_is_any() {
+fn communication_is_reported_for_several_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let metrics = folder.path().join("metrics.jsonl");
     let mut program = TRAIN.launched(2);

@@ -34,13 +34,13 @@ fn the_smoke_test_of_a_ci_job() {
 }
 
 #[test]
-fn alone_with_and_without_the_launcher_gives_the_same_bits() {
+fn one_rank_is_bit_equal_with_and_without_the_launcher() {
     let arguments = ["--steps", "12", "--skip-test", "--threads", "1"];
     assert_eq!(train(TRAIN.alone(), &arguments).weights(), train(TRAIN.launched(1), &arguments).weights());
 }
 
 #[test]
-fn a_seed_and_a_rank_count_give_the_same_bits_every_time() {
+fn training_is_reproducible_for_a_seed_and_rank_count() {
     let arguments = ["--steps", "12", "--skip-test", "--seed", "5"];
     for ranks in [2, 3] {
         let first = train(TRAIN.launched(ranks), &arguments).weights();
@@ -74,7 +74,7 @@ fn generated_digits_are_learned() {
 }
 
 #[test]
-fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
+fn training_on_bf16_images_is_equal_on_all_ranks() {
     let finished = train(TRAIN.launched(2), &["--steps", "800", "--precision", "bf16"]);
     finished.expect(0, &["the same on 2 ranks"]);
     let json = finished.json();
@@ -128,7 +128,7 @@ fn warnings(finished: &Finished, path: &str) -> usize {
 }
 
 #[test]
-fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_exit_code() {
+fn a_full_disk_for_a_by_product_file_affects_neither_checkpoint_nor_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());
     let small =
@@ -152,7 +152,7 @@ fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_ex
 }
 
 #[test]
-fn a_limit_of_file_sizes_is_a_full_disk() {
+fn a_file_size_limit_is_treated_as_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     let (plot, checkpoints) = (folder.path().join("plot.svg"), folder.path().join("checkpoints"));
     let limited = |arguments: &[&str]| {
@@ -169,7 +169,7 @@ fn a_limit_of_file_sizes_is_a_full_disk() {
 }
 
 #[test]
-fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
+fn on_a_full_disk_each_by_product_file_is_warned_about_once() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());
     let (disk, checkpoints) = (folder.path().join("disk"), folder.path().join("checkpoints"));
@@ -203,7 +203,7 @@ fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
 }
 
 #[test]
-fn a_file_that_cannot_be_is_known_before_the_training() {
+fn an_impossible_by_product_path_fails_before_training() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -225,7 +225,7 @@ fn a_file_that_cannot_be_is_known_before_the_training() {
 }
 
 #[test]
-fn a_file_that_standard_output_goes_to_has_all_of_both() {
+fn a_by_product_file_may_share_standard_output() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("out");
     for (flag, marks) in [("--plot", ["<svg", "</svg>"]), ("--metrics", ["{\"epoch\":1", "generated digits"])]

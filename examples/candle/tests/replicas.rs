@@ -67,7 +67,7 @@ fn largest_difference(one: &[f32], other: &[f32]) -> f32 {
 }
 
 #[test]
-fn gradients_averaged_over_ranks_are_those_of_the_whole_batch() {
+fn averaged_gradients_equal_whole_batch_gradients() {
     let alone = World::threads(1).unwrap().remove(0).communicator().unwrap();
     let (start, whole) = train(alone, None);
     let scale = whole.gradient.iter().fold(0f32, |largest, value| largest.max(value.abs()));

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_whole_shards_and_never_repeat() {
+    fn sizes_are_whole_shards_without_duplicates() {
         assert_eq!(parsed("--max 1024").sizes(4), [4, 16, 64, 256, 1024]);
         assert_eq!(parsed("--max 1024").sizes(4 * 8), [32, 64, 256, 1024]);
         assert_eq!(parsed("--min 1 --max 1 ").sizes(24), [24]);
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_that_contradict_each_other_are_told() {
+    fn contradicting_arguments_are_errors() {
         let told = |arguments: &str| parsed(arguments).check_consistent();
         assert_eq!(told("--min 8 --max 8"), Ok(()));
         assert_eq!(told("--min 8 --max 4"), Err("--min 8 is larger than --max 4".into()));

@@ -11,7 +11,7 @@ use std::time::Duration;
 use mgpu::{Communicator, DType, Result};
 use mgpu_kernels::scale::scale;
 
-use super::measure::{Plan, sample};
+use super::measure::{RunLimits, sample};
 
 /// Bytes that a timed pass goes over at least, so that the barrier at its end does not count.
 const PASS_BYTES: usize = 1 << 20;
@@ -28,9 +28,9 @@ pub(super) fn measure(comm: &mut Communicator, bytes: usize) -> Result<Bound> {
     let len = bytes.div_ceil(size_of::<f32>());
     let buffer = comm.allocate(DType::F32, len)?;
     let passes = (PASS_BYTES / bytes.max(1)).clamp(1, 1 << 16);
-    let plan = Plan { warm_up: 2, runs: 15, limit: Duration::from_secs(1) };
+    let limits = RunLimits { warm_up: 2, runs: 15, limit: Duration::from_secs(1) };
     // The barrier belongs to the time: where ranks take turns on a core, no single rank's time is that of all.
-    let (_, times) = sample(comm, buffer, plan, |comm, mut buffer| {
+    let (_, times) = sample(comm, buffer, limits, |comm, mut buffer| {
         for _ in 0..passes {
             scale(black_box(buffer.as_mut_slice()), black_box(1.5));
         }

@@ -41,7 +41,7 @@ impl std::fmt::Display for Collective {
 
 /// What a part of a buffer holds after an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Holds {
+pub(super) enum Contents {
     /// The reduction over all ranks.
     Reduction,
     /// What this rank had there before.
@@ -96,31 +96,31 @@ impl Collective {
     }
 
     /// What the `len` elements of `rank` hold afterwards. Parts that are not listed hold anything.
-    pub(super) fn outcome(self, rank: u32, ranks: u32, len: usize) -> Vec<(Range<usize>, Holds)> {
+    pub(super) fn outcome(self, rank: u32, ranks: u32, len: usize) -> Vec<(Range<usize>, Contents)> {
         let shard = |rank: u32| {
             let shard = len / ranks as usize;
             rank as usize * shard..(rank as usize + 1) * shard
         };
-        let shards_of_all = || (0..ranks).map(|rank| (shard(rank), Holds::InputOf(rank))).collect();
+        let shards_of_all = || (0..ranks).map(|rank| (shard(rank), Contents::InputOf(rank))).collect();
         match self {
-            Collective::AllReduce => vec![(0..len, Holds::Reduction)],
-            Collective::ReduceScatter => vec![(shard(rank), Holds::Reduction)],
+            Collective::AllReduce => vec![(0..len, Contents::Reduction)],
+            Collective::ReduceScatter => vec![(shard(rank), Contents::Reduction)],
             Collective::AllGather => shards_of_all(),
             Collective::Gather if rank == ROOT => shards_of_all(),
-            Collective::Gather => vec![(0..len, Holds::InputOf(rank))],
+            Collective::Gather => vec![(0..len, Contents::InputOf(rank))],
             Collective::Scatter => {
                 let own = shard(rank);
-                let others = [0..own.start, own.end..len].map(|part| (part, Holds::InputOf(rank)));
-                others.into_iter().chain([(own, Holds::InputOf(ROOT))]).collect()
+                let others = [0..own.start, own.end..len].map(|part| (part, Contents::InputOf(rank)));
+                others.into_iter().chain([(own, Contents::InputOf(ROOT))]).collect()
             }
             Collective::AllToAll => {
                 let by = |peer: u32| (rank as isize - peer as isize) * (len / ranks as usize) as isize;
-                let from = |peer| (shard(peer), Holds::MovedInputOf { rank: peer, by: by(peer) });
+                let from = |peer| (shard(peer), Contents::MovedInputOf { rank: peer, by: by(peer) });
                 (0..ranks).map(from).collect()
             }
-            Collective::Broadcast => vec![(0..len, Holds::InputOf(ROOT))],
-            Collective::Reduce if rank == ROOT => vec![(0..len, Holds::Reduction)],
-            Collective::Reduce => vec![(0..len, Holds::InputOf(rank))],
+            Collective::Broadcast => vec![(0..len, Contents::InputOf(ROOT))],
+            Collective::Reduce if rank == ROOT => vec![(0..len, Contents::Reduction)],
+            Collective::Reduce => vec![(0..len, Contents::InputOf(rank))],
         }
     }
 }
@@ -141,8 +141,8 @@ mod tests {
     #[test]
     fn shards_tile_the_buffer() {
         let gathered = Collective::AllGather.outcome(1, 3, 12);
-        let expected = [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Holds::InputOf(rank)));
+        let expected = [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Contents::InputOf(rank)));
         assert_eq!(gathered, expected);
-        assert_eq!(Collective::ReduceScatter.outcome(2, 3, 12), [(8..12, Holds::Reduction)]);
+        assert_eq!(Collective::ReduceScatter.outcome(2, 3, 12), [(8..12, Contents::Reduction)]);
     }
 }

@@ -9,8 +9,8 @@ use mgpu_kernels::cuda::{Memory, Stream, View};
 
 use super::Failure;
 use super::collective::{Collective, ROOT};
-use super::measure::{Plan, Times, sample};
-use super::pattern::{self, Sums, Value};
+use super::measure::{RunLimits, Times, sample};
+use super::pattern::{self, ReductionOrder, Value};
 
 /// A GPU to measure on.
 pub(super) struct Gpu {
@@ -19,7 +19,7 @@ pub(super) struct Gpu {
 }
 
 /// Operations in a graph.
-fn turns(bytes: usize) -> u32 {
+fn operations_per_graph(bytes: usize) -> u32 {
     match bytes {
         0..=65_536 => 20,
         65_537..=4_194_304 => 5,
@@ -93,22 +93,22 @@ impl Gpu {
             comm.group(operation)?;
             wait()?;
             let found = buffer.to_vec::<T>(stream).map_err(mgpu::Error::from)?;
-            pattern::compare(&found, rank, ranks, collective, op, Sums::Nccl)?;
+            pattern::compare(&found, rank, ranks, collective, op, ReductionOrder::Nccl)?;
         }
         // Zeros stay zeros. Connections are set up before anything is captured.
         stream.zero(buffer.view()).map_err(mgpu::Error::from)?;
         comm.group(operation)?;
         wait()?;
-        let turns = turns(bytes);
-        let captured = comm.capture(turns, operation)?;
-        let plan = Plan::for_size(bytes);
-        let plan = Plan { runs: (plan.runs / turns as usize).max(20), ..plan };
-        let (_, times) = sample(host, Buffer::zeroed::<u8>(0), plan, |_, nothing| {
+        let operations_per_graph = operations_per_graph(bytes);
+        let captured = comm.capture(operations_per_graph, operation)?;
+        let limits = RunLimits::for_size(bytes);
+        let limits = RunLimits { runs: (limits.runs / operations_per_graph as usize).max(20), ..limits };
+        let (_, times) = sample(host, Buffer::zeroed::<u8>(0), limits, |_, nothing| {
             captured.launch(stream)?;
             wait()?;
             Ok(nothing)
         })?;
-        let each = |time: f64| time / f64::from(turns);
+        let each = |time: f64| time / f64::from(operations_per_graph);
         Ok(Times { p50: each(times.p50), min: each(times.min) })
     }
 }

@@ -9,7 +9,7 @@ use mgpu::{Buffer, Communicator, Result};
 
 /// How often to run an operation.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Plan {
+pub(super) struct RunLimits {
     /// Runs that do not count.
     pub(super) warm_up: usize,
     pub(super) runs: usize,
@@ -17,7 +17,7 @@ pub(super) struct Plan {
     pub(super) limit: Duration,
 }
 
-impl Plan {
+impl RunLimits {
     /// The usual plan for `bytes` bytes.
     pub(super) fn for_size(bytes: usize) -> Self {
         let runs = match bytes {
@@ -25,7 +25,7 @@ impl Plan {
             65_537..=4_194_304 => 200,
             _ => 20,
         };
-        Plan { warm_up: runs / 10 + 2, runs, limit: Duration::from_secs(3) }
+        RunLimits { warm_up: runs / 10 + 2, runs, limit: Duration::from_secs(3) }
     }
 }
 
@@ -40,12 +40,12 @@ pub(super) struct Times {
 pub(super) fn sample(
     comm: &mut Communicator,
     mut buffer: Buffer,
-    plan: Plan,
+    limits: RunLimits,
     mut operation: impl FnMut(&mut Communicator, Buffer) -> Result<Buffer>,
 ) -> Result<(Buffer, Times)> {
-    let most = plan.warm_up + plan.runs;
+    let most = limits.warm_up + limits.runs;
     // The ranks' clocks are compared 20 times at most, so that comparing stays cheap.
-    let between_looks = plan.runs.div_ceil(20);
+    let poll_interval = limits.runs.div_ceil(20);
     let mut micros = Vec::with_capacity(most);
     let begin = Instant::now();
     while micros.len() < most {
@@ -54,13 +54,13 @@ pub(super) fn sample(
         buffer = operation(comm, buffer)?;
         micros.push(start.elapsed().as_secs_f64() * 1e6);
         // A rank must not stop alone: all see the same clock, that of the slowest.
-        if micros.len() % between_looks == 0
-            && slowest(comm, &[begin.elapsed().as_secs_f64()])?[0] > plan.limit.as_secs_f64()
+        if micros.len() % poll_interval == 0
+            && slowest(comm, &[begin.elapsed().as_secs_f64()])?[0] > limits.limit.as_secs_f64()
         {
             break;
         }
     }
-    Ok((buffer, summarise(slowest(comm, &micros)?, plan.warm_up)))
+    Ok((buffer, summarise(slowest(comm, &micros)?, limits.warm_up)))
 }
 
 /// For every value the largest of all ranks. By a gather: how a reduction is carried out may be what is measured.
@@ -89,8 +89,8 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_operation_is_cut_short_on_all_ranks_alike() {
-        let plan = Plan { warm_up: 2, runs: 100, limit: Duration::ZERO };
+    fn the_time_limit_stops_all_ranks_at_the_same_run() {
+        let limits = RunLimits { warm_up: 2, runs: 100, limit: Duration::ZERO };
         let worlds = mgpu::World::threads(3).unwrap();
         std::thread::scope(|scope| {
             for mut world in worlds {
@@ -102,7 +102,7 @@ mod tests {
                         runs += 1;
                         Ok(buffer)
                     };
-                    sample(&mut comm, buffer, plan, count).unwrap();
+                    sample(&mut comm, buffer, limits, count).unwrap();
                     assert_eq!(runs, 5, "up to the first look");
                 });
             }

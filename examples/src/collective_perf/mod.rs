@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use args::{Args, Buffers};
 use collective::Collective;
 use half::{bf16, f16};
-use measure::{Plan, Times, sample};
+use measure::{RunLimits, Times, sample};
 use mgpu::{Algorithm, Buffer, Communicator, DType, Error, World};
 use pattern::Value;
 use serde::Serialize;
@@ -101,12 +101,12 @@ fn run(args: &Args) -> Result<(), Failure> {
     let peers = args.vs.as_deref().map(Peers::read).transpose()?;
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
-    let place = Place::choose(args, &mut world)?;
+    let location = BufferLocation::choose(args, &mut world)?;
     comm.set_algorithm(args.algo);
     let unit = args.dtype.size() * if args.collective.is_sharded() { comm.size() as usize } else { 1 };
     let mut lines = Vec::new();
     for bytes in args.sizes(unit) {
-        match measure_size(&mut comm, &place, args, bytes) {
+        match measure_size(&mut comm, &location, args, bytes) {
             Ok(line) => lines.push(line),
             // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
             Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
@@ -128,12 +128,12 @@ fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// Where buffers lie, and what reaches them there.
-enum Place {
+enum BufferLocation {
     Host(Buffers),
     Device(Box<device::Gpu>),
 }
 
-impl Place {
+impl BufferLocation {
     fn choose(args: &Args, world: &mut World) -> Result<Self, Failure> {
         let nccl = world.backend() == mgpu::Backend::Nccl;
         let on_device = args.collective.works_in_place_on_devices();
@@ -155,35 +155,35 @@ impl Place {
                 "--algo {} is of the cpu backend: NCCL chooses by itself (NCCL_ALGO)",
                 args.algo
             )),
-            Buffers::Device => Ok(Place::Device(Box::new(device::Gpu::new(world)?))),
-            buffers => Ok(Place::Host(buffers)),
+            Buffers::Device => Ok(BufferLocation::Device(Box::new(device::Gpu::new(world)?))),
+            buffers => Ok(BufferLocation::Host(buffers)),
         }
     }
 
     fn buffers(&self) -> Buffers {
         match self {
-            Place::Host(buffers) => *buffers,
-            Place::Device(_) => Buffers::Device,
+            BufferLocation::Host(buffers) => *buffers,
+            BufferLocation::Device(_) => Buffers::Device,
         }
     }
 
     fn device(&self) -> Option<String> {
         match self {
-            Place::Host(_) => None,
-            Place::Device(gpu) => Some(gpu.name()),
+            BufferLocation::Host(_) => None,
+            BufferLocation::Device(gpu) => Some(gpu.name()),
         }
     }
 }
 
-fn measure_size(comm: &mut Communicator, place: &Place, args: &Args, bytes: usize) -> Result<Line, Failure> {
+fn measure_size(comm: &mut Communicator, location: &BufferLocation, args: &Args, bytes: usize) -> Result<Line, Failure> {
     match args.dtype {
-        DType::F32 => measure_elements::<f32>(comm, place, args, bytes),
-        DType::F64 => measure_elements::<f64>(comm, place, args, bytes),
-        DType::F16 => measure_elements::<f16>(comm, place, args, bytes),
-        DType::Bf16 => measure_elements::<bf16>(comm, place, args, bytes),
-        DType::I32 => measure_elements::<i32>(comm, place, args, bytes),
-        DType::I64 => measure_elements::<i64>(comm, place, args, bytes),
-        DType::U8 => measure_elements::<u8>(comm, place, args, bytes),
+        DType::F32 => measure_elements::<f32>(comm, location, args, bytes),
+        DType::F64 => measure_elements::<f64>(comm, location, args, bytes),
+        DType::F16 => measure_elements::<f16>(comm, location, args, bytes),
+        DType::Bf16 => measure_elements::<bf16>(comm, location, args, bytes),
+        DType::I32 => measure_elements::<i32>(comm, location, args, bytes),
+        DType::I64 => measure_elements::<i64>(comm, location, args, bytes),
+        DType::U8 => measure_elements::<u8>(comm, location, args, bytes),
     }
 }
 
@@ -205,22 +205,22 @@ fn measure_on_host<T: Value>(
     // Zeros stay zeros whatever is reduced and however often. They are written, not left as the system gave them:
     // untouched private memory is one shared page of zeros.
     buffer.as_mut_slice::<T>().fill(T::from_number(0));
-    let plan = Plan::for_size(len * T::DTYPE.size());
-    Ok(sample(comm, buffer, plan, |comm, buffer| collective.run(comm, buffer, op))?.1)
+    let limits = RunLimits::for_size(len * T::DTYPE.size());
+    Ok(sample(comm, buffer, limits, |comm, buffer| collective.run(comm, buffer, op))?.1)
 }
 
 /// Checks, times and bounds one size.
 fn measure_elements<T: Value>(
     comm: &mut Communicator,
-    place: &Place,
+    location: &BufferLocation,
     args: &Args,
     bytes: usize,
 ) -> Result<Line, Failure> {
     let (collective, op) = (args.collective, args.op);
     let len = bytes / T::DTYPE.size();
-    let times = match place {
-        Place::Host(buffers) => measure_on_host::<T>(comm, args, *buffers, len)?,
-        Place::Device(gpu) => gpu.measure::<T>(comm, collective, op, len, args.check)?,
+    let times = match location {
+        BufferLocation::Host(buffers) => measure_on_host::<T>(comm, args, *buffers, len)?,
+        BufferLocation::Device(gpu) => gpu.measure::<T>(comm, collective, op, len, args.check)?,
     };
     let bound = if args.bound && collective == Collective::AllReduce {
         Some(bound::measure(comm, bytes)?)
@@ -241,8 +241,8 @@ fn measure_elements<T: Value>(
         checked: args.check,
         collective,
         backend: comm.backend(),
-        device: place.device(),
-        buffers: place.buffers(),
+        device: location.device(),
+        buffers: location.buffers(),
         bound_us: bound.map(|bound| round(bound.micros, 10_000.0)),
         scale_gbps: bound.map(|bound| round(bound.gbps, 1000.0)),
     })

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_stand_beside_ours() {
+    fn the_table_lists_peers_beside_our_times() {
         let peers = parse(concat!(
             r#"{"impl":"mpich","ranks":2,"bytes":4,"us_p50":1.5,"us_min":1}"#,
             "\n\n",
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_garbled_file_is_told_by_line() {
+    fn parse_errors_name_the_line() {
         let good = r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":1}"#;
         let told = |line: &str| parse(&format!("{good}\n\n{line}")).unwrap_err();
         for (line, problem) in [

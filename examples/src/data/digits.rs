@@ -1,6 +1,6 @@
 //! Digits drawn by a program: data that needs no download.
 //!
-//! A digit is a few strokes (`shapes`), moved about as a hand would (`Hand`) and drawn with a round pen
+//! A digit is a few strokes (`glyphs`), moved about as a hand would (`Handwriting`) and drawn with a round pen
 //! (`canvas`):
 //!
 //! ```text
@@ -19,7 +19,7 @@
 //! 100 units on 97% and `lenet5` on 99.7%. They are not MNIST, and an accuracy on them says nothing about MNIST.
 
 mod canvas;
-mod shapes;
+mod glyphs;
 #[cfg(test)]
 mod tests;
 
@@ -27,7 +27,7 @@ use std::ops::Range;
 
 use canvas::Canvas;
 use mgpu_kernels::rng::{Stream, splitmix64};
-use shapes::{Point, SHAPES};
+use glyphs::{Point, GLYPHS};
 
 use super::{CLASSES, IMAGE_LEN, SIDE, Split};
 
@@ -76,28 +76,28 @@ pub fn generate(seed: u64, split: Split, range: Range<usize>) -> (Vec<u8>, Vec<u
 /// assert!(label < 10 && image.iter().any(|&pixel| pixel > 128));
 /// ```
 pub fn draw(seed: u64, split: Split, index: usize, image: &mut [u8; IMAGE_LEN]) -> u8 {
-    let mut dice = Dice::new(seed, split, index);
-    let label = dice.pick(CLASSES);
-    let ways = SHAPES[label];
-    let shape = ways[dice.pick(ways.len())];
-    let hand = Hand::new(&mut dice);
+    let mut rng = DigitRng::new(seed, split, index);
+    let label = rng.pick(CLASSES);
+    let ways = GLYPHS[label];
+    let glyph = ways[rng.pick(ways.len())];
+    let handwriting = Handwriting::new(&mut rng);
 
     // Wider than any pen's radius with its soft edge.
     let mut canvas = Canvas::new(2.5);
     let mut path = [(0.0, 0.0); MAX_POINTS];
-    for stroke in shape {
+    for stroke in glyph {
         let path = &mut path[..stroke.len()];
-        hand.place(stroke, &mut dice, path);
+        handwriting.place(stroke, &mut rng, path);
         canvas.stroke(path);
     }
     // A slip of the pen, somewhere.
-    if dice.pick(4) == 0 {
-        let from = (dice.between(1.0, 27.0), dice.between(1.0, 27.0));
-        canvas.stroke(&[from, (from.0 + dice.between(-3.5, 3.5), from.1 + dice.between(-3.5, 3.5))]);
+    if rng.pick(4) == 0 {
+        let from = (rng.between(1.0, 27.0), rng.between(1.0, 27.0));
+        canvas.stroke(&[from, (from.0 + rng.between(-3.5, 3.5), from.1 + rng.between(-3.5, 3.5))]);
     }
-    let (radius, softness) = (dice.between(0.65, 1.65), dice.between(0.8, 1.4));
+    let (radius, softness) = (rng.between(0.65, 1.65), rng.between(0.8, 1.4));
     let ink = canvas.ink(radius, softness);
-    shade(&ink, &mut dice, image);
+    shade(&ink, &mut rng, image);
     label as u8
 }
 
@@ -105,7 +105,7 @@ pub fn draw(seed: u64, split: Split, index: usize, image: &mut [u8; IMAGE_LEN]) 
 const MAX_POINTS: usize = 16;
 
 /// How this image's writer writes: from the digit's box to pixels.
-struct Hand {
+struct Handwriting {
     /// Columns of the matrix: where one unit to the right and one unit down lead.
     right: Point,
     down: Point,
@@ -114,32 +114,32 @@ struct Hand {
     unrest: f32,
 }
 
-impl Hand {
-    fn new(dice: &mut Dice) -> Self {
-        let size = HALF_HEIGHT * dice.between(0.74, 1.08);
-        let (width, height) = (size * dice.between(0.70, 1.25), size * dice.between(0.90, 1.06));
+impl Handwriting {
+    fn new(rng: &mut DigitRng) -> Self {
+        let size = HALF_HEIGHT * rng.between(0.74, 1.08);
+        let (width, height) = (size * rng.between(0.70, 1.25), size * rng.between(0.90, 1.06));
         // Letters lean to the right more often than to the left.
-        let slant = dice.between(-0.20, 0.42);
+        let slant = rng.between(-0.20, 0.42);
         // Rotation by the tangent of half the angle: cos = (1 − h²) / (1 + h²), sin = 2h / (1 + h²).
-        let h = dice.between(-0.13, 0.13);
+        let h = rng.between(-0.13, 0.13);
         let (cos, sin) = ((1.0 - h * h) / (1.0 + h * h), 2.0 * h / (1.0 + h * h));
         let middle = SIDE as f32 / 2.0;
         Self {
             right: (width * cos, width * sin),
             down: (-height * (sin + slant * cos), height * (cos - slant * sin)),
-            centre: (middle + dice.between(-2.7, 2.7), middle + dice.between(-2.7, 2.7)),
-            unrest: dice.between(0.03, 0.11),
+            centre: (middle + rng.between(-2.7, 2.7), middle + rng.between(-2.7, 2.7)),
+            unrest: rng.between(0.03, 0.11),
         }
     }
 
     /// The stroke's points in pixels, each shaken by its own amount. A corner, a point given twice, stays one.
-    fn place(&self, stroke: &[Point], dice: &mut Dice, path: &mut [Point]) {
+    fn place(&self, stroke: &[Point], rng: &mut DigitRng, path: &mut [Point]) {
         for (i, &point) in stroke.iter().enumerate() {
             path[i] = if i > 0 && stroke[i - 1] == point {
                 path[i - 1]
             } else {
-                let x = point.0 + self.unrest * dice.between(-1.0, 1.0);
-                let y = point.1 + self.unrest * dice.between(-1.0, 1.0);
+                let x = point.0 + self.unrest * rng.between(-1.0, 1.0);
+                let y = point.1 + self.unrest * rng.between(-1.0, 1.0);
                 (
                     self.centre.0 + x * self.right.0 + y * self.down.0,
                     self.centre.1 + x * self.right.1 + y * self.down.1,
@@ -150,13 +150,13 @@ impl Hand {
 }
 
 /// From ink to grey: the pen's darkness and the grain of the paper, both different in every image.
-fn shade(ink: &[f32; IMAGE_LEN], dice: &mut Dice, image: &mut [u8; IMAGE_LEN]) {
-    let darkness = dice.between(140.0, 255.0);
-    let grain = dice.between(0.0, 48.0);
+fn shade(ink: &[f32; IMAGE_LEN], rng: &mut DigitRng, image: &mut [u8; IMAGE_LEN]) {
+    let darkness = rng.between(140.0, 255.0);
+    let grain = rng.between(0.0, 48.0);
     let (pixels, _) = image.as_chunks_mut::<8>();
     let (inks, _) = ink.as_chunks::<8>();
     for (pixels, inks) in pixels.iter_mut().zip(inks) {
-        let noise = dice.bits().to_le_bytes();
+        let noise = rng.bits().to_le_bytes();
         for ((pixel, ink), noise) in pixels.iter_mut().zip(inks).zip(noise) {
             // The cast saturates at 0 and 255.
             *pixel = (ink * darkness + grain * (f32::from(noise) / 128.0 - 1.0)) as u8;
@@ -165,12 +165,12 @@ fn shade(ink: &[f32; IMAGE_LEN], dice: &mut Dice, image: &mut [u8; IMAGE_LEN]) {
 }
 
 /// The random numbers of one image, drawn in order.
-struct Dice {
+struct DigitRng {
     stream: Stream,
     next: u64,
 }
 
-impl Dice {
+impl DigitRng {
     fn new(seed: u64, split: Split, index: usize) -> Self {
         let stream = splitmix64(PURPOSE + split as u64) ^ index as u64;
         Self { stream: Stream::new(seed, stream), next: 0 }

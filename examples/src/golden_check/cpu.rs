@@ -5,7 +5,7 @@ use std::error::Error;
 use mgpu::{Communicator, DataParallel, Layout, MicroBatch};
 use mgpu_kernels::Storage;
 
-use super::{Args, Golden, Replay, norm};
+use super::{Args, Golden, GoldenBackend, norm};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{LossReport, Mode, Net, Spec};
 
@@ -43,7 +43,7 @@ impl<'a, E: Storage> Cpu<'a, E> {
     }
 }
 
-impl<E: Storage> Replay for Cpu<'_, E> {
+impl<E: Storage> GoldenBackend for Cpu<'_, E> {
     fn layout(&self) -> &Layout {
         self.net.layout()
     }

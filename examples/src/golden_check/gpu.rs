@@ -8,7 +8,7 @@ use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Options, Stream};
 
-use super::{Args, Golden, Replay, norm};
+use super::{Args, Golden, GoldenBackend, norm};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceNet, Spec};
 
@@ -49,7 +49,7 @@ impl Gpu {
     }
 }
 
-impl Replay for Gpu {
+impl GoldenBackend for Gpu {
     fn layout(&self) -> &Layout {
         self.net.host_layout()
     }

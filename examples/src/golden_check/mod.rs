@@ -146,7 +146,7 @@ fn read(path: &Path) -> Result<Golden, String> {
 }
 
 /// A network that repeats a run on this rank's part of each batch.
-trait Replay {
+trait GoldenBackend {
     /// Names and shapes of the parameters.
     fn layout(&self) -> &Layout;
     /// For collectives of the check's own.
@@ -201,7 +201,7 @@ fn repeat(
         return Err(format!("needs {steps} times {batch} training images of {}", train.len()).into());
     }
     let batch = golden.batch / ranks;
-    let mut replay: Box<dyn Replay + '_> = match world.backend() {
+    let mut backend: Box<dyn GoldenBackend + '_> = match world.backend() {
         Backend::Cpu => {
             let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
@@ -218,7 +218,7 @@ fn repeat(
             Box::new(Gpu::new(golden, train, batch, device, host, args)?)
         }
     };
-    let tensors = replay.layout().tensors().iter();
+    let tensors = backend.layout().tensors().iter();
     let tensors: Vec<GoldenTensor> = tensors
         .map(|tensor| GoldenTensor { name: tensor.name.clone(), shape: tensor.shape.clone() })
         .collect();
@@ -229,17 +229,17 @@ fn repeat(
     for step in 0..golden.steps {
         let first = step * golden.batch + rank * batch;
         let samples: Vec<u32> = (first..first + batch).map(|sample| sample as u32).collect();
-        let mut loss = [replay.step(&samples)?];
-        replay.comm().all_reduce_slice(&mut loss, ReduceOp::Avg)?;
+        let mut loss = [backend.step(&samples)?];
+        backend.comm().all_reduce_slice(&mut loss, ReduceOp::Avg)?;
         lists.loss.push(loss[0]);
         if step == 0 {
-            lists.grad_norm = replay.gradient_norms()?;
+            lists.grad_norm = backend.gradient_norms()?;
         }
     }
     // The last batch's first image is rank 0's.
-    lists.logits = replay.logits()?;
-    lists.param_norm = replay.parameter_norms()?;
-    replay.verify()?;
+    lists.logits = backend.logits()?;
+    lists.param_norm = backend.parameter_norms()?;
+    backend.verify()?;
     Ok(lists)
 }
 

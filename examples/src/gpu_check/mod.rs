@@ -14,7 +14,7 @@
 mod arena;
 mod args;
 mod bandwidth;
-mod bench;
+mod harness;
 mod bound;
 mod compile;
 mod conv;
@@ -39,7 +39,7 @@ use std::process::ExitCode;
 use mgpu_kernels::cuda::{Device, Stream, compiler_version, sources};
 
 use args::Args;
-use bench::Bench;
+use harness::Harness;
 use report::{Machine, Report};
 
 use crate::print::{self, errln, outln};
@@ -88,8 +88,8 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     }
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
-    let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Bench) -> bench::Outcome; 12] = [
+    let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
+    let checks: [fn(&mut Harness) -> harness::Outcome; 12] = [
         arena::check,
         pool::check,
         norm::check,
@@ -104,8 +104,8 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         layers::check,
     ];
     // A kernel that harmed the GPU takes all later ones with it; what was found until then is told.
-    let ended = checks.into_iter().try_for_each(|check| check(&mut bench));
-    let Report { checks, failed } = bench.finish();
+    let ended = checks.into_iter().try_for_each(|check| check(&mut harness));
+    let Report { checks, failed } = harness.finish();
     let launched = device.kernels();
     let all = sources().into_iter().flat_map(|source| source.kernels());
     let unreached: Vec<&str> = all.filter(|kernel| !launched.iter().any(|name| name == kernel)).collect();

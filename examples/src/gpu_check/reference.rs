@@ -7,14 +7,14 @@ use mgpu_kernels::conv::Shape;
 
 /// Sums of products, and the sums of their squares.
 #[derive(Debug, Clone)]
-pub(super) struct Sums {
+pub(super) struct ExactSums {
     pub(super) values: Vec<f64>,
     pub(super) squares: Vec<f64>,
 }
 
-impl Sums {
+impl ExactSums {
     fn new(len: usize) -> Self {
-        Sums { values: vec![0.0; len], squares: vec![0.0; len] }
+        ExactSums { values: vec![0.0; len], squares: vec![0.0; len] }
     }
 
     /// Adds `factor` times each of `others` to the elements from `at`.
@@ -58,10 +58,10 @@ fn filters_last(shape: &Shape, weights: &[f64]) -> Vec<f64> {
 }
 
 /// The output before activation.
-pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> Sums {
+pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> ExactSums {
     let &Shape { channels, filters, .. } = shape;
     let weights = filters_last(shape, weights);
-    let mut y = Sums::new(images * shape.output_len());
+    let mut y = ExactSums::new(images * shape.output_len());
     (0..y.values.len() / filters).for_each(|pixel| y.add(pixel * filters, 1.0, bias));
     for_each_overlap(shape, images, |output, input, place| {
         for c in 0..channels {
@@ -73,9 +73,9 @@ pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], 
 }
 
 /// The gradient of the input.
-pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: &[f64]) -> Sums {
+pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: &[f64]) -> ExactSums {
     let &Shape { channels, filters, .. } = shape;
-    let mut dx = Sums::new(images * shape.input_len());
+    let mut dx = ExactSums::new(images * shape.input_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
             let of_filter = &weights[f * shape.filter_len() + place * channels..][..channels];
@@ -86,9 +86,9 @@ pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: 
 }
 
 /// The gradient of the weights.
-pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f64]) -> Sums {
+pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f64]) -> ExactSums {
     let &Shape { channels, filters, .. } = shape;
-    let mut dw = Sums::new(shape.weights_len());
+    let mut dw = ExactSums::new(shape.weights_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
             let of_pixel = &x[input * channels..][..channels];
@@ -99,8 +99,8 @@ pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f6
 }
 
 /// The gradient of the bias.
-pub(super) fn backward_bias(shape: &Shape, dy: &[f64]) -> Sums {
-    let mut db = Sums::new(shape.filters);
+pub(super) fn backward_bias(shape: &Shape, dy: &[f64]) -> ExactSums {
+    let mut db = ExactSums::new(shape.filters);
     dy.chunks_exact(shape.filters).for_each(|pixel| db.add(0, 1.0, pixel));
     db
 }
@@ -117,7 +117,7 @@ mod tests {
         values.iter().map(|value| f64::from(*value)).collect()
     }
 
-    fn assert_close(found: &Sums, expected: &[f32]) {
+    fn assert_close(found: &ExactSums, expected: &[f32]) {
         assert_eq!(found.values.len(), expected.len());
         for (found, expected) in found.values.iter().zip(expected) {
             assert!((found - f64::from(*expected)).abs() < 1e-4, "{found} {expected}");

@@ -14,7 +14,7 @@ use mgpu_kernels::optimizer::cuda::Plan;
 use mgpu_kernels::schedule::{Decay, Schedule};
 use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
 
-use super::bench::{Bench, Judge, Outcome, Output, narrow};
+use super::harness::{Harness, Verdict, Outcome, Output, narrow};
 use super::optimizer::{one_step, rules};
 use super::values::stored;
 
@@ -25,16 +25,16 @@ const EXTENT: usize = 8;
 const FILTERS: usize = 8;
 const CLASSES: usize = 10;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     for precision in Precision::ALL {
         let text = format!("{STEPS} steps of {BATCH}");
-        bench
-            .check("graph replay", text, precision.name(), |bench, judge| replay(bench, judge, precision))?;
+        harness
+            .check("graph replay", text, precision.name(), |harness, verdict| replay(harness, verdict, precision))?;
     }
     Ok(())
 }
 
-fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<()> {
+fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) -> Result<()> {
     let dtype = precision.storage();
     let shape = Shape {
         channels: 1,
@@ -48,19 +48,19 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
     let layer = dense::Shape { inputs: features, outputs: CLASSES };
     // Weights of the dense layer, then its bias; those of the convolution stay as they are.
     let (weights, len) = (features * CLASSES, features * CLASSES + 64);
-    let params = stored(precision, bench.random.floats(len).into_iter().map(|value| value / 32.0).collect());
-    let filters = bench.random.floats(shape.weights_len());
-    let filters = bench.activations(dtype, &filters)?;
-    let bias = bench.random.floats(FILTERS);
-    let bias = bench.input(&bias)?;
-    let (images, labels) = (bench.random.bytes(SAMPLES * EXTENT * EXTENT), bench.random.bytes(SAMPLES));
+    let params = stored(precision, harness.random.floats(len).into_iter().map(|value| value / 32.0).collect());
+    let filters = harness.random.floats(shape.weights_len());
+    let filters = harness.activations(dtype, &filters)?;
+    let bias = harness.random.floats(FILTERS);
+    let bias = harness.input(&bias)?;
+    let (images, labels) = (harness.random.bytes(SAMPLES * EXTENT * EXTENT), harness.random.bytes(SAMPLES));
     let labels: Vec<u8> = labels.iter().map(|label| label % CLASSES as u8).collect();
-    let (images, labels) = (bench.input(&images)?, bench.input(&labels)?);
+    let (images, labels) = (harness.input(&images)?, harness.input(&labels)?);
     let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
-    let workspace = bench.input(&vec![0.0f32; workspace.max(1)])?;
+    let workspace = harness.input(&vec![0.0f32; workspace.max(1)])?;
     let table = chunks([(0..weights, Factors::ONE), (weights..weights + CLASSES, Factors::NO_DECAY)]);
-    let sums = bench.input(&vec![0.0f64; table.len()])?;
-    let table = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
+    let sums = harness.input(&vec![0.0f64; table.len()])?;
+    let table = harness.input(bytemuck::cast_slice::<_, u8>(&table))?;
     let mask =
         dropout::Mask { seed: 3, stream: 1, first_sample: 0, channels: FILTERS, plane: EXTENT * EXTENT };
     let (_, optimizer) = rules()[0];
@@ -102,15 +102,15 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, space, db)
     };
     let eager =
-        bench.twice(judge, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
+        harness.twice(verdict, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
     let graph =
-        bench.twice(judge, &outputs, |stream, outputs| stream.repeat(STEPS, || step(stream, outputs)))?;
+        harness.twice(verdict, &outputs, |stream, outputs| stream.repeat(STEPS, || step(stream, outputs)))?;
     if let Some(output) = (0..outputs.len()).find(|output| eager.bytes(*output) != graph.bytes(*output)) {
-        judge.problem(format!("memory {output} of the step differs when it is replayed"));
+        verdict.problem(format!("memory {output} of the step differs when it is replayed"));
     }
     // Four steps later the parameters have moved, and are numbers.
     let moved = eager.floats(1);
     let sound = moved != params && moved.iter().all(|value| value.is_finite());
-    judge.equal("training", &[sound], &[true]);
+    verdict.equal("training", &[sound], &[true]);
     Ok(())
 }

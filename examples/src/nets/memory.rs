@@ -7,7 +7,7 @@
 use mgpu::Result;
 use mgpu_kernels::{AlignedVec, Storage};
 
-use super::layers::Sides;
+use super::layers::StageTensors;
 use super::plan::{Plan, Stage};
 
 /// Bytes of a cache line, on which every slot begins.
@@ -15,7 +15,7 @@ const LINE: usize = 64;
 
 /// The activations of neighbouring slots, in one piece of memory, and their gradients.
 #[derive(Debug)]
-pub(super) struct Part<T> {
+pub(super) struct ActivationMemory<T> {
     values: AlignedVec<T>,
     /// The number of the first slot.
     first: usize,
@@ -29,7 +29,7 @@ pub(super) struct Part<T> {
     current: usize,
 }
 
-impl<T: Storage> Part<T> {
+impl<T: Storage> ActivationMemory<T> {
     /// Slots of images.
     pub(super) fn images(plan: &Plan, max_batch: usize) -> Self {
         Self::new(plan, 0..plan.vectors, max_batch)
@@ -50,7 +50,7 @@ impl<T: Storage> Part<T> {
             begin
         };
         let begins = lens.iter().map(begin).collect();
-        Part { values: AlignedVec::zeroed(end), first, begins, lens, gradients, current: 0 }
+        ActivationMemory { values: AlignedVec::zeroed(end), first, begins, lens, gradients, current: 0 }
     }
 
     /// The elements of slot `slot` for `images` images.
@@ -90,8 +90,8 @@ impl<T: Storage> Part<T> {
         &mut self,
         stage: &Stage,
         images: usize,
-        below: bool,
-        pass: impl FnOnce(Sides<'_, T>) -> Result<()>,
+        input_gradient: bool,
+        pass: impl FnOnce(StageTensors<'_, T>) -> Result<()>,
     ) -> Result<()> {
         let [first, second] = self.gradients.each_mut();
         let (current, other) = if self.current == 0 { (first, second) } else { (second, first) };
@@ -101,8 +101,8 @@ impl<T: Storage> Part<T> {
         };
         let (x, y) = (slot(stage.input), slot(stage.output));
         let in_place = stage.backward_in_place();
-        let dx = (below && !in_place).then(|| &mut other[..x.len()]);
-        pass(Sides { x, y, dy: &mut current[..y.len()], dx })?;
+        let dx = (input_gradient && !in_place).then(|| &mut other[..x.len()]);
+        pass(StageTensors { x, y, dy: &mut current[..y.len()], dx })?;
         if !in_place {
             self.current = 1 - self.current;
         }
@@ -119,13 +119,13 @@ impl<T: Storage> Part<T> {
 fn gradients(plan: &Plan, slots: &std::ops::Range<usize>) -> [usize; 2] {
     let first = plan.first_with_parameters();
     let stages = plan.stages.iter().enumerate().rev();
-    let within = stages.filter(|(place, stage)| {
-        *place >= first && slots.contains(&stage.output) && slots.contains(&stage.input)
+    let within = stages.filter(|(index, stage)| {
+        *index >= first && slots.contains(&stage.output) && slots.contains(&stage.input)
     });
     let (mut lens, mut at) = ([0; 2], 0);
-    for (place, stage) in within {
+    for (index, stage) in within {
         lens[at] = lens[at].max(plan.slots[stage.output]);
-        if place > first && !stage.backward_in_place() {
+        if index > first && !stage.backward_in_place() {
             at = 1 - at;
             lens[at] = lens[at].max(plan.slots[stage.input]);
         }
@@ -139,7 +139,7 @@ mod tests {
     use crate::nets::{Layer, Spec};
 
     #[test]
-    fn gradients_have_room_for_what_lies_in_them() {
+    fn gradient_buffers_are_large_enough() {
         let plan = Plan::new(&Spec::named("deep").unwrap());
         // The second convolution's result in the first buffer, the first's in the second.
         assert_eq!(gradients(&plan, &(0..3)), [128 * 7 * 7, 64 * 14 * 14]);

@@ -7,10 +7,10 @@ use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::layers::{BackwardPass, DropoutKey, ForwardPass, Image, Machine, Step};
-use super::memory::Part;
+use super::layers::{BackwardPass, DropoutKey, ForwardPass, Image, CpuLayer, Step};
+use super::memory::ActivationMemory;
 use super::plan::{Plan, Stage};
-use super::profile::{self, Lap, Profile, Shown, StageTimes, lap};
+use super::profile::{self, Lap, Profile, TimelineSpans, StageTimes, lap};
 use super::spec::Spec;
 
 /// What a forward pass is for.
@@ -35,10 +35,10 @@ pub struct Net<E = f32> {
     threads: Threads,
     max_batch: usize,
     /// For each stage, what computes it.
-    machines: Vec<Machine>,
-    images: Part<E>,
+    cpu_layers: Vec<CpuLayer>,
+    images: ActivationMemory<E>,
     /// The last slot holds the logits.
-    vectors: Part<f32>,
+    vectors: ActivationMemory<f32>,
     /// The gradient of a bias, on its way to the sink.
     bias: Vec<f32>,
     scratch: Scratch,
@@ -47,7 +47,7 @@ pub struct Net<E = f32> {
     /// How the current batch was run; `None` before the first.
     mode: Option<Mode>,
     profile: Option<Profile>,
-    shown: Option<Shown>,
+    spans: Option<TimelineSpans>,
 }
 
 impl Net {
@@ -72,15 +72,15 @@ impl<E: Storage> Net<E> {
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
-            machines: plan.stages.iter().map(|stage| stage.op.on_cpu(max_batch, choice)).collect(),
-            images: Part::images(&plan, max_batch),
-            vectors: Part::vectors(&plan, max_batch),
+            cpu_layers: plan.stages.iter().map(|stage| stage.op.on_cpu(max_batch, choice)).collect(),
+            images: ActivationMemory::images(&plan, max_batch),
+            vectors: ActivationMemory::vectors(&plan, max_batch),
             bias: vec![0.0; biases.max().unwrap_or(0)],
             scratch: Scratch::new(&threads),
             batch: 0,
             mode: None,
             profile: None,
-            shown: None,
+            spans: None,
             plan,
             threads,
             max_batch,
@@ -89,13 +89,13 @@ impl<E: Storage> Net<E> {
 
     /// Measures from now on what each stage takes, from zero.
     pub fn start_profile(&mut self) {
-        self.profile = Some(Profile::new(self.plan.stages.len(), self.shown.clone()));
+        self.profile = Some(Profile::new(self.plan.stages.len(), self.spans.clone()));
     }
 
     /// Shows from now on, on `timeline`, when each pass of a training was made and each stage of it.
-    pub fn show_on(&mut self, timeline: &Timeline) {
+    pub fn record_on(&mut self, timeline: &Timeline) {
         let stages: Vec<String> = self.plan.stages.iter().map(Stage::name).collect();
-        self.shown = Some(Shown::new(timeline, &stages));
+        self.spans = Some(TimelineSpans::new(timeline, &stages));
         self.start_profile();
     }
 
@@ -103,22 +103,22 @@ impl<E: Storage> Net<E> {
     pub fn profile(&self) -> Option<(&Profile, Vec<StageTimes>)> {
         let profile = self.profile.as_ref()?;
         let first = self.plan.first_with_parameters();
-        let times = |(place, (stage, machine)): (usize, (&Stage, &Machine))| {
-            let [forward, backward] = profile.stage(place);
+        let times = |(index, (stage, cpu_layer)): (usize, (&Stage, &CpuLayer))| {
+            let [forward, backward] = profile.stage(index);
             // A multiplication and an addition for each product; the gradients of weights and input take as many each.
-            let passes = if place > first { 3.0 } else { 2.0 };
-            let operations = passes * 2.0 * stage.op.products() as f64 * profile.images();
-            StageTimes { name: stage.name(), kernel: machine.kernel(), forward, backward, operations }
+            let passes = if index > first { 3.0 } else { 2.0 };
+            let operations = passes * 2.0 * stage.op.multiply_adds() as f64 * profile.images();
+            StageTimes { name: stage.name(), kernel: cpu_layer.kernel(), forward, backward, operations }
         };
-        let stages = self.plan.stages.iter().zip(&self.machines);
+        let stages = self.plan.stages.iter().zip(&self.cpu_layers);
         Some((profile, stages.enumerate().map(times).collect()))
     }
 
     /// One line for each convolution: what computes it.
     pub fn describe(&self) -> Vec<String> {
-        let stages = self.plan.stages.iter().zip(&self.machines);
-        let convolutions = stages.filter(|(_, machine)| machine.is_chosen());
-        let line = |(stage, machine): (&Stage, &Machine)| format!("{}: {}", stage.name(), machine.kernel());
+        let stages = self.plan.stages.iter().zip(&self.cpu_layers);
+        let convolutions = stages.filter(|(_, cpu_layer)| cpu_layer.is_chosen());
+        let line = |(stage, cpu_layer): (&Stage, &CpuLayer)| format!("{}: {}", stage.name(), cpu_layer.kernel());
         convolutions.map(line).collect()
     }
 
@@ -223,7 +223,7 @@ impl<E: Storage> Net<E> {
     }
 
     fn run(&mut self, params: &[f32], batch: &[f32], mut pass: ForwardPass<'_>) -> Result<()> {
-        let Net { plan, threads, images, vectors, machines, scratch, profile, .. } = self;
+        let Net { plan, threads, images, vectors, cpu_layers, scratch, profile, .. } = self;
         let n = batch.len() / plan.slots[0];
         assert_eq!(batch.len(), n * plan.slots[0], "a whole number of images");
         assert!((1..=self.max_batch).contains(&n), "a batch of {n} images, memory for {}", self.max_batch);
@@ -243,7 +243,7 @@ impl<E: Storage> Net<E> {
         let Image { channels, plane } = plan.image;
         transpose::matrices(threads, scratch, (channels, plane), batch, images.slot_mut(0, n));
         lap(profile, Lap::Input);
-        for (place, (stage, machine)) in plan.stages.iter().zip(machines).enumerate() {
+        for (index, (stage, cpu_layer)) in plan.stages.iter().zip(cpu_layers).enumerate() {
             let vector = stage.output >= plan.vectors;
             if vector && stage.input < plan.vectors {
                 let Image { channels, plane } = plan.flattened();
@@ -251,15 +251,15 @@ impl<E: Storage> Net<E> {
                 transpose::matrices(threads, scratch, (plane, channels), image, flat);
             }
             let layout = &plan.tensors.parameters;
-            let step = Step { place, threads, scratch, layout, params, profile };
+            let step = Step { stage: index, threads, scratch, layout, params, profile };
             if vector {
                 let (x, y) = vectors.of_stage(stage, n);
-                machine.on_vectors().forward(step, x, y, &mut pass)?;
+                cpu_layer.on_vectors().forward(step, x, y, &mut pass)?;
             } else {
                 let (x, y) = images.of_stage(stage, n);
-                machine.on_images::<E>().forward(step, x, y, &mut pass)?;
+                cpu_layer.on_images::<E>().forward(step, x, y, &mut pass)?;
             }
-            lap(profile, Lap::Forward(place));
+            lap(profile, Lap::Forward(index));
         }
         Ok(())
     }
@@ -286,7 +286,7 @@ impl<E: Storage> Net<E> {
         let n = self.batch;
         assert_eq!(labels.len(), n, "labels for a batch of {n}");
         assert_eq!(params.len(), self.plan.tensors.parameters.len(), "parameters");
-        let Net { plan, threads, images, vectors, machines, bias, scratch, profile, .. } = self;
+        let Net { plan, threads, images, vectors, cpu_layers, bias, scratch, profile, .. } = self;
 
         profile::start(profile);
         let (logits, gradient) = vectors.start_backward(n);
@@ -294,27 +294,27 @@ impl<E: Storage> Net<E> {
         lap(profile, Lap::Loss);
 
         let first = plan.first_with_parameters();
-        let stages = plan.stages.iter().zip(machines).enumerate();
-        for (place, (stage, machine)) in stages.skip(first).rev() {
-            let below = place > first;
+        let stages = plan.stages.iter().zip(cpu_layers).enumerate();
+        for (index, (stage, cpu_layer)) in stages.skip(first).rev() {
+            let input_gradient = index > first;
             let layout = &plan.tensors.parameters;
-            let step = Step { place, threads, scratch: &mut *scratch, layout, params, profile };
-            let pass = BackwardPass { below, dropout, sink: &mut *sink, bias };
+            let step = Step { stage: index, threads, scratch: &mut *scratch, layout, params, profile };
+            let pass = BackwardPass { input_gradient, dropout, sink: &mut *sink, bias };
             if stage.output < plan.vectors {
-                images.backward(stage, n, below, |sides| {
-                    machine.on_images::<E>().backward(step, sides, pass)
+                images.backward(stage, n, input_gradient, |tensors| {
+                    cpu_layer.on_images::<E>().backward(step, tensors, pass)
                 })?;
             } else {
                 vectors
-                    .backward(stage, n, below, |sides| machine.on_vectors().backward(step, sides, pass))?;
-                if below && stage.input < plan.vectors {
+                    .backward(stage, n, input_gradient, |tensors| cpu_layer.on_vectors().backward(step, tensors, pass))?;
+                if input_gradient && stage.input < plan.vectors {
                     let Image { channels, plane } = plan.flattened();
                     let flat = vectors.gradient(stage.input, n);
                     let (_, image) = images.start_backward(n);
                     transpose::matrices(threads, scratch, (channels, plane), flat, image);
                 }
             }
-            lap(profile, Lap::Backward(place));
+            lap(profile, Lap::Backward(index));
         }
         profile::end(profile, "backward");
         if let Some(profile) = profile {

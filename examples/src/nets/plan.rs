@@ -11,7 +11,7 @@
 //! Images lie with their channels last, \[N, H, W, C\], on the CPU and on GPUs, and a flattened image is still one. A dense
 //! layer behind it is what notices: its weights are for \[C, H, W\].
 
-use super::layers::{Image, InPlace, Operation, Place};
+use super::layers::{Image, InPlace, Operation, LayerContext};
 use super::spec::Spec;
 use super::tensors::Tensors;
 
@@ -70,7 +70,7 @@ impl Plan {
         let mut image = Image::of(extents);
         for (layer, kind) in spec.layers.iter().enumerate() {
             let rectified = spec.layers.get(layer + 1).is_some_and(|next| next.rectifies());
-            let op = kind.plan(&mut plan.tensors, &Place { layer, extents, image, rectified });
+            let op = kind.plan(&mut plan.tensors, &LayerContext { layer, extents, image, rectified });
             let after = kind.output(extents);
             if let Some(op) = op {
                 let flattened = (image != Image::of(extents)).then_some(image);
@@ -93,9 +93,9 @@ impl Plan {
         let in_place = op.in_place() == InPlace::Both;
         // To an activation function it is all the same how its inputs are counted.
         let follows = flattened.is_none() || in_place;
-        if let Some(tail) = op.as_tail().filter(|_| follows)
+        if let Some(epilogue) = op.as_epilogue().filter(|_| follows)
             && let Some(stage) = self.stages.last_mut()
-            && stage.op.take_along(tail)
+            && stage.op.fuse(epilogue)
         {
             self.slots[stage.output] = len;
             return;
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_take_along_what_follows_them() {
+    fn layers_fuse_their_epilogues() {
         let plan = Plan::new(&Spec::named("deep").unwrap());
         let expected = [
             "0 conv 64 5x5 same of 1x28x28, relu, pool",
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_follow_a_convolution_stands_by_itself() {
+    fn unfused_layers_are_separate_stages() {
         let plan = Plan::new(&Spec::named("keras").unwrap());
         let described = described(&plan);
         assert_eq!(described.iter().position(|stage| stage == "4 batch norm"), Some(2));

@@ -13,7 +13,7 @@ pub struct Profile {
     /// When the pass began, and the current lap.
     pass: u64,
     last: u64,
-    shown: Option<Shown>,
+    spans: Option<TimelineSpans>,
     forward: Vec<Duration>,
     backward: Vec<Duration>,
     other: Duration,
@@ -23,18 +23,18 @@ pub struct Profile {
 
 /// Where laps are shown, and what those of each stage are called.
 #[derive(Debug, Clone)]
-pub(super) struct Shown {
+pub(super) struct TimelineSpans {
     timeline: Timeline,
     forward: Vec<Name>,
     backward: Vec<Name>,
 }
 
-impl Shown {
+impl TimelineSpans {
     /// `stages` are their names.
     pub(super) fn new(timeline: &Timeline, stages: &[String]) -> Self {
         let names =
             |pass: &str| stages.iter().map(|stage| timeline.name(&format!("{pass} {stage}"))).collect();
-        Shown { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
+        TimelineSpans { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
     }
 
     fn show(&self, name: Name, begin: u64, end: u64) {
@@ -71,11 +71,11 @@ pub struct StageTimes {
 }
 
 impl Profile {
-    pub(super) fn new(stages: usize, shown: Option<Shown>) -> Self {
+    pub(super) fn new(stages: usize, spans: Option<TimelineSpans>) -> Self {
         Profile {
             pass: 0,
             last: 0,
-            shown,
+            spans,
             forward: vec![Duration::ZERO; stages],
             backward: vec![Duration::ZERO; stages],
             other: Duration::ZERO,
@@ -104,8 +104,8 @@ impl Profile {
     }
 
     /// Seconds a step for the forward and the backward pass of the stage at `place`.
-    pub(super) fn stage(&self, place: usize) -> [f64; 2] {
-        [self.forward[place], self.backward[place]].map(|sum| self.mean(sum))
+    pub(super) fn stage(&self, index: usize) -> [f64; 2] {
+        [self.forward[index], self.backward[index]].map(|sum| self.mean(sum))
     }
 }
 
@@ -122,23 +122,23 @@ pub(super) fn lap(profile: &mut Option<Profile>, lap: Lap) {
     let Some(profile) = profile else { return };
     let (begin, end) = (profile.last, now());
     profile.last = end;
-    let shown = profile.shown.as_ref();
+    let spans = profile.spans.as_ref();
     let (sum, name) = match lap {
-        Lap::Forward(place) => (&mut profile.forward[place], shown.map(|shown| shown.forward[place])),
-        Lap::Backward(place) => (&mut profile.backward[place], shown.map(|shown| shown.backward[place])),
+        Lap::Forward(index) => (&mut profile.forward[index], spans.map(|spans| spans.forward[index])),
+        Lap::Backward(index) => (&mut profile.backward[index], spans.map(|spans| spans.backward[index])),
         Lap::Loss => (&mut profile.other, Some(Name::new("loss"))),
         Lap::Input => (&mut profile.other, Some(Name::new("input"))),
         Lap::Communication => return,
     };
     *sum += Duration::from_nanos(end - begin);
-    if let Some((shown, name)) = shown.zip(name) {
-        shown.show(name, begin, end);
+    if let Some((spans, name)) = spans.zip(name) {
+        spans.show(name, begin, end);
     }
 }
 
 /// Ends a pass with the last lap.
 pub(super) fn end(profile: &Option<Profile>, pass: &'static str) {
-    if let Some(Profile { pass: begin, last, shown: Some(shown), .. }) = profile {
-        shown.show(Name::new(pass), *begin, *last);
+    if let Some(Profile { pass: begin, last, spans: Some(spans), .. }) = profile {
+        spans.show(Name::new(pass), *begin, *last);
     }
 }

@@ -355,7 +355,7 @@ fn a_dense_layer_on_an_image_is_refused() {
 
 #[test]
 #[should_panic(expected = "a network ends in a number for each class")]
-fn an_image_is_no_list_of_classes() {
+fn a_network_must_end_in_class_scores() {
     Net::new(&Spec { layers: vec![Layer::BatchNorm], ..tiny() }, 1, 1);
 }
 
@@ -396,7 +396,7 @@ fn convolutions_by_any_algorithm_train_alike() {
 
 /// Images kept as bf16 are rounded to 8 bits in each layer, and gradients again on their way back.
 #[test]
-fn images_kept_in_half_the_memory_train_nearly_alike() {
+fn bf16_images_train_almost_equally() {
     let norm = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     for spec in [tiny(), wide(), smooth()] {
         let (_, wide_logits, wide) = train_by::<f32>(Choice::Auto, &spec);
@@ -412,7 +412,7 @@ fn images_kept_in_half_the_memory_train_nearly_alike() {
 }
 
 #[test]
-fn a_profile_names_every_stage_and_counts_what_multiplies() {
+fn a_profile_names_every_stage_and_counts_multiplications() {
     let mut net = Net::new(&tiny(), BATCH, 1);
     assert!(net.profile().is_none());
     net.start_profile();

@@ -9,7 +9,7 @@ use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
-use super::schedule::Shape;
+use super::schedule::ScheduleKind;
 use crate::nets::{Choice, Spec};
 use crate::parallel::{Parallel, above_0, given, positive};
 
@@ -50,8 +50,8 @@ pub(super) struct Args {
     lr: Option<f64>,
     /// How the learning rate goes on: linear or cosine (to 0 at the end; cosine:0.1: to a tenth), constant, or step:N:X
     /// (times X after every N steps).
-    #[arg(long, value_name = "NAME", default_value_t = Shape::Linear)]
-    pub(super) schedule: Shape,
+    #[arg(long, value_name = "NAME", default_value_t = ScheduleKind::Linear)]
+    pub(super) schedule: ScheduleKind,
     /// Steps at the beginning in which the learning rate rises.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) warm_up: u64,

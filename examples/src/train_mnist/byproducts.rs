@@ -53,14 +53,14 @@ pub(super) fn cannot_write(flag: &str, path: &Path, error: &io::Error) -> String
 /// A file that grows. What cannot be written now is tried again with what comes next, so that the file has no hole or half a
 /// record when the disk has room again.
 #[derive(Debug)]
-pub(super) struct Appended {
+pub(super) struct AppendedFile {
     flag: &'static str,
     path: PathBuf,
     file: File,
     pending: Vec<u8>,
 }
 
-impl Appended {
+impl AppendedFile {
     /// Opens the file `path` that `flag` names, and keeps what is in it.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ impl Appended {
             }
             _ => cannot_write(flag, path, &error),
         })?;
-        Ok(Appended { flag, path: path.to_owned(), file, pending: Vec::new() })
+        Ok(AppendedFile { flag, path: path.to_owned(), file, pending: Vec::new() })
     }
 
     /// Adds a record, to be written with the next [`flush`](Self::flush).
@@ -124,11 +124,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_found_no_room_is_written_when_there_is_some() {
+    fn pending_records_are_written_when_there_is_room_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics");
         fs::write(&path, "before\n").unwrap();
-        let mut file = Appended::open("--metrics", &path).unwrap();
+        let mut file = AppendedFile::open("--metrics", &path).unwrap();
         // As if the disk were full.
         let there =
             std::mem::replace(&mut file.file, OpenOptions::new().write(true).open("/dev/full").unwrap());
@@ -146,13 +146,13 @@ mod tests {
             format!("cannot write --metrics {}: No space left on device (os error 28)", path.display());
         assert_eq!((problems, told.has_failed), (vec![expected.clone(), expected], true));
         told.file.file = there;
-        told.update(Appended::flush);
+        told.update(AppendedFile::flush);
         assert_eq!(fs::read_to_string(&path).unwrap(), "before\none\ntwo\n");
     }
 
     #[test]
-    fn what_waits_is_bounded() {
-        let mut file = Appended::open("--metrics", "/dev/full".as_ref()).unwrap();
+    fn pending_records_are_bounded() {
+        let mut file = AppendedFile::open("--metrics", "/dev/full".as_ref()).unwrap();
         let record = vec![b'x'; MOST_PENDING / 2];
         assert!(file.push(&record).is_ok() && file.push(&record).is_ok());
         let error = "cannot write --metrics /dev/full: too much waits to be written";
@@ -165,9 +165,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pipe");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        let error = Appended::open("--metrics", &path).unwrap_err();
+        let error = AppendedFile::open("--metrics", &path).unwrap_err();
         assert_eq!(error, format!("cannot write --metrics {}: nobody reads from it", path.display()));
-        let error = Appended::open("--metrics", folder.path()).unwrap_err();
+        let error = AppendedFile::open("--metrics", folder.path()).unwrap_err();
         assert!(error.ends_with("Is a directory (os error 21)"), "{error}");
     }
 }

@@ -32,8 +32,8 @@ use mgpu::replicate::agree;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{EpochReport, Metrics, Progress, Summary, Tested};
-use trainer::{Position, Trainer};
+use report::{EpochReport, Metrics, ProgressDisplay, Summary, TestResult};
+use trainer::{ProgressLine, Trainer};
 
 use crate::data::Mnist;
 use crate::print::{outln, parse_arguments, print};
@@ -78,7 +78,7 @@ struct Session<'a> {
     data: Mnist,
     curves: Curves,
     metrics: Option<ByProduct<Metrics>>,
-    progress: Progress,
+    progress: ProgressDisplay,
 }
 
 /// Of a rank with a GPU.
@@ -106,7 +106,7 @@ impl<'a> Session<'a> {
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
         let metrics =
             args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?.map(ByProduct::new);
-        let progress = Progress::new(world.rank());
+        let progress = ProgressDisplay::new(world.rank());
         let session = Session { args, world, timeline, threads, data, curves, metrics, progress };
         Ok((session, device, comm))
     }
@@ -136,7 +136,7 @@ impl<'a> Session<'a> {
             args.net.name,
             trainer.engine().parameters(),
             number_of_ranks(ranks),
-            trainer.engine().place(),
+            trainer.engine().describe_device(),
             args.batch() * ranks as usize,
             self.data.origin
         );
@@ -146,7 +146,7 @@ impl<'a> Session<'a> {
     }
 
     /// Trains to the end, epoch by epoch. Returns the last evaluation.
-    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<Tested>, Box<dyn Error>> {
+    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
         let mut tested = None;
         while trainer.steps() < trainer.length() {
             let mut report = self.train_epoch(trainer)?;
@@ -177,7 +177,7 @@ impl<'a> Session<'a> {
     /// An epoch, or what is left of it, with the launcher and the user told of each step.
     fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
-        let seen = |position: &Position| {
+        let seen = |position: &ProgressLine| {
             world.report_step(position.step);
             record_next(timeline, args, position.step);
             progress.update(|| position.to_string());
@@ -188,13 +188,13 @@ impl<'a> Session<'a> {
         trainer.train_epoch(&data.train, seen, || world.report_phase(Phase::Checkpoint))
     }
 
-    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<Tested> {
+    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<TestResult> {
         self.world.report_phase(Phase::Evaluation);
         trainer.evaluate(&self.data.test)
     }
 
     /// All steps were made before. What they have come to is still worth knowing.
-    fn nothing_left(&self, trainer: &mut Trainer) -> Result<Option<Tested>, Box<dyn Error>> {
+    fn nothing_left(&self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
         let tested = if self.args.skip_test { None } else { Some(self.evaluate(trainer)?) };
         if self.world.rank() == 0 {
             let (made, asked) = (trainer.steps(), trainer.length());
@@ -209,7 +209,7 @@ impl<'a> Session<'a> {
         &self,
         trainer: &mut Trainer,
         begun: u64,
-        tested: Option<Tested>,
+        tested: Option<TestResult>,
     ) -> Result<(), Box<dyn Error>> {
         let (args, ranks) = (self.args, self.world.size());
         let checksum = trainer.engine().verify()?;

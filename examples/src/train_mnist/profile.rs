@@ -20,7 +20,7 @@ pub(super) struct StepProfile {
     #[serde(rename = "profile")]
     layers: Vec<LayerProfile>,
     #[serde(rename = "profile_ms")]
-    rest: Rest,
+    rest: OtherTimes,
     /// What this rank's threads can do at most.
     peak_gflops: f64,
     #[serde(skip)]
@@ -41,7 +41,7 @@ struct LayerProfile {
 
 /// Milliseconds of the rest of a step.
 #[derive(Debug, Clone, Serialize)]
-struct Rest {
+struct OtherTimes {
     gather: f64,
     loss: f64,
     communication: f64,
@@ -86,7 +86,7 @@ impl StepProfile {
         let other = step - of_layers - gather - loss - communication - optimizer;
         let [gather, loss, communication, optimizer, other, step] =
             [gather, loss, communication, optimizer, other, step].map(round);
-        let rest = Rest { gather, loss, communication, optimizer, other, step };
+        let rest = OtherTimes { gather, loss, communication, optimizer, other, step };
         StepProfile { layers, rest, peak_gflops: round(peak_gflops), steps: net.steps() }
     }
 }
@@ -111,7 +111,7 @@ impl fmt::Display for StepProfile {
             }
             writeln!(f)?;
         }
-        let Rest { gather, loss, communication, optimizer, other, step } = *rest;
+        let OtherTimes { gather, loss, communication, optimizer, other, step } = *rest;
         let rows = [
             ("gather", gather),
             ("loss", loss),

@@ -10,7 +10,7 @@ use serde::Serialize;
 use terminal_size::terminal_size_of;
 
 use super::args::Args;
-use super::byproducts::Appended;
+use super::byproducts::AppendedFile;
 use super::profile::StepProfile;
 use super::trainer::Trainer;
 use crate::nets::LossReport;
@@ -40,14 +40,14 @@ pub(super) struct EpochReport {
 
 /// How the weights do on the test set.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tested {
+pub(super) struct TestResult {
     pub(super) score: LossReport,
     /// With the moving average of the weights, where one is kept.
     pub(super) average: Option<LossReport>,
     pub(super) seconds: f64,
 }
 
-impl fmt::Display for Tested {
+impl fmt::Display for TestResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "test {:.2}% loss {:.4}", self.score.accuracy() * 100.0, self.score.loss())?;
         if let Some(average) = self.average {
@@ -58,7 +58,7 @@ impl fmt::Display for Tested {
 }
 
 impl EpochReport {
-    pub(super) fn set_test(&mut self, tested: &Tested) {
+    pub(super) fn set_test(&mut self, tested: &TestResult) {
         self.test_loss = Some(tested.score.loss());
         self.test_acc = Some(tested.score.accuracy());
         self.test_acc_average = tested.average.map(|score| score.accuracy());
@@ -66,7 +66,7 @@ impl EpochReport {
     }
 
     /// The line for people.
-    pub(super) fn line(&self, epochs: u64, tested: Option<&Tested>) -> String {
+    pub(super) fn line(&self, epochs: u64, tested: Option<&TestResult>) -> String {
         let train = format!(
             "epoch {}/{epochs}: train {:.2}% loss {:.4} in {:.1} s ({:.0} images/s)",
             self.epoch,
@@ -132,7 +132,7 @@ impl Summary {
     pub(super) fn new(
         args: &Args,
         trainer: &mut Trainer,
-        tested: Option<Tested>,
+        tested: Option<TestResult>,
         [rss_mib, gpu_mib]: [f64; 2],
         threads: usize,
         checksum: u64,
@@ -199,11 +199,11 @@ pub(super) fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
 }
 
 /// Metrics of each epoch, appended to a file.
-pub(super) struct Metrics(Appended);
+pub(super) struct Metrics(AppendedFile);
 
 impl Metrics {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        Appended::open("--metrics", path).map(Metrics)
+        AppendedFile::open("--metrics", path).map(Metrics)
     }
 
     pub(super) fn append(&mut self, report: &EpochReport) -> Result<(), String> {
@@ -215,7 +215,7 @@ impl Metrics {
 
 /// The progress line: on a terminal, or for a launcher that shows one. It goes to standard output like the lines of the
 /// epochs, so that it cannot overtake them.
-pub(super) struct Progress {
+pub(super) struct ProgressDisplay {
     shown: bool,
     /// Clears what an earlier, longer line has left behind, also if the terminal has become narrower meanwhile. A
     /// launcher does that by itself.
@@ -226,12 +226,12 @@ pub(super) struct Progress {
 /// Time between two updates of the line.
 const REFRESH: Duration = Duration::from_millis(200);
 
-impl Progress {
+impl ProgressDisplay {
     pub(super) fn new(rank: u32) -> Self {
         let launcher = std::env::var_os(mgpu::protocol::MGPU_PROGRESS).is_some_and(|value| value == "1");
         let alone = rank == 0 && !launcher && is_watched();
         let clear = if alone { "\x1b[J" } else { "" };
-        Progress { shown: alone || rank == 0 && launcher, clear, next: Instant::now() }
+        ProgressDisplay { shown: alone || rank == 0 && launcher, clear, next: Instant::now() }
     }
 
     /// Shows what `text` returns, unless the line was refreshed a moment ago.

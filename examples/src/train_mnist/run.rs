@@ -10,7 +10,7 @@ use mgpu_kernels::level;
 use serde::{Deserialize, Serialize};
 
 use super::args::Args;
-use super::schedule::Shape;
+use super::schedule::ScheduleKind;
 use crate::data::Mnist;
 use crate::nets::Layer;
 
@@ -196,7 +196,7 @@ impl Run {
     /// Of a checkpoint that says nothing of it: what there was then.
     fn update(&self) -> Update {
         let first = || Update {
-            schedule: if self.lr_steps.is_some() { Shape::Linear } else { Shape::Constant }.to_string(),
+            schedule: if self.lr_steps.is_some() { ScheduleKind::Linear } else { ScheduleKind::Constant }.to_string(),
             warm_up: 0,
             clip_norm: None,
             gradients: "f32".to_owned(),

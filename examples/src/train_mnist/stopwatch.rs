@@ -8,32 +8,32 @@ use mgpu::timeline::Timeline;
 
 /// Seconds: in all, in collectives, and of these waiting for peers to come.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Spent {
+pub(super) struct TimeSpent {
     pub(super) seconds: f64,
     collectives: f64,
     waiting: f64,
 }
 
-impl Spent {
+impl TimeSpent {
     /// Shares of the time that went to collectives, and to waiting for peers there.
     pub(super) fn communication(&self) -> [f64; 2] {
         [self.collectives, self.waiting].map(|seconds| seconds / self.seconds.max(1e-9))
     }
 }
 
-impl AddAssign for Spent {
-    fn add_assign(&mut self, more: Spent) {
+impl AddAssign for TimeSpent {
+    fn add_assign(&mut self, more: TimeSpent) {
         self.seconds += more.seconds;
         self.collectives += more.collectives;
         self.waiting += more.waiting;
     }
 }
 
-impl Sub for Spent {
-    type Output = Spent;
+impl Sub for TimeSpent {
+    type Output = TimeSpent;
 
-    fn sub(self, less: Spent) -> Spent {
-        Spent {
+    fn sub(self, less: TimeSpent) -> TimeSpent {
+        TimeSpent {
             seconds: self.seconds - less.seconds,
             collectives: self.collectives - less.collectives,
             waiting: self.waiting - less.waiting,
@@ -46,7 +46,7 @@ pub(super) struct Stopwatch {
     started: Instant,
     timeline: Timeline,
     /// What does not count.
-    left_out: Cell<Spent>,
+    left_out: Cell<TimeSpent>,
 }
 
 impl Stopwatch {
@@ -57,9 +57,9 @@ impl Stopwatch {
         watch
     }
 
-    fn total(&self) -> Spent {
+    fn total(&self) -> TimeSpent {
         let seconds = |counted: Option<std::time::Duration>| counted.unwrap_or_default().as_secs_f64();
-        Spent {
+        TimeSpent {
             seconds: self.started.elapsed().as_secs_f64(),
             collectives: seconds(self.timeline.communication()),
             waiting: seconds(self.timeline.waiting()),
@@ -67,7 +67,7 @@ impl Stopwatch {
     }
 
     /// What was spent so far.
-    pub(super) fn spent(&self) -> Spent {
+    pub(super) fn spent(&self) -> TimeSpent {
         self.total() - self.left_out.get()
     }
 

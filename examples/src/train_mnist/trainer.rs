@@ -12,10 +12,10 @@ use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
-use super::engine::{Engine, Recipe};
-use super::report::{EpochReport, Tested};
+use super::engine::{Engine, TrainingConfig};
+use super::report::{EpochReport, TestResult};
 use super::run::Run;
-use super::stopwatch::{Spent, Stopwatch};
+use super::stopwatch::{TimeSpent, Stopwatch};
 use crate::data::{Dataset, Mnist};
 use crate::nets::LossReport;
 
@@ -28,7 +28,7 @@ pub(super) struct Totals {
     pub(super) train_s: f64,
     pub(super) test_s: f64,
     /// After the warm-up; of all ranks, the images.
-    measured: Spent,
+    measured: TimeSpent,
     measured_steps: u64,
     measured_images: u64,
 }
@@ -49,7 +49,7 @@ impl Totals {
 }
 
 /// Where the loop is.
-pub(super) struct Position {
+pub(super) struct ProgressLine {
     epoch: u64,
     pub(super) step: u64,
     /// Steps by the end of the epoch, and of the training.
@@ -63,9 +63,9 @@ pub(super) struct Position {
     communication: Option<f64>,
 }
 
-impl fmt::Display for Position {
+impl fmt::Display for ProgressLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Position { epoch, step, steps, length, loss, images_per_s, pace, communication } = self;
+        let ProgressLine { epoch, step, steps, length, loss, images_per_s, pace, communication } = self;
         // What matters most comes first: the rest may not fit the terminal.
         let left = (length.saturating_sub(*step) as f64 * pace).round() as u64;
         write!(f, "{} {}:{:02}:{:02} left, ", bar(*step, *length), left / 3600, left / 60 % 60, left % 60)?;
@@ -108,7 +108,7 @@ impl Trainer {
         (rank, ranks): (u32, u32),
         data: &Mnist,
         timeline: &Timeline,
-        engine: impl FnOnce(&Recipe) -> Result<Box<dyn Engine>, Box<dyn Error>>,
+        engine: impl FnOnce(&TrainingConfig) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
         let samples = data.train.len();
@@ -118,7 +118,7 @@ impl Trainer {
             Length::Steps(steps) => steps,
         };
         let run = Run::new(args, ranks, length);
-        let recipe = Recipe {
+        let recipe = TrainingConfig {
             seed: args.seed,
             batch,
             micro_batches: args.parallel.micro_batches(batch, ranks)?,
@@ -200,7 +200,7 @@ impl Trainer {
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
-        mut seen: impl FnMut(&Position),
+        mut seen: impl FnMut(&ProgressLine),
         mut saving: impl FnMut(),
     ) -> Result<EpochReport, Box<dyn Error>> {
         let per_epoch = self.steps_per_epoch();
@@ -212,7 +212,7 @@ impl Trainer {
         let (begin, length, alone) = (self.steps(), self.length, self.run.ranks == 1);
         let watch = Stopwatch::start(&self.timeline);
         // Alone there is nobody to communicate with.
-        let share = |spent: Spent| (!alone).then(|| spent.communication()[0]);
+        let share = |spent: TimeSpent| (!alone).then(|| spent.communication()[0]);
         let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
         let mut note = |step: u64, loss: f64| {
             let spent = watch.spent();
@@ -221,7 +221,7 @@ impl Trainer {
             }
             let pace = spent.seconds / (step - begin) as f64;
             let (epoch, images_per_s, communication) = (epoch + 1, global_batch as f64 / pace, share(spent));
-            seen(&Position { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
+            seen(&ProgressLine { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
         };
         let mut score = LossReport::default();
         while self.engine.steps() < last {
@@ -261,7 +261,7 @@ impl Trainer {
     }
 
     /// Evaluates on the test set: each image once, on one of the ranks.
-    pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<Tested> {
+    pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<TestResult> {
         let start = Instant::now();
         let (rank, ranks) = (self.engine.comm().rank(), self.run.ranks);
         let shard: Vec<u32> = evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
@@ -270,7 +270,7 @@ impl Trainer {
         let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;
         let seconds = start.elapsed().as_secs_f64();
         self.totals.test_s += seconds;
-        Ok(Tested { score, average, seconds })
+        Ok(TestResult { score, average, seconds })
     }
 
     /// Begins to write a checkpoint, if one is asked for. Collective.
@@ -313,8 +313,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_that_moves_tells_what_communication_takes_where_there_is_any() {
-        let mut position = Position {
+    fn the_progress_line_shows_communication_for_several_ranks() {
+        let mut position = ProgressLine {
             epoch: 2,
             step: 30,
             steps: 40,
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_fills() {
+    fn the_progress_bar_fills() {
         assert_eq!(bar(0, 7), "[>                   ]   0%");
         assert_eq!(bar(999, 1000), "[===================>]  99%");
         assert_eq!(bar(7, 7), "[====================] 100%");

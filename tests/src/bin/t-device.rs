@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use mgpu::{DType, Error, ReduceOp, Result, World};
 use mgpu_kernels::cuda::{Memory, Stream};
-use mgpu_tests::device::{Bench, input, reduced};
+use mgpu_tests::device::{DeviceTest, input, reduced};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
@@ -39,23 +39,23 @@ fn run(arguments: &[String]) -> Result<()> {
     // Ends before the other.
     let _second = world.device_communicator()?;
     let stream = Stream::new(&device)?;
-    let bench = Bench { comm: &comm, stream: &stream };
+    let test = DeviceTest { comm: &comm, stream: &stream };
     match arguments[0].as_str() {
-        "all" => bench.all(),
-        "groups" => bench.groups(),
-        "capture" => capture(&bench),
+        "all" => test.all(),
+        "groups" => test.groups(),
+        "capture" => capture(&test),
         "loop" => {
             let fault = arguments.get(1).map_or("none", String::as_str);
             let culprit = arguments.get(2).map(|rank| rank.parse::<u32>().expect("RANK is a number"));
-            turns(&bench, culprit.filter(|rank| *rank == comm.rank()).map(|_| fault))
+            turns(&test, culprit.filter(|rank| *rank == comm.rank()).map(|_| fault))
         }
         other => panic!("unknown body {other}"),
     }
 }
 
 /// Several operations in a graph, repeated.
-fn capture(bench: &Bench<'_>) -> Result<()> {
-    let Bench { comm, stream } = *bench;
+fn capture(test: &DeviceTest<'_>) -> Result<()> {
+    let DeviceTest { comm, stream } = *test;
     let (rank, ranks, len) = (comm.rank(), comm.size(), 1000);
     let mine = Memory::from_slice(stream, &input::<f32>(rank, len))?;
     let sum = Memory::zeroed(comm.device(), DType::F32, len)?;
@@ -75,16 +75,16 @@ fn capture(bench: &Bench<'_>) -> Result<()> {
         stream.zero(sum.view())?;
         stream.zero(whole.view())?;
         captured.launch(stream)?;
-        bench.expect(sum.view(), &expected, &format!("repetition {turn}"))?;
-        bench.expect(whole.view(), &gathered, &format!("repetition {turn}"))?;
+        test.expect(sum.view(), &expected, &format!("repetition {turn}"))?;
+        test.expect(whole.view(), &gathered, &format!("repetition {turn}"))?;
     }
     // What is not captured goes on as before.
     comm.all_reduce(stream, mine.view(), ReduceOp::Sum)?;
-    bench.expect(mine.view(), &expected, "an operation after the repetitions")
+    test.expect(mine.view(), &expected, "an operation after the repetitions")
 }
 
-fn turns(bench: &Bench<'_>, fault: Option<&str>) -> Result<()> {
-    let Bench { comm, stream } = *bench;
+fn turns(test: &DeviceTest<'_>, fault: Option<&str>) -> Result<()> {
+    let DeviceTest { comm, stream } = *test;
     let memory = Memory::zeroed(comm.device(), DType::F32, 1000)?;
     let turn = |turn: usize| {
         comm.all_reduce(stream, memory.view(), ReduceOp::Sum)?;

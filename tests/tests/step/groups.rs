@@ -43,7 +43,7 @@ fn train(model: &mut DataParallel, steps: u64, tensors: &[usize]) -> Result<()> 
 }
 
 #[test]
-fn groups_are_trained_to_the_same_bits_sharded_or_not_and_go_on_from_a_checkpoint() {
+fn parameter_groups_are_bit_equal_sharded_and_after_a_checkpoint() {
     let layout = grouped();
     for optimizer in optimizers() {
         for ranks in [1, 2, 3] {
@@ -117,7 +117,7 @@ fn a_frozen_tensor_takes_no_gradient() {
 }
 
 #[test]
-fn groups_that_differ_or_make_no_sense_are_named() {
+fn different_or_invalid_groups_are_named() {
     let errors = threads::run(3, |mut world| {
         let layout = if world.rank() == 1 { grouped() } else { shapes() };
         model(&mut world, &layout, config(sgd())).err().unwrap().to_string()
@@ -224,7 +224,7 @@ proptest! {
 }
 
 #[test]
-fn a_reducer_averages_for_an_optimizer_of_the_programs_own() {
+fn a_reducer_serves_a_custom_optimizer() {
     let layout = grouped();
     let lr = 0.1f32;
     let plain = OptimizerConfig::new(Rule::Sgd(Sgd { lr: f64::from(lr), ..Sgd::default() }));
@@ -284,7 +284,7 @@ fn layout_without_factors(layout: &Layout) -> Layout {
 }
 
 #[test]
-fn one_closure_is_for_one_micro_batch() {
+fn a_closure_handles_one_micro_batch() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &shapes(), config(sgd()).with_micro_batches(2)).unwrap();
     let error = model.step(|_, _| Ok(())).unwrap_err().to_string();
@@ -296,7 +296,7 @@ fn one_closure_is_for_one_micro_batch() {
 }
 
 #[test]
-fn a_schedule_moves_the_learning_rate_as_the_program_would() {
+fn a_schedule_equals_setting_the_learning_rate() {
     use mgpu::optimizer::Decay;
     let schedule = Schedule { warm_up: 2, decay: Decay::Cosine { steps: 3, floor: 0.1 } };
     for optimizer in optimizers() {

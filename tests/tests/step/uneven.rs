@@ -66,7 +66,7 @@ fn alone(
 }
 
 #[test]
-fn the_mean_is_over_the_ranks_that_have_data() {
+fn uneven_means_cover_only_ranks_with_data() {
     for optimizer in optimizers() {
         for ranks in [2, 3] {
             // At most two ranks have data at a time, so that means of these are exact.
@@ -87,7 +87,7 @@ fn the_mean_is_over_the_ranks_that_have_data() {
 
 /// With other means, clipped, compressed and summed: all ranks have the same weights, close to those of one rank.
 #[test]
-fn whatever_else_a_step_does_goes_with_it() {
+fn uneven_steps_work_with_every_option() {
     let ranks = 4;
     let plain = config(sgd());
     for config in [plain, plain.with_clip_norm(0.5), plain.with_compression(Compression::Bf16)] {
@@ -112,7 +112,7 @@ fn whatever_else_a_step_does_goes_with_it() {
 }
 
 #[test]
-fn ranks_go_on_together_after_they_have_joined() {
+fn ranks_continue_together_after_join() {
     threads::run(3, |mut world| {
         let mut model = model(&mut world, &shapes(), config(sgd()).with_join(true)).unwrap();
         for epoch in 1..=3u32 {
@@ -131,7 +131,7 @@ fn ranks_go_on_together_after_they_have_joined() {
 }
 
 #[test]
-fn a_rank_that_joins_learns_of_errors_and_may_join_again() {
+fn a_joined_rank_sees_errors_and_may_join_again() {
     threads::run(3, |mut world| {
         let mut model = model(&mut world, &shapes(), config(sgd()).with_join(true)).unwrap();
         let bad = world.rank() == 2;
@@ -173,7 +173,7 @@ fn a_reducer_joins_one_reduction_at_a_time() {
 }
 
 #[test]
-fn what_is_not_compatible_with_joining_is_an_error() {
+fn options_incompatible_with_join_are_errors() {
     let mut world = World::from_env().unwrap();
     let mut refused = model(&mut world, &shapes(), config(sgd())).unwrap();
     let error = refused.join().unwrap_err().to_string();

@@ -4,7 +4,7 @@
 //! at the end, once for the whole drawing: full inside the pen's radius, none outside, a ramp in between, which is
 //! the anti-aliasing. Strokes that cross or touch therefore merge instead of adding up.
 
-use super::shapes::Point;
+use super::glyphs::Point;
 use crate::data::{IMAGE_LEN, SIDE};
 
 /// Straight pieces between two points of a stroke: at 28 pixels more are not visible.

@@ -51,7 +51,7 @@ fn every_image_shows_something() {
 
 #[test]
 fn strokes_fit_their_path() {
-    for stroke in SHAPES.iter().flat_map(|ways| ways.iter()).flat_map(|shape| shape.iter()) {
+    for stroke in GLYPHS.iter().flat_map(|ways| ways.iter()).flat_map(|glyph| glyph.iter()) {
         assert!((2..=MAX_POINTS).contains(&stroke.len()));
         assert!(stroke.iter().all(|point| point.0.abs() <= 0.7 && point.1.abs() <= 1.0), "{stroke:?}");
     }
@@ -68,7 +68,7 @@ fn both_sets_have_the_size_of_mnist() {
 
 proptest! {
     #[test]
-    fn shares_of_a_range_are_the_range(seed: u64, start in 0usize..1_000_000, cut in 0usize..20) {
+    fn adjacent_ranges_concatenate(seed: u64, start in 0usize..1_000_000, cut in 0usize..20) {
         let (images, labels) = generate(seed, Split::Train, start..start + 20);
         let (first_images, first_labels) = generate(seed, Split::Train, start..start + cut);
         let (last_images, last_labels) = generate(seed, Split::Train, start + cut..start + 20);

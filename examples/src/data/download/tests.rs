@@ -91,7 +91,7 @@ fn a_folder_that_is_complete_needs_no_mirror_and_is_not_written() {
 }
 
 #[test]
-fn a_file_of_other_content_makes_way_and_is_kept() {
+fn a_file_with_other_content_is_renamed_and_kept() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let bytes = file.clone();
     let server = Server::start(move |request| serve(&bytes, request));
@@ -124,7 +124,7 @@ fn a_part_that_is_not_a_file_is_refused() {
 }
 
 #[test]
-fn a_cut_connection_is_taken_up_where_it_broke() {
+fn a_broken_transfer_is_resumed() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let server = Server::start(move |request| match request.from {
         None => answer("200 OK", "", file.len(), &file[..20_000]),
@@ -156,7 +156,7 @@ fn a_part_is_resumed_by_a_later_run_and_by_the_next_mirror() {
 }
 
 #[test]
-fn a_server_without_ranges_starts_again() {
+fn a_server_without_ranges_restarts_the_transfer() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     fs::write(part(&folder), &file[..100]).unwrap();
     let server = Server::start(move |_| answer("200 OK", "", file.len(), &file));
@@ -179,7 +179,7 @@ fn wrong_ranges_are_not_appended() {
 }
 
 #[test]
-fn a_range_that_nobody_asked_for_is_refused() {
+fn an_unrequested_range_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(|_| answer("206 Partial Content", "Content-Range: bytes 7-8/9\r\n", 2, b"ab"));
     let (found, text) = reasons(fetch_sample(&folder, &[&server.url()]));
@@ -231,7 +231,7 @@ fn damaged_gzip_data_is_refused_and_removed() {
 }
 
 #[test]
-fn content_without_end_is_ended() {
+fn endless_content_is_cut_off() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(|_| answer("200 OK", "", 10_000_000, &vec![0; 10_000_000]));
     let (found, _) = reasons(fetch_sample(&folder, &[&server.url()]));
@@ -240,7 +240,7 @@ fn content_without_end_is_ended() {
 }
 
 #[test]
-fn content_that_unfolds_without_end_is_ended() {
+fn decompression_bombs_are_cut_off() {
     let folder = tempfile::tempdir().unwrap();
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
     encoder.write_all(&vec![0; 20_000_000]).unwrap();
@@ -260,7 +260,7 @@ fn the_second_mirror_is_asked_when_the_first_has_nothing() {
 }
 
 #[test]
-fn offline_each_mirror_has_its_reason_and_the_way_out_is_named() {
+fn offline_errors_list_every_mirror_and_suggest_data_dir() {
     let folder = tempfile::tempdir().unwrap();
     let (nobody, broken) = (silent(), Server::start(|_| answer("503 Service Unavailable", "", 0, b"")));
     let (found, text) = reasons(fetch_sample(&folder, &[&nobody, &broken.url(), "no address"]));
@@ -283,7 +283,7 @@ fn offline_each_mirror_has_its_reason_and_the_way_out_is_named() {
 }
 
 #[test]
-fn downloads_into_the_same_folder_take_turns() {
+fn concurrent_downloads_are_serialised() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let server = Server::start(move |request| serve(&file, request));
     let start = Barrier::new(4);

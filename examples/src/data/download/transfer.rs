@@ -45,7 +45,7 @@ pub(super) struct Transfer {
 }
 
 /// How a single answer ended.
-enum Ended {
+enum ResponseEnd {
     /// With all that was asked for.
     Whole,
     /// Too early. Something may have arrived.
@@ -115,10 +115,10 @@ impl Client {
                 Err(error) => return Ok(Err(Reason::Connection(error.to_string()))),
             };
             match ended {
-                Ended::Whole => return Ok(Ok(Transfer { resumed: have > 0 })),
-                Ended::Range if ranges => ranges = false,
-                Ended::Range => return Ok(Err(Reason::Connection("sent a range unasked".to_owned()))),
-                Ended::Broken(error) => {
+                ResponseEnd::Whole => return Ok(Ok(Transfer { resumed: have > 0 })),
+                ResponseEnd::Range if ranges => ranges = false,
+                ResponseEnd::Range => return Ok(Err(Reason::Connection("sent a range unasked".to_owned()))),
+                ResponseEnd::Broken(error) => {
                     breaks += 1;
                     if breaks == BREAKS {
                         return Ok(Err(Reason::Connection(error)));
@@ -143,13 +143,13 @@ fn receive(
     file: &RemoteFile<'_>,
     out: &mut File,
     bar: &Bar,
-) -> std::io::Result<Result<Ended, Reason>> {
+) -> std::io::Result<Result<ResponseEnd, Reason>> {
     let range = ContentRange::of(answer.headers());
     let mut written = match answer.status().as_u16() {
         206 if range.first == Some(have) => have,
-        206 => return Ok(Ok(Ended::Range)),
-        416 if have > 0 && range.total == Some(have) => return Ok(Ok(Ended::Whole)),
-        416 if have > 0 => return Ok(Ok(Ended::Range)),
+        206 => return Ok(Ok(ResponseEnd::Range)),
+        416 if have > 0 && range.total == Some(have) => return Ok(Ok(ResponseEnd::Whole)),
+        416 if have > 0 => return Ok(Ok(ResponseEnd::Range)),
         200 => {
             out.set_len(0)?;
             out.rewind()?;
@@ -166,8 +166,8 @@ fn receive(
     loop {
         match body.read(&mut chunk) {
             // A body without a length ends with its connection, whoever closed it: the checksum will tell.
-            Ok(0) if total.is_none_or(|total| written == total) => return Ok(Ok(Ended::Whole)),
-            Ok(0) => return Ok(Ok(Ended::Broken("the connection ended too early".to_owned()))),
+            Ok(0) if total.is_none_or(|total| written == total) => return Ok(Ok(ResponseEnd::Whole)),
+            Ok(0) => return Ok(Ok(ResponseEnd::Broken("the connection ended too early".to_owned()))),
             Ok(read) => {
                 written += read as u64;
                 if written > limit {
@@ -177,7 +177,7 @@ fn receive(
                 out.write_all(&chunk[..read])?;
                 bar.add(read as u64);
             }
-            Err(error) => return Ok(Ok(Ended::Broken(error.to_string()))),
+            Err(error) => return Ok(Ok(ResponseEnd::Broken(error.to_string()))),
         }
     }
 }

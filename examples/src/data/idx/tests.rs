@@ -104,7 +104,7 @@ fn folders_are_checked_as_a_whole() {
 }
 
 #[test]
-fn what_a_folder_has_instead_is_listed() {
+fn the_error_lists_the_files_of_the_folder() {
     let folder = tempfile::tempdir().unwrap();
     for number in 0..10 {
         fs::write(folder.path().join(format!("cat{number}.jpg")), b"").unwrap();
@@ -145,12 +145,12 @@ fn the_original_is_whole() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_survived(bytes in any::<Vec<u8>>()) {
+    fn arbitrary_bytes_do_not_panic(bytes in any::<Vec<u8>>()) {
         let _ = (parse_labels(&bytes), parse_images(&bytes));
     }
 
     #[test]
-    fn damaged_files_are_survived(at in 0usize..900, value: u8, cut in 0usize..900, zip: bool) {
+    fn damaged_files_do_not_panic(at in 0usize..900, value: u8, cut in 0usize..900, zip: bool) {
         let mut bytes = if zip { gzip(&images(1)) } else { images(1) };
         let len = bytes.len();
         bytes[at % len] = value;
@@ -160,7 +160,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_no_file_is_named_and_nobody_waits_for_it() {
+fn non_regular_files_are_errors_and_never_block() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("train-images-idx3-ubyte");
     let of_images = |problem: &str| {

@@ -10,9 +10,9 @@ use mgpu::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
 use mgpu_kernels::cuda::{Memory, Options, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};
-use order::Order;
+use order::ElementOrder;
 
-use super::layers::{DeviceDropout, DevicePass, DeviceSides, DeviceStep, OnGpu, SetUp, Shared};
+use super::layers::{DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace};
 use super::plan::Plan;
 use super::spec::Spec;
 use super::{LossReport, initial};
@@ -59,11 +59,11 @@ impl DeviceData {
 /// A network with all the memory that batches of up to a given size need on a GPU.
 pub struct DeviceNet {
     plan: Plan,
-    order: Order,
+    order: ElementOrder,
     max_batch: usize,
     /// For each stage, what computes it.
-    machines: Vec<Box<dyn OnGpu>>,
-    shared: Shared,
+    gpu_layers: Vec<Box<dyn OnGpu>>,
+    shared: SharedWorkspace,
     /// Activations; the last slot holds the logits.
     slots: Vec<Memory>,
     /// Gradients of the activations of the layer being worked on: of its output, and of its input.
@@ -91,25 +91,25 @@ impl DeviceNet {
     ) -> Result<DeviceNet> {
         let plan = Plan::new(spec);
         let first = plan.first_with_parameters();
-        let set_up = SetUp { stream, max_batch, precision, options, below: false };
-        let mut machines = Vec::new();
-        for (place, stage) in plan.stages.iter().enumerate() {
+        let set_up = SetUp { stream, max_batch, precision, options, input_gradient: false };
+        let mut gpu_layers = Vec::new();
+        for (index, stage) in plan.stages.iter().enumerate() {
             let reordered = stage.op.takes_vectors() || stage.flattened.is_none();
             assert!(reordered, "layer {}: on a GPU only dense layers follow a flattened image", stage.layer);
-            machines.push(stage.op.on_gpu(&SetUp { below: place > first, ..set_up })?);
+            gpu_layers.push(stage.op.on_gpu(&SetUp { input_gradient: index > first, ..set_up })?);
         }
-        let shared = Shared::new(&set_up, machines.iter().map(|machine| machine.demand()))?;
+        let shared = SharedWorkspace::new(&set_up, gpu_layers.iter().map(|gpu_layer| gpu_layer.workspace_needs()))?;
         let activations = |len: &usize| set_up.zeroed(precision.storage(), *len);
         let largest = plan.slots[1..].iter().max().unwrap_or(&0);
         let bytes = |len| Memory::zeroed(stream.device(), DType::U8, len);
         Ok(DeviceNet {
-            order: Order::of_parameters(&plan),
+            order: ElementOrder::of_parameters(&plan),
             slots: plan.slots.iter().map(activations).collect::<Result<_>>()?,
             gradients: [activations(largest)?, activations(largest)?],
             labels: bytes(max_batch)?,
             scratch: bytes(loss::cuda::SCRATCH_BYTES)?,
             score: bytes(loss::cuda::Score::BYTES)?,
-            machines,
+            gpu_layers,
             shared,
             plan,
             max_batch,
@@ -219,7 +219,7 @@ impl DeviceNet {
 
     /// One line for each convolution and dense layer: what computes it.
     pub fn describe(&self) -> Vec<String> {
-        self.machines.iter().filter_map(|machine| machine.describe()).collect()
+        self.gpu_layers.iter().filter_map(|gpu_layer| gpu_layer.describe()).collect()
     }
 
     /// Puts one training step on the model's stream: for each micro-batch a part of the batch that is the step's turn, with its
@@ -279,9 +279,9 @@ impl DeviceNet {
 
     fn forward(&self, model: &DeviceDataParallel, images: usize, pass: DevicePass) -> Result<()> {
         let step = DeviceStep { images, shared: &self.shared };
-        for (stage, machine) in self.plan.stages.iter().zip(&self.machines) {
+        for (stage, gpu_layer) in self.plan.stages.iter().zip(&self.gpu_layers) {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            machine.forward(step, model, x, y, pass)?;
+            gpu_layer.forward(step, model, x, y, pass)?;
         }
         Ok(())
     }
@@ -295,12 +295,12 @@ impl DeviceNet {
         let gradient = current.slice(0..logits.len());
         loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
         let first = self.plan.first_with_parameters();
-        let stages = self.plan.stages.iter().zip(&self.machines).enumerate();
-        for (place, (stage, machine)) in stages.skip(first).rev() {
+        let stages = self.plan.stages.iter().zip(&self.gpu_layers).enumerate();
+        for (index, (stage, gpu_layer)) in stages.skip(first).rev() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            let dx = (place > first).then(|| other.slice(0..x.len()));
+            let dx = (index > first).then(|| other.slice(0..x.len()));
             let dy = current.slice(0..y.len());
-            machine.backward(step, model, DeviceSides { x, y, dy, dx }, dropout)?;
+            gpu_layer.backward(step, model, DeviceStageTensors { x, y, dy, dx }, dropout)?;
             if !stage.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);
             }

@@ -13,13 +13,13 @@ use super::super::plan::Plan;
 
 /// Where every element of a network's parameters lies, here and on a GPU.
 #[derive(Debug, Clone)]
-pub(super) struct Order {
+pub(super) struct ElementOrder {
     host: Layout,
     device: Layout,
     tensors: Vec<Transposed>,
 }
 
-impl Order {
+impl ElementOrder {
     pub(super) fn of_parameters(plan: &Plan) -> Self {
         let as_it_is = |len| Transposed { outer: 1, channels: 1, plane: len };
         let lens = plan.tensors.parameters.tensors().iter().map(|tensor| tensor.len());
@@ -37,7 +37,7 @@ impl Order {
         for tensor in host.tensors() {
             device.push_aligned(tensor.name.clone(), tensor.shape.clone(), ALIGNMENT);
         }
-        Order { host: host.clone(), device, tensors }
+        ElementOrder { host: host.clone(), device, tensors }
     }
 
     /// Names and shapes as on the CPU, offsets as on the GPU.
@@ -84,7 +84,7 @@ mod tests {
     fn every_element_comes_back() {
         for name in names() {
             let plan = Plan::new(&Spec::named(name).unwrap());
-            let order = Order::of_parameters(&plan);
+            let order = ElementOrder::of_parameters(&plan);
             let values: Vec<f32> = (0..plan.tensors.parameters.len()).map(|i| i as f32).collect();
             let moved = order.to_device(&values);
             assert_eq!(order.to_host(&moved), values, "{name}");
@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn filters_have_their_channels_last() {
         let plan = Plan::new(&Spec::named("lenet5").unwrap());
-        let order = Order::of_parameters(&plan);
+        let order = ElementOrder::of_parameters(&plan);
         let values: Vec<f32> = (0..plan.tensors.parameters.len()).map(|i| i as f32).collect();
         let moved = order.to_device(&values);
         // The second convolution: 16 filters of 6 channels and 5x5. Position 0 of channels 0 and 1 are neighbours.

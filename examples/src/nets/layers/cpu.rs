@@ -21,13 +21,13 @@ pub(in crate::nets) trait OnCpu<T> {
     ///
     /// # Errors
     /// As the sink's.
-    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()>;
+    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, pass: BackwardPass<'_>) -> Result<()>;
 }
 
 /// What the passes of a stage have at hand.
 pub(in crate::nets) struct Step<'a> {
     /// The stage's place among all.
-    pub(in crate::nets) place: usize,
+    pub(in crate::nets) stage: usize,
     pub(in crate::nets) threads: &'a Threads,
     pub(in crate::nets) scratch: &'a mut Scratch,
     /// Where each tensor lies in `params`.
@@ -45,7 +45,7 @@ impl<'a> Step<'a> {
 
     /// Announces the gradients of a stage's weights and bias.
     pub(super) fn hand_over(&mut self, sink: &mut dyn GradientSink, weight: usize, db: &[f32]) -> Result<()> {
-        lap(self.profile, Lap::Backward(self.place));
+        lap(self.profile, Lap::Backward(self.stage));
         sink.gradient(weight + 1).copy_from_slice(db);
         sink.ready(weight + 1)?;
         sink.ready(weight)?;
@@ -55,7 +55,7 @@ impl<'a> Step<'a> {
 }
 
 /// Input and output of a stage, and their gradients.
-pub(in crate::nets) struct Sides<'a, T> {
+pub(in crate::nets) struct StageTensors<'a, T> {
     pub(in crate::nets) x: &'a [T],
     pub(in crate::nets) y: &'a [T],
     /// Gradient of the output; where the backward pass works in place, afterwards that of the input.
@@ -73,7 +73,7 @@ pub(in crate::nets) enum ForwardPass<'a> {
 /// What a backward pass does with gradients of parameters, and where they go.
 pub(in crate::nets) struct BackwardPass<'a> {
     /// Whether the gradient of the stage's input is asked for.
-    pub(in crate::nets) below: bool,
+    pub(in crate::nets) input_gradient: bool,
     pub(in crate::nets) dropout: Option<DropoutKey>,
     pub(in crate::nets) sink: &'a mut dyn GradientSink,
     /// Room for the gradient of a bias, on its way to the sink.

@@ -7,8 +7,8 @@ use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};
 
 use super::{
-    BackwardPass, Definition, DevicePass, DeviceSides, DeviceStep, ForwardPass, Image, InPlace, Machine,
-    OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step,
+    BackwardPass, Definition, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, Image, InPlace, CpuLayer,
+    OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -39,14 +39,14 @@ pub(super) struct Dropout {
 }
 
 impl Definition for Dropout {
-    fn plan(&self, _: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        Some(Box::new(Masked { probability: self.probability, layer: place.layer, image: place.image }))
+    fn plan(&self, _: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        Some(Box::new(DropoutOp { probability: self.probability, layer: context.layer, image: context.image }))
     }
 }
 
 /// A dropout layer in its network.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::nets) struct Masked {
+pub(in crate::nets) struct DropoutOp {
     probability: f32,
     /// Index in the spec, to tell masks apart.
     layer: usize,
@@ -54,7 +54,7 @@ pub(in crate::nets) struct Masked {
     image: Image,
 }
 
-impl Masked {
+impl DropoutOp {
     fn mask(&self, seed: u64, first_sample: u64) -> dropout::Mask {
         let Image { channels, plane } = self.image;
         // The top bit keeps clear of the streams of initial values.
@@ -72,7 +72,7 @@ impl Masked {
     }
 }
 
-impl Operation for Masked {
+impl Operation for DropoutOp {
     fn describe(&self) -> String {
         format!("dropout {}", self.probability)
     }
@@ -81,8 +81,8 @@ impl Operation for Masked {
         InPlace::Both
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
-        Machine::Dropout(*self)
+    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+        CpuLayer::Dropout(*self)
     }
 
     fn on_gpu(&self, _: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -90,7 +90,7 @@ impl Operation for Masked {
     }
 }
 
-impl<T: Storage> OnCpu<T> for Masked {
+impl<T: Storage> OnCpu<T> for DropoutOp {
     fn forward(&mut self, step: Step<'_>, _: &[T], y: &mut [T], pass: &mut ForwardPass<'_>) -> Result<()> {
         if let ForwardPass::Train { dropout: Some(key), .. } = pass {
             self.apply(&step, *key, y);
@@ -98,15 +98,15 @@ impl<T: Storage> OnCpu<T> for Masked {
         Ok(())
     }
 
-    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
         if let Some(key) = pass.dropout {
-            self.apply(&step, key, on.dy);
+            self.apply(&step, key, tensors.dy);
         }
         Ok(())
     }
 }
 
-impl OnGpu for Masked {
+impl OnGpu for DropoutOp {
     fn forward(
         &self,
         _: DeviceStep<'_>,
@@ -125,9 +125,9 @@ impl OnGpu for Masked {
         &self,
         _: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
-        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, on.dy))
+        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, tensors.dy))
     }
 }

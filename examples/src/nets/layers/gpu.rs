@@ -11,8 +11,8 @@ use super::DeviceDropout;
 /// nothing.
 pub(in crate::nets) trait OnGpu: Send + Sync {
     /// Memory that it shares with the other operations.
-    fn demand(&self) -> Demand {
-        Demand::default()
+    fn workspace_needs(&self) -> WorkspaceNeeds {
+        WorkspaceNeeds::default()
     }
 
     /// What computes it, where its kernels were chosen.
@@ -41,7 +41,7 @@ pub(in crate::nets) trait OnGpu: Send + Sync {
         &self,
         step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         dropout: Option<DeviceDropout>,
     ) -> Result<()>;
 }
@@ -54,7 +54,7 @@ pub(in crate::nets) struct SetUp<'a> {
     pub(in crate::nets) precision: Precision,
     pub(in crate::nets) options: Options,
     /// Whether the gradient of the operation's input is asked for.
-    pub(in crate::nets) below: bool,
+    pub(in crate::nets) input_gradient: bool,
 }
 
 impl SetUp<'_> {
@@ -64,9 +64,9 @@ impl SetUp<'_> {
     }
 }
 
-/// Elements of each part of [`Shared`] that an operation needs.
+/// Elements of each part of [`SharedWorkspace`] that an operation needs.
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::nets) struct Demand {
+pub(in crate::nets) struct WorkspaceNeeds {
     pub(super) workspace: usize,
     pub(super) sums: usize,
     /// For each image of a batch.
@@ -74,7 +74,7 @@ pub(in crate::nets) struct Demand {
 }
 
 /// Memory that operations use in turn: they run on one stream.
-pub(in crate::nets) struct Shared {
+pub(in crate::nets) struct SharedWorkspace {
     /// For what products need besides, f32.
     pub(super) workspace: Memory,
     /// For sums of normalisations, f64.
@@ -83,16 +83,16 @@ pub(in crate::nets) struct Shared {
     pub(super) unpooled: Memory,
 }
 
-impl Shared {
-    /// Enough for each of `demands`.
-    pub(in crate::nets) fn new(set_up: &SetUp<'_>, demands: impl Iterator<Item = Demand>) -> Result<Self> {
-        let most = demands.fold(Demand::default(), |most, one| Demand {
+impl SharedWorkspace {
+    /// Enough for each of `needs`.
+    pub(in crate::nets) fn new(set_up: &SetUp<'_>, needs: impl Iterator<Item = WorkspaceNeeds>) -> Result<Self> {
+        let most = needs.fold(WorkspaceNeeds::default(), |most, one| WorkspaceNeeds {
             workspace: most.workspace.max(one.workspace),
             sums: most.sums.max(one.sums),
             unpooled: most.unpooled.max(one.unpooled),
         });
         let device = set_up.stream.device();
-        Ok(Shared {
+        Ok(SharedWorkspace {
             workspace: Memory::zeroed(device, DType::F32, most.workspace)?,
             sums: Memory::zeroed(device, DType::F64, most.sums)?,
             unpooled: set_up.zeroed(set_up.precision.storage(), most.unpooled)?,
@@ -105,7 +105,7 @@ impl Shared {
 pub(in crate::nets) struct DeviceStep<'a> {
     /// Images in the batch.
     pub(in crate::nets) images: usize,
-    pub(in crate::nets) shared: &'a Shared,
+    pub(in crate::nets) shared: &'a SharedWorkspace,
 }
 
 /// What a forward pass is for.
@@ -117,7 +117,7 @@ pub(in crate::nets) enum DevicePass {
 
 /// Input and output of a stage, and their gradients.
 #[derive(Clone, Copy)]
-pub(in crate::nets) struct DeviceSides<'a> {
+pub(in crate::nets) struct DeviceStageTensors<'a> {
     pub(in crate::nets) x: View<'a>,
     pub(in crate::nets) y: View<'a>,
     /// Gradient of the output; where the backward pass works in place, afterwards that of the input.

@@ -4,10 +4,10 @@
 //!
 //! 1. [`Definition`]: its output's extents, and its tensors with their names in PyTorch's state dict;
 //! 2. [`Operation`]: the layer with its shapes worked out, which is what a stage of the [plan](super::plan) does. A
-//!    convolution or a dense layer takes the layers behind it along ([`Tail`]);
+//!    convolution or a dense layer takes the layers behind it along ([`Epilogue`]);
 //! 3. [`OnCpu`] and [`OnGpu`]: the operation with the memory that it alone needs, and its forward and backward passes.
 //!
-//! A further kind of layer is a file here with its implementations, a variant of [`Layer`] and one of [`Machine`].
+//! A further kind of layer is a file here with its implementations, a variant of [`Layer`] and one of [`CpuLayer`].
 
 mod activation;
 mod batch_norm;
@@ -29,10 +29,10 @@ use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::pool::Rounding;
 
 use super::tensors::Tensors;
-pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, Sides, Step};
+pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, StageTensors, Step};
 pub use dropout::{DeviceDropout, DropoutKey};
-pub(super) use gpu::{Demand, DevicePass, DeviceSides, DeviceStep, OnGpu, SetUp, Shared, Transposed};
-pub(super) use max_pool::Pool;
+pub(super) use gpu::{WorkspaceNeeds, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace, Transposed};
+pub(super) use max_pool::PoolOp;
 
 /// One entry of a network's list of layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -93,8 +93,8 @@ impl Layer {
     }
 
     /// As [`Definition::plan`].
-    pub(super) fn plan(self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        self.definition().plan(tensors, place)
+    pub(super) fn plan(self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        self.definition().plan(tensors, context)
     }
 }
 
@@ -114,7 +114,7 @@ impl Image {
 
 /// Where a layer stands in its network.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct LayerContext {
     /// Its index in the spec, which names its tensors.
     pub(super) layer: usize,
     /// Channels, rows and columns of its input.
@@ -141,7 +141,7 @@ trait Definition {
     ///
     /// # Panics
     /// If it does not fit its input.
-    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>>;
+    fn plan(&self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>>;
 }
 
 /// A layer with everything about its shape but the number of images, and with the layers that it takes along.
@@ -150,7 +150,7 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
     fn describe(&self) -> String;
 
     /// Products of its definition in the forward pass of one image. Sums and comparisons do not count.
-    fn products(&self) -> usize {
+    fn multiply_adds(&self) -> usize {
         0
     }
 
@@ -170,12 +170,12 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
     }
 
     /// What the operation before it needs to know to take it along, if any can.
-    fn as_tail(&self) -> Option<Tail> {
+    fn as_epilogue(&self) -> Option<Epilogue> {
         None
     }
 
     /// Takes the operation behind it along; false if it cannot.
-    fn take_along(&mut self, _tail: Tail) -> bool {
+    fn fuse(&mut self, _epilogue: Epilogue) -> bool {
         false
     }
 
@@ -185,7 +185,7 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
     }
 
     /// Allocates what it needs on the CPU for batches of up to `max_batch` images. `choice` is of convolutions.
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> Machine;
+    fn on_cpu(&self, max_batch: usize, choice: Choice) -> CpuLayer;
 
     /// Allocates what it needs on a GPU, and chooses its kernels.
     ///
@@ -206,59 +206,59 @@ pub(super) enum InPlace {
 
 /// An operation that the one before it can take along.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Tail {
+pub(super) enum Epilogue {
     /// The rectified linear unit with a slope for negative values.
     Rectifier {
         slope: f32,
     },
-    MaxPool(Pool),
+    MaxPool(PoolOp),
 }
 
 /// What computes an operation on the CPU.
 #[derive(Debug)]
-pub(super) enum Machine {
+pub(super) enum CpuLayer {
     Rectifier(activation::Rectifier),
     BatchNorm(batch_norm::Cpu),
     Conv(Box<conv::Cpu>),
     Dense(dense::Cpu),
-    Dropout(dropout::Masked),
+    Dropout(dropout::DropoutOp),
     Gelu(gelu::Gelu),
     MaxPool(max_pool::Cpu),
 }
 
-impl Machine {
+impl CpuLayer {
     /// Its passes on images, which are kept as `T`.
     pub(super) fn on_images<T: Storage>(&mut self) -> &mut dyn OnCpu<T> {
         match self {
-            Machine::Rectifier(machine) => machine,
-            Machine::BatchNorm(machine) => machine,
-            Machine::Conv(machine) => machine.as_mut(),
-            Machine::Dense(_) => panic!("a dense layer takes vectors"),
-            Machine::Dropout(machine) => machine,
-            Machine::Gelu(machine) => machine,
-            Machine::MaxPool(machine) => machine,
+            CpuLayer::Rectifier(layer) => layer,
+            CpuLayer::BatchNorm(layer) => layer,
+            CpuLayer::Conv(layer) => layer.as_mut(),
+            CpuLayer::Dense(_) => panic!("a dense layer takes vectors"),
+            CpuLayer::Dropout(layer) => layer,
+            CpuLayer::Gelu(layer) => layer,
+            CpuLayer::MaxPool(layer) => layer,
         }
     }
 
     /// Its passes on vectors.
     pub(super) fn on_vectors(&mut self) -> &mut dyn OnCpu<f32> {
         match self {
-            Machine::Dense(machine) => machine,
-            machine => machine.on_images(),
+            CpuLayer::Dense(layer) => layer,
+            layer => layer.on_images(),
         }
     }
 
     /// What its kernel is called.
     pub(super) fn kernel(&self) -> String {
         match self {
-            Machine::Conv(machine) => machine.algorithm(),
-            Machine::Dense(_) => "product".to_owned(),
+            CpuLayer::Conv(layer) => layer.algorithm(),
+            CpuLayer::Dense(_) => "product".to_owned(),
             _ => "pass".to_owned(),
         }
     }
 
     /// True if its kernel is one of several that would do.
     pub(super) fn is_chosen(&self) -> bool {
-        matches!(self, Machine::Conv(_))
+        matches!(self, CpuLayer::Conv(_))
     }
 }

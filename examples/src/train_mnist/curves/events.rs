@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crc::{CRC_32_ISCSI, Crc};
 
-use super::super::byproducts::{Appended, cannot_write};
+use super::super::byproducts::{AppendedFile, cannot_write};
 
 const CRC: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
 const FLAG: &str = "--tensorboard";
@@ -32,7 +32,7 @@ const FIXED32: u8 = 5;
 /// An open event file.
 #[derive(Debug)]
 pub(super) struct EventFile {
-    file: Appended,
+    file: AppendedFile,
     flushed: Instant,
 }
 
@@ -47,7 +47,7 @@ impl EventFile {
         let host = if host.trim().is_empty() { "localhost" } else { host.trim() };
         // The name that viewers look for.
         let name = format!("events.out.tfevents.{}.{host}.{}", seconds() as u64, std::process::id());
-        let file = Appended::create(FLAG, &free_name(&folder.join(name)))?;
+        let file = AppendedFile::create(FLAG, &free_name(&folder.join(name)))?;
         let mut events = EventFile { file, flushed: Instant::now() };
         let mut event = Message::default();
         event.double(1, seconds()).bytes(3, b"brain.Event:2");

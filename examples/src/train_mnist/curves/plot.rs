@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_points_become_means_and_no_number_is_left_out() {
+    fn points_are_averaged_and_non_finite_ones_are_skipped() {
         let losses: Vec<(u64, f64)> = (1..=2 * POINTS as u64).map(|step| (step, step as f64)).collect();
         let thin = thinned(&losses);
         assert_eq!(thin.len(), POINTS);

@@ -12,7 +12,7 @@ use mgpu_kernels::cuda::Device;
 use super::super::args::Args;
 use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, Recipe, Seen, check_finite, read};
+use super::{Engine, TrainingConfig, StepObserver, check_finite, read};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
@@ -22,18 +22,18 @@ pub(in super::super) struct Cpu<E> {
     net: Net<E>,
     /// What the communicator is observed by.
     timeline: Timeline,
-    recipe: Recipe,
+    recipe: TrainingConfig,
     threads: usize,
     images: Vec<f32>,
     labels: Vec<u8>,
     /// Whether to measure where the time goes, and that, once the first steps are over.
     profile: bool,
-    measured: Option<Measured>,
+    measured: Option<MeasuredTimes>,
 }
 
 /// Time of the steps that are measured, but for what the network measures.
 #[derive(Debug, Default)]
-struct Measured {
+struct MeasuredTimes {
     /// What updating had taken before them.
     updated: Duration,
     /// For filling batches.
@@ -46,7 +46,7 @@ struct Measured {
 
 impl<E: Storage> Cpu<E> {
     pub(in super::super) fn new(
-        recipe: &Recipe,
+        recipe: &TrainingConfig,
         args: &Args,
         comm: Communicator,
         timeline: &Timeline,
@@ -55,7 +55,7 @@ impl<E: Storage> Cpu<E> {
         let micro_batch = recipe.batch / recipe.micro_batches;
         let mut net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
         if args.timeline.is_some() {
-            net.show_on(timeline);
+            net.record_on(timeline);
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
         let config = args.parallel.config(recipe.optimizer(&args.net), threads, recipe.micro_batches);
@@ -93,15 +93,15 @@ impl<E: Storage> Engine for Cpu<E> {
         data: &Dataset,
         sampler: &mut Sampler,
         until: u64,
-        seen: &mut Seen<'_>,
+        seen: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport> {
         let Cpu { model, net, timeline, recipe, images, labels, profile, measured, .. } = self;
-        let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
+        let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = *recipe;
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
             if *profile && measured.is_none() && step >= WARM_UP {
-                *measured = Some(Measured { updated: model.update_time(), ..Measured::default() });
+                *measured = Some(MeasuredTimes { updated: model.update_time(), ..MeasuredTimes::default() });
                 net.start_profile();
             }
             let (begin, communicated) = (measured.as_ref().map(|_| Instant::now()), timeline.communication());
@@ -190,7 +190,7 @@ impl<E: Storage> Engine for Cpu<E> {
         None
     }
 
-    fn place(&self) -> String {
+    fn describe_device(&self) -> String {
         format!("{} thread{}", self.threads, if self.threads == 1 { "" } else { "s" })
     }
 
@@ -199,7 +199,7 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn profile(&self) -> Option<StepProfile> {
-        let Measured { updated, gather, communication, steps } = self.measured.as_ref()?;
+        let MeasuredTimes { updated, gather, communication, steps } = self.measured.as_ref()?;
         let (net, stages) = self.net.profile()?;
         let rest = Sums {
             gather: *gather,

@@ -17,7 +17,7 @@ use mgpu_kernels::loss::cuda::Score;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
-use super::{Engine, Recipe, Seen, check_finite, read};
+use super::{Engine, TrainingConfig, StepObserver, check_finite, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
 
@@ -38,7 +38,7 @@ pub(in super::super) struct Options {
 }
 
 /// A place in the stream's work, and how things stood there.
-struct Mark {
+struct LaunchMark {
     score: Reading,
     health: Health,
     /// Steps that had been made.
@@ -50,20 +50,20 @@ pub(in super::super) struct Gpu {
     graphs: Vec<StepGraph>,
     model: DeviceDataParallel,
     net: DeviceNet,
-    recipe: Recipe,
+    recipe: TrainingConfig,
     options: Options,
     train: Option<DeviceData>,
     /// The epoch whose order the training data has.
     epoch: Option<u64>,
     test: Option<DeviceData>,
-    marks: Vec<Mark>,
+    marks: Vec<LaunchMark>,
     /// Steps since the engine was made.
     launched: u64,
 }
 
 impl Gpu {
     pub(in super::super) fn new(
-        recipe: &Recipe,
+        recipe: &TrainingConfig,
         args: &Args,
         device: Arc<DeviceCommunicator>,
         host: Communicator,
@@ -80,9 +80,9 @@ impl Gpu {
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
         let device = model.stream().device();
-        let mark = |_| -> mgpu::Result<Mark> {
+        let mark = |_| -> mgpu::Result<LaunchMark> {
             let (score, health) = (Reading::new(device, Score::BYTES)?, Health::new(&model)?);
-            Ok(Mark { score, health, step: 0 })
+            Ok(LaunchMark { score, health, step: 0 })
         };
         // What set-up took to time kernels with is not the training's.
         device.reset_memory_peak();
@@ -163,7 +163,7 @@ fn launch_each(
     model: &mut DeviceDataParallel,
     net: &mut DeviceNet,
     data: Option<&DeviceData>,
-    recipe: &Recipe,
+    recipe: &TrainingConfig,
     steps: u64,
 ) -> mgpu::Result<()> {
     let data = data.expect("the training set is on the GPU");
@@ -189,7 +189,7 @@ impl Engine for Gpu {
         data: &Dataset,
         sampler: &mut Sampler,
         until: u64,
-        seen: &mut Seen<'_>,
+        seen: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport> {
         let begin = self.model.steps();
         self.load(data, sampler, begin / self.recipe.steps_per_epoch)?;
@@ -300,7 +300,7 @@ impl Engine for Gpu {
         Some(self.model.stream().device())
     }
 
-    fn place(&self) -> String {
+    fn describe_device(&self) -> String {
         format!("one {}, {}", self.model.stream().device().name(), self.options.precision)
     }
 
@@ -321,7 +321,7 @@ impl Gpu {
         place: usize,
         before: LossReport,
         steps: std::ops::Range<u64>,
-        seen: &mut Seen<'_>,
+        seen: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport> {
         self.model.look(&mut self.marks[place].health)?;
         let bytes = self.model.read(&mut self.marks[place].score)?;

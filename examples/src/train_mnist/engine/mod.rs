@@ -19,7 +19,7 @@ use crate::nets::{LossReport, Spec};
 
 /// What an engine has to know of the run.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Recipe {
+pub(super) struct TrainingConfig {
     pub(super) seed: u64,
     /// Images a step on this rank.
     pub(super) batch: usize,
@@ -34,7 +34,7 @@ pub(super) struct Recipe {
     pub(super) steps_per_epoch: u64,
 }
 
-impl Recipe {
+impl TrainingConfig {
     /// How parameters of `net` follow their gradients in this run.
     fn optimizer(&self, net: &Spec) -> OptimizerConfig {
         let mut optimizer = net.optimizer.with_schedule(self.schedule);
@@ -44,7 +44,7 @@ impl Recipe {
 }
 
 /// Told after steps how many have been made in all, and the loss of the last one whose loss is known.
-pub(super) type Seen<'a> = dyn FnMut(u64, f64) + 'a;
+pub(super) type StepObserver<'a> = dyn FnMut(u64, f64) + 'a;
 
 /// A model in training. What is said to be collective is called by all ranks alike.
 pub(super) trait Engine {
@@ -67,7 +67,7 @@ pub(super) trait Engine {
         data: &Dataset,
         sampler: &mut Sampler,
         until: u64,
-        seen: &mut Seen<'_>,
+        seen: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport>;
 
     /// Evaluates the samples `shard`, and once more with the moving average of the weights where one is kept. Collective.
@@ -104,7 +104,7 @@ pub(super) trait Engine {
     fn gpu(&self) -> Option<&Device>;
 
     /// What a rank has to compute with, in words.
-    fn place(&self) -> String;
+    fn describe_device(&self) -> String;
 
     /// One line for each layer that there is a choice of kernels for: which was chosen.
     fn kernels(&self) -> Vec<String>;

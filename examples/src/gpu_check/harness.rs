@@ -20,7 +20,7 @@ const MARGIN_BYTE: u8 = 0xa5;
 /// What outputs hold before the first and the second run: as f32 and bf16 a NaN, and a large number.
 const GARBAGE: [u8; 2] = [0xff, 0x55];
 
-pub(super) struct Bench {
+pub(super) struct Harness {
     pub(super) stream: Stream,
     pub(super) threads: Threads,
     pub(super) random: Random,
@@ -75,11 +75,11 @@ impl Output {
 
 /// What the outputs hold after a launch.
 #[derive(PartialEq)]
-pub(super) struct Found {
+pub(super) struct Results {
     outputs: Vec<(DType, Vec<u8>)>,
 }
 
-impl Found {
+impl Results {
     pub(super) fn bytes(&self, output: usize) -> &[u8] {
         &self.outputs[output].1
     }
@@ -112,13 +112,13 @@ pub(super) fn narrow(values: &[f32]) -> Vec<bf16> {
 
 /// What is said about one check.
 #[derive(Debug, Default)]
-pub(super) struct Judge {
+pub(super) struct Verdict {
     error: f64,
     bound: f64,
     problem: Option<String>,
 }
 
-impl Judge {
+impl Verdict {
     /// Compares within `bound` times the element's scale.
     pub(super) fn close(
         &mut self,
@@ -183,11 +183,11 @@ impl Judge {
     }
 }
 
-impl Bench {
+impl Harness {
     pub(super) fn new(stream: Stream, seed: u64, quick: bool, only: Option<String>) -> Self {
         let threads = Threads::new(1);
         let random = Random::new(seed);
-        Bench { stream, threads, random, quick, skew: 0, only, report: Report::default() }
+        Harness { stream, threads, random, quick, skew: 0, only, report: Report::default() }
     }
 
     pub(super) fn finish(self) -> Report {
@@ -231,7 +231,7 @@ impl Bench {
         outputs: &[Output],
         garbage: u8,
         work: impl Fn(&Stream, &[View<'_>]) -> Result<()>,
-    ) -> Result<(Found, bool)> {
+    ) -> Result<(Results, bool)> {
         let buffers = outputs.iter().map(|output| match &output.holds {
             Some(bytes) => self.buffer(output.dtype, bytes),
             None => self.buffer(output.dtype, &vec![garbage; output.len * output.dtype.size()]),
@@ -247,23 +247,23 @@ impl Bench {
             clean &= all[..buffer.begin].iter().chain(&all[end..]).all(|byte| *byte == MARGIN_BYTE);
             found.push((buffer.dtype, all[buffer.begin..end].to_vec()));
         }
-        Ok((Found { outputs: found }, clean))
+        Ok((Results { outputs: found }, clean))
     }
 
     /// Runs `work` twice, tells `judge` if results differ or something else was written, and gives the first result.
     pub(super) fn twice(
         &self,
-        judge: &mut Judge,
+        verdict: &mut Verdict,
         outputs: &[Output],
         work: impl Fn(&Stream, &[View<'_>]) -> Result<()>,
-    ) -> Result<Found> {
+    ) -> Result<Results> {
         let (first, clean) = self.once(outputs, GARBAGE[0], &work)?;
         let (second, clean_again) = self.once(outputs, GARBAGE[1], &work)?;
         if !clean || !clean_again {
-            judge.problem("it writes outside of its outputs".into());
+            verdict.problem("it writes outside of its outputs".into());
         }
         if first != second {
-            judge.problem("two runs differ".into());
+            verdict.problem("two runs differ".into());
         }
         Ok(first)
     }
@@ -274,20 +274,20 @@ impl Bench {
         name: &str,
         shape: impl Display,
         precision: &'static str,
-        check: impl FnOnce(&mut Bench, &mut Judge) -> Result<()>,
+        check: impl FnOnce(&mut Harness, &mut Verdict) -> Result<()>,
     ) -> Outcome {
         if self.only.as_ref().is_some_and(|only| !name.contains(only.as_str())) {
             return Ok(());
         }
-        let mut judge = Judge::default();
-        let outcome = catch_unwind(AssertUnwindSafe(|| check(self, &mut judge)));
+        let mut verdict = Verdict::default();
+        let outcome = catch_unwind(AssertUnwindSafe(|| check(self, &mut verdict)));
         let problem = match outcome {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(error.to_string()),
             // Its message is on standard error.
             Err(_) => Some("a panic".to_owned()),
         };
-        let Judge { error, bound, problem: found } = judge;
+        let Verdict { error, bound, problem: found } = verdict;
         let problem = problem.or(found);
         let ok = problem.is_none() && error <= bound;
         let shape = if self.skew > 0 { format!("{shape}, askew") } else { shape.to_string() };
