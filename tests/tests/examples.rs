@@ -51,7 +51,7 @@ fn loss_after(finished: &mgpu_tests::process::Finished, step: u32) -> f64 {
 #[test]
 fn small_networks_learn_on_one_rank_and_on_two() {
     let programs = [
-        (env!("CARGO_BIN_EXE_t-train_mlp"), "of 500 test images right; weights "),
+        (env!("CARGO_BIN_EXE_t-train_mlp"), "of 500 test images correct; weights "),
         (env!("CARGO_BIN_EXE_t-own_optimizer"), "weights "),
     ];
     for (program, last) in programs {
@@ -219,7 +219,7 @@ fn collective_perf_refuses_invalid_arguments() {
             "[possible values: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter]",
         ),
         (&["--buffers", "shared"], "[possible values: arena, private, device]"),
-        (&["--collective", "reduce", "--algo", "ring"], "--algo ring is for all_reduce alone"),
+        (&["--collective", "reduce", "--algo", "ring"], "--algo ring works only with all_reduce"),
     ] {
         run(command(COLLECTIVE_PERF).args(arguments)).expect(2, &[problem]);
     }

@@ -96,5 +96,5 @@ fn a_deviation_past_its_bound_fails() {
     let changed = folder.path().join("changed.json");
     std::fs::write(&changed, golden.to_string()).unwrap();
     let finished = run(command(env!("CARGO_BIN_EXE_t-golden_check")).arg("--data").arg(data).arg(changed));
-    finished.expect(1, &["PAST THE BOUND", "past the bound: lenet5"]);
+    finished.expect(1, &["EXCEEDS THE BOUND", "deviation exceeds the bound: lenet5"]);
 }
