@@ -195,7 +195,7 @@ fn collective_perf_compares_with_other_programs() {
     assert_eq!((table[3][0], &table[3][2..5]), ("64", &["-", "-", "98765.25"][..]));
     assert_eq!(table.len(), 4, "{stderr}");
     let (_, stderr) = measured(2, "4", &["--vs", file, "--collective", "broadcast"]);
-    assert_eq!(stderr, "no peer has a line of broadcast on 2 ranks\n");
+    assert_eq!(stderr, "no peer has results for broadcast on 2 ranks\n");
 
     std::fs::write(&path, peers.join("\n") + "\nmpiexec: a warning\n").unwrap();
     for (ranks, file, problem) in [

@@ -120,7 +120,7 @@ fn resuming_a_finished_run_reports_its_result() {
     let tiny = Tiny::new();
     let first = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
     let again = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
-    again.expect(0, &["resumed from", "nothing left to train: 24 steps are made, 24 asked for; test"]);
+    again.expect(0, &["resumed from", "nothing left to train: 24 steps are done, 24 requested; test"]);
     let (first, again) = (first.json(), again.json());
     for key in ["weights", "epochs", "steps", "test_acc", "test_loss", "test_acc_average", "data"] {
         assert_eq!(first[key], again[key], "{key}");
@@ -148,12 +148,12 @@ fn resuming_another_run_is_refused_with_every_difference() {
     refused.expect(
         1,
         &[
-            "step-00000008 is of another run:\n",
+            "step-00000008 belongs to another run:\n",
             "\n  --net: lenet5 in the checkpoint, deep here\n",
             "\n  --seed: 1 in the checkpoint, 9 here\n",
             "\n  --batch: 8 images a step, 4 on each of 2 in the checkpoint, 16 images a step, 8 on each of 2 here\n",
             "\n  --lr: 0.001 in the checkpoint, 0.5 here\n",
-            "\n  --epochs or --steps: a learning rate that falls over 8 steps in the checkpoint, a learning rate that falls over 12 steps here\n",
+            "\n  --epochs or --steps: a learning rate that decays over 8 steps in the checkpoint, a learning rate that decays over 12 steps here\n",
             "\n  --precision: f32 in the checkpoint, bf16 here\n",
             "\n  --data: MNIST from ",
         ],
@@ -172,14 +172,14 @@ fn resuming_with_other_ranks_or_threads_warns_about_rounding() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant", "--steps"];
     tiny.saved(TRAIN.launched(2), &[&all[..], &["5"]].concat()).expect(0, &[]);
-    let note = "the weights will not have the bits of an uninterrupted run: ";
+    let note = "the weights will not be bit-equal to those of an uninterrupted run: ";
     let same = tiny.saved(TRAIN.launched(2), &[&all[..], &["6"]].concat());
     assert!(!same.expect(0, &["resumed from"]).stdout.contains(note), "{same:#?}");
     let alone = [&all[..], &["7", "--batch", "8", "--threads", "2"]].concat();
-    let text = format!("{note}ranks 1 in place of 2, threads 2 in place of 1");
+    let text = format!("{note}ranks 1 instead of 2, threads 2 instead of 1");
     tiny.saved(TRAIN.launched(1), &alone).expect(0, &[&text, "resumed from", "after step 6"]);
     let four = [&all[..], &["8", "--batch", "2"]].concat();
-    tiny.saved(TRAIN.launched(4), &four).expect(0, &["ranks 4 in place of 1", "after step 7"]);
+    tiny.saved(TRAIN.launched(4), &four).expect(0, &["ranks 4 instead of 1", "after step 7"]);
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
     tiny.damage(16, "exp_avg.safetensors");
     let resumed = tiny.saved(TRAIN.launched(2), &all);
     let name = "step-00000016/exp_avg.safetensors: damaged: checksum";
-    let said = "it is now called damaged-step-00000016, and the one before it is taken:";
+    let said = "renamed to damaged-step-00000016; resuming from the previous checkpoint";
     resumed.expect(0, &[name, said]);
     assert_eq!((resumed_after(&resumed), resumed.weights()), (8, whole));
     assert_eq!(tiny.names(), ["damaged-step-00000016", "step-00000016", "step-00000024"]);
@@ -352,7 +352,7 @@ fn an_extended_run_is_bit_equal() {
     assert_eq!(resumed.weights(), whole);
     // Another run's checkpoint is refused by name.
     let other = train(TRAIN.launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
-    other.expect(1, &["step-00000030 is of another run"]);
+    other.expect(1, &["step-00000030 belongs to another run"]);
 }
 
 #[test]
@@ -391,7 +391,7 @@ fn a_restarted_run_resumes_from_its_checkpoint() {
     assert_eq!(finished.weights(), whole);
     // What is there is not overwritten by mistake.
     let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
-    again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
+    again.expect(1, &["belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir"]);
 }
 
 #[test]
@@ -410,12 +410,12 @@ fn a_restart_ignores_checkpoints_of_an_earlier_launch() {
     let early = "rank=1,phase=start,fault=exit:5";
     for fault in [&[][..], &[early]] {
         let refused = tiny.run(restarted(fault), &all);
-        refused.expect(1, &["restart 1 of 1", "step-00000008 is of an earlier run: go on with --resume"]);
+        refused.expect(1, &["restart 1 of 1", "step-00000008 belongs to an earlier run: continue it with --resume"]);
         assert!(!refused.stdout.contains("resumed from"), "{refused:#?}");
     }
     // Who asks for it gets it, and who has none of his own begins anew.
     let resuming = [&all[..], &["--resume"]].concat();
     tiny.run(restarted(&[early]), &resuming).expect(0, &["restart 1 of 1", "resumed from", "nothing left"]);
     fs::remove_dir_all(&folder).unwrap();
-    tiny.run(restarted(&[early]), &all).expect(0, &["restart 1 of 1", "beginning anew"]);
+    tiny.run(restarted(&[early]), &all).expect(0, &["restart 1 of 1", "starting at step 0"]);
 }

@@ -123,7 +123,7 @@ fn metrics_are_one_json_object_an_epoch() {
 
 /// The lines of standard error that warn of a file.
 fn warnings(finished: &Finished, path: &str) -> usize {
-    let warns = |line: &&str| line.contains(path) && line.ends_with("the training goes on without this file");
+    let warns = |line: &&str| line.contains(path) && line.ends_with("training continues without this file");
     finished.stderr.lines().filter(warns).count()
 }
 

@@ -1,11 +1,11 @@
-//! Inputs whose outcome is known exactly, and the comparison with it.
+//! Inputs whose results are known exactly, and the verification of results.
 //!
-//! Rank r holds at index i, as a whole number that every element type has exactly:
-//! - `1 + (i + 17 r) mod 251` in general. It tells ranks and positions apart, and the sum over n ranks stays below
-//!   2²⁴ up to 66 thousand ranks, exact in the single precision in which 16-bit floats are added up; they round it
-//!   once, as `expected` does.
-//! - For products 1, but on rank i mod n 2 or 3 by turns: the product is that 2 or 3 for any number of ranks, and a
-//!   contribution that is lost or counted twice changes it.
+//! The input of rank r at index i is a whole number that every element type represents exactly:
+//! - In general `1 + (i + 17 r) mod 251`. It distinguishes ranks and positions. The sum over n ranks stays below 2²⁴
+//!   for up to 66 thousand ranks, so it is exact in f32, in which 16-bit floats are accumulated; the result is
+//!   rounded once, as `expected` does.
+//! - For products: 1, except 2 or 3 in turn on rank i mod n. The product is that 2 or 3 for any number of ranks, and
+//!   a contribution that is lost or counted twice changes it.
 
 use half::{bf16, f16};
 use mgpu::{Communicator, DType, Element, ReduceOp};
@@ -13,31 +13,31 @@ use mgpu::{Communicator, DType, Element, ReduceOp};
 use super::Failure;
 use super::collective::{Collective, Contents};
 
-/// Elements after which the general pattern repeats: prime, so that blocks of any size differ.
+/// Period of the general pattern: prime, so that blocks of any size differ.
 const PERIOD: usize = 251;
 
 /// Element types that hold small whole numbers.
 pub(super) trait Value: Element {
     fn from_number(number: u32) -> Self;
-    /// The average of `ranks` values that add up to `sum`.
+    /// The average of `ranks` values whose sum is `sum`.
     fn average(sum: u32, ranks: u32) -> Self;
-    /// The number, as exactly as a double has it.
+    /// The number as a double, exact or rounded.
     fn to_double(self) -> f64;
-    /// Relative distance between neighbouring numbers, 0 for those that are all there.
+    /// Relative distance between neighbouring numbers; 0 for integers.
     const STEP: f64;
 }
 
-/// How reductions are carried out.
+/// The order and precision of a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReductionOrder {
     /// In rank order, in an accumulator, rounded once.
     InRankOrder,
-    /// In any order, in the element type, rounded at each step; sums of bytes wrap before they are divided.
+    /// In any order, in the element type, rounded at each step; sums of bytes wrap before the division.
     Nccl,
 }
 
 impl ReductionOrder {
-    /// True for a result that may come of the reduction of `ranks` values.
+    /// True if `found` is a possible result of reducing `ranks` values.
     fn allow<T: Value>(self, found: T, expected: T, ranks: u32) -> bool {
         let (found_number, expected_number) = (found.to_double(), expected.to_double());
         let tolerance = match self {
@@ -75,7 +75,7 @@ values! {
     u8: |x: u32| x as u8, |sum: u32, ranks: u32| (sum / ranks) as u8, f64::from, 0.0;
 }
 
-/// The inputs of a world of `ranks` ranks.
+/// The input pattern of a world of `ranks` ranks.
 #[derive(Debug, Clone, Copy)]
 struct Pattern {
     ranks: u32,
@@ -84,12 +84,12 @@ struct Pattern {
 }
 
 impl Pattern {
-    /// Elements after which inputs and results repeat.
+    /// Number of elements after which inputs and results repeat.
     fn period(self) -> usize {
         if self.op == ReduceOp::Prod { 2 * self.ranks as usize } else { PERIOD }
     }
 
-    /// What `rank` holds at `index`.
+    /// The input of `rank` at `index`.
     fn input(self, rank: u32, index: usize) -> u32 {
         let (ranks, rank) = (self.ranks as usize, rank as usize);
         match self.op {
@@ -99,7 +99,7 @@ impl Pattern {
         }
     }
 
-    /// What an outcome has at `index`.
+    /// The expected value at `index`.
     fn expected<T: Value>(self, contents: Contents, index: usize) -> T {
         let values = (0..self.ranks).map(|rank| self.input(rank, index));
         match (contents, self.op) {
@@ -119,13 +119,13 @@ impl Pattern {
         }
     }
 
-    /// One period of what an outcome has.
+    /// One period of the expected values.
     fn expected_period<T: Value>(self, contents: Contents) -> Vec<T> {
         (0..self.period()).map(|index| self.expected(contents, index)).collect()
     }
 }
 
-/// Writes what `rank` holds before a reduction by `op`.
+/// Writes the input of `rank` for a reduction by `op`.
 pub(super) fn fill<T: Value>(values: &mut [T], rank: u32, ranks: u32, op: ReduceOp) {
     let inputs = Pattern { ranks, op, sums: ReductionOrder::InRankOrder }.expected_period::<T>(Contents::InputOf(rank));
     for part in values.chunks_mut(inputs.len()) {
@@ -133,7 +133,7 @@ pub(super) fn fill<T: Value>(values: &mut [T], rank: u32, ranks: u32, op: Reduce
     }
 }
 
-/// Compares every element of an outcome.
+/// Verifies every element of a result.
 pub(super) fn compare<T: Value>(
     values: &[T],
     rank: u32,
@@ -155,7 +155,7 @@ pub(super) fn compare<T: Value>(
     Ok(())
 }
 
-/// Runs the operation on the pattern and compares every element of its outcome.
+/// Runs the collective on the pattern and verifies every element of its result.
 pub(super) fn check<T: Value>(
     comm: &mut Communicator,
     collective: Collective,

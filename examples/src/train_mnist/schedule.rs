@@ -1,25 +1,25 @@
-//! `--schedule` and `--warm-up`: how the learning rate goes on.
+//! `--schedule` and `--warm-up`: the learning rate schedule.
 
 use std::fmt;
 use std::str::FromStr;
 
 use mgpu::optimizer::{Decay, Schedule};
 
-/// What the learning rate does after the warm-up.
+/// How the learning rate changes after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum ScheduleKind {
-    /// It falls to 0 at the end of the training, by as much in every step.
+    /// Linear decay to 0 at the end of the training.
     Linear,
-    /// It stays.
+    /// Constant.
     Constant,
-    /// It falls to this part of it at the end of the training, like half a cosine wave.
+    /// Cosine decay to `floor` times the initial rate at the end of the training.
     Cosine { floor: f64 },
-    /// It is multiplied with this factor after every so many steps.
+    /// Multiplied by `factor` after every `every` steps.
     Step { every: u64, factor: f64 },
 }
 
 impl ScheduleKind {
-    /// The schedule of a training of `length` steps that begins with `warm_up`.
+    /// The schedule of a training of `length` steps, with `warm_up` steps of warm-up.
     pub(super) fn over(self, length: u64, warm_up: u64) -> Schedule {
         let steps = length.saturating_sub(warm_up).max(1);
         let decay = match self {
@@ -31,7 +31,7 @@ impl ScheduleKind {
         Schedule { warm_up, decay }
     }
 
-    /// Whether a longer training has other learning rates from its beginning.
+    /// True if the schedule depends on the length of the training, so that it cannot be extended.
     pub(super) fn ends(self) -> bool {
         matches!(self, ScheduleKind::Linear | ScheduleKind::Cosine { .. })
     }

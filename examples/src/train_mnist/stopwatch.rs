@@ -1,4 +1,4 @@
-//! What an epoch's steps take, and how much of it a rank spends in collectives; without what is done between steps.
+//! Measures the time of an epoch's steps and of their collectives, without the work between steps.
 
 use std::cell::Cell;
 use std::ops::{AddAssign, Sub};
@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use mgpu::timeline::Timeline;
 
-/// Seconds: in all, in collectives, and of these waiting for peers to come.
+/// Seconds in total, in collectives, and, of these, waiting for peers.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct TimeSpent {
     pub(super) seconds: f64,
@@ -15,7 +15,7 @@ pub(super) struct TimeSpent {
 }
 
 impl TimeSpent {
-    /// Shares of the time that went to collectives, and to waiting for peers there.
+    /// Shares of the time in collectives, and waiting for peers there.
     pub(super) fn communication(&self) -> [f64; 2] {
         [self.collectives, self.waiting].map(|seconds| seconds / self.seconds.max(1e-9))
     }
@@ -41,11 +41,11 @@ impl Sub for TimeSpent {
     }
 }
 
-/// Runs from when it is made.
+/// Runs from its creation.
 pub(super) struct Stopwatch {
     started: Instant,
     timeline: Timeline,
-    /// What does not count.
+    /// Time that does not count.
     left_out: Cell<TimeSpent>,
 }
 
@@ -66,12 +66,12 @@ impl Stopwatch {
         }
     }
 
-    /// What was spent so far.
+    /// The time so far.
     pub(super) fn spent(&self) -> TimeSpent {
         self.total() - self.left_out.get()
     }
 
-    /// Does something that does not count.
+    /// Runs `work` without counting its time.
     pub(super) fn leave_out<R>(&self, work: impl FnOnce() -> R) -> R {
         let before = self.total();
         let result = work();
