@@ -1,4 +1,4 @@
-//! What goes element by element: activations, whole arenas, digests.
+//! Element-wise kernels: activations, whole arenas, digests.
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::{Result, StepState};
@@ -26,13 +26,13 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     Ok(())
 }
 
-/// Values of both types, as f32.
+/// Random values of a dtype, as f32.
 fn random(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
     let mut values = harness.random.floats(len);
     if dtype == DType::Bf16 {
         values.iter_mut().for_each(|value| *value = to_bf16(*value));
     }
-    // A zero of each sign is where activations bend.
+    // Zeros of both signs, where activation functions have their kink.
     values.iter_mut().step_by(11).for_each(|value| *value *= 0.0);
     values
 }
@@ -179,7 +179,7 @@ fn digests(harness: &mut Harness, len: usize) -> Outcome {
     })
 }
 
-/// Two tensors, the second of which has an element that is no number, looked at in 32 steps.
+/// Two tensors, the second with one non-finite element, searched in 32 steps.
 fn find(harness: &mut Harness, verdict: &mut Verdict, len: usize) -> Result<()> {
     const MARK: u64 = 1 << 32;
     let between = harness.random.below(len);
@@ -187,7 +187,7 @@ fn find(harness: &mut Harness, verdict: &mut Verdict, len: usize) -> Result<()> 
     values[between + harness.random.below(len - between)] = f32::NAN;
     let parts = digest::cuda::parts([(0, 0..between), (1, between..len)]);
     let memory = harness.input(&values)?;
-    // Tables lie straight.
+    // Tables are always aligned.
     let skew = std::mem::take(&mut harness.skew);
     let table = harness.input(bytemuck::cast_slice::<_, u8>(&parts))?;
     let states: Vec<StepState> = (0..32).map(|step| StepState { step, ..StepState::after(0) }).collect();
@@ -203,7 +203,8 @@ fn find(harness: &mut Harness, verdict: &mut Verdict, len: usize) -> Result<()> 
         digest::cuda::find_not_finite(stream, memory.view(), none, state(0), MARK, found)
     })?;
     let found = found.values::<i64>(0);
-    // A small tensor is looked at whole in every step, of a large one each element once.
+    // Every step checks a small tensor completely, and a part of a large one, so that 32 steps cover each element
+    // once.
     let at_least = if len - between > digest::cuda::SMALL { 1 } else { 32 };
     let seen = found.iter().filter(|mark| **mark == MARK as i64 + 1).count();
     verdict.equal("found", &[seen.min(at_least)], &[at_least]);

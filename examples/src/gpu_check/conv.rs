@@ -1,4 +1,4 @@
-//! Convolutions and dense layers: all passes in all precisions, by this crate's kernels.
+//! Convolutions and dense layers: all passes in all precisions, with this crate's kernels.
 
 use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
@@ -40,7 +40,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     for conv in &convs {
         passes(harness, conv)?;
     }
-    // Where addresses rule out moving 16 bytes at a time.
+    // Addresses that rule out 16-byte accesses.
     harness.skew = 1;
     let outcome = passes(harness, &Conv::dense(9, 16, 24)).and_then(|()| {
         let shape =
@@ -55,13 +55,13 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
 /// Matrices that fill the GPU with large tiles, one for each pass.
 fn large_tiles(harness: &mut Harness) -> Outcome {
     let multiprocessors = harness.stream.device().multiprocessors() as usize;
-    // Of 128 by 128 results there is one tile for each multiprocessor.
+    // One tile of 128 by 128 results for each multiprocessor.
     let rows = 128 * (multiprocessors / 2).max(1);
     for precision in Precision::ALL {
         pass(harness, &Conv::dense(rows, 16, 256), precision, LayerPass::Forward)?;
         pass(harness, &Conv::dense(rows, 256, 16), precision, LayerPass::BackwardInput)?;
-        // The sum of a weight's gradient is cut into slices of eight steps or more: so many samples give half as many
-        // slices, for the tiles to fill large GPUs.
+        // The sum of a weight's gradient is split into slices of at least eight steps. Half as many slices as the
+        // samples allow are enough tiles to fill large GPUs.
         let samples = 8 * 132 * if precision == Precision::Bf16 { 32 } else { 16 };
         pass(harness, &Conv::dense(samples, 128, 128), precision, LayerPass::BackwardWeights)?;
     }
@@ -102,7 +102,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
         LayerPass::BackwardActivation => "backward_activation",
     };
     let &Conv { shape, images } = conv;
-    // Kernels for images of one channel multiply without them.
+    // Kernels for images of one channel do not use tensor cores.
     let first = shape.channels == 1 && [3, 5].contains(&shape.kernel) && pass != LayerPass::BackwardInput;
     let tensor_cores = harness.tensor_cores() && !first;
     let dtype = precision.storage();
@@ -184,7 +184,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                         cuda::backward_bias(stream, &shape, images, precision, dy_view, space, db)
                     }
                 })?;
-                // Nothing is multiplied, so nothing is rounded to TF32.
+                // There are no products, so nothing is rounded to TF32.
                 let dy = dy_memory_values(harness, &dy_memory.view())?;
                 let sums = reference::backward_bias(&shape, &dy);
                 let bound = bound::sum(pixels, false);
@@ -209,7 +209,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 let expected: Vec<f64> = before.collect();
                 let rounded = bound::chain(1, bf16);
                 verdict.close("gradient", found.floats(0), &expected, |i| expected[i].abs(), rounded);
-                // The bias's is the sum of what was rounded.
+                // The gradient of the bias is the sum of the rounded values.
                 let found_before: Vec<f64> = found.floats(0).iter().map(|value| f64::from(*value)).collect();
                 let sums = reference::backward_bias(&shape, &found_before);
                 let bound = bound::sum(pixels, false);
@@ -220,7 +220,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
     })
 }
 
-/// Values as they are kept.
+/// Values as stored.
 fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> Result<Vec<f64>> {
     Ok(match view.dtype() {
         DType::Bf16 => view.to_vec::<half::bf16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect(),
@@ -228,7 +228,7 @@ fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> R
     })
 }
 
-/// Enough for a pass, filled with numbers that would be noticed.
+/// Enough workspace for a pass, filled with NaNs to detect uninitialised reads.
 fn workspace(harness: &Harness, conv: &Conv, precision: Precision) -> Result<Memory> {
     let len = cuda::workspace_bytes(&conv.shape, conv.images, precision) / size_of::<f32>();
     Memory::from_slice(&harness.stream, &vec![f32::NAN; len.max(1)])

@@ -1,4 +1,4 @@
-//! Dropout: the same elements as on the CPU, to the bit, wherever they lie.
+//! Dropout: bit-equal to the CPU, in any memory layout.
 
 use mgpu_kernels::cuda::StepState;
 use mgpu_kernels::dropout::{Mask, cpu, cuda};

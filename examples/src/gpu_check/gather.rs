@@ -1,4 +1,4 @@
-//! Batches out of a data set.
+//! Gathering batches from a data set.
 
 use mgpu_kernels::cuda::StepState;
 use mgpu_kernels::gather::{cpu, cuda};
@@ -7,7 +7,7 @@ use mgpu_kernels::{DType, cuda::Result};
 use super::harness::{Harness, Verdict, Outcome, Output};
 use super::values::to_bf16;
 
-/// What takes the place of a label where an order leads nowhere.
+/// The label written for an invalid entry of the order.
 const NO_LABEL: u8 = 255;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
@@ -48,7 +48,7 @@ fn each(
     let [images_memory, labels_memory] = [harness.input(&images)?, harness.input(&labels)?];
     let order_memory = harness.input(&signed)?;
     let place = harness.random.below(samples / batch);
-    // The same place as a whole batch, and as the second part of a batch of twice as many.
+    // The same samples as a whole batch, and as the second part of a batch of twice the size.
     let (position, part) = if place % 2 == 1 { (place / 2, (1, 2)) } else { (place, (0, 1)) };
     let state = StepState { step: 77, position: position as u64, ..StepState::after(0) };
     let state = state.upload(&harness.stream)?;
@@ -72,7 +72,7 @@ fn each(
     verdict.same("pixel", &found.floats(0), &x);
     verdict.equal("label", found.bytes(1), &expected);
 
-    // One place behind the end.
+    // One entry past the end.
     let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
     let behind = (samples - batch + 1) as u64;
     let found = harness.twice(verdict, &outputs, |stream, outputs| {

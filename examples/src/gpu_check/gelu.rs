@@ -1,4 +1,4 @@
-//! GELU: what the CPU computes, within the bounds of both.
+//! GELU: the results of the CPU, within the bounds of both.
 
 use mgpu_kernels::gelu::{cpu, cuda};
 
@@ -7,7 +7,7 @@ use super::bound;
 use super::values::to_bf16;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
-    // Whole packs, rests, and less than a pack.
+    // Whole packs, remainders, and less than a pack.
     for len in [1, 7, 4096, if harness.quick { 5003 } else { 1_000_003 }] {
         each(harness, len)?;
     }
@@ -17,7 +17,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     outcome
 }
 
-/// Bounds of the contract, twice: Φ and φ are off by so much on either side.
+/// Twice the documented bounds, because Φ and φ have errors on both sides.
 const BOUND: f64 = 4e-7;
 
 fn each(harness: &mut Harness, len: usize) -> Outcome {
@@ -50,7 +50,7 @@ fn each(harness: &mut Harness, len: usize) -> Outcome {
             let mut dx = dy.clone();
             cpu::backward(&harness.threads, &x, &mut dx);
             let dx: Vec<f64> = dx.into_iter().map(f64::from).collect();
-            // The slope is 1.13 at most, and the sum of an error of Φ and one of x · φ(x).
+            // The derivative is at most 1.13, and it is the sum of an error of Φ and one of x · φ(x).
             let scale = |i: usize| 1.13 * f64::from(dy[i].abs());
             verdict.close("gradient", found.floats(0), &dx, scale, 2.0 * BOUND + bound::kept(bf16));
             Ok(())

@@ -1,8 +1,8 @@
-//! Layers as networks use them: by whichever kernels won, those of a library among them.
+//! Layers as networks use them: with the fastest kernels, including those of libraries.
 //!
-//! A library may add up in blocks (Winograd's and Fourier's ways even transform), cuts operands off where TF32 is asked
-//! for instead of rounding them, and hands results over in bf16 before a bias is added or a gradient widened. So the bound is wider here: it is
-//! meant to find a result that is wrong, in its layout or its type, and not one that is rounded otherwise.
+//! A library may sum in blocks or transform (Winograd, FFT), truncates operands to TF32 instead of rounding them, and
+//! rounds to bf16 before a bias is added or a gradient is widened. So the bounds are wider here: they detect wrong
+//! results (layout, dtype), not different rounding.
 
 use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
@@ -35,13 +35,13 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     Ok(())
 }
 
-/// [`bound::sum`], with room for what libraries do.
+/// [`bound::sum`], widened for libraries.
 fn bound(terms: usize, precision: Precision) -> f64 {
     let operands = match precision {
         Precision::F32 => 0.0,
-        // Cut off, each of both operands is too small by up to 2^-10 of its size.
+        // Truncation makes each operand too small by up to 2^-10 of its magnitude.
         Precision::Tf32 => 6.0 / f64::from(1 << 10),
-        // The product, with the bias, activated.
+        // Product, bias and activation are each rounded.
         Precision::Bf16 => 3.0 * bound::kept(true),
     };
     16.0 * bound::sum(terms, false) + operands
@@ -52,7 +52,7 @@ fn each(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision: Pr
     let dtype = precision.storage();
     let slope = [1.0, 0.0, LEAKY_SLOPE][harness.random.below(3)];
     let layer = gpu::Conv::new(&harness.stream, shape, images, precision, slope, true, Options::default())?;
-    // It tells times, which mean nothing on what is no GPU.
+    // It reports times, which mean nothing on a fake GPU.
     if !harness.fake() {
         outln!("       {}", layer.describe());
     }

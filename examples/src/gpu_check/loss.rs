@@ -38,12 +38,12 @@ fn each(
 ) -> Result<()> {
     let round = |value: f32| if dtype == DType::Bf16 { to_bf16(8.0 * value) } else { 8.0 * value };
     let mut logits: Vec<f32> = harness.random.floats(samples * classes).into_iter().map(round).collect();
-    // The first of the largest counts.
+    // With equal maxima, the first counts.
     let last = logits.len() - 1;
     (logits[0], logits[last]) = (9.0, logits[last - 1]);
     let labels: Vec<u8> = (0..samples).map(|_| harness.random.below(classes) as u8).collect();
     let (logits_memory, labels_memory) = (harness.activations(dtype, &logits)?, harness.input(&labels)?);
-    // It is added to what is there.
+    // Results are added to the existing contents.
     let before = Score { loss_sum: 1.5, correct: 3, samples: 7 };
     let outputs = [
         Output::of(dtype, logits.len()),
@@ -74,7 +74,7 @@ fn each(
     verdict.equal("correct", &[score.correct], &[3 + report.correct]);
     verdict.equal("samples", &[score.samples], &[7 + samples as u64]);
     let expected = [1.5 + report.loss_sum];
-    // Exponentials and logarithms of two libraries.
+    // Exponentials and logarithms come from two libraries.
     let bound = 4.0 * bound::sum_f64(samples + classes);
     verdict.close("loss", [score.loss_sum], &expected, |_| expected[0], bound);
     Ok(())

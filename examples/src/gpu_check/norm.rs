@@ -1,4 +1,4 @@
-//! Batch normalisation: each of its steps from exact operands, in f64 after the contract.
+//! Batch normalisation: each step from exact operands, compared with f64.
 
 use mgpu_kernels::DType;
 use mgpu_kernels::cuda::Result;
@@ -35,20 +35,20 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
     harness.check("norm running_statistics", images.channels, "f32", |b, j| running_statistics(b, j, images))
 }
 
-/// Activations that are not centred, as they come out of a layer.
+/// Activations with a non-zero mean, like those of a layer.
 fn activations(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
     let values = harness.random.floats(len).into_iter().map(|value| value + 0.25);
     values.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect()
 }
 
-/// Means, then inverse deviations.
+/// Means, then inverse standard deviations.
 fn statistics(harness: &mut Harness, channels: usize) -> Vec<f32> {
     let mut values = harness.random.floats(2 * channels);
     values[channels..].iter_mut().for_each(|value| *value += 1.5);
     values
 }
 
-/// Two sums for each channel, of `terms(channel, element)`, and the sums of their sizes.
+/// Two sums for each channel, of `terms(channel, element)`, and the sums of their magnitudes.
 fn sum_channels(channels: usize, len: usize, terms: impl Fn(usize, usize) -> [f64; 2]) -> [Vec<f64>; 2] {
     let (mut sums, mut sizes) = (vec![0.0; 2 * channels + 1], vec![0.0; 2 * channels + 1]);
     for i in 0..len {
@@ -83,7 +83,7 @@ fn sum_inputs(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dty
     Ok(())
 }
 
-/// Room for partial sums, full of what would be noticed.
+/// Memory for partial sums, filled with NaNs to detect uninitialised reads.
 fn workspace(harness: &mut Harness, channels: usize) -> Result<super::harness::Buffer> {
     let skew = std::mem::take(&mut harness.skew);
     let len = cuda::workspace_len(harness.stream.device().multiprocessors(), channels);

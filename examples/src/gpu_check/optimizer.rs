@@ -1,7 +1,7 @@
-//! Every update rule, some steps long, from the beginning of a step to the copy in bf16.
+//! All update rules, for some steps, from the beginning of a step to the bf16 copy.
 //!
-//! Each operation is rounded by itself on both sides, so that results are equal to the bit but for the powers of Adam's
-//! corrections, which come from different libraries.
+//! Both sides round each operation separately, so results are bit-equal, except for the powers in Adam's bias
+//! correction, which come from different libraries.
 
 use std::ops::Range;
 
@@ -18,12 +18,12 @@ use super::bound;
 const STEPS: u64 = 5;
 const AVERAGE: f64 = 0.9;
 const DECAY: f64 = 0.05;
-/// The norm that gradients are clipped to: most steps' are longer.
+/// The norm that gradients are clipped to; most steps exceed it.
 const MOST: f64 = 5.0;
-/// Elements by which states lie behind parameters.
+/// Offset of optimizer states relative to parameters, in elements.
 const SHIFT: usize = 64;
 
-/// All rules, by the names of their kernels.
+/// All rules, named after their kernels.
 pub(super) fn rules() -> [(&'static str, Optimizer); 7] {
     let sgd = Sgd { lr: 0.05, weight_decay: DECAY, ..Sgd::default() };
     let rmsprop = RmsProp { weight_decay: DECAY, ..RmsProp::default() };
@@ -65,7 +65,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     Ok(())
 }
 
-/// The rate of step `step`, which counts from 0.
+/// The learning rate of step `step`, counted from 0.
 fn rate(optimizer: &Optimizer, plan: Plan, step: u64) -> f64 {
     optimizer.lr() * plan.schedule.factor(step)
 }
@@ -83,7 +83,7 @@ fn begin(harness: &mut Harness, verdict: &mut Verdict, optimizer: &Optimizer, pl
     Ok(())
 }
 
-/// Tensors one after another, each at a multiple of 64 elements, whose factors take turns.
+/// Tensors one after another, each at a multiple of 64 elements, with alternating factors.
 fn tensors(sizes: &[usize]) -> (Vec<(Range<usize>, Factors)>, usize) {
     let slower = Factors { learning_rate: 0.3, weight_decay: 0.7 };
     let mut begin = 0;
@@ -105,7 +105,7 @@ fn update(
     let (tensors, len) = tensors(sizes);
     let gradients = harness.random.floats(len * STEPS as usize);
     let mut params = harness.random.floats(len);
-    // Kernels pass over the padding.
+    // Kernels skip the padding.
     let mut states = [vec![0.0f32; SHIFT + len], vec![0.0f32; SHIFT + len]];
     let mut average = [vec![0.0; SHIFT], params.clone()].concat();
     let gradients_memory = harness.input(&gradients)?;
@@ -164,14 +164,14 @@ fn update(
         let expected = wide(expected);
         verdict.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-2, bound);
     }
-    // The copy is that of the GPU's own parameters.
+    // The copy must match the GPU's own parameters.
     let copy: Vec<f32> = narrow(&found.floats(1)).iter().map(|value| value.to_f32()).collect();
     verdict.same("copy", &found.floats(5), &copy);
     Ok(())
 }
 
-/// Begins and makes a step with clipped gradients, given the table of chunks and room for a sum of each. `outputs` are state,
-/// parameters, first and second state, average and copy.
+/// Begins a step and applies it with clipped gradients. Takes the table of chunks and memory for a sum of each.
+/// `outputs` are state, parameters, first and second state, average and copy.
 pub(super) fn one_step(
     stream: &Stream,
     optimizer: &Optimizer,

@@ -1,4 +1,4 @@
-//! Max-pooling, by itself and fused with bias and activation.
+//! Max pooling, alone and fused with bias and activation.
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::Result;
@@ -48,7 +48,7 @@ fn each(harness: &mut Harness, images: &Images, rounding: Rounding) -> Outcome {
     Ok(())
 }
 
-/// The slope that leaves values as they are.
+/// The slope of the identity.
 fn activation_slope() -> f32 {
     1.0
 }
@@ -107,7 +107,7 @@ fn backward(
 ) -> Result<()> {
     let channels = images.channels;
     let outputs_len = images.images * channels * shape.out_height() * shape.out_width();
-    // Places as a forward pass gives them: they lie inside the images.
+    // Positions as a forward pass returns them: inside the images.
     let x = harness.random.floats(images.len());
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
     cpu::forward(&harness.threads, shape, channels, &x, &mut y, &mut chosen);
@@ -135,7 +135,7 @@ fn backward(
     }
     let mut dx = vec![0.0; images.len()];
     cpu::backward(&harness.threads, shape, channels, &dy, &chosen, &mut dx);
-    // A product with slope 0 has the gradient's sign.
+    // A product with slope 0 keeps the gradient's sign, so zeros are normalised.
     let plain = |values: Vec<f32>| values.into_iter().map(|value| value + 0.0).collect::<Vec<_>>();
     verdict.same("gradient", &plain(found.floats(0)), &plain(dx));
     Ok(())

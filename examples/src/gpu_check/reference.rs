@@ -1,6 +1,6 @@
-//! Convolutions as plain sums in f64, in the layout of GPUs: images \[N, H, W, C\], weights \[F, K, K, C\].
+//! Convolutions as direct sums in f64, in the layout of GPUs: images \[N, H, W, C\], weights \[F, K, K, C\].
 //!
-//! Beside every sum stands that of the squares of its products, from which the bound of its error follows ([`super::bound`]).
+//! Every sum comes with the sum of the squares of its products, which determines its error bound ([`super::bound`]).
 //! A dense layer is a convolution of single pixels.
 
 use mgpu_kernels::conv::Shape;
@@ -17,7 +17,7 @@ impl ExactSums {
         ExactSums { values: vec![0.0; len], squares: vec![0.0; len] }
     }
 
-    /// Adds `factor` times each of `others` to the elements from `at`.
+    /// Adds `factor` times each of `others` to the elements from `at` on.
     fn add(&mut self, at: usize, factor: f64, others: &[f64]) {
         let values = &mut self.values[at..at + others.len()];
         let squares = &mut self.squares[at..at + others.len()];
@@ -28,13 +28,13 @@ impl ExactSums {
         }
     }
 
-    /// What errors of an element are a part of.
+    /// The scale of an element's error.
     pub(super) fn scale(&self, i: usize) -> f64 {
         self.squares[i].sqrt().max(self.values[i].abs())
     }
 }
 
-/// Calls `visit(output pixel, input pixel, place in the kernel)` wherever the two overlap.
+/// Calls `visit(output pixel, input pixel, position in the kernel)` for each overlap.
 fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
     let &Shape { height, width, kernel, .. } = shape;
     let (rows, columns, pad) = (shape.out_height(), shape.out_width(), shape.pad());
@@ -51,7 +51,7 @@ fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, u
     }
 }
 
-/// \[F, K·K, C\] as \[K·K, C, F\], so that the inner loops run over what is contiguous.
+/// \[F, K·K, C\] as \[K·K, C, F\], so that inner loops are contiguous.
 fn filters_last(shape: &Shape, weights: &[f64]) -> Vec<f64> {
     let (filters, each) = (shape.filters, shape.filter_len());
     (0..weights.len()).map(|at| weights[at % filters * each + at / filters]).collect()

@@ -1,8 +1,8 @@
-//! A captured step, replayed, is the step itself.
+//! Replaying a captured step equals running it.
 //!
-//! The step is one of a small network: gather, convolution, dropout, loss, gradients, optimizer. Everything that differs
-//! from step to step comes out of the GPU's memory; what a launcher passed by value would stay as it was captured,
-//! and show here.
+//! The step is one of a small network: gather, convolution, dropout, loss, gradients, optimizer. Everything that
+//! changes from step to step is in GPU memory. A kernel argument passed by value would keep its captured value, and
+//! be detected here.
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::{Padding, Shape};
@@ -46,7 +46,7 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
     };
     let features = shape.output_len();
     let layer = dense::Shape { inputs: features, outputs: CLASSES };
-    // Weights of the dense layer, then its bias; those of the convolution stay as they are.
+    // Weights of the dense layer, then its bias; the convolution's weights are constant.
     let (weights, len) = (features * CLASSES, features * CLASSES + 64);
     let params = stored(precision, harness.random.floats(len).into_iter().map(|value| value / 32.0).collect());
     let filters = harness.random.floats(shape.weights_len());
@@ -89,7 +89,7 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         let copy = if dtype == DType::Bf16 { outputs[5] } else { outputs[1] };
         let (w, b) = (copy.slice(0..weights), outputs[1].slice(weights..weights + CLASSES));
         let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
-        // The gradients of the step before, for the optimizer to begin with.
+        // The optimizer uses the gradients of the previous step.
         one_step(stream, &optimizer, plan, (table.view(), sums.view()), gradients, &outputs[..6])?;
         gather::cuda::batch(stream, &samples, state, x, labels_here, (0, 1))?;
         conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
@@ -108,7 +108,7 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
     if let Some(output) = (0..outputs.len()).find(|output| eager.bytes(*output) != graph.bytes(*output)) {
         verdict.problem(format!("memory {output} of the step differs when it is replayed"));
     }
-    // Four steps later the parameters have moved, and are numbers.
+    // After four steps the parameters have changed and are finite.
     let moved = eager.floats(1);
     let sound = moved != params && moved.iter().all(|value| value.is_finite());
     verdict.equal("training", &[sound], &[true]);

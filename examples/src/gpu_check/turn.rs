@@ -1,4 +1,4 @@
-//! Weights of a convolution, turned for the one that goes the other way.
+//! Rotated and transposed weights: the input gradient of a convolution, computed as a forward convolution.
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::cuda::turn_weights;
@@ -8,7 +8,7 @@ use super::harness::{Harness, Outcome, Output};
 use super::values::to_bf16;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
-    // One weight, whole tiles of 32 by 32, and parts of tiles.
+    // One weight, whole tiles of 32 by 32, and partial tiles.
     [(1, 1, 1), (64, 1, 32), (33, 3, 40), (7, 5, 130)]
         .into_iter()
         .try_for_each(|(filters, kernel, channels)| each(harness, filters, kernel, channels))
@@ -29,7 +29,7 @@ fn each(harness: &mut Harness, filters: usize, kernel: usize, channels: usize) -
             let found = harness.twice(verdict, &outputs, |stream, outputs| {
                 turn_weights(stream, &shape, precision, memory.view(), outputs[0])
             })?;
-            // [channels][taps, the last one first][filters].
+            // [channels][taps in reverse order][filters].
             let expected: Vec<f32> = (0..weights.len())
                 .map(|index| {
                     let (rest, filter) = (index / filters, index % filters);

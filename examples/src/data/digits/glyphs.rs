@@ -1,17 +1,17 @@
-//! How the ten digits are written: strokes as lists of points that a smooth curve passes through.
+//! The shapes of the ten digits: strokes as lists of points of a smooth curve.
 //!
-//! The box is two units high and about one wide, its centre at the origin; x grows to the right, y downwards. A
-//! point given twice is a corner: the curve stops there and leaves in a new direction. Most digits have several
-//! ways of being written, as people have: a four open or closed, a seven with or without a bar, a one with or
-//! without flag and base.
+//! The box is two units high and about one unit wide, centred at the origin; x grows to the right, y downwards. A
+//! point given twice is a corner: the curve stops there and continues in a new direction. Most digits have several
+//! variants, as people write them: a four open or closed, a seven with or without a bar, a one with or without flag
+//! and base.
 
 /// A point of a stroke, in the digit's box or in pixels.
 pub(super) type Point = (f32, f32);
 
-/// One way to write a digit.
+/// One variant of a digit.
 pub(super) type Glyph = &'static [&'static [Point]];
 
-/// For each digit the ways to write it; the generator takes each way of a digit equally often.
+/// The variants of each digit. The generator uses all variants of a digit equally often.
 pub(super) const GLYPHS: [&[Glyph]; 10] =
     [&[ZERO], &[ONE, ONE, ONE_FLAG, ONE_BASE], TWO, THREE, FOUR, FIVE, &[SIX], SEVEN, EIGHT, NINE];
 
@@ -119,7 +119,7 @@ const FIVE: &[Glyph] = &[
         ],
         &[(-0.38, -0.93), (0.08, -0.95), (0.52, -0.96)],
     ],
-    // In one stroke, from the right.
+    // One stroke, starting at the right.
     &[&[
         (0.48, -0.96),
         (-0.32, -0.92),
@@ -183,7 +183,7 @@ const EIGHT: &[Glyph] = &[
         (0.32, -0.84),
         (0.05, -0.98),
     ]],
-    // Two rings.
+    // Two circles.
     &[
         &[
             (0.10, -0.07),
@@ -221,7 +221,7 @@ const NINE: &[Glyph] = &[
         (0.40, 0.15),
         (0.30, 1.0),
     ]],
-    // The tail bends back.
+    // With a bent tail.
     &[&[
         (0.40, -0.72),
         (0.05, -0.98),

@@ -1,5 +1,5 @@
-//! What the generator promises: the same bytes for ever, balanced classes, and images that depend on their address
-//! alone.
+//! Properties of the generator: the same bytes for ever, balanced classes, and images that depend only on seed, split
+//! and index.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ fn the_first_hundred_images_never_change() {
         Sha256::digest([images, labels].concat()).iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(
         sum, "ddd2edc749cf92373d7a7d88ad9049cf9e53c95efcbb39f6e92abc52087c9d10",
-        "the generator draws other digits than before: accuracies on them cannot be compared with earlier ones"
+        "the generator has changed: accuracies cannot be compared with earlier ones"
     );
 }
 
@@ -25,7 +25,7 @@ fn classes_are_balanced() {
     let mut counts = [0; CLASSES];
     let (_, labels) = generate(3, Split::Test, 0..count(Split::Test));
     labels.iter().for_each(|&label| counts[usize::from(label)] += 1);
-    // 1,000 expected, standard deviation 30.
+    // Expected 1,000 with a standard deviation of 30.
     assert!(counts.iter().all(|count| (850..1150).contains(count)), "{counts:?}");
 }
 

@@ -1,4 +1,4 @@
-//! Downloads from servers on loopback: whole, cut off, resumed, wrong, absent.
+//! Downloads from servers on loopback: complete, interrupted, resumed, wrong, absent.
 
 mod server;
 
@@ -37,7 +37,7 @@ fn fetch_sample(folder: &TempDir, mirrors: &[&str]) -> Result<PathBuf, DataError
     download_files(folder.path(), &[file], mirrors, Progress::Quiet)
 }
 
-/// The reasons for a failure, and its words.
+/// The reasons of a failure, and its message.
 fn reasons(result: Result<PathBuf, DataError>) -> (Vec<Reason>, String) {
     let error = result.unwrap_err();
     let text = error.to_string();
@@ -62,7 +62,7 @@ fn part(folder: &TempDir) -> PathBuf {
     folder.path().join(format!("{NAME}.part"))
 }
 
-/// An address where nothing listens.
+/// An address without a listener.
 fn silent() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("http://{}/", listener.local_addr().unwrap())
@@ -84,7 +84,7 @@ fn a_whole_download_is_kept_and_not_repeated() {
 #[test]
 fn a_folder_that_is_complete_needs_no_mirror_and_is_not_written() {
     let (folder, (content, _)) = (tempfile::tempdir().unwrap(), sample());
-    // Not even compressed.
+    // Uncompressed.
     fs::write(folder.path().join(NAME), content).unwrap();
     fetch_sample(&folder, &[]).unwrap();
     assert_eq!(names(&folder), [NAME]);
@@ -112,10 +112,10 @@ fn a_part_that_is_not_a_file_is_refused() {
     fs::write(&precious, b"old").unwrap();
     std::os::unix::fs::symlink(&precious, part(&folder)).unwrap();
     let error = fetch_sample(&folder, &[&server.url()]).unwrap_err().to_string();
-    assert_eq!(error, format!("{}: it is not a file: move it away", part(&folder).display()));
+    assert_eq!(error, format!("{}: not a regular file: move it away", part(&folder).display()));
     assert_eq!(fs::read(&precious).unwrap(), b"old");
     fs::remove_file(part(&folder)).unwrap();
-    // Nor does a pipe keep anybody waiting.
+    // A named pipe does not block either.
     for path in [part(&folder), folder.path().join(NAME)] {
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
         fetch_sample(&folder, &[&server.url()]).unwrap_err();
@@ -138,7 +138,7 @@ fn a_broken_transfer_is_resumed() {
 fn a_part_is_resumed_by_a_later_run_and_by_the_next_mirror() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let bytes = file.clone();
-    // Ends every answer after 5,000 bytes.
+    // Closes every connection after 5,000 bytes.
     let cutting = Server::start(move |request| {
         let whole = serve(&bytes, request);
         let head = whole.windows(4).position(|end| end == b"\r\n\r\n").unwrap() + 4;
@@ -214,7 +214,7 @@ fn other_content_is_refused_and_removed() {
     let server = Server::start(|_| answer("200 OK", "", 5, b"login"));
     let (found, text) = reasons(fetch_sample(&folder, &[&server.url()]));
     let (expected, received) = (sum(&sample().0), sum(b"login"));
-    assert!(text.contains(&format!("{NAME} of another content")), "{text}");
+    assert!(text.contains(&format!("{NAME} with wrong content")), "{text}");
     assert!(text.contains(&format!("expected SHA-256 {expected}, received {received}")), "{text}");
     assert_eq!(found, [Reason::Checksum { file: NAME.to_owned(), expected, received }]);
     assert_eq!(names(&folder), ["download.lock"]);
@@ -279,7 +279,7 @@ fn offline_errors_list_every_mirror_and_suggest_data_dir() {
         assert!(text.contains(&expected), "`{expected}` is not in:\n{text}");
     }
     let (_, text) = reasons(fetch_sample(&folder, &[]));
-    assert!(text.contains("no mirror was named"), "{text}");
+    assert!(text.contains("no mirror was given"), "{text}");
 }
 
 #[test]
@@ -287,7 +287,7 @@ fn concurrent_downloads_are_serialised() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let server = Server::start(move |request| serve(&file, request));
     let start = Barrier::new(4);
-    // Locks belong to open files, not to processes: threads exclude each other as processes do.
+    // Locks belong to open files, not to processes, so threads exclude each other like processes.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {

@@ -1,4 +1,4 @@
-//! The reader against whole, damaged and hostile files.
+//! The reader with complete, damaged and hostile files.
 
 use std::fs;
 use std::io::Write;
@@ -58,7 +58,7 @@ fn each_mistake_names_its_byte() {
     let zipped = gzip(&labels(&[1, 2, 3]));
     let mut bad_sum = zipped.clone();
     bad_sum[zipped.len() - 8] ^= 1;
-    // By its header 2⁹⁶ bytes.
+    // 2⁹⁶ bytes according to the header.
     let vast = [&[0, 0, 8, 3][..], &[255; 12]].concat();
     for (result, texts) in [
         (parse_labels(&[]), ["at byte 0", "truncated"]),
@@ -181,7 +181,7 @@ fn non_regular_files_are_errors_and_never_block() {
         std::os::unix::fs::symlink(target, &path).unwrap();
         of_images(problem);
     }
-    // A folder is in nobody's way where the file has another spelling.
+    // A folder of that name does not matter if the file exists in another spelling.
     fs::create_dir(&path).unwrap();
     fs::write(path.with_extension("gz"), images(2)).unwrap();
     assert_eq!(find(folder.path(), "train-images-idx3-ubyte").unwrap(), Some(path.with_extension("gz")));
