@@ -26,7 +26,7 @@ use crate::parallel::{Parallel, above_0, given, positive};
 #[command(group(ArgGroup::new("length").args(["epochs", "steps"])))]
 #[command(after_help = "Example: mgpurun -n 2 train_mnist --net lenet5 --epochs 3")]
 pub(super) struct Args {
-    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers or conv6.
+    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6 or mlp-gelu.
     #[arg(long, value_name = "NAME", default_value = "lenet5", value_parser = parse_net)]
     pub(super) net: Spec,
     /// Folder with the four MNIST files, gzipped or not [default: $MGPU_DATA].

@@ -1,4 +1,4 @@
-//! The rectified linear unit, and the leaky one. A convolution or dense layer before it takes it along.
+//! The rectified linear unit (ReLU) and leaky ReLU. A preceding convolution or dense layer fuses it.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;

@@ -1,4 +1,4 @@
-//! Batch normalisation, with statistics of the batch of all ranks.
+//! Batch normalisation, with the statistics of the global batch.
 
 use std::ops::Range;
 
@@ -29,8 +29,8 @@ impl Definition for BatchNorm {
     }
 }
 
-/// A normalisation in its network. `weight` scales, the next tensor shifts; the running statistics have their places among
-/// the buffers.
+/// A normalisation in its network. Tensor `weight` is the scale, the next one the shift; `mean` and `var` are the
+/// ranges of the running statistics in the buffers.
 #[derive(Debug, Clone)]
 struct NormOp {
     channels: usize,
@@ -68,7 +68,7 @@ impl Operation for NormOp {
     }
 }
 
-/// On the CPU, with the statistics of a batch from the forward to the backward pass.
+/// On the CPU, with the batch statistics kept from the forward to the backward pass.
 #[derive(Debug)]
 pub(in crate::nets) struct Cpu {
     norm: NormOp,
@@ -116,12 +116,12 @@ impl<T: Storage> OnCpu<T> for Cpu {
     }
 }
 
-/// On a GPU, with the statistics of a batch from the forward to the backward pass.
+/// On a GPU, with the batch statistics kept from the forward to the backward pass.
 struct Gpu {
     norm: NormOp,
     statistics: Memory,
     sums: Memory,
-    /// Elements of the memory for partial sums.
+    /// Size of the memory for partial sums, in elements.
     workspace: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Convolution. It takes the activation function behind it along, and the pooling layer behind that: its own output is
-//! needed for a moment only, and of a pooled layer the pooled output alone is kept.
+//! Convolution, fused with a following activation function and pooling layer: its own output is only needed briefly,
+//! and only the pooled output is stored.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -45,7 +45,7 @@ impl Definition for Conv {
     }
 }
 
-/// A convolution in its network, with the `slope` of the rectifier and the pooling layer that it has taken along.
+/// A convolution in its network, with the `slope` of the fused rectifier and the fused pooling layer.
 #[derive(Debug, Clone, Copy)]
 struct ConvOp {
     shape: Shape,
@@ -107,12 +107,12 @@ pub(in crate::nets) struct Cpu {
     filters: usize,
     weight: usize,
     kernel: conv::cpu::Conv,
-    /// For every output, if it is pooled, which of its window was the largest.
+    /// For every pooled output, the index of the maximum in its window.
     chosen: Vec<u8>,
 }
 
 impl Cpu {
-    /// What its kernel is called.
+    /// The name of its kernel.
     pub(super) fn algorithm(&self) -> String {
         self.kernel.algorithm().to_string()
     }
@@ -138,19 +138,19 @@ impl<T: Storage> OnCpu<T> for Cpu {
     }
 }
 
-/// On a GPU. A dense layer is a convolution of 1×1 there, on images of 1×1.
+/// On a GPU. Dense layers use it as a 1×1 convolution of 1×1 images.
 pub(super) struct Gpu {
     conv: conv::gpu::Conv,
     shape: Shape,
     weight: usize,
-    /// What weights are read as.
+    /// The dtype of the weights.
     dtype: DType,
-    /// [`LINEAR`] for no activation function.
+    /// [`LINEAR`] without an activation function.
     slope: f32,
     pool: Option<FusedPool>,
 }
 
-/// A pooling layer that a convolution has taken along, with the choices of the forward pass.
+/// A fused pooling layer, with the maximum indices of the forward pass.
 struct FusedPool {
     pool: PoolOp,
     chosen: Memory,

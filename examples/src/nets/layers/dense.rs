@@ -1,4 +1,4 @@
-//! Fully connected layers. They take the activation function behind them along.
+//! Fully connected layers, fused with a following activation function.
 
 use mgpu::Result;
 use mgpu_kernels::conv::cpu::Choice;
@@ -30,7 +30,7 @@ impl Definition for Dense {
     }
 }
 
-/// A dense layer in its network, with the `slope` of the rectifier that it has taken along.
+/// A dense layer in its network, with the `slope` of the fused rectifier.
 #[derive(Debug, Clone, Copy)]
 struct DenseOp {
     shape: Shape,

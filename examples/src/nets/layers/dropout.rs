@@ -1,4 +1,4 @@
-//! Dropout, in place. Its mask is computed again for the backward pass, so the layer keeps nothing.
+//! Dropout, in place. The mask is recomputed in the backward pass, so nothing is stored.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -12,24 +12,24 @@ use super::{
 };
 use crate::nets::tensors::Tensors;
 
-/// What dropout masks depend on, besides layer and element.
+/// The inputs of the dropout masks, apart from layer and element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DropoutKey {
     /// The run's seed, the same on all ranks.
     pub seed: u64,
     /// The training step.
     pub step: u64,
-    /// Index in the batch of all ranks of this rank's first sample. A batch split over ranks then drops exactly
-    /// what one rank with the whole batch would drop.
+    /// Index of this rank's first sample in the global batch. A batch split over ranks then drops exactly the
+    /// elements that one rank with the whole batch would drop.
     pub first_sample: u64,
 }
 
-/// What the masks of a training on a GPU depend on, besides step, layer and element. The GPU counts the steps.
+/// The inputs of the dropout masks on a GPU, apart from step, layer and element. The GPU counts the steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceDropout {
     /// The run's seed, the same on all ranks.
     pub seed: u64,
-    /// Index in the batch of all ranks of this rank's first sample.
+    /// Index of this rank's first sample in the global batch.
     pub first_sample: u64,
 }
 
@@ -48,16 +48,16 @@ impl Definition for Dropout {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::nets) struct DropoutOp {
     probability: f32,
-    /// Index in the spec, to tell masks apart.
+    /// Index in the spec; it distinguishes the masks of layers.
     layer: usize,
-    /// What a sample is. The elements of masks are counted as \[C, H, W\].
+    /// The shape of a sample. Mask elements are numbered in \[C, H, W\] order.
     image: Image,
 }
 
 impl DropoutOp {
     fn mask(&self, seed: u64, first_sample: u64) -> dropout::Mask {
         let Image { channels, plane } = self.image;
-        // The top bit keeps clear of the streams of initial values.
+        // The top bit separates these streams from those of initial values.
         dropout::Mask { seed, stream: 1 << 63 | self.layer as u64, first_sample, channels, plane }
     }
 

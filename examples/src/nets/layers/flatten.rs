@@ -1,4 +1,4 @@
-//! Flattening moves no data: a flattened image is still one in memory, and the layer behind it is what notices.
+//! Flattening moves no data: the next layer handles the layout of the image.
 
 use super::{Definition, Operation, LayerContext};
 use crate::nets::tensors::Tensors;

@@ -1,4 +1,4 @@
-//! The Gaussian error linear unit, PyTorch's `nn.GELU()`. Its backward pass needs its input, so its output lies apart.
+//! The Gaussian error linear unit, PyTorch's `nn.GELU()`. Not in place, because its backward pass needs its input.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;

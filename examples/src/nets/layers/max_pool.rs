@@ -1,4 +1,4 @@
-//! Max-pooling. A convolution before it takes it along.
+//! Max pooling. A preceding convolution fuses it.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -43,7 +43,7 @@ pub(in crate::nets) struct PoolOp {
 }
 
 impl PoolOp {
-    /// Output elements of one image. For each there is a byte that says which of its window was the largest.
+    /// Output elements of one image. For each, a byte stores the index of the maximum in its window.
     pub(super) fn outputs(&self) -> usize {
         self.channels * self.shape.out_height() * self.shape.out_width()
     }
@@ -68,7 +68,7 @@ impl Operation for PoolOp {
     }
 }
 
-/// On the CPU, with the choices of the forward pass.
+/// On the CPU, with the maximum indices of the forward pass.
 #[derive(Debug)]
 pub(in crate::nets) struct Cpu {
     pool: PoolOp,
@@ -90,7 +90,7 @@ impl<T: Storage> OnCpu<T> for Cpu {
     }
 }
 
-/// On a GPU, with the choices of the forward pass.
+/// On a GPU, with the maximum indices of the forward pass.
 struct Gpu {
     pool: PoolOp,
     chosen: Memory,
