@@ -35,7 +35,7 @@ impl GradientSink for Sink {
 fn of_a_step(name: &str, threads: usize) -> (usize, usize) {
     const BATCH: usize = 3;
     let mut net = Net::new(&Spec::named(name).unwrap(), BATCH, threads);
-    net.show_on(&Timeline::new(1000).unwrap());
+    net.record_on(&Timeline::new(1000).unwrap());
     let images = vec![0.5; BATCH * net.image_len()];
     let (params, mut buffers) = (net.initial_parameters(1), net.initial_buffers());
     let mut sink = Sink { layout: net.layout().clone(), gradients: vec![0.0; params.len()] };

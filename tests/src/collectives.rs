@@ -1,119 +1,52 @@
-//! The body that every kind of world runs: all collectives, element types, reductions, algorithms and awkward
-//! lengths, each result compared bit for bit with a fold in rank order. A [`Case`] is one of them, for tests that
-//! choose at random.
+//! The test bodies that every kind of world runs: all collectives, element types, reductions, algorithms and unusual
+//! lengths, each result compared bit for bit with the [`reference`] result. A [`Case`] is a single one, for property
+//! tests.
 
-use std::ops::Range;
+mod reference;
 
 use half::{bf16, f16};
 use mgpu::comm::shard;
-use mgpu::{Algorithm, Buffer, Communicator, DType, Element, ReduceOp, Result, World};
+use mgpu::{Algorithm, Buffer, Communicator, DType, ReduceOp, Result, World};
+use reference::{Sample, assert_equal, input, reduced, reduced_part, uneven};
 
-/// Awkward lengths: nothing, one, a vector register, more than a line, more than a slot, many blocks and a rest.
+/// Unusual lengths: none, one, a vector register, more than a cache line, more than a slot, many blocks and a
+/// remainder.
 const LENGTHS: [usize; 6] = [0, 1, 4, 100, 4097, (1 << 20) + 3];
-/// Above this length only some element types and reductions are run: the paths are the same for all.
+/// Above this length, only some element types and reductions are tested: the code paths are the same for all.
 const LARGE: usize = 100_000;
-/// What the eager algorithm carries, in bytes.
+/// Maximum payload of the eager algorithm in bytes.
 const EAGER_BYTES: usize = 16 << 10;
 
-/// An element type with test values and the reduction's definition.
-trait Sample: Element {
-    fn sample(seed: u64) -> Self;
-    fn fold(values: impl Iterator<Item = Self>, op: ReduceOp, ranks: u32) -> Self;
-    /// Equality of bits: a zero of the other sign is another result.
-    fn is_same(&self, other: &Self) -> bool;
-}
-
-fn mix(seed: u64) -> u64 {
-    let z = (seed ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    (z ^ (z >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32
-}
-
-macro_rules! sample {
-    ($($type:ty, $acc:ty, $widen:expr, $narrow:expr, $sample:expr;)*) => {$(
-        impl Sample for $type {
-            fn sample(seed: u64) -> Self {
-                $sample(mix(seed))
-            }
-            fn fold(values: impl Iterator<Item = Self>, op: ReduceOp, ranks: u32) -> Self {
-                let combine = |a: $acc, b: $acc| match op {
-                    ReduceOp::Sum | ReduceOp::Avg => a + b,
-                    ReduceOp::Min => if a < b { a } else { b },
-                    ReduceOp::Max => if a > b { a } else { b },
-                    ReduceOp::Prod => a * b,
-                };
-                let total: $acc = values.map($widen).reduce(combine).unwrap();
-                $narrow(if op == ReduceOp::Avg { total / (ranks as $acc) } else { total })
-            }
-            fn is_same(&self, other: &Self) -> bool {
-                self.to_ne_bytes() == other.to_ne_bytes()
-            }
-        }
-    )*};
-}
-sample! {
-    f32, f32, |x| x, |x| x, |r| (r % 20011) as f32 / 7.0 - 1429.0;
-    f64, f64, |x| x, |x| x, |r| (r % 20011) as f64 / 7.0 - 1429.0;
-    f16, f32, f16::to_f32, f16::from_f32, |r| f16::from_f32((r % 401) as f32 / 128.0 - 1.5);
-    bf16, f32, bf16::to_f32, bf16::from_f32, |r| bf16::from_f32((r % 401) as f32 / 128.0 - 1.5);
-    i32, i64, i64::from, |x| x as i32, |r| (r % 200) as i32 - 100;
-    i64, i64, |x| x, |x| x, |r| (r % 100) as i64 - 50;
-    u8, u64, u64::from, |x| x as u8, |r| (r % 128) as u8;
-}
-
-/// What rank `rank` holds before a test.
-fn input<T: Sample>(rank: u32, len: usize) -> Vec<T> {
-    (0..len as u64).map(|i| T::sample(i * 64 + u64::from(rank))).collect()
-}
-
-/// The reduction of all ranks' inputs.
-fn reduced<T: Sample>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
-    reduced_part(ranks, 0..len, op)
-}
-
-/// These elements of it.
-fn reduced_part<T: Sample>(ranks: u32, elements: Range<usize>, op: ReduceOp) -> Vec<T> {
-    (elements.start as u64..elements.end as u64)
-        .map(|i| T::fold((0..ranks).map(|rank| T::sample(i * 64 + u64::from(rank))), op, ranks))
-        .collect()
-}
-
-fn assert_equal<T: Sample>(found: &[T], expected: &[T], what: &dyn Fn() -> String) {
-    assert_eq!(found.len(), expected.len(), "{}", what());
-    if let Some(i) = (0..found.len()).find(|&i| !found[i].is_same(&expected[i])) {
-        panic!("{}: element {i} is {:?} instead of {:?}", what(), found[i], expected[i]);
-    }
-}
-
-/// Memory the collective runs on.
+/// The memory of a collective's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferKind {
-    /// Memory that peers reach in place.
+    /// Shared memory that peers access directly.
     Arena,
-    /// Memory of this rank alone.
+    /// Memory of one rank only.
     Private,
 }
 
-/// An operation with all that may vary in it.
+/// One collective with all its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Case {
-    /// Where the buffers lie.
+    /// Memory of the buffers.
     pub kind: BufferKind,
     /// Elements of the allocation before the buffer; one more follows it.
     pub offset: usize,
     /// Element type.
     pub dtype: DType,
-    /// Reduction, for collectives that reduce.
+    /// Reduction, for collectives with one.
     pub op: ReduceOp,
-    /// Elements.
+    /// Number of elements.
     pub len: usize,
-    /// The operation.
+    /// The collective.
     pub collective: Collective,
 }
 
-/// Which operation.
+/// The collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
-    /// With every algorithm that can carry it.
+    /// With every algorithm that supports it.
     AllReduce,
     /// A shard to each rank.
     ReduceScatter,
@@ -129,16 +62,16 @@ pub enum Collective {
     Gather(u32),
     /// A shard to each rank from the rank of this number, modulo the number of ranks.
     Scatter(u32),
-    /// With another length on each rank: gathered by all, exchanged by all, and as bytes.
+    /// Lengths that differ between ranks: gathered, exchanged, and as bytes.
     Uneven,
     /// Around the ring.
     Messages,
-    /// Without payload.
+    /// No payload.
     Barrier,
 }
 
 impl Case {
-    /// Runs the case and compares all results with what they should be. Panics at the first wrong element.
+    /// Runs the case and verifies the result. Panics at the first wrong element.
     ///
     /// # Errors
     /// As the collective.
@@ -182,13 +115,13 @@ impl Case {
 
 struct CollectiveTest<'a> {
     comm: &'a mut Communicator,
-    /// Each operation runs in all of them: what should come out, which takes longer to make, is the same.
+    /// Each collective runs with all of them, because the reference result is the same and takes longer to compute.
     kinds: &'a [BufferKind],
     offset: usize,
 }
 
 impl CollectiveTest<'_> {
-    /// A buffer with these values, somewhere within a larger allocation: offsets are exercised too.
+    /// A buffer with these values, inside a larger allocation, to test offsets too.
     fn buffer<T: Sample>(&mut self, kind: BufferKind, values: &[T]) -> Result<Buffer> {
         let whole = self.offset + values.len() + 1;
         let allocation = match kind {
@@ -201,7 +134,7 @@ impl CollectiveTest<'_> {
         Ok(buffer)
     }
 
-    /// What failed, for a message.
+    /// A description for failure messages.
     fn describe<T: Sample>(&self, name: &str, len: usize, kind: BufferKind) -> String {
         format!("{name} of {len} {} ({kind:?} from element {})", T::DTYPE, self.offset)
     }
@@ -253,7 +186,7 @@ impl CollectiveTest<'_> {
         Ok(())
     }
 
-    /// Of two segments whose shards are yet to be made, in blocks of any length; the rest stays as it is.
+    /// Updates two segments in blocks of any length; the rest must stay unchanged.
     fn update_all_gather<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mut expected, mine) = (input::<T>(0, len), input::<T>(rank + 1, len));
@@ -354,7 +287,7 @@ impl CollectiveTest<'_> {
         Ok(())
     }
 
-    /// Of parts between nothing and `len` elements.
+    /// Parts of 0 to `len` elements.
     fn all_gather_v<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let counts: Vec<usize> = (0..ranks).map(|rank| uneven(len, rank, 0)).collect();
@@ -372,7 +305,7 @@ impl CollectiveTest<'_> {
         Ok(())
     }
 
-    /// Of messages between nothing and `len` elements.
+    /// Messages of 0 to `len` elements.
     fn all_to_all_v<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let message = |from: u32, to: u32| input::<T>(from * ranks + to, uneven(len, from, to));
@@ -381,7 +314,7 @@ impl CollectiveTest<'_> {
         let mine: Vec<T> = (0..ranks).flat_map(|to| message(rank, to)).collect();
         let expected: Vec<T> = (0..ranks).flat_map(|from| message(from, rank)).collect();
         for kind in self.kinds.iter().copied() {
-            // Arenas are equally long on all ranks.
+            // Arenas have the same length on all ranks.
             let mut part = |values: &[T]| -> Result<Buffer> {
                 let mut padded = values.to_vec();
                 padded.resize(len * ranks as usize, T::sample(0));
@@ -397,7 +330,7 @@ impl CollectiveTest<'_> {
         Ok(())
     }
 
-    /// As many bytes as each rank likes.
+    /// A different number of bytes on each rank.
     fn bytes(&mut self, len: usize) -> Result<()> {
         let of = |rank: u32| input::<u8>(rank, uneven(len, rank, 1));
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
@@ -411,7 +344,7 @@ impl CollectiveTest<'_> {
         Ok(())
     }
 
-    /// Messages around the ring: even ranks send first, then nobody waits for nobody.
+    /// Messages around the ring: even ranks send first, which avoids a deadlock.
     fn messages<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         if ranks == 1 {
@@ -458,11 +391,11 @@ impl CollectiveTest<'_> {
                 if large && op != ReduceOp::Avg {
                     continue;
                 }
-                // What only moves is the same for all reductions.
+                // Collectives without a reduction need to run only once.
                 if large || op == ReduceOp::Sum {
                     self.moves::<T>(if large { len / 8 } else { len })?;
                 }
-                // Sums of bytes wrap before NCCL divides them; the contract says so.
+                // NCCL averages bytes by dividing a sum that may wrap, as documented.
                 if op == ReduceOp::Avg
                     && T::DTYPE == DType::U8
                     && !self.comm.capabilities().sums_in_rank_order
@@ -471,7 +404,7 @@ impl CollectiveTest<'_> {
                 }
                 self.all_reduce::<T>(len, op)?;
                 let shard = if large { len / 8 } else { len };
-                // Equal shards, and others.
+                // Equal shards, and unequal ones.
                 for whole in [shard * ranks as usize, shard + 1] {
                     self.reduce_scatter::<T>(whole, op)?;
                     self.all_gather::<T>(whole)?;
@@ -488,12 +421,7 @@ impl CollectiveTest<'_> {
     }
 }
 
-/// A length that differs from rank to rank, and is 0 for some: up to `len`.
-fn uneven(len: usize, from: u32, to: u32) -> usize {
-    len * ((from + 2 * to + 1) % 4) as usize / 3
-}
-
-/// The ranks to the left and to the right.
+/// The ranks to the left and to the right in the ring.
 fn neighbours(comm: &Communicator) -> (u32, u32) {
     let (rank, ranks) = (comm.rank(), comm.size());
     ((rank + ranks - 1) % ranks, (rank + 1) % ranks)
@@ -516,7 +444,7 @@ pub fn all(mut world: World) -> Result<()> {
     comm.barrier()
 }
 
-/// Works with two communicators of one world in turn, on memory of either. Panics at the first wrong element.
+/// Alternates between two communicators of one world, with memory of either. Panics at the first wrong element.
 ///
 /// # Errors
 /// As the collectives.
@@ -526,7 +454,7 @@ pub fn two_communicators(mut world: World) -> Result<()> {
     for (turn, len) in [3, 150, 5000, 300_000].into_iter().enumerate() {
         let expected = reduced::<i32>(ranks, len, ReduceOp::Sum);
         let mut buffers = [comms[0].allocate(DType::I32, len)?, comms[1].allocate(DType::I32, len)?];
-        // The first is ahead of the second by some operations, and by other ones in every turn.
+        // The first is ahead of the second by some operations, a different number in each round.
         (0..turn).try_for_each(|_| comms[0].barrier())?;
         for (user, owner, algorithm) in [
             (0, 1, Algorithm::Auto),
@@ -551,7 +479,7 @@ pub fn two_communicators(mut world: World) -> Result<()> {
     first.barrier()
 }
 
-/// Lets messages to both neighbours wait while a ring all-reduce runs between the same ranks. Panics at the first
+/// Leaves messages to both neighbours waiting during a ring all-reduce between the same ranks. Panics at the first
 /// wrong element.
 ///
 /// # Errors
@@ -562,7 +490,7 @@ pub fn messages_during_a_ring(mut world: World) -> Result<()> {
     let (left, right) = neighbours(&comm);
     comm.set_algorithm(Algorithm::Ring);
     for (turn, len) in [0, 1, 1000, 100_000].into_iter().enumerate() {
-        // Both fit a channel, so that nobody waits in `send`; with two ranks they share one.
+        // Both fit into a channel, so that `send` does not block; with two ranks they share one channel.
         let messages = [input::<f32>(rank, 4000), input::<f32>(rank + 100, 1 + turn)];
         let _ = comm.send(Buffer::from_slice(&messages[0]), right)?.wait()?;
         let _ = comm.send(Buffer::from_slice(&messages[1]), left)?.wait()?;
@@ -580,8 +508,8 @@ pub fn messages_during_a_ring(mut world: World) -> Result<()> {
     comm.barrier()
 }
 
-/// Asks for more memory than any machine has. Panics unless every rank is told so, and unless the communicator goes
-/// on working and the process holds no more memory files than before.
+/// Asks for more memory than any machine has. Panics unless every rank gets an error, the communicator still works,
+/// and the process holds as many memory files as before.
 ///
 /// # Errors
 /// As the collectives.
@@ -611,7 +539,7 @@ pub fn shortage(mut world: World) -> Result<()> {
     comm.barrier()
 }
 
-/// Files without a name that this process has open or mapped. Not to be compared while other threads make some.
+/// Number of memfds that this process has open or mapped. Other threads must not create any meanwhile.
 fn memory_files() -> usize {
     let is_open = |entry: &std::fs::DirEntry| {
         std::fs::read_link(entry.path()).is_ok_and(|target| target.to_string_lossy().contains("memfd:"))

@@ -1,7 +1,7 @@
-//! A writer of checkpoints is killed at every system call of a write, before it and after it: nothing is ever lost.
+//! A checkpoint writer killed before or after any system call of a write loses no checkpoint.
 //!
-//! The killed process takes nothing of the page cache with it, as a power failure would; that files are flushed before they are
-//! relied on is read off the recorded system calls.
+//! A killed process does not lose the page cache, as a power failure would. So the recorded system calls are checked
+//! for flushes before every dependency.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,17 +15,17 @@ use nix::errno::Errno;
 use nix::libc;
 use nix::sys::signal::Signal;
 
-/// What is in the folder, and what is written then.
+/// The contents of the folder, and what is written.
 struct Scenario {
     name: &'static str,
-    /// Steps of the checkpoints that are there, all of run 1.
+    /// Steps of the existing checkpoints, all of run 1.
     there: &'static [u64],
-    /// Whether killed writers have left something.
+    /// Whether killed writers have left files.
     leftovers: bool,
-    /// Whether somebody has put notes into an old checkpoint.
+    /// Whether an old checkpoint contains foreign notes.
     notes: bool,
     keep: usize,
-    /// The step that is written, of run 2.
+    /// The step to write, of run 2.
     step: u64,
 }
 
@@ -37,11 +37,11 @@ const SCENARIOS: [Scenario; 5] = [
     Scenario { name: "one with notes goes", there: &[10], leftovers: false, notes: true, keep: 1, step: 20 },
 ];
 
-/// What somebody has put into the checkpoint after 10 steps.
+/// A foreign file in the checkpoint after 10 steps.
 const NOTES: &str = "step-00000010/notes";
 
 impl Scenario {
-    /// A folder to write into, in `parent`.
+    /// Creates a folder to write to, in `parent`.
     fn prepare(&self, parent: &Path) -> PathBuf {
         let folder = parent.join("on/the/way");
         if !self.there.is_empty() {
@@ -61,7 +61,7 @@ impl Scenario {
         folder
     }
 
-    /// What a killed writer leaves of a checkpoint, which lacks a file. Returns where.
+    /// Creates the remains of a killed writer: a checkpoint without one of its files. Returns its path.
     fn leave(&self, folder: &Path, step: u64, suffix: &str, lacks: &str) -> PathBuf {
         let other = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(other.path(), 1).unwrap();
@@ -72,14 +72,14 @@ impl Scenario {
         left
     }
 
-    /// Runs the program that writes.
+    /// Runs the writing program.
     fn write(&self, folder: &Path, at: impl FnMut(&SyscallStop) -> Action) -> Result<ProgramEnd, Errno> {
         let mut program = command(env!("CARGO_BIN_EXE_t-checkpoint"));
         program.arg(folder).args([self.keep as u64, self.step, 2].map(|number| number.to_string()));
         trace(&mut program, libc::SYS_getppid, at)
     }
 
-    /// What must hold whenever the writer was killed. Returns whether the new checkpoint is there.
+    /// Checks the invariants after a kill. Returns whether the new checkpoint exists.
     fn check(&self, folder: &Path) -> bool {
         let found = checkpoint::find(folder).unwrap();
         let Some(found) = found else {
@@ -87,7 +87,7 @@ impl Scenario {
             return false;
         };
         assert!(found.damaged.is_empty(), "{:?}", found.damaged);
-        // Not only the newest one: whatever has a name is whole.
+        // Every checkpoint with a final name must be complete, not only the newest.
         for name in self.checkpoints(folder).iter().filter(|name| name.starts_with("step-")) {
             let checkpoint = Checkpoint::open(folder.join(name)).unwrap();
             checkpoint.verify().unwrap();
@@ -99,7 +99,7 @@ impl Scenario {
         newest == (self.step, 2)
     }
 
-    /// All names in the folder, without that of a folder in which nothing but notes is left.
+    /// All names in the folder, except a folder with nothing but notes.
     fn checkpoints(&self, folder: &Path) -> BTreeSet<String> {
         let mut names = names(folder);
         if self.notes && self::names(&folder.join("step-00000010")).iter().all(|name| name == "notes") {
@@ -108,7 +108,7 @@ impl Scenario {
         names
     }
 
-    /// The next run writes as if nothing had happened.
+    /// The next run writes normally.
     fn go_on(&self, folder: &Path, new: bool) {
         let mut writer = Writer::new(folder, self.keep).unwrap();
         writer.save(snapshot(40, 3)).unwrap();
@@ -122,7 +122,7 @@ impl Scenario {
     }
 }
 
-/// Copies a folder, if it is there.
+/// Copies a folder if it exists.
 fn copy(from: &Path, to: &Path) {
     for entry in fs::read_dir(from).into_iter().flatten() {
         let from = entry.unwrap().path();
@@ -136,13 +136,13 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Nothing, where there is no such folder.
+/// Empty if there is no such folder.
 fn names(folder: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-/// Whether tracing is forbidden here, which is said.
+/// Whether tracing is forbidden here; prints that the test is skipped.
 fn forbidden<T>(result: &Result<T, Errno>) -> bool {
     let forbidden = matches!(result, Err(Errno::EPERM));
     if forbidden {
@@ -154,7 +154,7 @@ fn forbidden<T>(result: &Result<T, Errno>) -> bool {
 #[test]
 fn a_writer_killed_at_any_system_call_loses_no_checkpoint() {
     for scenario in &SCENARIOS {
-        // How many stops each thread has, when nothing happens.
+        // The number of stops of each thread without a kill.
         let mut stops = [0; 2];
         let parent = tempfile::tempdir().unwrap();
         let folder = scenario.prepare(parent.path());
@@ -167,7 +167,7 @@ fn a_writer_killed_at_any_system_call_loses_no_checkpoint() {
         }
         assert_eq!(ended, Ok(ProgramEnd::Exited(0)));
         assert!(scenario.check(&folder));
-        // Made once: to bring it to the disk takes most of the time.
+        // Created once, because flushing it takes most of the time.
         let made = tempfile::tempdir().unwrap();
         let template = scenario.prepare(made.path());
         let (mut killed, mut with_new) = (0, 0);
@@ -185,7 +185,7 @@ fn a_writer_killed_at_any_system_call_loses_no_checkpoint() {
             let place = format!("{}: thread {thread}, stop {index}, {call:?}", scenario.name);
             match ended.unwrap() {
                 ProgramEnd::Killed(Signal::SIGKILL) => killed += 1,
-                // How often threads wait for each other differs from run to run.
+                // How often threads wait for each other varies between runs.
                 ProgramEnd::Exited(0) if call.is_none() => {}
                 other => panic!("{place}: {other:?}"),
             }
@@ -204,13 +204,13 @@ fn a_writer_killed_at_any_system_call_loses_no_checkpoint() {
     }
 }
 
-/// What a system call did to the folder or to what is in it.
+/// The effect of a system call on the folder or its contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum FileOp {
-    /// A file or folder came to be.
+    /// A file or folder is created.
     Make(PathBuf),
     Write(PathBuf),
-    /// Brought to the disk: a file's content, or a folder's names.
+    /// A file's content or a folder's entries are flushed to disk.
     Flush(PathBuf),
     Rename {
         from: PathBuf,
@@ -221,7 +221,7 @@ enum FileOp {
 }
 
 impl FileOp {
-    /// What the call is about to do. Calls that change no file do nothing.
+    /// The effect of a call before it runs; `None` if it changes no file.
     fn of(stop: &SyscallStop) -> Option<FileOp> {
         Some(match stop.call {
             libc::SYS_openat if stop.argument(2) & libc::O_CREAT as u64 != 0 => {
@@ -233,7 +233,8 @@ impl FileOp {
             libc::SYS_fsync | libc::SYS_fdatasync => FileOp::Flush(stop.file(0)),
             libc::SYS_rename => FileOp::Rename { from: stop.path(None, 0), to: stop.path(None, 1) },
             libc::SYS_renameat => FileOp::Rename { from: stop.path(Some(0), 1), to: stop.path(Some(2), 3) },
-            // Its fifth argument, the flags, is not looked at: std knows no such call, and the runtime exchanges with it.
+            // The flags in its fifth argument are not checked: std does not use this call, and the runtime only
+            // exchanges with it.
             libc::SYS_renameat2 => FileOp::Exchange(stop.path(Some(0), 1), stop.path(Some(2), 3)),
             libc::SYS_unlink | libc::SYS_rmdir => FileOp::Remove(stop.path(None, 0)),
             libc::SYS_unlinkat => FileOp::Remove(stop.path(Some(0), 1)),
@@ -242,7 +243,7 @@ impl FileOp {
     }
 }
 
-/// The deeds of a whole write, and the thread that did each.
+/// The file operations of a whole write, with their threads.
 fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, FileOp)>, Errno> {
     let (mut ops, mut begun) = (Vec::new(), [None, None]);
     let ended = scenario.write(folder, |stop| {
@@ -257,7 +258,7 @@ fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, FileOp)>, Er
     Ok(ops)
 }
 
-/// Asserts that whatever is relied on was brought to the disk before.
+/// Asserts that every dependency was flushed before.
 fn assert_flushed(ops: &[FileOp], folder: &Path) {
     let position = |from: usize, wanted: &FileOp| {
         let place = ops[from..].iter().position(|op| op == wanted);
@@ -272,7 +273,7 @@ fn assert_flushed(ops: &[FileOp], folder: &Path) {
     let mut named = 0;
     for (index, op) in ops.iter().enumerate() {
         match op {
-            // A checkpoint gets its name.
+            // A checkpoint gets its final name.
             FileOp::Rename { from, to } | FileOp::Exchange(from, to) if is_final(to) => {
                 named += 1;
                 let files: Vec<&PathBuf> = ops[..index]
@@ -289,7 +290,7 @@ fn assert_flushed(ops: &[FileOp], folder: &Path) {
                     let entered = position(flushed, &FileOp::Flush(from.clone()));
                     assert!(entered < index, "{} was not on the disk: {ops:#?}", file.display());
                 }
-                // Nothing goes before the new one's name is on the disk.
+                // Nothing is removed before the new name is flushed.
                 let flushed = position(index, &of_folder);
                 for op in &ops[index + 1..flushed] {
                     assert!(
@@ -317,7 +318,7 @@ fn assert_flushed(ops: &[FileOp], folder: &Path) {
 
 #[test]
 fn every_dependency_is_flushed_before_use_and_by_another_thread() {
-    // What is not a writer's own is moved, which is no deed that a checkpoint relies on.
+    // Foreign files are moved, which no checkpoint depends on.
     for scenario in SCENARIOS.iter().filter(|scenario| !scenario.notes) {
         let parent = tempfile::tempdir().unwrap();
         let folder = scenario.prepare(&parent.path().canonicalize().unwrap());
@@ -326,7 +327,7 @@ fn every_dependency_is_flushed_before_use_and_by_another_thread() {
             return;
         }
         let recorded = recorded.unwrap();
-        // The thread that trains makes the folder and cleans it up, before it trains.
+        // The training thread creates the folder and cleans it up before training.
         let first = recorded.iter().position(|(thread, _)| *thread == 1).expect("a thread that writes");
         assert!(recorded[first..].iter().all(|(thread, _)| *thread == 1), "{recorded:#?}");
         for (_, op) in &recorded[..first] {
@@ -340,7 +341,7 @@ fn every_dependency_is_flushed_before_use_and_by_another_thread() {
         }
         let ops: Vec<FileOp> = recorded.into_iter().map(|(_, op)| op).collect();
         if scenario.there.is_empty() {
-            // The folders on the way are there after a power failure, too.
+            // The parent folders must survive a power failure too.
             for made in folder.ancestors().take(3) {
                 let make = ops.iter().position(|op| *op == FileOp::Make(made.to_owned()));
                 let flush = FileOp::Flush(made.parent().unwrap().to_owned());

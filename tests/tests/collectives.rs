@@ -1,4 +1,4 @@
-//! Threads as ranks and processes as ranks run the same collectives.
+//! The same collectives on ranks as threads and ranks as processes.
 
 use mgpu::{Buffer, Communicator, DType, Error, ReduceOp, Result, World};
 use mgpu_tests::collectives::{self, Case, Collective, BufferKind};
@@ -55,7 +55,7 @@ fn messages_wait_while_a_ring_runs() {
     }
 }
 
-/// In processes only: a rank looks at what its process holds.
+/// In processes only, because a rank inspects its own process.
 #[test]
 fn a_memory_shortage_is_an_error_and_survivable() {
     for ranks in [2, 3, 5] {
@@ -63,7 +63,7 @@ fn a_memory_shortage_is_an_error_and_survivable() {
     }
 }
 
-/// What every rank is told that makes its own call of a collective or a message, by rank.
+/// The errors of ranks that each make a different call, by rank.
 fn mismatch_errors(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
     threads::run(ranks, |mut world| {
         let error = call(&mut world.communicator().unwrap()).err()?;
@@ -72,7 +72,7 @@ fn mismatch_errors(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + 
     })
 }
 
-/// Without a deadline: nobody waits for calls that cannot meet.
+/// No timeout is needed for calls that can never match.
 #[test]
 fn mismatched_messages_are_named_on_waiting_ranks() {
     type CollectiveFn = fn(&mut Communicator, u32) -> Result<()>;
@@ -103,7 +103,7 @@ fn mismatched_messages_are_named_on_waiting_ranks() {
             }
         }
     }
-    // What was sent was sent: only who receives something else can tell.
+    // A completed send is valid: only the receiver can notice the mismatch.
     for (wrong, text) in [(send_few, "send(3 f32, to rank 1)"), (send_bytes, "send(12 u8, to rank 1)")] {
         let errors = mismatch_errors(2, |comm| if comm.rank() == 0 { wrong(comm, 1) } else { recv(comm, 0) });
         assert_eq!(errors[0], None);
@@ -115,13 +115,13 @@ fn mismatched_messages_are_named_on_waiting_ranks() {
 #[test]
 fn deadlock_cycles_of_any_length_are_reported() {
     for ranks in [3, 5] {
-        // All receive from the next one.
+        // Every rank receives from the next one.
         let errors = mismatch_errors(ranks, |comm| {
             let next = (comm.rank() + 1) % comm.size();
             comm.recv(Buffer::zeroed::<u8>(1), next)?.wait().map(drop)
         });
         assert!(errors.iter().all(Option::is_some), "{errors:?}");
-        // One receives from a rank that is in a barrier with all others.
+        // One rank receives from a rank that is in a barrier with all others.
         let errors = mismatch_errors(ranks, |comm| match comm.rank() {
             1 => comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait().map(drop),
             _ => comm.barrier(),
@@ -134,7 +134,7 @@ fn deadlock_cycles_of_any_length_are_reported() {
     }
 }
 
-/// What each rank passes to a collective has to go with what the others pass, and who differs is named.
+/// Calls of all ranks must match; errors name the rank that differs.
 #[test]
 fn mismatched_exchanges_are_named_on_every_rank() {
     type CollectiveFn = fn(&mut Communicator, u32) -> Result<()>;
@@ -183,7 +183,7 @@ fn mismatched_exchanges_are_named_on_every_rank() {
             }
         }
     }
-    // Ranks that have no part in what does not meet are told, too.
+    // Ranks not involved in the mismatch also get the error.
     let errors = mismatch_errors(3, |comm| {
         let rank = comm.rank();
         let expected = [0, if rank == 2 { 1 } else { 0 }, 0];
@@ -233,14 +233,14 @@ fn invalid_lengths_are_refused_before_communication() {
     });
 }
 
-/// A message that comes late is none that cannot come: ranks wait in each other's direction for a while.
+/// A late message is not a deadlock: ranks may wait for each other for a while.
 #[test]
 fn a_late_message_is_waited_for() {
     in_threads(3, |mut world| {
         let (rank, mut comm) = (world.rank(), world.communicator()?);
         for turn in 0..5u8 {
             match rank {
-                // Until the others have slept.
+                // Sleep until the others sleep too.
                 0 => {
                     std::thread::sleep(std::time::Duration::from_millis(60));
                     let _ = comm.send(Buffer::from_slice(&[turn]), 1)?.wait()?;
@@ -257,7 +257,7 @@ fn a_late_message_is_waited_for() {
     });
 }
 
-/// Arenas of two worlds have the same numbers: those of another world are refused, by every operation, before it begins.
+/// Arenas of two worlds have the same ids. Every operation refuses those of another world before it starts.
 #[test]
 fn an_arena_belongs_to_one_world() {
     let [mut first, mut second] = [3, 2].map(|ranks| World::threads(ranks).unwrap());
@@ -297,7 +297,7 @@ fn an_arena_belongs_to_one_world() {
                     }
                     assert_eq!(rest.as_slice::<f32>(), [7.0; 200]);
                 }
-                // Nothing was sent, and nothing is poisoned.
+                // Nothing was sent, and no communicator is poisoned.
                 let sum = comm.all_reduce(own, ReduceOp::Sum).unwrap().wait().unwrap();
                 assert_eq!(sum.as_slice::<f32>(), [0.0; 1000]);
             });
@@ -327,14 +327,14 @@ fn invalid_segments_are_refused() {
     });
 }
 
-/// Lengths where one path ends and the next begins, in bytes: within a line, two kinds of slots, one and more blocks,
-/// chunks of a channel for some numbers of ranks, and staging areas.
+/// Lengths in bytes at the limits between paths: cache lines, two kinds of slots, one or more blocks, chunks of a
+/// channel for some numbers of ranks, and staging buffers.
 const BORDERS: [usize; 9] =
     [48, 768, 16 << 10, 32 << 10, 52 << 10, 88 << 10, 128 << 10, 256 << 10, 512 << 10];
-/// Longest buffer, in elements.
+/// Maximum length in elements.
 const MOST: usize = 200_000;
 
-/// Lengths, in elements of `dtype`: half of them small, a third at borders.
+/// Lengths in elements of `dtype`: half of them small, a third at the limits.
 fn lengths(dtype: DType) -> impl Strategy<Value = usize> {
     let border = (select(&BORDERS[..]), 0usize..5)
         .prop_map(move |(bytes, beyond)| (bytes / dtype.size() + beyond).saturating_sub(2).min(MOST));
@@ -369,8 +369,8 @@ fn case() -> impl Strategy<Value = Case> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every algorithm is compared with the same fold, so that all have the same bits. Operations follow each other in
-    /// one world: what one of them leaves behind must not disturb the next one.
+    /// Every algorithm is compared with the same reference result, so all give the same bits. Operations follow each
+    /// other in one world, to detect leftover state.
     #[test]
     fn any_operation_gives_the_bits_of_the_fold_in_rank_order(
         ranks in 1u32..=9,

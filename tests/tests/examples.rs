@@ -1,4 +1,4 @@
-//! The small examples, each at several world sizes.
+//! The small examples at several world sizes.
 
 use mgpu_tests::process::{command, run};
 
@@ -40,7 +40,7 @@ fn all_reduce_adds_up_the_darts_of_all_ranks() {
     }
 }
 
-/// The loss that a line such as `step 50: loss 0.5 on rank 0` tells.
+/// The loss in a line such as `step 50: loss 0.5 on rank 0`.
 fn loss_after(finished: &mgpu_tests::process::Finished, step: u32) -> f64 {
     let beginning = format!("step {step}: loss ");
     let line =
@@ -58,7 +58,7 @@ fn small_networks_learn_on_one_rank_and_on_two() {
         for ranks in [1, 2] {
             let finished = launched(ranks, program, &[]);
             finished.expect(0, &[&format!("{ranks} ranks: "), last, " on all"]);
-            // Ten classes: to know nothing is a loss of 2.3.
+            // Ten classes: an untrained network has a loss of 2.3.
             let [early, late] = [50, 150].map(|step| loss_after(&finished, step));
             assert!(late < early && late < 1.0, "{program} on {ranks} ranks: {}", finished.stdout);
         }
@@ -87,7 +87,7 @@ fn every_program_has_help_and_refuses_unknown_arguments() {
 
 const COLLECTIVE_PERF: &str = env!("CARGO_BIN_EXE_t-collective_perf");
 
-/// Runs it on small sizes, expects success, and returns its lines and its standard error.
+/// Runs collective_perf on small sizes, expects success, and returns its lines and standard error.
 fn measured(ranks: u32, max: &str, arguments: &[&str]) -> (Vec<serde_json::Value>, String) {
     let sizes = ["--check", "--min", "4", "--max", max, "--factor", "16"];
     let finished = launched(ranks, COLLECTIVE_PERF, &[&sizes, arguments].concat());
@@ -163,9 +163,9 @@ fn collective_perf_checks_every_collective() {
 fn collective_perf_adds_the_memory_bound_of_an_all_reduce() {
     let (lines, _) = measured(2, "16384", &["--bound", "--dtype", "f16"]);
     assert_eq!(sizes(&lines), [4, 64, 1024, 16384]);
-    // The time of the smallest is lost in rounding.
+    // The time of the smallest size is lost in rounding.
     for line in &lines[2..] {
-        // 2 n S bytes in that time are the bandwidth, up to rounding.
+        // Bandwidth is 2 n S bytes divided by that time, up to rounding.
         let (micros, gbps) = (line["bound_us"].as_f64().unwrap(), line["scale_gbps"].as_f64().unwrap());
         let moved = 2.0 * 2.0 * line["bytes"].as_f64().unwrap();
         assert!((micros * gbps * 1e3 / moved - 1.0).abs() < 0.01, "{line}");

@@ -1,4 +1,4 @@
-//! The fakes that let the GPU path run without a GPU: they are what they pretend to be, and notice mistakes.
+//! The fake libraries behave like the real ones, and detect misuse.
 
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, run};

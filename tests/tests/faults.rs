@@ -1,5 +1,5 @@
-//! A rank that misbehaves within a collective is named by all others, and by the launcher; nothing hangs and nothing is
-//! left. The matrix: every way a payload travels times everything a rank may do wrong.
+//! A rank that misbehaves in a collective is named by all others and by the launcher; nothing hangs and nothing is
+//! left over. The matrix: every payload path times every fault.
 
 use std::fs;
 use std::ops::RangeInclusive;
@@ -7,14 +7,14 @@ use std::ops::RangeInclusive;
 use mgpu_tests::faults::{PAYLOAD_PATHS, PayloadPath};
 use mgpu_tests::process::{Finished, command, run, survivors};
 
-/// How a fault ends.
+/// The expected outcome of a fault.
 #[derive(Debug, Clone, Copy)]
 enum Outcome {
-    /// The others lose the rank: the launcher's exit code, and what they say of the rank's end.
+    /// The others lose the rank: the launcher's exit code, and how they describe the rank's end.
     Lost(i32, &'static str),
-    /// The others wait until their deadline.
+    /// The others wait until their timeout.
     Silent,
-    /// The others learn what the rank called instead.
+    /// The others report the call that the rank made instead.
     Mismatch(fn(&PayloadPath) -> String),
 }
 use Outcome::{Lost, Mismatch, Silent};
@@ -27,7 +27,7 @@ fn all_reduce(len: usize, dtype_and_op: &str, path: &str) -> String {
 const FAULTS: [(&str, Outcome); 13] = [
     ("kill", Lost(137, "was killed by SIGKILL")),
     ("exit-3", Lost(3, "exited with code 3")),
-    // The first to fail is then a rank that needed it.
+    // The first rank to fail is then one that needed it.
     ("exit-0", Lost(9, "exited with code 0")),
     ("panic", Lost(101, "panicked")),
     ("stop", Silent),
@@ -41,7 +41,7 @@ const FAULTS: [(&str, Outcome); 13] = [
     ("recv", Mismatch(|payload| format!("recv({} f32, from rank ", payload.len))),
 ];
 
-/// A cell of the matrix. With a seed, the fault happens within an operation.
+/// One combination of the matrix. With a seed, the fault happens during an operation.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     ranks: u32,
@@ -52,8 +52,8 @@ struct Case {
     seed: Option<u64>,
 }
 
-/// Every way and every fault that `choose` chooses. Number of ranks and culprit change from one to the next, and with
-/// the seed.
+/// Every payload path and fault that `choose` selects. The number of ranks and the culprit vary from one to the next,
+/// and with the seed.
 fn matrix(seed: Option<u64>, choose: impl Fn(&Case) -> bool) -> Vec<Case> {
     let cells = FAULTS.into_iter().flat_map(|(fault, outcome)| PAYLOAD_PATHS.map(|payload| (fault, outcome, payload)));
     let case = |(index, (fault, outcome, payload)): (usize, _)| {
@@ -64,13 +64,13 @@ fn matrix(seed: Option<u64>, choose: impl Fn(&Case) -> bool) -> Vec<Case> {
     cells.enumerate().map(case).filter(choose).collect()
 }
 
-/// Runs `t-misbehave` in an environment of its own, and asserts that nothing of it is left.
+/// Runs `t-misbehave` in its own environment, and asserts that nothing is left over.
 fn misbehave(ranks: u32, arguments: &[&str]) -> Finished {
     let temporary = tempfile::tempdir().unwrap();
     let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
     launcher.env("TMPDIR", temporary.path()).env_remove("XDG_RUNTIME_DIR");
     launcher.env("MGPU_TEST_MARK", temporary.path());
-    // No fault should need a deadline, but for these.
+    // Only these faults should need a timeout.
     let seconds = |fault: &str| if arguments[0] == fault { "2" } else { "60" };
     launcher.env("MGPU_TIMEOUT", seconds("stop"));
     launcher.args(["-n", &ranks.to_string(), "--timeout", seconds("never-join"), "--grace", "2"]);
@@ -116,8 +116,8 @@ impl Case {
         }
     }
 
-    /// Every rank but the culprit reports an error that contains all `texts`, and then that the communicator is unusable
-    /// because of it.
+    /// Every rank except the culprit reports an error that contains all `texts`, and then that the error has poisoned
+    /// the communicator.
     fn all_others_say(&self, finished: &Finished, texts: &[&str]) {
         for rank in (0..self.ranks).filter(|rank| *rank != self.culprit) {
             let line = |what: &str| {
@@ -142,13 +142,13 @@ fn a_rank_that_dies_before_an_operation() {
 #[test]
 fn a_rank_that_dies_within_an_operation() {
     for seed in 1..=8 {
-        // A panic cannot come from outside of the operation.
+        // A panic cannot come from outside the operation.
         let dies = |case: &Case| matches!(case.outcome, Lost(..)) && case.fault != "panic";
         matrix(Some(seed), dies).iter().for_each(Case::run);
     }
 }
 
-/// Around a ring most ranks learn of the culprit from others that fail before them.
+/// In a long ring, most ranks learn of the culprit from other ranks that fail before them.
 fn around_a_long_ring(seeds: RangeInclusive<u64>, fault: &'static str, outcome: Outcome) -> Vec<Case> {
     let payload = PayloadPath::named("ring").expect("a payload of this name");
     seeds.map(|seed| Case { ranks: 8, culprit: seed as u32 % 8, payload, fault, outcome, seed: Some(seed) }).collect()
@@ -164,7 +164,7 @@ fn a_rank_that_is_silent() {
     let mut cases = matrix(None, |case| matches!(case.outcome, Silent));
     cases.extend(matrix(Some(1), |case| matches!(case.outcome, Silent)));
     cases.extend(around_a_long_ring(1..=3, "stop", Silent));
-    // They do little but wait: all at once.
+    // They mostly wait, so they run all at once.
     std::thread::scope(|scope| {
         for case in cases {
             scope.spawn(move || case.run());

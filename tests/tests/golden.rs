@@ -1,4 +1,4 @@
-//! Golden runs: five steps of every network against PyTorch in double precision, on 1, 2 and 4 ranks.
+//! Golden runs: five steps of every network compared with PyTorch in double precision, on 1, 2 and 4 ranks.
 //!
 //! Needs real MNIST (`MGPU_DATA`) and the golden files (`MGPU_GOLDEN`).
 
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use mgpu_tests::process::{command, run};
 
-/// The golden files and the data, or a word on what is skipped.
+/// The golden files and the data, or a message that the test is skipped.
 fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from);
     let (Some(golden), Some(data)) = (folder("MGPU_GOLDEN"), folder("MGPU_DATA")) else {
@@ -65,7 +65,7 @@ fn all_networks_on_4_ranks() {
     check(4, &[]);
 }
 
-/// Within the bounds of coarse arithmetic.
+/// With the bounds of coarse dtypes.
 #[test]
 fn all_networks_in_bf16() {
     check(2, &["--precision", "bf16"]);
@@ -76,7 +76,7 @@ fn golden_runs_with_compressed_gradients() {
     check_some(2, &["--gradients", "bf16"], &["lenet5", "deep", "keras", "ensemble2400"]);
 }
 
-/// Batch normalisation of micro-batches is another computation, so keras is left out.
+/// Without keras, because batch normalisation over micro-batches is another computation.
 #[test]
 fn golden_runs_in_micro_batches() {
     let nets = ["lenet5", "deep", "ensemble2400"];

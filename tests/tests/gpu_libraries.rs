@@ -1,5 +1,5 @@
-//! cuDNN and cuBLASLt serve where they are there and right, and are missed nowhere. All of it on fakes: see
-//! `tests/gpu/fake_cudnn.cpp` and `tests/gpu/fake_cublaslt.cpp` for what they refuse.
+//! cuDNN and cuBLASLt are used if available and correct, and are not required. Runs on fake libraries:
+//! `tests/gpu/fake_cudnn.cpp` and `tests/gpu/fake_cublaslt.cpp` say what they refuse.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 use mgpu_tests::process::Finished;
 use mgpu_tests::{fake_gpu, process};
 
-/// The program, which checks the numbers itself, with a cache of its own.
+/// The program, which verifies results itself, with its own cache.
 fn program(cache: &Path) -> Command {
     let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu-libraries"));
     command.env("MGPU_CACHE_DIR", cache);
@@ -81,7 +81,7 @@ fn library_kernels_serve_every_pass_and_are_cached() {
             "{line}"
         );
     }
-    // The same choices, to the digit of their times.
+    // The same choices, including all digits of their times.
     let second = run(&mut program(cache.path()));
     let choices = |finished: &Finished| -> Vec<String> {
         finished.stdout.lines().map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
@@ -108,7 +108,7 @@ fn without_libraries_all_kernels_are_built_in() {
     assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) is not there"]);
 }
 
-/// A library with nothing but the function by which it is recognised.
+/// A library that contains only the function by which it is recognised.
 fn stub(folder: &Path, function: &str) -> PathBuf {
     let (source, library) = (folder.join(format!("{function}.cpp")), folder.join(format!("{function}.so")));
     std::fs::write(&source, format!("extern \"C\" int {function}() {{ return 0; }}\n")).expect("a file");
@@ -159,7 +159,7 @@ fn missing_library_epilogues_are_added() {
     assert_all(&lines(&finished, "dense"), &["forward cuBLASLt "]);
     for line in finished.stdout.lines() {
         let choices = line.split(" (").next().unwrap_or_default();
-        // A wide gradient of weights races with a narrow one; the program finds both right.
+        // A wide gradient of weights is benchmarked against a narrow one; the program finds both correct.
         assert!(!choices.contains("fused"), "{line}");
     }
 }
@@ -171,7 +171,7 @@ fn a_library_with_wrong_results_is_not_chosen() {
     let convs = lines(&finished, "conv");
     assert_all(&convs, &["backward input cuDNN ", "results deviate by 5e-1"]);
     for line in convs {
-        // What goes the other way round is another of the library's functions, which is right, or wrong.
+        // Passes computed by another function of the library are correct or wrong independently.
         let (forward, backward) = line.split_once(", backward input ").expect("both passes");
         assert!(forward.contains("forward built in ") || forward.contains(" turned "), "{line}");
         let backward = backward.split(", backward weights ").next().unwrap_or_default();

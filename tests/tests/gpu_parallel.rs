@@ -1,4 +1,4 @@
-//! Data parallelism on GPUs: what a step does, and the flags for it, on the fakes of `tests/gpu`.
+//! Data parallelism on GPUs: the options of a step and their flags, on the fake libraries of `tests/gpu`.
 
 use std::process::Command;
 
@@ -48,7 +48,7 @@ fn parameter_groups_and_uneven_ranks_train_as_on_the_cpu() {
     }
 }
 
-/// Generated digits, small batches, our own kernels.
+/// Generated digits, small batches, only our own kernels.
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
     let mut program = on_gpus(ranks, TRAIN);
     program.args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
@@ -60,7 +60,7 @@ fn weights(finished: &Finished) -> String {
     finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
 }
 
-/// What a user may ask for, in several combinations.
+/// Combinations of options.
 const FLAGS: [&[&str]; 4] = [
     &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],
     &["--shard-optimizer", "on", "--clip-norm", "0.5", "--schedule", "constant"],
@@ -71,7 +71,7 @@ const FLAGS: [&[&str]; 4] = [
 #[test]
 fn a_graph_gives_the_bits_of_single_launches_with_every_option() {
     for flags in FLAGS {
-        // Past the first steps, with a longer launch, and some single ones.
+        // Beyond the first steps, with a larger graph and some single steps.
         let all = [&["--batch", "4", "--steps", "14"][..], flags].concat();
         let graph = weights(&train(2, &all));
         assert_eq!(graph, weights(&train(2, &[&all[..], &["--no-graph"]].concat())), "{flags:?}");
@@ -82,7 +82,7 @@ fn a_graph_gives_the_bits_of_single_launches_with_every_option() {
 fn an_interrupted_run_resumes_bit_equal() {
     for flags in FLAGS {
         let all = [&["--batch", "4", "--steps", "7"][..], flags].concat();
-        // The schedule is that of the whole run.
+        // The schedule covers the whole run.
         let expected = weights(&train(2, &all));
         let folder = tempfile::tempdir().unwrap();
         let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];

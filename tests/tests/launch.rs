@@ -1,4 +1,4 @@
-//! What the launcher promises: output, exit codes, signals, and that nothing survives.
+//! The launcher: output, exit codes, signals, and that nothing survives.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,7 +8,7 @@ use mgpu_tests::process::{Finished, command, finish, run, survivors, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// The launcher, with no signal ignored, whatever the test itself was started under.
+/// The launcher with default signal dispositions, whatever the test itself inherited.
 fn mgpurun() -> Command {
     let mut launcher = command("env");
     launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun")]);
@@ -22,7 +22,7 @@ fn shell(ranks: u32, options: &[&str], script: &str) -> Command {
     launcher
 }
 
-/// Starts a launcher whose ranks touch `ready-RANK` in `folder` and then run `script`.
+/// Starts a launcher whose ranks create `ready-RANK` in `folder` and then run `script`.
 fn start(folder: &tempfile::TempDir, ranks: u32, options: &[&str], script: &str) -> Child {
     let script = format!("{script}\n: > ready-$RANK\nwhile :; do sleep 0.05; done");
     let mut launcher = shell(ranks, options, &script);
@@ -153,7 +153,7 @@ fn logs_hold_both_streams() {
     run(&mut shell(1, &["--log-dir", "/proc/none"], "true")).expect(1, &["/proc/none/rank-0.log"]);
 }
 
-/// Sends `signal` to a launcher whose ranks note the signals they get, and returns its end and the notes.
+/// Sends `signal` to a launcher whose ranks record the signals they get; returns its end and the records.
 fn interrupt(signal: Signal, times: usize, trap: &str) -> (Finished, Vec<String>) {
     let folder = tempfile::tempdir().unwrap();
     let mut child = start(&folder, 2, &["--grace", "30"], trap);
@@ -231,7 +231,7 @@ fn ranks_die_with_the_launcher() {
     assert!(survivors(&mark(&folder)).len() >= 4);
     child.kill().unwrap();
     child.wait().unwrap();
-    // The shells die at once; their `sleep`s end by themselves within a twentieth of a second.
+    // The shells die at once; their `sleep`s end by themselves within 50 ms.
     until(|| survivors(&mark(&folder)).is_empty());
 }
 
@@ -252,7 +252,7 @@ fn no_folder_is_left() {
         run(shell(2, &[], script).env("XDG_RUNTIME_DIR", base.path()));
         assert_eq!(left(), 0);
     }
-    // Of a launcher that is killed, the process that is left removes it, or if it comes to nothing either, the next launch.
+    // After a killed launcher, its remaining process removes the folder, or else the next launch does.
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = shell(1, &[], ": > ready-0; sleep 1000");
     let mut child = launcher.current_dir(folder.path()).env("XDG_RUNTIME_DIR", base.path()).spawn().unwrap();

@@ -1,4 +1,4 @@
-//! What a launcher meets on a machine, other people's files and small limits, does not make it do harm.
+//! Foreign files and resource limits do not make the launcher do harm.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -10,14 +10,14 @@ use mgpu_tests::process::{Finished, command, run};
 
 const LAUNCHER: &str = env!("CARGO_BIN_EXE_t-mgpurun");
 
-/// `launcher` and its arguments after a shell has run `limit`, in an environment of its own.
+/// `launcher` and its arguments, after a shell has run `limit`, in its own environment.
 fn limited(folder: &Path, limit: &str, arguments: &[&str]) -> Finished {
     let mut shell = command("bash");
     shell.args(["-c", &format!("{limit} && exec \"$@\""), "bash", LAUNCHER]).args(arguments);
     run(shell.current_dir(folder).env("TMPDIR", folder).env_remove("XDG_RUNTIME_DIR"))
 }
 
-/// Files and folders of somebody whose names look like the launcher's.
+/// Foreign files and folders with names similar to the launcher's.
 fn put_foreign_files(base: &Path) {
     let file = |path: &str| {
         let path = base.join(path);
@@ -27,7 +27,7 @@ fn put_foreign_files(base: &Path) {
     file("mgpurun-checkpoints/step-1/weights");
     file("mgpurun-0123456789abcdef/weights");
     file("mgpurun-0123456789abcdef/nested/rendezvous");
-    // Names that are exactly a launcher's.
+    // Names exactly like a launcher's.
     file("mgpurun-socket-0123456789abcdef/weights");
     file("mgpurun-socket-0000000000000000/rendezvous");
     file("mgpurun-socket-1111111111111111/rendezvous/weights");
@@ -44,7 +44,7 @@ fn put_foreign_files(base: &Path) {
     drop(UnixListener::bind(base.join("mgpurun-socket-0123456789abcdef/rendezvous")).unwrap());
 }
 
-/// Every path below `base`, in order.
+/// All paths below `base`, sorted.
 fn paths(base: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(base).unwrap().flatten() {
@@ -106,7 +106,7 @@ fn a_file_size_limit_ends_the_log_but_not_the_run() {
     finished.expect(0, &["done 0", "done 1", "standard output", "File too large"]);
     assert_eq!(fs::metadata(folder.path().join("shown")).unwrap().len(), 102_400);
 
-    // For a rank the signal is what it is without a launcher.
+    // A rank gets the signal as it would without a launcher.
     let finished = limited(folder.path(), "ulimit -f 100", &["-n", "1", "sh", "-c", "exec yes >big"]);
     finished.expect(153, &["rank 0 was killed by SIGXFSZ"]);
 }

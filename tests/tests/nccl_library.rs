@@ -1,5 +1,5 @@
-//! The real NCCL, as far as it goes without a GPU: found among Python's packages, asked for an id, which travels to the
-//! other ranks over the rendezvous.
+//! The real NCCL, as far as it works without a GPU: found among Python's packages, it creates a unique id, which the
+//! rendezvous sends to the other ranks.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! What the launcher promises of the ranks' output: whole lines, nothing lost in silence, nobody blocked for good.
+//! The launcher's handling of the ranks' output: whole lines, no silent loss, nobody blocked for good.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -23,7 +23,7 @@ fn shell(ranks: u32, options: &[&str], script: &str) -> Command {
     launcher
 }
 
-/// What a launcher writes to a standard output that takes everything, to the byte.
+/// All bytes that a launcher writes to an unlimited standard output.
 fn stdout_of(launcher: &mut Command) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("stdout");
@@ -155,7 +155,7 @@ fn python_output_is_unbuffered() {
 #[test]
 fn raw_output_is_byte_identical() {
     let folder = tempfile::tempdir().unwrap();
-    // Every byte there is, carriage returns and an unfinished line, more than all pipes hold.
+    // All byte values, carriage returns and an unfinished line, more than all pipes hold.
     let bytes: Vec<u8> =
         (0..3_000_001u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     fs::write(folder.path().join("bytes"), &bytes).unwrap();
@@ -185,10 +185,10 @@ fn lost_raw_output_is_a_failure() {
     );
 }
 
-/// Runs a command whose standard output nobody reads, or if `reads`, nobody after the first bytes.
+/// Runs a command whose standard output has no reader or, if `reads`, none after the first bytes.
 fn abandoned(launcher: &mut Command, reads: bool) -> (Option<i32>, String) {
     let (reader, writer) = io::pipe().unwrap();
-    // A reader that reads nothing has left before the command starts.
+    // Without a reader, the read end is closed before the command starts.
     let reader = reads.then_some(reader);
     let mut child = launcher.stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
     launcher.stdout(Stdio::null());
@@ -246,7 +246,7 @@ fn a_closed_pipe_is_not_reported_as_a_crash() {
     let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
     for arguments in [
         &["--max-restarts", "3", "--restart-always", "yes"][..],
-        // Rank 1 notices that rank 0 has ended, and says so in vain.
+        // Rank 1 notices that rank 0 has ended, and fails to report it.
         &[env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "16777216"],
     ] {
         let mut job = command("env");
@@ -277,7 +277,7 @@ fn a_reader_that_never_reads_blocks_nobody() {
     let mut launcher = command(env!("CARGO_BIN_EXE_t-impatient"));
     launcher.args(["2", script]).current_dir(folder.path());
     let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Ten megabytes are more than all pipes and queues hold.
+    // Ten megabytes exceed all pipes and queues.
     until(|| (0..2).all(|rank| folder.path().join(format!("done-{rank}")).exists()));
     let finished = finish(&mut child);
     assert_eq!(finished.code, Some(0));
@@ -346,7 +346,7 @@ fn colours_are_used_only_on_terminals() {
     let mut child = launcher.env_remove("NO_COLOR").stdout(terminal.slave).spawn().unwrap();
     drop(launcher);
     let mut shown = Vec::new();
-    // The end of a terminal is an error: nobody is left on its other side.
+    // The end of a terminal is an error: the other side is closed.
     let _ = File::from(terminal.master).read_to_end(&mut shown);
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let prefix = "\x1b[38;5;30m[0]\x1b[0m ";
@@ -355,8 +355,8 @@ fn colours_are_used_only_on_terminals() {
     assert_eq!(stdout_of(&mut shell(1, &[], "echo done")), b"[0] done\n");
 }
 
-/// What a launcher on a terminal of 20 columns shows. While it runs, `meanwhile` gets the terminal and what was shown so
-/// far.
+/// The output of a launcher on a terminal of 20 columns. While it runs, `meanwhile` gets the terminal and the output
+/// so far.
 fn shown_on_a_narrow_terminal(
     launcher: &mut Command,
     meanwhile: impl FnOnce(&OwnedFd, &Mutex<Vec<u8>>),
@@ -372,7 +372,7 @@ fn shown_on_a_narrow_terminal(
         let shown = &shown;
         scope.spawn(move || {
             let mut bytes = [0; 1024];
-            // The end of a terminal is an error: nobody is left on its other side.
+            // The end of a terminal is an error: the other side is closed.
             while let Ok(count @ 1..) = master.read(&mut bytes) {
                 shown.lock().unwrap().extend_from_slice(&bytes[..count]);
             }
@@ -400,7 +400,7 @@ fn progress_lines_are_truncated_to_the_terminal_width() {
         File::create(folder.path().join("resized")).unwrap();
     });
     let mark = "[0] _\x1b[K\r";
-    // The line that was there may have been put on two rows: all of it is erased.
+    // The line may occupy two rows after the resize: both are cleared.
     assert!(shown.contains("\x1b[J\r"), "{shown:?}");
     let shown = shown.replace("\x1b[J", "\x1b[K");
     assert_eq!(shown, format!("{}{mark}{}{mark}[0] {text}\x1b[K\r\n", line(20), line(15)));
@@ -421,7 +421,7 @@ fn an_unread_terminal_does_not_block_the_launcher() {
     let mut launcher = shell(1, &["--grace", "0.2"], script);
     let mut child = launcher.current_dir(folder.path()).stdout(terminal.slave).spawn().unwrap();
     drop(launcher);
-    // All is full when the rank has not come any further for a while.
+    // Everything is full once the rank has made no progress for a while.
     let (mut last, mut unchanged) = (String::new(), 0);
     until(|| {
         let rank = fs::read_to_string(folder.path().join("pid")).unwrap_or_default();
@@ -489,7 +489,7 @@ fn events_of_a_successful_run() {
     assert!(of(&events, "fault").is_empty());
     let end = serde_json::json!({"event": "end", "exit_code": 0, "message": null, "culprit": null});
     assert_eq!(events.last(), Some(&end));
-    // Another run's come behind.
+    // Events of another run are appended.
     run(&mut launcher).expect(0, &[]);
     assert_eq!(self::events(&path)[..events.len()], events);
 }
@@ -522,7 +522,7 @@ fn events_of_an_interrupted_run() {
     launcher.current_dir(folder.path());
     let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     until(|| (0..2).all(|rank| folder.path().join(format!("ready-{rank}")).exists()));
-    // What happened is there to be read while the run goes on.
+    // Events can be read while the run continues.
     until(|| !events(&path).is_empty());
     assert_eq!(events(&path)[0]["event"], "start");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();

@@ -1,4 +1,4 @@
-//! The flags for how ranks train together, as a user gives them.
+//! The flags for data-parallel training.
 
 use mgpu_tests::mnist;
 use mgpu_tests::process::{Finished, Program, command, run};
@@ -29,7 +29,7 @@ fn world_size_invariant_training_is_bit_equal() {
     }
 }
 
-/// Killed after the fifth step, of which four were saved.
+/// Killed after the fifth step, with four steps saved.
 #[test]
 fn a_killed_run_resumes_bit_equal_with_every_option() {
     for flags in [
@@ -51,7 +51,7 @@ fn a_killed_run_resumes_bit_equal_with_every_option() {
     }
 }
 
-/// Begun by four ranks, gone on by two, which give the bits of one.
+/// Started on four ranks, resumed on two, with the bits of one.
 #[test]
 fn a_world_size_invariant_run_resumes_on_other_ranks_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +100,7 @@ fn indivisible_batches_name_the_flag() {
 
 #[test]
 fn overlap_does_not_change_the_weights() {
-    // keras sums over ranks in between; deep has sharded buckets.
+    // keras also sums over ranks in its passes; deep has sharded buckets.
     for (ranks, net, flags) in [
         (3, "lenet5", &[][..]),
         (3, "keras", &["--clip-norm", "1"]),
@@ -113,7 +113,7 @@ fn overlap_does_not_change_the_weights() {
     }
 }
 
-/// Three ranks with `arguments`, of which rank 1 has `others` as well.
+/// Three ranks with `arguments`; rank 1 also has `others`.
 fn train_unequally(arguments: &[&str], others: &str) -> Finished {
     let script = format!(r#"if [ "$RANK" = 1 ]; then set -- "$@" {others}; fi; exec "$@""#);
     let mut launcher = command(TRAIN.launcher);
@@ -121,7 +121,7 @@ fn train_unequally(arguments: &[&str], others: &str) -> Finished {
     run(&mut launcher)
 }
 
-/// They would train something that nobody has asked for, or wait for each other in vain.
+/// Ranks with different flags would train something unintended, or wait for each other forever.
 #[test]
 fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
     for (others, text) in [
@@ -158,7 +158,7 @@ fn data_that_differs_between_ranks_is_named() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     folders.iter().for_each(|folder| mnist::write_tiny(folder.path()));
     let [first, second] = folders.each_ref().map(|folder| folder.path().to_str().unwrap());
-    // What the digits are decides, not where they lie.
+    // The contents of the data matter, not its path.
     let script = r#"if [ "$RANK" = 1 ]; then set -- "$@" --data "$1"; else set -- "$@" --data "$2"; fi; shift 2; exec "$@""#;
     let train = || {
         let mut launcher = command(TRAIN.launcher);

@@ -1,4 +1,4 @@
-//! Where ranks run: bound as asked, within the launcher's own cores, and told their share.
+//! CPU placement of ranks: bound as requested, within the launcher's affinity mask, with their share of cores.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -7,7 +7,7 @@ use mgpu_tests::process::{command, run};
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
-/// The cores this test may use.
+/// The cores available to this test.
 fn own_cores() -> BTreeSet<usize> {
     let set = sched_getaffinity(Pid::from_raw(0)).unwrap();
     (0..CpuSet::count()).filter(|core| set.is_set(*core).unwrap()).collect()
@@ -20,14 +20,14 @@ fn mgpurun(ranks: usize, options: &[&str]) -> Command {
     launcher
 }
 
-/// Prints a rank's threads and its cores.
+/// Prints a rank's thread count and its cores.
 const SHOW: [&str; 3] = [
     "sh",
     "-c",
     "echo $MGPU_THREADS $OMP_NUM_THREADS $(grep Cpus_allowed_list: /proc/self/status | cut -f2)",
 ];
 
-/// Threads, those of OpenMP, and the cores as the kernel writes them, a line for each rank.
+/// Thread count, OpenMP thread count, and the cores in the kernel's format, one line per rank.
 fn shown(launcher: &mut Command) -> Vec<(usize, usize, BTreeSet<usize>)> {
     let finished = run(launcher.args(SHOW));
     assert_eq!(finished.code, Some(0), "{finished:#?}");
@@ -135,6 +135,6 @@ fn doctor_reports_this_machine_as_healthy() {
         .expect(0, &["Machine\n", "  ok       cores", "libnccl.so.2", "Backends: cpu can be used"]);
     doctor(&["doctor", "--help"]).expect(0, &["Usage: mgpurun doctor", "mgpurun -- doctor"]);
     doctor(&["doctor", "now"]).expect(2, &["unexpected argument 'now'"]);
-    // A program of the name is within reach.
+    // After `--`, `doctor` is a program.
     doctor(&["--", "doctor"]).expect(1, &["no program `doctor`"]);
 }

@@ -1,5 +1,5 @@
-//! Optimizers, parameter groups, schedules, clipping, unused tensors and ranks that run out of data do what PyTorch's do: see
-//! fixtures/pytorch.py, which has recorded them in double precision.
+//! Optimizers, parameter groups, schedules, clipping, unused parameters and uneven inputs match PyTorch, as recorded
+//! in double precision by fixtures/pytorch.py.
 
 use mgpu::optimizer::{Adam, AdamW, Decay, OptimizerConfig, RmsProp, Rule, Schedule, Sgd};
 use mgpu::{DataParallel, DataParallelConfig, Layout, ParameterGroup, Unused, World};
@@ -10,19 +10,19 @@ use std::collections::BTreeMap;
 #[derive(Deserialize)]
 struct Recorded {
     start: Vec<f64>,
-    /// By step.
+    /// Per step.
     gradients: Vec<Vec<f64>>,
-    /// Parameters by step.
+    /// Parameters per step.
     optimizers: BTreeMap<String, Vec<Vec<f64>>>,
-    /// Learning rates by step.
+    /// Learning rates per step.
     schedules: BTreeMap<String, Vec<f64>>,
     clipped: Vec<Clipped>,
-    /// Parameters by step and tensor.
+    /// Parameters per step and tensor.
     groups: BTreeMap<String, Vec<Vec<Vec<f64>>>>,
     unused: Vec<Vec<Vec<f64>>>,
-    /// Steps of each rank.
+    /// Number of steps of each rank.
     batches: Vec<usize>,
-    /// Parameters by tensor, after the last step.
+    /// Parameters per tensor, after the last step.
     joined: Vec<Vec<f64>>,
 }
 
@@ -133,7 +133,7 @@ fn gradient_clipping_matches_pytorch() {
     }
 }
 
-/// Asserts that `found` has these values, of numbers around `scale` or larger.
+/// Asserts that `found` has these values, relative to `scale` or larger.
 fn assert_close(what: &str, found: &[f32], expected: &[f64], scale: f64) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (found, expected) in found.iter().zip(expected) {
@@ -172,7 +172,7 @@ fn parameter_groups_match_pytorch() {
     assert_eq!(recorded.groups.len(), 6);
 }
 
-/// A rank of a model of two tensors, whose gradients are those of DistributedDataParallel's ranks.
+/// A rank of a model with two tensors, with the recorded gradients of DistributedDataParallel's ranks.
 fn rank_of(
     world: &mut World,
     recorded: &Recorded,
@@ -186,7 +186,7 @@ fn rank_of(
     DataParallel::with_config(world.communicator().unwrap(), layout, parameters, config).unwrap()
 }
 
-/// Gradients are up to 100, and so are what they leave.
+/// Gradients are up to 100, and so are parameters afterwards.
 const LARGE: f64 = 10.0;
 
 #[test]

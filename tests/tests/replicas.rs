@@ -1,4 +1,4 @@
-//! Replicas begin equal, stay equal, and say what differs when they do not.
+//! Replicas start equal and stay equal; errors name the differences.
 
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule, Sgd};
 use mgpu::replicate::{replicate, verify_equal};
@@ -18,12 +18,12 @@ fn adam() -> OptimizerConfig {
     OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9)
 }
 
-/// Five steps in which the gradient depends on rank and parameters; its mean over `ranks` ranks does not depend on
-/// how many there are.
+/// Five steps with gradients that depend on rank and parameters; their mean over `ranks` ranks does not depend on the
+/// number of ranks.
 fn train(mut world: World, config: OptimizerConfig) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
     let (rank, ranks) = (world.rank(), world.size());
     let layout = layout();
-    // Only rank 0's parameters count.
+    // Only the parameters of rank 0 count.
     let parameters = vec![rank as f32 + 1.0; layout.len()];
     let mut model = DataParallel::new(world.communicator()?, layout, parameters, config, 1)?;
     let offset = rank as f32 - (ranks - 1) as f32 / 2.0;
@@ -81,13 +81,13 @@ fn different_models_are_named_on_every_rank() {
     }
 }
 
-/// Gradients of different tensors would be averaged.
+/// Otherwise, gradients of different tensors would be averaged.
 #[test]
 fn tensors_in_different_places_are_named_on_every_rank() {
     let errors = threads::run(4, |mut world| {
         let mut layout = Layout::new();
         layout.push("a", [60]);
-        // Rank 0 is the odd one.
+        // Rank 0 is the one that differs.
         let alignment = if world.rank() == 0 { 64 } else { 1 };
         layout.push_aligned("b", [10], alignment);
         let comm = world.communicator().unwrap();

@@ -1,4 +1,4 @@
-//! `train_mnist` goes on from its checkpoints: to the bits of a run that was not interrupted, or with a word about why not.
+//! `train_mnist` resumes from its checkpoints, bit-equal to an uninterrupted run, or with a message why not.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn train(mut program: Command, arguments: &[&str]) -> Finished {
     run(program.args(["--synthetic", "--json"]).args(arguments))
 }
 
-/// A small data set, and a folder for checkpoints.
+/// A small data set, and a checkpoint folder.
 struct Tiny {
     folder: tempfile::TempDir,
 }
@@ -32,7 +32,7 @@ impl Tiny {
         self.folder.path().join("checkpoints")
     }
 
-    /// Three epochs of eight steps of eight images, unless `arguments` say otherwise.
+    /// Three epochs of eight steps of eight images, unless `arguments` override that.
     fn run(&self, program: Command, arguments: &[&str]) -> Finished {
         run(&mut self.command(program, arguments))
     }
@@ -51,7 +51,7 @@ impl Tiny {
         program
     }
 
-    /// As [`run`](Self::run), saved and resumed.
+    /// As [`run`](Self::run), with `--checkpoint-dir` and `--resume`.
     fn saved(&self, program: Command, arguments: &[&str]) -> Finished {
         let folder = self.checkpoints();
         self.run(program, &[arguments, &["--checkpoint-dir", folder.to_str().unwrap(), "--resume"]].concat())
@@ -65,7 +65,7 @@ impl Tiny {
         names
     }
 
-    /// Changes the last byte of a file of the checkpoint after `step` steps.
+    /// Changes the last byte of a file in the checkpoint after `step` steps.
     fn damage(&self, step: u64, file: &str) {
         let path = self.checkpoints().join(format!("step-{step:08}")).join(file);
         let mut bytes = fs::read(&path).unwrap();
@@ -74,7 +74,7 @@ impl Tiny {
     }
 }
 
-/// The step that a run says it was resumed after.
+/// The step after which a run was resumed, according to its output.
 fn resumed_after(finished: &Finished) -> u64 {
     let line = finished.stdout.lines().find(|line| line.starts_with("resumed from"));
     let line = line.unwrap_or_else(|| panic!("not resumed: {finished:#?}"));
@@ -91,7 +91,7 @@ fn a_run_killed_within_an_epoch_resumes_at_the_next_step() {
         let killed =
             tiny.saved(TRAIN.launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
         assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
-        // Every third step and every eighth are saved; what was being written may be lost.
+        // Every third and every eighth step is saved; a checkpoint being written may be lost.
         let newest = mgpu::checkpoint::find(&tiny.checkpoints()).unwrap().unwrap().checkpoint;
         let step = newest.manifest().step;
         assert_eq!(newest.manifest().position, Some(Position { seed: 1, epoch: step / 8, step: step % 8 }));
@@ -160,7 +160,7 @@ fn resuming_another_run_is_refused_with_every_difference() {
     );
     tiny.saved(TRAIN.launched(2), &["--skip-test", "--epochs", "1", "--schedule", "constant"])
         .expect(1, &["\n  --schedule: linear in the checkpoint, constant here"]);
-    // The same images in another place are the same data.
+    // The same images in another folder are the same data.
     let moved = tiny.folder.path().join("moved");
     fs::rename(tiny.folder.path().join("data"), &moved).unwrap();
     let again = [&first[..], &["--data", moved.to_str().unwrap()]].concat();
@@ -195,7 +195,7 @@ fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
     resumed.expect(0, &[name, said]);
     assert_eq!((resumed_after(&resumed), resumed.weights()), (8, whole));
     assert_eq!(tiny.names(), ["damaged-step-00000016", "step-00000016", "step-00000024"]);
-    // No whole one is left: a run that begins anew would be a surprise.
+    // No valid checkpoint is left: starting again would be a surprise.
     tiny.damage(16, "weights.safetensors");
     fs::remove_file(tiny.checkpoints().join("step-00000024/manifest.json")).unwrap();
     tiny.saved(TRAIN.launched(2), &all).expect(
@@ -255,14 +255,14 @@ fn foreign_files_in_the_checkpoint_folder_survive() {
     tiny.saved(TRAIN.launched(2), &every).expect(0, &["resumed from"]);
     for path in found {
         let name = path.strip_prefix(&folder).unwrap().to_str().unwrap();
-        // What somebody has hidden in a name of ours came to light.
+        // A foreign file hidden under one of our names is restored.
         let path = folder.join(name.replace(".step-00000004.partial", "step-00000004"));
         assert_eq!(fs::read_to_string(&path).unwrap(), name, "{}", path.display());
     }
     assert_eq!(mgpu::checkpoint::latest(&folder).unwrap().unwrap(), folder.join("step-00000024"));
 }
 
-/// Runs examples/python/load_in_torch.py with a Python that has no PyTorch.
+/// Runs examples/python/load_in_torch.py with a Python without PyTorch.
 fn load_in_torch(folder: &Path, arguments: &[&str]) -> Finished {
     fs::write(folder.join("torch.py"), "raise ModuleNotFoundError('none', name='torch')").unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/python/load_in_torch.py");
@@ -350,7 +350,7 @@ fn an_extended_run_is_bit_equal() {
     let resumed = train(TRAIN.launched(2), &[&saving[..], &["--steps", "30"]].concat());
     resumed.expect(0, &["resumed from", "after step 18"]);
     assert_eq!(resumed.weights(), whole);
-    // Another run's checkpoint is refused by name.
+    // The error names the checkpoint of another run.
     let other = train(TRAIN.launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
     other.expect(1, &["step-00000030 belongs to another run"]);
 }
@@ -389,7 +389,7 @@ fn a_restarted_run_resumes_from_its_checkpoint() {
     let finished = run(restarted(&[&fault]).args(["--checkpoint-dir", folder]));
     finished.expect(0, &["rank 1 was killed by SIGKILL", "restart 1 of 1", "resumed from"]);
     assert_eq!(finished.weights(), whole);
-    // What is there is not overwritten by mistake.
+    // Existing checkpoints are not overwritten by mistake.
     let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
     again.expect(1, &["belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir"]);
 }
@@ -406,14 +406,14 @@ fn a_restart_ignores_checkpoints_of_an_earlier_launch() {
         TRAIN.launched_with(2, &options)
     };
     tiny.run(TRAIN.launched(2), &all).expect(0, &[]);
-    // The restart is of the start that has refused, or of one that came to nothing before it looked.
+    // The restart follows a start that was refused, or one that failed before it read the folder.
     let early = "rank=1,phase=start,fault=exit:5";
     for fault in [&[][..], &[early]] {
         let refused = tiny.run(restarted(fault), &all);
         refused.expect(1, &["restart 1 of 1", "step-00000008 belongs to an earlier run: continue it with --resume"]);
         assert!(!refused.stdout.contains("resumed from"), "{refused:#?}");
     }
-    // Who asks for it gets it, and who has none of his own begins anew.
+    // With --resume a run continues; a launch without own checkpoints starts at step 0.
     let resuming = [&all[..], &["--resume"]].concat();
     tiny.run(restarted(&[early]), &resuming).expect(0, &["restart 1 of 1", "resumed from", "nothing left"]);
     fs::remove_dir_all(&folder).unwrap();

@@ -1,5 +1,5 @@
-//! The sharded optimizer: the bits of the replicated one, a part of the state on each rank, checkpoints for any number of
-//! ranks.
+//! The sharded optimizer: bit-equal to the replicated one, a shard of the state on each rank, checkpoints for any
+//! number of ranks.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, Wor
 use mgpu_tests::models::{layout, model, optimizers, outcome};
 use mgpu_tests::threads;
 
-/// From fewer elements than ranks, by odd lengths, to buckets that go in place and in several blocks.
+/// From fewer elements than ranks, over odd lengths, to buckets that are reduced in place and in several blocks.
 fn layouts() -> Vec<Layout> {
     let mut gaps = Layout::new();
     gaps.push_aligned("bias", [5], 64);
@@ -92,7 +92,7 @@ fn every_rank_holds_its_shard_of_the_optimizer_state() {
             model(&mut world, &layout, sharded(adam, 1 << 10)).unwrap().optimizer_len()
         });
         assert_eq!(lens.iter().sum::<usize>(), 3 * layout.len());
-        // Two buckets, so a rank may have an element more of each.
+        // There are two buckets, so a rank may have one more element of each.
         assert!(lens.iter().all(|len| *len <= 3 * (layout.len() / ranks as usize + 2)), "{lens:?}");
     }
 }
@@ -110,11 +110,11 @@ fn small_buckets_stay_replicated() {
         assert_eq!(outcome(&mut mixed).unwrap(), outcome(&mut whole).unwrap());
         mixed.optimizer_len()
     });
-    // The first bucket holds the weight of 4000 bytes alone, the second one the bias of 400.
+    // The first bucket holds the weight of 4000 bytes alone, the second the bias of 400 bytes.
     assert_eq!(lens, [100 + 1000 / 2; 2]);
 }
 
-/// A run of 3 + 2 steps, saved in between by n ranks, goes on with m ranks from the same state, sharded or not.
+/// A run of 3 + 2 steps, saved in between by n ranks, continues on m ranks, sharded or not.
 #[test]
 fn a_checkpoint_loads_on_any_number_of_ranks() {
     let layout = layout(&[&[31, 41], &[41], &[5, 3]]);

@@ -1,5 +1,5 @@
-//! Whatever goes wrong, whenever, the culprit is named, the exit code tells, and nothing survives. The matrix: every
-//! fault in every phase of a job, on 1, 2 and 5 ranks. (How fast, `bench/chaos.sh` measures.)
+//! Whatever fails, in any phase: the culprit is named, the exit code tells the failure, and nothing survives. The
+//! matrix: every fault in every phase of a job, on 1, 2 and 5 ranks. (`bench/chaos.sh` measures how fast.)
 
 use std::collections::VecDeque;
 use std::fs;
@@ -16,14 +16,14 @@ use nix::unistd::Pid;
 const PHASES: [&str; 6] =
     ["phase=start", "phase=join", "phase=collective", "step=3", "phase=checkpoint", "phase=finalise"];
 
-/// Faults that end a rank, and the exit code they give.
+/// Faults that end a rank, and the resulting exit code.
 const DEADLY: [(&str, i32); 6] =
     [("abort", 134), ("exit:3", 3), ("sigkill", 137), ("segv", 139), ("oom", 134), ("panic", 101)];
 
-/// Exit code of ranks that lose another.
+/// Exit code of ranks that lose another rank.
 const VICTIM: i32 = 9;
 
-/// A launcher in an environment of its own, whose processes can be told from all others.
+/// A launcher with its own environment, whose processes can be identified.
 fn launcher(folder: &Path) -> Command {
     let mut launcher = command("env");
     launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun"), "--backend", "cpu"]);
@@ -36,7 +36,7 @@ fn left_of(folder: &Path) -> Vec<u32> {
     survivors(&format!("MGPU_TEST_MARK={}", folder.display()))
 }
 
-/// A cell of the matrix.
+/// One combination of the matrix.
 #[derive(Debug, Clone, Copy)]
 struct FaultCase {
     ranks: u32,
@@ -66,13 +66,13 @@ impl FaultCase {
         }
     }
 
-    /// Exit code, and how the launcher's verdict begins.
+    /// Exit code, and the beginning of the launcher's verdict.
     fn expected(self) -> (i32, String) {
         let verdict = |code, what: &str| (code, format!("mgpurun: rank {} {what}", self.culprit));
         let deadly = DEADLY.iter().find(|(fault, _)| *fault == self.fault);
         match (self.fault, self.phase) {
             _ if deadly.is_some() => verdict(deadly.unwrap().1, ""),
-            // Nobody needs it any more.
+            // No other rank needs it any more.
             ("exit0", "phase=finalise") | ("leak-child", _) => (0, String::new()),
             ("exit0", _) if self.ranks == 1 => (0, String::new()),
             ("exit0", _) => verdict(VICTIM, "exited with code 0 while others needed it"),
@@ -90,11 +90,11 @@ impl FaultCase {
     }
 }
 
-/// Runs the cells of these faults, a few at a time.
+/// Runs the cases of these faults, a few at a time.
 fn run_all(faults: &[&'static str]) {
     let cases = faults.iter().flat_map(|fault| PHASES.map(|phase| (*fault, phase)));
     let sized = cases.flat_map(|(fault, phase)| [1, 2, 5].map(|ranks| (ranks, fault, phase)));
-    // A single rank that never joins is a program that does not use the runtime: nobody waits for it.
+    // A single rank that never joins is a program that does not use the runtime: no one waits for it.
     let is_possible = |(ranks, fault, phase): &(u32, &str, &str)| {
         !(*ranks == 1 && ["hang", "sigstop"].contains(fault) && ["phase=start", "phase=join"].contains(phase))
     };
@@ -147,11 +147,11 @@ fn leftover_processes_of_a_dead_rank_are_killed() {
     assert_eq!(left_of(folder.path()), [] as [u32; 0]);
 }
 
-/// A script that leaves a child in another session, says that it is ready, and stays.
+/// A script that starts a child in another session, reports that it is ready, and stays.
 const STUBBORN: &str = "trap '' TERM INT HUP; setsid sh -c 'trap \"\" TERM INT HUP; : > child-'$RANK'; \
                         while :; do sleep 1; done' & : > ready-$RANK; while :; do sleep 1; done";
 
-/// Starts a job of such scripts, and returns it with the processes of guardian and launcher.
+/// Starts a job of such scripts; returns it with the processes of guardian and launcher.
 fn start_stubborn(folder: &Path) -> (Child, Pid) {
     let mut job = launcher(folder);
     job.args(["-n", "2", "sh", "-c", STUBBORN]).current_dir(folder);
@@ -192,13 +192,13 @@ fn rank_process_groups_end_when_launcher_and_guardian_are_killed_together() {
     let folder = tempfile::tempdir().unwrap();
     let stubborn = "trap '' TERM INT HUP; sh -c 'while :; do sleep 1; done' & : > ready-$RANK; \
                     while :; do sleep 1; done";
-    // A process that changes its user loses what ties it to its parent.
+    // A process that changes its user loses its parent-death signal.
     let is_root = nix::unistd::geteuid().is_root();
     let change = if is_root { "setpriv --reuid 65534 --clear-groups" } else { "" };
     let script = format!("{change} sh -c 'while :; do sleep 1; done' & {stubborn}");
     let (mut guardian, launcher) = start_script(folder.path(), 2, &script);
     until(|| left_of(folder.path()).len() >= 8);
-    // Held up, the guardian does not see the launcher go.
+    // While stopped, the guardian does not notice the launcher's end.
     kill(Pid::from_raw(guardian.id() as i32), Signal::SIGSTOP).unwrap();
     kill(launcher, Signal::SIGKILL).unwrap();
     guardian.kill().unwrap();
@@ -209,14 +209,14 @@ fn rank_process_groups_end_when_launcher_and_guardian_are_killed_together() {
 #[test]
 fn processes_that_keep_forking_are_all_killed() {
     let folder = tempfile::tempdir().unwrap();
-    // Each daemon of a chain starts the next one, in the same session or in one of its own, and ends.
+    // Each daemon of a chain starts the next one, in the same or a new session, and exits.
     let fork = "chain() { chain & exit; }; chain";
     let session = "CHAIN='setsid sh -c \"$CHAIN\" & exit'; export CHAIN; eval \"$CHAIN\"";
     let script = format!(
         "exec >/dev/null 2>&1; for i in 1 2 3 4; do setsid sh -c '{fork}' & setsid sh -c \"$SESSION\" & done"
     );
     let mut job = launcher(folder.path());
-    // They are not to slow down the tests beside this one.
+    // They must not slow down the tests that run at the same time.
     job.args(["-n", "1", "nice", "-n", "19", "sh", "-c", &script]).env("SESSION", session);
     run(&mut job).expect(0, &[]);
     assert_eq!(left_of(folder.path()), [] as [u32; 0]);
@@ -244,7 +244,7 @@ fn the_status_of_a_run_is_visible_from_inside_and_outside() {
     job.args(["-n", "2", "--inject", "rank=1,step=3,fault=sigstop", env!("CARGO_BIN_EXE_t-job")]);
     let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let look = || run(launcher(folder.path()).arg("ps")).stdout;
-    // The launcher's `ps` is asked for by its first argument.
+    // The launcher's `ps` is selected by its first argument.
     let ps = || run(command(env!("CARGO_BIN_EXE_t-mgpurun")).arg("ps")).stdout;
     let mut seen = String::new();
     until(|| {
@@ -361,7 +361,7 @@ fn a_failed_rank_is_restarted_with_all_others() {
     finished.expect(0, &["mgpurun: rank 1 was killed by SIGKILL", "restart 1 of 2 in 0.5 s"]);
     finished.expect(0, &["mgpurun: rank 0 exited with code 5", "restart 2 of 2 in 1 s", "[1] life 2"]);
     restart(&["--max-restarts", "1"], &[fault, again]).expect(5, &["no restart is left"]);
-    // A broken start is not repeated.
+    // A failed start is not repeated.
     let early = "rank=1,phase=collective,fault=exit:6";
     restart(&["--max-restarts", "3"], &[early])
         .expect(6, &["not restarted, since no training step was made"]);
@@ -385,7 +385,7 @@ fn a_signal_in_the_pause_before_a_restart_ends_the_run() {
     let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut said = String::new();
-    // A pause that is long enough for the signal to come within it.
+    // The pause is long enough for the signal to arrive during it.
     while !said.ends_with("restart 4 of 9 in 4 s\n") {
         assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "{said}");
     }
@@ -414,7 +414,7 @@ fn a_fault_that_was_not_injected_is_reported() {
     ] {
         inject(&[fault], program).expect(0, &[&format!("mgpurun: the fault {fault} did not happen: {why}")]);
     }
-    // Another one came before it.
+    // Another fault happened first.
     inject(&["rank=0,step=2,fault=exit:3", late], job)
         .expect(3, &[&format!("the fault {late} did not happen")]);
     for fault in ["rank=1,phase=start,fault=exit0", "rank=1,phase=checkpoint,fault=leak-child"] {
@@ -431,7 +431,7 @@ fn a_rank_that_floods_the_rendezvous_blocks_nobody_and_is_named() {
     let finished = run(job.args(["-n", "2", env!("CARGO_BIN_EXE_t-flood"), "1", "3000"]));
     finished.expect(0, &["[0] 2 ranks are here", "[1] 2 ranks are here"]);
     let refused: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("refused")).collect();
-    // What comes within a moment is one line.
+    // Events within a short time are reported in one line.
     assert!((1..=5).contains(&refused.len()), "{finished:#?}");
     for line in refused {
         let parts = [
@@ -446,7 +446,7 @@ fn a_rank_that_floods_the_rendezvous_blocks_nobody_and_is_named() {
 #[test]
 fn ranks_that_use_mpi_are_warned_about_their_world_of_one() {
     let folder = tempfile::tempdir().unwrap();
-    // Any library will do under that name.
+    // Any library serves under that name.
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let library = maps.split_ascii_whitespace().find(|word| word.contains("/libgcc_s.so")).unwrap();
     let mpi = folder.path().join("libmpi.so.40");
@@ -487,11 +487,11 @@ fn many_launches_at_once() {
 
 #[test]
 fn a_used_port_or_a_missing_network_does_not_matter() {
-    // Whoever holds it, it is taken.
+    // The port is taken, whoever holds it.
     let _holder = std::net::TcpListener::bind(("127.0.0.1", 29500));
     let folder = tempfile::tempdir().unwrap();
     run(launcher(folder.path()).args(["-n", "2", env!("CARGO_BIN_EXE_t-job")])).expect(0, &[]);
-    // A network namespace of its own, in which not even the loopback interface is up.
+    // A separate network namespace, where even the loopback interface is down.
     let namespace = ["--user", "--map-root-user", "--net"];
     if run(command("unshare").args(namespace).arg("true")).code != Some(0) {
         return eprintln!("skipped: this machine makes no network namespaces for its users");
@@ -510,7 +510,7 @@ fn inherited_ignored_signals_do_no_harm() {
     run(job.args(["sh", "-c", "exit 3"]).env("TMPDIR", folder.path())).expect(3, &["exited with code 3"]);
 }
 
-/// Starts ranks that run `script` once they have said that they are ready, and returns the child and its launcher.
+/// Starts ranks that report that they are ready and then run `script`; returns the child and its launcher.
 fn start_script(folder: &Path, ranks: u32, script: &str) -> (Child, Pid) {
     let mut job = launcher(folder);
     job.args(["-n", &ranks.to_string(), "sh", "-c", script]).current_dir(folder);
@@ -534,7 +534,7 @@ fn a_signal_to_all_processes_counts_once() {
 #[test]
 fn children_of_a_shell_get_the_grace_time() {
     let folder = tempfile::tempdir().unwrap();
-    // The inner shell is the program; the outer one dies of the signal at once.
+    // The inner shell is the program; the outer one dies from the signal at once.
     let inner = "trap \"sleep 0.3; echo saved; exit 0\" TERM; : > ready-$RANK; while :; do sleep 0.01; done";
     let (mut child, _) = start_script(folder.path(), 2, &format!("sh -c '{inner}'; exit $?"));
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();

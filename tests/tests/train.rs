@@ -1,4 +1,4 @@
-//! `train_mnist`: smoke tests, equality of ranks and runs, bad input. On generated digits, so anywhere.
+//! `train_mnist`: smoke tests, equality of ranks and runs, invalid input. Uses generated digits, so it runs anywhere.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -97,7 +97,7 @@ fn curves_are_drawn_and_written_for_tensorboard() {
     train(program, &["--steps", "20"]).expect(0, &[]);
     let text = fs::read_to_string(&plot).unwrap();
     assert!(text.starts_with("<svg") && text.contains("accuracy, %"), "{text}");
-    // Of rank 0 alone.
+    // Of rank 0 only.
     let files: Vec<_> = fs::read_dir(&events).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(files.len(), 1, "{files:?}");
     let bytes = fs::read(&files[0]).unwrap();
@@ -121,7 +121,7 @@ fn metrics_are_one_json_object_an_epoch() {
     assert_eq!(text.lines().count(), 1);
 }
 
-/// The lines of standard error that warn of a file.
+/// The lines of standard error that warn about a file.
 fn warnings(finished: &Finished, path: &str) -> usize {
     let warns = |line: &&str| line.contains(path) && line.ends_with("training continues without this file");
     finished.stderr.lines().filter(warns).count()
@@ -162,7 +162,7 @@ fn a_file_size_limit_is_treated_as_a_full_disk() {
     };
     let finished = limited(&["--plot", plot.to_str().unwrap()]);
     finished.expect(0, &["cannot write --plot", "File too large (os error 27)"]);
-    // A checkpoint that cannot be written is an error, and no death by a signal.
+    // A checkpoint that cannot be written is an error, not death by a signal.
     let finished = limited(&["--checkpoint-dir", checkpoints.to_str().unwrap()]);
     finished.expect(1, &["File too large (os error 27)"]);
     assert!(mgpu::checkpoint::find(&checkpoints).unwrap().is_none());
@@ -195,7 +195,7 @@ fn on_a_full_disk_each_by_product_file_is_warned_about_once() {
         assert_eq!(warnings(&finished, name), 1, "{flag}: {finished:#?}");
     }
     assert!(mgpu::checkpoint::find(&checkpoints).unwrap().unwrap().checkpoint.verify().is_ok());
-    // What the disk held in the end: what was there is still there, and nothing half-written beside it.
+    // The final contents of the disk: the old file is intact, and there is no partial file.
     let listed = finished.stdout.lines().filter(|line| line.starts_with("on the disk: "));
     let listed: Vec<_> = listed.collect();
     assert!(listed.contains(&"on the disk: plot.svg old"), "{finished:#?}");

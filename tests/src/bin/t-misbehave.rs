@@ -1,8 +1,9 @@
-//! A rank that misbehaves in the midst of all-reduces: `t-misbehave FAULT RANK WAY [SEED]`. With a seed, the fault
-//! happens at some moment within an operation; without, before one. The others go on reducing until they get an error,
-//! print it, try once more, print what comes of that, and exit with code 9.
+//! A rank that misbehaves between all-reduces: `t-misbehave FAULT RANK PATH [SEED]`, with PATH one of
+//! `faults::PAYLOAD_PATHS`. With a seed, the fault happens at a random moment during an operation; without, before
+//! one. The other ranks continue until they get an error, print it, try once more, print that result, and exit with
+//! code 9.
 //!
-//! SIGTERM is ignored by all, so that the well-behaved have the time to report.
+//! All ranks ignore SIGTERM, so that the healthy ones have time to report.
 
 use std::process::ExitCode;
 
@@ -11,7 +12,7 @@ use mgpu_tests::faults::PayloadPath;
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
-/// All-reduces before the fault.
+/// Number of all-reduces before the fault.
 const HEALTHY: usize = 3;
 
 fn main() -> ExitCode {
@@ -47,7 +48,7 @@ fn run(fault: &str, culprit: u32, payload: PayloadPath, seed: Option<u64>) -> Re
     };
     comm.set_algorithm(payload.algorithm);
     let mut made = 0;
-    // A slow rank may learn of the fault before it has made as many all-reduces as the culprit had.
+    // A slow rank may notice the fault before it has made as many all-reduces as the culprit.
     let error = loop {
         if made == HEALTHY && comm.rank() == culprit {
             match seed {
@@ -68,7 +69,7 @@ fn run(fault: &str, culprit: u32, payload: PayloadPath, seed: Option<u64>) -> Re
     Err(error)
 }
 
-/// The fault, and where it leaves the rank alive, the end of its part.
+/// Commits the fault, and ends the rank's part if it is still alive.
 fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, payload: PayloadPath) -> Result<()> {
     let (op, len, next) = (ReduceOp::Sum, payload.len, (comm.rank() + 1) % comm.size());
     match fault {
@@ -82,7 +83,7 @@ fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, payload: Payl
         }
         "barrier" => comm.barrier()?,
         "broadcast" => drop(comm.broadcast(buffer, 0)?.wait()?),
-        // More than waits in a channel.
+        // More than the channel holds.
         "send" => drop(comm.send(Buffer::zeroed::<f32>(1 << 20), next)?.wait()?),
         "recv" => drop(comm.recv(Buffer::zeroed::<f32>(len), next)?.wait()?),
         "panic" => panic!("this rank panics"),
@@ -91,7 +92,7 @@ fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, payload: Payl
     Ok(())
 }
 
-/// Ends this process from another thread, while this one is busy with collectives: the moment may be any.
+/// Ends this process from another thread during collectives, at any moment.
 fn end_soon(fault: &str, seed: u64) {
     let fault = fault.to_owned();
     std::thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! Tensors that are not all alike: groups with factors of their own, frozen tensors, tensors that are not used, gradients in any
-//! order; and the reducer alone, for who has an optimizer of his own.
+//! Parameter groups with factors, frozen tensors, unused tensors, gradients in any order; and the reducer alone, for
+//! custom optimizers.
 
 use mgpu::optimizer::{OptimizerConfig, Rule, Schedule, Sgd};
 use mgpu::{
@@ -20,7 +20,7 @@ fn grouped() -> Layout {
     layout
 }
 
-/// The tensors of which gradients are wanted, last one first.
+/// The trained tensors, last one first.
 fn trained(layout: &Layout) -> Vec<usize> {
     (0..layout.tensors().len()).rev().filter(|tensor| !layout.tensors()[*tensor].group.frozen).collect()
 }
@@ -136,7 +136,7 @@ fn different_or_invalid_groups_are_named() {
     }
 }
 
-/// What is not handed over is 0, on whichever rank and in whichever micro-batch; buckets meet all the same.
+/// Missing gradients count as 0, on any rank and in any micro-batch; buckets still match.
 #[test]
 fn tensors_that_are_not_used_count_as_zeros() {
     let layout = shapes();
@@ -185,8 +185,8 @@ fn tensors_that_are_not_used_count_as_zeros() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// The book-keeping through the host's memory: each rank hands gradients over in an order of its own, another one in each
-    /// micro-batch; what is trained keeps its bits.
+    /// The tracking in host memory: each rank announces gradients in its own order, different in each micro-batch;
+    /// results are bit-equal.
     #[test]
     fn gradients_come_in_any_order_on_each_rank(
         orders in prop::collection::vec(Just(vec![0usize, 1, 2, 3, 4]).prop_shuffle(), 8),

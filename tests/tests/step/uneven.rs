@@ -1,4 +1,4 @@
-//! Ranks with different numbers of batches: who has run out takes part with weight 0.
+//! Ranks with different numbers of batches: a rank without data takes part with weight 0.
 
 use mgpu::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Reducer, ReducerConfig, Result, World};
@@ -7,12 +7,12 @@ use mgpu_tests::threads;
 
 use super::{config, exact, rough, sgd, shapes, sharded};
 
-/// Batches of rank `rank`: the first one has none, and the last ones have most.
+/// Number of batches of rank `rank`: the first has none, the last ones have the most.
 fn batches(rank: u32) -> u64 {
     [0, 4, 2, 5][rank as usize % 4]
 }
 
-/// Makes a step with the mean of these samples' gradients.
+/// Makes a step with the mean gradient of these samples.
 fn make_step(
     model: &mut DataParallel,
     samples: &[usize],
@@ -31,7 +31,7 @@ fn make_step(
     })
 }
 
-/// The parameters after all ranks' batches, and what `gradients` of the last step are.
+/// The parameters after all ranks' batches, and the `gradients` of the last step.
 fn train(
     world: &mut World,
     config: DataParallelConfig,
@@ -49,7 +49,7 @@ fn train(
     (model.parameters().to_vec(), model.gradients().unwrap())
 }
 
-/// The same by one rank that has the data of those ranks in each step.
+/// The same on one rank with the data of those ranks in each step.
 fn alone(
     config: DataParallelConfig,
     ranks: u32,
@@ -69,7 +69,7 @@ fn alone(
 fn uneven_means_cover_only_ranks_with_data() {
     for optimizer in optimizers() {
         for ranks in [2, 3] {
-            // At most two ranks have data at a time, so that means of these are exact.
+            // At most two ranks have data at a time, so their means are exact.
             for micro_batches in [1, 2] {
                 let plain = config(optimizer).with_micro_batches(micro_batches);
                 let expected = alone(plain, ranks, exact);
@@ -105,7 +105,7 @@ fn uneven_steps_work_with_every_option() {
     }
     let summed = plain.with_reduction(Reduction::Sum);
     threads::run(ranks, |mut world| {
-        // In the last step one rank has data, and its sum is its own gradient.
+        // In the last step one rank has data, and the sum is its own gradient.
         let (_, gradients) = train(&mut world, summed, exact);
         assert!(gradients.iter().enumerate().all(|(element, value)| *value == exact(12, element, 4)));
     });
@@ -117,7 +117,7 @@ fn ranks_continue_together_after_join() {
         let mut model = model(&mut world, &shapes(), config(sgd()).with_join(true)).unwrap();
         for epoch in 1..=3u32 {
             for _ in 0..batches(world.rank()) {
-                // A rank without data goes along with the others' learning rate.
+                // A rank without data uses the learning rate of the others.
                 model.set_learning_rate(0.1 / f64::from(epoch));
                 make_step(&mut model, &[world.rank() as usize], rough).unwrap();
             }

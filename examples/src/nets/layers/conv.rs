@@ -218,7 +218,7 @@ impl OnGpu for Gpu {
         tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared }) = (on, step);
+        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared }) = (tensors, step);
         let &Gpu { ref conv, shape, weight, dtype, slope, ref pool } = self;
         let (workspace, db) = (shared.workspace.view(), model.gradient(weight + 1));
         let raw = match pool {
