@@ -287,14 +287,14 @@ fn load_in_torch_reads_the_newest_checkpoint_and_reports_errors() {
     for (arguments, text) in [
         (
             ["checkpoints", "logits.json"],
-            "checkpoints/step-00000048 is to be loaded, but Python has no torch: pip install",
+            "checkpoints/step-00000048: Python has no torch: pip install",
         ),
-        (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032 is to be loaded"),
+        (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032: Python has no torch"),
         ([newest, "none"], "none: No such file or directory"),
         ([newest, "torch.py"], "torch.py: not JSON: "),
         (
             [newest, "checkpoints/step-00000048/manifest.json"],
-            "manifest.json: not a file of train_mnist: it has no net, images",
+            "manifest.json: not a file of train_mnist: missing keys: net, images",
         ),
         (["none", "logits.json"], "none: there is no such folder"),
         (["logits.json", "logits.json"], "logits.json: not a folder"),

@@ -23,10 +23,10 @@ fn main() -> ExitCode {
     let (fault, culprit, payload, seed) = match &arguments[..] {
         [fault, culprit, payload] => (fault, culprit, payload, None),
         [fault, culprit, payload, seed] => (fault, culprit, payload, Some(seed.parse().expect("SEED is a number"))),
-        _ => panic!("usage: t-misbehave FAULT RANK WAY [SEED]"),
+        _ => panic!("usage: t-misbehave FAULT RANK PATH [SEED]"),
     };
     let culprit = culprit.parse().expect("RANK is a number");
-    let payload = PayloadPath::named(payload).expect("WAY is one of the ways");
+    let payload = PayloadPath::named(payload).expect("PATH is one of PAYLOAD_PATHS");
     match run(fault, culprit, payload, seed) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
