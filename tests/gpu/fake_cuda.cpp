@@ -23,7 +23,7 @@ std::atomic<bool> initialized{false};
 const std::vector<int>& devices() {
     static const auto* all = [] {
         auto* visible = new std::vector<int>;
-        const long count = number_asked_for("FAKE_GPU_COUNT", 2);
+        const long count = env_number("FAKE_GPU_COUNT", 2);
         const char* chosen = getenv("CUDA_VISIBLE_DEVICES");
         if (chosen == nullptr) {
             for (int i = 0; i < count; ++i) visible->push_back(i);
@@ -85,7 +85,7 @@ API CUresult cuInit(unsigned flags) {
 }
 
 API CUresult cuDriverGetVersion(int* version) {
-    *version = (int)number_asked_for("FAKE_CUDA_VERSION", 13000);
+    *version = (int)env_number("FAKE_CUDA_VERSION", 13000);
     return CUDA_SUCCESS;
 }
 
@@ -123,7 +123,7 @@ API CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
 
 API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    *bytes = (size_t)number_asked_for("FAKE_GPU_MEMORY_MIB", 4096) << 20;
+    *bytes = (size_t)env_number("FAKE_GPU_MEMORY_MIB", 4096) << 20;
     return CUDA_SUCCESS;
 }
 
@@ -246,7 +246,7 @@ API CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, C
 
 API CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
     if (module == nullptr || name == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     auto& known = module->functions[name];
     if (known == nullptr) {
         bool compiled = false;
@@ -335,8 +335,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
     if (extra != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
     if (given == nullptr && function->kernel->arguments > 0) return CUDA_ERROR_INVALID_VALUE;
     if (!is_default(stream)) {
-        std::lock_guard lock(world().mutex);
-        const bool known = world().streams.count(stream) != 0;
+        std::lock_guard lock(driver_state().mutex);
+        const bool known = driver_state().streams.count(stream) != 0;
         if (!known || stream->ordinal != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
     }
     auto arguments = std::make_shared<Arguments>(*function->kernel, given);

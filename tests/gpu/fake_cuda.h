@@ -92,7 +92,7 @@ namespace fake {
 using Work = std::function<void()>;
 
 // A point that work passes once. Waiting for one that nothing will ever pass waits for good, as on a GPU.
-class Moment {
+class EventRecord {
   public:
     void pass();
     void wait();
@@ -156,7 +156,7 @@ bool forbidden_in_capture();
 void delay();
 
 // The value of a whole-number variable.
-long number_asked_for(const char* variable, long otherwise);
+long env_number(const char* variable, long otherwise);
 
 // ---- Between the files of the driver ----
 
@@ -170,10 +170,10 @@ void drain(Queue& queue);   // waits for what it holds now
 void close(Queue& queue);   // its thread ends after what it holds
 
 // A captured graph, ready to run: the nodes of each lane in their order on a thread of their own.
-class Program {
+class ExecutableGraph {
   public:
-    explicit Program(std::shared_ptr<const std::vector<Node>> nodes);
-    ~Program();
+    explicit ExecutableGraph(std::shared_ptr<const std::vector<Node>> nodes);
+    ~ExecutableGraph();
     void run();
 
   private:
@@ -189,7 +189,7 @@ struct Allocation {
 };
 
 // What the host's side knows. The lock is never held while waiting for a stream.
-struct World {
+struct DriverState {
     std::mutex mutex;
     std::set<CUstream> streams;
     std::set<CUevent> events;
@@ -199,7 +199,7 @@ struct World {
     std::map<uintptr_t, size_t> pinned;      // host memory that copies may use later than the call
     std::vector<CapturePtr> captures;        // those under way
 };
-World& world();
+DriverState& driver_state();
 
 // Waits for what the streams of a device hold now; `blocking_only` leaves out those that do not mind stream 0.
 void wait_for_device(int ordinal, bool blocking_only);
@@ -228,7 +228,7 @@ struct CUstream_st {
 struct CUevent_st {
     int ordinal;
     unsigned flags;
-    std::shared_ptr<fake::Moment> moment;   // null until recorded
+    std::shared_ptr<fake::EventRecord> moment;   // null until recorded
     fake::CapturePtr capture;               // if last recorded in one
     fake::Dependencies nodes;
 };
@@ -238,5 +238,5 @@ struct CUgraph_st {
 };
 
 struct CUgraphExec_st {
-    std::shared_ptr<fake::Program> program;
+    std::shared_ptr<fake::ExecutableGraph> program;
 };

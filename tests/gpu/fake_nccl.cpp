@@ -61,12 +61,12 @@ bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
 struct Comm {
     int rank, world, device;
     bool blocking;
-    Meeting meeting;
+    Transport transport;
     std::atomic<unsigned> state{ncclInProgress};
     std::atomic<bool> aborted{false};
     std::atomic<int> background{0};         // threads that are at work for it
     std::mutex running;                     // one operation at a time
-    std::shared_ptr<fake::Moment> last;     // of the operations issued outside of captures
+    std::shared_ptr<fake::EventRecord> last;     // of the operations issued outside of captures
     std::atomic<long> issued{0}, executed{0};
     std::atomic<int> captured{0};           // operations in graphs
     bool finalized = false;
@@ -170,9 +170,9 @@ void run(Comm& comm, const std::vector<Op>& ops) {
     if (broken) comm.state = ncclRemoteError;
     if (broken || is_faulty("stuck_collective", comm.rank, before)) return comm.wait_for_abort();
     if (ops[0].is_pair()) {
-        comm.meeting.exchange(ops, comm.aborted);
+        comm.transport.exchange(ops, comm.aborted);
     } else {
-        comm.meeting.collective(ops[0], comm.aborted);
+        comm.transport.collective(ops[0], comm.aborted);
     }
 }
 
@@ -194,7 +194,7 @@ ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) 
     cuStreamIsCapturing(stream, &captured);
     const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;
     const auto previous = at_once ? comm->last : nullptr;
-    auto done = std::make_shared<fake::Moment>();
+    auto done = std::make_shared<fake::EventRecord>();
     const auto in_graph = at_once ? nullptr : std::make_shared<InGraph>(comm);
     const CUresult result = fake::enqueue(stream, [=, ops = std::move(ops)] {
         (void)in_graph;
@@ -269,14 +269,14 @@ ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
     if (is_faulty("init_error", comm->rank)) return fail(ncclSystemError, "init_error was asked for");
     std::string why;
     const CUuuid device = fake::device_uuid(comm->device);
-    const ncclResult_t result = comm->meeting.join(id, comm->rank, comm->world, device, comm->aborted, why);
+    const ncclResult_t result = comm->transport.join(id, comm->rank, comm->world, device, comm->aborted, why);
     return result == ncclSuccess ? result : fail(result, why);
 }
 
 ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int rank, bool blocking) {
     const int device = fake::current_device();
     if (device < 0) return fail(ncclUnhandledCudaError, "no device is current");
-    if (handle == nullptr || world < 1 || world > MOST_RANKS || rank < 0 || rank >= world) {
+    if (handle == nullptr || world < 1 || world > MAX_RANKS || rank < 0 || rank >= world) {
         return fail(ncclInvalidArgument, "no such rank");
     }
     if (is_faulty("hang_call_init", rank)) hang();
@@ -309,7 +309,7 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
 ncclResult_t finish(const CommPtr& comm) {
     if (is_faulty("stuck_finalize", comm->rank)) comm->wait_for_abort();
     if (comm->last != nullptr) comm->last->wait();
-    comm->meeting.barrier(comm->aborted);
+    comm->transport.barrier(comm->aborted);
     return ncclSuccess;
 }
 
@@ -323,12 +323,12 @@ Op make(Kind kind, const void* send, void* recv, size_t count, ncclDataType_t ty
 // ---- Without a communicator ----
 
 API ncclResult_t ncclGetVersion(int* version) {
-    *version = (int)fake::number_asked_for("FAKE_NCCL_VERSION", 22809);
+    *version = (int)fake::env_number("FAKE_NCCL_VERSION", 22809);
     return ncclSuccess;
 }
 
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-    return Meeting::found(id) ? ncclSuccess : fail(ncclSystemError, "no memory for the ranks to meet in");
+    return Transport::create_id(id) ? ncclSuccess : fail(ncclSystemError, "no memory for the ranks to meet in");
 }
 
 API const char* ncclGetErrorString(ncclResult_t result) {
@@ -392,7 +392,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     if (is_faulty("stuck_abort", comm->rank)) hang();
     comm->aborted = true;
-    comm->meeting.ring();
+    comm->transport.notify();
     // Its threads write to the caller's memory.
     while (comm->background > 0) std::this_thread::yield();
     comm->wait_for_graphs();

@@ -33,7 +33,7 @@ struct ncclConfig_t {
 
 namespace fake_nccl {
 
-constexpr int MOST_RANKS = 64;
+constexpr int MAX_RANKS = 64;
 
 size_t size_of(ncclDataType_t type);
 
@@ -57,12 +57,12 @@ struct Op {
 struct Region;
 
 // A rank's seat where the ranks of one id meet: memory that they share, and that is gone with the last of them.
-class Meeting {
+class Transport {
   public:
-    ~Meeting();
+    ~Transport();
 
     // Makes the memory, and the id by which others find it.
-    static bool found(ncclUniqueId* id);
+    static bool create_id(ncclUniqueId* id);
 
     // Takes the seat `rank` and waits for everyone. ncclInvalidUsage if two ranks are on one device.
     ncclResult_t join(const ncclUniqueId& id, int rank, int world, const CUuuid& device,
@@ -76,17 +76,17 @@ class Meeting {
     bool barrier(const std::atomic<bool>& aborted);
 
     // Wakes whoever waits, to see that it was aborted.
-    void ring();
+    void notify();
 
   private:
     template <class Condition>
     bool wait_until(const std::atomic<bool>& aborted, Condition condition);
     bool arrive(const std::atomic<bool>& aborted);
-    ncclResult_t check_seats(std::string& why) const;
+    ncclResult_t check_ranks(std::string& why) const;
     unsigned char* slot(int rank, unsigned turn) const;
-    void take_part(const Op& op, size_t first, size_t count, unsigned turn);
-    void make_result(const Op& op, size_t first, size_t count, unsigned turn);
-    void check_offers(unsigned turn) const;
+    void publish_input(const Op& op, size_t first, size_t count, unsigned turn);
+    void compute_result(const Op& op, size_t first, size_t count, unsigned turn);
+    void check_calls(unsigned turn) const;
     bool advance(Op& pair, size_t& moved);
 
     Region* region = nullptr;

@@ -28,7 +28,7 @@ inline float rounded(float value, unsigned cut) {
 }
 
 // A matrix or tensor in f32 or bfloat16.
-struct Numbers {
+struct TensorView {
     void* address;
     bool narrow;   // bfloat16
 
@@ -48,7 +48,7 @@ struct Numbers {
 
 // Operands of a product: TF32 has 10 bits of mantissa. As plain f32, so that the loops over them are fast ones: in a race
 // with the project's kernels, which run here as C++ too, a library has to have a chance.
-inline std::vector<float> operands(const Numbers& numbers, size_t len, bool tf32) {
+inline std::vector<float> operands(const TensorView& numbers, size_t len, bool tf32) {
     std::vector<float> values(len);
     for (size_t at = 0; at < len; ++at) {
         const float value = numbers.read(at);

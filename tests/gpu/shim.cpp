@@ -138,7 +138,7 @@ class Engine {
         const uint64_t step = order == Order::Shuffled ? coprime(all) : 1;
         uint64_t at = order == Order::Shuffled ? random() % all : order == Order::Reverse ? all - 1 : 0;
         // A kernel may be made wrong, so that what looks for mistakes is known to find some: its last block does nothing.
-        const uint64_t made = lame == kernel->name ? all - 1 : all;
+        const uint64_t made = broken_kernel == kernel->name ? all - 1 : all;
         for (uint64_t i = 0; i < made; ++i) {
             shim_now.block = {(unsigned)(at % blocks.x), (unsigned)(at / blocks.x % blocks.y),
                               (unsigned)(at / blocks.x / blocks.y)};
@@ -366,7 +366,7 @@ class Engine {
     std::deque<Fiber*> ready;
     std::vector<unsigned char> dynamic;
     const Order order = order_asked_for();
-    const std::string lame = kernel_made_wrong();
+    const std::string broken_kernel = kernel_made_wrong();
     uint64_t seed = seed_asked_for();
 };
 

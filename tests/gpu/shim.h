@@ -229,7 +229,7 @@ SHIM_VECTORS(unsigned long long, ulonglong, 16)
 SHIM_VECTORS(double, double, 16)
 #undef SHIM_VECTORS
 
-// ---- Numbers ----
+// ---- TensorView ----
 
 template <class To, class From>
 To shim_bits(From value) {
