@@ -1,4 +1,4 @@
-// Streams, events, capture and graphs as the driver API has them.
+// Streams, events, capture and graphs of the driver API.
 #include "fake_cuda.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ bool is_default(CUstream stream) { return (uintptr_t)stream <= 2; }
 
 namespace {
 
-thread_local char this_thread;   // its address is the thread's name
+thread_local char this_thread;   // its address identifies the thread
 
 bool exists(CUstream stream) { return driver_state().streams.count(stream) != 0; }
 bool exists(CUevent event) { return driver_state().events.count(event) != 0; }
@@ -25,7 +25,7 @@ CUresult invalidate(Capture& capture, CUresult result) {
     return result;
 }
 
-// What a stream must be for a call that says something about the work it holds.
+// Fails if the stream is unknown or being captured, for calls that query or wait for its work.
 CUresult check_uncaptured(CUstream stream) {
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture != nullptr) return invalidate(*stream->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
@@ -61,7 +61,7 @@ CUresult wait_in_capture(CUstream stream, CUevent event) {
     return CUDA_SUCCESS;
 }
 
-// Whether every node that a joined stream ended with comes before what the origin ended with.
+// Whether the last nodes of every joined stream precede the last nodes of the origin.
 bool all_joined(const Capture& capture) {
     std::vector<bool> before(capture.nodes.size());
     Dependencies open = capture.origin->tail;
@@ -162,7 +162,7 @@ API CUresult cuStreamGetId(CUstream stream, unsigned long long* id) {
     return CUDA_SUCCESS;
 }
 
-// Returns at once: the work the stream holds is still done.
+// Returns at once: the stream's remaining work still runs.
 API CUresult cuStreamDestroy_v2(CUstream stream) {
     std::lock_guard lock(driver_state().mutex);
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
@@ -211,7 +211,7 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
     if (event->capture != nullptr) {
         if (event->capture->ended) return CUDA_ERROR_CAPTURED_EVENT;
         if (is_default(stream)) return invalidate(*event->capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-        // The stream joins the capture, its work so far left outside.
+        // The stream joins the capture; its earlier work stays outside.
         stream->capture = event->capture;
         stream->tail = event->nodes;
         event->capture->members.push_back(stream);
@@ -418,7 +418,7 @@ API CUresult cuGraphDestroy(CUgraph graph) {
     return CUDA_SUCCESS;
 }
 
-// Only how many there are: a node itself is nothing a caller could use.
+// Only the number of nodes: the nodes themselves are of no use to a caller.
 API CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
     std::lock_guard lock(driver_state().mutex);
     if (driver_state().graphs.count(graph) == 0 || nodes != nullptr) return CUDA_ERROR_INVALID_VALUE;

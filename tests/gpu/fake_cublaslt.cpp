@@ -1,11 +1,11 @@
-// cuBLASLt as far as the project calls it, and as strict as the documentation: matrices in columns, one type for both
-// operands, a bias of the type of the result, an algorithm only for the product that it was proposed for. Algorithms are
-// the same loops. One of them adds up in place; it says so on standard error when it is run, and is proposed first where
-// the scheme is not masked out.
+// The functions of cuBLASLt that the project uses, as strict as its documentation: column-major matrices, one dtype
+// for both operands, a bias of the dtype of the result, and an algorithm only for the problem it was proposed for.
+// All algorithms are the same loops. One of them is an in-place reduction scheme; it reports itself on standard error
+// when it runs, and is proposed first unless the scheme is masked out.
 //
 //   FAKE_CUBLASLT_FUSED=0    no epilogues
 //   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor
-//   FAKE_CUBLASLT_CREATE=0   the device is refused
+//   FAKE_CUBLASLT_CREATE=0   cublasLtCreate fails
 
 #include <cstdio>
 
@@ -60,7 +60,7 @@ struct Handle : Object {
     int ordinal;
 };
 
-// The 64 bytes, as the caller sees them.
+// The 64 bytes of an opaque algorithm.
 struct Algorithm {
     uint64_t magic, number, problem, alignment[4], rest;
 };
@@ -162,7 +162,7 @@ struct MatmulWork {
         const float wrong = fake::env_number("FAKE_CUBLASLT_WRONG", 0) ? 1.5f : 1.0f;
         const uint64_t rows = problem.rows(), depth = problem.depth();
         const std::vector<float> as = operands(a, problem.a.len(), tf32), bs = operands(b, problem.b.len(), tf32);
-        // Rows fastest.
+        // Rows are the fastest index.
         std::vector<float> transposed(rows * depth);
         for (uint64_t k = 0; k < depth; ++k)
             for (uint64_t row = 0; row < rows; ++row)
@@ -176,7 +176,7 @@ struct MatmulWork {
             for (uint64_t row = 0; row < rows; ++row) {
                 float value = alpha * wrong * sums[row];
                 if (product.epilogue != EPILOGUE_DEFAULT) value += static_cast<const float*>(product.bias)[row];
-                // What is not a number becomes zero, as in the real one.
+                // NaN becomes zero, as in the real library.
                 if (product.epilogue == EPILOGUE_RELU_BIAS && !(value > 0.0f)) value = 0.0f;
                 d.write(problem.d.at(row, column), value);
             }
@@ -316,7 +316,7 @@ API unsigned cublasLtMatmul(
     const size_t needed = workspace_of(problem, algorithm->number);
     if (size < needed || (needed && reinterpret_cast<uintptr_t>(workspace) % 256)) return INVALID_VALUE;
     if (handle->ordinal != fake::current_device()) return EXECUTION_FAILED;
-    if (algorithm->number == 2) std::fprintf(stderr, "fake cuBLASLt: an algorithm that adds up in place\n");
+    if (algorithm->number == 2) std::fprintf(stderr, "fake cuBLASLt: in-place reduction scheme\n");
     auto numbers = [](const void* address, const Layout& layout) {
         return TensorView{const_cast<void*>(address), layout.type == R_16BF};
     };

@@ -1,7 +1,7 @@
-// The driver API: devices, contexts, modules and launches. The device is none and says so in its name.
+// The driver API: devices, contexts, modules and launches. The device is fake, as its name says.
 //
-// FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each; CUDA_VISIBLE_DEVICES chooses among them as it does
-// among real ones.
+// FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each. CUDA_VISIBLE_DEVICES selects among them as among
+// real ones.
 #include "fake_cuda.h"
 #include "shim.h"
 
@@ -19,7 +19,7 @@ constexpr unsigned SHARED_BY_DEFAULT = 48 * 1024;
 thread_local CUcontext current = nullptr;
 std::atomic<bool> initialized{false};
 
-// The devices this process may see, by their numbers on the machine.
+// The devices visible to this process, by their index on the machine.
 const std::vector<int>& devices() {
     static const auto* all = [] {
         auto* visible = new std::vector<int>;
@@ -29,7 +29,7 @@ const std::vector<int>& devices() {
             for (int i = 0; i < count; ++i) visible->push_back(i);
             return visible;
         }
-        // As with the real driver, the first entry that names no device ends the list.
+        // As with the real driver, the first invalid entry ends the list.
         for (const char* at = chosen; *at != 0;) {
             const size_t length = strcspn(at, ",");
             int number = -1;
@@ -157,7 +157,7 @@ API CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-// ---- Contexts: each device has its primary one, and no other ----
+// ---- Contexts: only the primary context of each device ----
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     if (!initialized) return CUDA_ERROR_NOT_INITIALIZED;
@@ -210,13 +210,13 @@ API CUresult cuCtxSynchronize() {
     return CUDA_SUCCESS;
 }
 
-// ---- Modules: names of kernels, out of an image that the fake NVRTC made ----
+// ---- Modules: the kernels named in an image of the fake NVRTC ----
 
 struct CUfunc_st {
     const shim::Kernel* kernel;
     int ordinal;
     CUmodule module;
-    unsigned shared = SHARED_BY_DEFAULT;   // the most dynamic shared memory of a launch
+    unsigned shared = SHARED_BY_DEFAULT;   // maximum dynamic shared memory of a launch
 };
 
 struct CUmod_st {
@@ -296,7 +296,7 @@ API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction
 
 namespace {
 
-// A kernel's arguments as they were at the launch.
+// A copy of a kernel's arguments at the time of the launch.
 struct Arguments {
     std::vector<void*> pointers;
     std::unique_ptr<uint64_t[]> bytes;

@@ -1,12 +1,12 @@
-// cuDNN as far as the project calls it, and as strict as the documentation: descriptors of the wrong kind, extents that do
-// not fit, combinations of types that are not listed, and workspaces that are too small are refused; a workspace is
-// overwritten, as an algorithm would. All algorithms are the same loops. The fastest claims not to be deterministic, and
-// says so on standard error when it is run.
+// The functions of cuDNN that the project uses, as strict as its documentation: descriptors of the wrong kind,
+// extents that do not fit, unsupported combinations of dtypes, and workspaces that are too small are errors;
+// workspaces are overwritten, as by a real algorithm. All algorithms are the same loops. The fastest claims to be
+// nondeterministic, and reports itself on standard error when it runs.
 //
-//   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 where operands are bfloat16
-//   FAKE_CUDNN_FUSED=0           bias and activation never come with a convolution
+//   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 with bfloat16 operands
+//   FAKE_CUDNN_FUSED=0           no fused bias and activation
 //   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor
-//   FAKE_CUDNN_CREATE=0          the device is refused
+//   FAKE_CUDNN_CREATE=0          cudnnCreate fails
 
 #include <algorithm>
 #include <cstdio>
@@ -48,7 +48,7 @@ struct Object {
 };
 
 struct Tensor : Object {
-    int type, n, c, h, w;   // a filter's n are the output channels
+    int type, n, c, h, w;   // n of a filter is its number of output channels
     size_t len() const { return size_t(n) * c * h * w; }
 };
 
@@ -90,12 +90,12 @@ Status destroy(void* raw, Kind kind) {
     return SUCCESS;
 }
 
-// One convolution: the tensors of a forward pass, whatever is computed of them.
+// One convolution: the tensors of its forward pass, for any pass.
 struct Layer {
     Tensor x, w, y;
     Convolution convolution;
 
-    // The type of the gradient of weights may differ.
+    // The gradient of weights may have another dtype.
     Status check() const {
         if (w.c != x.c || w.n != y.c || w.h != w.w || y.n != x.n) return SHAPE_MISMATCH;
         const int grown = 2 * convolution.pad + 1 - w.h;
@@ -107,8 +107,8 @@ struct Layer {
         return SUCCESS;
     }
 
-    // `visit(y, w, x)` for every pixel of the output and every tap: where the channels of all three begin, of `w` those of
-    // the first filter.
+    // Calls `visit(y, w, x)` for every output pixel and every tap, with the offsets of the first channel of each; for
+    // `w`, in the first filter.
     template <class Visit>
     void taps(Visit visit) const {
         for (int n = 0; n < y.n; ++n)
@@ -131,10 +131,10 @@ enum class Pass { Forward, BackwardData, BackwardFilter };
 struct Algorithm {
     int number;
     bool deterministic;
-    float milliseconds;   // as it claims
+    float milliseconds;   // as reported
 };
 
-// Fastest first. Number 4 is supported for nothing.
+// Fastest first. Number 4 is never supported.
 const Algorithm ALGORITHMS[] = {{3, false, 0.01f}, {1, true, 0.02f}, {0, true, 0.03f}, {5, true, 0.04f}};
 
 const Algorithm* known(int number) {
@@ -143,7 +143,7 @@ const Algorithm* known(int number) {
     return nullptr;
 }
 
-// Some algorithms want more than others.
+// Workspace sizes differ between algorithms.
 size_t workspace_of(const Layer& layer, int number) { return number == 0 ? 0 : layer.w.len() * number + 100; }
 
 struct ConvolutionWork {
@@ -171,7 +171,7 @@ struct ConvolutionWork {
         if (pass != Pass::BackwardFilter) w = operands(this->w(), layer.w.len(), tf32);
         if (pass != Pass::Forward) y = operands(this->y(), layer.y.len(), tf32);
         if (pass == Pass::Forward) {
-            // Filters fastest.
+            // Filters are the fastest index.
             std::vector<float> transposed(w.size());
             for (size_t at = 0; at < w.size(); ++at) transposed[at % filter * filters + at / filter] = w[at];
             w = transposed;
@@ -216,7 +216,7 @@ Status start(Handle* handle, const ConvolutionWork& run, int number) {
     return fake::enqueue(handle->stream, exact) == CUDA_SUCCESS ? SUCCESS : EXECUTION_FAILED;
 }
 
-// The layer that descriptors describe; `from`, `by` and `to` are in the pass's order.
+// The layer of these descriptors; `from`, `by` and `to` are in the order of the pass.
 Status layer_of(Pass pass, void* from, void* by, void* convolution, void* to, Layer& layer) {
     void* x = pass == Pass::BackwardData ? to : from;
     void* w = pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to;
@@ -375,7 +375,7 @@ API unsigned cudnnSetConvolution2dDescriptor(void* raw, int pad_h, int pad_w, in
 API unsigned cudnnSetConvolutionMathType(void* raw, int math) {
     Convolution* convolution = of<Convolution>(raw, Kind::Convolution);
     if (!convolution) return DESCRIPTOR_TYPE;
-    // To round f32 to half precision is not what anybody here wants.
+    // The mode that rounds f32 to half precision is refused.
     if (math != DEFAULT_MATH && math != TENSOR_OP_MATH && math != FMA_MATH) return NOT_SUPPORTED;
     convolution->math = math;
     return SUCCESS;

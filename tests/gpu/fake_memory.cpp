@@ -1,7 +1,7 @@
-// The driver API's memory: the host's, with patterns where nobody wrote.
+// The memory of the driver API: host memory, filled with a pattern.
 //
-// What is new, and what was given back, is full of 0xa5, so that reading either shows. Behind each allocation lies a
-// strip that nobody may touch; it is looked at when the memory is freed.
+// New and freed memory is filled with 0xa5, so that reading it is detected. Each allocation is followed by a guard
+// area, which is checked when the memory is freed.
 #include "fake_cuda.h"
 
 #include <cstdio>
@@ -43,7 +43,7 @@ bool is_pinned(const void* address) {
     return (uintptr_t)address < start + bytes;
 }
 
-// A copy or fill that the caller waits for: after what the default stream waits for.
+// A copy or fill that the caller waits for, after everything that the default stream waits for.
 CUresult now(Work work) { return enqueue(nullptr, std::move(work)); }
 
 bool is_capturing(CUstream stream) {
@@ -96,7 +96,7 @@ using namespace fake;
 API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) { return allocate(address, bytes); }
 API CUresult cuMemFree_v2(CUdeviceptr address) { return release(address); }
 
-// Ordered by a stream; being earlier (the memory) or later (its return) than that is allowed.
+// Stream-ordered; allocating earlier and freeing later than required is allowed.
 API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, CUstream) { return allocate(address, bytes); }
 API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return release(address); }
 
@@ -178,7 +178,7 @@ API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
 }
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return cuMemcpyDtoD_v2(to, from, bytes); }
 
-// Pageable memory is staged before the call returns; pinned memory is read when the copy's turn comes.
+// Pageable memory is staged before the call returns; pinned memory is read when the copy runs.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
     if (is_pinned(from) || is_capturing(stream)) return enqueue(stream, [=] { memcpy((void*)to, from, bytes); });
     const auto* start = (const unsigned char*)from;
@@ -186,7 +186,7 @@ API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes
     return enqueue(stream, [=] { memcpy((void*)to, staged->data(), bytes); });
 }
 
-// Into pageable memory the call returns once the copy is made.
+// A copy to pageable memory returns after the copy.
 API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
     Work copy = [=] { memcpy(to, (const void*)from, bytes); };
     if (is_pinned(to) || is_capturing(stream)) return enqueue(stream, copy);

@@ -1,12 +1,12 @@
-// NCCL for the ranks of one machine: the functions, and a communicator's life.
+// NCCL for the ranks of one machine: the functions, and the life cycle of communicators.
 //
-// Faithful where a runtime can go wrong: a non-blocking communicator says "in progress" and goes on in a thread of its
-// own (initialisation, finalisation, and every launch), refuses calls meanwhile, writes its handle a second time at the
-// end of initialisation; a dead peer is never reported; what waits for one ends by abort only; neither abort nor
-// destruction returns before the graphs are gone that have operations of the communicator.
+// Faithful where a runtime can go wrong: a non-blocking communicator reports "in progress" and continues on its own
+// thread (initialisation, finalisation and every launch), refuses calls meanwhile, and writes its handle a second
+// time at the end of initialisation. A dead peer is never reported; waiting for one ends only by abort. Neither abort
+// nor destruction returns before all graphs with operations of the communicator are destroyed.
 //
-// Faults on demand, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: how many operations still go well; each replay of a
-// graph counts, except for faults of calls):
+// Injected faults, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: number of operations that still succeed; each replay
+// of a graph counts, except for faults of calls):
 //   hang_call_init    the call of initialisation never returns
 //   hang_init         initialisation never completes
 //   init_error        initialisation fails
@@ -42,7 +42,7 @@ ncclResult_t fail(ncclResult_t result, const std::string& why) {
     for (;;) pause();
 }
 
-// Whether the environment asks for a fault on this rank, after so many collectives.
+// Whether the environment requests a fault on this rank, after this number of collectives.
 bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
     const char* text = getenv("FAKE_NCCL_FAULT");
     for (const char* at = text; at != nullptr && *at != 0;) {
@@ -64,20 +64,20 @@ struct Comm {
     Transport transport;
     std::atomic<unsigned> state{ncclInProgress};
     std::atomic<bool> aborted{false};
-    std::atomic<int> background{0};         // threads that are at work for it
+    std::atomic<int> background{0};         // threads working for it
     std::mutex running;                     // one operation at a time
-    std::shared_ptr<fake::EventRecord> last;     // of the operations issued outside of captures
+    std::shared_ptr<fake::EventRecord> last;     // the last operation issued outside of captures
     std::atomic<long> issued{0}, executed{0};
     std::atomic<int> captured{0};           // operations in graphs
     bool finalized = false;
 
-    // Ends "in progress"; an error that came up meanwhile stays.
+    // Ends "in progress"; an error that occurred meanwhile is kept.
     void settle(ncclResult_t result) {
         unsigned expected = ncclInProgress;
         state.compare_exchange_strong(expected, result);
     }
 
-    // What graphs refer to is not freed, whatever way the communicator ends.
+    // Memory that graphs refer to is not freed, however the communicator ends.
     void wait_for_graphs() {
         while (captured > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -93,7 +93,7 @@ using CommPtr = std::shared_ptr<Comm>;
 
 using namespace fake_nccl;
 
-// What a handle points to. It is known here until it is destroyed or aborted.
+// The object behind a handle, known until it is destroyed or aborted.
 struct ncclComm {
     CommPtr comm;
 };
@@ -121,7 +121,7 @@ CommPtr take(ncclComm_t handle) {
     return comm;
 }
 
-// What a call finds that needs the communicator ready.
+// Checks that the communicator is ready for a call.
 ncclResult_t ready(const CommPtr& comm) {
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     const auto state = (ncclResult_t)comm->state.load();
@@ -132,7 +132,7 @@ ncclResult_t ready(const CommPtr& comm) {
     return state;
 }
 
-// Does something in the caller, or for a non-blocking communicator in a thread whose end its state tells.
+// Runs `work` in the caller or, for a non-blocking communicator, on a thread that sets its state at the end.
 ncclResult_t perform(const CommPtr& comm, std::function<ncclResult_t()> work) {
     if (comm->blocking) {
         const ncclResult_t result = work();
@@ -176,7 +176,7 @@ void run(Comm& comm, const std::vector<Op>& ops) {
     }
 }
 
-// Counts an operation that a graph has, as long as it has it.
+// Counts an operation while a graph contains it.
 struct InGraph {
     CommPtr comm;
     explicit InGraph(const CommPtr& of) : comm(of) { ++comm->captured; }
@@ -184,8 +184,8 @@ struct InGraph {
     InGraph(const InGraph&) = delete;
 };
 
-// One collective, or the sends and receives that go together, as a stream's work. The library itself keeps a
-// communicator's operations in order, whatever streams they are on.
+// Enqueues one collective, or the sends and receives of one group. The real library also keeps a communicator's
+// operations in order, on any streams.
 ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) {
     const long before = comm->issued++;
     if (is_faulty("hang_call", comm->rank, before)) hang();
@@ -224,7 +224,7 @@ ncclResult_t enqueue_all(const std::vector<Issued>& issued) {
 }
 
 ncclResult_t launch(std::vector<Issued> issued) {
-    // Each communicator gets its own part of the group.
+    // Each communicator gets its part of the group.
     ncclResult_t result = ncclSuccess;
     while (!issued.empty()) {
         const CommPtr comm = issued[0].comm;
@@ -293,7 +293,7 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
     *handle = made;
     auto work = [comm, id, handle, made] {
         const ncclResult_t result = initialize(comm, id);
-        // As the real library does, from whatever thread this is.
+        // As in the real library, from any thread.
         if (!comm->aborted) *handle = made;
         return result;
     };
@@ -305,7 +305,7 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
     return ncclSuccess;
 }
 
-// Waits for what was issued and for the other ranks to come here too.
+// Waits for the issued operations and for the other ranks' finalisation.
 ncclResult_t finish(const CommPtr& comm) {
     if (is_faulty("stuck_finalize", comm->rank)) comm->wait_for_abort();
     if (comm->last != nullptr) comm->last->wait();
@@ -328,7 +328,7 @@ API ncclResult_t ncclGetVersion(int* version) {
 }
 
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-    return Transport::create_id(id) ? ncclSuccess : fail(ncclSystemError, "no memory for the ranks to meet in");
+    return Transport::create_id(id) ? ncclSuccess : fail(ncclSystemError, "no shared memory for the ranks");
 }
 
 API const char* ncclGetErrorString(ncclResult_t result) {
@@ -377,7 +377,7 @@ API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
     return perform(comm, [comm] { return finish(comm); });
 }
 
-// Collective as well, unless the communicator is finalized or never came to be.
+// Collective too, unless the communicator is finalised or was never initialised.
 API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
     const CommPtr comm = take(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");

@@ -1,4 +1,4 @@
-// The fake NCCL's parts: what the functions take, how ranks meet, how numbers are reduced.
+// The parts of the fake NCCL: types, transport between ranks, reductions.
 #pragma once
 
 #include "fake_cuda.h"
@@ -22,7 +22,7 @@ struct ncclUniqueId {
     char internal[128];
 };
 
-// The beginning of ncclConfig_t, as far as anything is made of it.
+// The beginning of ncclConfig_t, with the fields that are used.
 struct ncclConfig_t {
     size_t size;
     unsigned magic;
@@ -56,26 +56,26 @@ struct Op {
 
 struct Region;
 
-// A rank's seat where the ranks of one id meet: memory that they share, and that is gone with the last of them.
+// A rank's connection to the others: shared memory for all ranks of one id, freed with the last of them.
 class Transport {
   public:
     ~Transport();
 
-    // Makes the memory, and the id by which others find it.
+    // Creates the shared memory, and the id by which others find it.
     static bool create_id(ncclUniqueId* id);
 
-    // Takes the seat `rank` and waits for everyone. ncclInvalidUsage if two ranks are on one device.
+    // Joins as `rank` and waits for all ranks. ncclInvalidUsage if two ranks are on one device.
     ncclResult_t join(const ncclUniqueId& id, int rank, int world, const CUuuid& device,
                       const std::atomic<bool>& aborted, std::string& why);
 
-    // Runs one collective, or sends and receives together. False if it was aborted first.
+    // Runs one collective; `exchange` runs sends and receives together. False if aborted first.
     bool collective(const Op& op, const std::atomic<bool>& aborted);
     bool exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted);
 
-    // Everybody comes here or nobody leaves.
+    // Waits for all ranks.
     bool barrier(const std::atomic<bool>& aborted);
 
-    // Wakes whoever waits, to see that it was aborted.
+    // Wakes all waiting threads, so that they notice an abort.
     void notify();
 
   private:

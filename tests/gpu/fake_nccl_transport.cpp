@@ -1,9 +1,9 @@
-// How the ranks of a communicator meet: in memory without a name, which goes with the last process that has it.
+// Communication between ranks through anonymous shared memory, which is freed with its last process.
 //
-// Who makes the id makes the memory, and the id says where: the descriptor's number in that process. Each rank has a
-// seat with a count of its arrivals; a collective goes through the ranks' slots chunk by chunk, each chunk one arrival
-// of everyone. Two slots a rank, used in turn, make one arrival a chunk enough: who has arrived for a chunk has read all
-// of the one before. A rank that was killed never arrives, and nobody is told.
+// The process that creates the id creates the memory; the id contains its process id and descriptor. Each rank has a
+// counter of arrivals. A collective passes through the ranks' slots in chunks, with one arrival of all ranks per
+// chunk. With two alternating slots per rank one arrival per chunk is enough: a rank that has arrived for a chunk has
+// read the previous one. A killed rank never arrives, and nobody is notified.
 #include "fake_nccl.h"
 
 #include <climits>
@@ -19,8 +19,8 @@
 
 namespace fake_nccl {
 
-constexpr size_t SLOT = 1 << 20;       // bytes a rank calls at a time
-constexpr size_t CHUNK = 64 << 10;    // bytes of one message at a time
+constexpr size_t SLOT = 1 << 20;       // size of a rank's slot in bytes
+constexpr size_t CHUNK = 64 << 10;    // size of a message chunk in bytes
 constexpr char MAGIC[] = "FAKE NCCL ID";
 
 struct CallSignature {
@@ -41,7 +41,7 @@ struct RankState {
     CallSignature calls[2];
 };
 
-// From one rank to another: `written` and `read` count letters; one may be under way.
+// Messages from one rank to another: `written` and `read` count chunks; at most one is in flight.
 struct Mailbox {
     std::atomic<uint64_t> written, read;
     size_t total;
@@ -50,7 +50,7 @@ struct Mailbox {
 
 struct Region {
     uint64_t cookie;
-    std::atomic<unsigned> notifications;   // rung at every change
+    std::atomic<unsigned> notifications;   // changed by every update
     RankState rank_states[MAX_RANKS];
 };
 
@@ -72,7 +72,7 @@ Mailbox& mailbox(Region* region, int world, int from, int to) {
 }
 
 uint64_t host_hash() {
-    // Real NCCL takes its word for which ranks are on one machine.
+    // Real NCCL also uses this variable to decide which ranks are on one machine.
     const char* name = getenv("NCCL_HOSTID");
     uint64_t hash = 0xcbf29ce484222325;
     for (; name != nullptr && *name != 0; ++name) hash = (hash ^ (unsigned char)*name) * 0x100000001b3;
@@ -147,7 +147,7 @@ ncclResult_t Transport::join(const ncclUniqueId& id, int own_rank, int ranks, co
     }
     region = (Region*)memory;
     if (region->cookie != text.cookie) {
-        why = "the id is that of an earlier transport";
+        why = "the id belongs to an earlier communicator";
         return ncclSystemError;
     }
     RankState& own = region->rank_states[rank];
@@ -163,7 +163,7 @@ ncclResult_t Transport::join(const ncclUniqueId& id, int own_rank, int ranks, co
         why = "aborted";
         return ncclInternalError;
     }
-    // All have mapped it: who made the id may close what others found it by.
+    // All ranks have mapped the memory: the creator of the id can close the descriptor.
     if (text.process == getpid()) forget(text.descriptor);
     return check_ranks(why);
 }
@@ -202,7 +202,7 @@ bool Transport::wait_until(const std::atomic<bool>& aborted, Condition condition
         const unsigned heard = region->notifications.load();
         if (condition()) return true;
         if (aborted) return false;
-        // An abort rings as well; the limit is for one that falls between the look and the wait.
+        // An abort notifies too; the timeout covers one between the check and the wait.
         const timespec limit = {0, 20'000'000};
         syscall(SYS_futex, &region->notifications, FUTEX_WAIT, heard, &limit, nullptr, 0);
     }
@@ -273,7 +273,7 @@ void Transport::compute_result(const Op& op, size_t first, size_t count, unsigne
     }
 }
 
-// Ranks that call different collectives wait for each other for good, or get garbage: better said at once.
+// Ranks that call different collectives would wait forever or get garbage: report it at once.
 void Transport::check_calls(unsigned turn) const {
     const CallSignature& own = region->rank_states[rank].calls[turn];
     for (int other = 0; other < world; ++other) {
@@ -285,7 +285,7 @@ void Transport::check_calls(unsigned turn) const {
     }
 }
 
-// One chunk more of one message, if the mailbox lets it.
+// Transfers one more chunk of a message, if the mailbox allows it.
 bool Transport::advance(Op& pair, size_t& moved) {
     const size_t total = pair.count * size_of(pair.type);
     const bool sends = pair.kind == Kind::Send;
@@ -314,7 +314,7 @@ bool Transport::advance(Op& pair, size_t& moved) {
 bool Transport::exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted) {
     std::vector<size_t> moved(pairs.size(), 0);
     auto is_done = [&](size_t i) { return moved[i] == pairs[i].count * size_of(pairs[i].type); };
-    // Messages between the same two ranks in one direction go one after another.
+    // Messages between the same two ranks in one direction are ordered.
     auto is_first = [&](size_t i) {
         for (size_t before = 0; before < i; ++before) {
             const bool same = pairs[before].kind == pairs[i].kind && pairs[before].peer == pairs[i].peer;

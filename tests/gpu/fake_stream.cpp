@@ -1,6 +1,6 @@
-// Streams, events and graphs as they run: queues with a thread each.
+// Execution of streams, events and graphs: queues with a thread each.
 //
-// Nothing here is ever destroyed at exit: threads may still be at work then, as a GPU may.
+// Nothing is destroyed at exit, because threads may still be working, as a GPU may.
 #include "fake_cuda.h"
 
 #include <deque>
@@ -59,7 +59,7 @@ void serve(QueuePtr queue) {
         }
         delay();
         work();
-        // What the work holds (a graph, a buffer) may go before anyone is told that it is through.
+        // Resources of the work (a graph, a buffer) are released before its completion is visible.
         work = nullptr;
         std::lock_guard lock(queue->mutex);
         ++queue->completed;
@@ -71,7 +71,7 @@ void serve(QueuePtr queue) {
 
 QueuePtr new_queue() { return std::make_shared<Queue>(); }
 
-// The thread begins with the first work: many streams are made and never used. It keeps the queue alive itself.
+// The thread starts with the first work, because many streams are created and never used. It keeps the queue alive.
 void submit(const QueuePtr& queue, Work work) {
     std::lock_guard lock(queue->mutex);
     queue->works.push_back(std::move(work));
@@ -112,7 +112,7 @@ ExecutableGraph::~ExecutableGraph() {
     for (auto& helper : helpers) close(*helper);
 }
 
-// Branches of the graph overlap as streams do, and an edge that was forgotten in the capture is missed here too.
+// Branches of the graph overlap like streams, so an edge missing in the capture is also missing here.
 void ExecutableGraph::run() {
     std::lock_guard lock(running);
     std::vector<EventRecord> done(nodes->size());

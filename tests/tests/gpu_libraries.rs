@@ -93,7 +93,7 @@ fn library_kernels_serve_every_pass_and_are_cached() {
 fn nondeterministic_kernels_are_used_only_on_request() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).arg("nondeterministic"));
-    finished.expect(0, &["algorithm 3 is not deterministic", "adds up in place"]);
+    finished.expect(0, &["algorithm 3 is not deterministic", "in-place reduction scheme"]);
 }
 
 #[test]
