@@ -155,7 +155,7 @@ class Session:
         if code is None:
             problem = f"stopped after {limit:.0f} s"
         elif code != expect:
-            problem = f"exit code {code} in place of {expect}"
+            problem = f"exit code {code} instead of {expect}"
         elif contains and not re.search(contains, text):
             problem = f"it does not say {contains!r}"
         elif judge:

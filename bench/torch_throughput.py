@@ -87,11 +87,11 @@ def measure(name, size, precision, mode):
 configurations = [line.split() for line in sys.stdin if line.strip()]
 while configurations:
     name, size, precision, mode = configurations.pop(0)
-    told = {"net": name, "batch": int(size), "precision": precision, "mode": mode}
+    configuration = {"net": name, "batch": int(size), "precision": precision, "mode": mode}
     try:
-        print(json.dumps({**told, **measure(name, int(size), precision, mode)}), flush=True)
+        print(json.dumps({**configuration, **measure(name, int(size), precision, mode)}), flush=True)
     except Exception as error:
-        print(json.dumps({**told, "error": str(error).splitlines()[0][:200]}), flush=True)
+        print(json.dumps({**configuration, "error": str(error).splitlines()[0][:200]}), flush=True)
         # The CUDA context may be unusable now: a new process continues.
         if configurations:
             read, write = os.pipe()

@@ -76,9 +76,9 @@ class Memory:
 
     def __init__(self, process, ranks):
         self.process, self.ranks = process, ranks
-        self.peaks, self.looks = {}, []
+        self.peaks, self.samples = {}, []
 
-    def look(self):
+    def poll(self):
         if self.ranks == 1:
             pids = [self.process.pid]
         else:
@@ -93,14 +93,14 @@ class Memory:
             before = self.peaks.get(pid, (0, 0))
             self.peaks[pid] = max(peak, before[0]), max(files, before[1])
             held += resident
-        self.looks.append(held)
+        self.samples.append(held)
 
     def mib(self):
         """The figures of a line; none if a rank was never polled."""
         if len(self.peaks) != self.ranks:
             return {"memory_mib": None, "training_mib": None, "file_mib": None}
         peaks, files = (sum(kib) for kib in zip(*self.peaks.values()))
-        kib = {"memory_mib": peaks, "training_mib": max(self.looks[len(self.looks) // 2:]), "file_mib": files}
+        kib = {"memory_mib": peaks, "training_mib": max(self.samples[len(self.samples) // 2:]), "file_mib": files}
         return {name: round(amount / 1024, 1) for name, amount in kib.items()}
 
 
@@ -128,7 +128,7 @@ def run(command, ranks):
         code = None
         try:
             while process.poll() is None and time.monotonic() < end:
-                memory.look()
+                memory.poll()
                 time.sleep(0.05)
             code = process.poll()
         finally:

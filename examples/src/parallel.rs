@@ -113,7 +113,9 @@ impl Parallel {
         if batch.is_multiple_of(count) {
             Ok(count)
         } else {
-            Err(format!("the batch of {batch} images on each rank cannot be split into {count} equal micro-batches"))
+            Err(format!(
+                "the batch of {batch} images on each rank cannot be split into {count} equal micro-batches"
+            ))
         }
     }
 

@@ -433,7 +433,8 @@ fn neighbours(comm: &Communicator) -> (u32, u32) {
 /// As the collectives.
 pub fn all(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
-    let mut test = CollectiveTest { comm: &mut comm, kinds: &[BufferKind::Arena, BufferKind::Private], offset: 3 };
+    let mut test =
+        CollectiveTest { comm: &mut comm, kinds: &[BufferKind::Arena, BufferKind::Private], offset: 3 };
     test.element::<f32>()?;
     test.element::<f64>()?;
     test.element::<f16>()?;

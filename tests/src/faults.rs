@@ -29,7 +29,14 @@ pub const PAYLOAD_PATHS: [PayloadPath; 6] = [
     PayloadPath { name: "private", len: 2048, in_arena: false, path: "eager", usual_path: "eager", ..AUTO },
     PayloadPath { name: "direct", len: 1 << 18, path: "direct", usual_path: "direct", ..AUTO },
     // Four chunks.
-    PayloadPath { name: "staged", len: 1 << 18, in_arena: false, path: "staged", usual_path: "staged", ..AUTO },
+    PayloadPath {
+        name: "staged",
+        len: 1 << 18,
+        in_arena: false,
+        path: "staged",
+        usual_path: "staged",
+        ..AUTO
+    },
     PayloadPath {
         name: "ring",
         len: 1 << 18,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use mgpu::checkpoint::{self, Checkpoint, Writer};
 use mgpu_tests::checkpoints::{identify, snapshot};
 use mgpu_tests::process::command;
-use mgpu_tests::tracer::{ProgramEnd, SyscallStop, Action, trace};
+use mgpu_tests::tracer::{Action, ProgramEnd, SyscallStop, trace};
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::signal::Signal;

@@ -1,7 +1,7 @@
 //! The same collectives on ranks as threads and ranks as processes.
 
 use mgpu::{Buffer, Communicator, DType, Error, ReduceOp, Result, World};
-use mgpu_tests::collectives::{self, Case, Collective, BufferKind};
+use mgpu_tests::collectives::{self, BufferKind, Case, Collective};
 use mgpu_tests::process::{command, run};
 use mgpu_tests::threads;
 use proptest::prelude::*;
@@ -81,7 +81,8 @@ fn mismatched_messages_are_named_on_waiting_ranks() {
     let send_bytes: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
     let recv: CollectiveFn = |comm, from| comm.recv(Buffer::zeroed::<f32>(1 << 20), from)?.wait().map(drop);
     let barrier: CollectiveFn = |comm, _| comm.barrier();
-    let broadcast: CollectiveFn = |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
+    let broadcast: CollectiveFn =
+        |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
     let (sends, receives) = ("send(1048576 f32, to rank ", "recv(1048576 f32, from rank ");
     for (calls, texts) in [
         ([recv, recv], [receives; 2]),

@@ -34,9 +34,15 @@ const FAULTS: [(&str, Outcome); 13] = [
     ("wrong-count", Mismatch(|payload| all_reduce(payload.len / 2, "f32, sum", payload.path))),
     ("wrong-type", Mismatch(|payload| format!("all_reduce({} i32, sum", payload.len))),
     ("wrong-reduction", Mismatch(|payload| all_reduce(payload.len, "f32, max", payload.path))),
-    ("wrong-algorithm", Mismatch(|payload| all_reduce(payload.len, "f32, sum", payload.other_algorithm().name()))),
+    (
+        "wrong-algorithm",
+        Mismatch(|payload| all_reduce(payload.len, "f32, sum", payload.other_algorithm().name())),
+    ),
     ("barrier", Mismatch(|_| "barrier".into())),
-    ("broadcast", Mismatch(|payload| format!("broadcast({} f32, root 0, {}", payload.len, payload.usual_path))),
+    (
+        "broadcast",
+        Mismatch(|payload| format!("broadcast({} f32, root 0, {}", payload.len, payload.usual_path)),
+    ),
     ("send", Mismatch(|_| "send(1048576 f32, to rank ".into())),
     ("recv", Mismatch(|payload| format!("recv({} f32, from rank ", payload.len))),
 ];
@@ -55,7 +61,9 @@ struct Case {
 /// Every payload path and fault that `choose` selects. The number of ranks and the culprit vary from one to the next,
 /// and with the seed.
 fn matrix(seed: Option<u64>, choose: impl Fn(&Case) -> bool) -> Vec<Case> {
-    let cells = FAULTS.into_iter().flat_map(|(fault, outcome)| PAYLOAD_PATHS.map(|payload| (fault, outcome, payload)));
+    let cells = FAULTS
+        .into_iter()
+        .flat_map(|(fault, outcome)| PAYLOAD_PATHS.map(|payload| (fault, outcome, payload)));
     let case = |(index, (fault, outcome, payload)): (usize, _)| {
         let turn = index + index / PAYLOAD_PATHS.len() + seed.unwrap_or(0) as usize;
         let ranks = [2, 3, 5][turn % 3];
@@ -151,7 +159,9 @@ fn a_rank_that_dies_within_an_operation() {
 /// In a long ring, most ranks learn of the culprit from other ranks that fail before them.
 fn around_a_long_ring(seeds: RangeInclusive<u64>, fault: &'static str, outcome: Outcome) -> Vec<Case> {
     let payload = PayloadPath::named("ring").expect("a payload of this name");
-    seeds.map(|seed| Case { ranks: 8, culprit: seed as u32 % 8, payload, fault, outcome, seed: Some(seed) }).collect()
+    seeds
+        .map(|seed| Case { ranks: 8, culprit: seed as u32 % 8, payload, fault, outcome, seed: Some(seed) })
+        .collect()
 }
 
 #[test]
@@ -180,8 +190,9 @@ fn mismatched_collectives_name_both_sides() {
 #[test]
 fn mismatched_arena_ranges_are_named() {
     let payload = PayloadPath::named("direct").unwrap();
-    let theirs =
-        |payload: &PayloadPath| format!("all_reduce({} f32, sum, direct, arena 4294967297 at byte 524288", payload.len / 2);
+    let theirs = |payload: &PayloadPath| {
+        format!("all_reduce({} f32, sum, direct, arena 4294967297 at byte 524288", payload.len / 2)
+    };
     Case { ranks: 3, culprit: 1, payload, fault: "wrong-place", outcome: Mismatch(theirs), seed: None }.run();
 }
 

@@ -224,9 +224,9 @@ fn a_dead_rank_is_named_while_its_child_lives() {
 /// the others are terminated.
 fn root_cause(ranks: &mut [Child]) -> usize {
     loop {
-        let looks: Vec<_> = ranks.iter_mut().map(|rank| rank.try_wait().unwrap()).collect();
+        let statuses: Vec<_> = ranks.iter_mut().map(|rank| rank.try_wait().unwrap()).collect();
         let has_failed = |end: &Option<ExitStatus>| end.is_some_and(|end| !end.success());
-        if let Some(rank) = looks.iter().position(has_failed) {
+        if let Some(rank) = statuses.iter().position(has_failed) {
             ranks.iter_mut().for_each(|rank| _ = rank.kill());
             ranks.iter_mut().for_each(|rank| _ = rank.wait());
             return rank;
@@ -376,7 +376,7 @@ fn the_number_of_gpus_decides_the_backend() {
     for finished in on_gpus(&Job::new(OpenMpi, "few", 3), 2, None, HELLO_RING, &[]) {
         finished.expect(1, &["MGPU_BACKEND is missing, with 3 ranks and 2 GPUs", "cpu for 3 ranks"]);
     }
-    // What looks like one GPU for each rank is the same GPU.
+    // What statuses like one GPU for each rank is the same GPU.
     for finished in on_gpus(&Job::new(Torchrun, "one", 2), 1, Some("0"), HELLO_RING, &[]) {
         finished.expect(1, &["both use", "give each rank a GPU of its own"]);
     }

@@ -93,7 +93,11 @@ fn indivisible_batches_name_the_flag() {
     };
     told(2, &["--world-size-invariant", "6"], "--world-size-invariant 6 must be a power of two");
     told(3, &["--world-size-invariant", "8"], "and a multiple of the 3 ranks");
-    told(1, &["--accumulate", "5"], "the batch of 16 images on each rank cannot be split into 5 equal micro-batches");
+    told(
+        1,
+        &["--accumulate", "5"],
+        "the batch of 16 images on each rank cannot be split into 5 equal micro-batches",
+    );
     train(1, &["--clip-norm", "0"]).expect(2, &["--clip-norm", "it should be a number above 0"]);
     train(1, &["--accumulate", "2", "--world-size-invariant", "2"]).expect(2, &["cannot be used with"]);
 }

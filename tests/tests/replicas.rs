@@ -54,7 +54,7 @@ fn replicas_follow_one_rank_with_every_optimizer() {
         let alone = train(World::from_env().unwrap(), config).unwrap();
         for ranks in [2, 3] {
             let replicas = threads::run(ranks, |world| train(world, config).unwrap());
-            assert!(replicas.iter().all(|replica| *replica == replicas[0]), "equal to the last bit");
+            assert!(replicas.iter().all(|replica| *replica == replicas[0]), "bit-equal");
             let close = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
             assert!(close(&replicas[0].0, &alone.0), "{ranks} ranks with {}", config.rule.name());
             match (&replicas[0].1, &alone.1) {

@@ -285,10 +285,7 @@ fn load_in_torch_reads_the_newest_checkpoint_and_reports_errors() {
         .expect(0, &[]);
     let newest = "checkpoints/step-00000048";
     for (arguments, text) in [
-        (
-            ["checkpoints", "logits.json"],
-            "checkpoints/step-00000048: Python has no torch: pip install",
-        ),
+        (["checkpoints", "logits.json"], "checkpoints/step-00000048: Python has no torch: pip install"),
         (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032: Python has no torch"),
         ([newest, "none"], "none: No such file or directory"),
         ([newest, "torch.py"], "torch.py: not JSON: "),
@@ -391,7 +388,10 @@ fn a_restarted_run_resumes_from_its_checkpoint() {
     assert_eq!(finished.weights(), whole);
     // Existing checkpoints are not overwritten by mistake.
     let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
-    again.expect(1, &["belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir"]);
+    again.expect(
+        1,
+        &["belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir"],
+    );
 }
 
 #[test]
@@ -410,7 +410,10 @@ fn a_restart_ignores_checkpoints_of_an_earlier_launch() {
     let early = "rank=1,phase=start,fault=exit:5";
     for fault in [&[][..], &[early]] {
         let refused = tiny.run(restarted(fault), &all);
-        refused.expect(1, &["restart 1 of 1", "step-00000008 belongs to an earlier run: continue it with --resume"]);
+        refused.expect(
+            1,
+            &["restart 1 of 1", "step-00000008 belongs to an earlier run: continue it with --resume"],
+        );
         assert!(!refused.stdout.contains("resumed from"), "{refused:#?}");
     }
     // With --resume a run continues; a launch without own checkpoints starts at step 0.

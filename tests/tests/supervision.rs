@@ -101,7 +101,12 @@ fn run_all(faults: &[&'static str]) {
     let cases: VecDeque<FaultCase> = sized
         .filter(is_possible)
         .enumerate()
-        .map(|(index, (ranks, fault, phase))| FaultCase { ranks, culprit: index as u32 % ranks, fault, phase })
+        .map(|(index, (ranks, fault, phase))| FaultCase {
+            ranks,
+            culprit: index as u32 % ranks,
+            fault,
+            phase,
+        })
         .collect();
     let queue = Mutex::new(cases);
     std::thread::scope(|scope| {
@@ -243,7 +248,7 @@ fn the_status_of_a_run_is_visible_from_inside_and_outside() {
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "--inject", "rank=1,step=3,fault=sigstop", env!("CARGO_BIN_EXE_t-job")]);
     let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let look = || run(launcher(folder.path()).arg("ps")).stdout;
+    let list_runs = || run(launcher(folder.path()).arg("ps")).stdout;
     // The launcher's `ps` is selected by its first argument.
     let ps = || run(command(env!("CARGO_BIN_EXE_t-mgpurun")).arg("ps")).stdout;
     let mut seen = String::new();
@@ -253,7 +258,7 @@ fn the_status_of_a_run_is_visible_from_inside_and_outside() {
         seen.lines().any(own) && seen.lines().any(|line| line.ends_with("rank 1"))
     });
     assert!(seen.contains(": t-job on 2 ranks for "), "{seen}");
-    assert!(!look().contains("launcher "), "only as the first argument");
+    assert!(!list_runs().contains("launcher "), "only as the first argument");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGQUIT).unwrap();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     let finished = finish(&mut child);

@@ -79,7 +79,9 @@ impl Args {
         }
         if self.algo != Algorithm::Auto && self.collective != Collective::AllReduce {
             let (algo, collective) = (self.algo, self.collective);
-            return Err(format!("--algo {algo} works only with all_reduce, not with --collective {collective}"));
+            return Err(format!(
+                "--algo {algo} works only with all_reduce, not with --collective {collective}"
+            ));
         }
         Ok(())
     }

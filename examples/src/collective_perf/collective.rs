@@ -141,7 +141,8 @@ mod tests {
     #[test]
     fn shards_tile_the_buffer() {
         let gathered = Collective::AllGather.outcome(1, 3, 12);
-        let expected = [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Contents::InputOf(rank)));
+        let expected =
+            [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Contents::InputOf(rank)));
         assert_eq!(gathered, expected);
         assert_eq!(Collective::ReduceScatter.outcome(2, 3, 12), [(8..12, Contents::Reduction)]);
     }

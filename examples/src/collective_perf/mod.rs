@@ -72,9 +72,7 @@ struct Line {
 enum Failure {
     #[error(transparent)]
     Runtime(#[from] Error),
-    #[error(
-        "rank {rank}: {collective} of {len} elements: element {index} is {found}, expected {expected}"
-    )]
+    #[error("rank {rank}: {collective} of {len} elements: element {index} is {found}, expected {expected}")]
     WrongResult {
         rank: u32,
         collective: Collective,
@@ -175,7 +173,12 @@ impl BufferLocation {
     }
 }
 
-fn measure_size(comm: &mut Communicator, location: &BufferLocation, args: &Args, bytes: usize) -> Result<Line, Failure> {
+fn measure_size(
+    comm: &mut Communicator,
+    location: &BufferLocation,
+    args: &Args,
+    bytes: usize,
+) -> Result<Line, Failure> {
     match args.dtype {
         DType::F32 => measure_elements::<f32>(comm, location, args, bytes),
         DType::F64 => measure_elements::<f64>(comm, location, args, bytes),

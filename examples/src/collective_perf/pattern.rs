@@ -109,7 +109,9 @@ impl Pattern {
                 T::from_number(self.input(rank, index as usize))
             }
             (Contents::Reduction, ReduceOp::Sum) => T::from_number(values.sum()),
-            (Contents::Reduction, ReduceOp::Avg) if T::DTYPE == DType::U8 && self.sums == ReductionOrder::Nccl => {
+            (Contents::Reduction, ReduceOp::Avg)
+                if T::DTYPE == DType::U8 && self.sums == ReductionOrder::Nccl =>
+            {
                 T::average(values.sum::<u32>() % 256, self.ranks)
             }
             (Contents::Reduction, ReduceOp::Avg) => T::average(values.sum(), self.ranks),
@@ -127,7 +129,8 @@ impl Pattern {
 
 /// Writes the input of `rank` for a reduction by `op`.
 pub(super) fn fill<T: Value>(values: &mut [T], rank: u32, ranks: u32, op: ReduceOp) {
-    let inputs = Pattern { ranks, op, sums: ReductionOrder::InRankOrder }.expected_period::<T>(Contents::InputOf(rank));
+    let inputs = Pattern { ranks, op, sums: ReductionOrder::InRankOrder }
+        .expected_period::<T>(Contents::InputOf(rank));
     for part in values.chunks_mut(inputs.len()) {
         part.copy_from_slice(&inputs[..part.len()]);
     }
@@ -165,7 +168,11 @@ pub(super) fn check<T: Value>(
     let (rank, ranks) = (comm.rank(), comm.size());
     fill::<T>(buffer.as_mut_slice(), rank, ranks, op);
     let buffer = collective.run(comm, buffer, op)?;
-    let sums = if comm.capabilities().sums_in_rank_order { ReductionOrder::InRankOrder } else { ReductionOrder::Nccl };
+    let sums = if comm.capabilities().sums_in_rank_order {
+        ReductionOrder::InRankOrder
+    } else {
+        ReductionOrder::Nccl
+    };
     compare::<T>(buffer.as_slice(), rank, ranks, collective, op, sums)?;
     Ok(buffer)
 }

@@ -26,8 +26,8 @@ mod tests;
 use std::ops::Range;
 
 use canvas::Canvas;
+use glyphs::{GLYPHS, Point};
 use mgpu_kernels::rng::{Stream, splitmix64};
-use glyphs::{Point, GLYPHS};
 
 use super::{CLASSES, IMAGE_LEN, SIDE, Split};
 

@@ -148,7 +148,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             failed.push(golden.net);
         }
     }
-    if failed.is_empty() { Ok(()) } else { Err(format!("deviation exceeds the bound: {}", failed.join(", ")).into()) }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("deviation exceeds the bound: {}", failed.join(", ")).into())
+    }
 }
 
 fn read(path: &Path) -> Result<Golden, String> {
@@ -204,14 +208,20 @@ fn repeat(
 ) -> Result<Lists, Box<dyn Error>> {
     let (rank, ranks) = (world.rank() as usize, world.size() as usize);
     if !golden.batch.is_multiple_of(ranks) {
-        return Err(format!("a batch of {} images cannot be split evenly over {ranks} ranks", golden.batch).into());
+        return Err(
+            format!("a batch of {} images cannot be split evenly over {ranks} ranks", golden.batch).into()
+        );
     }
     if golden.batch == 0 || golden.steps == 0 {
         return Err("the golden run has no images".into());
     }
     if golden.batch.checked_mul(golden.steps).is_none_or(|images| images > train.len()) {
         let (steps, batch) = (golden.steps, golden.batch);
-        return Err(format!("needs {steps} times {batch} training images, but there are only {}", train.len()).into());
+        return Err(format!(
+            "needs {steps} times {batch} training images, but there are only {}",
+            train.len()
+        )
+        .into());
     }
     let batch = golden.batch / ranks;
     let mut backend: Box<dyn GoldenBackend + '_> = match world.backend() {

@@ -4,7 +4,7 @@ use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::{Result, StepState};
 use mgpu_kernels::{DType, arena, digest};
 
-use super::harness::{Harness, Verdict, Outcome, Output, narrow};
+use super::harness::{Harness, Outcome, Output, Verdict, narrow};
 use super::values::to_bf16;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
@@ -48,9 +48,10 @@ fn activations(harness: &mut Harness, len: usize) -> Outcome {
         let slope = [0.0, LEAKY_SLOPE][harness.random.below(2)];
         harness.check("activation forward", len, precision, |harness, verdict| {
             let values = random(harness, dtype, len);
-            let found = harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
-                activation::cuda::forward(stream, slope, outputs[0])
-            })?;
+            let found =
+                harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
+                    activation::cuda::forward(stream, slope, outputs[0])
+                })?;
             let mut expected = values;
             activation::cpu::forward(&harness.threads, slope, &mut expected);
             rounded(dtype, &mut expected);
@@ -73,9 +74,10 @@ fn activations(harness: &mut Harness, len: usize) -> Outcome {
         harness.check("activation bias", format!("{len}x{channels}"), precision, |harness, verdict| {
             let (values, bias) = (random(harness, dtype, len * channels), harness.random.floats(channels));
             let bias_memory = harness.input(&bias)?;
-            let found = harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
-                activation::cuda::bias(stream, slope, bias_memory.view(), outputs[0])
-            })?;
+            let found =
+                harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
+                    activation::cuda::bias(stream, slope, bias_memory.view(), outputs[0])
+                })?;
             let mut expected: Vec<f32> =
                 values.iter().zip(bias.iter().cycle()).map(|(value, bias)| value + bias).collect();
             activation::cpu::forward(&harness.threads, slope, &mut expected);
@@ -101,9 +103,10 @@ fn arenas(harness: &mut Harness, len: usize) -> Outcome {
         })?;
         harness.check("arena scale", len, precision, |harness, verdict| {
             let values = random(harness, dtype, len);
-            let found = harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
-                arena::cuda::scale(stream, outputs[0], number)
-            })?;
+            let found =
+                harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
+                    arena::cuda::scale(stream, outputs[0], number)
+                })?;
             let mut expected = values;
             arena::cpu::scale(&mut expected, number);
             rounded(dtype, &mut expected);

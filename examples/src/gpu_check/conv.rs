@@ -223,7 +223,9 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
 /// Values as stored.
 fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> Result<Vec<f64>> {
     Ok(match view.dtype() {
-        DType::Bf16 => view.to_vec::<half::bf16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect(),
+        DType::Bf16 => {
+            view.to_vec::<half::bf16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect()
+        }
         _ => view.to_vec::<f32>(&harness.stream)?.iter().map(|value| f64::from(*value)).collect(),
     })
 }

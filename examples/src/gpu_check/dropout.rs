@@ -32,7 +32,8 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
                 values.iter_mut().for_each(|value| *value = to_bf16(*value));
             }
             let seed = harness.random.below(1 << 20) as u64;
-            let (layer, first_sample) = (harness.random.below(20) as u64, harness.random.below(1 << 20) as u64);
+            let (layer, first_sample) =
+                (harness.random.below(20) as u64, harness.random.below(1 << 20) as u64);
             let step = harness.random.below(10_000) as u64;
             let state = StepState { step, ..StepState::after(0) };
             let state = state.upload(&harness.stream)?;

@@ -4,7 +4,7 @@ use mgpu_kernels::cuda::StepState;
 use mgpu_kernels::gather::{cpu, cuda};
 use mgpu_kernels::{DType, cuda::Result};
 
-use super::harness::{Harness, Verdict, Outcome, Output};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::values::to_bf16;
 
 /// The label written for an invalid entry of the order.

@@ -2,8 +2,8 @@
 
 use mgpu_kernels::gelu::{cpu, cuda};
 
-use super::harness::{Harness, Outcome, Output};
 use super::bound;
+use super::harness::{Harness, Outcome, Output};
 use super::values::to_bf16;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {

@@ -10,7 +10,7 @@ use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::{Padding, Shape, gpu};
 use mgpu_kernels::cuda::{Memory, Options, Result};
 
-use super::harness::{Harness, Verdict, Outcome, Output};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Conv, Shapes};
 use super::values::stored;
 use super::{bound, reference};
@@ -29,7 +29,9 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     for conv in convs.into_iter().filter(|conv| conv.shape.channels > 1) {
         for precision in Precision::ALL {
             let name = if conv.is_dense() { "dense layer" } else { "conv layer" };
-            harness.check(name, conv, precision.name(), |harness, verdict| each(harness, verdict, &conv, precision))?;
+            harness.check(name, conv, precision.name(), |harness, verdict| {
+                each(harness, verdict, &conv, precision)
+            })?;
         }
     }
     Ok(())
@@ -94,7 +96,13 @@ fn each(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision: Pr
     let allowed = bound(shape.filters * in_place, precision);
     verdict.close("input's gradient", found.floats(1), &dx.values, |i| dx.scale(i), allowed);
     let dw = reference::backward_weights(&shape, images, &x, &dy);
-    verdict.close("weights' gradient", found.floats(2), &dw.values, |i| dw.scale(i), bound(pixels, precision));
+    verdict.close(
+        "weights' gradient",
+        found.floats(2),
+        &dw.values,
+        |i| dw.scale(i),
+        bound(pixels, precision),
+    );
     let db = reference::backward_bias(&shape, &dy);
     verdict.close("bias's gradient", found.floats(3), &db.values, |i| db.scale(i), bound(pixels, precision));
     Ok(())

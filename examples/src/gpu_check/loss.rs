@@ -5,8 +5,8 @@ use mgpu_kernels::cuda::Result;
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
 use mgpu_kernels::loss::{Report, cpu, cuda};
 
-use super::harness::{Harness, Verdict, Outcome, Output};
 use super::bound;
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::values::to_bf16;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {

@@ -14,13 +14,13 @@
 mod arena;
 mod args;
 mod bandwidth;
-mod harness;
 mod bound;
 mod compile;
 mod conv;
 mod dropout;
 mod gather;
 mod gelu;
+mod harness;
 mod layers;
 mod loss;
 mod norm;

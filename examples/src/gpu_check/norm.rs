@@ -4,8 +4,8 @@ use mgpu_kernels::DType;
 use mgpu_kernels::cuda::Result;
 use mgpu_kernels::norm::{EPSILON, MOMENTUM, cuda};
 
-use super::harness::{Harness, Verdict, Outcome, Output};
 use super::bound;
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
 use super::values::to_bf16;
 
@@ -29,7 +29,8 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
         harness.check("norm sum_inputs", images, precision, |b, j| sum_inputs(b, j, images, dtype))?;
         harness.check("norm normalise", images, precision, |b, j| normalise(b, j, images, dtype))?;
         harness.check("norm sum_gradients", images, precision, |b, j| sum_gradients(b, j, images, dtype))?;
-        harness.check("norm backward_input", images, precision, |b, j| backward_input(b, j, images, dtype))?;
+        harness
+            .check("norm backward_input", images, precision, |b, j| backward_input(b, j, images, dtype))?;
     }
     harness.check("norm batch_statistics", images.channels, "f32", |b, j| batch_statistics(b, j, images))?;
     harness.check("norm running_statistics", images.channels, "f32", |b, j| running_statistics(b, j, images))
@@ -142,8 +143,12 @@ fn normalise(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dtyp
     let x = activations(harness, dtype, images.len());
     let statistics = statistics(harness, channels);
     let (gamma, beta) = (harness.random.floats(channels), harness.random.floats(channels));
-    let [x_memory, statistics_memory, gamma_memory, beta_memory] =
-        [harness.activations(dtype, &x)?, harness.input(&statistics)?, harness.input(&gamma)?, harness.input(&beta)?];
+    let [x_memory, statistics_memory, gamma_memory, beta_memory] = [
+        harness.activations(dtype, &x)?,
+        harness.input(&statistics)?,
+        harness.input(&gamma)?,
+        harness.input(&beta)?,
+    ];
     let found = harness.twice(verdict, &[Output::of(dtype, x.len())], |stream, outputs| {
         let (gamma, beta) = (gamma_memory.view(), beta_memory.view());
         cuda::normalise(stream, statistics_memory.view(), gamma, beta, x_memory.view(), outputs[0])

@@ -12,8 +12,8 @@ use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State, cpu, cuda};
 use mgpu_kernels::schedule::{Decay, Schedule};
 
-use super::harness::{Harness, Verdict, Outcome, Output, narrow};
 use super::bound;
+use super::harness::{Harness, Outcome, Output, Verdict, narrow};
 
 const STEPS: u64 = 5;
 const AVERAGE: f64 = 0.9;
@@ -48,9 +48,12 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
             (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
         ] {
             let plan = Plan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
-            harness.check(&format!("step begin {name}"), format!("{STEPS} steps{falls}"), "f64", |b, j| {
-                begin(b, j, &optimizer, plan)
-            })?;
+            harness.check(
+                &format!("step begin {name}"),
+                format!("{STEPS} steps{falls}"),
+                "f64",
+                |b, j| begin(b, j, &optimizer, plan),
+            )?;
             let sizes: &[usize] = if harness.quick {
                 &[5, 100, 4200]
             } else {
@@ -72,9 +75,10 @@ fn rate(optimizer: &Optimizer, plan: Plan, step: u64) -> f64 {
 
 fn begin(harness: &mut Harness, verdict: &mut Verdict, optimizer: &Optimizer, plan: Plan) -> Result<()> {
     let start = StepState::after(0);
-    let found = harness.twice(verdict, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
-        (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
-    })?;
+    let found =
+        harness.twice(verdict, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
+            (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
+        })?;
     let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
     let step = STEPS - 1;
     verdict.equal("step and position", &[state.step, state.position], &[step, step % plan.steps_per_epoch]);

@@ -5,7 +5,7 @@ use mgpu_kernels::cuda::Result;
 use mgpu_kernels::pool::{Rounding, Shape, cpu, cuda};
 use mgpu_kernels::{DType, activation::cpu as activate};
 
-use super::harness::{Harness, Verdict, Outcome, Output};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
 use super::values::to_bf16;
 

@@ -14,7 +14,7 @@ use mgpu_kernels::optimizer::cuda::Plan;
 use mgpu_kernels::schedule::{Decay, Schedule};
 use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
 
-use super::harness::{Harness, Verdict, Outcome, Output, narrow};
+use super::harness::{Harness, Outcome, Output, Verdict, narrow};
 use super::optimizer::{one_step, rules};
 use super::values::stored;
 
@@ -28,8 +28,9 @@ const CLASSES: usize = 10;
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     for precision in Precision::ALL {
         let text = format!("{STEPS} steps of {BATCH}");
-        harness
-            .check("graph replay", text, precision.name(), |harness, verdict| replay(harness, verdict, precision))?;
+        harness.check("graph replay", text, precision.name(), |harness, verdict| {
+            replay(harness, verdict, precision)
+        })?;
     }
     Ok(())
 }
@@ -48,7 +49,8 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
     let layer = dense::Shape { inputs: features, outputs: CLASSES };
     // Weights of the dense layer, then its bias; the convolution's weights are constant.
     let (weights, len) = (features * CLASSES, features * CLASSES + 64);
-    let params = stored(precision, harness.random.floats(len).into_iter().map(|value| value / 32.0).collect());
+    let params =
+        stored(precision, harness.random.floats(len).into_iter().map(|value| value / 32.0).collect());
     let filters = harness.random.floats(shape.weights_len());
     let filters = harness.activations(dtype, &filters)?;
     let bias = harness.random.floats(FILTERS);
@@ -101,8 +103,8 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, space, dw)?;
         dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, space, db)
     };
-    let eager =
-        harness.twice(verdict, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
+    let eager = harness
+        .twice(verdict, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
     let graph =
         harness.twice(verdict, &outputs, |stream, outputs| stream.repeat(STEPS, || step(stream, outputs)))?;
     if let Some(output) = (0..outputs.len()).find(|output| eager.bytes(*output) != graph.bytes(*output)) {

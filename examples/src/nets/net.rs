@@ -7,10 +7,10 @@ use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::layers::{BackwardPass, DropoutKey, ForwardPass, Image, CpuLayer, Step};
+use super::layers::{BackwardPass, CpuLayer, DropoutKey, ForwardPass, Image, Step};
 use super::memory::ActivationMemory;
 use super::plan::{Plan, Stage};
-use super::profile::{self, Lap, Profile, TimelineSpans, StageTimes, lap};
+use super::profile::{self, Lap, Profile, StageTimes, TimelineSpans, lap};
 use super::spec::Spec;
 
 /// The purpose of a forward pass.
@@ -119,7 +119,8 @@ impl<E: Storage> Net<E> {
     pub fn describe(&self) -> Vec<String> {
         let stages = self.plan.stages.iter().zip(&self.cpu_layers);
         let convolutions = stages.filter(|(_, cpu_layer)| cpu_layer.is_chosen());
-        let line = |(stage, cpu_layer): (&Stage, &CpuLayer)| format!("{}: {}", stage.name(), cpu_layer.kernel());
+        let line =
+            |(stage, cpu_layer): (&Stage, &CpuLayer)| format!("{}: {}", stage.name(), cpu_layer.kernel());
         convolutions.map(line).collect()
     }
 
@@ -306,8 +307,9 @@ impl<E: Storage> Net<E> {
                     cpu_layer.on_images::<E>().backward(step, tensors, pass)
                 })?;
             } else {
-                vectors
-                    .backward(stage, n, input_gradient, |tensors| cpu_layer.on_vectors().backward(step, tensors, pass))?;
+                vectors.backward(stage, n, input_gradient, |tensors| {
+                    cpu_layer.on_vectors().backward(step, tensors, pass)
+                })?;
                 if input_gradient && stage.input < plan.vectors {
                     let Image { channels, plane } = plan.flattened();
                     let flat = vectors.gradient(stage.input, n);

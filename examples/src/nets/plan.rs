@@ -11,7 +11,7 @@
 //! Images have their channels last, \[N, H, W, C\], on the CPU and on GPUs, also when flattened. Only the following
 //! dense layer must account for that: its weights expect \[C, H, W\].
 
-use super::layers::{Image, InPlace, Operation, LayerContext};
+use super::layers::{Image, InPlace, LayerContext, Operation};
 use super::spec::Spec;
 use super::tensors::Tensors;
 

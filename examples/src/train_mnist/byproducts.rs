@@ -133,10 +133,10 @@ mod tests {
         // Simulates a full disk.
         let there =
             std::mem::replace(&mut file.file, OpenOptions::new().write(true).open("/dev/full").unwrap());
-        let mut told = ByProduct::new(file);
+        let mut by_product = ByProduct::new(file);
         let mut problems = Vec::new();
         for record in ["one\n", "two\n"] {
-            told.update(|file| {
+            by_product.update(|file| {
                 file.push(record.as_bytes())?;
                 let flushed = file.flush();
                 problems.extend(flushed.clone().err());
@@ -145,9 +145,9 @@ mod tests {
         }
         let expected =
             format!("cannot write --metrics {}: No space left on device (os error 28)", path.display());
-        assert_eq!((problems, told.has_failed), (vec![expected.clone(), expected], true));
-        told.file.file = there;
-        told.update(AppendedFile::flush);
+        assert_eq!((problems, by_product.has_failed), (vec![expected.clone(), expected], true));
+        by_product.file.file = there;
+        by_product.update(AppendedFile::flush);
         assert_eq!(fs::read_to_string(&path).unwrap(), "before\none\ntwo\n");
     }
 

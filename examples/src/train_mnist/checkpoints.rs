@@ -128,7 +128,10 @@ impl Checkpoints {
         }
         let roundings = run.roundings(&saved);
         if !roundings.is_empty() {
-            outln!("the weights will not be bit-equal to those of an uninterrupted run: {}", roundings.join(", "));
+            outln!(
+                "the weights will not be bit-equal to those of an uninterrupted run: {}",
+                roundings.join(", ")
+            );
         }
         Ok(Some(checkpoint))
     }
@@ -170,5 +173,6 @@ impl Checkpoints {
 
 fn of_an_earlier_run(path: &Path) -> Box<dyn Error> {
     let path = path.display();
-    format!("{path} belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir").into()
+    format!("{path} belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir")
+        .into()
 }

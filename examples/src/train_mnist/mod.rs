@@ -117,7 +117,9 @@ impl<'a> Session<'a> {
         let Session { args, world, timeline, threads, .. } = self;
         Trainer::new(args, (world.rank(), world.size()), &self.data, timeline, |training_config| {
             Ok(match (device, args.precision) {
-                (Some(device), _) => Box::new(Gpu::new(training_config, args, device, comm)?) as Box<dyn Engine>,
+                (Some(device), _) => {
+                    Box::new(Gpu::new(training_config, args, device, comm)?) as Box<dyn Engine>
+                }
                 (None, Precision::Bf16) => {
                     Box::new(Cpu::<bf16>::new(training_config, args, comm, timeline, *threads)?)
                 }

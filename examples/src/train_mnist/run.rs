@@ -196,7 +196,8 @@ impl Run {
     /// Checkpoints without this entry were written when these were the only values.
     fn update(&self) -> Update {
         let first = || Update {
-            schedule: if self.lr_steps.is_some() { ScheduleKind::Linear } else { ScheduleKind::Constant }.to_string(),
+            schedule: if self.lr_steps.is_some() { ScheduleKind::Linear } else { ScheduleKind::Constant }
+                .to_string(),
             warm_up: 0,
             clip_norm: None,
             gradients: "f32".to_owned(),

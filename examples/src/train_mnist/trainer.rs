@@ -15,7 +15,7 @@ use super::checkpoints::{Checkpoints, ResumeFrom};
 use super::engine::{Engine, TrainingConfig};
 use super::report::{EpochReport, TestResult};
 use super::run::Run;
-use super::stopwatch::{TimeSpent, Stopwatch};
+use super::stopwatch::{Stopwatch, TimeSpent};
 use crate::data::{Dataset, Mnist};
 use crate::nets::LossReport;
 

@@ -399,7 +399,7 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     told(model.next_micro_batch(), "a step has 2 micro-batches and no more");
 
     (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
-    assert!(model.parameters()? == expected.weights, "the training goes on as another one");
+    assert!(model.parameters()? == expected.weights, "the training continues with other bits");
     Ok(())
 }
 
@@ -490,7 +490,7 @@ fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<(
     assert_eq!(model.steps(), 3);
     inputs.set_infinite(&model, 0, false)?;
     model.replay(&two)?;
-    assert!(model.parameters()? == expected, "the training goes on as another one");
+    assert!(model.parameters()? == expected, "the training continues with other bits");
     Ok(())
 }
 

@@ -22,7 +22,9 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (fault, culprit, payload, seed) = match &arguments[..] {
         [fault, culprit, payload] => (fault, culprit, payload, None),
-        [fault, culprit, payload, seed] => (fault, culprit, payload, Some(seed.parse().expect("SEED is a number"))),
+        [fault, culprit, payload, seed] => {
+            (fault, culprit, payload, Some(seed.parse().expect("SEED is a number")))
+        }
         _ => panic!("usage: t-misbehave FAULT RANK PATH [SEED]"),
     };
     let culprit = culprit.parse().expect("RANK is a number");

@@ -117,7 +117,9 @@ impl Client {
             match ended {
                 ResponseEnd::Whole => return Ok(Ok(Transfer { resumed: have > 0 })),
                 ResponseEnd::Range if ranges => ranges = false,
-                ResponseEnd::Range => return Ok(Err(Reason::Connection("sent a range that was not requested".to_owned()))),
+                ResponseEnd::Range => {
+                    return Ok(Err(Reason::Connection("sent a range that was not requested".to_owned())));
+                }
                 ResponseEnd::Broken(error) => {
                     breaks += 1;
                     if breaks == BREAKS {

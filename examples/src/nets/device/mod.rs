@@ -12,7 +12,9 @@ use mgpu_kernels::cuda::{Memory, Options, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};
 use order::ElementOrder;
 
-use super::layers::{DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace};
+use super::layers::{
+    DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace,
+};
 use super::plan::Plan;
 use super::spec::Spec;
 use super::{LossReport, initial};
@@ -98,7 +100,8 @@ impl DeviceNet {
             assert!(reordered, "layer {}: on a GPU only dense layers follow a flattened image", stage.layer);
             gpu_layers.push(stage.op.on_gpu(&SetUp { input_gradient: index > first, ..set_up })?);
         }
-        let shared = SharedWorkspace::new(&set_up, gpu_layers.iter().map(|gpu_layer| gpu_layer.workspace_needs()))?;
+        let shared =
+            SharedWorkspace::new(&set_up, gpu_layers.iter().map(|gpu_layer| gpu_layer.workspace_needs()))?;
         let activations = |len: &usize| set_up.zeroed(precision.storage(), *len);
         let largest = plan.slots[1..].iter().max().unwrap_or(&0);
         let bytes = |len| Memory::zeroed(stream.device(), DType::U8, len);

@@ -8,8 +8,8 @@ use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::cuda::View;
 
 use super::{
-    BackwardPass, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, InPlace,
-    CpuLayer, OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors, Step, Epilogue,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 

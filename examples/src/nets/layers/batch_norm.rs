@@ -10,8 +10,8 @@ use mgpu_kernels::norm::{self, Statistics, Sums};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, Definition, WorkspaceNeeds, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass,
-    InPlace, CpuLayer, OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors, Step,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step, WorkspaceNeeds,
 };
 use crate::nets::profile::{Lap, lap};
 use crate::nets::tensors::{Role, Tensors};
@@ -98,7 +98,12 @@ impl<T: Storage> OnCpu<T> for Cpu {
         Ok(())
     }
 
-    fn backward(&mut self, mut step: Step<'_>, tensors: StageTensors<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        mut step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         let Cpu { norm: NormOp { weight, .. }, statistics, sums } = self;
         let (StageTensors { x, dy, .. }, BackwardPass { input_gradient, sink, bias, .. }) = (tensors, pass);
         let gamma = step.tensor(*weight);

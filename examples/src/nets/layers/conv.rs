@@ -11,8 +11,9 @@ use mgpu_kernels::{DType, Storage, pool};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, Definition, WorkspaceNeeds, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, Image,
-    CpuLayer, OnCpu, OnGpu, Operation, LayerContext, PoolOp, SetUp, StageTensors, Step, Epilogue, Transposed,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
+    ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PoolOp, SetUp, StageTensors, Step, Transposed,
+    WorkspaceNeeds,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -127,7 +128,12 @@ impl<T: Storage> OnCpu<T> for Cpu {
         Ok(())
     }
 
-    fn backward(&mut self, mut step: Step<'_>, tensors: StageTensors<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        mut step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         let Cpu { filters, weight, kernel, chosen } = self;
         let (StageTensors { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (tensors, pass);
         let chosen = if chosen.is_empty() { &[][..] } else { &chosen[..y.len()] };

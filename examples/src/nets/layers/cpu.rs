@@ -21,7 +21,12 @@ pub(in crate::nets) trait OnCpu<T> {
     ///
     /// # Errors
     /// Errors of the sink.
-    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, pass: BackwardPass<'_>) -> Result<()>;
+    fn backward(
+        &mut self,
+        step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()>;
 }
 
 /// The context of a stage's passes.

@@ -6,8 +6,8 @@ use mgpu_kernels::dense::{self, Shape};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, Definition, ForwardPass, Image, CpuLayer, OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors,
-    Step, Epilogue, Transposed, conv,
+    BackwardPass, CpuLayer, Definition, Epilogue, ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation,
+    SetUp, StageTensors, Step, Transposed, conv,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -95,7 +95,12 @@ impl OnCpu<f32> for Cpu {
         Ok(())
     }
 
-    fn backward(&mut self, mut step: Step<'_>, tensors: StageTensors<'_, f32>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        mut step: Step<'_>,
+        tensors: StageTensors<'_, f32>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         let Cpu { outputs, weight, kernel } = self;
         let (StageTensors { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (tensors, pass);
         let from = dense::cpu::Backward { x, weights: step.tensor(*weight), y, dy };

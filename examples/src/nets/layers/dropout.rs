@@ -7,8 +7,8 @@ use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};
 
 use super::{
-    BackwardPass, Definition, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, Image, InPlace, CpuLayer,
-    OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors, Step,
+    BackwardPass, CpuLayer, Definition, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, Image,
+    InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -40,7 +40,11 @@ pub(super) struct Dropout {
 
 impl Definition for Dropout {
     fn plan(&self, _: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
-        Some(Box::new(DropoutOp { probability: self.probability, layer: context.layer, image: context.image }))
+        Some(Box::new(DropoutOp {
+            probability: self.probability,
+            layer: context.layer,
+            image: context.image,
+        }))
     }
 }
 
@@ -98,7 +102,12 @@ impl<T: Storage> OnCpu<T> for DropoutOp {
         Ok(())
     }
 
-    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         if let Some(key) = pass.dropout {
             self.apply(&step, key, tensors.dy);
         }

@@ -1,6 +1,6 @@
 //! Flattening moves no data: the next layer handles the layout of the image.
 
-use super::{Definition, Operation, LayerContext};
+use super::{Definition, LayerContext, Operation};
 use crate::nets::tensors::Tensors;
 
 /// Turns the channels of an image into one vector.

@@ -7,8 +7,8 @@ use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, gelu};
 
 use super::{
-    BackwardPass, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, InPlace,
-    CpuLayer, OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors, Step,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 

@@ -84,7 +84,10 @@ pub(in crate::nets) struct SharedWorkspace {
 
 impl SharedWorkspace {
     /// Large enough for each of `needs`.
-    pub(in crate::nets) fn new(set_up: &SetUp<'_>, needs: impl Iterator<Item = WorkspaceNeeds>) -> Result<Self> {
+    pub(in crate::nets) fn new(
+        set_up: &SetUp<'_>,
+        needs: impl Iterator<Item = WorkspaceNeeds>,
+    ) -> Result<Self> {
         let most = needs.fold(WorkspaceNeeds::default(), |most, one| WorkspaceNeeds {
             workspace: most.workspace.max(one.workspace),
             sums: most.sums.max(one.sums),

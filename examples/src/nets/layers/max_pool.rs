@@ -8,8 +8,8 @@ use mgpu_kernels::pool::{self, Rounding};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, CpuLayer,
-    OnCpu, OnGpu, Operation, LayerContext, SetUp, StageTensors, Step, Epilogue,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
+    ForwardPass, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 

@@ -31,7 +31,9 @@ use mgpu_kernels::pool::Rounding;
 use super::tensors::Tensors;
 pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, StageTensors, Step};
 pub use dropout::{DeviceDropout, DropoutKey};
-pub(super) use gpu::{WorkspaceNeeds, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace, Transposed};
+pub(super) use gpu::{
+    DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace, Transposed, WorkspaceNeeds,
+};
 pub(super) use max_pool::PoolOp;
 
 /// One entry of a network's list of layers.

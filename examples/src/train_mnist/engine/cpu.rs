@@ -12,7 +12,7 @@ use mgpu_kernels::cuda::Device;
 use super::super::args::Args;
 use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, TrainingConfig, StepObserver, check_finite, read};
+use super::{Engine, StepObserver, TrainingConfig, check_finite, read};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
@@ -58,7 +58,11 @@ impl<E: Storage> Cpu<E> {
             net.record_on(timeline);
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(training_config.seed));
-        let config = args.parallel.config(training_config.optimizer(&args.net), threads, training_config.micro_batches);
+        let config = args.parallel.config(
+            training_config.optimizer(&args.net),
+            threads,
+            training_config.micro_batches,
+        );
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Cpu {

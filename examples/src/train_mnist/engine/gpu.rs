@@ -17,7 +17,7 @@ use mgpu_kernels::loss::cuda::Score;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
-use super::{Engine, TrainingConfig, StepObserver, check_finite, read};
+use super::{Engine, StepObserver, TrainingConfig, check_finite, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
 
@@ -73,7 +73,8 @@ impl Gpu {
         let micro_batch = training_config.batch / training_config.micro_batches;
         let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
-        let parallel = args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
+        let parallel =
+            args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
         let config = DeviceConfig::new(parallel)
             .with_steps_per_epoch(training_config.steps_per_epoch)
             .with_bf16_copy(options.precision == Precision::Bf16);
@@ -132,7 +133,8 @@ impl Gpu {
     fn capture(&mut self) -> mgpu::Result<()> {
         for steps in [STEPS_A_LAUNCH, 1] {
             let Gpu { model, net, train, training_config, .. } = self;
-            let graph = model.capture(|model| launch_each(model, net, train.as_ref(), training_config, steps))?;
+            let graph =
+                model.capture(|model| launch_each(model, net, train.as_ref(), training_config, steps))?;
             self.graphs.push(graph);
         }
         Ok(())
@@ -195,7 +197,7 @@ impl Engine for Gpu {
         self.load(data, sampler, begin / self.training_config.steps_per_epoch)?;
         self.net.clear_score(self.model.stream())?;
         // Reported so far: steps, and the score at the last mark read.
-        let (mut told, mut score) = (begin, LossReport::default());
+        let (mut reported, mut score) = (begin, LossReport::default());
         let mut launches = 0;
         while self.model.steps() < until {
             if self.options.graph && self.graphs.is_empty() && self.launched >= FIRST_STEPS {
@@ -207,8 +209,8 @@ impl Engine for Gpu {
             // A mark is reused only after it was read. That keeps the host from running further ahead.
             if launches >= AHEAD {
                 let step = self.marks[place].step;
-                score = self.read(place, score, told..step, observer)?;
-                told = step;
+                score = self.read(place, score, reported..step, observer)?;
+                reported = step;
             }
             self.launch(steps)?;
             self.launched += steps;
@@ -225,8 +227,8 @@ impl Engine for Gpu {
         }
         for launch in launches.saturating_sub(AHEAD)..launches {
             let step = self.marks[launch % AHEAD].step;
-            score = self.read(launch % AHEAD, score, told..step, observer)?;
-            told = step;
+            score = self.read(launch % AHEAD, score, reported..step, observer)?;
+            reported = step;
         }
         Ok(score)
     }
