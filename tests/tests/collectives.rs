@@ -97,7 +97,7 @@ fn mismatched_messages_are_named_on_waiting_ranks() {
             calls[rank as usize](comm, 1 - rank)
         });
         for (rank, error) in errors.into_iter().enumerate() {
-            let error = error.unwrap_or_else(|| panic!("rank {rank} is not mismatch_errors: {texts:?}"));
+            let error = error.unwrap_or_else(|| panic!("rank {rank} got no error: {texts:?}"));
             for (peer, text) in texts.iter().enumerate() {
                 let call = format!("rank {peer} calls {text}");
                 assert!(error.contains(&call), "rank {rank} should say `{call}`: {error}");
@@ -128,7 +128,7 @@ fn deadlock_cycles_of_any_length_are_reported() {
             _ => comm.barrier(),
         });
         for error in errors {
-            let error = error.expect("every rank is mismatch_errors");
+            let error = error.expect("every rank gets an error");
             assert!(error.contains("rank 1 calls recv(1 u8, from rank 0)"), "{error}");
             assert!(error.contains("calls barrier") && error.contains("operation 1:"), "{error}");
         }
@@ -178,7 +178,7 @@ fn mismatched_exchanges_are_named_on_every_rank() {
     ];
     for (call, texts) in calls {
         for error in mismatch_errors(2, |comm| call(comm, comm.rank())) {
-            let error = error.unwrap_or_else(|| panic!("every rank is mismatch_errors: {texts:?}"));
+            let error = error.unwrap_or_else(|| panic!("every rank gets an error: {texts:?}"));
             for text in texts {
                 assert!(error.contains(text), "`{text}` is missing: {error}");
             }
@@ -192,7 +192,7 @@ fn mismatched_exchanges_are_named_on_every_rank() {
         comm.all_to_all_v(&Buffer::zeroed::<u8>(0), &[0; 3], receive, &expected)?.wait().map(drop)
     });
     for error in errors {
-        let error = error.expect("every rank is mismatch_errors");
+        let error = error.expect("every rank gets an error");
         assert!(error.contains("rank 2 calls all_to_all_v(1 u8 from rank 1)"), "{error}");
     }
 }

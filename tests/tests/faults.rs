@@ -158,7 +158,7 @@ fn a_rank_that_dies_within_an_operation() {
 
 /// In a long ring, most ranks learn of the culprit from other ranks that fail before them.
 fn around_a_long_ring(seeds: RangeInclusive<u64>, fault: &'static str, outcome: Outcome) -> Vec<Case> {
-    let payload = PayloadPath::named("ring").expect("a payload of this name");
+    let payload = PayloadPath::named("ring").expect("a payload path of this name");
     seeds
         .map(|seed| Case { ranks: 8, culprit: seed as u32 % 8, payload, fault, outcome, seed: Some(seed) })
         .collect()

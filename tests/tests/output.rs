@@ -281,13 +281,13 @@ fn a_reader_that_never_reads_blocks_nobody() {
     until(|| (0..2).all(|rank| folder.path().join(format!("done-{rank}")).exists()));
     let finished = finish(&mut child);
     assert_eq!(finished.code, Some(0));
-    let told = |line: &str| {
+    let missed_lines = |line: &str| {
         let line = line.strip_prefix("mgpurun: ")?;
         let count =
             line.strip_suffix(" lines of standard output are not shown: nobody took any for 0.05 s")?;
         count.parse::<usize>().ok()
     };
-    let missed: usize = finished.stderr.lines().filter_map(told).sum();
+    let missed: usize = finished.stderr.lines().filter_map(missed_lines).sum();
     assert!(missed > 50_000, "{}", finished.stderr);
     assert_eq!(finished.stdout.lines().count() + missed, 100_000);
     assert!(finished.stdout.lines().all(|line| line.len() == 104));

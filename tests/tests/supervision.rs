@@ -460,12 +460,12 @@ fn ranks_that_use_mpi_are_warned_about_their_world_of_one() {
     job.args(["-n", "2", "env"]).arg(format!("LD_PRELOAD={}", mpi.display())).args(["sleep", "1000"]);
     let mut child = job.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let told = lines.find_map(|line| line.ok().filter(|line| line.contains("MPI")));
-    let told = told.expect("a line about MPI");
-    assert!(told.starts_with("mgpurun: the ranks use MPI, ") && told.contains("mpirun"), "{told}");
+    let warning = lines.find_map(|line| line.ok().filter(|line| line.contains("MPI")));
+    let warning = warning.expect("a line about MPI");
+    assert!(warning.starts_with("mgpurun: the ranks use MPI, ") && warning.contains("mpirun"), "{warning}");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     child.wait().unwrap();
-    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "it is told once");
+    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "it is warning once");
 }
 
 #[test]

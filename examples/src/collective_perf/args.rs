@@ -118,10 +118,10 @@ mod tests {
 
     #[test]
     fn contradicting_arguments_are_errors() {
-        let told = |arguments: &str| parsed(arguments).check_consistent();
-        assert_eq!(told("--min 8 --max 8"), Ok(()));
-        assert_eq!(told("--min 8 --max 4"), Err("--min 8 is larger than --max 4".into()));
-        let refused = told("--algo ring --collective broadcast");
+        let check = |arguments: &str| parsed(arguments).check_consistent();
+        assert_eq!(check("--min 8 --max 8"), Ok(()));
+        assert_eq!(check("--min 8 --max 4"), Err("--min 8 is larger than --max 4".into()));
+        let refused = check("--algo ring --collective broadcast");
         assert_eq!(
             refused,
             Err("--algo ring works only with all_reduce, not with --collective broadcast".into())

@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn parse_errors_name_the_line() {
         let good = r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":1}"#;
-        let told = |line: &str| parse(&format!("{good}\n\n{line}")).unwrap_err();
+        let error_of = |line: &str| parse(&format!("{good}\n\n{line}")).unwrap_err();
         for (line, problem) in [
             ("mpiexec: warning", "not a measurement: expected value"),
             (r#"{"impl":"a","ranks":2,"bytes":4}"#, "missing field `us_p50`"),
@@ -170,7 +170,7 @@ mod tests {
             (r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":1,"collective":"sort"}"#, "unknown variant `sort`"),
             (r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":0}"#, "us_p50 is 0, not a time"),
         ] {
-            let error = told(line);
+            let error = error_of(line);
             assert!(error.starts_with("peers.jsonl:3: ") && error.contains(problem), "{error}");
         }
         assert!(

@@ -386,17 +386,17 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     // A gradient announced twice or never; one micro-batch too few or too many.
     model.begin_step()?;
     model.ready(6)?;
-    let told = |outcome: Result<()>, text: &str| {
+    let expect_error = |outcome: Result<()>, text: &str| {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
-    told(model.ready(6), "the gradient of tensor `6` was handed over twice");
-    told(model.next_micro_batch(), "was not handed over");
-    told(model.finish_step(), "a step of 2 micro-batches ends after 1");
+    expect_error(model.ready(6), "the gradient of tensor `6` was handed over twice");
+    expect_error(model.next_micro_batch(), "was not handed over");
+    expect_error(model.finish_step(), "a step of 2 micro-batches ends after 1");
     model.begin_step()?;
     (0..7).try_for_each(|tensor| model.ready(tensor))?;
     model.next_micro_batch()?;
-    told(model.next_micro_batch(), "a step has 2 micro-batches and no more");
+    expect_error(model.next_micro_batch(), "a step has 2 micro-batches and no more");
 
     (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
     assert!(model.parameters()? == expected.weights, "the training continues with other bits");

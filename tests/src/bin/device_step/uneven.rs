@@ -213,14 +213,14 @@ fn micro_batches_and_learning_rates(world: &mut World, optimizer: OptimizerConfi
 }
 
 fn mistakes(world: &mut World) -> Result<()> {
-    let told = |outcome: Result<()>, text: &str| {
+    let expect_error = |outcome: Result<()>, text: &str| {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
     let mut model = model(world, &grouped(), config(sgd(), 1))?;
-    told(model.join().map(|_| ()), "only where the configuration has `join`");
+    expect_error(model.join().map(|_| ()), "only where the configuration has `join`");
     model.begin_step()?;
-    told(model.ready(4), "tensor `4` is frozen: its gradient is not taken");
+    expect_error(model.ready(4), "tensor `4` is frozen: its gradient is not taken");
     let inputs = Inputs::new(&model, 1)?;
     make_step(&mut model, &inputs, |_, _| true)?;
     let graph = model.capture(|model| {
@@ -230,7 +230,7 @@ fn mistakes(world: &mut World) -> Result<()> {
     })?;
     model.replay(&graph)?;
     model.set_learning_rate(0.2);
-    told(model.replay(&graph), "a graph with learning rate 0.1 at learning rate 0.2: capture again");
+    expect_error(model.replay(&graph), "a graph with learning rate 0.1 at learning rate 0.2: capture again");
     drop(graph);
     drop(model);
 
@@ -238,7 +238,7 @@ fn mistakes(world: &mut World) -> Result<()> {
     joining.parallel.reducer.join = true;
     let mut model = self::model(world, &layout(), joining)?;
     let captured = model.capture(DeviceDataParallel::begin_step).map(|_| ());
-    told(captured, "which cannot be captured");
-    told(model.sum_over_ranks(model.buffers()), "takes no part in sums within a step");
+    expect_error(captured, "which cannot be captured");
+    expect_error(model.sum_over_ranks(model.buffers()), "takes no part in sums within a step");
     Ok(())
 }
