@@ -465,7 +465,7 @@ fn ranks_that_use_mpi_are_warned_about_their_world_of_one() {
     assert!(warning.starts_with("mgpurun: the ranks use MPI, ") && warning.contains("mpirun"), "{warning}");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     child.wait().unwrap();
-    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "it is warning once");
+    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "the warning is printed once");
 }
 
 #[test]

@@ -98,16 +98,18 @@ pub(super) struct Args {
     /// Keep the newest N checkpoints.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     keep: u16,
-    /// Resume from the newest valid checkpoint in --checkpoint-dir; start at step 0 if there is none.
+    /// Resume from the newest checkpoint in --checkpoint-dir; start at step 0 if there is none.
     ///
     /// Refused, with a list of the differences, if the checkpoint is of another run: another network, seed, global
     /// batch size, --lr, --schedule, --warm-up, --clip-norm, --gradients, --precision or training set. With the
     /// schedules linear and cosine the total number of steps must be the same too; with constant and step a run can
     /// be extended. With batch normalisation the micro-batches must be the same.
     ///
-    /// Other ranks, threads, kernels or devices are allowed; a line then says that the weights will not be bit-equal
-    /// to those of an uninterrupted run. Ranks restarted by mgpurun resume without this flag, from checkpoints of the
-    /// same launch only.
+    /// Other numbers of ranks or threads, kernels or devices are allowed; a line says if the weights will therefore
+    /// not be bit-equal to those of an uninterrupted run.
+    ///
+    /// A damaged checkpoint is renamed to damaged-… and the previous one is used; it is an error if all are damaged.
+    /// Ranks restarted by mgpurun resume without this flag, but only from checkpoints of the same launch.
     #[arg(long, requires = "checkpoint_dir")]
     pub(super) resume: bool,
     /// Append one JSON object per epoch to this file.
