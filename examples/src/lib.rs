@@ -9,7 +9,7 @@
 //! | [`all_reduce`] | an all-reduce over all ranks |
 //! | [`train_mlp`] | data-parallel training of a small network |
 //! | [`own_optimizer`] | the same with a custom optimizer |
-//! | [`embed`] | a program that starts its own ranks |
+//! | [`embed`] | a program that starts its own ranks, or is started by a launcher |
 //!
 //! (`examples/candle`, a separate package, trains a model of the candle framework.) Programs with a folder are for
 //! use:

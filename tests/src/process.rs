@@ -123,7 +123,7 @@ pub fn on_a_small_disk(disk: &Path, size: &str, prepare: &str, program: impl AsR
 }
 
 /// Whether mounting is forbidden here; prints that the test is skipped.
-pub fn has_no_small_disk(finished: &Finished) -> bool {
+pub fn mounting_is_forbidden(finished: &Finished) -> bool {
     let none = finished.code == Some(99) || finished.stderr.starts_with("unshare: ");
     if none {
         eprintln!("skipped: this environment forbids mounting: {}", finished.stderr);

@@ -107,26 +107,26 @@ impl Case {
                 assert_eq!(finished.code, Some(code), "{what}");
                 let said = format!("mgpurun: rank {culprit} ");
                 assert!(finished.stderr.contains(&said), "no `{said}`: {what}");
-                self.all_others_say(&finished, &[&format!("lost rank {culprit} in "), how]);
+                self.all_others_report(&finished, &[&format!("lost rank {culprit} in "), how]);
             }
             Silent => {
                 assert_eq!(finished.code, Some(65), "{what}");
                 let said = format!("mgpurun: rank {culprit} made no progress");
                 assert!(finished.stderr.contains(&said), "no `{said}`: {what}");
-                self.all_others_say(&finished, &[&format!(" s for rank {culprit} in ")]);
+                self.all_others_report(&finished, &[&format!(" s for rank {culprit} in ")]);
             }
             Mismatch(theirs) => {
                 assert_eq!(finished.code, Some(9), "{what}");
                 let ours = all_reduce(self.payload.len, "f32, sum", self.payload.path);
                 let theirs = format!("rank {culprit} calls {}", theirs(&self.payload));
-                self.all_others_say(&finished, &["ranks disagree on operation", &ours, &theirs]);
+                self.all_others_report(&finished, &["ranks disagree on operation", &ours, &theirs]);
             }
         }
     }
 
     /// Every rank except the culprit reports an error that contains all `texts`, and then that the error has poisoned
     /// the communicator.
-    fn all_others_say(&self, finished: &Finished, texts: &[&str]) {
+    fn all_others_report(&self, finished: &Finished, texts: &[&str]) {
         for rank in (0..self.ranks).filter(|rank| *rank != self.culprit) {
             let line = |what: &str| {
                 let prefix = format!("[{rank}] {what}: ");

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use mgpu_tests::process::{command, run};
 
 /// The golden files and the data, or a message that the test is skipped.
-fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
+fn golden_files() -> Option<(Vec<PathBuf>, PathBuf)> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from);
     let (Some(golden), Some(data)) = (folder("MGPU_GOLDEN"), folder("MGPU_DATA")) else {
         println!("skipped: set MGPU_GOLDEN and MGPU_DATA to run the golden checks");
@@ -25,7 +25,7 @@ fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
 }
 
 fn check(ranks: u32, flags: &[&str]) {
-    let Some((files, data)) = at_hand() else { return };
+    let Some((files, data)) = golden_files() else { return };
     check_files(ranks, flags, &files, &data);
 }
 
@@ -44,7 +44,7 @@ fn check_files(ranks: u32, flags: &[&str], files: &[PathBuf], data: &Path) {
 }
 
 fn check_some(ranks: u32, flags: &[&str], nets: &[&str]) {
-    let Some((mut files, data)) = at_hand() else { return };
+    let Some((mut files, data)) = golden_files() else { return };
     files.retain(|path| nets.iter().any(|net| path.file_stem() == Some(OsStr::new(net))));
     assert_eq!(files.len(), nets.len());
     check_files(ranks, flags, &files, &data);
@@ -86,7 +86,7 @@ fn golden_runs_in_micro_batches() {
 
 #[test]
 fn a_deviation_past_its_bound_fails() {
-    let Some((files, data)) = at_hand() else { return };
+    let Some((files, data)) = golden_files() else { return };
     let lenet5 = files.iter().find(|path| path.ends_with("lenet5.json")).expect("lenet5.json");
     let text = std::fs::read_to_string(lenet5).unwrap();
     let mut golden: serde_json::Value = serde_json::from_str(&text).unwrap();

@@ -95,8 +95,7 @@ fn the_gpu_benchmark_script_has_a_dry_run() {
         .args(["throughput", "bandwidth", "accuracy", "sanitizer", "--limit", "120", "--out"])
         .arg(folder.path());
     let finished = run(&mut command);
-    finished
-        .expect(0, &["FAKE GPU: no figures of a real GPU", "throughput     12 runs, 0 failed"]);
+    finished.expect(0, &["FAKE GPU: no figures of a real GPU", "throughput     12 runs, 0 failed"]);
     let written = std::fs::read_dir(folder.path()).expect("a folder").filter_map(Result::ok);
     let names: Vec<_> = written.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     let name = names.iter().find(|name| name.ends_with("-fake-gpu-tests-only.json"));

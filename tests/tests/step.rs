@@ -237,7 +237,7 @@ fn gradients_are_clipped_by_their_global_norm() {
 }
 
 #[test]
-fn compressed_gradients_are_rounded_once() {
+fn compressed_gradients_stay_within_rounding_errors() {
     threads::run(3, |mut world| {
         for optimizer in optimizers() {
             for config in [config(optimizer), sharded(optimizer)] {

@@ -32,7 +32,7 @@ fn launcher(folder: &Path) -> Command {
     launcher
 }
 
-fn left_of(folder: &Path) -> Vec<u32> {
+fn leftover_processes(folder: &Path) -> Vec<u32> {
     survivors(&format!("MGPU_TEST_MARK={}", folder.display()))
 }
 
@@ -55,7 +55,7 @@ impl FaultCase {
             job.args(["--timeout", "1", "--progress-timeout", "1"]);
         }
         let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
-        assert_eq!(left_of(folder.path()), [] as [u32; 0], "{self:?}: {finished:#?}");
+        assert_eq!(leftover_processes(folder.path()), [] as [u32; 0], "{self:?}: {finished:#?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "{self:?}: {finished:#?}");
         let (code, said) = self.expected();
         assert_eq!(finished.code, Some(code), "{self:?}: {finished:#?}");
@@ -149,7 +149,7 @@ fn leftover_processes_of_a_dead_rank_are_killed() {
     job.args(["-n", "2", "--inject", "rank=1,step=2,fault=leak-child"]);
     job.args(["--inject", "rank=1,step=3,fault=sigkill", env!("CARGO_BIN_EXE_t-job")]);
     run(&mut job).expect(137, &["rank 1 was killed by SIGKILL"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 /// A script that starts a child in another session, reports that it is ready, and stays.
@@ -175,10 +175,10 @@ fn start_stubborn(folder: &Path) -> (Child, Pid) {
 fn nothing_survives_a_killed_guardian() {
     let folder = tempfile::tempdir().unwrap();
     let (mut child, _) = start_stubborn(folder.path());
-    assert!(left_of(folder.path()).len() >= 6);
+    assert!(leftover_processes(folder.path()).len() >= 6);
     child.kill().unwrap();
     child.wait().unwrap();
-    until(|| left_of(folder.path()).is_empty());
+    until(|| leftover_processes(folder.path()).is_empty());
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn nothing_survives_a_killed_launcher() {
     let (mut child, launcher) = start_stubborn(folder.path());
     kill(launcher, Signal::SIGKILL).unwrap();
     finish(&mut child).expect(137, &["the launcher was killed by SIGKILL: so are its ranks"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
     let folders = fs::read_dir(folder.path()).unwrap().flatten().filter(|entry| entry.path().is_dir());
     assert_eq!(folders.count(), 0);
 }
@@ -202,13 +202,13 @@ fn rank_process_groups_end_when_launcher_and_guardian_are_killed_together() {
     let change = if is_root { "setpriv --reuid 65534 --clear-groups" } else { "" };
     let script = format!("{change} sh -c 'while :; do sleep 1; done' & {stubborn}");
     let (mut guardian, launcher) = start_script(folder.path(), 2, &script);
-    until(|| left_of(folder.path()).len() >= 8);
+    until(|| leftover_processes(folder.path()).len() >= 8);
     // While stopped, the guardian does not notice the launcher's end.
     kill(Pid::from_raw(guardian.id() as i32), Signal::SIGSTOP).unwrap();
     kill(launcher, Signal::SIGKILL).unwrap();
     guardian.kill().unwrap();
     guardian.wait().unwrap();
-    until(|| left_of(folder.path()).is_empty());
+    until(|| leftover_processes(folder.path()).is_empty());
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn processes_that_keep_forking_are_all_killed() {
     // They must not slow down the tests that run at the same time.
     job.args(["-n", "1", "nice", "-n", "19", "sh", "-c", &script]).env("SESSION", session);
     run(&mut job).expect(0, &[]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
@@ -315,7 +315,7 @@ fn a_timeout_inside_a_rank_also_prints_the_status_table() {
     let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
     finished
         .expect(65, &["mgpurun: rank 2 made no progress: ", "mgpurun: rank  pid", "waited 1.0 s for rank 2"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn incompatible_ranks_are_reported_by_rank() {
         let folder = tempfile::tempdir().unwrap();
         let finished = run(launcher(folder.path()).args(["-n", "2", hello]).args(lists));
         finished.expect(code, &[said]);
-        assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+        assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
     }
 }
 
@@ -357,7 +357,7 @@ fn a_failed_rank_is_restarted_with_all_others() {
         job.args(["-n", "2"]).args(options);
         faults.iter().for_each(|fault| _ = job.args(["--inject", fault]));
         let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
-        assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+        assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
         finished
     };
     let fault = "rank=1,step=3,fault=sigkill";
@@ -484,7 +484,7 @@ fn many_launches_at_once() {
             scope.spawn(|| {
                 let folder = tempfile::tempdir().unwrap();
                 run(launcher(folder.path()).args(["-n", "2", env!("CARGO_BIN_EXE_t-job")])).expect(0, &[]);
-                assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+                assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
             });
         }
     });
@@ -544,7 +544,7 @@ fn children_of_a_shell_get_the_grace_time() {
     let (mut child, _) = start_script(folder.path(), 2, &format!("sh -c '{inner}'; exit $?"));
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     finish(&mut child).expect(143, &["[0] saved", "[1] saved"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
@@ -554,7 +554,7 @@ fn a_rank_that_leaves_its_process_group_is_still_killed() {
         format!("[ $RANK = 1 ] && {{ sleep 0.2; exit 3; }}; exec {}", env!("CARGO_BIN_EXE_t-wander"));
     let finished = run(launcher(folder.path()).args(["--grace", "0.3", "-n", "2", "sh", "-c", &script]));
     finished.expect(3, &["[0] wandered", "rank 0 did not end within 0.3 s: killed"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]

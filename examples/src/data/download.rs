@@ -86,7 +86,7 @@ pub fn mnist(progress: Progress) -> Result<Mnist, DataError> {
 ///
 /// # Errors
 /// As [`idx::read`], if the files exist and are damaged.
-pub fn earlier() -> Result<Option<Mnist>, DataError> {
+pub fn cached() -> Result<Option<Mnist>, DataError> {
     match default_folder() {
         Ok(folder) if is_complete(&folder) => {
             Ok(Some(Mnist { origin: Origin::Downloaded(folder.clone()), ..idx::read(&folder)? }))
@@ -100,11 +100,11 @@ pub fn earlier() -> Result<Option<Mnist>, DataError> {
 /// # Errors
 /// If neither `XDG_CACHE_HOME` nor `HOME` is an absolute path.
 pub fn default_folder() -> Result<PathBuf, DataError> {
-    folder_by(|name| std::env::var_os(name).map(PathBuf::from))
+    folder_from(|name| std::env::var_os(name).map(PathBuf::from))
 }
 
 /// [`default_folder`] with other environment variables, for tests, which must not change those of the process.
-fn folder_by(variable: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf, DataError> {
+fn folder_from(variable: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf, DataError> {
     // The XDG base directory specification says to ignore relative paths.
     let absolute = |name: &str| variable(name).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));

@@ -108,7 +108,7 @@ struct Deviations {
 
 /// The results of a run.
 #[derive(Debug, Default)]
-struct Lists {
+struct RunResults {
     loss: Vec<f64>,
     grad_norm: Vec<f64>,
     param_norm: Vec<f64>,
@@ -118,7 +118,7 @@ struct Lists {
 /// The smallest bound in f32 on GPUs. Sums in another order can change which of two nearly equal values is the
 /// maximum of a window, or the sign of a value near 0. For that reason a run on an H100 deviated by up to 7e-4, and
 /// PyTorch's own f32 on the CPU, with other seeds than the recorded runs, by up to 1e-3.
-const LEAST_ON_GPUS: f64 = 1e-3;
+const MIN_BOUND_ON_GPUS: f64 = 1e-3;
 
 /// The program.
 pub fn main() -> ExitCode {
@@ -137,7 +137,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         outln!("on {}, {}", device.name(), args.precision);
     }
     let real = world.device().is_some_and(|device| !device.name().contains(crate::gpu_check::FAKE));
-    let least = if real { LEAST_ON_GPUS } else { 1e-5 };
+    let least = if real { MIN_BOUND_ON_GPUS } else { 1e-5 };
     let coarse = args.precision != Precision::F32 || args.parallel.compresses();
     let (settings, mut failed) = (args.settings(&train), Vec::new());
     for path in &args.files {
@@ -205,7 +205,7 @@ fn repeat(
     world: &mut World,
     args: &Args,
     settings: &Settings,
-) -> Result<Lists, Box<dyn Error>> {
+) -> Result<RunResults, Box<dyn Error>> {
     let (rank, ranks) = (world.rank() as usize, world.size() as usize);
     if !golden.batch.is_multiple_of(ranks) {
         return Err(
@@ -248,7 +248,7 @@ fn repeat(
     if tensors != golden.tensors {
         return Err("the tensors of the golden file differ from those of the network".into());
     }
-    let mut lists = Lists::default();
+    let mut lists = RunResults::default();
     for step in 0..golden.steps {
         let first = step * golden.batch + rank * batch;
         let samples: Vec<u32> = (first..first + batch).map(|sample| sample as u32).collect();
@@ -290,7 +290,7 @@ fn norm(values: &[f32]) -> f64 {
 /// bound, or three times the f32 bound if that is larger: rounding can change which value of a window is the maximum,
 /// or the sign of a value, and so move a whole contribution to the gradient. These wide bounds only distinguish a
 /// wrong kernel from coarse rounding.
-fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool {
+fn compare(golden: &Golden, found: &RunResults, is_coarse: bool, least: f64) -> bool {
     let relative = |expected: f64| expected.abs().max(1e-12);
     let absolute = |_: f64| 1.0;
     let single = golden.torch_f32_deviation;
@@ -314,7 +314,7 @@ fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool 
         within_all &= within;
         let verdict = match distances.iter().position(|distance| distance.to_bits() == largest.to_bits()) {
             _ if within => "ok".to_owned(),
-            Some(index) => format!("EXCEEDS THE BOUND ({})", place(golden, name, index)),
+            Some(index) => format!("EXCEEDS THE BOUND ({})", describe_entry(golden, name, index)),
             None => "EXCEEDS THE BOUND".to_owned(),
         };
         outln!("{:<13} {name:<11} deviation {largest:9.2e}  bound {bound:9.2e}  {verdict}", golden.net);
@@ -323,7 +323,7 @@ fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool 
 }
 
 /// What entry `index` of a list is about.
-fn place(golden: &Golden, list: &str, index: usize) -> String {
+fn describe_entry(golden: &Golden, list: &str, index: usize) -> String {
     match list {
         "loss" => format!("step {}", index + 1),
         "logits" => format!("class {index}"),

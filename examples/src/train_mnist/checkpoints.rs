@@ -112,7 +112,7 @@ impl Checkpoints {
         let path = checkpoint.path().display();
         let saved: Run = serde_json::from_value(checkpoint.manifest().state.clone())
             .map_err(|error| format!("{path}: not a checkpoint of train_mnist: {error}"))?;
-        if from == ResumeFrom::ThisLaunch && !run.is_of_the_launch_of(&saved) {
+        if from == ResumeFrom::ThisLaunch && !run.is_same_launch(&saved) {
             return Err(of_an_earlier_run(checkpoint.path()));
         }
         let differences = run.differences(&saved);
@@ -126,7 +126,7 @@ impl Checkpoints {
                 aside.file_name().unwrap_or_default().display()
             );
         }
-        let roundings = run.roundings(&saved);
+        let roundings = run.rounding_differences(&saved);
         if !roundings.is_empty() {
             outln!(
                 "the weights will not be bit-equal to those of an uninterrupted run: {}",

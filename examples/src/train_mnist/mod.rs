@@ -60,13 +60,16 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
     let (mut session, device, comm) = Session::begin(args)?;
     let trainer = trainer.insert(session.trainer(device, comm)?);
     if let Some(folder) = &args.checkpoint_dir {
-        trainer.keep_in(folder, &session.world, args, &session.data, session.threads)?;
+        trainer.enable_checkpoints(folder, &session.world, args, &session.data, session.threads)?;
     }
-    session.introduce(trainer);
+    session.print_header(trainer);
     let begun = trainer.steps();
     record_next(&session.timeline, args, begun);
-    let tested =
-        if begun < trainer.length() { session.train(trainer)? } else { session.nothing_left(trainer)? };
+    let tested = if begun < trainer.length() {
+        session.train(trainer)?
+    } else {
+        session.report_finished_run(trainer)?
+    };
     session.conclude(trainer, begun, tested)
 }
 
@@ -129,7 +132,7 @@ impl<'a> Session<'a> {
     }
 
     /// Prints what will be trained, and on what.
-    fn introduce(&self, trainer: &mut Trainer) {
+    fn print_header(&self, trainer: &mut Trainer) {
         if self.world.rank() > 0 {
             return;
         }
@@ -180,7 +183,7 @@ impl<'a> Session<'a> {
     /// Trains the rest of the epoch and reports each step to the launcher and the user.
     fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
-        let seen = |line: &ProgressLine| {
+        let on_step = |line: &ProgressLine| {
             world.report_step(line.step);
             record_next(timeline, args, line.step);
             progress.update(|| line.to_string());
@@ -188,7 +191,7 @@ impl<'a> Session<'a> {
                 curves.step(line.step, line.loss);
             }
         };
-        trainer.train_epoch(&data.train, seen, || world.report_phase(Phase::Checkpoint))
+        trainer.train_epoch(&data.train, on_step, || world.report_phase(Phase::Checkpoint))
     }
 
     fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<TestResult> {
@@ -197,7 +200,7 @@ impl<'a> Session<'a> {
     }
 
     /// For a run whose steps are all done: evaluates and reports the result.
-    fn nothing_left(&self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
+    fn report_finished_run(&self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
         let tested = if self.args.skip_test { None } else { Some(self.evaluate(trainer)?) };
         if self.world.rank() == 0 {
             let (made, asked) = (trainer.steps(), trainer.length());

@@ -104,7 +104,7 @@ impl Run {
     }
 
     /// Whether a checkpoint was saved by the same launch, before or after a restart.
-    pub(super) fn is_of_the_launch_of(&self, saved: &Run) -> bool {
+    pub(super) fn is_same_launch(&self, saved: &Run) -> bool {
         self.launch.is_some() && self.launch == saved.launch
     }
 
@@ -160,7 +160,7 @@ impl Run {
     }
 
     /// Why a resumed run will not be bit-equal to an uninterrupted one; empty if it will.
-    pub(super) fn roundings(&self, saved: &Run) -> Vec<String> {
+    pub(super) fn rounding_differences(&self, saved: &Run) -> Vec<String> {
         let mut lines = Vec::new();
         let mut compare = |what: &str, saved: String, here: String| {
             if saved != here {
@@ -240,9 +240,9 @@ mod tests {
     #[test]
     fn only_a_launch_that_is_known_has_checkpoints_of_its_own() {
         let of = |launch: Option<&str>| Run { launch: launch.map(str::to_owned), ..run() };
-        assert!(of(Some("a")).is_of_the_launch_of(&of(Some("a"))));
+        assert!(of(Some("a")).is_same_launch(&of(Some("a"))));
         for (here, saved) in [(Some("a"), Some("b")), (Some("a"), None), (None, Some("a")), (None, None)] {
-            assert!(!of(here).is_of_the_launch_of(&of(saved)), "{here:?} {saved:?}");
+            assert!(!of(here).is_same_launch(&of(saved)), "{here:?} {saved:?}");
         }
         assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
     }
@@ -266,7 +266,7 @@ mod tests {
             let mut state = serde_json::to_value(run()).unwrap();
             **which.get_mut(&mut leaves(&mut state)[..]) = forged;
             if let Ok(saved) = serde_json::from_value::<Run>(state) {
-                let lines = [run().differences(&saved), run().roundings(&saved)].concat();
+                let lines = [run().differences(&saved), run().rounding_differences(&saved)].concat();
                 prop_assert!(lines.iter().all(|line| !line.is_empty()));
             }
         }

@@ -32,7 +32,7 @@ pub(super) fn load(args: &Args, world: &World, comm: &mut Communicator) -> Resul
         together("a folder")?;
         let asked = if args.data.is_some() { "--data" } else { "MGPU_DATA" };
         idx::read(&folder).map_err(|error| format!("{asked}: {error}"))?
-    } else if let Some(data) = download::earlier()? {
+    } else if let Some(data) = download::cached()? {
         together("an earlier download")?;
         data
     } else {

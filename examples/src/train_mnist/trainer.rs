@@ -141,7 +141,7 @@ impl Trainer {
     }
 
     /// Saves checkpoints to `folder` from now on, and resumes from it if permitted. Collective.
-    pub(super) fn keep_in(
+    pub(super) fn enable_checkpoints(
         &mut self,
         folder: &Path,
         world: &World,
@@ -195,12 +195,12 @@ impl Trainer {
         self.steps().div_ceil(self.steps_per_epoch())
     }
 
-    /// Trains to the end of the epoch, or of the training if that comes first. Calls `saving` before each checkpoint.
+    /// Trains to the end of the epoch, or of the training if that comes first. Calls `before_save` before each checkpoint.
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
-        mut seen: impl FnMut(&ProgressLine),
-        mut saving: impl FnMut(),
+        mut on_step: impl FnMut(&ProgressLine),
+        mut before_save: impl FnMut(),
     ) -> Result<EpochReport, Box<dyn Error>> {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
@@ -220,7 +220,16 @@ impl Trainer {
             }
             let pace = spent.seconds / (step - begin) as f64;
             let (epoch, images_per_s, communication) = (epoch + 1, global_batch as f64 / pace, share(spent));
-            seen(&ProgressLine { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
+            on_step(&ProgressLine {
+                epoch,
+                step,
+                steps: last,
+                length,
+                loss,
+                images_per_s,
+                pace,
+                communication,
+            });
         };
         let mut score = LossReport::default();
         while self.engine.steps() < last {
@@ -228,7 +237,7 @@ impl Trainer {
             let until = next.map_or(last, |next| next.min(last));
             score += self.engine.train(data, &mut self.sampler, until, &mut note)?;
             if until < last {
-                saving();
+                before_save();
                 // Checkpoints are timed separately.
                 watch.leave_out(|| self.save())?;
             }

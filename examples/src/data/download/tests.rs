@@ -312,12 +312,12 @@ fn a_folder_that_cannot_be_made_is_named() {
 #[test]
 fn downloads_are_kept_in_the_users_cache() {
     let folder = |xdg: &'static str, home: &'static str| {
-        folder_by(move |name| Some(if name == "HOME" { home.into() } else { xdg.into() }))
+        folder_from(move |name| Some(if name == "HOME" { home.into() } else { xdg.into() }))
     };
     assert_eq!(folder("/cache", "/home/me").unwrap(), Path::new("/cache/mgpu/mnist"));
     assert_eq!(folder("", "/home/me").unwrap(), Path::new("/home/me/.cache/mgpu/mnist"));
     assert_eq!(folder("relative", "/home/me").unwrap(), Path::new("/home/me/.cache/mgpu/mnist"));
-    assert!(matches!(folder_by(|_| None), Err(DataError::NoCache)));
+    assert!(matches!(folder_from(|_| None), Err(DataError::NoCache)));
 }
 
 #[test]

@@ -111,7 +111,7 @@ impl<T: Storage> OnCpu<T> for Cpu {
         norm::cpu::scale_gradient(sums, sink.gradient(*weight));
         let db = &mut bias[..gamma.len()];
         norm::cpu::shift_gradient(sums, db);
-        step.hand_over(sink, *weight, db)?;
+        step.announce(sink, *weight, db)?;
         if input_gradient {
             sink.sum_over_ranks(sums.values_mut())?;
             lap(step.profile, Lap::Communication);

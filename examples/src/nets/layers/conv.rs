@@ -140,7 +140,7 @@ impl<T: Storage> OnCpu<T> for Cpu {
         let from = conv::cpu::Backward { x, weights: step.tensor(*weight), y, chosen, dy };
         let db = &mut bias[..*filters];
         kernel.backward(step.threads, step.scratch, from, sink.gradient(*weight), db, dx);
-        step.hand_over(sink, *weight, db)
+        step.announce(sink, *weight, db)
     }
 }
 

@@ -49,7 +49,7 @@ impl<'a> Step<'a> {
     }
 
     /// Announces the gradients of a stage's weights and bias.
-    pub(super) fn hand_over(&mut self, sink: &mut dyn GradientSink, weight: usize, db: &[f32]) -> Result<()> {
+    pub(super) fn announce(&mut self, sink: &mut dyn GradientSink, weight: usize, db: &[f32]) -> Result<()> {
         lap(self.profile, Lap::Backward(self.stage));
         sink.gradient(weight + 1).copy_from_slice(db);
         sink.ready(weight + 1)?;

@@ -106,6 +106,6 @@ impl OnCpu<f32> for Cpu {
         let from = dense::cpu::Backward { x, weights: step.tensor(*weight), y, dy };
         let db = &mut bias[..*outputs];
         kernel.backward(step.threads, step.scratch, from, sink.gradient(*weight), db, dx);
-        step.hand_over(sink, *weight, db)
+        step.announce(sink, *weight, db)
     }
 }

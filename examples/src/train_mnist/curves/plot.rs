@@ -46,7 +46,7 @@ fn render(points: &Points) -> Result<String, Box<dyn Error>> {
 }
 
 fn draw_losses(points: &Points, steps: f64, area: &Area<'_>) -> Result<(), Box<dyn Error>> {
-    let train = thinned(&points.losses);
+    let train = averaged_points(&points.losses);
     let test = points.epochs.iter().filter_map(|epoch| Some((epoch.step as f64, epoch.test_loss?)));
     let test: Vec<_> = test.filter(|(_, loss)| loss.is_finite()).collect();
     let losses = || train.iter().chain(&test).map(|(_, loss)| *loss);
@@ -122,7 +122,7 @@ fn key(colour: RGBColor) -> impl Fn((i32, i32)) -> PathElement<(i32, i32)> {
 }
 
 /// At most [`POINTS`] points, each the mean of its neighbours; non-finite values are skipped.
-fn thinned(losses: &[(u64, f64)]) -> Vec<(f64, f64)> {
+fn averaged_points(losses: &[(u64, f64)]) -> Vec<(f64, f64)> {
     let runs = losses.chunks(losses.len().div_ceil(POINTS).max(1));
     let means = runs.filter_map(|run| {
         let finite = run.iter().filter(|(_, loss)| loss.is_finite());
@@ -142,11 +142,11 @@ mod tests {
     #[test]
     fn points_are_averaged_and_non_finite_ones_are_skipped() {
         let losses: Vec<(u64, f64)> = (1..=2 * POINTS as u64).map(|step| (step, step as f64)).collect();
-        let thin = thinned(&losses);
+        let thin = averaged_points(&losses);
         assert_eq!(thin.len(), POINTS);
         assert_eq!(thin[0], (1.5, 1.5));
-        assert_eq!(thinned(&[(1, f64::NAN), (2, 3.0), (3, f64::INFINITY)]), [(2.0, 3.0)]);
-        assert_eq!(thinned(&[]), []);
+        assert_eq!(averaged_points(&[(1, f64::NAN), (2, 3.0), (3, f64::INFINITY)]), [(2.0, 3.0)]);
+        assert_eq!(averaged_points(&[]), []);
     }
 
     #[test]
