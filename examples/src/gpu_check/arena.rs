@@ -155,7 +155,7 @@ fn arenas(harness: &mut Harness, len: usize) -> Outcome {
 
 fn digests(harness: &mut Harness, len: usize) -> Outcome {
     for (dtype, precision) in Harness::types() {
-        harness.check("digest not_finite", len, precision, |harness, verdict| {
+        harness.check("digest non_finite", len, precision, |harness, verdict| {
             let mut values = random(harness, dtype, len);
             for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let at = harness.random.below(len);
@@ -163,14 +163,14 @@ fn digests(harness: &mut Harness, len: usize) -> Outcome {
             }
             let memory = harness.activations(dtype, &values)?;
             let found = harness.twice(verdict, &[Output::holding(&[5i64])], |stream, outputs| {
-                digest::cuda::count_not_finite(stream, memory.view(), outputs[0])
+                digest::cuda::count_non_finite(stream, memory.view(), outputs[0])
             })?;
-            let expected = 5 + digest::cpu::not_finite(&values) as i64;
+            let expected = 5 + digest::cpu::count_non_finite(&values) as i64;
             verdict.equal("count", &found.values::<i64>(0), &[expected]);
             Ok(())
         })?;
     }
-    harness.check("digest find_not_finite", len, "f32", |harness, verdict| find(harness, verdict, len))?;
+    harness.check("digest find_non_finite", len, "f32", |harness, verdict| find(harness, verdict, len))?;
     harness.check("digest hash", len, "f32", |harness, verdict| {
         let values = random(harness, DType::F32, len);
         let memory = harness.input(&values)?;

@@ -44,7 +44,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     harness.skew = 1;
     let outcome = passes(harness, &Conv::dense(9, 16, 24)).and_then(|()| {
         let shape =
-            Shape { channels: 8, height: 6, width: 5, filters: 16, kernel: 3, padding: Padding::Same };
+            ConvShape { channels: 8, height: 6, width: 5, filters: 16, kernel: 3, padding: Padding::Same };
         passes(harness, &Conv { shape, images: 2 })
     });
     harness.skew = 0;
@@ -111,7 +111,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
         let cut = if tensor_cores && precision != Precision::F32 { bound::cut(terms) } else { 0.0 };
         bound::sum(terms, bf16) + cut
     };
-    let as_dense = dense::Shape { inputs: shape.channels, outputs: shape.filters };
+    let as_dense = dense::DenseShape { inputs: shape.channels, outputs: shape.filters };
     harness.check(&format!("{layer} {name}"), conv, precision.name(), |harness, verdict| {
         let x = stored(precision, harness.random.floats(images * shape.input_len()));
         let w = stored(precision, harness.random.floats(shape.weights_len()));

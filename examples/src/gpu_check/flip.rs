@@ -15,19 +15,20 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
 }
 
 fn each(harness: &mut Harness, filters: usize, kernel: usize, channels: usize) -> Outcome {
-    let shape = Shape { channels, height: kernel, width: kernel, filters, kernel, padding: Padding::Same };
+    let shape =
+        ConvShape { channels, height: kernel, width: kernel, filters, kernel, padding: Padding::Same };
     let taps = kernel * kernel;
     for (dtype, name) in Harness::types() {
         let precision = if name == "bf16" { Precision::Bf16 } else { Precision::F32 };
         let what = format!("{filters} of {kernel}x{kernel}x{channels}");
-        harness.check("conv turn", what, name, |harness, verdict| {
+        harness.check("conv flip", what, name, |harness, verdict| {
             let weights = harness.random.floats(shape.weights_len()).into_iter();
             let weights: Vec<f32> =
                 weights.map(|value| if name == "bf16" { to_bf16(value) } else { value }).collect();
             let memory = harness.activations(dtype, &weights)?;
             let outputs = [Output::of(dtype, weights.len())];
             let found = harness.twice(verdict, &outputs, |stream, outputs| {
-                turn_weights(stream, &shape, precision, memory.view(), outputs[0])
+                flip_weights(stream, &shape, precision, memory.view(), outputs[0])
             })?;
             // [channels][taps in reverse order][filters].
             let expected: Vec<f32> = (0..weights.len())
@@ -37,7 +38,7 @@ fn each(harness: &mut Harness, filters: usize, kernel: usize, channels: usize) -
                     weights[(filter * taps + tap) * channels + channel]
                 })
                 .collect();
-            verdict.equal("turned weights", &found.floats(0), &expected);
+            verdict.equal("flipped weights", &found.floats(0), &expected);
             Ok(())
         })?;
     }

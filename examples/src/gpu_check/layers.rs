@@ -53,7 +53,8 @@ fn each(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision: Pr
     let &Conv { shape, images } = conv;
     let dtype = precision.storage();
     let slope = [1.0, 0.0, LEAKY_SLOPE][harness.random.below(3)];
-    let layer = gpu::Conv::new(&harness.stream, shape, images, precision, slope, true, Options::default())?;
+    let layer =
+        gpu::Conv::new(&harness.stream, shape, images, precision, slope, true, AutotuneOptions::default())?;
     // It reports times, which mean nothing on a fake GPU.
     if !harness.fake() {
         outln!("       {}", layer.describe());

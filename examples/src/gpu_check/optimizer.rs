@@ -47,7 +47,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
             (", as a cosine", 1, Decay::Cosine { steps: 7, floor: 0.1 }),
             (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
         ] {
-            let plan = Plan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
+            let plan = UpdatePlan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
             harness.check(
                 &format!("step begin {name}"),
                 format!("{STEPS} steps{falls}"),
@@ -69,15 +69,20 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
 }
 
 /// The learning rate of step `step`, counted from 0.
-fn rate(optimizer: &Optimizer, plan: Plan, step: u64) -> f64 {
+fn rate(optimizer: &Optimizer, plan: UpdatePlan, step: u64) -> f64 {
     optimizer.lr() * plan.schedule.factor(step)
 }
 
-fn begin(harness: &mut Harness, verdict: &mut Verdict, optimizer: &Optimizer, plan: Plan) -> Result<()> {
+fn begin(
+    harness: &mut Harness,
+    verdict: &mut Verdict,
+    optimizer: &Optimizer,
+    plan: UpdatePlan,
+) -> Result<()> {
     let start = StepState::after(0);
     let found =
         harness.twice(verdict, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
-            (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
+            (0..STEPS).try_for_each(|_| cuda::begin_step(stream, optimizer, plan, outputs[0]))
         })?;
     let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
     let step = STEPS - 1;

@@ -28,7 +28,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
 }
 
 fn each(harness: &mut Harness, images: &Images, rounding: Rounding) -> Outcome {
-    let shape = Shape { height: images.height, width: images.width, rounding };
+    let shape = PoolShape { height: images.height, width: images.width, rounding };
     let text = format!("{images} {}", if rounding == Rounding::Ceil { "ceil" } else { "floor" });
     let slope = [activation_slope(), 0.0, LEAKY_SLOPE][harness.random.below(3)];
     for (dtype, precision) in Harness::types() {

@@ -35,8 +35,8 @@ impl ExactSums {
 }
 
 /// Calls `visit(output pixel, input pixel, position in the kernel)` for each overlap.
-fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
-    let &Shape { height, width, kernel, .. } = shape;
+fn for_each_overlap(shape: &ConvShape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
+    let &ConvShape { height, width, kernel, .. } = shape;
     let (rows, columns, pad) = (shape.out_height(), shape.out_width(), shape.pad());
     for n in 0..images {
         for (i, j) in (0..rows * columns).map(|at| (at / columns, at % columns)) {
@@ -52,14 +52,20 @@ fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, u
 }
 
 /// \[F, K·K, C\] as \[K·K, C, F\], so that inner loops are contiguous.
-fn filters_last(shape: &Shape, weights: &[f64]) -> Vec<f64> {
+fn filters_last(shape: &ConvShape, weights: &[f64]) -> Vec<f64> {
     let (filters, each) = (shape.filters, shape.filter_len());
     (0..weights.len()).map(|at| weights[at % filters * each + at / filters]).collect()
 }
 
 /// The output before activation.
-pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> ExactSums {
-    let &Shape { channels, filters, .. } = shape;
+pub(super) fn forward(
+    shape: &ConvShape,
+    images: usize,
+    x: &[f64],
+    weights: &[f64],
+    bias: &[f64],
+) -> ExactSums {
+    let &ConvShape { channels, filters, .. } = shape;
     let weights = filters_last(shape, weights);
     let mut y = ExactSums::new(images * shape.output_len());
     (0..y.values.len() / filters).for_each(|pixel| y.add(pixel * filters, 1.0, bias));
@@ -73,8 +79,8 @@ pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], 
 }
 
 /// The gradient of the input.
-pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: &[f64]) -> ExactSums {
-    let &Shape { channels, filters, .. } = shape;
+pub(super) fn backward_input(shape: &ConvShape, images: usize, weights: &[f64], dy: &[f64]) -> ExactSums {
+    let &ConvShape { channels, filters, .. } = shape;
     let mut dx = ExactSums::new(images * shape.input_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
@@ -86,8 +92,8 @@ pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: 
 }
 
 /// The gradient of the weights.
-pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f64]) -> ExactSums {
-    let &Shape { channels, filters, .. } = shape;
+pub(super) fn backward_weights(shape: &ConvShape, images: usize, x: &[f64], dy: &[f64]) -> ExactSums {
+    let &ConvShape { channels, filters, .. } = shape;
     let mut dw = ExactSums::new(shape.weights_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
@@ -99,7 +105,7 @@ pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f6
 }
 
 /// The gradient of the bias.
-pub(super) fn backward_bias(shape: &Shape, dy: &[f64]) -> ExactSums {
+pub(super) fn backward_bias(shape: &ConvShape, dy: &[f64]) -> ExactSums {
     let mut db = ExactSums::new(shape.filters);
     dy.chunks_exact(shape.filters).for_each(|pixel| db.add(0, 1.0, pixel));
     db

@@ -46,7 +46,7 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         padding: Padding::Same,
     };
     let features = shape.output_len();
-    let layer = dense::Shape { inputs: features, outputs: CLASSES };
+    let layer = dense::DenseShape { inputs: features, outputs: CLASSES };
     // Weights of the dense layer, then its bias; the convolution's weights are constant.
     let (weights, len) = (features * CLASSES, features * CLASSES + 64);
     let params =

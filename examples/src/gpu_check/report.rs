@@ -110,5 +110,5 @@ pub(super) fn write(path: Option<&Path>, value: &impl Serialize) -> io::Result<(
     let Some(path) = path else { return Ok(()) };
     let text = serde_json::to_string(value)? + "\n";
     let with_path = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-    mgpu::whole_file::write(path, text.as_bytes()).map_err(with_path)
+    mgpu::output_file::write(path, text.as_bytes()).map_err(with_path)
 }

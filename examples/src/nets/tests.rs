@@ -361,8 +361,8 @@ fn a_network_must_end_in_class_scores() {
 }
 
 /// Logits and gradients of a batch, with the convolution algorithms of `choice`.
-fn train_by<E: Storage>(choice: Choice, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<'static>) {
-    let mut net = Net::<E>::with_choice(spec, BATCH, 2, choice);
+fn train_by<E: Storage>(choice: ConvPolicy, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<'static>) {
+    let mut net = Net::<E>::with_conv_policy(spec, BATCH, 2, choice);
     let images = random(BATCH * net.image_len(), 1);
     let (params, mut buffers) = (net.golden_parameters(3), net.initial_buffers());
     let mut sink = Sink::new(&net, None);

@@ -10,7 +10,7 @@ use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
 use super::schedule::ScheduleKind;
-use crate::nets::{Choice, Spec};
+use crate::nets::{ConvPolicy, Spec};
 use crate::parallel::{Parallel, above_0, given, positive};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
@@ -70,7 +70,7 @@ pub(super) struct Args {
     kernels: Libraries,
     /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
     #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub(super) conv: Choice,
+    pub(super) conv: ConvPolicy,
     /// Print which kernel computes each layer before training; on a GPU also its time.
     #[arg(long)]
     pub(super) show_kernels: bool,

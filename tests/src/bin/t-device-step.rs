@@ -351,7 +351,7 @@ fn guards(world: &mut World) -> Result<()> {
 
 /// # Panics
 /// Unless `outcome` reports non-finite gradients of tensor 4 on the last rank in step `step`.
-fn expect_not_finite(outcome: Result<()>, ranks: u32, step: u64) {
+fn expect_non_finite(outcome: Result<()>, ranks: u32, step: u64) {
     match outcome {
         Err(Error::NotFinite { rank, tensor, step: found }) => {
             assert_eq!((rank, tensor.as_str(), found), (ranks - 1, "4", step));
@@ -372,12 +372,12 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     for later in 0..2 {
         inputs.set_infinite(&model, 2, is_culprit)?;
         inputs.step(&mut model)?;
-        model.look_later(&mut stale)?;
+        model.enqueue_status_readback(&mut stale)?;
         // In the second round the host continues without checking.
         (0..later).try_for_each(|_| inputs.step(&mut model))?;
-        expect_not_finite(model.check(), ranks, 3);
+        expect_non_finite(model.check(), ranks, 3);
         // An earlier status read-back is stale.
-        model.look(&mut stale)?;
+        model.read_status(&mut stale)?;
         assert!(model.parameters()? == before, "parameters have changed");
         assert_eq!(model.steps(), 2);
         inputs.set_infinite(&model, 2, false)?;
@@ -390,13 +390,13 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
-    expect_error(model.ready(6), "the gradient of tensor `6` was handed over twice");
-    expect_error(model.next_micro_batch(), "was not handed over");
+    expect_error(model.ready(6), "the gradient of tensor `6` was marked ready twice");
+    expect_error(model.next_micro_batch(), "was not marked ready");
     expect_error(model.finish_step(), "a step of 2 micro-batches ends after 1");
     model.begin_step()?;
     (0..7).try_for_each(|tensor| model.ready(tensor))?;
     model.next_micro_batch()?;
-    expect_error(model.next_micro_batch(), "a step has 2 micro-batches and no more");
+    expect_error(model.next_micro_batch(), "the step has only 2 micro-batches");
 
     (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
     assert!(model.parameters()? == expected.weights, "the training continues with other bits");

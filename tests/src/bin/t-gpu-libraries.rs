@@ -170,7 +170,7 @@ fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precisi
 }
 
 /// The results of the passes of `images` images on the CPU.
-fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
+fn on_cpu(shape: conv::ConvShape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
     let threads = Threads::new(1);
     let mut scratch = Scratch::new(&threads);
     let x = random(images * shape.input_len(), 1, precision);
@@ -180,7 +180,7 @@ fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -
     let mut y = vec![0.0; dy.len()];
     let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
     // The backward passes start before the activation here.
-    let mut layer = cpu::Conv::new(shape, Tail::NONE, Choice::Direct);
+    let mut layer = cpu::Conv::new(shape, Epilogue::NONE, ConvPolicy::Direct);
     layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);
     let from = Backward { x: &x, weights: &w, y: &y, chosen: &[], dy: &dy };
     layer.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));

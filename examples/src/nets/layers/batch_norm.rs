@@ -52,7 +52,7 @@ impl Operation for NormOp {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
         let (statistics, sums) = (Statistics::new(self.channels), Sums::new(self.channels));
         CpuLayer::BatchNorm(Cpu { norm: self.clone(), statistics, sums })
     }

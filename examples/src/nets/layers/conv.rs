@@ -49,7 +49,7 @@ impl Definition for Conv {
 /// A convolution in its network, with the `slope` of the fused rectifier and the fused pooling layer.
 #[derive(Debug, Clone, Copy)]
 struct ConvOp {
-    shape: Shape,
+    shape: ConvShape,
     weight: usize,
     slope: Option<f32>,
     pool: Option<PoolOp>,
@@ -86,8 +86,8 @@ impl Operation for ConvOp {
         Some(Transposed { outer: filters, channels, plane: kernel * kernel })
     }
 
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> CpuLayer {
-        let epilogue = KernelTail { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
+    fn on_cpu(&self, max_batch: usize, choice: ConvPolicy) -> CpuLayer {
+        let epilogue = ConvEpilogue { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
         CpuLayer::Conv(Box::new(Cpu {
             filters: self.shape.filters,
             weight: self.weight,

@@ -26,14 +26,14 @@ impl Definition for Dense {
         assert_eq!((height, width), (1, 1), "layer {}: a dense layer needs a flattened input", context.layer);
         let role = Role::Weight { fan_in: inputs, rectified: context.rectified };
         let weight = tensors.add_pair(context.layer, &[outputs, inputs], role, Role::Bias);
-        Some(Box::new(DenseOp { shape: Shape { inputs, outputs }, weight, slope: None }))
+        Some(Box::new(DenseOp { shape: DenseShape { inputs, outputs }, weight, slope: None }))
     }
 }
 
 /// A dense layer in its network, with the `slope` of the fused rectifier.
 #[derive(Debug, Clone, Copy)]
 struct DenseOp {
-    shape: Shape,
+    shape: DenseShape,
     weight: usize,
     slope: Option<f32>,
 }
@@ -69,7 +69,7 @@ impl Operation for DenseOp {
         flattened.map(|Image { channels, plane }| Transposed { outer: self.shape.outputs, channels, plane })
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
         let &DenseOp { shape, weight, slope } = self;
         CpuLayer::Dense(Cpu { outputs: shape.outputs, weight, kernel: dense::cpu::Dense::new(shape, slope) })
     }

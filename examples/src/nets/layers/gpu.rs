@@ -51,7 +51,7 @@ pub(in crate::nets) struct SetUp<'a> {
     pub(in crate::nets) stream: &'a Stream,
     pub(in crate::nets) max_batch: usize,
     pub(in crate::nets) precision: Precision,
-    pub(in crate::nets) options: Options,
+    pub(in crate::nets) options: AutotuneOptions,
     /// Whether the gradient of the operation's input is needed.
     pub(in crate::nets) input_gradient: bool,
 }

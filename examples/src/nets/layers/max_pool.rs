@@ -38,7 +38,7 @@ impl Definition for MaxPool {
 /// A pooling layer in its network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::nets) struct PoolOp {
-    pub(super) shape: pool::Shape,
+    pub(super) shape: pool::PoolShape,
     pub(super) channels: usize,
 }
 
@@ -59,7 +59,7 @@ impl Operation for PoolOp {
         Some(Epilogue::MaxPool(*self))
     }
 
-    fn on_cpu(&self, max_batch: usize, _: Choice) -> CpuLayer {
+    fn on_cpu(&self, max_batch: usize, _: ConvPolicy) -> CpuLayer {
         CpuLayer::MaxPool(Cpu { pool: *self, chosen: vec![0; self.outputs() * max_batch] })
     }
 

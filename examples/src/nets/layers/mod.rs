@@ -189,7 +189,7 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
     }
 
     /// Allocates its memory on the CPU for batches of up to `max_batch` images. `choice` applies to convolutions.
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> CpuLayer;
+    fn on_cpu(&self, max_batch: usize, choice: ConvPolicy) -> CpuLayer;
 
     /// Allocates its memory on a GPU, and chooses its kernels.
     ///

@@ -50,7 +50,7 @@ impl Curves {
     pub(super) fn new(plot: Option<&Path>, events: Option<&Path>) -> Result<Self, String> {
         if let Some(path) = plot {
             // Fail before training rather than after an epoch.
-            whole_file::check(path).map_err(|error| cannot_write(PLOT, path, &error))?;
+            output_file::check(path).map_err(|error| cannot_write(PLOT, path, &error))?;
         }
         let plot = plot.map(|path| ByProduct::new((path.to_owned(), Points::default())));
         let events = events.map(EventFile::create).transpose()?;

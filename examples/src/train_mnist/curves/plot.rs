@@ -19,7 +19,7 @@ const FONT: (&str, u32) = ("sans-serif", 18);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the curves to `path`, atomically (see [`whole_file`]).
+/// Draws the curves to `path`, atomically (see [`output_file`]).
 ///
 /// # Errors
 /// If the file cannot be written.

@@ -53,7 +53,7 @@ impl<E: Storage> Cpu<E> {
         threads: usize,
     ) -> mgpu::Result<Self> {
         let micro_batch = training_config.batch / training_config.micro_batches;
-        let mut net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
+        let mut net = Net::with_conv_policy(&args.net, micro_batch, threads, args.conv);
         if args.timeline.is_some() {
             net.record_on(timeline);
         }

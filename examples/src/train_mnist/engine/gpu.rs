@@ -39,8 +39,8 @@ pub(in super::super) struct Options {
 
 /// A position in the stream's work, with the read-backs enqueued there.
 struct LaunchMark {
-    score: Reading,
-    health: Health,
+    score: Readback,
+    status: StatusReadback,
     /// Steps done at that position.
     step: u64,
 }
@@ -69,7 +69,7 @@ impl Gpu {
         host: Communicator,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
-        let choice = cuda::Options { deterministic: true, libraries: options.libraries };
+        let choice = cuda::AutotuneOptions { deterministic: true, libraries: options.libraries };
         let micro_batch = training_config.batch / training_config.micro_batches;
         let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
@@ -82,8 +82,8 @@ impl Gpu {
         let model = model.with_buffers(&net.initial_buffers())?;
         let device = model.stream().device();
         let mark = |_| -> mgpu::Result<LaunchMark> {
-            let (score, health) = (Reading::new(device, Score::BYTES)?, Health::new(&model)?);
-            Ok(LaunchMark { score, health, step: 0 })
+            let (score, status) = (Readback::new(device, Score::BYTES)?, StatusReadback::new(&model)?);
+            Ok(LaunchMark { score, status, step: 0 })
         };
         // Memory used while benchmarking kernels does not count as training memory.
         device.reset_memory_peak();
