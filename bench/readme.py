@@ -35,9 +35,7 @@ def result(name):
 def pick(entries, **wanted):
     """The last entry with these values: a configuration that was measured again counts as it was last."""
     found = [entry for entry in entries if all(str(entry.get(key)) == str(value) for key, value in wanted.items())]
-    if not found:
-        raise LookupError(f"no entry with {wanted}")
-    return found[-1]
+    return found[-1] if found else sys.exit(f"readme.py: no entry has {wanted}")
 
 
 def look_up(name, path):
@@ -154,9 +152,9 @@ def launch():
 
 def quiet():
     processes = result("quiet-2026-11-21-xeon-2c.json")["processes"]
-    lines = [[name, f"{of['processor_percent']:.3f}%", f"{of['memory_kib']['pss'] / 1024:.1f} MiB"]
-             for name, of in processes.items()]
-    return rows(["process", "of a core", "memory"], *lines)
+    return rows(["process", "of a core", "memory"], *[
+        [name, f"{of['processor_percent']:.3f}%", f"{of['memory_kib']['pss'] / 1024:.1f} MiB"]
+        for name, of in processes.items()])
 
 
 def chaos():
@@ -173,7 +171,7 @@ def chaos():
 def communication():
     made = result("communication-2026-11-22-xeon-2c.json")["lines"]
     nets = list(dict.fromkeys(line["net"] for line in made))
-    plain, under = [[pick(made, net=net, overlap=overlap, bucket_mib=1.0) for net in nets] for overlap in (False, True)]
+    plain, under = [[pick(made, net=net, overlap=way, bucket_mib=1.0) for net in nets] for way in (False, True)]
     longer = [b["ms_per_step"] / a["ms_per_step"] - 1 for a, b in zip(plain, under)]
     return rows(
         ["", *[f"`{net}`" for net in nets]],
