@@ -4,6 +4,8 @@
 //! `mgpurun` by `--dry-run`, the others with a rendezvous that does not exist, so that a line with a wrong flag or value ends
 //! with a usage error (exit code 2), and any other with the failure to join (1). Commands of cargo must be in `.ci`, scripts
 //! must exist and know their flags. A block that cannot be checked has `<!-- not run: why -->` before it.
+//!
+//! A command of `mgpurun` with output below it is run, and must print every line that is shown; numbers may differ.
 
 use std::collections::HashSet;
 use std::fs;
@@ -22,7 +24,7 @@ fn root() -> PathBuf {
         .to_owned()
 }
 
-/// Every page that people read.
+/// Every page of documentation.
 fn pages() -> Vec<PathBuf> {
     let named = [
         "README.md",
@@ -83,7 +85,7 @@ fn targets(line: &str) -> Vec<&str> {
     line.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect()
 }
 
-/// Relative links of a page that lead nowhere. Links of a page in `book` must stay in it, as the site has nothing else.
+/// Broken relative links of a page. Links of a page in `book` must stay inside it: the site has nothing else.
 fn broken_links(page: &Path, book: &Path) -> Vec<String> {
     let (text, folder) = (read(page), page.parent().expect("a page is in a folder"));
     let mut problems = Vec::new();
@@ -107,7 +109,7 @@ fn broken_links(page: &Path, book: &Path) -> Vec<String> {
     problems
 }
 
-/// The command lines of a page's `console` blocks, with the numbers of their lines, but for blocks that are marked as not run.
+/// The command lines of a page's `console` blocks, with their line numbers, except in blocks that are marked as not run.
 fn command_lines(text: &str) -> Vec<(usize, String)> {
     let lines: Vec<&str> = text.lines().collect();
     let mut found: Vec<(usize, String)> = Vec::new();
@@ -160,7 +162,7 @@ fn split(line: &str) -> Vec<Vec<String>> {
     commands
 }
 
-/// The programs under the names that users know.
+/// The programs of this project, under their own names.
 struct Programs {
     folder: tempfile::TempDir,
     names: Vec<&'static str>,
@@ -188,26 +190,26 @@ impl Programs {
         Programs { folder, names: programs.map(|(name, _)| name).to_vec() }
     }
 
-    /// Runs a program of this project, as a shell that finds it in PATH would.
+    /// Runs a program of this project with a rendezvous that does not exist.
     fn run(&self, words: &[String]) -> mgpu_tests::process::Finished {
+        self.run_in(words, &[("MGPU_RENDEZVOUS", "nowhere")])
+    }
+
+    /// Runs a program of this project, as a shell that finds it in PATH would.
+    fn run_in(&self, words: &[String], variables: &[(&str, &str)]) -> mgpu_tests::process::Finished {
         let path = std::env::var("PATH").unwrap_or_default();
         let mut program = command(self.folder.path().join(&words[0]));
-        let program = program.args(&words[1..]).current_dir(self.folder.path());
-        run(program
-            .env("PATH", format!("{}:{path}", self.folder.path().display()))
-            .env("MGPU_RENDEZVOUS", "nowhere"))
+        program.args(&words[1..]).current_dir(self.folder.path()).envs(variables.iter().copied());
+        run(program.env("PATH", format!("{}:{path}", self.folder.path().display())))
     }
 
     /// What is wrong with a command, if anything.
     fn problem(&self, words: &[String]) -> Option<String> {
         let is_variable = |word: &&String| {
-            word.split('=')
-                .next()
-                .is_some_and(|name| name.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
-                && word.contains('=')
+            let name = word.split_once('=').map(|(name, _)| name);
+            name.is_some_and(|name| name.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
         };
-        let words: Vec<String> = words.iter().skip_while(is_variable).cloned().collect();
-        let mut words = words;
+        let mut words: Vec<String> = words.iter().skip_while(is_variable).cloned().collect();
         let first = words.first()?.trim_start_matches("target/release/").to_owned();
         words[0] = first.clone();
         match first.as_str() {
@@ -243,17 +245,18 @@ impl Programs {
             }
             "cargo" => {
                 let checks = read(&root().join(".ci/run")) + &read(&root().join(".ci/full"));
-                (!checks.contains(&words.join(" "))).then(|| "neither .ci/run nor .ci/full has it".to_owned())
+                (!checks.contains(&words.join(" "))).then(|| "it is not in .ci/run or .ci/full".to_owned())
             }
             "python3" => script_problem(&words[1..]),
             name if name.starts_with("bench/") => script_problem(&words),
             "echo" => None,
-            _ => Some("nobody knows how to check it: mark its block with <!-- not run: why -->".to_owned()),
+            _ => Some("cannot check this command: put <!-- not run: why --> before its block".to_owned()),
         }
     }
 }
 
-/// What is wrong with a call of a script: it has to be there, and its text, or that of the Python beside it, has to name the flags.
+/// What is wrong with a call of a script. The script must exist, and its text, or that of the Python file beside it, must
+/// contain the flags.
 fn script_problem(words: &[String]) -> Option<String> {
     let path = root().join(&words[0]);
     let Ok(metadata) = fs::metadata(&path) else { return Some("there is no such script".to_owned()) };
@@ -267,7 +270,7 @@ fn script_problem(words: &[String]) -> Option<String> {
     unknown.map(|flag| format!("it does not know {flag}"))
 }
 
-/// Command lines of a page that nobody would accept.
+/// Command lines of a page that are not accepted.
 fn refused_commands(page: &Path, programs: &Programs) -> Vec<String> {
     let mut problems = Vec::new();
     for (number, line) in command_lines(&read(page)) {
@@ -278,6 +281,59 @@ fn refused_commands(page: &Path, programs: &Programs) -> Vec<String> {
         }
     }
     problems
+}
+
+/// A line without numbers and widths of columns, which differ from run to run.
+fn shape(line: &str) -> String {
+    let words = line
+        .split_whitespace()
+        .map(|word| if word.contains(|c: char| c.is_ascii_digit()) { "#" } else { word });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// Commands of mgpurun with the output that a page shows below them. A line that ends in `…` shows the beginning only.
+fn samples(text: &str) -> Vec<(String, Vec<String>)> {
+    let lines: Vec<&str> = text.lines().collect();
+    let shown = |number: usize| {
+        lines[number..].iter().take_while(|line| !line.starts_with("$ ") && !line.starts_with("```"))
+    };
+    let with_output = command_lines(text).into_iter().map(|(number, line)| {
+        // The kernel's names for waits differ between versions.
+        let shown = shown(number).filter(|line| **line != "…" && !line.contains("system call"));
+        (line, shown.map(|line| (*line).to_owned()).collect::<Vec<_>>())
+    });
+    with_output.filter(|(line, shown)| line.contains("mgpurun") && !shown.is_empty()).collect()
+}
+
+#[test]
+fn samples_of_output_are_what_is_printed() {
+    let programs = Programs::link();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let texts: Vec<String> = pages().iter().map(|page| read(page)).collect();
+    let samples: Vec<_> = texts.iter().flat_map(|text| samples(text)).collect();
+    assert!(samples.len() >= 4, "{samples:#?}");
+    for (line, shown) in samples {
+        if line.contains("--bind") && cores != 2 {
+            eprintln!("skipped: {line}: its sample is of a machine with two cores, this one has {cores}");
+            continue;
+        }
+        let mut words = split(&line).pop().expect("a command");
+        words[0] = words[0].trim_start_matches("target/release/").to_owned();
+        let finished = programs.run_in(&words, &[("MGPU_THREADS", "1")]);
+        let printed: Vec<String> =
+            finished.stdout.lines().chain(finished.stderr.lines()).map(shape).collect();
+        for expected in &shown {
+            let found = match shape(expected).strip_suffix('…') {
+                Some(beginning) => printed.iter().any(|line| line.starts_with(beginning.trim_end())),
+                None => printed.contains(&shape(expected)),
+            };
+            assert!(
+                found,
+                "`{line}` does not print\n  {expected}\nbut\n{}{}",
+                finished.stdout, finished.stderr
+            );
+        }
+    }
 }
 
 #[test]
@@ -323,7 +379,7 @@ fn figures_are_those_of_the_result_files() {
 }
 
 #[test]
-fn the_check_finds_what_is_wrong() {
+fn wrong_links_and_commands_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let page = folder.path().join("page.md");
     let text = "# A page\n\n[here](#a-page) [gone](gone.md) [part](#nothing) `[code](gone.md)` [web](https://example.org)\n\n\
@@ -346,7 +402,7 @@ fn the_check_finds_what_is_wrong() {
         ("8: ", "invalid value 'five'"),
         ("9: ", "--checkpoint-dir"),
         ("10: ", "it does not know --wrong"),
-        ("12: ", "neither .ci/run nor .ci/full"),
+        ("12: ", "not in .ci/run or .ci/full"),
         ("13: ", "<!-- not run: why -->"),
         ("14: ", "invalid value 'f64'"),
     ];
