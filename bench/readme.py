@@ -216,7 +216,7 @@ def renew(path, problems):
         nonlocal marks
         marks += 1
         name, end, found = match.groups()
-        expected = TABLES[name]()
+        expected = f"\n{TABLES[name]()}\n"
         if found != expected:
             pairs = zip([*expected.splitlines(), "the end"], [*found.splitlines(), "the end"])
             wanted, there = next(pair for pair in pairs if pair[0] != pair[1])
