@@ -14,8 +14,8 @@ rest. Parts, in their default order:
   accuracy     conv6, deep and keras trained to the end, in bf16
   sanitizer    compute-sanitizer, if the toolkit has it
 
-Folders, each also searched beside this script: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), PEERS
-(train_torch.py and nets_torch.py), BIN (the programs). NVIDIA's libraries may be in a Python environment: activate it.
+Folders, each looked for beside this script too: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the
+programs). NVIDIA's libraries may lie in a Python environment: activate it.
 
 Prints a line for every run and a table at the end. Writes gpu-<date>-<device>.json and the programs' output. On the tests'
 fake GPU (--fake FOLDER, or detected by its name) runs are small and labelled, and nothing is timed.
@@ -68,7 +68,6 @@ class Session:
             sys.exit("gpu_check.py: no gpu_check in BIN, beside this script or in target/release")
         self.data = folder("MGPU_DATA", os.path.join(HERE, "data/mnist"), os.path.join(HERE, "../../shared/data/mnist"))
         self.golden = folder("MGPU_GOLDEN", os.path.join(HERE, "golden"), os.path.join(HERE, "../../shared/golden"))
-        self.peers = folder("PEERS", os.path.join(HERE, "peers"), os.path.join(HERE, "../../shared/peers"))
         if options.fake:
             paths = [os.path.abspath(options.fake), self.env.get("LD_LIBRARY_PATH", "")]
             self.env["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
@@ -320,10 +319,10 @@ def bandwidth(s):
 def throughput(s):
     nets = ["lenet5"] if s.fake else s.options.nets
     batches = [16] if s.fake else [128, 1024]
-    torch = s.peers and not s.fake and subprocess.run(
+    torch = s.data and not s.fake and subprocess.run(
         [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"], capture_output=True).returncode == 0
     if not torch:
-        s.skip("PyTorch", "a fake GPU is not measured" if s.fake else "no PEERS folder, or no torch that sees the GPU")
+        s.skip("PyTorch", "a fake is not measured" if s.fake else "no folder of MNIST, or no torch that sees the GPU")
 
     def steps(batch):
         return s.options.steps or (3 if s.fake else 1500 if batch < 1024 else 400)
@@ -349,8 +348,8 @@ def throughput(s):
     modes += [(net, batches[-1], "bf16", "compiled") for net in nets[:2]]
     modes = [mode for mode in modes if mode[0] != "ensemble4800"]
     if torch:
-        # One process for all configurations, because its start takes seconds.
-        run = s.run("torch", [sys.executable, os.path.join(HERE, "torch_throughput.py"), s.peers, *([s.data] if s.data else [])],
+        # One process for all, since its start takes seconds.
+        run = s.run("torch", [sys.executable, os.path.join(HERE, "torch_throughput.py"), s.data],
                     limit=240, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"net"')
         s.torch = [json.loads(line) for line in (run or {}).get("lines", [])]
         for figure in s.torch:

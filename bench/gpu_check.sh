@@ -25,10 +25,8 @@ for program in $programs; do
     strip -o "$folder/$program" "$here/../target/release/$program"
 done
 cp "$here/gpu_check.sh" "$here/gpu_check.py" "$here/torch_throughput.py" "$folder"
-# The PyTorch scripts for comparison, and the golden runs, if available.
-if [ -d "${PEERS-}" ]; then
-    mkdir -p "$folder/peers" && cp "$PEERS"/train_torch.py "$PEERS"/nets_torch.py "$folder/peers"
-fi
+mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"
+# Golden runs and MNIST, if they are at hand.
 if [ -d "${MGPU_GOLDEN-}" ]; then
     mkdir -p "$folder/golden" && cp "$MGPU_GOLDEN"/*.json "$folder/golden"
 fi

@@ -1,10 +1,10 @@
 """Training throughput of many configurations of PyTorch on a GPU, in one process.
 
-Run: python torch_throughput.py PEERS [DATA] < CONFIGURATIONS
+Run: python torch_throughput.py DATA < CONFIGURATIONS
 
-Reads one configuration per line, NET BATCH PRECISION MODE, from standard input; prints one line of JSON for each. PEERS is
-the folder with nets_torch.py, whose train_torch.py does the same for a single configuration: channels-last, fused Adam,
-cudnn.benchmark, images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
+A line NET BATCH PRECISION MODE for each configuration on standard input, one of JSON for each on standard output. DATA is the
+folder of MNIST. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
+images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
 (max-autotune, no CUDA graphs) or graphed (the step is captured and replayed).
 """
 import json
@@ -12,16 +12,14 @@ import os
 import sys
 import time
 
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers"))
 import torch
 import torch.nn.functional as F
-from nets_torch import OPTIMIZERS, idx, net, optimizer
+from nets_torch import build, optimizer, training_set
 
 WARM_SECONDS, SECONDS = 0.3, 1.5
-DATA = sys.argv[2] if len(sys.argv) > 2 else os.path.join(sys.argv[1], "../data/mnist")
 LAYOUT = torch.channels_last
-PIXELS = idx(f"{DATA}/train-images-idx3-ubyte.gz").float() / 255
-LABELS = idx(f"{DATA}/train-labels-idx1-ubyte.gz").long()
+IMAGES, LABELS = training_set(sys.argv[1])
 
 
 def measure(name, size, precision, mode):
@@ -29,10 +27,10 @@ def measure(name, size, precision, mode):
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "f32"
     torch.manual_seed(777)
-    images, labels = PIXELS.unsqueeze(1).to(device, memory_format=LAYOUT), LABELS.to(device)
+    images, labels = IMAGES.to(device, memory_format=LAYOUT), LABELS.to(device)
     graphed = mode == "graphed"
-    model = net(name).to(device, memory_format=LAYOUT)
-    update = optimizer(OPTIMIZERS[name], model.parameters(), True, graphed)
+    model = build(name).to(device, memory_format=LAYOUT)
+    update = optimizer(name, model.parameters(), True, graphed)
     forward = torch.compile(model, mode="max-autotune-no-cudagraphs") if mode == "compiled" else model
     random = torch.Generator(device=device).manual_seed(0)
 

@@ -19,7 +19,8 @@ import summarise_train
 from summarise_train import BF16
 from train_work import NETS, work
 
-# Timed steps of a run on two cores: 5 to 10 s for PyTorch. More cores make more steps.
+HERE = os.path.dirname(os.path.abspath(__file__))
+# Steps that are timed in a run, on two cores: PyTorch takes 5 to 10 s for them. More cores make more steps.
 STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
 IMAGES = 128
 # Warm-up steps: train_mnist's own number, also passed to train_torch.py.
@@ -149,7 +150,7 @@ class Session:
         self.torch = os.path.join(options.peers, "v/bin") if options.peers else None
         self.versions, self.failed = {}, False
         if options.peers is None:
-            self.skip("PyTorch: PEERS names no folder with train_torch.py and v/bin/torchrun")
+            self.skip("PyTorch: there is no v/bin/torchrun in MGPU_PEERS or target/peers")
         else:
             asked = subprocess.run([f"{self.torch}/python", "-c", "import torch; print(torch.__version__)"],
                                    capture_output=True, text=True, check=True)
@@ -175,7 +176,7 @@ class Session:
         # A separate rendezvous, so that concurrent runs do not conflict.
         launcher = [f"{self.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else \
             [f"{self.torch}/python"]
-        return run([*launcher, os.path.join(self.options.peers, "train_torch.py"), "--data", self.options.data, "--net", net,
+        return run([*launcher, os.path.join(HERE, "peers/train_torch.py"), "--data", self.options.data, "--net", net,
                     "--batch", str(IMAGES // ranks), "--threads", str(threads), "--steps", str(self.steps(net)), "--warm",
                     str(WARM_UP), "--dtype", dtype], ranks)
 
@@ -267,9 +268,8 @@ def parse():
         parser.error(f"{IMAGES} images should divide among the ranks")
     options.dtypes = options.dtypes.split(",")
     options.data = os.environ.get("MGPU_DATA")
-    peers = os.environ.get("PEERS")
-    usable = peers and all(os.path.exists(os.path.join(peers, name)) for name in ("train_torch.py", "v/bin/torchrun"))
-    options.peers = os.path.abspath(peers) if usable else None
+    peers = os.path.abspath(os.environ.get("MGPU_PEERS") or os.path.join(HERE, "../target/peers"))
+    options.peers = peers if os.path.exists(os.path.join(peers, "v/bin/torchrun")) else None
     if options.peers and not options.data:
         parser.error("train_torch.py trains on real MNIST: MGPU_DATA should name its folder")
     return options

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Writes the figures of README.md and docs from the files in bench/results, or checks them.
+
+    readme.py            writes every figure and table anew
+    readme.py --check    changes nothing; prints each difference as FILE:LINE, exit code 1 if there is one
+
+Two kinds of marks, both HTML comments, so that a reader does not see them:
+
+    8.7<!-- figure: FILE.json KEY.PATH round=1 -->    the number before the comment is the value at that path
+    <!-- table: NAME -->  …  <!-- /table -->          everything between is made by the function of that name below
+
+A path has keys with dots between them; KEY[a=b,c=d] is the last element of a list whose members have these values.
+`round` is the number of decimals (0 by default), `times` a factor, such as 100 for per cent. Standard library only.
+"""
+
+import functools
+import json
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "bench/README.md", *sorted(ROOT.glob("docs/src/*.md"))]
+FIGURE = re.compile(r"([-\d.,]*\d)<!--\s+figure:\s+(\S+)\s+(\S+)((?:\s+\w+=\S+)*)\s+-->")
+TABLE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- /table -->)", re.DOTALL)
+OPENED = re.compile(r"<!--\s+(?:figure|table):")
+
+
+@functools.cache
+def result(name):
+    return json.loads((RESULTS / name).read_text())
+
+
+def pick(entries, **wanted):
+    """The last entry with these values: a configuration that was measured again counts as it was last."""
+    found = [entry for entry in entries if all(str(entry.get(key)) == str(value) for key, value in wanted.items())]
+    return found[-1] if found else sys.exit(f"readme.py: no entry has {wanted}")
+
+
+def look_up(name, path):
+    value = result(name)
+    for key, condition in re.findall(r"([^.\[\]]+)(?:\[([^\]]*)\])?", path):
+        value = value[key]
+        if condition:
+            value = pick(value, **dict(part.split("=", 1) for part in condition.split(",")))
+    return value
+
+
+def short(value):
+    """Two digits that count, or all before the point."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def rows(*lines):
+    """A table from its cells; the first line is the head."""
+    head, *body = [f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |") for cells in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
+
+
+GPU = "gpu-2026-11-22-h100.json"
+CPU = "train-cpu-2026-11-22-xeon-2c.json"
+LAUNCH = "launch-2026-11-21-xeon-2c.json"
+ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
+
+
+def gpu_ours(net, batch, kernels="auto"):
+    return pick(result(GPU)["after"]["throughput"], net=net, batch=batch, precision="bf16", kernels=kernels, mode="graph")
+
+
+def gpu_torch(net, batch):
+    return pick(result(GPU)["torch"], net=net, batch=batch, precision="bf16", mode="graphed")
+
+
+def headline():
+    ms = result(LAUNCH)["ms"]
+    deep = pick(result(CPU)["figures"], net="deep", dtype="f32", ranks=2)
+    ours, torch = gpu_ours("conv6", 1024), gpu_torch("conv6", 1024)
+    return rows(
+        ["", "mgpurun", "PyTorch", "measured on"],
+        ["start 8 processes and see them end", f"{short(ms['mgpurun']['median'])} ms",
+         f"{short(ms['torchrun']['median'])} ms (`torchrun`)", "2 CPU cores"],
+        ["train `conv6`, bf16, batch 1,024", f"{ours['images_per_s']:,.0f} images/s",
+         f"{torch['images_per_s']:,.0f} images/s (CUDA graphs)", "one H100"],
+        ["train `deep`, f32, 2 ranks", f"{deep['ours']['images_per_s']:,.0f} images/s",
+         f"{deep['pytorch']['images_per_s']:,.0f} images/s (DDP)", "2 CPU cores"],
+    )
+
+
+def gpu():
+    cases = [(net, 1024) for net in ("conv6", "keras", "deep", "layers", "lenet5", "ensemble2400", "ensemble4800")]
+    cases += [(net, 128) for net in ("conv6", "keras", "deep", "layers", "lenet5", "ensemble2400")]
+    version = ".".join(result(GPU)["machine"]["torch"].split(".")[:2])
+    lines = [["network", "batch", "ours", "own kernels alone", f"PyTorch {version}, graphed", "ours / PyTorch"]]
+    for net, batch in cases:
+        ours, torch = gpu_ours(net, batch)["images_per_s"], gpu_torch(net, batch)["images_per_s"]
+        own = "–"
+        if (net, batch) != ("ensemble2400", 128):
+            own = f"{gpu_ours(net, batch, 'builtin')['images_per_s']:,.0f}"
+        lines.append([f"`{net}`", f"{batch:,}", f"{ours:,.0f}", own, f"{torch:,.0f}", f"{ours / torch:.2f}"])
+    return rows(*lines)
+
+
+def gpu_accuracy():
+    lines = [[f"`{run['net']}`", f"{run['batch']:,}", run["epochs"], f"{run['steps']:,}", f"{run['test_accuracy']:.2%}"]
+             for run in result(GPU)["after"]["accuracy"]]
+    return rows(["network", "batch", "epochs", "steps", "test accuracy"], *lines)
+
+
+def train_cpu():
+    made = result(CPU)
+    version = ".".join(made["versions"]["torch"].split(".")[:2])
+
+    def cell(net, dtype, show):
+        return " · ".join(show(pick(made["figures"], net=net, dtype=dtype, ranks=ranks)) for ranks in (1, 2))
+
+    def ratio(figure):
+        rounds = len(figure["pytorch"]["rounds"])
+        return f"{figure['ratio']:.1f}" + (f" (of {rounds} round)" if rounds < made["rounds"] else "")
+
+    def memory(figure):
+        return " / ".join(f"{figure[side]['memory_mib']:,.0f}" for side in ("ours", "pytorch"))
+
+    lines = [["network", "ours, images/s", f"PyTorch {version}", "ratio", "ratio in bf16, without AMX",
+              "memory, MiB: ours / PyTorch"]]
+    for net in made["nets"]:
+        rates = [cell(net, "f32", lambda figure: f"{figure[side]['images_per_s']:,.0f}") for side in ("ours", "pytorch")]
+        bf16 = cell(net, "bf16", ratio) if net in ("deep", "keras", "conv6") else ""
+        lines.append([f"`{net}`", *rates, cell(net, "f32", ratio), bf16, cell(net, "f32", memory)])
+    return rows(*lines)
+
+
+def allreduce():
+    sizes = {"4 B": 4, "1 KiB": 1 << 10, "16 KiB": 1 << 14, "256 KiB": 1 << 18, "4 MiB": 1 << 22, "64 MiB": 1 << 26}
+    lines = [["", *sizes]]
+    for ranks in (2, 4):
+        measured = pick(result(ALLREDUCE)["figures"], collective="all_reduce", ranks=ranks)["sizes"]
+        times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
+        lines.append([f"mgpu, {ranks} ranks", *[short(time["mgpu"]) for time in times]])
+        best = [min(us for name, us in time.items() if name != "mgpu") for time in times]
+        lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {ranks} ranks", *map(short, best)])
+    return rows(*lines)
+
+
+def launch():
+    names = {"mgpurun": "mgpurun", "mpich": "MPICH's mpiexec", "openmpi": "Open MPI's mpiexec",
+             "intel-mpi": "Intel MPI's mpiexec", "torchrun": "torchrun"}
+    ms = result(LAUNCH)["ms"]
+    lines = [[name, short(ms[key]['median']), short(ms[key]['ratio'])] for key, name in names.items()]
+    return rows(["launcher", "median, ms", "times mgpurun's"], *lines)
+
+
+def quiet():
+    processes = result("quiet-2026-11-21-xeon-2c.json")["processes"]
+    return rows(["process", "of a core", "memory"], *[
+        [name, f"{of['processor_percent']:.3f}%", f"{of['memory_kib']['pss'] / 1024:.1f} MiB"]
+        for name, of in processes.items()])
+
+
+def chaos():
+    what = {"death": "a rank dies", "early": "a rank dies before it joins", "silence": "a rank is silent (deadline 1 s)",
+            "leak": "a rank leaves a child behind", "launcher": "the launcher gets a signal",
+            "guardian": "the guardian gets a signal", "interrupt": "the whole run gets a signal",
+            "wrapped": "nothing; ranks are started by wrappers", "limits": "few open files, small files",
+            "flood": "a rank floods connections or output", "mixed": "ranks disagree on steps or world size"}
+    made = result("chaos-2026-11-22-epyc-2c.json")["seconds"]
+    lines = [[what[kind], times["runs"], *[f"{times[key]:.3f}" for key in ("median", "max")]] for kind, times in made.items()]
+    return rows(["what goes wrong", "jobs", "median, s", "longest, s"], *lines)
+
+
+def communication():
+    made = result("communication-2026-11-22-xeon-2c.json")["lines"]
+    nets = list(dict.fromkeys(line["net"] for line in made))
+    plain, under = [[pick(made, net=net, overlap=way, bucket_mib=1.0) for net in nets] for way in (False, True)]
+    longer = [b["ms_per_step"] / a["ms_per_step"] - 1 for a, b in zip(plain, under)]
+    return rows(
+        ["", *[f"`{net}`" for net in nets]],
+        ["share of a step in collectives", *[f"{line['communication']:.1%}" for line in plain]],
+        ["of it waiting for the other rank", *[f"{line['waiting']:.1%}" for line in plain]],
+        ["share with `--overlap`", *[f"{line['communication']:.1%}" for line in under]],
+        ["a step takes longer with it by", *[f"{share:.1%}" for share in longer]],
+    )
+
+
+def logits():
+    lines = [[f"`{line['net']}`", f"{line['deviation']:.1e}", f"{line['largest_logit']:.1f}",
+              f"{line['same_digit']} of {line['images']}"] for line in result("logits-2026-11-22-xeon-2c.json")["lines"]]
+    return rows(["network, after 20 steps", "largest deviation of a logit", "largest logit", "same digit"], *lines)
+
+
+TABLES = {"headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy, "train-cpu": train_cpu, "allreduce": allreduce,
+          "launch": launch, "quiet": quiet, "chaos": chaos, "communication": communication, "logits": logits}
+
+
+def renew(path, problems):
+    """The text of a page with all figures as they should be."""
+    text = path.read_text()
+    marks = 0
+
+    def complain(match, expected, found):
+        line = text.count("\n", 0, match.start()) + 1
+        problems.append(f"{path.relative_to(ROOT)}:{line}: expected {expected}, found {found}")
+
+    def figure(match):
+        nonlocal marks
+        marks += 1
+        found, name, key, options = match.groups()
+        options = dict(option.split("=") for option in options.split())
+        value = look_up(name, key) * float(options.get("times", 1))
+        expected = f"{value:,.{int(options.get('round', 0))}f}"
+        if found != expected:
+            complain(match, f"{expected} ({name} {key})", found)
+        return expected + match[0][len(found):]
+
+    def table(match):
+        nonlocal marks
+        marks += 1
+        name, end, found = match.groups()
+        expected = f"\n{TABLES[name]()}\n"
+        if found != expected:
+            pairs = zip([*expected.splitlines(), "the end"], [*found.splitlines(), "the end"])
+            wanted, there = next(pair for pair in pairs if pair[0] != pair[1])
+            complain(match, f"in table {name}: {wanted}", there)
+        return name + end + expected
+
+    renewed = TABLE.sub(table, FIGURE.sub(figure, text))
+    if marks != len(OPENED.findall(text)):
+        problems.append(f"{path.relative_to(ROOT)}: a mark is malformed: {len(OPENED.findall(text))} begin, {marks} are whole")
+    for name in re.findall(r"bench/results/([\w.-]+\.(?:json|svg|txt))\b", text):
+        if not (RESULTS / name).exists():
+            problems.append(f"{path.relative_to(ROOT)}: there is no bench/results/{name}")
+    return text, renewed
+
+
+def main():
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(__doc__)
+    problems = []
+    for path in PAGES:
+        text, renewed = renew(path, problems)
+        if renewed != text and not sys.argv[1:]:
+            path.write_text(renewed)
+            print(f"{path.relative_to(ROOT)}: written anew")
+    if sys.argv[1:] and problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
