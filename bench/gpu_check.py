@@ -14,8 +14,8 @@ rest. Parts, in their default order:
   accuracy     conv6, deep and keras trained to the end, in bf16
   sanitizer    compute-sanitizer, if the toolkit has it
 
-Folders, each looked for beside this script too: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the
-programs). NVIDIA's libraries may lie in a Python environment: activate it.
+Folders, each also searched beside this script: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the
+programs). NVIDIA's libraries may be in a Python environment: activate it.
 
 Prints a line for every run and a table at the end. Writes gpu-<date>-<device>.json and the programs' output. On the tests'
 fake GPU (--fake FOLDER, or detected by its name) runs are small and labelled, and nothing is timed.
@@ -322,7 +322,7 @@ def throughput(s):
     torch = s.data and not s.fake and subprocess.run(
         [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"], capture_output=True).returncode == 0
     if not torch:
-        s.skip("PyTorch", "a fake is not measured" if s.fake else "no folder of MNIST, or no torch that sees the GPU")
+        s.skip("PyTorch", "a fake GPU is not measured" if s.fake else "no MNIST folder, or no torch that sees the GPU")
 
     def steps(batch):
         return s.options.steps or (3 if s.fake else 1500 if batch < 1024 else 400)
@@ -348,7 +348,7 @@ def throughput(s):
     modes += [(net, batches[-1], "bf16", "compiled") for net in nets[:2]]
     modes = [mode for mode in modes if mode[0] != "ensemble4800"]
     if torch:
-        # One process for all, since its start takes seconds.
+        # One process for all configurations, because its start takes seconds.
         run = s.run("torch", [sys.executable, os.path.join(HERE, "torch_throughput.py"), s.data],
                     limit=240, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"net"')
         s.torch = [json.loads(line) for line in (run or {}).get("lines", [])]

@@ -2,8 +2,8 @@
 
 Run: python torch_throughput.py DATA < CONFIGURATIONS
 
-A line NET BATCH PRECISION MODE for each configuration on standard input, one of JSON for each on standard output. DATA is the
-folder of MNIST. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
+Reads one configuration per line, NET BATCH PRECISION MODE, from standard input; prints one line of JSON for each. DATA is the
+MNIST folder. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
 images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
 (max-autotune, no CUDA graphs) or graphed (the step is captured and replayed).
 """

@@ -20,7 +20,7 @@ from summarise_train import BF16
 from train_work import NETS, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Steps that are timed in a run, on two cores: PyTorch takes 5 to 10 s for them. More cores make more steps.
+# Timed steps of a run on two cores: 5 to 10 s for PyTorch. More cores make more steps.
 STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
 IMAGES = 128
 # Warm-up steps: train_mnist's own number, also passed to train_torch.py.
